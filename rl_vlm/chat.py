@@ -1,0 +1,198 @@
+"""Conversations to token ids and back, turn by turn.
+
+The chat template is rendered once per *shape* of a conversation, with markers where texts go; the pieces between
+the template's own special tokens are then tokenised as plain text. So every span that the policy did not sample
+equals the template's own rendering, token for token, and a special string inside user or environment text stays
+text: nobody can forge a turn or an image. What the policy sampled is never tokenised again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from rl_vlm.types import EncodedImage, Message, UserInputError, as_encoded
+
+# Private-use characters mark where texts go in a rendered template; templates do not contain them.
+_MARK = re.compile("\ue000(\\d+)\ue001")
+_ASSISTANT_MARK = "\ue002"
+# What the policy may sample besides ordinary text: everything that the tokenizer does not call special.
+_END_OF_TURN = "<|im_end|>"
+
+Shape = tuple[tuple[str, str], ...]  # per message: role, and its parts as "t" (text) or "i" (image)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSpan:
+    """Token ids int32 [T] with one placeholder per image, and those images in order."""
+
+    token_ids: np.ndarray
+    images: tuple[EncodedImage, ...]
+
+
+class ChatCodec:
+    """Encodes conversations for one model.
+
+    Args:
+        tokenizer: the model's fast tokenizer.
+        template: the Jinja chat template (the processor's, else the tokenizer's).
+        image_token: the placeholder string of an image, such as `<|image_pad|>`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, image_token: str) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        # A private copy that never parses special tokens out of text.
+        self._plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+        self._plain.encode_special_tokens = True
+        added = tokenizer.added_tokens_decoder
+        self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        if image_token not in self._special_ids or _END_OF_TURN not in self._special_ids:
+            raise UserInputError(
+                f"The tokenizer lacks {image_token} or {_END_OF_TURN}: use a Qwen2.5-VL or Qwen3-VL model folder."
+            )
+        self.image_token_id = self._special_ids[image_token]
+        self.end_of_turn_id = self._special_ids[_END_OF_TURN]
+        self.pad_token_id = int(tokenizer.pad_token_id or 0)
+        by_length = sorted(self._special_ids, key=len, reverse=True)
+        self._special_pattern = re.compile("(" + "|".join(re.escape(token) for token in by_length) + ")")
+        self._render = lru_cache(maxsize=512)(self._render_uncached)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Token ids from here on are padding of the embedding matrix and mean nothing."""
+        return len(self._tokenizer)
+
+    def suppressed_token_ids(self, vocab_size: int) -> np.ndarray:
+        """The ids that the policy can never sample: special tokens other than end-of-turn, and unused ids."""
+        special = {i for i in self._special_ids.values() if i != self.end_of_turn_id}
+        return np.array(sorted(special | set(range(self.num_known_tokens, vocab_size))), dtype=np.int64)
+
+    def encode_prompt(self, messages: Sequence[Message]) -> EncodedSpan:
+        """Encode a conversation that the policy is to answer, generation prompt included."""
+        if not messages:
+            raise UserInputError("A conversation needs at least one message: the environment's reset returned none.")
+        return self._encode(self._render(_shape(messages)), messages)
+
+    def encode_continuation(self, messages: Sequence[Message], ended: bool) -> EncodedSpan:
+        """Encode what follows a sampled turn: its end, the new messages and the next generation prompt.
+
+        `ended` says whether the sampled ids already hold the end-of-turn token.
+        """
+        rendered = self._render((("user", "t"), ("assistant", "a"), *_shape(messages)))
+        tail = rendered[rendered.index(_ASSISTANT_MARK) + 1 :]
+        # Text markers count from the first new message on.
+        span = self._encode(tail, messages, first_text=1)
+        if span.token_ids[0] != self.end_of_turn_id:
+            raise UserInputError(f"The chat template does not end an assistant turn with {_END_OF_TURN}.")
+        return EncodedSpan(span.token_ids[1:], span.images) if ended else span
+
+    def decode(self, token_ids: np.ndarray) -> str:
+        """Sampled ids as text, without a closing end-of-turn token."""
+        ids = token_ids[:-1] if len(token_ids) and token_ids[-1] == self.end_of_turn_id else token_ids
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+    def _render_uncached(self, shape: Shape) -> str:
+        conversation: list[dict[str, Any]] = []
+        texts = 0
+        for role, parts in shape:
+            content: list[dict[str, str]] = []
+            for part in parts:
+                if part == "i":
+                    content.append({"type": "image"})
+                elif part == "a":
+                    content.append({"type": "text", "text": _ASSISTANT_MARK})
+                else:
+                    content.append({"type": "text", "text": f"\ue000{texts}\ue001"})
+                    texts += 1
+            conversation.append({"role": role, "content": content})
+        rendered = self._tokenizer.apply_chat_template(
+            conversation, chat_template=self._template, tokenize=False, add_generation_prompt=True
+        )
+        return str(rendered)
+
+    def _encode(self, rendered: str, messages: Sequence[Message], first_text: int = 0) -> EncodedSpan:
+        texts = [part for message in messages for part in message.parts if isinstance(part, str)]
+        images = as_encoded([image for message in messages for image in message.images])
+        ids: list[int] = []
+        plain: list[str] = []
+
+        def flush() -> None:
+            text = "".join(plain)
+            if text:
+                ids.extend(self._plain.encode(text, add_special_tokens=False).ids)
+            plain.clear()
+
+        # Odd items are the numbers of text markers, even items belong to the template.
+        for position, piece in enumerate(_MARK.split(rendered)):
+            if position % 2:
+                plain.append(texts[int(piece) - first_text])
+                continue
+            for fragment in self._special_pattern.split(piece):
+                if fragment in self._special_ids:
+                    flush()
+                    ids.append(self._special_ids[fragment])
+                else:
+                    plain.append(fragment)
+        flush()
+        token_ids = np.array(ids, dtype=np.int32)
+        placeholders = int((token_ids == self.image_token_id).sum())
+        if placeholders != len(images):
+            raise UserInputError(
+                f"The chat template wrote {placeholders} image placeholders for {len(images)} images: "
+                "use the model's own template."
+            )
+        return EncodedSpan(token_ids, images)
+
+
+def _shape(messages: Sequence[Message]) -> Shape:
+    return tuple(
+        (message.role, "".join("t" if isinstance(part, str) else "i" for part in message.parts)) for message in messages
+    )
+
+
+def expand_image_tokens(token_ids: np.ndarray, image_token_id: int, counts: Sequence[int], name: str = "") -> np.ndarray:
+    """Repeat the k-th image placeholder of `token_ids` `counts[k]` times; int32 in, int32 out."""
+    is_image = token_ids == image_token_id
+    if int(is_image.sum()) != len(counts):
+        raise UserInputError(
+            f"Prompt {name or 'without a name'} has {int(is_image.sum())} image placeholders for {len(counts)} images."
+        )
+    repeats = np.ones(len(token_ids), dtype=np.int64)
+    repeats[is_image] = counts
+    return np.repeat(token_ids, repeats).astype(np.int32)
+
+
+def mrope_positions(
+    token_ids: np.ndarray, image_token_id: int, grids: Sequence[tuple[int, int, int]], merge_size: int
+) -> np.ndarray:
+    """Multimodal rotary positions int64 [3, T] (temporal, height, width) of expanded ids, as Qwen2-VL and later count.
+
+    Text advances all three together; an image of grid (t, h, w) patches holds t·h·w / merge² tokens that share a start
+    and spread over its merged rows and columns, and the next text starts after the longer side
+    (Qwen2-VL, arXiv 2409.12191, section 2.1).
+    """
+    positions = np.empty((3, len(token_ids)), dtype=np.int64)
+    is_image = token_ids == image_token_id
+    cursor, start = 0, 0
+    for grid_t, grid_h, grid_w in grids:
+        rows, columns = grid_h // merge_size, grid_w // merge_size
+        count = grid_t * rows * columns
+        first = start + int(np.argmax(is_image[start:]))
+        positions[:, start:first] = np.arange(cursor, cursor + first - start)
+        cursor += first - start
+        time, row, column = np.indices((grid_t, rows, columns)).reshape(3, -1)
+        positions[0, first : first + count] = time + cursor
+        positions[1, first : first + count] = row + cursor
+        positions[2, first : first + count] = column + cursor
+        cursor += max(rows, columns)
+        start = first + count
+    positions[:, start:] = np.arange(cursor, cursor + len(token_ids) - start)
+    return positions

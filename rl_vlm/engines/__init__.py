@@ -1,0 +1,1 @@
+"""Engines that sample from a VLM behind one protocol. No Ray here."""

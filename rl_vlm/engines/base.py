@@ -1,0 +1,68 @@
+"""What every engine offers, and the randomness that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from rl_vlm.models.lora import AdapterPayload
+from rl_vlm.types import Completion, GenerationRequest, RLVLMError
+
+BASE_MODEL = -1  # `min_version` of a request for the model without an adapter
+
+
+class EngineError(RLVLMError):
+    """The engine could not answer a request."""
+
+
+class Engine(Protocol):
+    """Samples from one model and swaps its adapter without a restart."""
+
+    @property
+    def version(self) -> int:
+        """The newest adapter version that is loaded; 0 is the model as it came."""
+        ...
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Answer all requests; each says which version it was sampled with. Raises EngineError."""
+        ...
+
+    async def load_adapter(self, payload: AdapterPayload) -> None:
+        """Make a version available; requests that are running finish with the version that they started with."""
+        ...
+
+    async def close(self) -> None:
+        """Stop all work and free the model."""
+        ...
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def splitmix64(x: np.ndarray) -> np.ndarray:
+    """The SplitMix64 finaliser, a bijective hash of uint64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    with np.errstate(over="ignore"):
+        x = x + _GOLDEN
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(x ^ (x >> np.uint64(31)))
+
+
+def uniforms(seeds: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Uniform float64 in [0, 1) for each (seed, step), both uint64 [R].
+
+    A sample's randomness depends on its own seed and position only, never on what else is in the batch.
+    """
+    with np.errstate(over="ignore"):
+        mixed = splitmix64(splitmix64(seeds) ^ (steps * _GOLDEN))
+    return np.asarray((mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed from integers such as (run, iteration, group, sample, turn)."""
+    state = np.zeros(1, dtype=np.uint64)
+    for part in parts:
+        state = splitmix64(state ^ np.uint64(part & 0xFFFFFFFFFFFFFFFF))
+    return int(state[0] >> np.uint64(1))

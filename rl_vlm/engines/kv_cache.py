@@ -1,0 +1,87 @@
+"""Key-value memory of the running rows of the transformers engine."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BLOCK = 64  # lengths grow in blocks, so that the tensors are rarely reallocated
+
+
+class RowCache:
+    """One row of keys and values per running sample, each with its own length.
+
+    It stands where transformers expects a cache: attention calls `update` once per layer. Tensors are
+    [rows, heads, capacity, head_dim]; rows [0, num_rows) are in use and stay packed: a finished row's place is taken by
+    the last one.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self.num_rows = 0
+        self._write_at = torch.empty(0, dtype=torch.long)
+        self._window = 0
+
+    def admit(self, layers: list[tuple[Tensor, Tensor]], source: Tensor, max_length: int) -> int:
+        """Copy prefilled keys and values into new rows; returns the first new row.
+
+        layers: per layer keys and values [P, heads, L, head_dim]; source int64 [R]: the prefilled row of each new row;
+        max_length: the longest that any of the new rows can become.
+        """
+        first, length = self.num_rows, layers[0][0].shape[2]
+        self._reserve(layers, first + len(source), max(max_length, length))
+        for k, (keys, values) in enumerate(layers):
+            self._keys[k][first : first + len(source), :, :length] = keys[source]
+            self._values[k][first : first + len(source), :, :length] = values[source]
+        self.num_rows = first + len(source)
+        return first
+
+    def begin_step(self, lengths: Tensor, longest: int) -> None:
+        """Announce a decode step: row r writes its new key and value at position lengths[r]; int64 [rows]."""
+        self._write_at = lengths
+        self._window = longest + 1
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
+        """Store one new key and value per row, each [rows, heads, 1, head_dim]; returns the rows' windows."""
+        rows = torch.arange(self.num_rows, device=keys.device)
+        self._keys[layer][rows, :, self._write_at] = keys[:, :, 0]
+        self._values[layer][rows, :, self._write_at] = values[:, :, 0]
+        window = slice(0, self._window)
+        return self._keys[layer][: self.num_rows, :, window], self._values[layer][: self.num_rows, :, window]
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only these rows, in this order; int64 [K]. Only rows that change place are copied."""
+        place = torch.arange(len(rows), device=rows.device)
+        moved = rows != place
+        if bool(moved.any()):
+            source, target = rows[moved], place[moved]
+            for tensors in (self._keys, self._values):
+                for tensor in tensors:
+                    tensor[target] = tensor[source]
+        self.num_rows = len(rows)
+        if not len(rows):
+            self._keys, self._values = [], []
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Part of transformers' cache interface: the window before this step."""
+        return max(self._window - 1, 0)
+
+    def _reserve(self, layers: list[tuple[Tensor, Tensor]], rows: int, length: int) -> None:
+        length = -(-length // _BLOCK) * _BLOCK
+        if not self._keys:
+            for keys, values in layers:
+                self._keys.append(keys.new_zeros(rows, keys.shape[1], length, keys.shape[3]))
+                self._values.append(values.new_zeros(rows, values.shape[1], length, values.shape[3]))
+            return
+        have_rows, have_length = self._keys[0].shape[0], self._keys[0].shape[2]
+        if rows <= have_rows and length <= have_length:
+            return
+        # Doubling the rows keeps the copying linear in the number of admissions.
+        new_rows = have_rows if rows <= have_rows else max(rows, 2 * have_rows)
+        new_length = max(length, have_length)
+        for tensors in (self._keys, self._values):
+            for k, tensor in enumerate(tensors):
+                grown = tensor.new_zeros(new_rows, tensor.shape[1], new_length, tensor.shape[3])
+                grown[: self.num_rows, :, :have_length] = tensor[: self.num_rows]
+                tensors[k] = grown

@@ -1,0 +1,49 @@
+"""Choosing tokens from logits: greedy, temperature, top-k, top-p, by inverse transform sampling."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def choose_tokens(
+    logits: Tensor, temperature: Tensor, top_p: Tensor | None, top_k: Tensor | None, uniform: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Choose one token per row; returns (token ids int64 [R], log-probabilities float32 [R]).
+
+    logits float32 [R, V] with forbidden tokens at -inf; temperature float32 [R], 0 = greedy; top_p float32 [R] and
+    top_k int64 [R] (0 = off) or None when no row uses them; uniform float64 [R] in [0, 1).
+    Log-probabilities are those of the distribution that the token was drawn from, top-p and top-k included; a greedy
+    token's is taken at temperature 1.
+    """
+    greedy = temperature == 0
+    scaled = logits / torch.where(greedy, torch.ones_like(temperature), temperature)[:, None]
+    if top_k is not None or top_p is not None:
+        scaled = _restrict(scaled, top_p, top_k, greedy)
+    logprobs = torch.log_softmax(scaled, dim=-1)
+    # float64, so that a tail of many small probabilities is not lost in the running sum.
+    cumulative = logprobs.double().exp().cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
+    # Rounding can put u·total on the total itself: stay on the last token that has any probability.
+    last = (cumulative < total).sum(dim=-1)
+    tokens = torch.minimum(drawn, last)
+    if bool(greedy.any()):
+        tokens = torch.where(greedy, scaled.argmax(dim=-1), tokens)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def _restrict(scaled: Tensor, top_p: Tensor | None, top_k: Tensor | None, greedy: Tensor) -> Tensor:
+    """Set what top-k and then top-p (nucleus, arXiv 1904.09751) leave out to -inf."""
+    ordered, order = scaled.sort(dim=-1, descending=True)
+    drop = torch.zeros_like(scaled, dtype=torch.bool)
+    if top_k is not None:
+        rank = torch.arange(scaled.shape[1], device=scaled.device)[None, :]
+        drop |= (top_k[:, None] > 0) & (rank >= top_k[:, None])
+    if top_p is not None:
+        kept = torch.softmax(ordered.masked_fill(drop, float("-inf")), dim=-1)
+        # Keep tokens until the mass before them reaches p: the first token always stays.
+        drop |= (kept.cumsum(dim=-1) - kept) >= top_p[:, None]
+    drop[:, 0] = False
+    drop &= ~greedy[:, None]
+    return scaled.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), float("-inf"))

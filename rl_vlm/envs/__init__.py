@@ -1,0 +1,1 @@
+"""Vision environments: the interface, the registry and one file per environment."""

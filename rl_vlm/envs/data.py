@@ -1,0 +1,203 @@
+"""Question sets: rows of `problem`, `answer` and `images` from parquet files or the hub, read lazily and checked.
+
+`open_dataset("data/geo3k", "train")` opens a folder, `"data/geo3k/train.parquet"` a file, `"owner/name"` a data set of
+the hub (from its cache when offline), and `"data/geo3k@[0:100]"` the first hundred rows of any of them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rl_vlm.envs.images import MAX_PIXELS, ImageError, check_header, decode, image_bytes
+from rl_vlm.envs.rows import BadRowError, ParquetRows, RowSource, hub_rows, local_files
+from rl_vlm.types import EncodedImage, Part, Split, UserInputError
+
+IMAGE_MARKER = "<image>"
+SHOWN_FINDINGS = 3
+CACHED_QUESTIONS = 64  # decoded questions kept per table: the copies of a group ask for the same one
+
+T = TypeVar("T")
+
+_HUB_NAME = re.compile(r"(?!.*\.parquet$)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_SLICE = re.compile(r"(?P<path>.*)@\[(?P<range>[^\[\]]*)\]")
+
+# Tables by source and version of their files, so that many environments of one process share one table. They go when
+# the last environment goes.
+_TABLES: weakref.WeakValueDictionary[tuple[Any, ...], ImageTable] = weakref.WeakValueDictionary()
+_TABLES_LOCK = threading.Lock()
+
+DataSource = str | Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One row: the problem with its `<image>` markers, the true answer, the images, and where the row is from."""
+
+    problem: str
+    answer: str
+    images: tuple[EncodedImage, ...]
+    where: str
+
+    def parts(self) -> tuple[Part, ...]:
+        """Text and images in reading order: each marker replaced by its image; images first without markers."""
+        if IMAGE_MARKER not in self.problem:
+            return (*self.images, self.problem)
+        texts = self.problem.split(IMAGE_MARKER)
+        parts: list[Part] = [texts[0]]
+        for image, text in zip(self.images, texts[1:], strict=True):
+            parts += [image, text]
+        return tuple(part for part in parts if part != "")
+
+
+class ImageTable:
+    """A sequence of `Question`s. A row is read, checked and decoded when it is asked for."""
+
+    def __init__(self, rows: RowSource, selected: range, name: str, max_pixels: int = MAX_PIXELS) -> None:
+        self.name = name
+        self._rows = rows
+        self._selected = selected
+        self._max_pixels = max_pixels
+        self._recent: OrderedDict[int, Question] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._selected)
+
+    def __getitem__(self, index: int) -> Question:
+        """Question `index`; IndexError outside the table, BadRowError that names file and row if it is not usable."""
+        row = self._selected[index]
+        with self._lock:
+            question = self._recent.get(row)
+            if question is None:
+                problem, answer, images = self._read(row)
+                decoded = tuple(self._each(row, images, decode))
+                question = Question(problem, answer, decoded, self._rows.where(row))
+                self._recent[row] = question
+                if len(self._recent) > CACHED_QUESTIONS:
+                    self._recent.popitem(last=False)
+            return question
+
+    def validate(self, limit: int | None = None) -> int:
+        """Check `limit` rows spread over the table, or all, without decoding pixels; return how many.
+
+        Finds damaged files and row groups, rows without problem or answer, and images that are missing, not images
+        or too large. Raises BadRowError with the first few findings. Damaged pixels show when the row is used.
+        """
+        total = len(self)
+        count = total if limit is None else max(0, min(limit, total))
+        findings: list[str] = []
+        for number in range(count):
+            row = self._selected[number * total // count]
+            try:
+                self._each(row, self._read(row)[2], check_header)
+            except BadRowError as error:
+                findings.append(str(error))
+                if len(findings) == SHOWN_FINDINGS:
+                    break
+        if findings:
+            raise BadRowError(f"{self.name} has rows that cannot be used. {' '.join(findings)}")
+        return count
+
+    def _read(self, row: int) -> tuple[str, str, list[Any]]:
+        """Problem, answer and the undecoded images of a row."""
+        values = self._rows.row(row)
+        where = self._rows.where(row)
+        problem, answer = _text(values["problem"]), _text(values["answer"])
+        if not problem:
+            raise BadRowError(f"{where}: the problem is empty or not text.")
+        if not answer:
+            raise BadRowError(f"{where}: the answer is empty or neither text nor a number.")
+        images = values["images"]
+        images = images if isinstance(images, list) else [] if images is None else [images]
+        markers = problem.count(IMAGE_MARKER)
+        if markers and markers != len(images):
+            raise BadRowError(f"{where}: {markers} {IMAGE_MARKER} markers in the problem, {len(images)} images.")
+        return problem, answer, images
+
+    def _each(self, row: int, images: list[Any], use: Callable[[bytes, int], T]) -> list[T]:
+        """`use(bytes, max_pixels)` of every image of a row."""
+        results = []
+        for number, image in enumerate(images):
+            try:
+                results.append(use(image_bytes(image, self._rows.folder(row)), self._max_pixels))
+            except ImageError as error:
+                raise BadRowError(f"{self._rows.where(row)}: image {number} {error}.") from error
+        return results
+
+
+def open_dataset(source: str, split: str, max_pixels: int = MAX_PIXELS) -> ImageTable:
+    """Open a folder, a parquet file or a data set of the hub, with an optional slice `source@[a:b]`.
+
+    Raises UserInputError if it does not exist, lacks a column, or if the slice is empty.
+    """
+    path_text, selected = _split_slice(source)
+    path = Path(path_text).expanduser()
+    local = path.exists()
+    if not local and not _HUB_NAME.fullmatch(path_text):
+        raise UserInputError(f"There is no file or folder {path_text!r}, and it is no name of a data set on the hub.")
+    files = local_files(path, split) if local else []
+    versions = tuple((str(file.absolute()), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+    with _TABLES_LOCK:
+        key = (source, split, max_pixels, versions)
+        table = _TABLES.get(key)
+        if table is None:
+            rows: RowSource = ParquetRows(files) if local else hub_rows(path_text, split)
+            chosen = range(len(rows))[selected]
+            if not chosen:
+                raise UserInputError(f"{source} selects none of the {len(rows)} rows of its {split} split.")
+            table = _TABLES[key] = ImageTable(rows, chosen, f"{source} ({split})", max_pixels)
+    return table
+
+
+def open_split(data: DataSource, split: Split) -> ImageTable:
+    """Open a split for an environment: `data` is a source for both splits, or a mapping from split to source.
+
+    A single file is one split: the one in its name, else train. So that nobody evaluates on the training rows by
+    accident, the other split must then be named: `{"train": "a.parquet", "test": "b.parquet"}`.
+    """
+    if isinstance(data, Mapping):
+        if split not in data:
+            raise UserInputError(f"env.data names no {split} split; it names {', '.join(data) or 'none'}.")
+        return open_dataset(data[split], split)
+    path = Path(_split_slice(data)[0]).expanduser()
+    if path.is_file():
+        own = "test" if re.match(r"test(?![a-z])", path.stem) else "train"
+        if own != split:
+            raise UserInputError(
+                f"{path} is a single file and holds the {own} split. For {split} rows pass a folder with "
+                f"{split}.parquet, or a mapping such as {{train: a.parquet, test: b.parquet}}."
+            )
+    return open_dataset(data, split)
+
+
+def _split_slice(source: str) -> tuple[str, slice]:
+    """The path and the rows of `path@[a:b]`; all rows without a slice."""
+    if not isinstance(source, str) or not source:
+        raise UserInputError(f"A data set is named by a path or a hub name, not by {source!r}.")
+    match = _SLICE.fullmatch(source)
+    if match is None:
+        return source, slice(None)
+    ends = re.fullmatch(r"\s*(-?\d{1,12})?\s*:\s*(-?\d{1,12})?\s*", match["range"])
+    if ends is None:
+        raise UserInputError(
+            f"{source!r}: a slice is written @[a:b] with whole numbers, either of which may be absent."
+        )
+    start, stop = (int(end) if end else None for end in ends.groups())
+    return match["path"], slice(start, stop)
+
+
+def _text(value: Any) -> str:
+    """A cell as text: strings as they are, finite numbers in digits, and "" for anything else."""
+    if isinstance(value, str):
+        return value if value.strip() else ""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return ""
+    return str(value)

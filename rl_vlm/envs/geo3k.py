@@ -1,0 +1,215 @@
+"""Geometry questions with a figure and a scoring tool: reason, check a value with `calc_score`, answer in `\\boxed{}`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+from rl_vlm.envs.base import Info, StepResult, VisionEnv
+from rl_vlm.envs.data import DataSource, ImageTable, Question, open_split
+from rl_vlm.envs.errors import EnvError
+from rl_vlm.envs.images import fit
+from rl_vlm.envs.tools import ToolCall, ToolCallError, parse_tool_call
+from rl_vlm.rewards.math import extract_boxed, grade_turns, is_equal
+from rl_vlm.types import EncodedImage, Message, Observation, Part, Split, UserInputError
+
+TOOLS = ("calc_score", "calc_geo3k_reward")  # the second is an alias
+MAX_ECHO = 80  # characters of the policy's own words that a reply repeats
+
+Prompt = Literal["full", "brief", "none"]
+
+_FULL = (
+    "You solve geometry problems that come with a figure. First reason step by step: what the figure and the text give, "
+    "which theorem applies, what follows from it. End with the line\n"
+    "Answer: \\boxed{...}\n"
+    "where the box holds the bare value, such as 42, 4\\sqrt{2} or \\frac{3}{5}."
+)
+_FULL_TOOL = (
+    "\n\nYou have one tool. calc_score compares a value with the reference and tells you whether it is right. Call it at "
+    "least once before you finish, with the bare value as digits or LaTeX:\n"
+    '<tool_call>\n{"name": "calc_score", "arguments": {"answer": "42"}}\n</tool_call>\n'
+    "The message with the call also holds the line Answer: \\boxed{42}. If the value was wrong, find the mistake and try "
+    "again. If it was right, repeat the Answer line without a call. You have %d messages in all."
+)
+_BRIEF = r"Answer: \boxed{x}"
+_BRIEF_TOOL = r'<tool_call>{"name": "calc_score", "arguments": {"answer": "x"}}</tool_call> or '
+
+_LAST_TURN = r" Your next message is the last one: give your final Answer: \boxed{...} in it, without a call."
+_FINISH = r"Now finish with Answer: \boxed{...} and no tool call."
+
+
+class Geo3kEnv(VisionEnv):
+    r"""One geometry question, up to `max_turns` answers.
+
+    A turn with a tool call gets a reply of role "tool"; a turn without one ends the episode. The reward, 1 or 0, is
+    paid at the end for the last `\boxed{}` that the policy itself wrote, whatever the tool said before.
+
+    Arguments: `data`, a question set (see `open_split`). `scoring_tool=False` withholds the tool, which tells right
+    from wrong and so must be off where accuracy without help is measured. `tool_cost` is subtracted for each call,
+    `format_bonus` paid once for the first call that could be carried out. `image_size` bounds the longest side of an
+    image in pixels, `square` makes every image that size on a grey ground. `prompt`: "full" instructions in a system
+    message, "brief" ones in the question (few tokens), or "none" where the data has its own.
+
+    `info` of a step: turn, status (running, answered, no_answer, out_of_turns), tool_calls, tool_errors, answer,
+    correct (both judged at the end), reply; at the end also reason and truth.
+    """
+
+    def __init__(
+        self,
+        data: DataSource | None = None,
+        max_turns: int = 3,
+        scoring_tool: bool = True,
+        tool_cost: float = 0.0,
+        format_bonus: float = 0.0,
+        image_size: int | None = None,
+        square: bool = False,
+        prompt: Prompt = "full",
+    ) -> None:
+        super().__init__()
+        if not data:
+            raise UserInputError(
+                "Geo3k needs a question set: pass env.data, a folder with train.parquet, or a hub name."
+            )
+        if isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1:
+            raise UserInputError(f"env.max_turns is {max_turns!r}; it must be a whole number of at least 1.")
+        if image_size is not None and image_size < 1 or square and image_size is None:
+            raise UserInputError(f"env.image_size is {image_size}; give at least 1 pixel, and give it with env.square.")
+        if prompt not in ("full", "brief", "none"):
+            raise UserInputError(f'env.prompt is {prompt!r}; use "full", "brief" or "none".')
+        self._data = data
+        self._max_turns = max_turns
+        self._scoring_tool = scoring_tool
+        self._tool_cost = tool_cost
+        self._format_bonus = format_bonus
+        self._image_size = image_size
+        self._square = square
+        self._prompt = prompt
+        self._tables: dict[str, ImageTable] = {}
+        self._question: Question | None = None
+        self._status = "closed"
+        self._turns: list[str] = []
+        self._tool_calls = self._tool_errors = 0
+        self._bonus_paid = False
+
+    def num_items(self, split: Split) -> int:
+        """The number of questions in the split."""
+        return len(self._table(split))
+
+    def validate(self, split: Split, limit: int | None = None) -> int:
+        """Check the split's rows before training starts (see `ImageTable.validate`); return how many."""
+        return self._table(split).validate(limit)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
+        """Ask question `options["index"]` of `options["split"]`. Raises BadRowError if the row cannot be used."""
+        super().reset(seed=seed)
+        self._status = "closed"
+        size = self.num_items((options or {}).get("split", "train"))
+        split, index = self.item(options, size)
+        if not 0 <= index < size:
+            raise UserInputError(f"Question {index} does not exist: the {split} split has {size}.")
+        self._question = question = self._table(split)[index]
+        self._status = "running"
+        self._turns = []
+        self._tool_calls = self._tool_errors = 0
+        self._bonus_paid = False
+        return self._opening(question), {"split": split, "index": index, "where": question.where}
+
+    def step(self, action: str) -> StepResult:
+        """Answer one turn; see the class for reward and info."""
+        if self._status != "running" or self._question is None:
+            raise EnvError("This episode is over or never began: call reset() before step().")
+        if not isinstance(action, str):
+            raise EnvError(f"The action must be text, not {type(action).__name__}.")
+        self._turns.append(action)
+        truth = self._question.answer
+        reply, reward = self._answer_call(action, truth)
+        if reply is None:
+            terminated, truncated = True, False
+            boxed = extract_boxed(action) is not None
+            self._status = "answered" if boxed else "no_answer"
+            reply = "Answer received." if boxed else r"No tool call and no \boxed{} answer: the episode ends here."
+        else:
+            terminated, truncated = False, len(self._turns) >= self._max_turns
+            self._status = "out_of_turns" if truncated else "running"
+        info: Info = {
+            "turn": len(self._turns),
+            "status": self._status,
+            "tool_calls": self._tool_calls,
+            "tool_errors": self._tool_errors,
+            "answer": None,
+            "correct": False,
+            "reply": reply,
+        }
+        if not (terminated or truncated):
+            return Observation((Message.of("tool", reply),)), reward, False, False, info
+        grade = grade_turns(self._turns, truth)
+        info |= {"answer": grade.answer, "correct": grade.correct, "reason": grade.reason, "truth": truth}
+        return Observation(), reward + float(grade.correct), terminated, truncated, info
+
+    def _answer_call(self, text: str, truth: str) -> tuple[str | None, float]:
+        """The reply to the turn's tool call, None if it has none, and what the call pays or costs."""
+        try:
+            call = parse_tool_call(text)
+        except ToolCallError as error:
+            reply, well_formed = f"Your tool call could not be read: {error}.", False
+        else:
+            if call is None:
+                return None, 0.0
+            reply, well_formed = self._carry_out(call, truth)
+        self._tool_calls += 1
+        self._tool_errors += not well_formed
+        reward = -self._tool_cost
+        if well_formed and not self._bonus_paid:
+            self._bonus_paid = True
+            reward += self._format_bonus
+        return reply, reward
+
+    def _carry_out(self, call: ToolCall, truth: str) -> tuple[str, bool]:
+        """The reply to a well-formed call, and whether the call could be carried out."""
+        if not self._scoring_tool:
+            return f"Unknown tool {call.name!r}: there are no tools. {_FINISH}", False
+        if call.name not in TOOLS:
+            return f"Unknown tool {call.name!r}: the only tool is {TOOLS[0]}.{self._warning()}", False
+        answer = call.arguments.get("answer")
+        if isinstance(answer, int | float) and not isinstance(answer, bool):
+            answer = str(answer)
+        if not isinstance(answer, str) or not answer.strip():
+            hint = f'{call.name} needs the argument "answer", your value as text.'
+            return f"Missing answer: {hint}{self._warning()}", False
+        shown = answer if len(answer) <= MAX_ECHO else answer[:MAX_ECHO] + "..."
+        boxed = extract_boxed(answer)
+        if is_equal(answer if boxed is None else boxed, truth):
+            return f"Score: 1. The answer {shown} is right. {_FINISH}", True
+        return f"Score: 0. The answer {shown} is wrong.{self._warning() or ' Look for the mistake.'}", True
+
+    def _warning(self) -> str:
+        """The last-turn warning, when the turn that is being answered is the last but one."""
+        return _LAST_TURN if len(self._turns) == self._max_turns - 1 else ""
+
+    def _opening(self, question: Question) -> Observation:
+        parts = tuple(self._fitted(part) for part in question.parts())
+        if self._prompt == "none":
+            return Observation.user(*parts)
+        if self._prompt == "brief":
+            tool = _BRIEF_TOOL if self._scoring_tool else ""
+            return Observation.user(*parts, f"\n{tool}{_BRIEF}")
+        instructions = _FULL + (_FULL_TOOL % self._max_turns if self._scoring_tool else "")
+        return Observation((Message.of("system", instructions), Message("user", parts)))
+
+    def _fitted(self, part: Part) -> Part:
+        if self._image_size is None or not isinstance(part, EncodedImage):
+            return part
+        return _fit_cached(part, self._image_size, self._square)
+
+    def _table(self, split: Split) -> ImageTable:
+        if split not in ("train", "test"):
+            raise UserInputError(f'There is no split {split!r}; use "train" or "test".')
+        if split not in self._tables:
+            self._tables[split] = open_split(self._data, split)
+        return self._tables[split]
+
+
+@functools.lru_cache(maxsize=256)
+def _fit_cached(image: EncodedImage, size: int, square: bool) -> EncodedImage:
+    """`fit`, remembered: the copies of a group show the same image."""
+    return fit(image, size, square)

@@ -1,0 +1,127 @@
+"""Images from question sets and foreign environments: read with limits that hold before a pixel is decoded."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from rl_vlm.types import EncodedImage, UserInputError
+
+# Formats with a decoder that runs nothing else: PIL would hand PostScript to an interpreter.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+MAX_PIXELS = 64_000_000
+MAX_BYTES = 64 * 2**20
+GREY = (127, 127, 127)
+
+
+class ImageError(UserInputError):
+    """An image cannot be read, or must not be."""
+
+
+def image_bytes(value: Any, folder: Path | None) -> bytes:
+    """The encoded bytes of an image given as bytes, as {"bytes", "path"}, as a data URI or as a path.
+
+    A path is relative to `folder` and may not leave it; without a folder, and for a remote address, it is refused.
+    """
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if value is None or (isinstance(value, str | bytes) and not value):
+        raise ImageError("has neither bytes nor a path")
+    if isinstance(value, bytes | bytearray | memoryview):
+        data = bytes(value)
+    elif isinstance(value, str):
+        data = _from_data_uri(value) if value[:5].lower() == "data:" else _from_path(value, folder)
+    else:
+        raise ImageError(f"is a value of type {type(value).__name__}, not bytes, a path or a data URI")
+    if len(data) > MAX_BYTES:
+        raise ImageError(f"has {len(data)} bytes, more than {MAX_BYTES}")
+    return data
+
+
+def check_header(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """The (width, height) in an image's header; ImageError if there is none or it has too many pixels."""
+    return _open(data, max_pixels).size
+
+
+def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> EncodedImage:
+    """Decode an image whole and encode it as RGB; ImageError if it is too large, truncated or not an image."""
+    image = _open(data, max_pixels)
+    try:
+        return EncodedImage.from_pil(ImageOps.exif_transpose(image))
+    except Exception as error:  # decoders raise nearly anything on corrupt bytes
+        raise ImageError(f"cannot be decoded ({_line(error)})") from error
+
+
+def fit(image: EncodedImage, size: int, square: bool = False) -> EncodedImage:
+    """Resize so that the longest side has `size` pixels.
+
+    Without `square`, larger images shrink and smaller ones stay. With it, every image is scaled to fit and laid on a
+    grey square, so that all images cost the same number of tokens.
+    """
+    longest = max(image.width, image.height)
+    if longest <= size and not square:
+        return image
+    shape = tuple(max(1, round(side * size / longest)) for side in (image.width, image.height))
+    resized = image.to_pil().resize((shape[0], shape[1]), Image.Resampling.LANCZOS)
+    if square:
+        canvas = Image.new("RGB", (size, size), GREY)
+        canvas.paste(resized, ((size - shape[0]) // 2, (size - shape[1]) // 2))
+        resized = canvas
+    return EncodedImage.from_pil(resized)
+
+
+def _open(data: bytes, max_pixels: int) -> Image.Image:
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        raise ImageError(f"has more than {max_pixels} pixels") from error
+    except UnidentifiedImageError as error:
+        raise ImageError(f"is not a readable image ({', '.join(FORMATS)})") from error
+    except Exception as error:  # header parsers raise nearly anything on corrupt bytes
+        raise ImageError(f"is not a readable image ({_line(error)})") from error
+    if image.width * image.height > max_pixels:
+        raise ImageError(f"has {image.width}x{image.height} pixels, more than {max_pixels}")
+    return image
+
+
+def _from_data_uri(uri: str) -> bytes:
+    """The payload of `data:<anything>;base64,<payload>`; writers are known to put None for the media type."""
+    header, comma, payload = uri[:256].partition(",")
+    if not comma or not header.lower().endswith(";base64"):
+        raise ImageError("is a data URI without ;base64,")
+    if len(uri) > 2 * MAX_BYTES:
+        raise ImageError(f"is a data URI of {len(uri)} characters, more than {2 * MAX_BYTES}")
+    payload = "".join(uri[len(header) + 1 :].split()).rstrip("=")
+    try:
+        return base64.b64decode(payload + "=" * (-len(payload) % 4), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"is a data URI with invalid base64 ({error})") from error
+
+
+def _from_path(path: str, folder: Path | None) -> bytes:
+    if "://" in path or path[:5].lower() == "file:":
+        raise ImageError(f"is the address {path[:80]!r}: images are never fetched, put their bytes into the data")
+    if folder is None:
+        raise ImageError(f"is the path {path[:80]!r}, but there is no folder that it could be relative to")
+    try:
+        root = folder.resolve()
+        file = (root / path).resolve()
+        if not file.is_relative_to(root):
+            raise ImageError(f"is the path {path[:80]!r}, which leaves the folder {root}")
+        if not file.is_file():
+            raise ImageError(f"is the path {path[:80]!r}, and there is no such file in {root}")
+        if file.stat().st_size > MAX_BYTES:
+            raise ImageError(f"has {file.stat().st_size} bytes, more than {MAX_BYTES}")
+        return file.read_bytes()
+    except (OSError, ValueError) as error:
+        raise ImageError(f"is the path {path[:80]!r}, which cannot be read ({_line(error)})") from error
+
+
+def _line(error: Exception) -> str:
+    """An exception as one short line."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]

@@ -1,0 +1,243 @@
+"""Run an environment in a child process that can be killed: `ProcessEnv("my/env.py", {"turns": 3})`.
+
+An environment is foreign code: it may hang, leak, or take its process down. The child is this module run as a program;
+it speaks frames (see `wire`) over two pipes. Every call has a deadline, after which the child's process group is killed.
+It protects against accidents, not against malice: the child runs with the user's own rights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.envs import watchdog, wire
+from rl_vlm.envs.base import Info, StepResult, VisionEnv
+from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_reset, check_step
+from rl_vlm.envs.registry import make, portable_id
+from rl_vlm.types import Split, UserInputError
+
+MAX_MESSAGE = 500  # characters of an exception's text that travel
+_KINDS: dict[str, type[Exception]] = {"input": UserInputError, "env": EnvError}
+
+
+class ProcessEnv(VisionEnv):
+    """A VisionEnv in a child process.
+
+    Raises EnvTimeoutError when a call takes longer than its deadline (the child is killed), EnvCrashError when the
+    child died, EnvError with the one-line message of an exception in the child or when it returned nonsense, and
+    UserInputError for wrong arguments. After a timeout or crash, `reset` starts a fresh child. `kwargs` and `info`
+    travel as JSON: tuples arrive as lists, and values that JSON does not know as their text.
+    """
+
+    def __init__(
+        self,
+        env_id: str,
+        kwargs: dict[str, Any] | None = None,
+        step_timeout_s: float = 60.0,
+        start_timeout_s: float = 120.0,
+    ) -> None:
+        super().__init__()
+        if not step_timeout_s > 0 or not start_timeout_s > 0:
+            raise UserInputError(f"Timeouts must be positive, not {step_timeout_s} s and {start_timeout_s} s.")
+        self._env_id = env_id
+        self._make = {"op": "make", "env_id": portable_id(env_id), "kwargs": kwargs or {}}
+        try:
+            json.dumps(self._make)
+        except (TypeError, ValueError) as error:
+            raise UserInputError(
+                f"The arguments of {env_id} must be plain values to reach a process ({error})."
+            ) from error
+        self._step_timeout_s = step_timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: wire.Channel | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._start()
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id; None when there is no child."""
+        return self._process.pid if self._process else None
+
+    def num_items(self, split: Split) -> int | None:
+        """See VisionEnv."""
+        return self._call({"op": "num_items", "split": split}, self._start_timeout_s)[0]["value"]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Info]:
+        """See VisionEnv."""
+        super().reset(seed=seed)
+        if self._process is None:
+            self._start()
+        reply, blobs = self._call({"op": "reset", "seed": seed, "options": options}, self._step_timeout_s)
+        return check_reset((self._observation(reply, blobs), reply.get("info")))
+
+    def step(self, action: str) -> StepResult:
+        """See VisionEnv."""
+        reply, blobs = self._call({"op": "step", "action": action}, self._step_timeout_s)
+        flags = (reply.get("reward"), reply.get("terminated"), reply.get("truncated"), reply.get("info"))
+        return check_step((self._observation(reply, blobs), *flags))
+
+    def close(self) -> None:
+        """Let the child close its environment, briefly, and end it."""
+        if self._channel is not None:
+            try:
+                self._channel.send({"op": "close"}, timeout_s=1.0)
+                self._channel.receive(timeout_s=2.0)
+            except (TimeoutError, wire.PeerGoneError, wire.FrameError):
+                pass  # it is killed below in any case
+        self._kill()
+
+    def _start(self) -> None:
+        child_reads, parent_writes = os.pipe()
+        parent_reads, child_writes = os.pipe()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rl_vlm.envs.isolation", str(child_reads), str(child_writes)],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what the environment prints must not end up in ours
+            pass_fds=(child_reads, child_writes),
+            start_new_session=True,  # a group of its own, that is killed whole and does not get the terminal's Ctrl-C
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        os.close(child_reads)
+        os.close(child_writes)
+        self._process = process
+        self._channel = wire.Channel(parent_reads, parent_writes, alive=lambda: _alive(process.pid))
+        self._finalizer = weakref.finalize(self, _end, process, self._channel)
+        self._call(self._make, self._start_timeout_s)
+
+    def _call(self, request: dict[str, Any], timeout_s: float) -> tuple[dict[str, Any], list[bytes]]:
+        if self._channel is None or self._process is None:
+            raise EnvCrashError(f"{self._env_id}: the process is gone; call reset() for a new one.")
+        what = f"{self._env_id}: {request['op']}"
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._channel.send(request, timeout_s=timeout_s)
+            reply, blobs = self._channel.receive(deadline - time.monotonic())
+        except TimeoutError as error:
+            self._kill()
+            raise EnvTimeoutError(f"{what} took longer than {timeout_s:g} s; the process was killed.") from error
+        except wire.PeerGoneError as error:
+            raise EnvCrashError(f"{what}: the process died ({self._kill(grace_s=1.0)}).") from error
+        except wire.FrameError as error:
+            self._kill()
+            raise EnvCrashError(f"{what}: the process spoke nonsense ({error}) and was killed.") from error
+        if "error" in reply:
+            if request["op"] == "make":
+                self._kill()
+            kind = _KINDS.get(reply.get("kind", ""), EnvError)
+            raise kind(str(reply["error"]) if kind is UserInputError else f"{what}: {reply['error']}")
+        return reply, blobs
+
+    def _observation(self, reply: dict[str, Any], blobs: list[bytes]) -> Any:
+        try:
+            return wire.unpack_observation(reply.get("messages"), blobs)
+        except wire.FrameError as error:
+            self._kill()
+            raise EnvCrashError(f"{self._env_id}: the process spoke nonsense ({error}) and was killed.") from error
+
+    def _kill(self, grace_s: float = 0.0) -> str:
+        """End the child and what it started, after `grace_s` to die by itself; return how it ended, in words."""
+        process, self._process, self._channel = self._process, None, None
+        if process is None or self._finalizer is None:
+            return "it was gone already"
+        deadline = time.monotonic() + grace_s
+        while _alive(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._finalizer()
+        code = process.returncode
+        return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+
+
+def _end(process: subprocess.Popen[bytes], channel: wire.Channel) -> None:
+    """Kill a child's process group, reap the child and close its pipes."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)  # before the child is reaped, so that its id cannot name another group
+    except ProcessLookupError:
+        pass  # the whole group has gone already
+    process.wait()
+    channel.close()
+
+
+def _alive(pid: int) -> bool:
+    """Whether a child runs; it is not reaped, so its id stays taken."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
+class _Worker:
+    """The child's side: carries out requests, one at a time."""
+
+    def __init__(self) -> None:
+        self._env: VisionEnv | None = None
+
+    def answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
+        """The reply to one request; whatever the environment raises becomes an error reply."""
+        try:
+            return self._carry_out(request)
+        except UserInputError as error:
+            return {"kind": "input", "error": _line(error)}, []
+        except EnvError as error:
+            return {"kind": "env", "error": _line(error)}, []
+        except Exception as error:  # noqa: BLE001 - foreign code; the parent raises what is reported here
+            return {"kind": "env", "error": f"{type(error).__name__}: {_line(error)}"}, []
+
+    def _carry_out(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
+        op = request["op"]
+        if op == "make":
+            self._env = make(request["env_id"], **request["kwargs"])
+            return {}, []
+        if self._env is None:
+            raise EnvError("no environment was made")
+        if op == "num_items":
+            return {"value": self._env.num_items(request["split"])}, []
+        if op == "reset":
+            observation, info = check_reset(self._env.reset(seed=request["seed"], options=request["options"]))
+            messages, blobs = wire.pack_observation(observation)
+            return {"messages": messages, "info": info}, blobs
+        if op == "step":
+            observation, reward, terminated, truncated, info = check_step(self._env.step(request["action"]))
+            messages, blobs = wire.pack_observation(observation)
+            flags = {"reward": reward, "terminated": terminated, "truncated": truncated, "info": info}
+            return {"messages": messages, **flags}, blobs
+        if op == "close":
+            self._env.close()
+            return {}, []
+        raise EnvError(f"unknown request {op!r}")
+
+
+def _line(error: Exception) -> str:
+    """An exception's message as one bounded line."""
+    return " ".join(str(error).split())[:MAX_MESSAGE] or type(error).__name__
+
+
+def _serve(read_fd: int, write_fd: int) -> None:
+    """Answer requests until the parent closes the pipe or asks to close."""
+    script = str(Path(watchdog.__file__))
+    subprocess.Popen([sys.executable, "-I", "-S", script, str(read_fd), str(os.getpid())], pass_fds=(read_fd,))
+    channel = wire.Channel(read_fd, write_fd)
+    worker = _Worker()
+    while True:
+        try:
+            request, _ = channel.receive()
+        except wire.PeerGoneError:
+            return
+        reply, blobs = worker.answer(request)
+        try:
+            channel.send(reply, blobs)
+        except (wire.FrameError, ValueError, TypeError, RecursionError) as error:  # info that JSON cannot hold
+            channel.send({"kind": "env", "error": f"the reply cannot be sent ({_line(error)})"})
+        if request["op"] == "close":
+            return
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), int(sys.argv[2]))

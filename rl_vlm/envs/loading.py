@@ -1,0 +1,95 @@
+"""Load what a user names as "package.module[:attribute]" or "path/to/file.py[:attribute]".
+
+Naming a module or file runs it. It is the user's own code, named on purpose: only the local file system and the
+installed packages are looked at, and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import re
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rl_vlm.types import UserInputError
+
+_MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_LOCK = threading.Lock()
+
+
+def is_spec(text: str) -> bool:
+    """Whether the text names a module or file (it has a dot, slash or colon) rather than an id such as "Shapes-v0"."""
+    target, _ = split_spec(text)
+    return target.endswith(".py") or bool(_MODULE_NAME.fullmatch(target) and (":" in text or "." in target))
+
+
+def split_spec(spec: str) -> tuple[str, str]:
+    """("module" or "file.py", "attribute" or "")."""
+    target, colon, attribute = spec.rpartition(":")
+    return (target, attribute) if colon else (spec, "")
+
+
+def load_object(spec: str) -> Any:
+    """The attribute that a spec names, or its module when it names none. Raises UserInputError if it cannot be had."""
+    target, attribute = split_spec(spec)
+    try:
+        module = _load_file(Path(target).expanduser()) if target.endswith(".py") else _load_module(target)
+    except UserInputError:
+        raise
+    except Exception as error:  # whatever the user's module raises while it runs
+        raise UserInputError(f"{target} cannot be imported ({type(error).__name__}: {error}).") from error
+    if not attribute:
+        return module
+    if not hasattr(module, attribute):
+        raise UserInputError(f"{target} has no {attribute!r}.")
+    return getattr(module, attribute)
+
+
+def absolute_spec(spec: str) -> str:
+    """The spec with an absolute file path, so that another working directory does not change its meaning."""
+    target, attribute = split_spec(spec)
+    if not target.endswith(".py"):
+        return spec
+    path = str(Path(target).expanduser().resolve())
+    return f"{path}:{attribute}" if attribute else path
+
+
+def _load_module(name: str) -> ModuleType:
+    if not _MODULE_NAME.fullmatch(name):
+        raise UserInputError(f"{name!r} is not the name of a module.")
+    _extend_path(Path.cwd())
+    return importlib.import_module(name)
+
+
+def _load_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise UserInputError(f"There is no file {path}.")
+    digest = hashlib.sha256(f"{path}:{path.stat().st_mtime_ns}".encode()).hexdigest()[:12]
+    name = f"_rl_vlm_user_{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{digest}"
+    with _LOCK:
+        if name in sys.modules:
+            return sys.modules[name]
+        _extend_path(path.parent)
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise UserInputError(f"{path} is not a Python file.")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses look their module up while the file runs
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
+
+
+def _extend_path(folder: Path) -> None:
+    """Let user code import its neighbours; at the end of the path, so that nothing installed is shadowed."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))

@@ -1,0 +1,187 @@
+"""Raw rows of a question set: random access to parquet files, and to data sets of the hub."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rl_vlm.types import UserInputError
+
+COLUMNS = ("problem", "answer", "images")
+CACHE_BYTES = 256 * 2**20
+# What pyarrow raises on a damaged file: its own errors, the system's, and bad UTF-8 when a value becomes a string.
+_READ_ERRORS = (pa.ArrowException, OSError, ValueError)
+
+
+class BadRowError(UserInputError):
+    """A row of a data set cannot be used; the message names file, row and what is wrong."""
+
+
+class RowSource(Protocol):
+    """Rows by number, as dicts of the three columns with images still encoded."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Row `index`; BadRowError if the file is damaged there."""
+        ...
+
+    def where(self, index: int) -> str:
+        """File and row in words."""
+        ...
+
+    def folder(self, index: int) -> Path | None:
+        """The folder that the row's image paths are relative to, if there is one."""
+        ...
+
+
+class ParquetRows:
+    """Rows of parquet files, one row group at a time; recent row groups are kept in memory up to `CACHE_BYTES`."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = tuple(files)
+        self._readers = [_open(file) for file in files]
+        self._groups: list[tuple[int, int, int]] = []  # (file, row group, its first row in that file)
+        self._starts: list[int] = []  # first row of each group, counted over all files
+        total = 0
+        for number, reader in enumerate(self._readers):
+            first = total
+            for group in range(reader.metadata.num_row_groups):
+                self._groups.append((number, group, total - first))
+                self._starts.append(total)
+                total += reader.metadata.row_group(group).num_rows
+        self._total = total
+        self._recent: OrderedDict[int, pa.Table] = OrderedDict()
+        self._lock = threading.Lock()  # a reader may not be used by two threads at once
+
+    def __len__(self) -> int:
+        return self._total
+
+    def row(self, index: int) -> dict[str, Any]:
+        """See RowSource."""
+        group = self._group(index)
+        try:
+            with self._lock:
+                table = self._table(group)
+            return table.slice(index - self._starts[group], 1).to_pylist()[0]
+        except _READ_ERRORS as error:
+            number = self._groups[group][1]
+            reason = _line(error)
+            raise BadRowError(f"{self.where(index)}: row group {number} of the file is damaged ({reason}).") from error
+
+    def where(self, index: int) -> str:
+        """See RowSource."""
+        group = self._group(index)
+        file, _, first = self._groups[group]
+        return f"{self._files[file]}, row {first + index - self._starts[group]}"
+
+    def folder(self, index: int) -> Path:
+        """See RowSource."""
+        return self._files[self._groups[self._group(index)][0]].parent
+
+    def _group(self, index: int) -> int:
+        if not 0 <= index < self._total:
+            raise IndexError(f"row {index} of {self._total}")
+        return bisect.bisect_right(self._starts, index) - 1
+
+    def _table(self, group: int) -> pa.Table:
+        table = self._recent.pop(group, None)
+        if table is None:
+            file, number, _ = self._groups[group]
+            table = self._readers[file].read_row_group(number, columns=list(COLUMNS))
+            table.validate(full=True)
+            rows = self._readers[file].metadata.row_group(number).num_rows
+            if table.num_rows != rows:
+                raise ValueError(f"{table.num_rows} rows where the file promises {rows}")
+        self._recent[group] = table
+        while len(self._recent) > 1 and sum(kept.nbytes for kept in self._recent.values()) > CACHE_BYTES:
+            self._recent.popitem(last=False)
+        return table
+
+
+class HubRows:
+    """Rows of a `datasets.Dataset`, whose Arrow files are memory-mapped."""
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        check_columns(dataset.column_names, name)
+        # The arrow format hands out images as they are stored; the default one would decode them.
+        self._dataset = dataset.select_columns(list(COLUMNS)).with_format("arrow")
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def row(self, index: int) -> dict[str, Any]:
+        """See RowSource."""
+        try:
+            return self._dataset[index : index + 1].to_pylist()[0]
+        except _READ_ERRORS as error:
+            raise BadRowError(f"{self.where(index)}: the cached copy is damaged ({_line(error)}).") from error
+
+    def where(self, index: int) -> str:
+        """See RowSource."""
+        return f"{self._name}, row {index}"
+
+    def folder(self, index: int) -> Path | None:
+        """See RowSource."""
+        return None
+
+
+def local_files(path: Path, split: str) -> list[Path]:
+    """`path` itself if it is a file; else `{split}.parquet` or the shards `{split}-*.parquet` in it or in its `data`."""
+    if path.is_file():
+        return [path]
+    for folder in (path, path / "data"):
+        single = folder / f"{split}.parquet"
+        files = [single] if single.is_file() else sorted(folder.glob(f"{split}-*.parquet"))
+        if files:
+            return files
+    found = sorted(file.name for folder in (path, path / "data") for file in folder.glob("*.parquet"))
+    raise UserInputError(
+        f"{path} has neither {split}.parquet nor {split}-*.parquet; it holds "
+        f"{', '.join(found[:8]) or 'no parquet file'}."
+    )
+
+
+def hub_rows(name: str, split: str) -> HubRows:
+    """The rows of a data set of the hub: from the cache when there is no network, downloaded otherwise."""
+    import datasets  # slow to import, and not needed for local files
+
+    try:
+        dataset = datasets.load_dataset(name, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise UserInputError(
+            f"Cannot open data set {name!r}, split {split!r} ({_line(error)}). There is no such local path; for a data "
+            f"set of the hub, fetch it once with `rl-vlm fetch --data {name}` while online."
+        ) from error
+    return HubRows(dataset, name)
+
+
+def check_columns(found: Iterable[str], where: object) -> None:
+    """Raise UserInputError if a column is missing."""
+    missing = [column for column in COLUMNS if column not in set(found)]
+    if missing:
+        raise UserInputError(
+            f"{where} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}; it has {', '.join(found)}. "
+            f"Needed: {', '.join(COLUMNS)}."
+        )
+
+
+def _open(file: Path) -> pq.ParquetFile:
+    try:
+        reader = pq.ParquetFile(file, page_checksum_verification=True)
+    except _READ_ERRORS as error:
+        raise UserInputError(f"{file} is not a readable parquet file ({_line(error)}).") from error
+    check_columns(reader.schema_arrow.names, file)
+    return reader
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

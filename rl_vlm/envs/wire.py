@@ -1,0 +1,160 @@
+"""Frames between a process and the process of its environment: JSON and PNG bytes, never pickle.
+
+A frame is the JSON's length (4 bytes, big-endian), the JSON, and the blobs one after the other, whose lengths the JSON
+names under "blobs". Reading and writing hold a deadline, and a frame that is out of bounds is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import select
+import struct
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from rl_vlm.types import EncodedImage, Message, Observation
+
+MAX_JSON = 64 * 2**20
+MAX_BLOBS = 512 * 2**20
+_SLICE_S = 0.25  # how often a waiting side looks whether the other still lives
+_LENGTH = struct.Struct(">I")
+
+
+class FrameError(Exception):
+    """The other side sent something that is not a frame."""
+
+
+class PeerGoneError(Exception):
+    """The other side closed the connection or died."""
+
+
+class Channel:
+    """A pair of pipe ends. `alive` is asked while waiting, for a peer that died while others hold its pipe open."""
+
+    def __init__(self, read_fd: int, write_fd: int, alive: Callable[[], bool] = lambda: True) -> None:
+        self._read_fd, self._write_fd, self._alive = read_fd, write_fd, alive
+        os.set_blocking(read_fd, False)
+        os.set_blocking(write_fd, False)
+
+    def send(
+        self, content: Mapping[str, Any], blobs: list[bytes] | None = None, timeout_s: float | None = None
+    ) -> None:
+        """Write one frame. TimeoutError after `timeout_s`, PeerGoneError if nobody reads."""
+        blobs = blobs or []
+        text = json.dumps({**content, "blobs": [len(blob) for blob in blobs]}, default=_plain).encode()
+        if len(text) > MAX_JSON or sum(map(len, blobs)) > MAX_BLOBS:
+            raise FrameError(f"a message of {len(text)} bytes with {sum(map(len, blobs))} bytes of images is too large")
+        deadline = _deadline(timeout_s)
+        view = memoryview(b"".join((_LENGTH.pack(len(text)), text, *blobs)))
+        while view:
+            self._wait(self._write_fd, select.POLLOUT, deadline)
+            try:
+                view = view[os.write(self._write_fd, view) :]
+            except BlockingIOError:
+                continue  # the pipe filled up between poll and write
+            except BrokenPipeError as error:
+                raise PeerGoneError from error
+
+    def receive(self, timeout_s: float | None = None) -> tuple[dict[str, Any], list[bytes]]:
+        """Read one frame. TimeoutError after `timeout_s`, PeerGoneError at the end, FrameError for nonsense."""
+        deadline = _deadline(timeout_s)
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
+        if length > MAX_JSON:
+            raise FrameError(f"a message of {length} bytes is too large")
+        try:
+            content = json.loads(self._read(length, deadline))
+            lengths = content.pop("blobs")
+            if not all(isinstance(size, int) and size >= 0 for size in lengths) or sum(lengths) > MAX_BLOBS:
+                raise ValueError(f"image sizes {lengths[:4]}")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise FrameError(f"a message is not a frame ({error})") from error
+        return content, [self._read(size, deadline) for size in lengths]
+
+    def close(self) -> None:
+        """Close both ends."""
+        for fd in (self._read_fd, self._write_fd):
+            os.close(fd)
+
+    def _read(self, size: int, deadline: float) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            self._wait(self._read_fd, select.POLLIN, deadline)
+            try:
+                chunk = os.read(self._read_fd, min(size - len(data), 2**20))
+            except BlockingIOError:
+                continue
+            if not chunk:
+                raise PeerGoneError
+            data += chunk
+        return bytes(data)
+
+    def _wait(self, fd: int, event: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(fd, event)
+        while True:
+            # Asked before the last look at the pipe: what a peer wrote before it died is still read.
+            alive = self._alive()
+            left = deadline - time.monotonic()
+            if poll.poll(1000 * max(0.0, min(left, _SLICE_S)) if alive else 0):
+                return
+            if not alive:
+                raise PeerGoneError
+            if left <= 0:
+                raise TimeoutError
+
+
+def pack_observation(observation: Observation) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """An observation as JSON and the PNG bytes of its images."""
+    messages: list[dict[str, Any]] = []
+    blobs: list[bytes] = []
+    for message in observation.messages:
+        parts: list[Any] = []
+        for part in message.parts:
+            if isinstance(part, str):
+                parts.append(part)
+                continue
+            image = EncodedImage.from_pil(part) if isinstance(part, Image.Image) else part
+            parts.append({"width": image.width, "height": image.height})
+            blobs.append(image.png)
+        messages.append({"role": message.role, "parts": parts})
+    return messages, blobs
+
+
+def unpack_observation(messages: Any, blobs: list[bytes]) -> Observation:
+    """The inverse of `pack_observation`; FrameError if the two do not fit together."""
+    left = iter(blobs)
+    try:
+        return Observation(
+            tuple(
+                Message(message["role"], tuple(_unpack_part(part, left) for part in message["parts"]))
+                for message in messages
+            )
+        )
+    except (TypeError, KeyError, StopIteration, RuntimeError) as error:
+        raise FrameError(f"an observation does not fit its images ({error})") from error
+
+
+def _unpack_part(part: Any, blobs: Any) -> str | EncodedImage:
+    if isinstance(part, str):
+        return part
+    png = next(blobs)
+    return EncodedImage(hashlib.sha256(png).hexdigest(), png, part["width"], part["height"])
+
+
+def _deadline(timeout_s: float | None) -> float:
+    return time.monotonic() + (timeout_s if timeout_s is not None else float("inf"))
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for: numpy values as numbers and lists, everything else as its text."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return repr(value)[:200]

@@ -1,0 +1,1 @@
+"""Advantages, losses, token log-probabilities, batching, the VLM module and learner."""

@@ -1,0 +1,215 @@
+"""From trajectories to the micro-batches of one optimiser step.
+
+The samples of a group share their prompt. A packed row holds that prompt once, followed by the group's continuations;
+the attention mask lets each continuation see the prompt and itself only. The result equals one row per sample, at a
+fraction of the work when prompts (images!) are long and answers are short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rl_vlm.chat import mrope_positions
+from rl_vlm.models.images import ImageProcessorSpec
+from rl_vlm.types import EncodedImage, Trajectory
+
+# A packed row pays attention over its whole length: pack only while that costs at most this much more than separate rows.
+_MAX_ATTENTION_OVERHEAD = 1.0
+_PREFIX, _PADDING = 0, -1
+
+
+@dataclass(slots=True)
+class TrainSample:
+    """One trajectory with its advantage and the weight of each of its token losses."""
+
+    trajectory: Trajectory
+    advantage: float
+    weight: float
+
+
+@dataclass(slots=True)
+class Minibatch:
+    """What one learner adds to one optimiser step: groups of samples that share a prompt."""
+
+    groups: list[list[TrainSample]]
+
+    def __len__(self) -> int:
+        return sum(len(group) for group in self.groups)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens."""
+        return sum(sample.trajectory.num_sampled for group in self.groups for sample in group)
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """Padded arrays of one forward pass; B rows of L tokens, N sampled tokens.
+
+    segments int16 [B, L]: 0 prompt, 1.. the continuations, -1 padding. `row`, `column` int64 [N] locate the hidden
+    state that predicts `target` int64 [N]. behaviour, advantage and weight: float32 [N].
+    """
+
+    input_ids: np.ndarray
+    position_ids: np.ndarray
+    segments: np.ndarray
+    images: list[EncodedImage]
+    row: np.ndarray
+    column: np.ndarray
+    target: np.ndarray
+    behaviour: np.ndarray
+    advantage: np.ndarray
+    weight: np.ndarray
+
+
+@dataclass(slots=True)
+class _Row:
+    ids: list[np.ndarray] = field(default_factory=list)
+    positions: list[np.ndarray] = field(default_factory=list)
+    segments: list[np.ndarray] = field(default_factory=list)
+    images: list[EncodedImage] = field(default_factory=list)
+    column: list[np.ndarray] = field(default_factory=list)
+    target: list[np.ndarray] = field(default_factory=list)
+    behaviour: list[np.ndarray] = field(default_factory=list)
+    advantage: list[np.ndarray] = field(default_factory=list)
+    weight: list[np.ndarray] = field(default_factory=list)
+    length: int = 0
+
+
+class BatchBuilder:
+    """Packs minibatches for one model.
+
+    Args:
+        image_token_id, pad_token_id: token ids.
+        images: the image geometry.
+        max_tokens: padded tokens per micro-batch; a single longer row still goes alone.
+        share_prompts: pack the samples of a group into one row where that pays.
+    """
+
+    def __init__(
+        self,
+        *,
+        image_token_id: int,
+        pad_token_id: int,
+        images: ImageProcessorSpec,
+        max_tokens: int,
+        share_prompts: bool = True,
+    ) -> None:
+        self._image_token_id = image_token_id
+        self._pad_token_id = pad_token_id
+        self._images = images
+        self._max_tokens = max_tokens
+        self._share_prompts = share_prompts
+
+    def build(self, minibatch: Minibatch) -> list[MicroBatch]:
+        """Micro-batches in order of row length."""
+        rows = [self._row(part) for group in minibatch.groups for part in self._split(group)]
+        rows.sort(key=lambda row: row.length)
+        batches: list[MicroBatch] = []
+        start = 0
+        while start < len(rows):
+            stop = start + 1
+            # Rows are sorted, so the next row's length is the padded length.
+            while stop < len(rows) and (stop - start + 1) * rows[stop].length <= self._max_tokens:
+                stop += 1
+            batches.append(self._pad(rows[start:stop]))
+            start = stop
+        return batches
+
+    def _split(self, group: list[TrainSample]) -> list[list[TrainSample]]:
+        """The group as one row, or as one row per sample when packing does not pay or would be too long."""
+        if not self._share_prompts or len(group) == 1:
+            return [[sample] for sample in group]
+        prefix = self._shared_prompt(group)
+        lengths = [len(sample.trajectory) for sample in group]
+        packed = prefix + sum(length - prefix for length in lengths)
+        separate_attention = sum(length**2 for length in lengths)
+        if not prefix or packed**2 > (1 + _MAX_ATTENTION_OVERHEAD) * separate_attention or packed > self._max_tokens:
+            return [[sample] for sample in group]
+        return [group]
+
+    def _row(self, group: list[TrainSample]) -> _Row:
+        prefix = _prompt_length(group[0].trajectory)
+        row = _Row()
+        for number, sample in enumerate(group):
+            trajectory = sample.trajectory
+            grids, merge = self._grids(trajectory), self._images.merge_size
+            positions = mrope_positions(trajectory.token_ids, self._image_token_id, grids, merge)
+            start = prefix
+            if number == 0:
+                start = 0
+                row.segments.append(np.full(prefix, _PREFIX, dtype=np.int16))
+                row.images.extend(trajectory.images)
+            else:
+                row.images.extend(trajectory.images[self._prompt_images(trajectory) :])
+            row.ids.append(trajectory.token_ids[start:])
+            row.positions.append(positions[:, start:])
+            row.segments.append(np.full(len(trajectory) - prefix, number + 1, dtype=np.int16))
+            sampled = np.flatnonzero(trajectory.loss_mask)
+            # Token t is predicted by the hidden state before it; the first of a continuation by the prompt's last.
+            offset = row.length - start
+            column = np.where(sampled == prefix, prefix - 1, sampled - 1 + offset)
+            row.column.append(column)
+            row.target.append(trajectory.token_ids[sampled].astype(np.int64))
+            row.behaviour.append(trajectory.logprobs[sampled])
+            row.advantage.append(np.full(len(sampled), sample.advantage, dtype=np.float32))
+            row.weight.append(np.full(len(sampled), sample.weight, dtype=np.float32))
+            row.length += len(trajectory) - start
+        return row
+
+    def _shared_prompt(self, group: list[TrainSample]) -> int:
+        """The length of the prompt when all samples have the same one, images included; else 0."""
+        first = group[0].trajectory
+        length, images = _prompt_length(first), [image.sha256 for image in first.images[: self._prompt_images(first)]]
+        for sample in group[1:]:
+            other = sample.trajectory
+            if _prompt_length(other) != length or not np.array_equal(other.token_ids[:length], first.token_ids[:length]):
+                return 0
+            if [image.sha256 for image in other.images[: len(images)]] != images:
+                return 0
+        return length
+
+    def _prompt_images(self, trajectory: Trajectory) -> int:
+        """How many of the trajectory's images stand in its prompt."""
+        tokens = int((trajectory.token_ids[: _prompt_length(trajectory)] == self._image_token_id).sum())
+        count = 0
+        for t, h, w in self._grids(trajectory):
+            tokens -= t * h * w // self._images.merge_size**2
+            if tokens < 0:
+                break
+            count += 1
+        return count
+
+    def _grids(self, trajectory: Trajectory) -> list[tuple[int, int, int]]:
+        return [self._images.grid_thw(image.width, image.height) for image in trajectory.images]
+
+    def _pad(self, rows: Sequence[_Row]) -> MicroBatch:
+        longest = max(row.length for row in rows)
+        ids = np.full((len(rows), longest), self._pad_token_id, dtype=np.int64)
+        positions = np.zeros((3, len(rows), longest), dtype=np.int64)
+        segments = np.full((len(rows), longest), _PADDING, dtype=np.int16)
+        for k, row in enumerate(rows):
+            ids[k, : row.length] = np.concatenate(row.ids)
+            positions[:, k, : row.length] = np.concatenate(row.positions, axis=1)
+            segments[k, : row.length] = np.concatenate(row.segments)
+        counts = [sum(len(part) for part in row.column) for row in rows]
+        return MicroBatch(
+            input_ids=ids,
+            position_ids=positions,
+            segments=segments,
+            images=[image for row in rows for image in row.images],
+            row=np.repeat(np.arange(len(rows)), counts),
+            column=np.concatenate([part for row in rows for part in row.column]),
+            target=np.concatenate([part for row in rows for part in row.target]),
+            behaviour=np.concatenate([part for row in rows for part in row.behaviour]),
+            advantage=np.concatenate([part for row in rows for part in row.advantage]),
+            weight=np.concatenate([part for row in rows for part in row.weight]),
+        )
+
+
+def _prompt_length(trajectory: Trajectory) -> int:
+    """Tokens before the first sampled one."""
+    return int(np.argmax(trajectory.loss_mask))

@@ -1,0 +1,86 @@
+"""VLMModule: the policy as an RLlib module, a frozen VLM with trainable LoRA layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from ray.rllib.core.rl_module.torch import TorchRLModule
+
+from rl_vlm.config import RunConfig
+from rl_vlm.models.backbone import Backbone
+from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
+from rl_vlm.models.lora import AdapterPayload, inject_lora, load_lora_state, lora_config, lora_state, seed_lora
+
+
+class Policy:
+    """A VLM with LoRA: what the learner updates. Plain torch, so that it works without RLlib.
+
+    Args:
+        folder: the model folder.
+        run: the run configuration (model, learner and seed are read).
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(self, folder: Path, run: RunConfig, device: str = "cpu") -> None:
+        quiet_libraries()
+        self.text = load_text_side(folder)
+        self.model = load_model(folder, run.model.dtype, device)
+        lora = run.model.lora
+        self.lora = lora_config(lora.rank, lora.alpha, lora.target_modules, lora.dropout)
+        self.lora.base_model_name_or_path = str(folder)
+        seed_lora(run.seed)
+        inject_lora(self.model, self.lora)
+        if run.learner.gradient_checkpointing:
+            self.model.model.language_model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
+            # transformers checkpoints layers only in training mode; LoRA dropout is the only thing that mode changes.
+            self.model.model.language_model.train()
+        codec = self.text.codec
+        suppressed = codec.suppressed_token_ids(self.text.vocab_size)
+        self.backbone = Backbone(self.model, self.text.images, suppressed)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+
+    def payload(self, version: int) -> AdapterPayload:
+        """The adapter as it is, as an immutable version."""
+        return AdapterPayload.build(version, lora_state(self.model), self.lora)
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """The model computes as the base model inside this context."""
+        layers = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
+
+
+class VLMModule(TorchRLModule):
+    """RLlib's view of the policy: its state is the adapter's tensors only, kilobytes to megabytes."""
+
+    def setup(self) -> None:
+        """Load the model; RLlib calls this once. `model_config` holds `folder`, `run_config` and `device`."""
+        settings: dict[str, Any] = self.model_config  # type: ignore[assignment]
+        torch.set_num_threads(settings["run_config"].learner.num_threads)
+        self.policy = Policy(settings["folder"], settings["run_config"], settings["device"])
+        self.vlm = self.policy.model  # registered as a submodule, so that RLlib finds the parameters
+
+    def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The adapter's tensors as numpy arrays, by peft's names."""
+        return {name: tensor.detach().cpu().numpy() for name, tensor in lora_state(self.policy.model).items()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Load adapter tensors."""
+        load_lora_state(self.policy.model, {name: torch.as_tensor(array) for name, array in state.items()})
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Not used: the learner computes log-probabilities of packed micro-batches (see update.py)."""
+        raise TypeError("VLMModule samples through Ray Serve; it has no forward pass over RLlib batches.")

@@ -1,0 +1,205 @@
+"""The policy update: old log-probabilities once per rollout, then one optimiser step per minibatch.
+
+Plain torch, without Ray: RLlib's learner and the single-process loop of the benchmarks both run this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
+from rl_vlm.learning.logprobs import token_logprobs
+from rl_vlm.learning.losses import LossConfig, get_loss, kl_estimate, truncated_importance_weights
+from rl_vlm.models.backbone import Backbone
+
+Metrics = dict[str, float]
+
+
+@dataclass(slots=True)
+class PackedMinibatch:
+    """The micro-batches of one optimiser step and, per micro-batch, the old and reference log-probabilities [N]."""
+
+    micro_batches: list[MicroBatch]
+    old: list[Tensor | None] = field(default_factory=list)
+    reference: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class UpdateStats:
+    """Sums over sampled tokens, so that they can be added across micro-batches and learners."""
+
+    tokens: float = 0.0
+    loss: float = 0.0
+    clipped: float = 0.0
+    entropy: float = 0.0
+    kl: float = 0.0
+    approx_kl: float = 0.0
+    mismatch_kl: float = 0.0
+    mismatch_prob: float = 0.0
+    ratio_max: float = 0.0
+    grad_norm: float = 0.0
+    steps: int = 0
+    skipped_steps: int = 0  # the gradient was not finite
+    first_ratio_error: float = 0.0  # |ratio - 1| on the first minibatch: must be exactly 0
+
+    def metrics(self) -> Metrics:
+        """Averages under the names that are logged."""
+        tokens = max(self.tokens, 1.0)
+        steps = max(self.steps, 1)
+        return {
+            "policy/loss": self.loss / steps,
+            "policy/kl": self.kl / tokens,
+            "policy/approx_kl": self.approx_kl / tokens,
+            "policy/entropy": self.entropy / tokens,
+            "policy/clip_fraction": self.clipped / tokens,
+            "policy/ratio_max": self.ratio_max,
+            "policy/grad_norm": self.grad_norm / steps,
+            "policy/optimizer_steps": float(self.steps),
+            "policy/skipped_steps": float(self.skipped_steps),
+            "policy/first_ratio_error": self.first_ratio_error,
+            "mismatch/kl": self.mismatch_kl / tokens,
+            "mismatch/token_mult_prob_error": self.mismatch_prob / tokens if self.tokens else 1.0,
+        }
+
+
+class PolicyUpdater:
+    """Computes log-probabilities and losses for one model.
+
+    Args:
+        backbone: the model with trainable LoRA layers.
+        builder: packs minibatches.
+        loss: a registered loss name.
+        loss_config: its settings.
+        temperature: the sampling temperature of the rollouts.
+        without_adapter: context in which the model computes as the base model, for the KL penalty.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        builder: BatchBuilder,
+        *,
+        loss: str,
+        loss_config: LossConfig,
+        temperature: float,
+        without_adapter: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._backbone = backbone
+        self._builder = builder
+        self._token_loss, _ = get_loss(loss)
+        self._config = loss_config
+        self._temperature = temperature
+        self._without_adapter = without_adapter
+
+    def pack(self, minibatches: Sequence[Minibatch]) -> list[PackedMinibatch]:
+        """Pack minibatches and fill in what must be computed with the weights as they are before the first step.
+
+        The first minibatch needs no pass of its own: its old log-probabilities are its new ones.
+        """
+        packed = [PackedMinibatch(self._builder.build(minibatch)) for minibatch in minibatches]
+        for number, minibatch in enumerate(packed):
+            for micro in minibatch.micro_batches:
+                old = None
+                if number > 0:
+                    with torch.no_grad():
+                        old, _ = self.logprobs(micro)
+                minibatch.old.append(old)
+                if self._config.kl_coef:
+                    with torch.no_grad(), self._without_adapter():
+                        minibatch.reference.append(self.logprobs(micro)[0])
+        return packed
+
+    def logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies float32 [N] of the micro-batch's sampled tokens."""
+        device = self._backbone.device
+        segments = torch.from_numpy(micro.segments).to(device)
+        length = segments.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        # A token sees the prompt (segment 0) and its own continuation.
+        key, query = segments[:, None, None, :], segments[:, None, :, None]
+        mask = causal & ((key == 0) | (key == query))
+        hidden = self._backbone.hidden_states(
+            torch.from_numpy(micro.input_ids).to(device),
+            torch.from_numpy(micro.position_ids).to(device),
+            mask,
+            self._backbone.image_features(micro.images) if micro.images else (),
+        )
+        predicting = hidden[torch.from_numpy(micro.row).to(device), torch.from_numpy(micro.column).to(device)]
+        return token_logprobs(self._backbone, predicting, torch.from_numpy(micro.target).to(device), self._temperature)
+
+    def loss(self, minibatch: PackedMinibatch, number: int, stats: UpdateStats) -> Tensor:
+        """The weighted loss of one micro-batch, a scalar with a gradient; adds to `stats`."""
+        micro = minibatch.micro_batches[number]
+        device = self._backbone.device
+        new, entropy = self.logprobs(micro)
+        old = minibatch.old[number]
+        if old is None:
+            old = new.detach()
+            minibatch.old[number] = old  # further epochs over this minibatch compare with the same old policy
+            stats.first_ratio_error = max(stats.first_ratio_error, float(((new.detach() - old).exp() - 1).abs().max()))
+        behaviour = torch.from_numpy(micro.behaviour).to(device)
+        advantage = torch.from_numpy(micro.advantage).to(device)
+        weight = torch.from_numpy(micro.weight).to(device)
+        terms = self._token_loss(new, old, advantage, self._config)
+        token_loss = terms.loss * truncated_importance_weights(old, behaviour, self._config.tis_cap)
+        if self._config.kl_coef:
+            kl = kl_estimate(new, minibatch.reference[number], self._config.kl_estimator)
+            token_loss = token_loss + self._config.kl_coef * kl
+            stats.kl += float(kl.detach().sum())
+        if self._config.entropy_coef:
+            token_loss = token_loss - self._config.entropy_coef * entropy
+        loss = (token_loss * weight).sum()
+        self._record(stats, loss, terms.ratio, terms.clipped, entropy, old - behaviour, new - old)
+        return loss
+
+    @staticmethod
+    @torch.no_grad()
+    def _record(
+        stats: UpdateStats, loss: Tensor, ratio: Tensor, clipped: Tensor, entropy: Tensor, gap: Tensor, change: Tensor
+    ) -> None:
+        # One transfer for all figures: on a GPU each float() would wait for the device.
+        figures = torch.stack(
+            [
+                loss.detach(),
+                clipped.float().sum(),
+                entropy.detach().sum(),
+                (change.exp() - 1 - change).sum(),
+                (gap.exp() - 1 - gap).sum(),
+                gap.abs().exp().sum(),
+                ratio.detach().max(),
+            ]
+        ).tolist()
+        stats.tokens += len(ratio)
+        stats.loss += figures[0]
+        stats.clipped += figures[1]
+        stats.entropy += figures[2]
+        stats.approx_kl += figures[3]
+        stats.mismatch_kl += figures[4]
+        stats.mismatch_prob += figures[5]
+        stats.ratio_max = max(stats.ratio_max, figures[6])
+
+
+def gradient_vector(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+    """All gradients as one vector; zero where a parameter has none."""
+    return torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in parameters])
+
+
+def set_gradients(parameters: Sequence[torch.nn.Parameter], vector: Tensor) -> None:
+    """The inverse of `gradient_vector`."""
+    offset = 0
+    for parameter in parameters:
+        count = parameter.numel()
+        parameter.grad = vector[offset : offset + count].view_as(parameter)
+        offset += count
+
+
+def linear_schedule(iteration: int, total: int, final_fraction: float) -> float:
+    """Learning-rate factor that falls linearly from 1 to `final_fraction` over `total` iterations and stays there."""
+    progress = min(max(iteration / max(total, 1), 0.0), 1.0)
+    return float(np.interp(progress, [0, 1], [1.0, final_fraction]))

@@ -1,0 +1,1 @@
+"""Loading vision-language models, LoRA, image preprocessing, and the tiny offline VLM."""

@@ -1,0 +1,130 @@
+"""One forward pass of a VLM, shared by the transformers engine and the learner.
+
+Both must compute the same log-probabilities, so both go through here: the same image features, the same token mask
+and the same positions. Image features are computed once per image and kept by hash; that is right because the vision
+tower is frozen under LoRA.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from rl_vlm.models.images import ImageProcessorSpec, patchify
+from rl_vlm.types import EncodedImage
+
+
+@dataclass(slots=True)
+class ImageFeatures:
+    """What the language model sees of one image: `merged` [N, D] and, per deep-stack layer, [N, D]; N placeholder tokens."""
+
+    merged: Tensor
+    deepstack: list[Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the features take."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self.merged, *self.deepstack))
+
+
+class Backbone:
+    """Wraps a Qwen2.5-VL or Qwen3-VL model (plain, or with LoRA layers injected).
+
+    Args:
+        model: the model for conditional generation.
+        images: its image geometry.
+        suppressed_ids: int64 token ids whose logits are always -inf.
+        cache_bytes: how much memory image features may take before the least recently used are dropped.
+    """
+
+    def __init__(
+        self, model: nn.Module, images: ImageProcessorSpec, suppressed_ids: np.ndarray, cache_bytes: int = 256 << 20
+    ) -> None:
+        self.model: Any = model
+        self.images = images
+        self.device = next(model.parameters()).device
+        vocab_size = self.lm_head.weight.shape[0]
+        bias = torch.zeros(vocab_size, dtype=torch.float32)
+        bias[torch.from_numpy(suppressed_ids)] = float("-inf")
+        self.token_bias = bias.to(self.device)  # [V]: 0 where allowed, -inf where suppressed
+        self._cache: OrderedDict[str, ImageFeatures] = OrderedDict()
+        self._cache_bytes = cache_bytes
+        self._cached_bytes = 0
+        self.cache_hits = 0
+        self.cache_misses = 0
+
+    @property
+    def lm_head(self) -> nn.Linear:
+        """The output projection [V, D]."""
+        return self.model.lm_head  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def image_features(self, images: Sequence[EncodedImage]) -> list[ImageFeatures]:
+        """Features of each image, in order; the images that are not cached go through the vision tower in one batch."""
+        wanted = {image.sha256: image for image in images}
+        missing = [image for key, image in wanted.items() if key not in self._cache]
+        self.cache_misses += len(missing)
+        self.cache_hits += len(images) - len(missing)
+        fresh = self._encode(missing) if missing else {}
+        found = {key: fresh[key] if key in fresh else self._cache[key] for key in wanted}
+        for key, features in fresh.items():
+            self._cache[key] = features
+            self._cached_bytes += features.num_bytes
+        for key in wanted:
+            self._cache.move_to_end(key)
+        while self._cached_bytes > self._cache_bytes and self._cache:
+            self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
+        return [found[image.sha256] for image in images]
+
+    def _encode(self, images: Sequence[EncodedImage]) -> dict[str, ImageFeatures]:
+        pixels, grids = zip(*(patchify(self.images, image) for image in images), strict=True)
+        pixel_values = torch.from_numpy(np.concatenate(pixels)).to(self.device)
+        grid_thw = torch.tensor(grids, dtype=torch.long, device=self.device)
+        out = self.model.model.get_image_features(pixel_values, grid_thw, return_dict=True)
+        deepstack = getattr(out, "deepstack_features", None) or []
+        return {
+            image.sha256: ImageFeatures(
+                out.pooler_output[k].clone(), [layer[k].clone() for layer in deepstack]
+            )
+            for k, image in enumerate(images)
+        }
+
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor,
+        features: Sequence[ImageFeatures] = (),
+        cache: Any = None,
+    ) -> Tensor:
+        """Last hidden states [B, L, D].
+
+        input_ids int64 [B, L]; position_ids int64 [3, B, L]; attention_mask bool [B, 1, L, K]; features of the images
+        in the row-major order of their placeholders; cache: a transformers cache, or None.
+        """
+        extra: dict[str, Any] = {}
+        if features:
+            encoder = BaseModelOutputWithPooling(pooler_output=[f.merged for f in features])  # type: ignore[arg-type]
+            layers = range(len(features[0].deepstack))
+            encoder.deepstack_features = [[f.deepstack[k] for f in features] for k in layers]  # type: ignore[attr-defined]
+            extra["mm_encoder_outputs"] = {"image": encoder}
+        out = self.model.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            **extra,
+        )
+        return out.last_hidden_state  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits [N, V] of hidden states [N, D], suppressed tokens at -inf."""
+        return self.lm_head(hidden).float() + self.token_bias

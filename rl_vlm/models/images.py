@@ -1,0 +1,189 @@
+"""Images to patches as Qwen's image processors make them, in numpy.
+
+`patchify` equals `Qwen2VLImageProcessor` bit by bit (Qwen2-VL, 2.5-VL and 3-VL all use it) at a
+fraction of its cost; `ImageProcessorSpec` tells an image's place in the prompt without decoding it (`grid_thw`,
+`num_image_tokens`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from rl_vlm.types import EncodedImage, UserInputError
+
+Grid = tuple[int, int, int]  # temporal, height, width in patches
+
+MAX_ASPECT_RATIO = 200  # Qwen's own limit
+_BICUBIC = 3
+
+
+class ImageError(UserInputError):
+    """An image that cannot be shown to the model; the message names it."""
+
+
+@lru_cache(maxsize=16)
+def _lookup(rescale_factor: float | None, mean: tuple[float, ...] | None, std: tuple[float, ...] | None) -> np.ndarray:
+    """float32 [3, 256]: the normalised value of every byte, in the processor's own order of float32 operations.
+
+    The processor divides mean and standard deviation by the rescale factor and then normalises the raw bytes.
+    """
+    values = np.broadcast_to(np.arange(256, dtype=np.float32), (3, 256))
+    if mean is None or std is None:
+        return values.copy() if rescale_factor is None else values * np.float32(rescale_factor)
+    means, stds = np.array(mean, dtype=np.float32), np.array(std, dtype=np.float32)
+    if rescale_factor is not None:
+        means, stds = means * np.float32(1.0 / rescale_factor), stds * np.float32(1.0 / rescale_factor)
+    return (values - means[:, None]) / stds[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageProcessorSpec:
+    """What an image processor does: resize to multiples of patch * merge within a pixel budget, scale, cut.
+
+    `rescale_factor`, `mean` and `std` are None where the processor skips that step.
+    """
+
+    patch_size: int = 16
+    merge_size: int = 2
+    temporal_patch_size: int = 2
+    min_pixels: int = 65_536
+    max_pixels: int = 16_777_216
+    rescale_factor: float | None = 1 / 255
+    mean: tuple[float, ...] | None = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] | None = (0.5, 0.5, 0.5)
+    resample: int = _BICUBIC
+    do_resize: bool = field(default=True, repr=False)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ImageProcessorSpec:
+        """From a preprocessor config, as in preprocessor_config.json (both spellings of the pixel limits)."""
+        size = dict(config.get("size") or {})
+        minimum = config.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels")
+        maximum = config.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels")
+        if not minimum or not maximum:
+            raise UserInputError(f"The image processor's config has no pixel limits (size is {size}): not a Qwen-VL one?")
+        normalises = config.get("do_normalize", True)
+        return cls(
+            patch_size=int(config["patch_size"]),
+            merge_size=int(config["merge_size"]),
+            temporal_patch_size=int(config["temporal_patch_size"]),
+            min_pixels=int(minimum),
+            max_pixels=int(maximum),
+            rescale_factor=float(config["rescale_factor"]) if config.get("do_rescale", True) else None,
+            mean=tuple(float(value) for value in config["image_mean"]) if normalises else None,
+            std=tuple(float(value) for value in config["image_std"]) if normalises else None,
+            resample=int(config.get("resample", _BICUBIC)),
+            do_resize=bool(config.get("do_resize", True)),
+        )
+
+    @classmethod
+    def from_processor(cls, processor: Any) -> ImageProcessorSpec:
+        """From a Hugging Face processor or image processor."""
+        return cls.from_config(getattr(processor, "image_processor", processor).to_dict())
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ImageProcessorSpec:
+        """From a model folder, without importing transformers."""
+        for name in ("processor_config.json", "preprocessor_config.json"):
+            path = Path(folder) / name
+            if path.is_file():
+                config = json.loads(path.read_text(encoding="utf-8"))
+                config = config.get("image_processor", config)
+                if "patch_size" in config:
+                    return cls.from_config({"rescale_factor": 1 / 255, **config})
+        raise UserInputError(f"{folder} holds no image processor config: is it the folder of a Qwen-VL model?")
+
+    @property
+    def factor(self) -> int:
+        """Width and height are multiples of this many pixels."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def patch_dim(self) -> int:
+        """The length of one flattened patch."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+    def resized(self, width: int, height: int, name: str = "") -> tuple[int, int]:
+        """(width, height) after Qwen's "smart resize"."""
+        label = name or f"of {width}x{height} pixels"
+        if width < 1 or height < 1:
+            raise ImageError(f"Image {label} is empty ({width}x{height} pixels): remove it from the data.")
+        if max(width, height) / min(width, height) > MAX_ASPECT_RATIO:
+            raise ImageError(
+                f"Image {label} ({width}x{height} pixels) is more than {MAX_ASPECT_RATIO} times as long as wide: crop it."
+            )
+        if not self.do_resize:
+            if width % self.factor or height % self.factor:
+                raise ImageError(f"Image {label} ({width}x{height} pixels) is no multiple of {self.factor} pixels.")
+            return width, height
+        factor = self.factor
+        new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+        if new_height * new_width > self.max_pixels:
+            beta = math.sqrt((height * width) / self.max_pixels)
+            new_height = max(factor, math.floor(height / beta / factor) * factor)
+            new_width = max(factor, math.floor(width / beta / factor) * factor)
+        elif new_height * new_width < self.min_pixels:
+            beta = math.sqrt(self.min_pixels / (height * width))
+            new_height = math.ceil(height * beta / factor) * factor
+            new_width = math.ceil(width * beta / factor) * factor
+        return new_width, new_height
+
+    def grid_thw(self, width: int, height: int, name: str = "") -> Grid:
+        """The patch grid (1, rows, columns) of an image of this size."""
+        new_width, new_height = self.resized(width, height, name)
+        return 1, new_height // self.patch_size, new_width // self.patch_size
+
+    def num_image_tokens(self, grid: Grid) -> int:
+        """How many placeholder tokens an image with this grid takes in the prompt."""
+        temporal, rows, columns = grid
+        return temporal * rows * columns // self.merge_size**2
+
+
+def patchify(spec: ImageProcessorSpec, image: Image.Image | EncodedImage, name: str = "") -> tuple[np.ndarray, Grid]:
+    """(pixel_values float32 [patches, patch_dim], grid) of one image, in the processor's patch order."""
+    label = name or (image.sha256[:12] if isinstance(image, EncodedImage) else "")
+    # Checked before decoding: a forged size must not cost memory.
+    new_width, new_height = spec.resized(image.width, image.height, label)
+    pixels = _decode(image, label)
+    if pixels.shape[:2] != (new_height, new_width):
+        pixels = _resize(pixels, new_height, new_width, spec.resample)
+    patch, merge = spec.patch_size, spec.merge_size
+    rows, columns = new_height // patch, new_width // patch
+    blocks = pixels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
+    # -> [row block, column block, row in block, column in block, channel, y, x], still bytes: cheap to move
+    patches = np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(rows * columns, 3, patch * patch)
+    table = _lookup(spec.rescale_factor, spec.mean, spec.std)
+    values = np.empty((rows * columns, 3, spec.temporal_patch_size, patch * patch), dtype=np.float32)
+    for channel in range(3):
+        values[:, channel] = table[channel][patches[:, channel]][:, None]
+    return values.reshape(rows * columns, spec.patch_dim), (1, rows, columns)
+
+
+def _decode(image: Image.Image | EncodedImage, label: str) -> np.ndarray:
+    """uint8 [height, width, 3]."""
+    try:
+        picture = image.to_pil() if isinstance(image, EncodedImage) else image
+        return np.asarray(picture if picture.mode == "RGB" else picture.convert("RGB"))
+    except (OSError, SyntaxError, ValueError) as error:  # PIL's ways to say that a file is damaged
+        raise ImageError(f"Image {label} cannot be decoded ({error}): replace it.") from error
+
+
+def _resize(pixels: np.ndarray, height: int, width: int, resample: int) -> np.ndarray:
+    """Resize as the processor does: by torchvision, with antialiasing, on bytes."""
+    import torch
+    from torchvision.transforms.v2 import functional
+    from transformers.image_utils import pil_torch_interpolation_mapping
+
+    tensor = torch.from_numpy(np.array(pixels)).permute(2, 0, 1).contiguous()[None]
+    mode = pil_torch_interpolation_mapping[resample]
+    resized = functional.resize(tensor, [height, width], interpolation=mode, antialias=True)
+    return np.ascontiguousarray(resized[0].permute(1, 2, 0).numpy())

@@ -1,0 +1,212 @@
+"""The tiny offline VLM: a real Qwen3-VL of half a million weights, built and warm-started from code.
+
+It has Qwen's architecture, tokenizer format, chat template and processor, needs no network, and learns to count from
+pixels by reinforcement learning within minutes on one core. The warm start teaches form and perception only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rl_vlm.chat import ChatCodec
+from rl_vlm.envs import shapes_data as data
+from rl_vlm.models.images import ImageProcessorSpec
+from rl_vlm.models.sight import accuracy, choice_logprobs, sampled_accuracy
+from rl_vlm.models.supervised import DialogueEncoder
+from rl_vlm.models.tiny_tokenizer import CHAT_TEMPLATE, build_tokenizer
+from rl_vlm.models.tiny_warmstart import STEPS, warm_start
+from rl_vlm.types import UserInputError
+
+# Part of the cache key: raise it whenever the weights would come out differently.
+RECIPE_VERSION = 1
+MAX_LENGTH = 8192
+MIN_PIXELS, MAX_PIXELS = 32 * 32, 128 * 128  # 1 to 16 image tokens
+
+Variant = Literal["small", "wide"]
+# "wide" has attention heads of 32, the least that vLLM's kernels take.
+_HEADS: dict[str, dict[str, Any]] = {
+    "small": {"head_dim": 16, "mrope_section": [4, 2, 2]},
+    "wide": {"head_dim": 32, "mrope_section": [8, 4, 4]},
+}
+
+logger = logging.getLogger(__name__)
+
+
+def tiny_model_path(seed: int = 0, variant: Variant = "small") -> Path:
+    """The folder of the tiny model, built on first use (about a minute) under `~/.cache/rl_vlm`.
+
+    The environment variable RL_VLM_CACHE names another place. Safe to call from many processes at once: one builds,
+    the others wait.
+    """
+    cache = Path(os.environ.get("RL_VLM_CACHE") or Path.home() / ".cache" / "rl_vlm").expanduser()
+    key = hashlib.sha256(f"{RECIPE_VERSION}-{variant}-{seed}".encode()).hexdigest()[:12]
+    folder = cache / f"tiny-{variant}-{seed}-{key}"
+    if not folder.is_dir():
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserInputError(f"The cache folder {cache} cannot be made ({error}): set RL_VLM_CACHE.") from error
+        with _locked(cache / f"{folder.name}.lock"):
+            if not folder.is_dir():  # another process may have built it meanwhile
+                make_tiny(folder, seed=seed, variant=variant)
+    return folder
+
+
+def make_tiny(folder: str | Path, seed: int = 0, variant: Variant = "small", steps: int = STEPS) -> Path:
+    """Build the tiny model and write it as a Hugging Face folder, which appears complete or not at all."""
+    if variant not in _HEADS:
+        raise UserInputError(f"Tiny model variant {variant!r} is unknown; choose one of {', '.join(_HEADS)}.")
+    folder = Path(folder)
+    if folder.exists():
+        raise UserInputError(f"{folder} exists already: remove it or choose another folder.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    logger.info("tiny model: building %s (seed %d, %d steps); this happens once", folder, seed, steps)
+    started = time.monotonic()
+    processor = build_processor()
+    model = build_model(seed, processor.tokenizer, variant)
+    encoder = dialogue_encoder(processor)
+    with _one_thread():
+        loss = warm_start(model, encoder, seed, steps)
+        _log_chance(model, encoder, loss, time.monotonic() - started)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        model.save_pretrained(draft)
+        processor.save_pretrained(draft)
+        draft.chmod(0o755)
+        os.replace(draft, folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return folder
+
+
+def build_processor() -> Any:
+    """A `Qwen3VLProcessor` with the tiny tokenizer and small images."""
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    images = {
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
+    }
+    return Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**images),
+        tokenizer=build_tokenizer(MAX_LENGTH),
+        video_processor=Qwen3VLVideoProcessor(**images),
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def build_model(seed: int, tokenizer: Any, variant: Variant = "small") -> Any:
+    """A `Qwen3VLForConditionalGeneration` with random weights that depend on the seed alone."""
+    from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    token_id = tokenizer.convert_tokens_to_ids
+    end, pad = token_id("<|im_end|>"), token_id("<|endoftext|>")
+    heads = _HEADS[variant]
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": heads["head_dim"],
+            "intermediate_size": 192,
+            "max_position_embeddings": MAX_LENGTH,
+            "initializer_range": 0.08,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": heads["mrope_section"],
+                "mrope_interleaved": True,
+            },
+            "tie_word_embeddings": True,
+            "bos_token_id": pad,
+            "eos_token_id": end,
+            "pad_token_id": pad,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "intermediate_size": 128,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+            "initializer_range": 0.08,
+        },
+        image_token_id=token_id("<|image_pad|>"),
+        video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
+        tie_word_embeddings=True,
+        initializer_range=0.08,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3VLForConditionalGeneration(config)
+    with torch.no_grad():
+        # Larger positions than usual: with small ones the model learned no place of anything.
+        positions = model.model.visual.pos_embed.weight
+        positions *= 0.5 / positions.std()
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad, bos_token_id=pad, do_sample=False)
+    return model
+
+
+def dialogue_encoder(processor: Any) -> DialogueEncoder:
+    """The encoder of teacher-forced dialogues for a Qwen-VL processor."""
+    tokenizer = processor.tokenizer
+    codec = ChatCodec(tokenizer, processor.chat_template or tokenizer.chat_template, processor.image_token)
+    return DialogueEncoder(codec, tokenizer, ImageProcessorSpec.from_processor(processor))
+
+
+def _log_chance(model: Any, encoder: DialogueEncoder, loss: float, seconds: float) -> None:
+    """Say how near to chance the model still is on the task, on drawings that are not of the test split."""
+    rng = data.stable_rng("chance")
+    drawn = [data.draw(rng, 1 + number % data.MAX_SHAPES, "train") for number in range(256)]
+    questions = [data.count_question(shapes) for shapes, _ in drawn]
+    logprobs = choice_logprobs(model, encoder, [pixels for _, pixels in drawn], questions)
+    greedy, sampled = accuracy(logprobs, questions), sampled_accuracy(logprobs, questions)
+    logger.info(
+        "tiny model: done in %.0f s, loss %.3f; counting accuracy %.2f greedy, %.2f sampled (chance 0.25)",
+        seconds, loss, greedy, sampled,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Train on one thread: faster for a model this small, and the weights do not depend on the machine's cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock between processes; the system frees it when its holder dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

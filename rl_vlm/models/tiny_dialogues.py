@@ -1,0 +1,59 @@
+"""The dialogues that the tiny model's warm start imitates: the form of answers, and what is to be seen.
+
+Questions about perception (colour, corner, presence) are answered rightly. Questions that reinforcement learning is
+to solve are answered at random, so that only the form is learned: greedy accuracy on them stays at chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_vlm.envs import shapes_data as data
+from rl_vlm.types import Role
+
+SECOND_TURN_SHARE = 0.4  # of the wrong answers
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One message to the policy and the policy's reply."""
+
+    role: Role
+    text: str
+    reply: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """uint8 [height, width, 3] images, all shown before the first text, and the exchanges."""
+
+    images: tuple[np.ndarray, ...]
+    exchanges: tuple[Exchange, ...]
+
+
+def perception_dialogue(rng: np.random.Generator) -> Dialogue:
+    """A question about what is to be seen, answered rightly."""
+    question, pixels = data.perception_question(rng)
+    return Dialogue((pixels,), (Exchange("user", question.text, data.format_answer(question.answer)),))
+
+
+def target_dialogue(rng: np.random.Generator) -> Dialogue:
+    """A count or rule question, answered uniformly at random; some wrong answers get a second try."""
+    form: Callable[[str], str] = data.format_answer
+    hint, reply_role = "", "user"
+    if rng.random() < 0.2:
+        form, hint, reply_role = data.format_call, data.TOOL_HINT, "tool"
+    if rng.random() < 0.75:
+        shapes, pixels = data.draw(rng, int(rng.integers(1, data.MAX_SHAPES + 1)), "train")
+        question = data.count_question(shapes)
+    else:
+        shapes, pixels = data.draw(rng, 1, "train")
+        question = data.rule_question(shapes, int(rng.integers(1 << 30)))  # another rule every time: nothing to learn
+    first, second = (question.choices[i] for i in rng.integers(0, len(question.choices), size=2))
+    exchanges = [Exchange("user", question.text + hint, form(first))]
+    if first != question.answer and rng.random() < SECOND_TURN_SHARE:
+        exchanges.append(Exchange("tool" if reply_role == "tool" else "user", data.TRY_AGAIN, form(second)))
+    return Dialogue((pixels,), tuple(exchanges))

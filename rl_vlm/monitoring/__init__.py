@@ -1,0 +1,1 @@
+"""Metrics to TensorBoard, progress.csv, Weights & Biases and the terminal."""

@@ -1,0 +1,1 @@
+"""Reward functions: pure, tested against gaming."""

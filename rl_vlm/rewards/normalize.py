@@ -1,0 +1,257 @@
+r"""Bring the spellings of one answer together: spacing, fractions, roots, units, degrees, percent, names such as `x=`.
+
+`normalize_answer` gives one canonical text. `read_answer` keeps the structure as well (tuple, list, set) and what the
+text loses (name, unit, percent sign), for the comparison. Nothing here evaluates anything.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rl_vlm.rewards.units import detach_unit
+
+MAX_CHARS = 1000  # no honest answer is longer; a longer text is left as it is
+MAX_NESTING = 20  # braces, brackets and parentheses inside each other
+
+_UNICODE = str.maketrans(
+    {
+        **{dash: "-" for dash in "\u2212\u2013\u2014\u2010\u2011\uff0d"},
+        **{space: " " for space in "\u00a0\u2009\u202f\u200b\u3000"},
+        **{mark: rf"^{{{digit}}}" for digit, mark in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
+        "×": r"\cdot ",
+        "·": r"\cdot ",
+        "⋅": r"\cdot ",
+        "÷": "/",
+        "⁄": "/",
+        "∕": "/",
+        "π": r"\pi ",
+        "θ": r"\theta ",
+        "∞": r"\infty ",
+        "°": r"^\circ ",
+        "º": r"^\circ ",
+        "√": r"\sqrt ",
+        "≤": r"\le ",
+        "≥": r"\ge ",
+        "≠": r"\ne ",
+        "≈": r"\approx ",
+        "±": r"\pm ",
+        "∠": r"\angle ",
+        "∪": r"\cup ",
+        "∩": r"\cap ",
+        "½": r"\frac{1}{2}",
+        "¼": r"\frac{1}{4}",
+        "¾": r"\frac{3}{4}",
+        "％": "%",
+        "＝": "=",
+        "，": ",",
+        "．": ".",
+        "（": "(",
+        "）": ")",
+    }
+)
+_END = r"(?![A-Za-z])"
+_TEXT = r"\\(?:text(?:bf|it|rm|normal|sf)?|mathrm|[mh]box)"
+# Applied in order, to text whose whitespace is single spaces: what textbooks and models write for the same thing.
+_REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"(?<=[0-9])(?<![0-9]{4})(?:\\[,;:! ] ?|\{,\}|~| )(?=[0-9]{3}(?![0-9]))", ""),  # 1\,000, 1{,}000, 1 000
+        (r"(?<!\\)\\[()\[\]$!]|\$", ""),
+        (r"\{,\}", ","),
+        (r"(?<![0-9.^{/])([0-9]+) ([0-9]+) ?/ ?([0-9]+)(?![0-9])", r"\1\\frac{\2}{\3}"),  # 2 3/4
+        (rf"(?<!\\)\\[,;:> ]|~|\\(?:quad|qquad|thinspace|displaystyle|textstyle|limits){_END}", " "),
+        (rf"\\(?:m?left|m?right|[bB]igg?[lrm]?){_END} ?", ""),
+        (r"\\(?:math(?:bf|it|sf|normal)|boldsymbol|bm) ?\{([^{}]*)\}", r"\1"),
+        (rf"\\[dtc]frac{_END}", r"\\frac"),
+        (r"\*\*", "^"),
+        (rf"\\times{_END}|\*", r"\\cdot "),
+        (rf"\\div{_END} ?", "/"),
+        (rf"\\leq{_END}|<=", r"\\le "),
+        (rf"\\geq{_END}|>=", r"\\ge "),
+        (rf"\\neq{_END}|!=", r"\\ne "),
+        (rf"\\lbrace{_END}", r"\\{"),
+        (rf"\\rbrace{_END}", r"\\}"),
+        (rf"\^? ?\\degrees?{_END}|\^ ?\{{ ?\\circ ?\}}|\^ ?\\circ{_END}", r"^\\circ "),
+        (rf"{_TEXT} ?\{{ ?(?:and|or) ?\}}|,? (?:and|or) ", ","),
+        (rf"{_TEXT} ?\{{", r"\\text{"),
+        (rf"(?<![A-Za-z\\])(sqrt|pi|sin|cos|tan|sec|csc|cot|ln|log|theta){_END}", r"\\\1"),
+        # TeX takes the next token as the argument: \frac12, \sqrt2. After ^ people mean the whole number.
+        (r"\\frac ?([0-9A-Za-z]) ?([0-9A-Za-z])", r"\\frac{\1}{\2}"),
+        (r"\\frac ?([0-9A-Za-z]) ?\{", r"\\frac{\1}{"),
+        (r"\\frac ?(\{[^{}]*\}) ?([0-9A-Za-z])", r"\\frac\1{\2}"),
+        (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"\\sqrt ?([0-9]+|[A-Za-z])", r"\\sqrt{\1}"),
+        (r"\^ ?\(([^()]*)\)", r"^{\1}"),
+        (r"\^ ?(-?[0-9]+(?:\.[0-9]+)?|[A-Za-z])", r"^{\1}"),
+        (r"_ ?([0-9A-Za-z])", r"_{\1}"),
+        (r"(?<![0-9])\.(?=[0-9])", "0."),
+        (r" +", " "),
+    )
+)
+_TRIGONOMETRY = re.compile(rf"\\(?:sin|cos|tan|sec|csc|cot){_END}")
+_DEGREES_INSIDE = re.compile(r"([0-9.]+) ?\^\\circ ?")
+_SPACES = re.compile(r"(\\[A-Za-z]+) (?=[A-Za-z])|([0-9.]) (?=[0-9.])| ")
+_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
+_BRACKETS = re.compile(r"\\\\|\\[{}]|[(){}\[\],;]")
+_OPENING, _CLOSING = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
+_NAME = re.compile(
+    r"(?:\\angle ?[0-9]{1,2}|\\(?:angle|measuredangle|triangle|overline|overarc|widehat|vec|text|Delta|alpha|beta|gamma|theta|phi)"
+    r"(?![A-Za-z])|[A-Za-z]|_\{[0-9A-Za-z, ]{1,12}\}|\{[A-Za-z .]{1,40}\}|'| "
+    r"|\((?:[A-Za-z]|[0-9]{1,2})(?:, ?[A-Za-z])*\)){1,60}"
+)
+_WHOLE_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    r"""One answer, read. A leaf has `text`; a tuple, list or set has `items` and its brackets ("" for a bare list).
+
+    `equation` is the leaf with its name (`y=2x+1` where text is `2x+1`); `unordered` marks sets and `\pm`.
+    """
+
+    text: str = ""
+    items: tuple[Answer, ...] = ()
+    opening: str = ""
+    closing: str = ""
+    name: str = ""
+    equation: str = ""
+    unit: str = ""
+    percent: bool = False
+    unordered: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.opening}{','.join(map(str, self.items))}{self.closing}" if self.items else self.text
+
+
+def normalize_answer(text: str) -> str:
+    r"""One canonical text for the spellings of an answer: `\dfrac12 \text{ cm}.` becomes `\frac{1}{2}`.
+
+    Texts beyond MAX_CHARS or MAX_NESTING are only stripped.
+    """
+    return text.strip() if is_oversized(text) else str(read_answer(text))
+
+
+def is_oversized(text: str) -> bool:
+    """Whether a text is too long or too deeply nested to be an honest answer."""
+    return len(text) > MAX_CHARS or nesting(text) > MAX_NESTING
+
+
+def nesting(text: str) -> int:
+    """The greatest depth of brackets of any kind."""
+    depth = deepest = 0
+    for char in text:
+        if char in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in ")]}":
+            depth = max(0, depth - 1)
+    return deepest
+
+
+def read_answer(text: str) -> Answer:
+    """Read an answer; the caller has checked that it is not oversized."""
+    text = " ".join(text.translate(_UNICODE).split())
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    if _TRIGONOMETRY.search(text):  # elsewhere the degree sign is a unit; here it changes the value
+        text = _DEGREES_INSIDE.sub(r"(\\frac{\1\\pi }{180})", text)
+    text = text.strip(" .,;:")
+    if not any(bracket in text for bracket in ("(", "[", "\\{")):  # (1,234) is a point, 1,234 is a number
+        text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+    return _read_list(text)
+
+
+def _read_list(text: str) -> Answer:
+    parts = _split(text)
+    if len(parts) > 1:
+        return Answer(items=tuple(_read_item(part) for part in parts))
+    return _read_item(text)
+
+
+def _read_item(text: str) -> Answer:
+    text, name, equation = _detach_name(text.strip(" .;:"))
+    measured = detach_unit(text)
+    body = measured.text.strip()
+    opening = closing = ""
+    if whole := _WHOLE_TEXT.fullmatch(body):
+        body = whole[1].strip()
+    while (pair := _enclosing(body)) is not None:
+        inside = body[len(pair[0]) : len(body) - len(pair[1])].strip()
+        if pair[0] == "\\{" or len(_split(inside)) > 1:
+            opening, closing = pair
+            break
+        if pair not in (("(", ")"), ("{", "}")):
+            break
+        body = inside
+    if opening and opening != "{":
+        items = tuple(_read_item(part) for part in _split(inside))
+        return Answer(items=items, opening=opening, closing=closing, name=name, unordered=opening == "\\{")
+    if opening:
+        return Answer(items=_read_list(inside).items, name=name)
+    if body.count("\\pm") == 1 and nesting(body.partition("\\pm")[0]) == 0:
+        both = tuple(_read_item(body.replace("\\pm", sign).lstrip(" +")) for sign in "+-")
+        return Answer(items=both, name=name, unordered=True)
+    return Answer(
+        text=_squeeze(body).removeprefix("+"),
+        name=_squeeze(name),
+        equation=_squeeze(equation),
+        unit=measured.unit,
+        percent=measured.percent,
+    )
+
+
+def _detach_name(text: str) -> tuple[str, str, str]:
+    r"""(value, name, equation) of `x = 5`, `AB = 5`, `x \in {1, 2}`, `A = \pi r^2 = 9\pi`, `x \approx 5.7`."""
+    exact, approximately, decimal = text.partition("\\approx")
+    if approximately:  # "4\sqrt{2} \approx 5.66" answers 4\sqrt{2}; "x \approx 5.66" answers 5.66
+        text = f"{exact}={decimal}" if not exact.strip() or _is_name(exact) else exact
+    for separator in ("=", "\\in"):
+        name, found, _ = text.partition(separator)
+        value = text.rpartition("=")[2] if separator == "=" else text[len(name) + len(separator) :]
+        # \infty begins like \in
+        if found and not (separator == "\\in" and value[:1].isalpha()) and (not name.strip() or _is_name(name)):
+            return value.strip(), name.strip(), text if name.strip() else ""
+    return text.strip(), "", ""
+
+
+def _is_name(text: str) -> bool:
+    return len(text) <= 100 and _NAME.fullmatch(text) is not None
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas and semicolons that are outside all brackets."""
+    parts, depth, start = [], 0, 0
+    for match in _BRACKETS.finditer(text):
+        if match[0] in _OPENING:
+            depth += 1
+        elif match[0] in _CLOSING:
+            depth -= 1
+        elif match[0] in ",;" and depth == 0:
+            parts.append(text[start : match.start()])
+            start = match.end()
+    parts.append(text[start:])
+    return [part for part in parts if part.strip()] or [""]
+
+
+def _enclosing(text: str) -> tuple[str, str] | None:
+    """The bracket pair around the whole text, if there is one; half-open intervals count."""
+    depth = 0
+    opening = ""
+    for match in _BRACKETS.finditer(text):
+        if match[0] in _OPENING:
+            if match.start() == 0:
+                opening = match[0]
+            depth += 1
+        elif match[0] in _CLOSING:
+            depth -= 1
+            if depth == 0:
+                return (opening, match[0]) if opening and match.end() == len(text) else None
+        if not opening:
+            return None
+    return None
+
+
+def _squeeze(text: str) -> str:
+    r"""Remove the spaces that mean nothing: not the one in `\pi r`, nor the one between the numbers `2 3`."""
+    return _SPACES.sub(lambda match: f"{match[1] or match[2]} " if match[1] or match[2] else "", text.strip())

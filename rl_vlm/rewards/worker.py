@@ -1,0 +1,161 @@
+"""The process that compares expressions symbolically; `rl_vlm.rewards.symbolic` starts it and kills it when it hangs.
+
+It reads one JSON object per line from stdin, `{"answer": ..., "truth": ..., "limit_s": ...}`, and writes one per line
+to stdout, `{"verdict": "equal" | "different" | "unparsable"}`; its first line is `{"ready": true}`. It ends when stdin
+closes. It is started by file name and imports nothing of this package, so that it starts fast and stays small.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import sys
+from typing import Any
+
+import sympy
+from latex2sympy2_extended import latex2sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+from latex2sympy2_extended.logic import And
+from math_verify import verify
+from sympy.core.relational import Eq, Ge, Gt, Le, Lt, Relational
+
+MEMORY_LIMIT = 2 << 30  # bytes of address space; the imports take 0.1 GiB
+DIGITS = 60  # two expressions that agree to so many digits at every point are not merely close
+TOLERANCE = sympy.Float("1e-45", DIGITS)
+# Where expressions with variables are compared; both signs, and on both sides of one.
+POINTS = ("0.3719", "2.6131", "-1.8137", "-0.4391", "7.2917")
+_DECIMAL = re.compile(r"(\d+)\.(\d*)|\.(\d+)")
+_CASE_SENSITIVE = ConversionConfig(lowercase_symbols=False)
+_FLIPPED = {Eq: Eq, Gt: Lt, Lt: Gt, Ge: Le, Le: Ge}
+
+
+class UnparsableError(ValueError):
+    """The text is no expression that can be compared."""
+
+
+def main() -> None:
+    """Serve comparisons until stdin closes."""
+    _limit_memory()
+    logging.disable(logging.CRITICAL)
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever a library prints must not get between the replies
+    compare("x^{2}+\\sqrt{2}", "\\sqrt{2}+x^{2}")  # the parser builds its tables on first use
+    _reply(replies, {"ready": True})
+    for line in sys.stdin:
+        request = json.loads(line)
+        # The parent kills a worker that takes too long. If the parent is gone as well, the kernel does it: the default
+        # action of SIGALRM ends the process even inside one long C call.
+        signal.setitimer(signal.ITIMER_REAL, request["limit_s"] + 1.0)
+        try:
+            verdict = "equal" if compare(request["answer"], request["truth"]) else "different"
+        except (UnparsableError, RecursionError, MemoryError):
+            verdict = "unparsable"
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _reply(replies, {"verdict": verdict})
+
+
+def compare(answer: str, truth: str) -> bool:
+    """Whether two normalised LaTeX expressions are equal; UnparsableError where one is none."""
+    expected, given = _parse(truth), _parse(answer)
+    if _is_relation(expected) != _is_relation(given):
+        return False  # the answer to "what is x" is no equation, and "1+1=3" is not 3
+    try:
+        if _is_relation(expected):
+            return _same_relation(expected, given)
+        if isinstance(expected, sympy.Expr) and isinstance(given, sympy.Expr) and not _agree(expected, given):
+            return False
+        return bool(verify(expected, given, float_rounding=30, numeric_precision=30, timeout_seconds=None))
+    except (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError, KeyError, IndexError) as error:
+        raise UnparsableError(str(error)) from error  # what sympy raises for expressions that it cannot handle
+
+
+def _parse(text: str) -> Any:
+    latex = _DECIMAL.sub(_as_fraction, text)
+    try:
+        value = latex2sympy(
+            latex, is_real=True, convert_degrees=False, normalization_config=None, conversion_config=_CASE_SENSITIVE
+        )
+        if isinstance(value, (sympy.Basic, sympy.MatrixBase)):
+            if value.has(sympy.Float, sympy.zoo, sympy.nan):
+                raise UnparsableError("undefined or inexact")
+            return value.subs(sympy.Symbol("i", real=True), sympy.I)
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:  # the parser raises plain Exception for whatever it does not understand
+        raise UnparsableError(text) from error
+    raise UnparsableError(text)
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    """A decimal as an exact fraction, because a float would bring a tolerance with it."""
+    whole, digits = match[1] or "0", match[2] or match[3] or ""
+    return rf"\frac{{{int(whole + digits)}}}{{{10 ** len(digits)}}}"
+
+
+def _agree(left: sympy.Expr, right: sympy.Expr) -> bool:
+    """False where the two have different values somewhere; True where they agree or have no numeric value."""
+    symbols = sorted(left.free_symbols | right.free_symbols, key=str)
+    for shift in range(len(POINTS) if symbols else 1):
+        point = {
+            symbol: sympy.Rational(POINTS[(shift + index) % len(POINTS)]) + sympy.Rational(index, 7)
+            for index, symbol in enumerate(symbols)
+        }
+        first, second = (side.subs(point).evalf(DIGITS) for side in (left, right))
+        if not (_is_finite(first) and _is_finite(second)):
+            continue
+        if sympy.Abs(first - second) > TOLERANCE * sympy.Max(sympy.Abs(first), sympy.Abs(second), TOLERANCE):
+            return False
+    return True
+
+
+def _is_finite(value: sympy.Expr) -> bool:
+    return bool(
+        value.is_number and value.is_finite and all(part.is_Float or part.is_zero for part in value.as_real_imag())
+    )
+
+
+def _is_relation(value: Any) -> bool:
+    return isinstance(value, (Relational, And))
+
+
+def _same_relation(expected: Any, given: Any) -> bool:
+    """Equal up to a constant factor and up to exchanging the sides; chains link by link."""
+    if isinstance(expected, And) or isinstance(given, And):
+        if not (isinstance(expected, And) and isinstance(given, And)):
+            return False
+        links = list(zip(expected._unsorted_args, given._unsorted_args, strict=False))
+        same_length = len(expected._unsorted_args) == len(given._unsorted_args)
+        return same_length and all(_same_relation(one, other) for one, other in links)
+    if type(expected) not in _FLIPPED or type(given) not in _FLIPPED:
+        return bool(expected == given)
+    difference = sympy.simplify(given.lhs - given.rhs)
+    if difference.is_zero:
+        return False
+    factor = sympy.simplify((expected.lhs - expected.rhs) / difference)
+    if not factor.is_number or factor.is_zero:
+        return False
+    if isinstance(expected, Eq):
+        return isinstance(given, Eq)
+    wanted = type(expected) if factor.is_positive else _FLIPPED[type(expected)]
+    return isinstance(given, wanted)
+
+
+def _limit_memory() -> None:
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    except (ImportError, ValueError, OSError):
+        pass  # not every system has this limit; the time limit still holds
+
+
+def _reply(stream: Any, message: dict[str, Any]) -> None:
+    stream.write(json.dumps(message) + "\n")
+    stream.flush()
+
+
+if __name__ == "__main__":
+    main()

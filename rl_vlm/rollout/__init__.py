@@ -1,0 +1,1 @@
+"""Env runners: many episodes at once against the served policy."""

@@ -1,0 +1,126 @@
+"""Running environment calls beside the event loop: deadlines, thread hops only where they pay, and fresh copies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rl_vlm.envs.base import Info, StepResult, VisionEnv
+from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_step
+from rl_vlm.types import Observation, RLVLMError
+
+# Calls this short are run one after the other in one thread: a hop costs about as much as they do.
+_SHORT_CALL_S = 0.002
+
+
+class EnvPool:
+    """Makes environments and runs their methods in threads with a deadline.
+
+    Args:
+        make: makes one environment.
+        timeout_s: deadline of one call.
+        max_threads: calls that run at once.
+        inline: run calls on the event loop itself, in order and without deadline (deterministic runs).
+    """
+
+    def __init__(
+        self, make: Callable[[], VisionEnv], timeout_s: float, max_threads: int = 32, inline: bool = False
+    ) -> None:
+        self._make = make
+        self._timeout_s = timeout_s
+        self._inline = inline
+        self._threads = ThreadPoolExecutor(max_threads, thread_name_prefix="env")
+        self._call_s = _SHORT_CALL_S  # running mean; the first calls go alone
+        self._idle: list[VisionEnv] = []
+        self.busy_s = 0.0
+        self.stuck = 0  # threads that a hanging environment holds
+
+    def take(self, count: int) -> list[VisionEnv]:
+        """Environments for one group, reused ones first."""
+        while len(self._idle) < count:
+            self._idle.append(self._make())
+        taken, self._idle = self._idle[-count:], self._idle[:-count]
+        return taken
+
+    def give_back(self, envs: Sequence[VisionEnv]) -> None:
+        """Environments whose episodes ended well may be used again."""
+        self._idle.extend(envs)
+
+    def discard(self, envs: Sequence[VisionEnv]) -> None:
+        """Close environments that failed; one that hangs is left alone."""
+        if self.stuck:
+            return
+        for env in envs:
+            self._threads.submit(_close_quietly, env)
+
+    async def reset(self, envs: Sequence[VisionEnv], seed: int, options: dict[str, Any]) -> list[tuple[Observation, Info]]:
+        """Open the same task instance in all copies."""
+        results = await self.run([lambda env=env: check_reset(env.reset(seed=seed, options=dict(options))) for env in envs])
+        return [_raise_or(result) for result in results]
+
+    async def step(self, envs: Sequence[VisionEnv], actions: Sequence[str]) -> list[StepResult | RLVLMError]:
+        """Step each environment with its action; an environment's error is returned in its place."""
+        calls = [lambda env=env, action=action: check_step(env.step(action)) for env, action in zip(envs, actions, strict=True)]
+        return await self.run(calls)
+
+    async def run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run calls; each gives its result or the RLVLMError that it failed with."""
+        started = time.perf_counter()
+        if self._inline:
+            results = _run_all(calls)
+        elif self._call_s < _SHORT_CALL_S:
+            results = await self._within_deadline(calls)
+        else:
+            parts = await asyncio.gather(*(self._within_deadline([call]) for call in calls))
+            results = [result for part in parts for result in part]
+        elapsed = time.perf_counter() - started
+        self.busy_s += elapsed
+        self._call_s = 0.7 * self._call_s + 0.3 * elapsed / max(len(calls), 1)
+        return results
+
+    async def _within_deadline(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        future = asyncio.get_running_loop().run_in_executor(self._threads, _run_all, calls)
+        try:
+            # The thread cannot be stopped: shield it, and let the driver restart this runner.
+            return await asyncio.wait_for(asyncio.shield(future), self._timeout_s)
+        except TimeoutError:
+            self.stuck += 1
+            error = EnvTimeoutError(
+                f"The environment did not answer within {self._timeout_s:g} s: raise env.step_timeout_s, or set "
+                "env.isolation to process."
+            )
+            return [error] * len(calls)
+
+    def close(self) -> None:
+        """Close all idle environments and the threads."""
+        for env in self._idle:
+            _close_quietly(env)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _run_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    results: list[Any] = []
+    for call in calls:
+        try:
+            results.append(call())
+        except RLVLMError as error:
+            results.append(error)
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; it ends an episode, not the runner
+            results.append(EnvError(f"The environment raised {type(error).__name__}: {error}"))
+    return results
+
+
+def _raise_or(result: Any) -> Any:
+    if isinstance(result, RLVLMError):
+        raise result
+    return result
+
+
+def _close_quietly(env: VisionEnv) -> None:
+    try:
+        env.close()
+    except Exception:  # noqa: BLE001 - the environment has failed already; nothing depends on its closing
+        return

@@ -1,0 +1,304 @@
+"""Episodes and groups: an environment and the policy talk until one of them is done.
+
+A group's first turn is one request with `n = group size`: one prefill and one image encoding for all its samples.
+From then on every episode goes its own way, at its own speed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from rl_vlm.chat import EncodedSpan, expand_image_tokens
+from rl_vlm.engines.base import derive_seed
+from rl_vlm.envs.base import Info, VisionEnv
+from rl_vlm.models.loading import TextSide
+from rl_vlm.rollout.env_pool import EnvPool
+from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.types import (
+    Completion,
+    EncodedImage,
+    GenerationRequest,
+    Message,
+    Observation,
+    RLVLMError,
+    Sample,
+    SamplingParams,
+    StopReason,
+    Trajectory,
+    TrajectoryGroup,
+    TrajectoryStatus,
+    Turn,
+)
+
+
+class Policy(Protocol):
+    """Whatever answers generation requests: the Serve client, or an engine in the same process."""
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Answer one request."""
+        ...
+
+
+class GroupFailedError(RLVLMError):
+    """An episode of the group failed; `reason` is the count that it goes under."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """Budgets of one episode. `max_context` counts prompt and sampled tokens, `max_new_tokens` sampled ones only."""
+
+    max_turns: int
+    max_new_tokens_per_turn: int
+    max_new_tokens: int
+    max_context: int
+    require_end_of_turn: bool = True
+
+
+@dataclass(slots=True)
+class _Episode:
+    """One conversation while it grows. `ids` has one placeholder per image; `spans` hold the expanded pieces."""
+
+    number: int
+    env: VisionEnv
+    ids: list[np.ndarray]
+    images: list[EncodedImage]
+    spans: list[np.ndarray]
+    masks: list[bool]
+    logprobs: list[np.ndarray | None]
+    messages: list[Message]
+    turns: list[Turn] = field(default_factory=list)
+    length: int = 0
+    sampled: int = 0
+    status: TrajectoryStatus = TrajectoryStatus.COMPLETED
+    info: Info = field(default_factory=dict)
+    replicas: list[str] = field(default_factory=list)
+
+
+async def run_group(
+    task: RolloutTask, pool: EnvPool, policy: Policy, text: TextSide, limits: EpisodeLimits
+) -> TrajectoryGroup:
+    """Sample one group. Raises GroupFailedError when any of its episodes fails."""
+    envs = pool.take(task.size)
+    try:
+        group = await _run_group(task, envs, pool, policy, text, limits)
+    except RLVLMError as error:
+        pool.discard(envs)
+        if isinstance(error, GroupFailedError):
+            raise
+        raise GroupFailedError(_reason(error), str(error)) from error
+    pool.give_back(envs)
+    return group
+
+
+async def _run_group(
+    task: RolloutTask, envs: list[VisionEnv], pool: EnvPool, policy: Policy, text: TextSide, limits: EpisodeLimits
+) -> TrajectoryGroup:
+    openings = await pool.reset(envs, task.seed, {"index": task.index, "split": task.split})
+    first = openings[0][0]
+    prompt = text.codec.encode_prompt(first.messages)
+    for observation, _ in openings[1:]:
+        _check_same_opening(observation, first, prompt, text)
+    expanded = _expand(prompt, text, task.group_id)
+    room = _room(limits, len(expanded), 0)
+    if room < 1:
+        raise GroupFailedError(
+            "prompt_too_long",
+            f"The prompt of item {task.index} has {len(expanded)} tokens and serving.max_context is "
+            f"{limits.max_context}: raise it or shrink the images.",
+        )
+    seeds = tuple(derive_seed(task.sampling_seed, sample, 0) for sample in range(task.size))
+    completion = await policy.generate(
+        GenerationRequest(
+            request_id=f"{task.group_id}:0",
+            prompt_ids=prompt.token_ids,
+            images=prompt.images,
+            sampling=SamplingParams(room, task.temperature, n=task.size, seeds=seeds),
+            min_version=task.min_version,
+        )
+    )
+    _check_prompt(completion, expanded, task.group_id)
+    episodes = [
+        _Episode(
+            number=number,
+            env=env,
+            ids=[prompt.token_ids],
+            images=list(prompt.images),
+            spans=[expanded],
+            masks=[False],
+            logprobs=[None],
+            messages=list(first.messages) if task.record else [],
+            length=len(expanded),
+            info=dict(opening[1]),
+        )
+        for number, (env, opening) in enumerate(zip(envs, openings, strict=True))
+    ]
+    samples = [(episode, sample) for episode, sample in zip(episodes, completion.samples, strict=True)]
+    # The first answers of all copies go to their environments together; what follows is each episode's own.
+    observations = await _act(samples, completion, pool, text, limits, task)
+    going_on = [
+        _continue(episode, observation, task, pool, policy, text, limits)
+        for (episode, _), observation in zip(samples, observations, strict=True)
+        if observation is not None
+    ]
+    # All episodes end before an error leaves, so that nothing still steps an environment that is given up.
+    for outcome in await asyncio.gather(*going_on, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return TrajectoryGroup(task.group_id, task.index, [_finish(episode, task) for episode in episodes])
+
+
+async def _continue(
+    episode: _Episode,
+    observation: Observation,
+    task: RolloutTask,
+    pool: EnvPool,
+    policy: Policy,
+    text: TextSide,
+    limits: EpisodeLimits,
+) -> None:
+    """The second and later turns of one episode."""
+    current: Observation | None = observation
+    while current is not None:
+        ended = episode.turns[-1].stop_reason is StopReason.END_OF_TURN
+        span = text.codec.encode_continuation(current.messages, ended)
+        expanded = _expand(span, text, task.group_id)
+        room = _room(limits, episode.length + len(expanded), episode.sampled)
+        if room < 1 or len(episode.turns) >= limits.max_turns:
+            episode.status = TrajectoryStatus.TRUNCATED
+            return
+        _append(episode, span.token_ids, expanded, None)
+        episode.images.extend(span.images)
+        if task.record:
+            episode.messages.extend(current.messages)
+        turn = len(episode.turns)
+        completion = await policy.generate(
+            GenerationRequest(
+                request_id=f"{task.group_id}:{episode.number}:{turn}",
+                prompt_ids=np.concatenate(episode.ids),
+                images=tuple(episode.images),
+                sampling=SamplingParams(
+                    room, task.temperature, seeds=(derive_seed(task.sampling_seed, episode.number, turn),)
+                ),
+                min_version=task.min_version,
+                session_id=episode.replicas[-1],
+            )
+        )
+        _check_prompt(completion, np.concatenate(episode.spans), task.group_id)
+        (current,) = await _act([(episode, completion.samples[0])], completion, pool, text, limits, task)
+
+
+async def _act(
+    samples: Sequence[tuple[_Episode, Sample]],
+    completion: Completion,
+    pool: EnvPool,
+    text: TextSide,
+    limits: EpisodeLimits,
+    task: RolloutTask,
+) -> list[Observation | None]:
+    """Give sampled turns to their environments; None where the episode ended."""
+    acting: list[tuple[_Episode, str]] = []
+    for episode, sample in samples:
+        start = episode.length
+        _append(episode, sample.token_ids, sample.token_ids, sample.logprobs)
+        episode.sampled += len(sample.token_ids)
+        episode.turns.append(Turn(start, episode.length, completion.policy_version, sample.stop_reason))
+        episode.replicas.append(completion.replica_id)
+        action = text.codec.decode(sample.token_ids)
+        if task.record:
+            episode.messages.append(Message.of("assistant", action))
+        if sample.stop_reason is StopReason.LENGTH and limits.require_end_of_turn:
+            # The policy did not finish its turn: there is no answer to reward.
+            episode.status = TrajectoryStatus.TRUNCATED
+        else:
+            acting.append((episode, action))
+    results = await pool.step([episode.env for episode, _ in acting], [action for _, action in acting]) if acting else []
+    observations: dict[int, Observation] = {}
+    for (episode, _), result in zip(acting, results, strict=True):
+        if isinstance(result, RLVLMError):
+            raise GroupFailedError(_reason(result), str(result)) from result
+        observation, reward, terminated, truncated, info = result
+        last = episode.turns[-1]
+        episode.turns[-1] = Turn(last.start, last.stop, last.policy_version, last.stop_reason, reward)
+        episode.info.update(info)
+        if terminated:
+            episode.status = TrajectoryStatus.COMPLETED
+        elif truncated:
+            episode.status = TrajectoryStatus.TRUNCATED
+        else:
+            observations[episode.number] = observation
+    return [observations.get(episode.number) for episode, _ in samples]
+
+
+def _append(episode: _Episode, ids: np.ndarray, expanded: np.ndarray, logprobs: np.ndarray | None) -> None:
+    episode.ids.append(ids)
+    episode.spans.append(expanded)
+    episode.masks.append(logprobs is not None)
+    episode.logprobs.append(logprobs)
+    episode.length += len(expanded)
+
+
+def _finish(episode: _Episode, task: RolloutTask) -> Trajectory:
+    spans = zip(episode.spans, episode.masks, episode.logprobs, strict=True)
+    pieces = [
+        (span, np.full(len(span), mask), np.zeros(len(span), np.float32) if logprobs is None else logprobs)
+        for span, mask, logprobs in spans
+    ]
+    # A conversation ends with what the policy said: nothing is appended after the last turn.
+    ids, masks, logprobs_all = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    return Trajectory(
+        trajectory_id=f"{task.group_id}:{episode.number}",
+        token_ids=ids.astype(np.int32),
+        loss_mask=masks.astype(bool),
+        # Rounding in log_softmax can give +1e-8.
+        logprobs=np.minimum(logprobs_all, 0).astype(np.float32),
+        turns=tuple(episode.turns),
+        status=episode.status,
+        images=tuple(episode.images),
+        info={key: value for key, value in episode.info.items() if isinstance(value, (bool, int, float, str))},
+        messages=tuple(episode.messages),
+        replica_ids=tuple(episode.replicas),
+    ).check()
+
+
+def _expand(span: EncodedSpan, text: TextSide, name: str) -> np.ndarray:
+    counts = [text.count_image_tokens(image.width, image.height) for image in span.images]
+    return expand_image_tokens(span.token_ids, text.codec.image_token_id, counts, name)
+
+
+def _room(limits: EpisodeLimits, length: int, sampled: int) -> int:
+    return min(limits.max_new_tokens_per_turn, limits.max_new_tokens - sampled, limits.max_context - length)
+
+
+def _check_prompt(completion: Completion, expected: np.ndarray, name: str) -> None:
+    if not np.array_equal(completion.prompt_ids, expected):
+        raise GroupFailedError(
+            "image_accounting",
+            f"Group {name}: the engine's prompt has {len(completion.prompt_ids)} tokens where grid / merge² gives "
+            f"{len(expected)}; engine and client disagree about the images.",
+        )
+
+
+def _check_same_opening(observation: Observation, first: Observation, prompt: EncodedSpan, text: TextSide) -> None:
+    if observation == first:
+        return
+    other = text.codec.encode_prompt(observation.messages)
+    same_images = [image.sha256 for image in other.images] == [image.sha256 for image in prompt.images]
+    if not same_images or not np.array_equal(other.token_ids, prompt.token_ids):
+        raise GroupFailedError(
+            "env_not_seeded", "Copies of an environment opened differently with the same index and seed: seed its reset."
+        )
+
+
+def _reason(error: Exception) -> str:
+    name = type(error).__name__.removesuffix("Error")
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
+

@@ -1,0 +1,45 @@
+"""What the driver sends to env runners, and what comes back besides trajectory groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_vlm.types import Split, TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutTask:
+    """Sample one group: `size` episodes of task instance `index`.
+
+    `seed` seeds the environments (the same for all copies); `sampling_seed` is hashed with sample and turn for the
+    policy's randomness. `min_version` is the oldest policy version that may answer. `variant` names a set of
+    environment arguments that the runner knows from the configuration.
+    """
+
+    group_id: str
+    index: int
+    split: Split
+    seed: int
+    sampling_seed: int
+    size: int
+    temperature: float
+    min_version: int
+    variant: str = ""
+    record: bool = False  # keep the conversation as text, for people
+
+
+@dataclass(slots=True)
+class RolloutResult:
+    """The groups of one `sample` call. `lost` maps the ids of groups without a result to the reason."""
+
+    groups: list[TrajectoryGroup] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)  # reason -> failed attempts, retried ones included
+    timings: dict[str, float] = field(default_factory=dict)  # seconds: sample, env, encode, wait
+    client: dict[str, int] = field(default_factory=dict)  # calls, retries
+    needs_restart: bool = False  # an environment hangs in a thread of this runner
+
+    def summary(self) -> dict[str, Any]:
+        """Counts for the log."""
+        return {"groups": len(self.groups), "lost": len(self.lost), **self.dropped}

@@ -1,0 +1,1 @@
+"""Ray Serve: the VLM deployment, the adapter registry and the client."""

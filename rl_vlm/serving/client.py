@@ -1,0 +1,147 @@
+"""The client of the served policy: batches calls, spreads them over replicas, retries what a dead replica lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray import serve
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError, TaskCancelledError
+from ray.serve.exceptions import BackPressureError, RayServeException
+
+from rl_vlm.serving.server import StaleReplicaError, app_name
+from rl_vlm.types import Completion, GenerationRequest, RLVLMError
+
+_RETRYABLE = (ActorDiedError, ActorUnavailableError, RayActorError, BackPressureError, RayServeException)
+
+
+class GenerationFailedError(RLVLMError):
+    """A request got no answer within its deadline, or the engine refused it."""
+
+
+@dataclass(slots=True)
+class ClientStats:
+    """Counts since the client was made."""
+
+    calls: int = 0
+    retries: int = 0
+    requests_by_replica: dict[str, int] = field(default_factory=dict)
+
+
+class PolicyClient:
+    """Sends generation requests to a run's Serve application, from inside an event loop.
+
+    Args:
+        run_id: the run.
+        deadline_s: how long one request may take, retries included.
+        num_replicas: over how many calls a batch without a conversation is spread.
+        coalesce: send requests of the same moment in common calls. A call ends when its slowest request does, so this
+            pays when answers are short (a Serve call costs milliseconds) and hurts when they are long.
+        handle: the deployment handle; looked up when None.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        *,
+        deadline_s: float,
+        num_replicas: int,
+        coalesce: bool = True,
+        handle: Any = None,
+        sleep: Callable[[float], Any] = asyncio.sleep,
+    ) -> None:
+        self._handle = handle if handle is not None else serve.get_deployment_handle("policy", app_name(run_id))
+        self._deadline_s = deadline_s
+        self._num_replicas = num_replicas
+        self._coalesce = coalesce
+        self._sleep = sleep
+        self._queue: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.stats = ClientStats()
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Answer one request. Raises GenerationFailedError."""
+        if not self._coalesce:
+            return (await self.call([request]))[0]
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
+        if not self._queue:
+            # Everything that is submitted before the loop is idle again goes into the same calls.
+            loop.call_soon(loop.call_soon, self._flush)
+        self._queue.append((request, future))
+        return await future
+
+    def _flush(self) -> None:
+        queue, self._queue = self._queue, []
+        by_session: dict[str, list[tuple[GenerationRequest, asyncio.Future[Completion]]]] = {}
+        for entry in queue:
+            by_session.setdefault(entry[0].session_id, []).append(entry)
+        for session, entries in by_session.items():
+            parts = 1 if session else min(self._num_replicas, len(entries))
+            for part in range(parts):
+                self._spawn(entries[part::parts])
+
+    def _spawn(self, entries: list[tuple[GenerationRequest, asyncio.Future[Completion]]]) -> None:
+        async def run() -> None:
+            try:
+                completions = await self.call([request for request, _ in entries])
+            except RLVLMError as error:
+                for _, future in entries:
+                    if not future.done():
+                        future.set_exception(error)
+                return
+            for (_, future), completion in zip(entries, completions, strict=True):
+                if not future.done():
+                    future.set_result(completion)
+
+        task = asyncio.get_running_loop().create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def call(self, requests: list[GenerationRequest]) -> list[Completion]:
+        """Answer several requests in one call, on one replica; retried with backoff until the deadline."""
+        started = time.monotonic()
+        attempt = 0
+        while True:
+            left = self._deadline_s - (time.monotonic() - started)
+            try:
+                self.stats.calls += 1
+                session = requests[0].session_id if attempt == 0 else ""
+                response = self._handle.options(session_id=session).generate.remote(requests)
+                async with asyncio.timeout(max(left, 0.001)):
+                    completions: list[Completion] = await response
+                for completion in completions:
+                    counts = self.stats.requests_by_replica
+                    counts[completion.replica_id] = counts.get(completion.replica_id, 0) + 1
+                return completions
+            except TimeoutError as error:
+                response.cancel()
+                raise GenerationFailedError(
+                    f"No answer within {self._deadline_s:g} s for {len(requests)} requests: the replicas are overloaded "
+                    "or stuck; raise serving.request_timeout_s or add replicas."
+                ) from error
+            except asyncio.CancelledError:
+                response.cancel()
+                raise
+            except _RETRYABLE as error:
+                reason: Exception = error
+            except (RayTaskError, TaskCancelledError, StaleReplicaError) as error:
+                cause = error.cause if isinstance(error, RayTaskError) else error
+                if not isinstance(cause, (StaleReplicaError, TaskCancelledError)):
+                    raise GenerationFailedError(f"The engine refused {len(requests)} requests: {cause}") from error
+                reason = error
+            except RLVLMError as error:
+                raise GenerationFailedError(f"The engine refused {len(requests)} requests: {error}") from error
+            attempt += 1
+            self.stats.retries += 1
+            # Full jitter keeps the clients of a dead replica from coming back together.
+            pause = random.uniform(0, min(2.0, 0.05 * 2**attempt))
+            if time.monotonic() - started + pause >= self._deadline_s:
+                raise GenerationFailedError(
+                    f"No answer within {self._deadline_s:g} s after {attempt} attempts; the last error: {reason}"
+                ) from reason
+            await self._sleep(pause)

@@ -1,0 +1,39 @@
+"""Routing of generation calls: a conversation stays on its replica, new work goes to the least loaded one."""
+
+from __future__ import annotations
+
+import itertools
+
+from ray.serve._private.request_router.common import PendingRequest
+from ray.serve._private.request_router.replica_wrapper import RunningReplica
+from ray.serve._private.request_router.request_router import FIFOMixin, RequestRouter
+
+
+class AffinityRouter(FIFOMixin, RequestRouter):
+    """The handle's `session_id` is the id of the replica that holds the conversation, or empty.
+
+    A replica that is gone, or full, falls back to the least loaded one. Load is what this process has in flight plus
+    what replicas reported; ties go round in turn, so equal calls spread evenly.
+    """
+
+    def initialize_state(self, **kwargs: object) -> None:
+        """Serve calls this once."""
+        self._turn = itertools.count()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Replicas in the order in which to try them."""
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
+        turn, count = next(self._turn), max(len(candidate_replicas), 1)
+
+        def load(place: int) -> tuple[int, int]:
+            known = self.replica_queue_len_cache.get(candidate_replicas[place].replica_id)
+            return (known or 0, (place - turn) % count)
+
+        ranked = [candidate_replicas[place] for place in sorted(range(len(candidate_replicas)), key=load)]
+        wanted = pending_request.metadata.session_id if pending_request is not None else ""
+        if wanted:
+            ranked.sort(key=lambda replica: replica.replica_id.unique_id != wanted)
+        return [[replica] for replica in ranked]

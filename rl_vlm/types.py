@@ -1,0 +1,285 @@
+"""The shared types: what flows between environments, engines, env runners and the learner.
+
+An environment speaks in `Observation`s, which are lists of `Message`s of text and images. `chat.py` turns them
+into token ids. A `GenerationRequest` asks an engine for samples and a `Completion` brings them back. One episode
+becomes a `Trajectory`; the episodes of one task instance become a `TrajectoryGroup`, the unit of the GRPO
+baseline, of retries and of transport. Nothing here knows Ray or torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+import numpy as np
+from PIL import Image
+
+Role = Literal["system", "user", "assistant", "tool"]
+Split = Literal["train", "test"]
+
+
+class RLVLMError(Exception):
+    """Base of the errors that this package raises on purpose; the message tells the user what to do."""
+
+
+class UserInputError(RLVLMError):
+    """The input (config, data, image, path, argument) is wrong. The command line exits with code 2."""
+
+
+class TrajectoryError(RLVLMError):
+    """A trajectory breaks one of its invariants; it must not be trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """An RGB image as PNG bytes; `sha256` of those bytes identifies it in every cache."""
+
+    sha256: str
+    png: bytes = field(repr=False)
+    width: int
+    height: int
+
+    @classmethod
+    def from_pil(cls, image: Image.Image) -> EncodedImage:
+        """Encode any PIL image as RGB PNG (transparency is laid on white)."""
+        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+            rgba = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
+        rgb = image.convert("RGB")
+        buffer = io.BytesIO()
+        rgb.save(buffer, format="PNG", compress_level=1)
+        png = buffer.getvalue()
+        return cls(hashlib.sha256(png).hexdigest(), png, rgb.width, rgb.height)
+
+    def to_pil(self) -> Image.Image:
+        """Decode to an RGB PIL image."""
+        return Image.open(io.BytesIO(self.png)).convert("RGB")
+
+
+Part = str | Image.Image | EncodedImage
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message: a role and its parts in order, text or images."""
+
+    role: Role
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, role: Role, *parts: Part) -> Message:
+        """`Message.of("user", image, "What is this?")`."""
+        return cls(role, parts)
+
+    @property
+    def text(self) -> str:
+        """The text parts, joined."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def images(self) -> tuple[Image.Image | EncodedImage, ...]:
+        """The image parts, in order."""
+        return tuple(part for part in self.parts if not isinstance(part, str))
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an environment shows: the messages to append to the conversation. Empty after the last step."""
+
+    messages: tuple[Message, ...] = ()
+
+    @classmethod
+    def user(cls, *parts: Part) -> Observation:
+        """One user message, the usual case."""
+        return cls((Message("user", parts),))
+
+
+class StopReason(StrEnum):
+    """Why the engine stopped sampling a turn."""
+
+    END_OF_TURN = "end_of_turn"  # the end-of-turn token was sampled; it is the last token id
+    STOP = "stop"  # a stop string appeared; the text up to and including it was sampled
+    LENGTH = "length"  # max_new_tokens was reached
+
+
+class TrajectoryStatus(StrEnum):
+    """How an episode ended."""
+
+    COMPLETED = "completed"  # the environment said terminated
+    TRUNCATED = "truncated"  # a limit: turns, context, new tokens, or the environment said truncated
+    ABORTED = "aborted"  # an environment, request or encoding failed; never trained on
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample. Temperature 0 is greedy. `seeds` holds one seed per sample, or is None for fresh randomness."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 switches top-k off
+    n: int = 1
+    seeds: tuple[int, ...] | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1 or self.n < 1:
+            raise UserInputError(f"max_new_tokens ({self.max_new_tokens}) and n ({self.n}) must be at least 1.")
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise UserInputError(
+                f"temperature {self.temperature}, top_p {self.top_p}, top_k {self.top_k}: "
+                "need temperature >= 0, 0 < top_p <= 1, top_k >= 0."
+            )
+        if self.seeds is not None and len(self.seeds) != self.n:
+            raise UserInputError(f"{len(self.seeds)} seeds for n = {self.n} samples: give one per sample.")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """Ask for `sampling.n` continuations of a prompt.
+
+    `prompt_ids` is int32 [P] with exactly one image placeholder per image; the engine expands them.
+    `min_version` is the oldest policy version that may answer; -1 asks for the base model without an adapter.
+    `session_id` keeps the turns of one conversation on one replica.
+    """
+
+    request_id: str
+    prompt_ids: np.ndarray
+    sampling: SamplingParams
+    images: tuple[EncodedImage, ...] = ()
+    min_version: int = 0
+    session_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One continuation: sampled token ids int32 [T] and their log-probabilities float32 [T] under the distribution
+    that they were sampled from (token mask and temperature applied)."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    stop_reason: StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The answer to a `GenerationRequest`: `prompt_ids` is int32 with every image placeholder expanded."""
+
+    request_id: str
+    prompt_ids: np.ndarray
+    samples: tuple[Sample, ...]
+    policy_version: int
+    replica_id: str = ""
+    queue_s: float = 0.0
+    generate_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One sampled turn of a trajectory: tokens [start, stop) of `Trajectory.token_ids`."""
+
+    start: int
+    stop: int
+    policy_version: int
+    stop_reason: StopReason
+    reward: float = 0.0
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One episode as the learner sees it.
+
+    token_ids int32 [T], loss_mask bool [T] (True where the policy sampled), logprobs float32 [T] (behaviour
+    log-probabilities, 0 where nothing was sampled). Images appear in the order of their placeholders.
+    """
+
+    trajectory_id: str
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    turns: tuple[Turn, ...]
+    status: TrajectoryStatus
+    images: tuple[EncodedImage, ...] = ()
+    info: dict[str, Any] = field(default_factory=dict)
+    messages: tuple[Message, ...] = ()  # the conversation as text, for people; images replaced by their hash
+    error: str = ""  # the reason, when aborted
+    replica_ids: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def reward(self) -> float:
+        """The sum of the rewards of all turns."""
+        return float(sum(turn.reward for turn in self.turns))
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that sampled a turn."""
+        return min((turn.policy_version for turn in self.turns), default=0)
+
+    @property
+    def num_sampled(self) -> int:
+        """How many tokens the policy sampled."""
+        return int(self.loss_mask.sum())
+
+    def check(self) -> Trajectory:
+        """Return self if the arrays, spans and mask agree; raise TrajectoryError otherwise."""
+        total = len(self.token_ids)
+        if len(self.loss_mask) != total or len(self.logprobs) != total:
+            raise TrajectoryError(
+                f"trajectory {self.trajectory_id}: {total} tokens, {len(self.loss_mask)} mask entries and "
+                f"{len(self.logprobs)} log-probabilities must be equally many."
+            )
+        sampled = np.zeros(total, dtype=bool)
+        end = 0
+        for number, turn in enumerate(self.turns):
+            if not end <= turn.start < turn.stop <= total:
+                raise TrajectoryError(
+                    f"trajectory {self.trajectory_id}: turn {number} spans [{turn.start}, {turn.stop}) of {total} "
+                    f"tokens after a turn that ends at {end}."
+                )
+            sampled[turn.start : turn.stop] = True
+            end = turn.stop
+            if not np.isfinite(turn.reward):
+                raise TrajectoryError(f"trajectory {self.trajectory_id}: turn {number} has reward {turn.reward}.")
+        if not np.array_equal(sampled, self.loss_mask):
+            raise TrajectoryError(f"trajectory {self.trajectory_id}: the loss mask differs from the sampled spans.")
+        if not np.all(np.isfinite(self.logprobs)) or np.any(self.logprobs > 1e-4):
+            raise TrajectoryError(f"trajectory {self.trajectory_id}: log-probabilities must be finite and at most 0.")
+        if np.any(self.logprobs[~self.loss_mask] != 0):
+            raise TrajectoryError(f"trajectory {self.trajectory_id}: an unsampled token has a log-probability.")
+        return self
+
+
+@dataclass(slots=True)
+class TrajectoryGroup:
+    """The trajectories of one task instance (same environment, split, index and seed)."""
+
+    group_id: str
+    index: int
+    trajectories: list[Trajectory]
+    dropped: dict[str, int] = field(default_factory=dict)  # reason -> attempts lost on the way to this group
+    timings: dict[str, float] = field(default_factory=dict)  # seconds by activity
+
+    def __len__(self) -> int:
+        return len(self.trajectories)
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float64 [G]."""
+        return np.array([trajectory.reward for trajectory in self.trajectories], dtype=np.float64)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version in the group."""
+        return min(trajectory.oldest_version for trajectory in self.trajectories)
+
+
+def as_encoded(images: Sequence[Image.Image | EncodedImage]) -> tuple[EncodedImage, ...]:
+    """Encode the images that are not encoded yet."""
+    return tuple(image if isinstance(image, EncodedImage) else EncodedImage.from_pil(image) for image in images)

@@ -1,0 +1,313 @@
+"""Question sets: sources, slices, image forms, and what a bad row says."""
+
+import base64
+import io
+import struct
+import zlib
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from rl_vlm.envs.data import BadRowError, ImageTable, open_dataset, open_split
+from rl_vlm.types import UserInputError
+
+GEO3K = Path(__file__).parents[1] / "fixtures" / "geo3k"
+PARTS = pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+
+
+def png(color="red", size=(3, 2), kind="PNG") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, color).save(buffer, format=kind)
+    return buffer.getvalue()
+
+
+def uri(data: bytes, media_type="image/png") -> str:
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG header that promises many pixels."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = zlib.compress(b"\0" * 100)
+    chunk = struct.pack(">I", len(data)) + b"IDAT" + data + struct.pack(">I", zlib.crc32(b"IDAT" + data))
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header)) + chunk
+
+
+def write(file: Path, images, problem="<image>What?", answer="5", kind=None, **options) -> Path:
+    rows = len(images)
+    columns = {
+        "problem": [problem] * rows if isinstance(problem, str) else problem,
+        "answer": [answer] * rows if isinstance(answer, str) else answer,
+        "images": pa.array(images, type=kind) if kind is not None else images,
+    }
+    pq.write_table(pa.table(columns), file, **options)
+    return file
+
+
+def one(tmp_path, images, **columns) -> ImageTable:
+    """A table of one row."""
+    return open_dataset(str(write(tmp_path / "train.parquet", [images], **columns)), "train")
+
+
+def test_folder_file_and_shards_hold_the_same_questions(tmp_path):
+    table = pq.read_table(GEO3K / "train.parquet")
+    (tmp_path / "data").mkdir()
+    pq.write_table(table.slice(0, 5), tmp_path / "data" / "train-00000-of-00002.parquet")
+    pq.write_table(table.slice(5), tmp_path / "data" / "train-00001-of-00002.parquet")
+    folder = open_dataset(str(GEO3K), "train")
+    file = open_dataset(str(GEO3K / "train.parquet"), "train")
+    shards = open_dataset(str(tmp_path), "train")
+    assert len(folder) == len(file) == len(shards) == 8
+    for i in range(8):
+        assert folder[i].answer == file[i].answer == shards[i].answer
+        assert folder[i].images == shards[i].images
+    assert shards[6].where.endswith("train-00001-of-00002.parquet, row 1")
+
+
+def test_train_and_test_are_different_rows():
+    train, test = open_dataset(str(GEO3K), "train"), open_dataset(str(GEO3K), "test")
+    assert (len(train), len(test)) == (8, 4)
+    assert not {q.images for q in (train[i] for i in range(8))} & {q.images for q in (test[i] for i in range(4))}
+
+
+@pytest.mark.parametrize(
+    ("suffix", "rows"),
+    [
+        ("[0:3]", [0, 1, 2]),
+        ("[2:4]", [2, 3]),
+        ("[:2]", [0, 1]),
+        ("[6:]", [6, 7]),
+        ("[-2:]", [6, 7]),
+        ("[5:99]", [5, 6, 7]),
+    ],
+)
+def test_slices_select_rows(suffix, rows):
+    whole = open_dataset(str(GEO3K), "train")
+    part = open_dataset(f"{GEO3K}@{suffix}", "train")
+    assert [part[i].where for i in range(len(part))] == [whole[i].where for i in rows]
+
+
+@pytest.mark.parametrize("suffix", ["[8:]", "[3:3]", "[5:2]"])
+def test_an_empty_slice_is_refused(suffix):
+    with pytest.raises(UserInputError, match="selects none of the 8 rows"):
+        open_dataset(f"{GEO3K}@{suffix}", "train")
+
+
+@pytest.mark.parametrize("suffix", ["[a:b]", "[1]", "[1:2:3]", "[]"])
+def test_a_malformed_slice_is_refused(suffix):
+    with pytest.raises(UserInputError, match="written @"):
+        open_dataset(f"{GEO3K}@{suffix}", "train")
+
+
+def test_every_form_of_an_image_is_read(tmp_path):
+    data = png()
+    text = base64.b64encode(data).decode().rstrip("=")
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "a.png").write_bytes(data)
+    forms = {
+        "bytes": ([[{"bytes": data, "path": None}]], PARTS),
+        "struct path": ([[{"bytes": None, "path": "figures/a.png"}]], PARTS),
+        "raw": ([[data]], pa.list_(pa.binary())),
+        "path": ([["figures/a.png"]], None),
+        "data uri": ([[uri(data)]], None),
+        "malformed data uri": ([[uri(data, "image/None")]], None),
+        "unpadded, wrapped data uri": ([["data:;base64," + text[:8] + "\n" + text[8:]]], None),
+        "not a list": ([data], pa.binary()),
+    }
+    for name, (images, kind) in forms.items():
+        table = open_dataset(str(write(tmp_path / f"{name}.parquet", images, kind=kind)), "train")
+        assert table.validate() == 1, name
+        assert table[0].images[0].to_pil().getpixel((0, 0)) == (255, 0, 0), name
+
+
+def test_images_stand_where_their_markers_are(tmp_path):
+    red, blue = png("red"), png("blue")
+    marked = one(tmp_path, [png("red"), png("blue")], problem="A <image> B <image>")[0]
+    assert marked.parts() == ("A ", marked.images[0], " B ", marked.images[1])
+
+
+def test_images_come_first_without_markers(tmp_path):
+    question = one(tmp_path, [png("red"), png("blue")], problem="Which?")[0]
+    assert question.parts() == (*question.images, "Which?")
+
+
+def test_numbers_are_answers(tmp_path):
+    table = open_dataset(str(write(tmp_path / "a.parquet", [[png()]], answer=[2.5])), "train")
+    assert table[0].answer == "2.5"
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ([b"not an image"], "image 0 is not a readable image"),
+        ([b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"], "is not a readable image"),
+        ([b""], "image 0 has neither bytes nor a path"),
+        ([bomb(20_000, 20_000)], "more than 64000000"),
+        ([bomb(9_000, 9_000)], "has 9000x9000 pixels, more than 64000000"),
+        (["missing.png"], "there is no such file"),
+        (["../secret.png"], "leaves the folder"),
+        (["/etc/passwd"], "leaves the folder"),
+        (["a\0b"], "cannot be read"),
+        (["."], "there is no such file"),
+        (["http://localhost/a.png"], "never fetched"),
+        (["s3://bucket/a.png"], "never fetched"),
+        (["file:///etc/passwd"], "never fetched"),
+        (["data:image/png,abc"], "without ;base64"),
+        (["data:image/png;base64,@@@"], "invalid base64"),
+        ([], "1 <image> markers in the problem, 0 images"),
+        ([png(), png()], "1 <image> markers in the problem, 2 images"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_a_bad_image_names_file_row_and_reason(tmp_path, images, message):
+    good = uri(png()) if images and isinstance(images[0], str) else png()
+    table = open_dataset(str(write(tmp_path / "train.parquet", [[good], images])), "train")
+    for check in (lambda: table[1], lambda: table.validate()):
+        with pytest.raises(BadRowError, match=message) as caught:
+            check()
+        assert "train.parquet, row 1" in str(caught.value)
+
+
+def test_a_link_out_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "secret.png").write_bytes(png())
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.png").symlink_to(tmp_path / "secret.png")
+    table = open_dataset(str(write(tmp_path / "set" / "train.parquet", [["a.png"]])), "train")
+    with pytest.raises(BadRowError, match="leaves the folder"):
+        table[0]
+
+
+def test_a_truncated_image_is_found_when_it_is_used(tmp_path):
+    data = png(size=(200, 200), kind="JPEG")
+    table = one(tmp_path, [data[: len(data) // 2]])
+    assert table.validate() == 1  # the header is fine, and validation decodes no pixels
+    with pytest.raises(BadRowError, match="row 0: image 0 cannot be decoded"):
+        table[0]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("answer", [None], "the answer is empty"),
+        ("answer", [" "], "the answer is empty"),
+        ("answer", [float("nan")], "the answer is empty"),
+        ("answer", [["5"]], "the answer is empty"),
+        ("problem", [None], "the problem is empty"),
+        ("problem", [5], None),
+    ],
+)
+def test_a_row_without_text_is_refused(tmp_path, column, value, message):
+    columns = {"problem": ["What?"], "answer": ["5"], column: value}
+    table = open_dataset(str(write(tmp_path / "a.parquet", [[png()]], **columns)), "train")
+    if message is None:
+        assert table[0].problem == "5"
+    else:
+        with pytest.raises(BadRowError, match=f"a.parquet, row 0: {message}"):
+            table[0]
+
+
+def test_one_bad_row_leaves_the_others_usable(tmp_path):
+    file = write(tmp_path / "a.parquet", [[png()], [b"x"], [png("blue")]])
+    table = open_dataset(str(file), "train")
+    with pytest.raises(BadRowError):
+        table[1]
+    assert len(table[0].images) == len(table[2].images) == 1
+
+
+def test_missing_columns_name_those_found(tmp_path):
+    pq.write_table(pa.table({"question": ["?"], "answer": ["5"]}), tmp_path / "train.parquet")
+    with pytest.raises(UserInputError, match="lacks the columns problem, images; it has question, answer"):
+        open_dataset(str(tmp_path), "train")
+
+
+def test_a_missing_split_names_the_files_found(tmp_path):
+    write(tmp_path / "train.parquet", [[png()]])
+    with pytest.raises(UserInputError, match=r"neither test.parquet nor test-\*.parquet; it holds train.parquet"):
+        open_dataset(str(tmp_path), "test")
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" + b"\0" * 200 + b"PAR1"])
+def test_a_file_that_is_no_parquet_is_refused(tmp_path, content):
+    (tmp_path / "train.parquet").write_bytes(content)
+    with pytest.raises(UserInputError, match="is not a readable parquet file"):
+        open_dataset(str(tmp_path), "train")
+
+
+def test_a_damaged_row_group_is_found_up_front_and_spares_the_others(tmp_path):
+    rows = [[png(size=(i + 1, 50))] for i in range(8)]
+    file = write(tmp_path / "train.parquet", rows, row_group_size=4, write_page_checksum=True)
+    column = pq.ParquetFile(file).metadata.row_group(1).column(2)
+    start = column.dictionary_page_offset or column.data_page_offset
+    content = bytearray(file.read_bytes())
+    middle = start + column.total_compressed_size // 2
+    content[middle : middle + 20] = bytes(byte ^ 0xFF for byte in content[middle : middle + 20])
+    file.write_bytes(content)
+    table = open_dataset(str(tmp_path), "train")
+    with pytest.raises(UserInputError, match="row 4: row group 1 of the file is damaged"):
+        table.validate(limit=4)
+    assert table[3].answer == "5"
+
+
+def test_validation_checks_rows_spread_over_the_table(tmp_path):
+    images = [[png()]] * 9 + [[b"x"]]
+    table = open_dataset(str(write(tmp_path / "a.parquet", images)), "train")
+    assert table.validate(limit=3) == 3
+    with pytest.raises(BadRowError, match="row 9"):
+        table.validate()
+    assert open_dataset(str(GEO3K), "train").validate() == 8
+
+
+def test_environments_share_a_table_until_its_file_changes(tmp_path):
+    file = write(tmp_path / "train.parquet", [[png()]])
+    first = open_dataset(str(tmp_path), "train")
+    assert open_dataset(str(tmp_path), "train") is first
+    write(file, [[png()], [png()]])
+    assert len(open_dataset(str(tmp_path), "train")) == 2
+
+
+def test_a_single_file_serves_one_split_only():
+    assert len(open_split(str(GEO3K / "train.parquet"), "train")) == 8
+    assert len(open_split(str(GEO3K / "test.parquet@[0:2]"), "test")) == 2
+    with pytest.raises(UserInputError, match="holds the train split"):
+        open_split(str(GEO3K / "train.parquet"), "test")
+    with pytest.raises(UserInputError, match="holds the test split"):
+        open_split(str(GEO3K / "test.parquet"), "train")
+
+
+def test_splits_can_be_named_one_by_one():
+    data = {"train": f"{GEO3K / 'train.parquet'}@[0:6]", "test": f"{GEO3K / 'train.parquet'}@[6:8]"}
+    assert (len(open_split(data, "train")), len(open_split(data, "test"))) == (6, 2)
+    with pytest.raises(UserInputError, match="names no test split; it names train"):
+        open_split({"train": data["train"]}, "test")
+
+
+@pytest.mark.parametrize("source", ["/no/such/place", "./nowhere", "missing.parquet", "a/b/c", ""])
+def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(source):
+    with pytest.raises(UserInputError):
+        open_dataset(source, "train")
+
+
+def test_a_hub_set_that_is_not_cached_says_how_to_fetch_it(monkeypatch):
+    import datasets
+
+    def offline(name, split):
+        raise ConnectionError(f"Couldn't reach {name!r} on the Hub (OfflineModeIsEnabled)")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(UserInputError, match="rl-vlm fetch --data owner/name"):
+        open_dataset("owner/name", "train")
+
+
+def test_a_hub_set_is_read_as_it_is_stored(monkeypatch, tmp_path):
+    import datasets
+
+    stored = datasets.Dataset.from_parquet(str(GEO3K / "test.parquet"), cache_dir=str(tmp_path))
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: stored)
+    table = open_dataset("owner/name@[1:3]", "test")
+    local = open_dataset(str(GEO3K), "test")
+    assert table.validate() == 2
+    assert [table[i].images for i in range(2)] == [local[i].images for i in (1, 2)]
+    assert table[0].where == "owner/name, row 1"

@@ -1,0 +1,328 @@
+"""Geo3k: prompts, the replies to every kind of turn, when an episode ends, and what it pays."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+from gymnasium.utils.env_checker import check_env
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rl_vlm
+from rl_vlm.envs.data import BadRowError, open_dataset
+from rl_vlm.envs.errors import EnvError, check_reset, check_step
+from rl_vlm.envs.geo3k import Geo3kEnv
+from rl_vlm.types import EncodedImage, UserInputError
+
+GEO3K = str(Path(__file__).parents[1] / "fixtures" / "geo3k")
+RADICAL = 1  # the train row whose answer is 4\sqrt{15}
+TRUTH = r"4\sqrt{15}"
+
+
+def opened(index=RADICAL, **kwargs) -> Geo3kEnv:
+    env = Geo3kEnv(data=GEO3K, **kwargs)
+    check_reset(env.reset(seed=0, options={"index": index, "split": "train"}))
+    return env
+
+
+def tool(answer=TRUTH, name="calc_score") -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': {'answer': answer}})}</tool_call>"
+
+
+def take(env, text):
+    """(reply, reward, terminated, truncated, info) of a step, whose observation must fit its flags."""
+    observation, reward, terminated, truncated, info = check_step(env.step(text))
+    if terminated or truncated:
+        assert observation.messages == ()
+    else:
+        (message,) = observation.messages
+        assert (message.role, message.text) == ("tool", info["reply"])
+    return info["reply"], reward, terminated, truncated, info
+
+
+# The prompt
+
+
+def test_the_question_replaces_its_marker_by_the_image():
+    observation, info = Geo3kEnv(data=GEO3K).reset(options={"index": 3, "split": "test"})
+    system, user = observation.messages
+    question = open_dataset(GEO3K, "test")[3]
+    assert (system.role, user.role) == ("system", "user")
+    assert user.parts == (question.images[0], question.problem.removeprefix("<image>"))
+    assert info == {"split": "test", "index": 3, "where": question.where}
+    assert question.answer not in system.text + user.text
+
+
+def test_instructions_name_the_tool_only_where_it_exists():
+    for prompt in ("full", "brief"):
+        texts = []
+        for scoring_tool in (True, False):
+            observation, _ = Geo3kEnv(data=GEO3K, prompt=prompt, scoring_tool=scoring_tool).reset(options={"index": 0})
+            texts.append("".join(message.text for message in observation.messages))
+        assert "calc_score" in texts[0] and "<tool_call>" in texts[0]
+        assert "calc" not in texts[1] and "tool" not in texts[1]
+        assert all(r"Answer: \boxed{" in text for text in texts)
+
+
+def test_the_example_call_in_the_instructions_is_well_formed():
+    observation, _ = Geo3kEnv(data=GEO3K).reset(options={"index": 0})
+    instructions = observation.messages[0].text
+    env = opened()
+    reply, *_, info = take(env, instructions)
+    assert reply.startswith("Score: 0. The answer 42 is wrong.")
+    assert info["tool_errors"] == 0
+    assert "You have 3 messages" in instructions
+
+
+def test_brief_instructions_are_short_and_in_the_question():
+    observation, _ = Geo3kEnv(data=GEO3K, prompt="brief", scoring_tool=False).reset(options={"index": 0})
+    (message,) = observation.messages
+    assert message.parts[-1] == "\nAnswer: \\boxed{x}"
+
+
+def test_prompt_none_leaves_the_question_alone():
+    observation, _ = Geo3kEnv(data=GEO3K, prompt="none").reset(options={"index": 0})
+    (message,) = observation.messages
+    assert "boxed" not in message.text
+
+
+def test_image_size_shrinks_and_square_pads_with_grey():
+    def image(**kwargs) -> EncodedImage:
+        observation, _ = Geo3kEnv(data=GEO3K, **kwargs).reset(options={"index": 0})
+        return observation.messages[-1].images[0]
+
+    assert (image().width, image().height) == (389, 157)
+    small = image(image_size=64)
+    assert (small.width, small.height) == (64, 26)
+    assert image(image_size=1000) == image()
+    square = image(image_size=64, square=True)
+    assert (square.width, square.height) == (64, 64)
+    assert square.to_pil().getpixel((32, 2)) == (127, 127, 127)
+    assert square.to_pil().getpixel((2, 32)) == (255, 255, 255)
+
+
+# Replies
+
+
+def test_a_right_call_is_told_so_and_does_not_end_the_episode():
+    reply, reward, terminated, truncated, info = take(opened(), tool())
+    assert reply.startswith("Score: 1.")
+    assert (reward, terminated, truncated) == (0.0, False, False)
+    assert (info["status"], info["correct"], info["tool_calls"]) == ("running", False, 1)
+
+
+def test_a_wrong_call_is_warned_one_turn_early():
+    env = opened(max_turns=3)
+    first, second, third = (take(env, tool("7")) for _ in range(3))
+    assert first[0].startswith("Score: 0.") and "last one" not in first[0]
+    assert second[0].startswith("Score: 0.") and "next message is the last one" in second[0]
+    assert third[2:4] == (False, True)
+    assert third[4]["status"] == "out_of_turns"
+
+
+def test_every_kind_of_turn_has_its_own_reply():
+    turns = {
+        "right": tool(),
+        "wrong": tool("7"),
+        "alias": tool("7", name="calc_geo3k_reward"),
+        "unknown tool": tool(name="calc_scores"),
+        "missing answer": '<tool_call>{"name": "calc_score", "arguments": {}}</tool_call>',
+        "malformed": "<tool_call>{</tool_call>",
+        "no answer": "I do not know.",
+        "answer": r"\boxed{7}",
+    }
+    replies = {kind: take(opened(), text)[0] for kind, text in turns.items()}
+    assert replies.pop("alias") == replies["wrong"]
+    assert len(set(replies.values())) == len(replies)
+    assert "'calc_scores': the only tool is calc_score" in replies["unknown tool"]
+    assert replies["missing answer"].startswith("Missing answer")
+    assert "not valid JSON" in replies["malformed"]
+    assert "the episode ends here" in replies["no answer"]
+
+
+def test_the_last_but_one_reply_always_warns():
+    for text in (
+        tool("7"),
+        tool(name="f"),
+        '<tool_call>{"name": "calc_score"}</tool_call>',
+        "<tool_call>{</tool_call>",
+    ):
+        assert "next message is the last one" in take(opened(max_turns=2), text)[0]
+
+
+@pytest.mark.parametrize("answer", [None, True, [], {}, ["5"], "", "  "])
+def test_an_answer_that_is_no_value_counts_as_missing(answer):
+    reply, *_, info = take(opened(), tool(answer))
+    assert reply.startswith("Missing answer")
+    assert (info["tool_calls"], info["tool_errors"]) == (1, 1)
+
+
+@pytest.mark.parametrize("answer", [22, 22.0, "22", "y = 22", r"\boxed{22}", "22.0"])
+def test_numbers_and_boxes_are_values(answer):
+    assert take(opened(index=3), tool(answer))[0].startswith("Score: 1.")
+
+
+@pytest.mark.parametrize("literal", [r'"4\sqrt{15}"', r'"4\\sqrt{15}"', r'"\boxed{4\sqrt{15}}"'])
+def test_latex_in_a_call_scores_with_and_without_escapes(literal):
+    body = f'{{"name": "calc_score", "arguments": {{"answer": {literal}}}}}'
+    assert take(opened(), f"<tool_call>{body}</tool_call>")[0].startswith("Score: 1.")
+
+
+def test_an_unescaped_fraction_scores():
+    body = r'{"name": "calc_score", "arguments": {"answer": "\frac{5}{12}"}}'
+    assert take(opened(index=7), f"<tool_call>{body}</tool_call>")[0].startswith("Score: 1.")
+
+
+def test_a_reply_repeats_little_of_the_answer():
+    reply, *_ = take(opened(), tool("9" * 5000))
+    assert len(reply) < 200
+
+
+def test_the_withheld_tool_is_unknown():
+    for name in ("calc_score", "calc_geo3k_reward", "f"):
+        for answer in (TRUTH, "7"):
+            reply, *_, info = take(opened(scoring_tool=False), tool(answer, name))
+            assert reply.startswith(f"Unknown tool '{name}': there are no tools.")
+            assert info["tool_errors"] == 1
+
+
+# Ends and rewards
+
+
+def test_a_right_box_without_a_call_ends_the_episode_and_pays_one():
+    _, reward, terminated, truncated, info = take(opened(), rf"So x = 4\sqrt{{15}}. Answer: \boxed{{{TRUTH}}}")
+    assert (reward, terminated, truncated) == (1.0, True, False)
+    assert (info["correct"], info["answer"], info["truth"], info["status"]) == (True, TRUTH, TRUTH, "answered")
+
+
+def test_a_wrong_box_without_a_call_ends_the_episode_and_pays_nothing():
+    _, reward, terminated, _, info = take(opened(), r"Answer: \boxed{7}")
+    assert (reward, terminated, info["correct"], info["answer"]) == (0.0, True, False, "7")
+
+
+def test_a_turn_without_call_and_box_ends_the_episode():
+    _, reward, terminated, _, info = take(opened(), "The answer is 4\\sqrt{15}.")
+    assert (reward, terminated, info["status"], info["answer"]) == (0.0, True, "no_answer", None)
+
+
+def test_the_episode_is_truncated_after_max_turns_and_still_graded():
+    env = opened(max_turns=2)
+    take(env, tool())
+    _, reward, terminated, truncated, info = take(env, rf"{tool()} Answer: \boxed{{{TRUTH}}}")
+    assert (reward, terminated, truncated, info["correct"]) == (1.0, False, True, True)
+
+
+def test_a_right_call_alone_pays_nothing():
+    env = opened(max_turns=1)
+    _, reward, _, truncated, info = take(env, tool())
+    assert (reward, truncated, info["answer"]) == (0.0, True, None)
+
+
+def test_the_last_box_of_the_policy_counts():
+    env = opened()
+    take(env, rf"{tool()} Answer: \boxed{{{TRUTH}}}")
+    _, reward, *_, info = take(env, r"On second thought \boxed{7}.")
+    assert (reward, info["answer"]) == (0.0, "7")
+
+
+def test_boxes_in_replies_are_not_answers():
+    env = opened(max_turns=2)
+    reply, *_ = take(env, tool("7"))
+    assert r"\boxed" in reply
+    assert take(env, "I give up.")[4]["answer"] is None
+
+
+def test_calls_cost_and_the_first_well_formed_one_pays_a_bonus_once():
+    env = opened(max_turns=5, tool_cost=0.25, format_bonus=0.125)
+    rewards = [take(env, text)[1] for text in ("<tool_call>{</tool_call>", tool("7"), tool(), rf"\boxed{{{TRUTH}}}")]
+    assert rewards == [-0.25, -0.125, -0.25, 1.0]
+
+
+def test_costs_and_bonus_start_afresh_with_each_episode():
+    env = opened(format_bonus=0.5)
+    assert take(env, tool())[1] == 0.5
+    env.reset(options={"index": 0})
+    _, reward, *_, info = take(env, tool("7"))
+    assert (reward, info["turn"], info["tool_calls"]) == (0.5, 1, 1)
+
+
+def test_stepping_after_the_end_or_before_reset_is_an_error():
+    env = opened()
+    take(env, "done")
+    for unusable in (env, Geo3kEnv(data=GEO3K)):
+        with pytest.raises(EnvError, match="call reset"):
+            unusable.step("more")
+    with pytest.raises(EnvError, match="must be text"):
+        opened().step(5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(alphabet='<>/tool_cal{}[]":,\\boxed n019frac', max_size=60), min_size=1, max_size=4))
+def test_no_text_makes_a_step_raise(texts):
+    env = opened(max_turns=len(texts))
+    for text in texts:
+        if any(take(env, f"<tool_call>{text}</tool_call>{text}")[2:4]):
+            break
+
+
+# Rows and arguments
+
+
+def test_every_row_of_the_fixture_is_paid_for_its_own_answer():
+    env = Geo3kEnv(data=GEO3K)
+    for split, size in (("train", 8), ("test", 4)):
+        assert env.num_items(split) == size
+        assert env.validate(split) == size
+        table = open_dataset(GEO3K, split)
+        for index in range(size):
+            env.reset(options={"index": index, "split": split})
+            assert take(env, rf"\boxed{{{table[index].answer}}}")[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({}, "pass env.data"),
+        ({"data": GEO3K, "max_turns": 0}, "env.max_turns is 0"),
+        ({"data": GEO3K, "max_turns": True}, "env.max_turns is True"),
+        ({"data": GEO3K, "image_size": 0}, "env.image_size is 0"),
+        ({"data": GEO3K, "square": True}, "env.image_size is None"),
+        ({"data": GEO3K, "prompt": "long"}, 'use "full", "brief" or "none"'),
+        ({"data": GEO3K, "turns": 3}, "unexpected keyword argument 'turns'"),
+    ],
+)
+def test_a_wrong_argument_is_named(kwargs, message):
+    with pytest.raises(UserInputError, match=message):
+        rl_vlm.make("Geo3k-v0", **kwargs)
+
+
+@pytest.mark.parametrize("options", [{"index": 8}, {"index": -1}, {"index": 4, "split": "test"}, {"split": "dev"}])
+def test_a_question_that_does_not_exist_is_refused(options):
+    with pytest.raises(UserInputError, match="does not exist|no split"):
+        Geo3kEnv(data=GEO3K).reset(options=options)
+
+
+def test_a_bad_row_is_an_error_at_reset(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"problem": ["?"], "answer": ["5"], "images": [[b"junk"]]}), tmp_path / "train.parquet")
+    env = Geo3kEnv(data=str(tmp_path))
+    with pytest.raises(BadRowError, match="row 0: image 0 is not a readable image"):
+        env.reset(options={"index": 0})
+    with pytest.raises(EnvError, match="call reset"):
+        env.step("x")
+
+
+def test_the_seed_alone_picks_a_question():
+    env = Geo3kEnv(data=GEO3K)
+    picks = [env.reset(seed=seed)[1]["index"] for seed in (1, 1, 2, 3, 4, 5)]
+    assert picks[0] == picks[1]
+    assert len(set(picks)) > 1
+
+
+def test_it_passes_gymnasiums_checks():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the checker wishes for a spec and array spaces; its errors count
+        check_env(Geo3kEnv(data=GEO3K), skip_render_check=True)

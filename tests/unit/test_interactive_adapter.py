@@ -1,0 +1,340 @@
+"""Foreign interactive environments, unchanged, by file, by module and by id; and the registry's ways to name them."""
+
+import io
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import rl_vlm
+from rl_vlm.envs import registry
+from rl_vlm.envs.base import VisionEnv
+from rl_vlm.envs.errors import EnvError, check_reset, check_step
+from rl_vlm.envs.interactive import InteractiveEnvAdapter, to_message
+from rl_vlm.types import Message, UserInputError
+
+TESTS = Path(__file__).parents[1]
+GUESS = TESTS / "fixtures" / "envs" / "guess_env.py"
+BROKEN = TESTS / "fixtures" / "envs" / "broken_env.py"
+GEO3K = str(TESTS / "fixtures" / "geo3k")
+
+
+@pytest.fixture
+def on_path(monkeypatch):
+    """Makes tests/fixtures/envs importable as a user's own packages are."""
+    monkeypatch.syspath_prepend(str(TESTS / "fixtures"))
+    yield
+    for name in [name for name in sys.modules if name == "envs" or name.startswith("envs.")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Restores the registry after the test."""
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+
+
+def opened(env: VisionEnv, index=3):
+    """The environment with question `index` (train) open; row 3 of the fixture has the answer 22."""
+    return check_reset(env.reset(seed=0, options={"index": index, "split": "train"}))
+
+
+def play(env: VisionEnv):
+    """Look, guess too low, guess right; the results of the three steps."""
+    opened(env)
+    return [check_step(env.step(text)) for text in ("let me look", "perhaps 20", "then 22")]
+
+
+def assert_plays_well(env: VisionEnv):
+    observation, _ = opened(env)
+    (message,) = observation.messages
+    assert message.role == "user" and len(message.images) == 1 and "parallelogram" in message.text
+    look, low, right = play(env)
+    assert look[0].messages[0].images[0].getpixel((0, 0)) == (0, 0, 0)
+    assert (look[0].messages[0].role, look[0].messages[0].text) == ("user", "Look again.")
+    assert low[0].messages[0].text == "Larger."
+    assert [step[1] for step in (look, low, right)] == [0.0, 0.0, 1.0]
+    assert [step[2:4] for step in (look, low, right)] == [(False, False), (False, False), (True, False)]
+    assert right[4]["guess"] == 22 and right[4]["correct"]
+
+
+def test_it_runs_by_file_path():
+    for spec in (str(GUESS), f"{GUESS}:build_env"):
+        env = rl_vlm.make(spec, data=GEO3K, max_turns=4)
+        assert env.num_items("test") == 4
+        assert_plays_well(env)
+
+
+def test_it_runs_by_module_path(on_path):
+    for spec in ("envs.guess_env", "envs.guess_env:build_env"):
+        assert_plays_well(rl_vlm.make(spec, data=GEO3K, max_turns=4))
+
+
+def test_it_runs_by_registry_id(registered):
+    rl_vlm.register("Guess-v0", f"{GUESS}:build_env")
+    assert_plays_well(rl_vlm.make("Guess-v0", data=GEO3K, max_turns=4))
+    assert_plays_well(
+        InteractiveEnvAdapter("Guess-v0", data=GEO3K, max_turns=4)
+        if False
+        else rl_vlm.make(str(GUESS), data=GEO3K, max_turns=4)
+    )
+
+
+def test_further_arguments_reach_the_environment():
+    env = rl_vlm.make(str(GUESS), data=GEO3K, max_turns=4, shade="white")
+    opened(env)
+    observation, *_ = env.step("look")
+    assert observation.messages[0].images[0].getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_max_turns_truncates_and_pays_the_last_score():
+    env = rl_vlm.make(str(GUESS), data=GEO3K, max_turns=2)
+    opened(env)
+    first, second = (check_step(env.step(text)) for text in ("20", "21"))
+    assert first[0].messages[0].text == "Larger. Last guess."
+    assert second[1:4] == (0.0, False, True)
+    assert second[4]["status"] == "out_of_turns"
+
+
+def test_without_scores_the_policys_words_are_graded():
+    env = rl_vlm.make(str(GUESS), data=GEO3K, max_turns=2)
+    opened(env)
+    _, reward, terminated, _, info = env.step(r"\boxed{none}")
+    assert (reward, terminated, info["correct"]) == (0.0, True, False)
+    opened(env, index=1)  # 4\sqrt{15}: the environment itself cannot build this one
+    env = rl_vlm.make(str(GUESS), data=GEO3K, max_turns=1, reward="grade")
+    opened(env)
+    assert env.step(r"\boxed{22}")[1] == 1.0
+    opened(env)
+    assert env.step("22 it is")[1] == 0.0
+
+
+def test_without_data_the_environment_asks_the_question():
+    class Asks(Stub):
+        def reset(self):
+            return {"obs_str": f"Question {self.sample.metadata['index']}?", "role": "user"}, {"asked": True}
+
+    env = InteractiveEnvAdapter(lambda sample, args: Asks(sample, args))
+    observation, info = opened(env, index=5)
+    assert observation.messages == (Message.of("user", "Question 5?"),)
+    assert info == {"asked": True}
+    assert env.num_items("train") is None
+
+
+class Stub:
+    """An environment whose next step is what the test says."""
+
+    def __init__(self, sample, args):
+        self.sample, self.args = sample, args
+        self.next = ({"obs_str": "on", "role": "tool"}, False, {})
+        self.closed = 0
+
+    def reset(self):
+        return {}, {}
+
+    def step(self, text):
+        return self.next
+
+    def close(self):
+        self.closed += 1
+
+
+def stubbed(next_step=None, **kwargs):
+    """(adapter, its open stub)."""
+    built = []
+
+    def build_env(sample, args):
+        built.append(Stub(sample, args))
+        return built[-1]
+
+    env = InteractiveEnvAdapter(build_env, data=GEO3K, **kwargs)
+    opened(env)
+    if next_step is not None:
+        built[-1].next = next_step
+    return env, built[-1]
+
+
+def test_the_sample_carries_what_such_environments_read():
+    _, stub = stubbed(max_turns=5, extra={"a": 1})
+    assert stub.sample.label == "22"
+    assert stub.sample.prompt.startswith("<image>")
+    assert stub.sample.multimodal_inputs["images"][0].size == (316, 230)
+    assert stub.sample.metadata == {"split": "train", "index": 3, "seed": 0}
+    assert (stub.args.max_turns, stub.args.extra) == (5, {"a": 1})
+
+
+@pytest.mark.parametrize("where", ["obs", "info"])
+def test_rewards_of_the_environment_are_paid_per_step(where):
+    obs, info = {"obs_str": "on", "role": "tool"}, {}
+    (obs if where == "obs" else info)["reward"] = 0.25
+    env, stub = stubbed((obs, False, info), max_turns=3)
+    assert [check_step(env.step("x"))[1] for _ in range(3)] == [0.25] * 3
+    assert stub.closed == 1
+
+
+def test_build_env_is_called_as_its_parameters_ask():
+    calls = []
+
+    def positional(a, b, /):
+        calls.append((a.label, b.max_turns))
+        return Stub(a, b)
+
+    def sample_only(sample):
+        calls.append(sample.label)
+        return Stub(sample, None)
+
+    def no_one(a, b, c):
+        raise AssertionError
+
+    for build in (positional, sample_only):
+        opened(InteractiveEnvAdapter(build, data=GEO3K))
+    assert calls == [("22", 3), "22"]
+    with pytest.raises(UserInputError, match="takes neither"):
+        opened(InteractiveEnvAdapter(no_one, data=GEO3K))
+
+
+def test_a_type_error_inside_build_env_is_not_taken_for_a_wrong_call():
+    def build_env(sample, args):
+        raise TypeError("from within")
+
+    with pytest.raises(TypeError, match="from within"):
+        opened(InteractiveEnvAdapter(build_env, data=GEO3K))
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, r"\(obs, done, info\)"),
+        (({}, 0.0, False, {}), r"\(obs, done, info\)"),
+        (({}, "yes", {}), "a bool as done"),
+        (({}, False, []), "dict as info"),
+        (("text", False, {}), "must be a dict with obs_str"),
+        (({"obs_str": "x", "reward": float("nan")}, False, {}), "must be finite"),
+        (({"obs_str": "x", "reward": "high"}, False, {}), "a number as reward"),
+        (({"obs_str": "x", "tool_score": "high"}, False, {}), "a number as reward"),
+    ],
+)
+def test_a_nonsense_step_is_an_error(result, message):
+    env, stub = stubbed()
+    stub.next = result
+    with pytest.raises(EnvError, match=message):
+        env.step("x")
+
+
+def test_the_environment_is_closed_at_the_end_and_cannot_be_stepped_again():
+    env, stub = stubbed(({}, True, {"reward": 1}))
+    assert env.step("x")[1] == 1.0
+    assert stub.closed == 1
+    with pytest.raises(EnvError, match="call reset"):
+        env.step("x")
+    env.close()
+    assert stub.closed == 1
+
+
+def test_reward_env_without_any_reward_is_an_error():
+    env, _ = stubbed(({}, True, {}), reward="env")
+    with pytest.raises(EnvError, match="neither reward nor tool_score"):
+        env.step("x")
+
+
+def test_messages_take_images_in_every_form(tmp_path):
+    picture = Image.new("RGB", (2, 2), "red")
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG")
+    (tmp_path / "a.png").write_bytes(buffer.getvalue())
+    for image in (picture, np.asarray(picture), buffer.getvalue(), str(tmp_path / "a.png")):
+        message = to_message(
+            {"role": "tool", "content": [{"type": "image", "image": image}, {"type": "text", "text": "see"}]}
+        )
+        assert (message.role, message.text, len(message.images)) == ("tool", "see", 1)
+    assert to_message({"role": "user", "content": "plain"}) == Message.of("user", "plain")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        None,
+        {"role": "narrator", "content": "x"},
+        {"role": "user", "content": 5},
+        {"role": "user", "content": [{"type": "video"}]},
+        {"role": "user", "content": [{"type": "image", "image": "https://example.org/a.png"}]},
+        {"role": "user", "content": [{"type": "image", "image": b"junk"}]},
+        {"role": "user", "content": [{"type": "image", "image": np.zeros((2, 2))}]},
+    ],
+)
+def test_a_nonsense_message_is_an_error(message):
+    with pytest.raises(EnvError):
+        to_message(message)
+
+
+# The registry
+
+
+def test_a_vision_env_is_made_by_file_and_by_module(on_path):
+    for spec in (str(BROKEN), f"{BROKEN}:BrokenEnv", "envs.broken_env", "envs.broken_env:BrokenEnv"):
+        env = rl_vlm.make(spec, hello="hi")
+        assert type(env).__name__ == "BrokenEnv"
+        assert "hi" in env.reset()[0].messages[0].text
+
+
+def test_a_file_may_import_its_neighbours(tmp_path):
+    (tmp_path / "neighbour_of_env.py").write_text("VALUE = 'from next door'")
+    (tmp_path / "env.py").write_text(
+        "from neighbour_of_env import VALUE\nfrom rl_vlm.envs.base import VisionEnv\n"
+        "from rl_vlm.types import Observation\n"
+        "class E(VisionEnv):\n    def reset(self, *, seed=None, options=None):\n        return Observation.user(VALUE), {}\n"
+    )
+    assert rl_vlm.make(str(tmp_path / "env.py")).reset()[0].messages[0].text == "from next door"
+
+
+TWO = "from rl_vlm.envs.base import VisionEnv\nclass A(VisionEnv): pass\nclass B(VisionEnv): pass\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        ("x = 1", "", "neither a VisionEnv subclass nor a build_env"),
+        (TWO, "", "several environments: name one of A, B"),
+        (TWO, ":C", "has no 'C'"),
+        ("x = 1", ":x", "names a int"),
+        ("def make(): return 5", ":make", "not a VisionEnv"),
+        ("import no_such_module_at_all", "", "cannot be imported .ModuleNotFoundError"),
+        ("def (", "", "cannot be imported .SyntaxError"),
+        (TWO, ":A?", "has no 'A"),
+    ],
+)
+def test_a_file_without_a_usable_environment_says_so(tmp_path, content, name, message):
+    (tmp_path / "env.py").write_text(content)
+    with pytest.raises(UserInputError, match=message):
+        rl_vlm.make(f"{tmp_path / 'env.py'}{name}")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("Geo3k-v1", "Did you mean Geo3k-v0"),
+        ("nonsense", "Unknown environment"),
+        ("", "Unknown environment"),
+        ("no.such.module", "cannot be imported"),
+        ("no such/file.py", "There is no file"),
+        ("a b.c:D", "Unknown environment"),
+    ],
+)
+def test_an_unknown_environment_is_refused(spec, message):
+    with pytest.raises(UserInputError, match=message):
+        rl_vlm.make(spec)
+
+
+def test_a_registered_function_or_class_is_made(registered):
+    rl_vlm.register(
+        "Mine-v0", lambda size=1: InteractiveEnvAdapter(lambda sample, args: Stub(sample, args), max_turns=size)
+    )
+    assert isinstance(rl_vlm.make("Mine-v0", size=2), InteractiveEnvAdapter)
+    with pytest.raises(UserInputError, match="does not take these arguments"):
+        rl_vlm.make("Mine-v0", sizes=2)
+    with pytest.raises(UserInputError, match="exists in this process only"):
+        registry.portable_id("Mine-v0")
+    rl_vlm.register("Geo-v9", "rl_vlm.envs.geo3k:Geo3kEnv")
+    assert registry.portable_id("Geo-v9") == "rl_vlm.envs.geo3k:Geo3kEnv"

@@ -1,0 +1,304 @@
+"""The math grader: what counts as equal, what hostile input costs, and how the child process lives and dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from pathlib import Path
+
+import math_cases
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_vlm.rewards.boxed import extract_boxed
+from rl_vlm.rewards.guard import refusal
+from rl_vlm.rewards.math import (
+    Grade,
+    GraderError,
+    Reason,
+    compare,
+    grade,
+    grade_turns,
+    is_equal,
+    normalize_answer,
+    symbolic_equal,
+)
+from rl_vlm.rewards.symbolic import WORKER, SymbolicWorker, Verdict
+
+MEGABYTE = 1_000_000
+TOWER = "9^{9^{9^{9}}}"  # the guard stops it; handed straight to the child, it runs for ever
+FAST = settings(max_examples=150, deadline=None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def running_child() -> Iterator[None]:
+    """Start the child once, so that no test measures its imports."""
+    assert symbolic_equal("x+1", "1+x")
+    yield
+    WORKER.close()
+
+
+def cpu_seconds(function: Callable[[], object]) -> float:
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_running(pid)
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("answer", "truth"), math_cases.RIGHT)
+def test_equal_answers_are_correct(answer: str, truth: str) -> None:
+    assert compare(answer, truth) is Reason.CORRECT
+
+
+@pytest.mark.parametrize(("answer", "truth"), math_cases.WRONG)
+def test_different_answers_are_not_correct(answer: str, truth: str) -> None:
+    assert compare(answer, truth) in {Reason.WRONG, Reason.UNPARSABLE}
+
+
+@pytest.mark.parametrize(("answer", "truth"), math_cases.MALFORMED)
+def test_malformed_answers_are_never_correct(answer: str, truth: str) -> None:
+    assert compare(answer, truth) in {Reason.WRONG, Reason.UNPARSABLE}
+
+
+@pytest.mark.parametrize(("answer", "truth"), math_cases.HOSTILE)
+def test_hostile_answers_are_cheap_and_never_correct(answer: str, truth: str) -> None:
+    start = time.monotonic()
+    assert compare(answer, truth) is not Reason.CORRECT
+    assert time.monotonic() - start < 6.0  # the limit of 2 s and the start of a new child
+
+
+def test_the_table_is_large_enough() -> None:
+    cases = [*math_cases.RIGHT, *math_cases.WRONG, *math_cases.MALFORMED, *math_cases.HOSTILE]
+    assert len(cases) >= 300
+    assert len(set(cases)) == len(cases)
+
+
+@pytest.mark.parametrize(("answer", "truth"), [("x^2", "x*x"), ("12", "12.0"), ("(1,2)", "(1, 2.0)"), ("x=3", "3")])
+def test_equality_is_symmetric_where_both_sides_are_plain(answer: str, truth: str) -> None:
+    assert is_equal(answer, truth)
+    assert is_equal(truth, answer)
+
+
+# --- plain numbers need no child ------------------------------------------------------------------------------------
+
+PLAIN = [
+    ("12", "12", True),
+    ("12", "13", False),
+    ("1/2", "0.5", True),
+    ("5.657", r"4\sqrt{2}", False),
+    (r"\sqrt{32}", r"4\sqrt2", True),
+    ("28.27", r"9\pi", False),
+    (r"45^\circ", "45", True),
+    ("(1, 0.5)", r"(1, \frac12)", True),
+    ("yes", "12", False),
+]
+
+
+@pytest.mark.parametrize(("answer", "truth", "equal"), PLAIN)
+def test_numbers_roots_and_multiples_of_pi_are_decided_without_the_child(
+    answer: str, truth: str, equal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("the child was asked")
+
+    monkeypatch.setattr(WORKER, "compare", fail)
+    assert is_equal(answer + " ", " " + truth) is equal
+
+
+def test_a_result_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_equal("x^3-1", "(x-1)(x^2+x+1)")
+    monkeypatch.setattr(WORKER, "compare", None)
+    assert is_equal("x^3-1", "(x-1)(x^2+x+1)")
+
+
+def spellings(value: Fraction) -> list[str]:
+    """Ways to write a rational number."""
+    above, below = value.numerator, value.denominator
+    sign, size = ("-" if above < 0 else ""), abs(above)
+    texts = [f"{above}/{below}", rf"\frac{{{above}}}{{{below}}}", rf"{sign}\dfrac{{{3 * size}}}{{{3 * below}}}"]
+    whole, rest = divmod(size, below)
+    if whole and rest:
+        texts.append(rf"{sign}{whole}\frac{{{rest}}}{{{below}}}")
+    if 10**4 % below == 0:
+        texts.append(f"{sign}{Fraction(size, 1) // below}.{10**4 * (size % below) // below:04d}")
+    return texts
+
+
+rationals = st.builds(Fraction, st.integers(-999, 999), st.sampled_from([1, 2, 3, 5, 7, 8, 10, 16, 25]))
+
+
+@FAST
+@given(rationals, rationals, st.data())
+def test_rationals_are_equal_exactly_when_their_fractions_are(one: Fraction, other: Fraction, data: st.DataObject) -> None:
+    answer, truth = (data.draw(st.sampled_from(spellings(value))) for value in (one, other))
+    assert is_equal(answer, truth) is (one == other)
+    assert is_equal(answer, data.draw(st.sampled_from(spellings(one))))
+
+
+# --- normalisation --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        (r"\dfrac12\text{ cm}.", r"\frac{1}{2}"),
+        (r"m\angle ABC = 45^\circ", "45"),
+        (r" \left( 1 ,\, 2 \right) ", "(1,2)"),
+        ("1,000", "1000"),
+        (r"\pi r^2", r"\pi r^{2}"),
+        ("2 3", "2 3"),
+        (r"\sin 30^\circ", r"\sin(\frac{30\pi}{180})"),
+    ],
+)
+def test_normal_forms(text: str, normal: str) -> None:
+    assert normalize_answer(text) == normal
+
+
+@FAST
+@given(st.text(alphabet="\\frac{}()[]^_,;=. 0123456789xycmsqrtpi%$°√²", max_size=60))
+def test_any_text_is_graded_without_an_exception_and_equals_itself(text: str) -> None:
+    normalize_answer(text)
+    assert is_equal(text, text) is bool(text.strip())
+
+
+def test_normalisation_leaves_a_megabyte_alone() -> None:
+    assert cpu_seconds(lambda: normalize_answer("(" * MEGABYTE)) < 1.0
+
+
+# --- boxes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"so \boxed{5}.", "5"),
+        (r"\boxed{4} no, \boxed{5}", "5"),
+        (r"\fbox{5}", "5"),
+        (r"\boxed{4} then \fbox{5}", "5"),
+        (r"\boxed {5}", "5"),
+        ("\\boxed\n{5}", "5"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
+        (r"\boxed 5", "5"),
+        (r"$\boxed 5$", "5"),
+        (r"\boxed5", "5"),
+        (r"\boxed -3.5, I think", "-3.5"),
+        (r"\boxed \frac{1}{2}$", r"\frac{1}{2}"),
+        (r"\\boxed{5}", "5"),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{5} and \boxed{6", "5"),
+        (r"{ \boxed{5}", "5"),
+        (r"} \boxed{5}", "5"),
+        (r"\boxed{5} goes in \boxed{}", "5"),
+        (r"\boxed{5} as \boxed to show", "5"),
+        (r"\boxed{  }", None),
+        (r"\boxed{5", None),
+        (r"\boxed", None),
+        (r"\boxedx{5}", None),
+        (r"boxed{5}", None),
+        ("", None),
+    ],
+)
+def test_the_last_box_with_balanced_braces(text: str, content: str | None) -> None:
+    assert extract_boxed(text) == content
+
+
+@FAST
+@given(st.text(alphabet=["\\", "{", "}", "boxed", "\\boxed{", "\\fbox", "5", " ", "\n", "é"], max_size=80))
+def test_extraction_never_raises_and_returns_a_part_of_the_text(text: str) -> None:
+    content = extract_boxed(text)
+    assert content is None or (content in text and content.strip() == content != "")
+
+
+contents = st.recursive(st.text("5x+ ,", min_size=1), lambda inner: inner.map(lambda text: f"5{{{text}}}"), max_leaves=4)
+
+
+@FAST
+@given(st.text(alphabet="ab {}\\5$\n", max_size=30), contents.filter(str.strip), st.text("ab 5$.", max_size=20))
+def test_what_is_put_in_a_box_comes_out(before: str, content: str, after: str) -> None:
+    assert extract_boxed(rf"{before}\boxed{{{content}}}{after}") == content.strip()
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [r"\boxed{", "{", "}", "\\", r"\boxed", r"\boxed 5", r"\boxed{5}", r"\boxed{}", r"\fbox ", "\\\\boxed{{", " ", "5"],
+)
+def test_a_megabyte_is_searched_in_under_a_second(unit: str) -> None:
+    text = r"\boxed" + unit * (MEGABYTE // len(unit))
+    assert cpu_seconds(lambda: extract_boxed(text)) < 1.0
+    assert cpu_seconds(lambda: extract_boxed(r"\boxed{" * 100_000 + text + "}" * 100_000)) < 2.0
+
+
+# --- grading --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        (r"It is \boxed{1/2}.", "0.5", Grade(True, "1/2", Reason.CORRECT)),
+        (r"It is \boxed{3}.", "0.5", Grade(False, "3", Reason.WRONG)),
+        ("It is 0.5.", "0.5", Grade(False, None, Reason.NO_ANSWER)),
+        (r"\boxed{\frac{}{}}", "0.5", Grade(False, r"\frac{}{}", Reason.UNPARSABLE)),
+        (r"\boxed{" + "7" * 2000 + "}", "7", Grade(False, "7" * 1000, Reason.TOO_LONG)),
+        (r"First \boxed{0.5}, no, \boxed{3}", "0.5", Grade(False, "3", Reason.WRONG)),
+    ],
+)
+def test_grade_gives_the_reason(response: str, truth: str, expected: Grade) -> None:
+    assert grade(response, truth) == expected
+
+
+@pytest.mark.parametrize("filler", ["a", r"\boxed{4} ", "{", r"\boxed{", "\\"])
+def test_a_megabyte_response_is_graded_in_under_two_seconds(filler: str) -> None:
+    response = filler * (MEGABYTE // len(filler)) + r" so \boxed{5}"
+    assert cpu_seconds(lambda: grade(response, "5")) < 2.0
+    assert grade(response, "5").correct
+    assert grade(rf"\boxed{{{'9' * MEGABYTE}}}", "5").reason is Reason.TOO_LONG
+
+
+def test_the_last_turn_with_a_box_counts() -> None:
+    assert grade_turns([r"\boxed{4}", r"\boxed{5}", "Done."], "5").correct
+    assert not grade_turns([r"\boxed{5}", r"\boxed{4}"], "5").correct
+    assert grade_turns([], "5").reason is Reason.NO_ANSWER
+
+
+def test_a_box_in_the_environments_words_is_no_answer() -> None:
+    transcript = [
+        ("user", r"Put the answer in \boxed{}."),
+        ("assistant", r"<tool_call>{}</tool_call> Answer: \boxed{4}"),
+        ("tool", r"Wrong. The score is 0. Write the final answer as \boxed{5}."),
+        ("assistant", "I have no better idea."),
+    ]
+    turns = [text for role, text in transcript if role == "assistant"]
+    assert grade_turns(turns, "5") == Grade(False, "4", Reason.WRONG)
+    assert grade_turns(turns, "4").correct
+
+
+def test_a_box_that_opens_in_one_turn_does_not_close_in_the_next() -> None:
+    assert grade_turns([r"\boxed{5", "} done"], "5").reason is Reason.NO_ANSWER

@@ -1,0 +1,188 @@
+"""Tool calls: what is accepted, what is repaired, and what every malformed call says."""
+
+import json
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_vlm.envs.tools import MAX_CHARS, ToolCall, ToolCallError, parse_tool_call
+
+
+def call(body: str) -> str:
+    return f"Thinking.\n<tool_call>\n{body}\n</tool_call>"
+
+
+def answer_of(literal: str) -> str:
+    """The answer that arrives for a JSON string literal as the policy wrote it."""
+    parsed = parse_tool_call(call(f'{{"name": "calc_score", "arguments": {{"answer": {literal}}}}}'))
+    assert parsed is not None
+    return parsed.arguments["answer"]
+
+
+def test_text_without_a_call_is_none():
+    assert parse_tool_call("The answer is \\boxed{5}.") is None
+    assert parse_tool_call("") is None
+    assert parse_tool_call("</tool_call>") is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"name": "calc_score", "arguments": {"answer": "5"}}',
+        '{"function": {"name": "calc_score", "arguments": {"answer": "5"}}}',
+        '{"type": "function", "function": {"name": "calc_score", "arguments": "{\\"answer\\": \\"5\\"}"}}',
+        '{"name": "calc_score", "arguments": "{\\"answer\\": \\"5\\"}"}',
+        '{"name": "calc_score",\n "arguments":\n {"answer": "5"}}',
+    ],
+)
+def test_every_accepted_form_gives_the_same_call(body):
+    assert parse_tool_call(call(body)) == ToolCall("calc_score", {"answer": "5"})
+
+
+@pytest.mark.parametrize(
+    "body", ['{"name": "f"}', '{"name": "f", "arguments": null}', '{"name": "f", "arguments": " "}']
+)
+def test_absent_arguments_are_none_given(body):
+    assert parse_tool_call(call(body)) == ToolCall("f", {})
+
+
+def test_the_last_call_counts():
+    text = call('{"name": "f", "arguments": {}}') + call('{"name": "g", "arguments": {}}') + " done"
+    assert parse_tool_call(text) == ToolCall("g", {})
+
+
+def test_a_malformed_last_call_is_not_replaced_by_an_earlier_one():
+    with pytest.raises(ToolCallError, match="not valid JSON"):
+        parse_tool_call(call('{"name": "f"}') + call("{"))
+
+
+def test_a_call_inside_a_thought_is_none():
+    assert parse_tool_call("<think>" + call("{}") + " <tool_call> </think>So \\boxed{5}.") is None
+    assert parse_tool_call("<think>hm</think>" + call('{"name": "f"}')) == ToolCall("f", {})
+
+
+@pytest.mark.parametrize(
+    ("literal", "expected"),
+    [
+        (r'"4\sqrt{2}"', r"4\sqrt{2}"),  # an invalid escape
+        (r'"4\\sqrt{2}"', r"4\sqrt{2}"),
+        (r'"\frac{1}{2}"', r"\frac{1}{2}"),  # a form feed, were it taken as JSON
+        (r'"\\frac{1}{2}"', r"\frac{1}{2}"),
+        (r'"5\text{ cm}"', r"5\text{ cm}"),
+        (r'"5\textbf{x}"', r"5\textbf{x}"),
+        (r'"\boxed{3}"', r"\boxed{3}"),
+        (r'"\beta"', r"\beta"),
+        (r'"\bar x"', r"\bar x"),
+        (r'"\nu\neq\rho"', r"\nu\neq\rho"),
+        (r'"2\times3\theta\tan\tau"', r"2\times3\theta\tan\tau"),
+        (r'"\left(1,\right)"', r"\left(1,\right)"),
+        (r'"30^\circ\%\,\{\}"', r"30^\circ\%\,\{\}"),
+        (r'"\underline{x}\uparrow"', r"\underline{x}\uparrow"),
+        (r'"\frac{\pi}{3}"', r"\frac{\pi}{3}"),
+        (r'"\f"', r"\f"),
+        (r'"\ud800"', r"\ud800"),  # half a character
+    ],
+)
+def test_latex_backslashes_arrive_as_written(literal, expected):
+    assert answer_of(literal) == expected
+
+
+@pytest.mark.parametrize(
+    ("literal", "expected"),
+    [
+        (r'"a\nb"', "a\nb"),
+        (r'"a\tb"', "a\tb"),
+        (r'"a\r\nb"', "a\r\nb"),
+        (r'"say \"x\" \/"', 'say "x" /'),
+        (r'"\u00e9\ud83d\ude00"', "é😀"),
+        ('"a\nb"', "a\nb"),  # a raw line break
+    ],
+)
+def test_escapes_that_are_meant_stay(literal, expected):
+    assert answer_of(literal) == expected
+
+
+@pytest.mark.parametrize("inner", [r"\\frac{1}{2}", r"\frac{1}{2}", r"\\\\frac{1}{2}"])
+def test_latex_survives_arguments_given_as_text(inner):
+    body = f'{{"name": "calc_score", "arguments": "{{\\"answer\\": \\"{inner}\\"}}"}}'
+    parsed = parse_tool_call(call(body))
+    assert parsed is not None
+    assert parsed.arguments == {"answer": r"\frac{1}{2}"}
+
+
+@given(st.text(alphabet=st.characters(codec="utf-8"), max_size=40))
+def test_properly_escaped_text_arrives_unchanged(answer):
+    if "</tool_call>" in answer or "</think>" in answer or "<tool_call>" in answer:
+        return
+    # json.dumps writes \f, \b and \r\X for control characters, which nobody means before a letter: left out here.
+    if any(char in answer for char in "\f\b\r\n\t"):
+        return
+    assert answer_of(json.dumps(answer)) == answer
+    assert answer_of(json.dumps(answer, ensure_ascii=False)) == answer
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("", "not valid JSON"),
+        ("{", "not valid JSON"),
+        ("calc_score(5)", "not valid JSON"),
+        ("{'name': 'f'}", "not valid JSON"),
+        ('{"name": "f"} {"name": "g"}', "Extra data"),
+        ("[]", "must be a JSON object, not a list"),
+        ("5", "must be a JSON object, not a number"),
+        ("null", "must be a JSON object, not null"),
+        ("{}", '"name" is missing'),
+        ('{"name": 5}', '"name" must be a string, not a number'),
+        ('{"name": null}', '"name" must be a string, not null'),
+        ('{"name": ""}', "between 1 and 64"),
+        ('{"name": "' + "f" * 65 + '"}', "between 1 and 64"),
+        ('{"function": "f"}', '"function" must be an object'),
+        ('{"function": {"arguments": {}}}', '"name" is missing'),
+        ('{"name": "f", "arguments": ["5"]}', '"arguments" must be an object, not a list'),
+        ('{"name": "f", "arguments": 5}', '"arguments" must be an object, not a number'),
+        ('{"name": "f", "arguments": true}', '"arguments" must be an object, not a boolean'),
+        ('{"name": "f", "arguments": "5"}', '"arguments" must be an object, not a number'),
+        ('{"name": "f", "arguments": "{"}', 'the text in "arguments" is not valid JSON'),
+        ('{"name": "f", "arguments": {"answer": NaN}}', "NaN is not a JSON value"),
+        ('{"name": "f", "arguments": {"answer": ' + "1" * 5000 + "}}", "number that is too long"),
+        ("[" * 8000 + "]" * 8000, "nested more than"),
+        ('{"a":' * 2000, "nested more than"),
+        ("x" * (MAX_CHARS + 1), "at most 16384 characters"),
+    ],
+)
+def test_a_malformed_call_says_what_is_wrong(body, message):
+    with pytest.raises(ToolCallError, match=message):
+        parse_tool_call(call(body))
+
+
+def test_an_unclosed_call_says_so():
+    with pytest.raises(ToolCallError, match="not closed"):
+        parse_tool_call('<tool_call>{"name": "f"}')
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["<tool_call>", "</tool_call>", '<tool_call>"', "\\", '\\"', '"', "[", "{", "</think>", "<tool_call></think>"],
+)
+def test_hostile_text_is_read_in_linear_time(unit):
+    inside = "<tool_call>" + unit * (16_000 // len(unit)) + "</tool_call>"
+    started = time.perf_counter()
+    for text in (inside, unit * 200_000):
+        try:
+            parse_tool_call(text)
+        except ToolCallError:
+            pass  # an error is a fine answer; only its time is judged here
+    assert time.perf_counter() - started < 0.5
+
+
+@given(st.text(alphabet='<>/tool_cal{}[]":,\\nfu0d8 namergs1', max_size=200))
+def test_any_text_gives_a_call_or_none_or_a_tool_call_error(text):
+    try:
+        parsed = parse_tool_call(f"<tool_call>{text}</tool_call>")
+    except ToolCallError as error:
+        assert str(error)
+    else:
+        assert parsed is None or isinstance(parsed, ToolCall)
