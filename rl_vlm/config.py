@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 import tempfile
@@ -267,6 +268,14 @@ def parse_config(data: Mapping[str, Any]) -> RunConfig:
         raise UserInputError(_explain(error)) from error
 
 
+def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested `data` with dotted keys set, such as `{"learner.lr": 1e-3}`."""
+    result = copy.deepcopy(dict(data))
+    for key, value in overrides.items():
+        _set(result, key, value)
+    return result
+
+
 def save_config(config: RunConfig, path: Path) -> None:
     """Write the resolved configuration, atomically."""
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
@@ -290,12 +299,16 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
             value = float(value)
         except ValueError:
             pass
+    _set(data, key.strip(), value)
+
+
+def _set(data: dict[str, Any], key: str, value: Any) -> None:
     node = data
-    *parents, last = key.strip().split(".")
+    *parents, last = key.split(".")
     for parent in parents:
         child = node.setdefault(parent, {})
         if not isinstance(child, dict):
-            raise UserInputError(f"Override {override!r}: {parent} is a value, not a section.")
+            raise UserInputError(f"Config key {key}: {parent} is a value, not a section.")
         node = child
     node[last] = value
 

@@ -151,7 +151,7 @@ class Geo3kEnv(VisionEnv):
         try:
             call = parse_tool_call(text)
         except ToolCallError as error:
-            reply, well_formed = f"Your tool call could not be read: {error}.", False
+            reply, well_formed = f"Your tool call could not be read: {error}.{self._warning()}", False
         else:
             if call is None:
                 return None, 0.0

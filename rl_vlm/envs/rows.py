@@ -159,7 +159,7 @@ def hub_rows(name: str, split: str) -> HubRows:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserInputError(
             f"Cannot open data set {name!r}, split {split!r} ({_line(error)}). There is no such local path; for a data "
-            f"set of the hub, fetch it once with `rl-vlm fetch --data {name}` while online."
+            f"set of the hub, fetch it once with `rl-vlm fetch` while online."
         ) from error
     return HubRows(dataset, name)
 

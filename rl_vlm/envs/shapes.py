@@ -102,13 +102,15 @@ class ShapesEnv(VisionEnv):
         super().__init__()
         if task not in TASKS:
             raise UserInputError(f"Shapes-v0: task {task!r} is unknown; choose one of {', '.join(TASKS)}.")
-        if turns not in (1, 2):
+        if isinstance(turns, bool) or turns not in (1, 2):
             raise UserInputError(f"Shapes-v0: turns must be 1 or 2, not {turns!r}.")
         if not isinstance(image_size, int) or not data.MIN_IMAGE_SIZE <= image_size <= data.MAX_IMAGE_SIZE:
             raise UserInputError(
                 f"Shapes-v0: image_size must be an integer from {data.MIN_IMAGE_SIZE} to {data.MAX_IMAGE_SIZE}, "
                 f"not {image_size!r}."
             )
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise UserInputError(f"Shapes-v0: seed must be an integer, not {seed!r}.")
         for name, value in (("num_train", num_train), ("num_test", num_test)):
             if not isinstance(value, int) or value < 1:
                 raise UserInputError(f"Shapes-v0: {name} must be a positive integer, not {value!r}.")

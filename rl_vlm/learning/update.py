@@ -46,7 +46,18 @@ class UpdateStats:
     grad_norm: float = 0.0
     steps: int = 0
     skipped_steps: int = 0  # the gradient was not finite
+    lr: float = 0.0
     first_ratio_error: float = 0.0  # |ratio - 1| on the first minibatch: must be exactly 0
+
+    @classmethod
+    def merge(cls, parts: Sequence[UpdateStats]) -> UpdateStats:
+        """The statistics of all learners together."""
+        merged = cls(grad_norm=parts[0].grad_norm, steps=parts[0].steps, skipped_steps=parts[0].skipped_steps)
+        for name in ("tokens", "loss", "clipped", "entropy", "kl", "approx_kl", "mismatch_kl", "mismatch_prob"):
+            setattr(merged, name, sum(getattr(part, name) for part in parts))
+        for name in ("ratio_max", "first_ratio_error"):
+            setattr(merged, name, max(getattr(part, name) for part in parts))
+        return merged
 
     def metrics(self) -> Metrics:
         """Averages under the names that are logged."""
@@ -60,6 +71,7 @@ class UpdateStats:
             "policy/clip_fraction": self.clipped / tokens,
             "policy/ratio_max": self.ratio_max,
             "policy/grad_norm": self.grad_norm / steps,
+            "policy/lr": self.lr,
             "policy/optimizer_steps": float(self.steps),
             "policy/skipped_steps": float(self.skipped_steps),
             "policy/first_ratio_error": self.first_ratio_error,

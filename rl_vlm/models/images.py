@@ -70,7 +70,9 @@ class ImageProcessorSpec:
         minimum = config.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels")
         maximum = config.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels")
         if not minimum or not maximum:
-            raise UserInputError(f"The image processor's config has no pixel limits (size is {size}): not a Qwen-VL one?")
+            raise UserInputError(
+                f"The image processor's config has no pixel limits (size is {size}): not a Qwen-VL one?"
+            )
         normalises = config.get("do_normalize", True)
         return cls(
             patch_size=int(config["patch_size"]),
@@ -172,9 +174,13 @@ def _decode(image: Image.Image | EncodedImage, label: str) -> np.ndarray:
     """uint8 [height, width, 3]."""
     try:
         picture = image.to_pil() if isinstance(image, EncodedImage) else image
-        return np.asarray(picture if picture.mode == "RGB" else picture.convert("RGB"))
+        pixels = np.asarray(picture if picture.mode == "RGB" else picture.convert("RGB"))
     except (OSError, SyntaxError, ValueError) as error:  # PIL's ways to say that a file is damaged
         raise ImageError(f"Image {label} cannot be decoded ({error}): replace it.") from error
+    if pixels.shape[:2] != (image.height, image.width):
+        size = f"{pixels.shape[1]}x{pixels.shape[0]}"
+        raise ImageError(f"Image {label} has {size} pixels and was announced as {image.width}x{image.height}.")
+    return pixels
 
 
 def _resize(pixels: np.ndarray, height: int, width: int, resample: int) -> np.ndarray:
@@ -184,6 +190,6 @@ def _resize(pixels: np.ndarray, height: int, width: int, resample: int) -> np.nd
     from transformers.image_utils import pil_torch_interpolation_mapping
 
     tensor = torch.from_numpy(np.array(pixels)).permute(2, 0, 1).contiguous()[None]
-    mode = pil_torch_interpolation_mapping[resample]
+    mode = pil_torch_interpolation_mapping[Image.Resampling(resample)]
     resized = functional.resize(tensor, [height, width], interpolation=mode, antialias=True)
     return np.ascontiguousarray(resized[0].permute(1, 2, 0).numpy())

@@ -1,4 +1,4 @@
-""""Can it see?": does a model answer questions about a picture better with the picture than without?"""
+""" "Can it see?": does a model answer questions about a picture better with the picture than without?"""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 
 from rl_vlm.envs import shapes_data as data
 from rl_vlm.models.supervised import DialogueEncoder, collate, token_logprobs
+
+_ROWS = 64  # per forward pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +33,37 @@ def choice_logprobs(
     model: Any, encoder: DialogueEncoder, pixels: Sequence[np.ndarray], questions: Sequence[data.Question]
 ) -> list[np.ndarray]:
     """Per question, the log-probability of each of its choices as a whole turn, end of turn included."""
+    device = next(model.parameters()).device
+    examples = [
+        encoder.encode([image], [("user", question.text, data.format_answer(choice))])
+        for image, question in zip(pixels, questions, strict=True)
+        for choice in question.choices
+    ]
+    flat: list[np.ndarray] = []
+    for start in range(0, len(examples), _ROWS):
+        arguments, targets = collate(examples[start : start + _ROWS], encoder.pad_token_id)
+        arguments = {name: value.to(device) for name, value in arguments.items()}
+        with torch.no_grad():
+            flat.append(token_logprobs(model, arguments, targets.to(device)).sum(1).cpu().numpy())
+    ends = np.cumsum([len(question.choices) for question in questions])
+    return np.split(np.concatenate(flat), ends[:-1])
+
+
+def sees(self) -> bool:
+        """Whether the picture helps far more than luck could explain."""
+        return self.real >= self.blank + 0.2
+
+
+def choice_logprobs(
+    model: Any, encoder: DialogueEncoder, pixels: Sequence[np.ndarray], questions: Sequence[data.Question]
+) -> list[np.ndarray]:
+    """Per question, the log-probability of each of its choices as a whole turn, end of turn included."""
     found: list[np.ndarray] = []
     device = next(model.parameters()).device
     for image, question in zip(pixels, questions, strict=True):
         examples = [
-            encoder.encode([image], [("user", question.text, data.format_answer(choice))]) for choice in question.choices
+            encoder.encode([image], [("user", question.text, data.format_answer(choice))])
+            for choice in question.choices
         ]
         arguments, targets = collate(examples, encoder.pad_token_id)
         arguments = {name: value.to(device) for name, value in arguments.items()}

@@ -130,8 +130,7 @@ _FRAME = (
     '<tool_call>{"name": "calc_score", "arguments": {"answer": "x"}}</tool_call> or Answer: \\boxed{x}\n',
     "Answer: \\boxed{12} Call calc_score. Find x. Find the measure of angle ABC. Find the length of AB. degrees",
     "Score: 0. The answer 12 is wrong. Look for the mistake. Score: 1. The answer 12 is right.",
-    "Now finish with Answer: \\boxed{...} and no tool call. Your next message is the last one: give your final "
-    "Answer: \\boxed{...} in it, without a call.",
+    "Now finish with Answer: \\boxed{...} and no tool call. Your next message is the last one: give your final Answer:",
 )
 _SENTENCES = (
     "<answer>red</answer> <answer>green</answer> <answer>yellow</answer> <answer>yes</answer> <answer>no</answer>",
@@ -177,11 +176,11 @@ def build_tokenizer(max_length: int) -> Any:
     }
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,
-        merges=merges,
+        merges=merges,  # type: ignore[arg-type]  # pairs are what a tokenizer.json holds, and are taken
         added_tokens_decoder=added,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        unk_token=None,
+        unk_token=None,  # type: ignore[arg-type]  # as in Qwen's: bytes leave nothing unknown
         extra_special_tokens=[text for text, special in ADDED_TOKENS if special],
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,

@@ -1,4 +1,4 @@
-r"""Grade mathematical answers: 1 for the last boxed answer that equals the truth exactly, and a reason otherwise.
+r"""Grade mathematical answers: is the last boxed answer exactly the truth, and if not, why not.
 
 Equal means: the same text after normalisation, the same exact number, or the same expression symbolically. There is
 no numeric tolerance: `5.657` is not `4\sqrt{2}`. Tuples and lists agree element by element, in order; sets in any
@@ -26,6 +26,7 @@ __all__ = [
     "Grade",
     "GraderError",
     "Reason",
+    "compare",
     "extract_boxed",
     "grade",
     "grade_turns",
@@ -37,7 +38,9 @@ __all__ = [
 _ONE = Monomial(Fraction(1))
 _PERCENT = Monomial(Fraction(1, 100))
 _DEGREE = Monomial(Fraction(1, 180), pi_power=1)
+_LEAST_S = 0.1  # less is not worth a question that would only get the child killed
 _AFTER_COMMA = re.compile(r",\s+")
+_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]")
 _WORD = re.compile(r"[A-Za-z][A-Za-z' ]*")
 
 
@@ -85,7 +88,10 @@ def is_equal(answer: str, truth: str) -> bool:
 
 
 def compare(answer: str, truth: str) -> Reason:
-    """`is_equal` with its reason. Results are cached, time-outs too, so that a bad answer costs its time once."""
+    """`is_equal` with its reason.
+
+    Results are cached, time-outs too: an answer that made the child late once must not do so again.
+    """
     if len(answer) > MAX_CHARS:
         return Reason.TOO_LONG
     return _compare(answer.strip(), truth.strip())
@@ -113,7 +119,7 @@ class _Clock:
     def symbolic(self, answer: str, truth: str) -> Reason:
         if refusal(answer) or refusal(truth):
             return Reason.UNPARSABLE
-        if self._left_s <= 0:
+        if self._left_s < _LEAST_S:
             return Reason.TIMED_OUT
         verdict, spent_s = WORKER.compare(answer, truth, self._left_s)
         self._left_s -= spent_s
@@ -200,7 +206,8 @@ def _same_leaf(given: Answer, expected: Answer, clock: _Clock) -> Reason:
     elif any(len(word) > 3 for word in words) or [len(word) for word in words] == [1, 1]:
         return Reason.WRONG
     answer = given.equation if "=" in truth and given.equation else answer
-    truth = expected.equation if "=" in answer and expected.equation else truth
+    # The truth x=5 asks for the value, and 2x=10 may be the question; the truth y=2x+1 asks for an equation.
+    truth = expected.equation if "=" in answer and expected.equation and _VARIABLE.search(truth) else truth
     if ("=" in answer) != ("=" in truth):
         return Reason.WRONG
     return clock.symbolic(answer, truth)

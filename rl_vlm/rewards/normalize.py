@@ -96,8 +96,9 @@ _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _BRACKETS = re.compile(r"\\\\|\\[{}]|[(){}\[\],;]")
 _OPENING, _CLOSING = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
 _NAME = re.compile(
-    r"(?:\\angle ?[0-9]{1,2}|\\(?:angle|measuredangle|triangle|overline|overarc|widehat|vec|text|Delta|alpha|beta|gamma|theta|phi)"
-    r"(?![A-Za-z])|[A-Za-z]|_\{[0-9A-Za-z, ]{1,12}\}|\{[A-Za-z .]{1,40}\}|'| "
+    r"(?!.*\bnot\b)(?:\\angle ?[0-9]{1,2}"
+    r"|\\(?:angle|measuredangle|triangle|overline|overarc|widehat|vec|text|Delta|alpha|beta|gamma|theta)(?![A-Za-z])"
+    r"|[A-Za-z]|_\{[0-9A-Za-z, ]{1,12}\}|\{[A-Za-z .]{1,40}\}|'| "
     r"|\((?:[A-Za-z]|[0-9]{1,2})(?:, ?[A-Za-z])*\)){1,60}"
 )
 _WHOLE_TEXT = re.compile(r"\\text\{([^{}]*)\}")

@@ -30,7 +30,8 @@ _NAMES = {
     "dollar": "dollar dollars",
     "cent": "cent cents",
     "N": "N newton newtons",
-    "mph": "mph",
+    "mi/h": "mph",
+    "km/h": "kph kmh",
 }
 _CANONICAL = {name: unit for unit, names in _NAMES.items() for name in names.split()}
 _WORDS = "|".join(sorted((name for name in _CANONICAL if len(name) > 1), key=len, reverse=True))
@@ -43,7 +44,7 @@ _BARE_UNIT = re.compile(
     rf"(?:(?<=[0-9}})])|(?<=\\pi))(?: ?(?={_DIMENSION.replace('?P<dimension>', '?:')}(?:{_WORDS})(?![A-Za-z]))"
     rf"| (?=(?:{_LETTERS})(?![A-Za-z]))){_DIMENSION}(?P<unit>{_WORDS}|{_LETTERS}){_EXPONENT}$"
 )
-_RATE = re.compile(rf" ?(?:{_WORDS}|{_LETTERS})(?: ?/ ?| per )(?:{_WORDS}|{_LETTERS}){_EXPONENT}$")
+_RATE = re.compile(rf"(?P<unit>{_WORDS}|{_LETTERS})(?: ?/ ?| per )(?P<per>{_WORDS}|{_LETTERS}){_EXPONENT}$")
 _TEXT = re.compile(r" ?\\text\{ ?(?P<content>[^{}]*)\}" + _EXPONENT + "$")
 _DEGREE = re.compile(r" ?\^\\circ ?(?:\\text\{(?P<text>[CF])\}|(?P<letter>[CF]))?$")
 _PERCENT = re.compile(r" ?(?:\\?%|percent|\\text\{ ?(?:percent|\\?%) ?\})$")
@@ -71,22 +72,24 @@ def detach_unit(text: str) -> Measured:
     """Take percent sign, degree sign, unit or counted thing off the end of an answer; a lone word stays."""
     text = text.strip()
     if (match := _PERCENT.search(text)) and match.start():
-        return Measured(text[: match.start()], percent=True)
+        return Measured(text[: match.start()], "percent", percent=True)
     if (match := _DEGREE.search(text)) and match.start():
         return Measured(text[: match.start()], "degree" + (match["text"] or match["letter"] or ""))
     if match := _SCALE.search(text):
         return Measured(f"{text[: match.start()]}\\cdot 10^{{{_SCALES[match['text'] or match['bare']]}}}")
     if (match := _TEXT.search(text)) and match.start():
         content = match["content"].strip()
+        if rate := _RATE.fullmatch(content):
+            return Measured(text[: match.start()], _canonical(rate, match["power"]))
         if unit := _UNIT.fullmatch(content):
             return Measured(text[: match.start()], _canonical(unit, match["power"]))
         if _ANY_WORDS.fullmatch(content) and not _NOT_A_UNIT.search(content.lower()):
             return Measured(text[: match.start()])
         return Measured(text)
+    if (match := _RATE.search(text)) and text[: match.start()].rstrip()[-1:] in tuple("0123456789})"):
+        return Measured(text[: match.start()], _canonical(match))
     if match := _BARE_UNIT.search(text):
         return Measured(text[: match.start()], _canonical(match))
-    if (match := _RATE.search(text)) and text[: match.start()][-1:] in tuple("0123456789})"):
-        return Measured(text[: match.start()])
     return Measured(text)
 
 
@@ -96,7 +99,9 @@ def units_clash(answer: str, truth: str) -> bool:
 
 
 def _canonical(match: re.Match[str], outer_power: str | None = None) -> str:
-    unit = _CANONICAL[match["unit"]]
-    dimension = match["dimension"] or ""
-    power = outer_power or match["power"] or {"s": "2", "c": "3", "": "1"}[dimension[:1]]
+    """`cm^2` or `mi/h^2` of a match of _UNIT, _BARE_UNIT or _RATE."""
+    groups = match.groupdict()
+    unit = _CANONICAL[groups["unit"]] + (f"/{_CANONICAL[groups['per']]}" if "per" in groups else "")
+    dimension = groups.get("dimension") or ""
+    power = outer_power or groups["power"] or {"s": "2", "c": "3", "": "1"}[dimension[:1]]
     return unit if power == "1" else f"{unit}^{power}"

@@ -65,11 +65,16 @@ def compare(answer: str, truth: str) -> bool:
     try:
         if _is_relation(expected):
             return _same_relation(expected, given)
-        if isinstance(expected, sympy.Expr) and isinstance(given, sympy.Expr) and not _agree(expected, given):
-            return False
-        return bool(verify(expected, given, float_rounding=30, numeric_precision=30, timeout_seconds=None))
+        if isinstance(expected, sympy.Expr) and isinstance(given, sympy.Expr):
+            # verify() compares a lone symbol with an expression by its name only, so 2x-x needs the second way.
+            return _agree(expected, given) and (_verify(expected, given) or sympy.simplify(expected - given) == 0)
+        return _verify(expected, given)
     except (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError, KeyError, IndexError) as error:
         raise UnparsableError(str(error)) from error  # what sympy raises for expressions that it cannot handle
+
+
+def _verify(expected: Any, given: Any) -> bool:
+    return bool(verify(expected, given, float_rounding=30, numeric_precision=30, timeout_seconds=None))
 
 
 def _parse(text: str) -> Any:
@@ -132,8 +137,8 @@ def _same_relation(expected: Any, given: Any) -> bool:
     if type(expected) not in _FLIPPED or type(given) not in _FLIPPED:
         return bool(expected == given)
     difference = sympy.simplify(given.lhs - given.rhs)
-    if difference.is_zero:
-        return False
+    if not difference.free_symbols:
+        return False  # 5 = 3 and 3 = 3 say nothing
     factor = sympy.simplify((expected.lhs - expected.rhs) / difference)
     if not factor.is_number or factor.is_zero:
         return False

@@ -1,30 +1,20 @@
-"""The math grader: what counts as equal, what hostile input costs, and how the child process lives and dies."""
+"""The math grader: what counts as equal, which box counts, and what hostile input costs."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 
 import math_cases
+import math_cases_hostile
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_vlm.rewards.boxed import extract_boxed
-from rl_vlm.rewards.guard import refusal
 from rl_vlm.rewards.math import (
     Grade,
-    GraderError,
     Reason,
     compare,
     grade,
@@ -33,39 +23,22 @@ from rl_vlm.rewards.math import (
     normalize_answer,
     symbolic_equal,
 )
-from rl_vlm.rewards.symbolic import WORKER, SymbolicWorker, Verdict
+from rl_vlm.rewards.symbolic import WORKER
 
 MEGABYTE = 1_000_000
-TOWER = "9^{9^{9^{9}}}"  # the guard stops it; handed straight to the child, it runs for ever
 FAST = settings(max_examples=150, deadline=None)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def running_child() -> Iterator[None]:
+def running_child() -> None:
     """Start the child once, so that no test measures its imports."""
     assert symbolic_equal("x+1", "1+x")
-    yield
-    WORKER.close()
 
 
 def cpu_seconds(function: Callable[[], object]) -> float:
     start = time.process_time()
     function()
     return time.process_time() - start
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_gone(pid: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not is_running(pid)
 
 
 # --- the table ------------------------------------------------------------------------------------------------------
@@ -81,20 +54,20 @@ def test_different_answers_are_not_correct(answer: str, truth: str) -> None:
     assert compare(answer, truth) in {Reason.WRONG, Reason.UNPARSABLE}
 
 
-@pytest.mark.parametrize(("answer", "truth"), math_cases.MALFORMED)
+@pytest.mark.parametrize(("answer", "truth"), math_cases_hostile.MALFORMED)
 def test_malformed_answers_are_never_correct(answer: str, truth: str) -> None:
     assert compare(answer, truth) in {Reason.WRONG, Reason.UNPARSABLE}
 
 
-@pytest.mark.parametrize(("answer", "truth"), math_cases.HOSTILE)
+@pytest.mark.parametrize(("answer", "truth"), math_cases_hostile.HOSTILE)
 def test_hostile_answers_are_cheap_and_never_correct(answer: str, truth: str) -> None:
     start = time.monotonic()
     assert compare(answer, truth) is not Reason.CORRECT
-    assert time.monotonic() - start < 6.0  # the limit of 2 s and the start of a new child
+    assert time.monotonic() - start < 15.0  # the limit of 2 s, the start of a new child, and a busy machine
 
 
 def test_the_table_is_large_enough() -> None:
-    cases = [*math_cases.RIGHT, *math_cases.WRONG, *math_cases.MALFORMED, *math_cases.HOSTILE]
+    cases = [*math_cases.RIGHT, *math_cases.WRONG, *math_cases_hostile.MALFORMED, *math_cases_hostile.HOSTILE]
     assert len(cases) >= 300
     assert len(set(cases)) == len(cases)
 
@@ -155,7 +128,9 @@ rationals = st.builds(Fraction, st.integers(-999, 999), st.sampled_from([1, 2, 3
 
 @FAST
 @given(rationals, rationals, st.data())
-def test_rationals_are_equal_exactly_when_their_fractions_are(one: Fraction, other: Fraction, data: st.DataObject) -> None:
+def test_rationals_are_equal_exactly_when_their_fractions_are(
+    one: Fraction, other: Fraction, data: st.DataObject
+) -> None:
     answer, truth = (data.draw(st.sampled_from(spellings(value))) for value in (one, other))
     assert is_equal(answer, truth) is (one == other)
     assert is_equal(answer, data.draw(st.sampled_from(spellings(one))))
@@ -231,13 +206,15 @@ def test_the_last_box_with_balanced_braces(text: str, content: str | None) -> No
 
 
 @FAST
-@given(st.text(alphabet=["\\", "{", "}", "boxed", "\\boxed{", "\\fbox", "5", " ", "\n", "é"], max_size=80))
+@given(st.lists(st.sampled_from(["\\", "{", "}", "boxed", "\\boxed{", "\\fbox", "5", " ", "\n"])).map("".join))
 def test_extraction_never_raises_and_returns_a_part_of_the_text(text: str) -> None:
     content = extract_boxed(text)
     assert content is None or (content in text and content.strip() == content != "")
 
 
-contents = st.recursive(st.text("5x+ ,", min_size=1), lambda inner: inner.map(lambda text: f"5{{{text}}}"), max_leaves=4)
+contents = st.recursive(
+    st.text("5x+ ,", min_size=1), lambda inner: inner.map(lambda text: f"5{{{text}}}"), max_leaves=4
+)
 
 
 @FAST

@@ -1,0 +1,106 @@
+"""Checkpoints of a run: adapter in peft's format, optimiser moments as safetensors, everything else as JSON.
+
+A checkpoint appears complete or not at all, and loading one runs no code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rl_vlm.models.lora import AdapterPayload
+from rl_vlm.types import UserInputError
+
+_NAME = re.compile(r"iteration-(\d{6,})")
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """What a checkpoint holds: the adapter, the optimiser's moments by name, and the algorithm's state."""
+
+    adapter: AdapterPayload
+    moments: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write all files into `folder`, which exists. Not atomic by itself: see `save_checkpoint`."""
+    (folder / "adapter").mkdir(exist_ok=True)
+    _write(folder / "adapter" / "adapter_model.safetensors", checkpoint.adapter.tensors)
+    _write(folder / "adapter" / "adapter_config.json", checkpoint.adapter.config_json.encode())
+    moments = {name: torch.as_tensor(value).contiguous() for name, value in sorted(checkpoint.moments.items())}
+    save_file(moments, folder / "optimizer.safetensors")
+    state = {**checkpoint.state, "version": checkpoint.adapter.version, "adapter_sha256": checkpoint.adapter.sha256}
+    _write(folder / "state.json", json.dumps(state, sort_keys=True, indent=1).encode())
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read a checkpoint folder. Raises UserInputError when it is incomplete or corrupt."""
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        adapter = AdapterPayload.read(folder / "adapter", state["version"])
+        moments = load_file(folder / "optimizer.safetensors")
+    except (OSError, ValueError, KeyError, UserInputError) as error:
+        raise UserInputError(f"The checkpoint {folder} is incomplete or corrupt ({error}): use an older one.") from error
+    if adapter.sha256 != state["adapter_sha256"]:
+        raise UserInputError(f"The checkpoint {folder} is corrupt: its adapter has another SHA-256. Use an older one.")
+    return Checkpoint(adapter, moments, state)
+
+
+def save_checkpoint(checkpoints: Path, iteration: int, checkpoint: Checkpoint, keep: int) -> Path:
+    """Write `checkpoints/iteration-000123` atomically, then delete all but the newest `keep`. Raises OSError."""
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    target = checkpoints / f"iteration-{iteration:06d}"
+    temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=checkpoints))
+    try:
+        write_checkpoint(temporary, checkpoint)
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    for old in list_checkpoints(checkpoints)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def list_checkpoints(checkpoints: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    if not checkpoints.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in checkpoints.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def latest_checkpoint(checkpoints: Path) -> Path | None:
+    """The newest checkpoint that reads back whole; a damaged one is passed over."""
+    for folder in reversed(list_checkpoints(checkpoints)):
+        try:
+            read_checkpoint(folder)
+        except UserInputError:
+            continue
+        return folder
+    return None
+
+
+def clean_leftovers(checkpoints: Path) -> None:
+    """Delete what a killed writer left behind."""
+    for folder in checkpoints.glob(".writing-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,107 @@
+"""The Ray cluster of a run: a private one on this machine, or the one that RAY_ADDRESS or a Ray job names."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from rl_vlm.config import RunConfig
+from rl_vlm.types import UserInputError
+
+# Workers inherit these from the private cluster's processes. One torch thread each: more only get in each other's way.
+_WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0",
+    "RAY_DEDUP_LOGS": "1",
+}
+
+
+def joins_cluster() -> bool:
+    """Whether the environment names a cluster to join."""
+    return bool(os.environ.get("RAY_ADDRESS") or os.environ.get("RAY_JOB_ID"))
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def check_resources(run: RunConfig) -> None:
+    """Raise UserInputError when a private cluster on this machine could never hold the run."""
+    if run.needed_gpus:
+        import torch
+
+        found = torch.cuda.device_count()
+        if found < run.needed_gpus:
+            raise UserInputError(
+                f"The run asks for {run.needed_gpus:g} GPUs and this machine has {found}: set serving.gpus_per_replica "
+                "and learner.gpus_per_learner to 0, or join a cluster with GPUs through RAY_ADDRESS."
+            )
+        if run.model.gpu_memory_gib and not joins_cluster():
+            smallest = min(torch.cuda.get_device_properties(k).total_memory for k in range(found)) / 2**30
+            if smallest < run.model.gpu_memory_gib:
+                raise UserInputError(
+                    f"The run needs a GPU with {run.model.gpu_memory_gib:g} GiB and the smallest here has "
+                    f"{smallest:.0f} GiB: choose a smaller model or shorter contexts, and set model.gpu_memory_gib to it."
+                )
+    cpus = run.resources.num_cpus or available_cpus()
+    _check_cpus(run, cpus)
+
+
+def _check_cpus(run: RunConfig, cpus: float) -> None:
+    if run.needed_cpus > cpus + 1e-6:
+        raise UserInputError(
+            f"The run asks for {run.needed_cpus:g} logical CPUs ({run.serving.num_replicas} replicas × "
+            f"{run.serving.cpus_per_replica:g}, {run.rollout.num_env_runners} env runners × "
+            f"{run.rollout.cpus_per_env_runner:g}, {run.learner.num_learners} learners × "
+            f"{run.learner.cpus_per_learner:g}) and the cluster can never have more than {cpus:g}: ask for fewer, or raise "
+            "resources.num_cpus."
+        )
+
+
+@contextmanager
+def ray_cluster(run: RunConfig) -> Iterator[None]:
+    """Connect to Ray for the length of a run.
+
+    A private cluster gets free ports and its own session folder, so that several runs fit on one machine, and ends
+    with the run. A cluster that was joined goes on.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    for name, value in _WORKER_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    common = {"namespace": "rl_vlm", "log_to_driver": False, "logging_level": logging.ERROR}
+    if joins_cluster():
+        ray.init(address="auto", **common)
+        limits = ray.cluster_resources()
+        # An autoscaling cluster may still grow: only a fixed one can be told to be too small.
+        if not os.environ.get("RL_VLM_AUTOSCALING") and limits.get("CPU", 0) < run.needed_cpus:
+            _check_cpus(run, limits.get("CPU", 0))
+    else:
+        check_resources(run)
+        ray.init(
+            address="local",
+            num_cpus=run.resources.num_cpus or max(available_cpus(), 1),
+            include_dashboard=run.resources.dashboard,
+            object_store_memory=run.resources.object_store_mib << 20,
+            **common,
+        )
+    try:
+        yield
+    finally:
+        if not joins_cluster():
+            _stop_serve()
+        ray.shutdown()
+
+
+def _stop_serve() -> None:
+    from ray import serve
+
+    serve.shutdown()

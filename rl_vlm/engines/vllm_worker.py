@@ -1,0 +1,83 @@
+"""What runs inside vLLM's own processes: the token mask, and the promise to die with the process that owns the engine.
+
+vLLM imports this module by name in its engine core and worker processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.executor import Executor, UniProcExecutor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as RunnerV2LogitsProcessor
+
+SUPPRESSED_KEY = "rl_vlm_suppressed_token_ids"  # in vLLM's additional_config
+_PR_SET_PDEATHSIG = 1
+
+
+class TokenMask(LogitsProcessor, RunnerV2LogitsProcessor):
+    """Sets the logits of the suppressed tokens to -inf for every request, before temperature, top-k and top-p.
+
+    It is one indexed write for the whole batch, whatever the number of requests; vLLM's own `bad_words`, `logit_bias`
+    and `allowed_token_ids` keep lists per request and stop at 128 to 1024 entries. vLLM has two model runners (V2 where
+    Triton runs, else V1) with two interfaces for processors; this class is both.
+    """
+
+    def __init__(self, vllm_config: Any, *_: Any) -> None:
+        ids = vllm_config.additional_config[SUPPRESSED_KEY]
+        self._ids = torch.tensor(ids, dtype=torch.long)
+
+    def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
+        """Mask logits [R, V] in place; `ctx` comes from runner V2 only."""
+        if self._ids.device != logits.device:
+            self._ids = self._ids.to(logits.device)
+        return logits.index_fill_(1, self._ids, float("-inf"))
+
+    def is_argmax_invariant(self) -> bool:
+        """Runner V1 skips invariant processors for greedy requests; this one changes what is greedy."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Nothing depends on the batch."""
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when the thread that started it ends, and so also when its process is killed.
+
+    vLLM's engine core would outlive a killed replica, and hold its memory.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)  # it died before the request above
+
+
+class BoundUniProcExecutor(UniProcExecutor):
+    """The executor of one device, which runs in the engine core."""
+
+    def _init_executor(self) -> None:
+        die_with_parent()
+        super()._init_executor()
+
+
+class BoundMultiprocExecutor(MultiprocExecutor):
+    """The executor of several devices; its workers end with the engine core by themselves."""
+
+    def _init_executor(self) -> None:
+        die_with_parent()
+        super()._init_executor()
+
+
+def bound_executor(tensor_parallel_size: int) -> type[Executor]:
+    """The executor class for this many devices."""
+    return BoundUniProcExecutor if tensor_parallel_size == 1 else BoundMultiprocExecutor

@@ -1,0 +1,79 @@
+"""Held-out evaluation through the env runners: which tasks to run, and what their results mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rl_vlm.config import RunConfig
+from rl_vlm.engines.base import derive_seed
+from rl_vlm.evaluation.statistics import pass_at_k, wilson_interval
+from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.types import Trajectory, TrajectoryGroup
+
+
+def evaluation_tasks(run: RunConfig, num_items: int | None, min_version: int) -> list[RolloutTask]:
+    """One greedy episode per item and variant; with `evaluation.samples` above 1 also a group of sampled ones."""
+    evaluation = run.evaluation
+    count = min(evaluation.num_items, num_items) if num_items is not None else evaluation.num_items
+    kinds = [("greedy", 1, 0.0)]
+    if evaluation.samples > 1:
+        kinds.append(("sampled", evaluation.samples, run.rollout.temperature))
+    return [
+        RolloutTask(
+            group_id=f"{variant}/{kind}/{index:06d}",
+            index=index,
+            split=evaluation.split,
+            seed=derive_seed(run.seed, 4, index),
+            sampling_seed=derive_seed(run.seed, 5, index),
+            size=size,
+            temperature=temperature,
+            min_version=min_version,
+            variant=variant,
+        )
+        for variant in evaluation.variants
+        for kind, size, temperature in kinds
+        for index in range(count)
+    ]
+
+
+def is_correct(trajectory: Trajectory) -> bool:
+    """What the environment says under `correct`; without it, whether the episode earned its full reward of 1."""
+    correct = trajectory.info.get("correct")
+    return bool(correct) if correct is not None else trajectory.reward >= 1.0
+
+
+def summarize(run: RunConfig, tasks: Sequence[RolloutTask], groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
+    """Accuracy with its 95 % interval and mean reward per variant; a lost episode counts as wrong.
+
+    Keys: `accuracy/<variant>`, `accuracy_low/<variant>`, `accuracy_high/<variant>`, `reward/<variant>`,
+    `items/<variant>`, and `pass@k/<variant>` for k = 1, 2, 4, ... up to the samples.
+    """
+    found = {group.group_id: group for group in groups}
+    results: dict[str, Any] = {}
+    for variant in run.evaluation.variants:
+        greedy = [task for task in tasks if task.variant == variant and task.size == 1 and task.temperature == 0]
+        answered = [found[task.group_id].trajectories[0] for task in greedy if task.group_id in found]
+        right = sum(is_correct(trajectory) for trajectory in answered)
+        low, high = wilson_interval(right, len(greedy))
+        results |= {
+            f"accuracy/{variant}": right / max(len(greedy), 1),
+            f"accuracy_low/{variant}": low,
+            f"accuracy_high/{variant}": high,
+            f"reward/{variant}": sum(trajectory.reward for trajectory in answered) / max(len(greedy), 1),
+            f"turns/{variant}": float(np.mean([len(t.turns) for t in answered])) if answered else 0.0,
+            f"items/{variant}": len(greedy),
+        }
+        sampled = [task for task in tasks if task.variant == variant and task.temperature > 0]
+        if sampled:
+            counts = [
+                sum(map(is_correct, found[task.group_id].trajectories)) if task.group_id in found else 0
+                for task in sampled
+            ]
+            k = 1
+            while k <= run.evaluation.samples:
+                results[f"pass@{k}/{variant}"] = pass_at_k(np.array(counts), run.evaluation.samples, k)
+                k *= 2
+    return results

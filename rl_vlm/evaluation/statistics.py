@@ -1,0 +1,29 @@
+"""Statistics of held-out evaluation."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+
+def wilson_interval(successes: int, total: int, z: float = 1.959964) -> tuple[float, float]:
+    """The Wilson score interval of a proportion (Wilson, 1927), 95 % by default; (0, 1) without observations."""
+    if total == 0:
+        return 0.0, 1.0
+    share = successes / total
+    centre = share + z**2 / (2 * total)
+    margin = z * math.sqrt(share * (1 - share) / total + z**2 / (4 * total**2))
+    scale = 1 + z**2 / total
+    return max(0.0, (centre - margin) / scale), min(1.0, (centre + margin) / scale)
+
+
+def pass_at_k(correct: np.ndarray, samples: int, k: int) -> float:
+    """The unbiased estimate of pass@k: mean over items of 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, equation 1).
+
+    correct int [items]: how many of the `samples` of each item were right.
+    """
+    if k > samples:
+        raise ValueError(f"pass@{k} needs at least {k} samples, there are {samples}.")
+    total = math.comb(samples, k)
+    return float(np.mean([1.0 - math.comb(samples - int(c), k) / total for c in correct]))

@@ -1,0 +1,154 @@
+"""A trained adapter back into an ordinary Hugging Face model folder: base weights and adapter merged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
+
+from rl_vlm.models.loading import load_text_side, resolve_model
+from rl_vlm.models.lora import AdapterPayload
+from rl_vlm.types import RLVLMError, UserInputError
+
+
+class ExportError(RLVLMError):
+    """The exported folder does not hold what was merged."""
+
+
+def export_model(source: str | Path, out: str | Path, model: str | None = None, overwrite: bool = False) -> Path:
+    """Merge the adapter of `source` into its base model and write the Hugging Face folder `out`, whole or not at all.
+
+    `source` is a run folder (its newest `adapter/` and the model that its `config.yaml` names) or a peft adapter folder,
+    which needs `model`: a folder, a hub name or `tiny`. `out` holds weights in the base model's own precision, processor
+    and chat template; it is loaded once before it appears. An existing `out` is refused without `overwrite`, and even
+    then unless it is a model folder or empty.
+    """
+    source, out = Path(source).expanduser(), Path(out).expanduser()
+    adapter, named = find_adapter(source)
+    base = resolve_model(model or named or _missing_model(source))
+    check_target(out, overwrite, keep=(base, adapter))
+    payload = AdapterPayload.read(adapter, 0)
+    merged = merge_adapter(base, payload)
+    digests = {name: _digest(tensor) for name, tensor in merged.state_dict().items()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        draft.chmod(0o755)  # mkdtemp lets nobody else in
+        merged.save_pretrained(draft)
+        del merged  # the check below loads the model a second time
+        AutoProcessor.from_pretrained(base).save_pretrained(draft)
+        _check_export(draft, digests)
+        replace_folder(draft, out)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return out
+
+
+def find_adapter(source: Path) -> tuple[Path, str | None]:
+    """The adapter folder of a run folder or an adapter folder, and the name of its base model if it is known."""
+    if (source / "adapter_config.json").is_file():
+        return source, None
+    if not source.is_dir():
+        raise UserInputError(f"There is no folder {source}: give a run folder or a peft adapter folder.")
+    if not (source / "adapter" / "adapter_config.json").is_file():
+        raise UserInputError(f"{source} holds neither adapter_config.json nor adapter/: give a run folder or an adapter folder.")
+    try:
+        name = yaml.safe_load((source / "config.yaml").read_text())["model"]["path"]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        name = None
+    return source / "adapter", name
+
+
+def merge_adapter(base: Path, payload: AdapterPayload) -> PreTrainedModel:
+    """The base model, in the precision that it is stored in, with the adapter merged into its weights."""
+    model = AutoModelForImageTextToText.from_pretrained(base, dtype="auto")
+    try:
+        config = LoraConfig.from_peft_type(**json.loads(payload.config_json))
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserInputError(f"The adapter's adapter_config.json is not a LoRA configuration ({error}).") from error
+    if not isinstance(config, LoraConfig):
+        raise UserInputError(f"The adapter is {config.peft_type}, not LORA: only LoRA adapters can be merged.")
+    adapted = _with_adapter(model, config, payload.state())
+    merged = adapted.merge_and_unload()
+    for name, parameter in merged.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise UserInputError(f"The adapter is broken: after merging, {name} has values that are not finite.")
+    return merged  # type: ignore[no-any-return]
+
+
+def _with_adapter(model: nn.Module, config: LoraConfig, state: dict[str, Tensor]) -> PeftModel:
+    # PeftModel.from_pretrained only warns of tensors that are missing, and the merge would silently lack them.
+    try:
+        adapted = get_peft_model(model, config)
+    except ValueError as error:  # no module has a name that the configuration targets
+        raise UserInputError(f"The adapter does not fit the model: {error}") from error
+    own = get_peft_model_state_dict(adapted)
+    if own.keys() != state.keys():
+        example = sorted(own.keys() ^ state.keys())[0]
+        raise UserInputError(f"The adapter does not fit the model: tensors differ, for example {example}.")
+    for name, tensor in state.items():
+        if own[name].shape != tensor.shape:
+            raise UserInputError(
+                f"The adapter does not fit the model: {name} is {tuple(tensor.shape)}, expected {tuple(own[name].shape)}."
+            )
+    # float32, so that the sum with a low-precision weight is rounded once.
+    set_peft_model_state_dict(adapted, {name: tensor.float() for name, tensor in state.items()})
+    return adapted
+
+
+def check_target(out: Path, overwrite: bool, keep: tuple[Path, ...] = ()) -> None:
+    """Raise UserInputError unless a model folder may be written at `out` without harm to `keep` or to foreign files."""
+    place = out.resolve()
+    for folder in keep:
+        if place == folder.resolve() or place in folder.resolve().parents:
+            raise UserInputError(f"{out} holds the input {folder}: choose another output folder.")
+    if not out.exists():
+        return
+    if not overwrite:
+        raise UserInputError(f"{out} exists already: choose another folder, or replace it with --overwrite.")
+    if not out.is_dir() or (any(out.iterdir()) and not (out / "config.json").is_file()):
+        raise UserInputError(f"{out} exists and is not a model folder: --overwrite replaces nothing else.")
+
+
+def replace_folder(draft: Path, out: Path) -> None:
+    """Move `draft` to `out`; what was there disappears once the new folder is in its place."""
+    if not out.exists():
+        os.replace(draft, out)
+        return
+    old = out.with_name(f".{out.name}-old-{os.getpid()}")
+    os.replace(out, old)
+    try:
+        os.replace(draft, out)
+    except BaseException:
+        os.replace(old, out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _missing_model(source: Path) -> str:
+    raise UserInputError(f"{source} does not say which model its adapter belongs to: name it with --model.")
+
+
+def _digest(tensor: Tensor) -> str:
+    # numpy knows no bfloat16: hash the bytes.
+    return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+
+
+def _check_export(folder: Path, digests: dict[str, str]) -> None:
+    """Load the folder as a user would and compare every weight."""
+    load_text_side(folder)
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto")
+    found = {name: _digest(tensor) for name, tensor in model.state_dict().items()}
+    if found != digests:
+        names = [name for name in digests.keys() | found.keys() if found.get(name) != digests.get(name)]
+        raise ExportError(f"The exported folder came back different in {len(names)} tensors, such as {sorted(names)[0]}.")

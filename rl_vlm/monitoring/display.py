@@ -1,0 +1,185 @@
+"""The terminal of a run: a live panel for people, plain lines where nobody watches."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+# Plain lines: one per PLAIN_EVERY iterations, and one when nothing was printed for PLAIN_SECONDS.
+PLAIN_EVERY = 10
+PLAIN_SECONDS = 5.0
+_SMOOTHING = 0.9  # of the moving averages of reward and seconds per iteration
+
+
+class MovingAverage:
+    """An exponential moving average without a bias to zero in its first values."""
+
+    def __init__(self, decay: float = _SMOOTHING) -> None:
+        self._decay = decay
+        self._sum = self._weight = 0.0
+
+    def add(self, value: float) -> None:
+        """Take in a value; nan and infinity are ignored."""
+        if math.isfinite(value):
+            self._sum = self._decay * self._sum + (1 - self._decay) * value
+            self._weight = self._decay * self._weight + (1 - self._decay)
+
+    @property
+    def value(self) -> float | None:
+        """The average, or None before the first value."""
+        return self._sum / self._weight if self._weight else None
+
+
+class ProgressDisplay:
+    """Shows a run of `total` iterations of which `start` are done already.
+
+    Use it as a context manager; other output of the process (warnings, prints) appears above the live panel.
+    """
+
+    def __init__(
+        self, total: int, start: int = 0, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console = console or Console()
+        self._clock = clock
+        self._total, self._done = total, start
+        self._metrics: Mapping[str, float] = {}
+        self._reward, self._seconds = MovingAverage(), MovingAverage()
+        self._before: dict[str, float] = {}
+        self._latest: dict[str, float] = {}
+        self._latest_iteration = start
+        self._updated = self._printed = clock()
+        live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4) if live else None
+
+    def __enter__(self) -> Self:
+        self._updated = self._printed = self._clock()
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of an iteration that has just ended; `dropped/*` are counts since the start of the run."""
+        now = self._clock()
+        # Wall time and not time/step: evaluation and checkpoints count for the time that is left.
+        self._seconds.add((now - self._updated) / max(iteration - self._done, 1))
+        self._updated, self._done, self._metrics = now, iteration, dict(metrics)
+        if "reward/mean" in metrics:
+            self._reward.add(metrics["reward/mean"])
+        if self._live is not None:
+            self._live.refresh()
+        elif iteration % PLAIN_EVERY == 0 or iteration >= self._total or now - self._printed >= PLAIN_SECONDS:
+            self._printed = now
+            facts = [value if name in ("speed", "policy") else f"{name} {value}" for name, value in self._facts()]
+            self._plain(" | ".join([f"iteration {iteration}/{self._total}", *facts, *filter(None, [self._left()])]))
+
+    def evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
+        """Show held-out accuracy, `accuracy/<variant>` of `results`."""
+        found = {
+            name.removeprefix("accuracy/"): float(value)
+            for name, value in results.items()
+            if name.startswith("accuracy/") and value is not None
+        }
+        self._before = {**found, **self._before}
+        self._latest.update(found)
+        self._latest_iteration = iteration
+        # The time of an evaluation belongs to no iteration.
+        self._updated = self._clock()
+        if self._live is not None:
+            self._live.refresh()
+        elif found:
+            accuracies = "  ".join(f"{variant} {value:.3f}" for variant, value in found.items())
+            self._plain(f"held-out accuracy at iteration {iteration}: {accuracies}")
+
+    def message(self, text: str) -> None:
+        """Print a line above the panel."""
+        if self._live is not None:
+            self._console.print(Text(text))
+        else:
+            self._plain(text)
+
+    def _plain(self, line: str) -> None:
+        # Whole lines for log files: without wrapping, colour or markup.
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _left(self) -> str:
+        seconds, rest = self._seconds.value, self._total - self._done
+        return f"{duration(seconds * rest)} left" if seconds is not None and rest > 0 else ""
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """Name and value of what is known by now, the most important first."""
+
+        def listed(*pairs: tuple[str, float | None]) -> str:
+            return ", ".join(form.format(value) for form, value in pairs if value is not None)
+
+        known = self._metrics.get
+        dropped = [(name[8:], count) for name, count in self._metrics.items() if name.startswith("dropped/") and count]
+        rows = [
+            ("reward", listed(("{:.3f}", known("reward/mean")), ("smoothed {:.3f}", self._reward.value))),
+            *self._accuracies(),
+            (
+                "speed",
+                listed(
+                    ("{:,.0f} tokens/s", known("rollout/tokens_per_s")), ("{:.2f} s/iteration", self._seconds.value)
+                ),
+            ),
+            (
+                "policy",
+                listed(
+                    ("version {:.0f}", known("weights/version")),
+                    ("{:.1f} turns", known("rollout/turns")),
+                    ("mismatch KL {:.1e}", known("mismatch/kl")),
+                ),
+            ),
+            ("dropped", ", ".join(f"{count:.0f} {reason}" for reason, count in dropped)),
+        ]
+        return [(name, value) for name, value in rows if value]
+
+    def _accuracies(self) -> list[tuple[str, str]]:
+        rows = []
+        for variant, latest in self._latest.items():
+            name = "accuracy" if variant == "default" else variant
+            before = f"{self._before[variant]:.3f} → " if self._latest_iteration else ""
+            rows.append((name, f"{before}{latest:.3f} greedy"))
+        return rows
+
+    def _render(self) -> RenderableType:
+        width = self._console.width
+        head = f"{self._done}/{self._total}"
+        if width < 24:
+            return Text(head, no_wrap=True, overflow="crop")
+        left = self._left()
+        room = min(width - len(head) - len(left) - 4, 50)
+        bar = ProgressBar(total=max(self._total, 1), completed=self._done, width=room) if room >= 4 else Text("")
+        top = Table.grid(padding=(0, 1))
+        top.add_row(Text(head, style="bold", no_wrap=True), bar, Text(left, no_wrap=True, overflow="ellipsis"))
+        table = Table.grid(padding=(0, 1))
+        table.add_column(no_wrap=True, overflow="ellipsis", style="dim", min_width=8, max_width=max(width // 3, 8))
+        table.add_column(no_wrap=True, overflow="ellipsis")
+        for name, value in self._facts():
+            table.add_row(Text(name), Text(value))
+        return Group(top, table)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 45s, 3m 20s, 2h 05m."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"

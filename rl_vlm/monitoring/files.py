@@ -1,0 +1,81 @@
+"""Writing files whole or not at all, and values as JSON that every reader accepts."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def write_atomic(path: str | Path, data: bytes | str) -> None:
+    """Replace the file by `data` (text as UTF-8), so that a reader or a crash sees the old or the new content.
+
+    The data is on the disk when this returns. On failure the old file stays and nothing else is left behind.
+    """
+    path = Path(path)
+    content = data.encode("utf-8", "replace") if isinstance(data, str) else data
+    # Not mkstemp, whose files nobody but the owner may read.
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def append_whole(path: str | Path, data: bytes) -> None:
+    """Append `data`, or leave the file as it was: a full disk never leaves a part of a line."""
+    # Unbuffered, so that the failure appears here and not when the file is closed.
+    with Path(path).open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[file.write(rest) :]
+        except BaseException:
+            file.truncate(size)
+            raise
+
+
+def whole_lines(path: str | Path) -> list[bytes]:
+    """The lines of a file without their ends; none if there is no file. A last line that was cut short is left out."""
+    try:
+        content = Path(path).read_bytes()
+    except FileNotFoundError:
+        return []
+    return content.split(b"\n")[:-1]
+
+
+def to_jsonable(value: Any) -> Any:
+    """`value` in JSON's own types: numpy becomes plain, nan and infinity become null, what is unknown its text."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, str):
+        return str(value).encode("utf-8", "replace").decode()  # lone surrogates are no UTF-8
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(to_jsonable(key)): to_jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_jsonable(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return [to_jsonable(item) for item in sorted(value, key=str)]
+    if isinstance(value, np.ndarray):
+        return to_jsonable(value.tolist())
+    if isinstance(value, np.bool_ | np.integer | np.floating):
+        return to_jsonable(value.item() if not isinstance(value, np.longdouble) else float(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return to_jsonable(asdict(value))
+    return to_jsonable(str(value))

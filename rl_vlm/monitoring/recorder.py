@@ -1,0 +1,166 @@
+"""RunRecorder: everything that a run leaves behind for people and programs, in one folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_vlm.config import RunConfig
+from rl_vlm.monitoring.files import to_jsonable, write_atomic
+from rl_vlm.monitoring.sinks import JsonLines, ProgressCsv, TensorBoardFile, WandbRun
+from rl_vlm.monitoring.trajectories import choose_groups, dump_name, read_trajectories, write_trajectories
+from rl_vlm.types import TrajectoryGroup
+
+__all__ = ["STATUSES", "RunRecorder", "read_trajectories"]
+
+STATUSES = ("done", "interrupted", "failed")
+
+# result.json holds at least these keys; what the run did not get to stays at the value here.
+_RESULT: dict[str, Any] = {
+    "status": None,
+    "iterations": 0,
+    "train_seconds": 0.0,
+    "accuracy_before": None,
+    "accuracy_after": None,
+    "reward_before": None,
+    "reward_after": None,
+    "policy_version": 0,
+    "trajectories": 0,
+    "dropped": {},
+    "restarts": 0,
+}
+
+logger = logging.getLogger(__name__)
+
+
+class RunRecorder:
+    """Writes `progress.csv`, `eval.jsonl`, TensorBoard events, `trajectories/`, `result.json` and `curve.png`.
+
+    `folder` exists. `resumed_iteration` is the iteration that the run continues after; what an earlier process recorded
+    beyond it is removed. None starts anew: rows of an earlier run in the folder are removed.
+
+    No OSError leaves a method (the constructor may raise): a full disk must not end a run. Failures are counted in `write_errors` and warned of
+    once per kind; metrics that could not be written are kept and written with the next ones. No file is ever half
+    written. With WANDB_API_KEY set, metrics also go to Weights & Biases.
+    """
+
+    def __init__(self, folder: Path, run: RunConfig, resumed_iteration: int | None = None) -> None:
+        self.folder = folder
+        self.write_errors = 0
+        self._run = run
+        self._warned: set[tuple[str, object]] = set()
+        keep_until = -1 if resumed_iteration is None else resumed_iteration
+        self._progress = ProgressCsv(folder / "progress.csv", keep_until)
+        self._evaluations = JsonLines(folder / "eval.jsonl", keep_until)
+        for dump in (folder / "trajectories").glob("iteration-*.parquet"):
+            if dump.name > dump_name(keep_until):
+                dump.unlink()
+        purge_from = None if resumed_iteration is None else resumed_iteration + 1
+        self._tensorboard = TensorBoardFile(folder, purge_from) if run.logging.tensorboard else None
+        self._wandb = self._start_wandb(resume=resumed_iteration is not None)
+
+    def log_iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of one training iteration."""
+        with self._guard("progress.csv"):
+            self._progress.add(iteration, metrics)
+        self._log_scalars(iteration, metrics)
+
+    def log_evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
+        """Record a held-out evaluation: everything in `eval.jsonl`, numbers as scalars (`seconds` as `evaluation/seconds`)."""
+        with self._guard("eval.jsonl"):
+            self._evaluations.add({"iteration": iteration, "time": time.time(), **results})
+        numbers = {
+            (name if "/" in name else f"evaluation/{name}"): float(value)
+            for name, value in results.items()
+            if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+        }
+        self._log_scalars(iteration, numbers)
+
+    def dump_trajectories(
+        self,
+        iteration: int,
+        groups: Sequence[TrajectoryGroup],
+        advantages: Sequence[np.ndarray],
+        decode: Callable[[np.ndarray], str],
+    ) -> None:
+        """Keep about `logging.trajectories_per_dump` of the trajectories (whole groups), with their images.
+
+        `advantages` holds one array [G] per group; `decode` turns token ids into text.
+        """
+        folder = self.folder / "trajectories"
+        chosen = choose_groups(groups, self._run.logging.trajectories_per_dump, seed=iteration)
+        with self._guard("trajectories"):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_trajectories(
+                folder, iteration, [groups[place] for place in chosen], [advantages[place] for place in chosen], decode
+            )
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write `result.json` (`result` must hold a `status`; extra keys are kept) and `curve.png`, close everything."""
+        if result.get("status") not in STATUSES:
+            raise ValueError(f"status is {result.get('status')!r}; it must be one of {', '.join(STATUSES)}.")
+        for name, sink in (("progress.csv", self._progress), ("eval.jsonl", self._evaluations)):
+            with self._guard(name):
+                sink.flush()
+        if self._tensorboard is not None:
+            with self._guard("TensorBoard"):
+                self._tensorboard.flush()
+        with self._guard("result.json"):
+            text = json.dumps(to_jsonable({**_RESULT, **result}), indent=2, ensure_ascii=False, allow_nan=False)
+            write_atomic(self.folder / "result.json", text + "\n")
+        self.draw()
+        if self._wandb is not None:
+            with self._guard("Weights & Biases", Exception):
+                self._wandb.close()
+            self._wandb = None
+
+    def draw(self) -> None:
+        """Draw `curve.png` from what is recorded so far."""
+        # A figure must not turn a run that has ended well into a failure, whatever is wrong with fonts or figures.
+        with self._guard("curve.png", Exception):
+            from rl_vlm.reporting.curve import draw_curve  # matplotlib is slow to import
+
+            draw_curve(self.folder)
+
+    def _log_scalars(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        if self._tensorboard is not None:
+            with self._guard("TensorBoard"):
+                self._tensorboard.add(iteration, metrics)
+        if self._wandb is not None:
+            # Its client raises errors of many kinds, none of them the run's business.
+            with self._guard("Weights & Biases", Exception):
+                self._wandb.add(iteration, metrics)
+
+    def _start_wandb(self, resume: bool) -> WandbRun | None:
+        if not os.environ.get("WANDB_API_KEY"):
+            return None
+        try:
+            return WandbRun(self.folder, self._run, resume)
+        except ImportError:
+            logger.warning("WANDB_API_KEY is set and wandb is not installed: run `pip install 'rl-vlm[wandb]'`.")
+        except Exception as error:  # noqa: BLE001 - its client raises errors of many kinds
+            logger.warning("Weights & Biases is off for this run: %s: %s", type(error).__name__, error)
+        return None
+
+    @contextlib.contextmanager
+    def _guard(self, what: str, kind: type[Exception] = OSError) -> Iterator[None]:
+        try:
+            yield
+        except kind as error:
+            self.write_errors += 1
+            code = error.errno if isinstance(error, OSError) else type(error)
+            if (what, code) in self._warned:
+                return
+            self._warned.add((what, code))
+            full = " Free some space." if code in (errno.ENOSPC, errno.EDQUOT) else ""
+            reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
+            logger.warning("Cannot write %s in %s: %s.%s The run goes on.", what, self.folder, reason, full)

@@ -1,0 +1,193 @@
+"""Where metrics go: progress.csv, files of JSON lines, TensorBoard event files, Weights & Biases.
+
+A sink keeps what it could not write (a full disk) and tries again with the next entry. It raises the OSError each
+time, and whoever feeds it decides what that means.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import secrets
+import socket
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.config import RunConfig
+from rl_vlm.monitoring.files import append_whole, to_jsonable, whole_lines, write_atomic
+
+Metrics = Mapping[str, float]
+
+# What is kept while the disk is full: hours of iterations, a few megabytes.
+MAX_PENDING = 10_000
+
+
+class ProgressCsv:
+    """One row of metrics per iteration. A metric that appears later widens the file; earlier rows are empty there."""
+
+    def __init__(self, path: Path, keep_until: int = -1) -> None:
+        """Continue the file after iteration `keep_until`; later rows are removed (all of them at -1)."""
+        self._path = path
+        self._pending: deque[tuple[int, Metrics]] = deque(maxlen=MAX_PENDING)
+        lines = whole_lines(path)
+        kept = [line for line in lines[1:] if _in_first_cell(line) <= keep_until]
+        _keep_lines(path, lines[:1] + kept if kept else [])
+        self._columns: list[str] = next(csv.reader([lines[0].decode()])) if kept else []
+
+    def add(self, iteration: int, metrics: Metrics) -> None:
+        """Append a row."""
+        self._pending.append((iteration, {name: float(value) for name, value in metrics.items()}))
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what is pending."""
+        if not self._pending:
+            return
+        columns = self._columns or ["iteration"]
+        known = set(columns)
+        new = list(dict.fromkeys(name for _, metrics in self._pending for name in metrics if name not in known))
+        wider = columns + new
+        rows = _csv(
+            [iteration, *(metrics.get(name, "") for name in wider[1:])]
+            for iteration, metrics in self._pending
+        )
+        if new or not self._columns:
+            # Cells hold no line ends, so a row is widened by adding empty cells to its line.
+            old = [line + b"," * len(new) + b"\n" for line in whole_lines(self._path)[1:]]
+            write_atomic(self._path, b"".join([_csv([wider]), *old, rows]))
+        else:
+            append_whole(self._path, rows)
+        self._columns = wider
+        self._pending.clear()
+
+
+class JsonLines:
+    """One JSON object per line; every object has an `iteration`."""
+
+    def __init__(self, path: Path, keep_until: int = -1) -> None:
+        """Continue the file after iteration `keep_until`; later lines are removed (all of them at -1)."""
+        self._path = path
+        self._pending: deque[bytes] = deque(maxlen=MAX_PENDING)
+        _keep_lines(path, [line for line in whole_lines(path) if _in_object(line) <= keep_until])
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Append a line."""
+        self._pending.append(json.dumps(to_jsonable(entry), ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what is pending."""
+        if self._pending:
+            append_whole(self._path, b"".join(self._pending))
+            self._pending.clear()
+
+
+class TensorBoardFile:
+    """A TensorBoard event file, in the format of torch's SummaryWriter.
+
+    SummaryWriter writes from a thread: after a full disk it never writes again and its file ends in half a record.
+    This one appends whole records, in the thread of its caller.
+    """
+
+    def __init__(self, folder: Path, purge_from: int | None = None) -> None:
+        """Start a file in `folder`. Entries of older files from iteration `purge_from` on are hidden."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        # TensorBoard reads the files of a folder in the order of their names.
+        unique = f"{time.time():.6f}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(2)}"
+        self._path = folder / f"events.out.tfevents.{unique}"
+        self._pending: deque[bytes] = deque(maxlen=MAX_PENDING)
+        self._header = [Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString()]
+        if purge_from is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._header.append(Event(wall_time=time.time(), step=purge_from, session_log=start).SerializeToString())
+
+    def add(self, iteration: int, metrics: Metrics) -> None:
+        """Append one value per metric."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
+        event = Event(wall_time=time.time(), step=iteration, summary=Summary(value=values))
+        self._pending.append(event.SerializeToString())
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what is pending."""
+        if self._pending:
+            from tensorboard.summary.writer.record_writer import RecordWriter
+
+            buffer = io.BytesIO()
+            for event in [*self._header, *self._pending]:
+                RecordWriter(buffer).write(event)
+            append_whole(self._path, buffer.getvalue())
+            self._header = []
+            self._pending.clear()
+
+
+class WandbRun:
+    """A run on Weights & Biases. Without a network it is kept on disk, for `wandb sync`."""
+
+    def __init__(self, folder: Path, run: RunConfig, resume: bool) -> None:
+        """Raises ImportError without the package, and whatever `wandb.init` raises."""
+        wandb = import_module("wandb")
+        identity = folder / "wandb_id.txt"
+        if not (resume and identity.is_file()):
+            write_atomic(identity, secrets.token_hex(8))
+        options: dict[str, Any] = {
+            "project": run.logging.wandb_project,
+            "name": run.name,
+            "id": identity.read_text().strip(),
+            "resume": "allow",
+            "dir": str(folder),
+            "config": run.model_dump(mode="json"),
+        }
+        try:
+            self._run = wandb.init(**options, settings=wandb.Settings(init_timeout=30))
+        except (wandb.errors.Error, OSError):
+            self._run = wandb.init(**{**options, "resume": None}, mode="offline")
+        self._run.define_metric("*", step_metric="iteration")
+
+    def add(self, iteration: int, metrics: Metrics) -> None:
+        """Log one value per metric."""
+        self._run.log({"iteration": iteration, **metrics})
+
+    def close(self) -> None:
+        """Finish the run on the server."""
+        self._run.finish()
+
+
+def _csv(rows: Iterable[Sequence[Any]]) -> bytes:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows(rows)
+    return buffer.getvalue().encode()
+
+
+def _keep_lines(path: Path, lines: list[bytes]) -> None:
+    """Leave only these lines in the file; no file without lines. It stays untouched if it holds nothing else."""
+    if not lines:
+        path.unlink(missing_ok=True)
+    elif path.stat().st_size > sum(len(line) + 1 for line in lines):
+        write_atomic(path, b"".join(line + b"\n" for line in lines))
+
+
+def _in_first_cell(line: bytes) -> float:
+    """The iteration of a row; infinity, which no file keeps, for a line that a crash of the machine has damaged."""
+    try:
+        return int(line.split(b",", 1)[0])
+    except ValueError:
+        return float("inf")
+
+
+def _in_object(line: bytes) -> float:
+    """As `_in_first_cell`, of a JSON object."""
+    try:
+        return int(json.loads(line)["iteration"])
+    except (ValueError, TypeError, KeyError):
+        return float("inf")

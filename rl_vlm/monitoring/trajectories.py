@@ -1,0 +1,147 @@
+"""Sampled trajectories as parquet, one row each, and their images as PNG files named by SHA-256."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rl_vlm.monitoring.files import to_jsonable, write_atomic
+from rl_vlm.types import EncodedImage, Message, Trajectory, TrajectoryGroup, UserInputError
+
+_TURN = pa.struct(
+    [
+        ("start", pa.int32()),
+        ("stop", pa.int32()),
+        ("policy_version", pa.int64()),
+        ("stop_reason", pa.string()),
+        ("reward", pa.float64()),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        ("iteration", pa.int64()),
+        ("group_id", pa.string()),
+        ("trajectory_id", pa.string()),
+        ("index", pa.int64()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("turns", pa.list_(_TURN)),
+        ("reward", pa.float64()),
+        ("advantage", pa.float64()),
+        ("status", pa.string()),
+        ("error", pa.string()),
+        ("info", pa.string()),  # JSON
+        ("images", pa.list_(pa.string())),  # SHA-256 of images/<sha256>.png
+        ("messages", pa.string()),  # JSON: [{"role": ..., "parts": ["text", {"image": sha256}]}]
+        ("text", pa.string()),  # all tokens, decoded
+        ("replica_ids", pa.list_(pa.string())),
+    ]
+)
+_ARRAYS = {"token_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32}
+
+
+def dump_name(iteration: int) -> str:
+    """The file name of an iteration's dump; names sort as iterations do."""
+    return f"iteration-{iteration:06d}.parquet"
+
+
+def choose_groups(groups: Sequence[TrajectoryGroup], rows: int, seed: int) -> list[int]:
+    """Places of randomly chosen whole groups with at least `rows` trajectories together, or of all of them.
+
+    Chosen at random because the first groups of a round are those whose episodes were short.
+    """
+    chosen: list[int] = []
+    total = 0
+    for place in np.random.default_rng(seed).permutation(len(groups)):
+        if total >= rows:
+            break
+        chosen.append(int(place))
+        total += len(groups[place])
+    return sorted(chosen)
+
+
+def write_trajectories(
+    folder: Path,
+    iteration: int,
+    groups: Sequence[TrajectoryGroup],
+    advantages: Sequence[np.ndarray],
+    decode: Callable[[np.ndarray], str],
+) -> Path:
+    """Write `folder/iteration-000010.parquet` and the images that `folder/images` lacks. `advantages`: [G] per group."""
+    rows = []
+    for group, per_group in zip(groups, advantages, strict=True):
+        for trajectory, advantage in zip(group.trajectories, per_group, strict=True):
+            images = [image for message in trajectory.messages for image in message.images]
+            encoded = {id(image): _encoded(image) for image in images}
+            _write_images(folder / "images", [*trajectory.images, *encoded.values()])
+            messages = [_message(message, encoded) for message in trajectory.messages]
+            rows.append(_row(iteration, group, trajectory, float(advantage), messages, decode(trajectory.token_ids)))
+    buffer = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), buffer, compression="zstd")
+    path = folder / dump_name(iteration)
+    write_atomic(path, buffer.getvalue().to_pybytes())
+    return path
+
+
+def read_trajectories(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a dump, or of all dumps of a folder: arrays as numpy, `info` and `messages` as Python values."""
+    path = Path(path)
+    files = sorted(path.glob("iteration-*.parquet")) if path.is_dir() else [path]
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        try:
+            # Not read_table, which may take the folder's name for a column.
+            rows += pq.ParquetFile(file).read().to_pylist()
+        except (pa.ArrowException, OSError) as error:
+            raise UserInputError(f"Cannot read the trajectories in {file} ({error}).") from error
+    for row in rows:
+        row.update({name: np.array(row[name], dtype=dtype) for name, dtype in _ARRAYS.items()})
+        row.update({name: json.loads(row[name]) for name in ("info", "messages")})
+    return rows
+
+
+def _row(
+    iteration: int, group: TrajectoryGroup, one: Trajectory, advantage: float, messages: list[Any], text: str
+) -> dict[str, Any]:
+    row = {
+        "iteration": iteration,
+        "group_id": group.group_id,
+        "trajectory_id": one.trajectory_id,
+        "index": group.index,
+        "turns": [{**asdict(turn), "stop_reason": str(turn.stop_reason)} for turn in one.turns],
+        "reward": one.reward,
+        "advantage": advantage,
+        "status": str(one.status),
+        "error": one.error,
+        "info": json.dumps(to_jsonable(one.info), ensure_ascii=False),
+        "images": [image.sha256 for image in one.images],
+        "messages": json.dumps(to_jsonable(messages), ensure_ascii=False),
+        "text": text,
+        "replica_ids": list(one.replica_ids),
+    }
+    return {**to_jsonable(row), **{name: getattr(one, name) for name in _ARRAYS}}
+
+
+def _message(message: Message, encoded: dict[int, EncodedImage]) -> dict[str, Any]:
+    parts = [part if isinstance(part, str) else {"image": encoded[id(part)].sha256} for part in message.parts]
+    return {"role": message.role, "parts": parts}
+
+
+def _encoded(image: Any) -> EncodedImage:
+    return image if isinstance(image, EncodedImage) else EncodedImage.from_pil(image)
+
+
+def _write_images(folder: Path, images: Iterable[EncodedImage]) -> None:
+    for image in images:
+        path = folder / f"{image.sha256}.png"
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, image.png)

@@ -1,0 +1,53 @@
+"""What can be checked before a run starts: model, data, environment, resources. Wrong input ends here, with exit code 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_vlm.chat import expand_image_tokens
+from rl_vlm.config import RunConfig
+from rl_vlm.envs.registry import make
+from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
+from rl_vlm.types import RLVLMError, UserInputError
+
+
+def inspect_run(run: RunConfig) -> dict[str, Any]:
+    """Open one item of each split and encode it; returns figures for people. Raises UserInputError."""
+    env_kwargs = run.env.make_kwargs()
+    env = make(run.env.id, **env_kwargs)
+    try:
+        folder = resolve_model(run.model.path)
+        quiet_libraries()
+        text = load_text_side(folder)
+        found: dict[str, Any] = {"model": str(folder), "env": run.env.id}
+        for split in ("train", run.evaluation.split):
+            validate = getattr(env, "validate", None)
+            if callable(validate):
+                validate(split)
+            size = env.num_items(split)  # type: ignore[arg-type]
+            if size == 0:
+                raise UserInputError(f"The {split} split of {run.env.id} is empty: check env.data.")
+            observation, _ = env.reset(seed=0, options={"index": 0, "split": split})
+            span = text.codec.encode_prompt(observation.messages)
+            counts = [text.count_image_tokens(image.width, image.height) for image in span.images]
+            length = len(expand_image_tokens(span.token_ids, text.codec.image_token_id, counts))
+            if length >= run.serving.max_context:
+                raise UserInputError(
+                    f"The first {split} prompt has {length} tokens and serving.max_context is "
+                    f"{run.serving.max_context}: raise it, or shrink the images."
+                )
+            found |= {f"{split}_items": size, f"{split}_prompt_tokens": length, f"{split}_image_tokens": sum(counts)}
+    except UserInputError:
+        raise
+    except RLVLMError as error:
+        raise UserInputError(f"The environment {run.env.id} does not open: {error}") from error
+    finally:
+        env.close()
+    for variant, overrides in run.evaluation.variants.items():
+        try:
+            make(run.env.id, **run.env.make_kwargs(overrides)).close()
+        except UserInputError as error:
+            raise UserInputError(f"evaluation.variants.{variant}: {error}") from error
+    if run.model.gpu_memory_gib:
+        found["gpu_memory_gib"] = run.model.gpu_memory_gib
+    return found

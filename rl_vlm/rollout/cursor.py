@@ -1,0 +1,57 @@
+"""The data cursor: which task instances come next. The driver owns it, so a resumed run goes on where it stopped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rl_vlm.engines.base import derive_seed
+
+_ENDLESS = 2**31 - 1
+
+
+class DataCursor:
+    """Goes through the items of a split in a new order each epoch; endless splits just count up.
+
+    Args:
+        num_items: size of the split, or None when items are drawn without end from their index.
+        seed: of the orders.
+    """
+
+    def __init__(self, num_items: int | None, seed: int) -> None:
+        self._num_items = num_items
+        self._seed = seed
+        self._epoch = 0
+        self._position = 0
+        self._order = self._shuffled()
+
+    def _shuffled(self) -> np.ndarray | None:
+        if self._num_items is None:
+            return None
+        return np.random.default_rng([self._seed, self._epoch]).permutation(self._num_items)
+
+    def take(self, count: int) -> list[int]:
+        """The next `count` indices."""
+        taken: list[int] = []
+        while len(taken) < count:
+            if self._order is None:
+                taken.append(derive_seed(self._seed, self._position) % _ENDLESS)
+                self._position += 1
+                continue
+            if self._position == len(self._order):
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._shuffled()
+                continue
+            taken.append(int(self._order[self._position]))
+            self._position += 1
+        return taken
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs."""
+        return {"epoch": self._epoch, "position": self._position}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to a saved place."""
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        self._order = self._shuffled()

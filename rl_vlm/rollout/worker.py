@@ -1,0 +1,117 @@
+"""RolloutWorker: everything that an env runner does between receiving tasks and returning groups. No RLlib here.
+
+(The env runner itself must not have coroutines: Ray would make it an asynchronous actor.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from pathlib import Path
+
+from rl_vlm.config import RunConfig
+from rl_vlm.envs.base import VisionEnv
+from rl_vlm.envs.registry import make
+from rl_vlm.models.loading import load_text_side
+from rl_vlm.rollout.env_pool import EnvPool
+from rl_vlm.rollout.episodes import EpisodeLimits, GroupFailedError, run_group
+from rl_vlm.rollout.retry import RetryPolicy
+from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
+from rl_vlm.serving.client import PolicyClient
+from rl_vlm.types import TrajectoryGroup
+
+# Answers up to this many tokens are so short that a Serve call costs more than waiting for the slowest of a batch.
+_COALESCE_UP_TO_TOKENS = 128
+
+
+class RolloutWorker:
+    """Samples groups of one run: keeps environments, the chat codec and the client between calls."""
+
+    def __init__(self, run: RunConfig, run_id: str, model: Path) -> None:
+        self._run = run
+        self._run_id = run_id
+        self._text = load_text_side(model)
+        self._limits = EpisodeLimits(
+            max_turns=run.rollout.max_turns,
+            max_new_tokens_per_turn=run.rollout.max_new_tokens_per_turn,
+            max_new_tokens=run.rollout.max_new_tokens,
+            max_context=run.serving.max_context,
+            require_end_of_turn=run.rollout.require_end_of_turn,
+        )
+        self._retry = RetryPolicy(run.rollout.group_retries + 1)
+        self._client: PolicyClient | None = None
+        self._pools: dict[str, EnvPool] = {}
+
+    async def run(self, tasks: list[RolloutTask]) -> RolloutResult:
+        """Sample all tasks at once; nothing that an environment or a request does leaves as an exception."""
+        started = time.perf_counter()
+        client = self._connect()
+        dropped: Counter[str] = Counter()
+        calls, retries = client.stats.calls, client.stats.retries
+        busy = sum(pool.busy_s for pool in self._pools.values())
+        outcomes = await asyncio.gather(*(self._attempt(task, client, dropped) for task in tasks))
+        result = RolloutResult(dropped=dict(dropped))
+        for task, outcome in zip(tasks, outcomes, strict=True):
+            if isinstance(outcome, TrajectoryGroup):
+                result.groups.append(outcome)
+            else:
+                result.lost[task.group_id] = outcome
+        result.client = {"calls": client.stats.calls - calls, "retries": client.stats.retries - retries}
+        result.timings = {
+            "sample": time.perf_counter() - started,
+            "env": sum(pool.busy_s for pool in self._pools.values()) - busy,
+        }
+        result.needs_restart = any(pool.stuck for pool in self._pools.values())
+        return result
+
+    def _connect(self) -> PolicyClient:
+        if self._client is None:
+            serving = self._run.serving
+            self._client = PolicyClient(
+                self._run_id,
+                deadline_s=serving.request_timeout_s,
+                # Lock-step: one call at a time holds all episodes, so that batches repeat exactly.
+                num_replicas=1 if self._run.deterministic else serving.num_replicas,
+                coalesce=self._run.deterministic or self._limits.max_new_tokens_per_turn <= _COALESCE_UP_TO_TOKENS,
+            )
+        return self._client
+
+    async def _attempt(
+        self, task: RolloutTask, client: PolicyClient, dropped: Counter[str]
+    ) -> TrajectoryGroup | str:
+        """The group, or why it is lost after all its attempts."""
+        attempt = 0
+        while True:
+            try:
+                return await run_group(task, self._pool(task.variant), client, self._text, self._limits)
+            except GroupFailedError as error:
+                dropped[error.reason] += 1
+                if not self._retry.again(attempt):
+                    return str(error)
+            except Exception as error:  # noqa: BLE001 - user code and Serve may raise anything; it must not end the runner
+                dropped["unexpected"] += 1
+                if not self._retry.again(attempt):
+                    return f"{type(error).__name__}: {error}"
+            attempt += 1
+
+    def _pool(self, variant: str) -> EnvPool:
+        if variant not in self._pools:
+            env = self._run.env
+            kwargs = env.make_kwargs(self._run.evaluation.variants.get(variant))
+
+            def build() -> VisionEnv:
+                if env.isolation == "process":
+                    from rl_vlm.envs.isolation import ProcessEnv
+
+                    return ProcessEnv(env.id, kwargs, step_timeout_s=env.step_timeout_s)
+                return make(env.id, **kwargs)
+
+            self._pools[variant] = EnvPool(build, env.step_timeout_s, inline=self._run.deterministic)
+        return self._pools[variant]
+
+    def close_envs(self) -> None:
+        """Forget all environments; new ones are made as tasks need them."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools = {}

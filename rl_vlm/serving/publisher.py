@@ -1,0 +1,91 @@
+"""The driver's side of serving: starts the application and the registry of a run, publishes adapters, stops both."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError
+from ray.serve.schema import ApplicationStatus
+
+from rl_vlm.config import RunConfig
+from rl_vlm.models.lora import AdapterPayload
+from rl_vlm.serving.registry import PublishReport, start_registry
+from rl_vlm.serving.server import app_name, build_app
+from rl_vlm.types import RLVLMError
+
+
+class ServingError(RLVLMError):
+    """The served policy could not be started, or a version could not be published."""
+
+
+class PolicyService:
+    """One run's served policy. The registry belongs to the process that makes this object and ends with it."""
+
+    def __init__(self, run: RunConfig, run_id: str, model: Path, folder: Path) -> None:
+        self._run_id = run_id
+        self._serving = run.serving
+        self._namespace = ray.get_runtime_context().namespace
+        self._registry = start_registry(run_id, self._namespace, folder)
+        self._pending_report: tuple[int, Any] | None = None
+        app = build_app(model, run.model.dtype, run.serving, run.deterministic, run_id, self._namespace)
+        # A training run opens no HTTP port of its own.
+        serve.start(proxy_location="Disabled")
+        serve.run_many(
+            [serve.RunTarget(app, name=app_name(run_id), route_prefix=None)], wait_for_applications_running=False
+        )
+
+    def wait_until_ready(self) -> None:
+        """Wait for all replicas. Raises ServingError with Serve's own message."""
+        deadline = time.monotonic() + self._serving.startup_timeout_s
+        while True:
+            application = serve.status().applications.get(app_name(self._run_id))
+            status = application.status if application else None
+            if status == ApplicationStatus.RUNNING:
+                return
+            failed = status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
+            if failed or time.monotonic() > deadline:
+                messages = [d.message for d in application.deployments.values()] if application else []
+                detail = " ".join(message.strip().splitlines()[-1] for message in messages if message.strip())
+                why = "failed" if failed else f"were not ready within {self._serving.startup_timeout_s:g} s"
+                raise ServingError(f"The policy's replicas {why}. {detail}".strip())
+            time.sleep(0.1)
+
+    def publish(self, payload: AdapterPayload) -> None:
+        """Hand a version to all replicas; returns once the registry holds it. A dying registry is waited for."""
+        deadline = time.monotonic() + self._serving.publish_timeout_s
+        while True:
+            try:
+                ray.get(self._registry.publish.remote(payload), timeout=self._serving.publish_timeout_s)
+                break
+            except (ActorDiedError, ActorUnavailableError, RayActorError, GetTimeoutError) as error:
+                if time.monotonic() > deadline:
+                    raise ServingError(f"Version {payload.version} could not be published: {error}") from error
+                time.sleep(0.2)
+        report = self._registry.report.remote(
+            payload.version, self._serving.num_replicas, self._serving.publish_timeout_s
+        )
+        self._pending_report = (payload.version, report)
+
+    def report(self) -> PublishReport | None:
+        """Who acknowledged the last publication; None when that cannot be told. Waits for the answer."""
+        if self._pending_report is None:
+            return None
+        version, ref = self._pending_report
+        self._pending_report = None
+        try:
+            return ray.get(ref, timeout=self._serving.publish_timeout_s + 5)  # type: ignore[no-any-return]
+        except (RayActorError, GetTimeoutError):
+            return PublishReport(version, {}, ())  # the registry died meanwhile; the replicas' requests tell the truth
+
+    def newest_version(self) -> int:
+        """The version that the registry holds; 0 before the first publication."""
+        return int(ray.get(self._registry.status.remote(), timeout=self._serving.publish_timeout_s)["version"])
+
+    def stop(self) -> None:
+        """Delete the application and the registry; the cluster's Serve itself stays."""
+        serve.delete(app_name(self._run_id), _blocking=True)
+        ray.kill(self._registry, no_restart=True)

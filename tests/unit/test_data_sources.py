@@ -1,0 +1,55 @@
+"""Where question sets come from: one file per split, mappings, and the hub."""
+
+from pathlib import Path
+
+import pytest
+
+from rl_vlm.envs.data import open_dataset, open_split
+from rl_vlm.types import UserInputError
+
+GEO3K = Path(__file__).parents[1] / "fixtures" / "geo3k"
+
+
+def test_a_single_file_serves_one_split_only():
+    assert len(open_split(str(GEO3K / "train.parquet"), "train")) == 8
+    assert len(open_split(str(GEO3K / "test.parquet@[0:2]"), "test")) == 2
+    with pytest.raises(UserInputError, match="holds the train split"):
+        open_split(str(GEO3K / "train.parquet"), "test")
+    with pytest.raises(UserInputError, match="holds the test split"):
+        open_split(str(GEO3K / "test.parquet"), "train")
+
+
+def test_splits_can_be_named_one_by_one():
+    data = {"train": f"{GEO3K / 'train.parquet'}@[0:6]", "test": f"{GEO3K / 'train.parquet'}@[6:8]"}
+    assert (len(open_split(data, "train")), len(open_split(data, "test"))) == (6, 2)
+    with pytest.raises(UserInputError, match="names no test split; it names train"):
+        open_split({"train": data["train"]}, "test")
+
+
+@pytest.mark.parametrize("source", ["/no/such/place", "./nowhere", "missing.parquet", "a/b/c", ""])
+def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(source):
+    with pytest.raises(UserInputError):
+        open_dataset(source, "train")
+
+
+def test_a_hub_set_that_is_not_cached_says_how_to_fetch_it(monkeypatch):
+    import datasets
+
+    def offline(name, split):
+        raise ConnectionError(f"Couldn't reach {name!r} on the Hub (OfflineModeIsEnabled)")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(UserInputError, match="owner/name.*rl-vlm fetch"):
+        open_dataset("owner/name", "train")
+
+
+def test_a_hub_set_is_read_as_it_is_stored(monkeypatch, tmp_path):
+    import datasets
+
+    stored = datasets.Dataset.from_parquet(str(GEO3K / "test.parquet"), cache_dir=str(tmp_path))
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: stored)
+    table = open_dataset("owner/name@[1:3]", "test")
+    local = open_dataset(str(GEO3K), "test")
+    assert table.validate() == 2
+    assert [table[i].images for i in range(2)] == [local[i].images for i in (1, 2)]
+    assert table[0].where == "owner/name, row 1"

@@ -1,0 +1,160 @@
+"""Patches equal those of the Hugging Face image processor bit by bit, and bad images are named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import AutoProcessor, Qwen2VLImageProcessor
+
+from rl_vlm.models.images import ImageError, ImageProcessorSpec, patchify
+from rl_vlm.models.tiny import build_processor
+from rl_vlm.types import EncodedImage, UserInputError
+
+HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {"patch_size": 16, "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}, **HALF},
+    "qwen3_vl, small": {"patch_size": 16, "size": {"shortest_edge": 1024, "longest_edge": 16_384}, **HALF},
+    "qwen2_5_vl": {"patch_size": 14, "min_pixels": 3136, "max_pixels": 12_845_056},
+    "not normalised": {
+        "patch_size": 16,
+        "size": {"shortest_edge": 1024, "longest_edge": 16_384},
+        "do_normalize": False,
+    },
+    "not rescaled": {"patch_size": 16, "size": {"shortest_edge": 1024, "longest_edge": 16_384}, "do_rescale": False},
+    "bilinear": {"patch_size": 16, "size": {"shortest_edge": 1024, "longest_edge": 16_384}, "resample": 2},
+}
+
+
+def noise(rng: np.random.Generator, width: int, height: int) -> Image.Image:
+    return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def assert_equal_patches(processor: Any, image: Image.Image) -> None:
+    spec = ImageProcessorSpec.from_processor(processor)
+    expected = processor(images=[image], return_tensors="pt")
+    values, grid = patchify(spec, image)
+    assert tuple(expected["image_grid_thw"][0].tolist()) == grid == spec.grid_thw(image.width, image.height)
+    assert values.dtype == np.float32 and values.flags["C_CONTIGUOUS"]
+    assert values.tobytes() == expected["pixel_values"].numpy().tobytes()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_patches_equal_the_processors_for_any_size(name: str) -> None:
+    processor = Qwen2VLImageProcessor(**CONFIGS[name])
+    rng = np.random.default_rng(0)
+    for _ in range(12):
+        width, height = rng.integers(10, 300, size=2)
+        assert_equal_patches(processor, noise(rng, int(width), int(height)))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_patches_equal_the_processors_without_a_resize(name: str) -> None:
+    processor = Qwen2VLImageProcessor(**CONFIGS[name])
+    factor = processor.patch_size * 2
+    rng = np.random.default_rng(1)
+    least = 8 if name.startswith("qwen3_vl") and "small" not in name else 2
+    for rows, columns in ((least, least), (least + 1, least), (least, least + 2)):
+        image = noise(rng, columns * factor, rows * factor)
+        spec = ImageProcessorSpec.from_processor(processor)
+        assert spec.resized(image.width, image.height) == image.size
+        assert_equal_patches(processor, image)
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1"])
+def test_other_colour_modes_are_converted_as_the_processor_does(mode: str) -> None:
+    image = noise(np.random.default_rng(2), 64, 96).convert(mode)
+    assert_equal_patches(Qwen2VLImageProcessor(**CONFIGS["qwen3_vl, small"]), image)
+
+
+def test_an_encoded_image_gives_the_patches_of_its_picture() -> None:
+    picture = noise(np.random.default_rng(3), 64, 64)
+    spec = ImageProcessorSpec(min_pixels=1024)
+    assert np.array_equal(patchify(spec, EncodedImage.from_pil(picture))[0], patchify(spec, picture)[0])
+
+
+def test_a_patch_holds_its_pixels_channel_by_channel_and_twice_in_time() -> None:
+    pixels = np.zeros((64, 64, 3), dtype=np.uint8)
+    pixels[0:16, 16:32, 1] = 255  # the second patch of the first block of 2 x 2 patches is green
+    values, grid = patchify(ImageProcessorSpec(min_pixels=1024), Image.fromarray(pixels))
+    assert grid == (1, 4, 4)
+    patches = values.reshape(16, 3, 2, 16, 16)
+    assert (patches[1, 1] == 1).all() and (patches[1, (0, 2)] == -1).all()
+    assert (np.delete(patches, 1, axis=0) == -1).all()
+
+
+def test_image_tokens_are_the_processors_placeholders() -> None:
+    processor = build_processor()
+    spec = ImageProcessorSpec.from_processor(processor)
+    rng = np.random.default_rng(4)
+    text = "<|vision_start|><|image_pad|><|vision_end|>"
+    for _ in range(8):
+        width, height = (int(side) for side in rng.integers(20, 400, size=2))
+        ids = processor(text=[text], images=[noise(rng, width, height)])["input_ids"][0]
+        assert spec.num_image_tokens(spec.grid_thw(width, height)) == ids.count(processor.image_token_id)
+
+
+def test_a_saved_folder_gives_the_spec_of_its_processor(tmp_path: Path) -> None:
+    build_processor().save_pretrained(tmp_path / "whole")
+    Qwen2VLImageProcessor(**CONFIGS["qwen2_5_vl"]).save_pretrained(tmp_path / "part")
+    whole = AutoProcessor.from_pretrained(tmp_path / "whole")
+    assert ImageProcessorSpec.from_folder(tmp_path / "whole") == ImageProcessorSpec.from_processor(whole)
+    part = Qwen2VLImageProcessor.from_pretrained(tmp_path / "part")
+    assert ImageProcessorSpec.from_folder(tmp_path / "part") == ImageProcessorSpec.from_processor(part)
+
+
+def test_the_published_config_of_qwen3_vl_gives_the_default_spec(tmp_path: Path) -> None:
+    config = {
+        "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+    }
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
+    assert ImageProcessorSpec.from_folder(tmp_path) == ImageProcessorSpec()
+
+
+@pytest.mark.parametrize(
+    ("size", "message"), [((1, 300), "200 times"), ((300, 1), "200 times"), ((0, 5), "empty"), ((5, 0), "empty")]
+)
+def test_an_impossible_size_is_an_error_that_names_the_image(size: tuple[int, int], message: str) -> None:
+    spec = ImageProcessorSpec()
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: patchify(spec, Image.new("RGB", size), name="row 17"),
+        lambda: spec.grid_thw(*size, name="row 17"),
+    )
+    for call in calls:
+        with pytest.raises(ImageError, match=f"row 17.*{message}|{message}.*row 17"):
+            call()
+    assert issubclass(ImageError, UserInputError)
+
+
+@pytest.mark.parametrize("png", [b"", b"not a png", EncodedImage.from_pil(Image.new("RGB", (64, 64), "red")).png[:60]])
+def test_damaged_bytes_are_an_error_that_names_the_image(png: bytes) -> None:
+    with pytest.raises(ImageError, match="abcdef012345"):
+        patchify(ImageProcessorSpec(), EncodedImage("abcdef0123456789", png, 64, 64))
+
+
+def test_bytes_of_another_size_than_promised_are_an_error() -> None:
+    honest = EncodedImage.from_pil(Image.new("RGB", (64, 64)))
+    with pytest.raises(ImageError, match="64x64"):
+        patchify(ImageProcessorSpec(min_pixels=1024), replace(honest, width=32))
+
+
+def test_a_folder_without_a_processor_is_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match="image processor"):
+        ImageProcessorSpec.from_folder(tmp_path)
+
+
+def test_a_config_of_another_family_is_a_user_error() -> None:
+    with pytest.raises(UserInputError, match="Qwen-VL"):
+        ImageProcessorSpec.from_config({"size": {"height": 224, "width": 224}, "patch_size": 14})

@@ -1,0 +1,217 @@
+"""The child process of the math grader: its time limit in any thread, its death and restart, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rl_vlm.rewards.guard import refusal
+from rl_vlm.rewards.math import compare, is_equal, symbolic_equal
+from rl_vlm.rewards.symbolic import WORKER, GraderError, SymbolicWorker, Verdict
+
+TOWER = "9^{9^{9^{9}}}"  # the guard stops it; handed straight to the child, it runs for ever
+
+
+# A child that starts at once and obeys its question; the real one needs two seconds for its imports.
+OBEDIENT = """
+import json, os, sys, time
+print('{"ready": true}', flush=True)
+for line in sys.stdin:
+    order = json.loads(line)["answer"]
+    if order == "hang": time.sleep(60)
+    if order == "be late": time.sleep(0.4)
+    if order == "die": os._exit(1)
+    print(json.dumps({"verdict": "equal"}), flush=True)
+"""
+
+
+def fake(code: str = OBEDIENT, startup_s: float = 10.0) -> SymbolicWorker:
+    return SymbolicWorker((sys.executable, "-S", "-c", code), startup_s)
+
+
+@pytest.fixture
+def worker() -> Iterator[SymbolicWorker]:
+    """An obedient child, already started."""
+    own = fake()
+    assert own.compare("", "")[0] is Verdict.EQUAL
+    yield own
+    own.close()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_running(pid)
+
+
+# --- the time limit -------------------------------------------------------------------------------------------------
+
+
+def test_the_guard_stops_what_would_hang_the_child() -> None:
+    assert refusal(TOWER)
+    assert not refusal("x^{2}+1")
+
+
+def test_a_power_tower_is_stopped_off_the_main_thread() -> None:
+    assert symbolic_equal("x+3", "3+x")  # the child is up, so that its start is not measured
+    start = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        verdict, seconds = pool.submit(WORKER.compare, TOWER, "5", 0.5).result()
+    assert verdict is Verdict.TIMED_OUT
+    assert 0.5 <= seconds <= time.monotonic() - start < 10.0
+    assert WORKER.compare("x+y", "y+x", 1.5)[0] is Verdict.EQUAL  # its imports take longer, and are not charged
+
+
+@pytest.mark.parametrize("place", ["main thread", "thread", "executor"])
+def test_the_time_limit_holds_everywhere(worker: SymbolicWorker, place: str) -> None:
+    if place == "thread":
+        with ThreadPoolExecutor(1) as pool:
+            verdict, seconds = pool.submit(worker.compare, "hang", "", 0.3).result()
+    elif place == "executor":
+        verdict, seconds = asyncio.run(asyncio.to_thread(worker.compare, "hang", "", 0.3))
+    else:
+        verdict, seconds = worker.compare("hang", "", 0.3)
+    assert verdict is Verdict.TIMED_OUT
+    assert 0.3 <= seconds < 10.0
+
+
+def test_a_running_event_loop_is_not_blocked_by_a_grade_in_an_executor(worker: SymbolicWorker) -> None:
+    async def main() -> int:
+        grading = asyncio.create_task(asyncio.to_thread(worker.compare, "hang", "", 0.5))
+        ticks = 0
+        while not grading.done():
+            await asyncio.sleep(0.02)
+            ticks += 1
+        return ticks
+
+    assert asyncio.run(main()) > 5
+
+
+def test_the_childs_memory_is_limited() -> None:
+    WORKER.compare("x", "y")
+    limits = Path(f"/proc/{WORKER.pid}/limits").read_text()
+    assert any(line.startswith("Max address space") and str(2 << 30) in line for line in limits.splitlines())
+
+
+# --- threads and processes ------------------------------------------------------------------------------------------
+
+
+def test_eight_threads_get_their_own_answers() -> None:
+    pairs = [(f"(x+{n})^2", f"x^2+{2 * n}x+{n * n + n % 2}") for n in range(1, 25)]
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda pair: is_equal(*pair), pairs))
+    assert results == [n % 2 == 0 for n in range(1, 25)]
+
+
+def test_threads_that_time_out_and_threads_that_do_not_share_a_child(worker: SymbolicWorker) -> None:
+    orders = ["hang", "", "", "hang", "", "", "", ""]
+    with ThreadPoolExecutor(8) as pool:
+        verdicts = list(pool.map(lambda order: worker.compare(order, "", 0.5)[0], orders))
+    assert verdicts == [Verdict.TIMED_OUT if order else Verdict.EQUAL for order in orders]
+
+
+def test_a_killed_child_is_replaced() -> None:
+    assert symbolic_equal("x", "0+x")
+    first = WORKER.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    assert symbolic_equal("x+2", "2+x")
+    assert WORKER.pid != first
+
+
+def test_a_child_killed_in_the_middle_is_asked_again(worker: SymbolicWorker) -> None:
+    victim = worker.pid
+    assert victim is not None
+    threading.Timer(0.2, os.kill, (victim, signal.SIGKILL)).start()
+    verdict, seconds = worker.compare("hang", "", 0.5)
+    assert verdict is Verdict.TIMED_OUT
+    assert seconds > 0.6  # 0.2 s before the kill, and the whole limit after it
+    assert not is_running(victim)
+
+
+def test_a_forked_process_forgets_the_child_of_its_parent() -> None:
+    assert symbolic_equal("x+4", "4+x")
+    before = WORKER.pid
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if WORKER.pid is None else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert symbolic_equal("x+6", "6+x")
+    assert WORKER.pid == before
+
+
+@pytest.mark.parametrize("command", ["()", "((sys.executable, '-S', '-c', sys.argv[1]),)"], ids=["busy", "idle"])
+def test_the_child_dies_with_its_parent(command: str) -> None:
+    question = "time.sleep(60)" if command != "()" else f"w.compare({TOWER!r}, '5', 0.6)"
+    script = (
+        f"import sys, time; from rl_vlm.rewards.symbolic import SymbolicWorker; w = SymbolicWorker(*{command});"
+        f"w.compare('x', 'y'); print(w.pid, flush=True); {question}"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, OBEDIENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        time.sleep(0.2)
+        assert is_running(child)
+        parent.kill()
+    assert wait_until_gone(child, 15.0)
+
+
+def test_close_ends_the_child_and_the_next_question_starts_one(worker: SymbolicWorker) -> None:
+    child = worker.pid
+    worker.close()
+    assert worker.pid is None
+    assert child is not None
+    assert not is_running(child)
+    worker.close()
+    assert worker.compare("", "")[0] is Verdict.EQUAL
+
+
+# --- children that misbehave ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("code", "startup_s"), [("raise SystemExit(1)", 10.0), ("import time; time.sleep(60)", 0.3)])
+def test_a_child_that_does_not_start_is_an_error_with_advice(code: str, startup_s: float) -> None:
+    with pytest.raises(GraderError, match="install what is missing"):
+        fake(code, startup_s).compare("x", "y")
+
+
+def test_an_input_that_kills_the_child_twice_is_unparsable(worker: SymbolicWorker) -> None:
+    assert worker.compare("die", "")[0] is Verdict.UNPARSABLE
+    assert worker.compare("", "")[0] is Verdict.EQUAL
+
+
+def test_a_late_answer_is_not_taken_for_the_next_one(worker: SymbolicWorker) -> None:
+    assert worker.compare("be late", "", 0.2)[0] is Verdict.TIMED_OUT
+    time.sleep(0.4)
+    assert worker.compare("hang", "", 0.2)[0] is Verdict.TIMED_OUT
+
+
+# --- imports --------------------------------------------------------------------------------------------------------
+
+
+def test_neither_side_imports_what_it_does_not_need() -> None:
+    script = "import sys, rl_vlm.rewards.math as m; m.is_equal('12', '13'); print(*sys.modules)"
+    parent = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "ray", "sympy", "math_verify"} & set(parent)
+    WORKER.compare("x", "y")
+    maps = Path(f"/proc/{WORKER.pid}/maps").read_text()
+    assert not any(name in maps for name in ("libtorch", "_raylet", "numpy"))
+    assert compare("12", "13") == "wrong"

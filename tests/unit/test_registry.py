@@ -1,0 +1,95 @@
+"""The registry's ways to name an environment: id, module and file."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import rl_vlm
+from rl_vlm.envs import registry
+from rl_vlm.envs.interactive import InteractiveEnvAdapter
+from rl_vlm.types import UserInputError
+
+TESTS = Path(__file__).parents[1]
+BROKEN = TESTS / "fixtures" / "envs" / "broken_env.py"
+
+
+@pytest.fixture
+def on_path(monkeypatch):
+    """Makes tests/fixtures/envs importable as a user's own packages are."""
+    monkeypatch.syspath_prepend(str(TESTS / "fixtures"))
+    yield
+    for name in [name for name in sys.modules if name == "envs" or name.startswith("envs.")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Restores the registry after the test."""
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+
+
+def test_a_vision_env_is_made_by_file_and_by_module(on_path):
+    for spec in (str(BROKEN), f"{BROKEN}:BrokenEnv", "envs.broken_env", "envs.broken_env:BrokenEnv"):
+        env = rl_vlm.make(spec, hello="hi")
+        assert type(env).__name__ == "BrokenEnv"
+        assert "hi" in env.reset()[0].messages[0].text
+
+
+def test_a_file_may_import_its_neighbours(tmp_path):
+    (tmp_path / "neighbour_of_env.py").write_text("VALUE = 'from next door'")
+    (tmp_path / "env.py").write_text(
+        "from neighbour_of_env import VALUE\nfrom rl_vlm.envs.base import VisionEnv\n"
+        "from rl_vlm.types import Observation\n"
+        "class E(VisionEnv):\n    def reset(self, *, seed=None, options=None):\n        return Observation.user(VALUE), {}\n"
+    )
+    assert rl_vlm.make(str(tmp_path / "env.py")).reset()[0].messages[0].text == "from next door"
+
+
+TWO = "from rl_vlm.envs.base import VisionEnv\nclass A(VisionEnv): pass\nclass B(VisionEnv): pass\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        ("x = 1", "", "neither a VisionEnv subclass nor a build_env"),
+        (TWO, "", "several environments: name one of A, B"),
+        (TWO, ":C", "has no 'C'"),
+        ("x = 1", ":x", "names a int"),
+        ("def make(): return 5", ":make", "not a VisionEnv"),
+        ("import no_such_module_at_all", "", "cannot be imported .ModuleNotFoundError"),
+        ("def (", "", "cannot be imported .SyntaxError"),
+        (TWO, ":A?", "has no 'A"),
+    ],
+)
+def test_a_file_without_a_usable_environment_says_so(tmp_path, content, name, message):
+    (tmp_path / "env.py").write_text(content)
+    with pytest.raises(UserInputError, match=message):
+        rl_vlm.make(f"{tmp_path / 'env.py'}{name}")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("Geo3k-v1", "Did you mean Geo3k-v0"),
+        ("nonsense", "Unknown environment"),
+        ("", "Unknown environment"),
+        ("no.such.module", "cannot be imported"),
+        ("no such/file.py", "There is no file"),
+        ("a b.c:D", "Unknown environment"),
+    ],
+)
+def test_an_unknown_environment_is_refused(spec, message):
+    with pytest.raises(UserInputError, match=message):
+        rl_vlm.make(spec)
+
+
+def test_a_registered_function_or_class_is_made(registered):
+    rl_vlm.register("Mine-v0", lambda size=1: InteractiveEnvAdapter(lambda sample, args: None, max_turns=size))
+    assert isinstance(rl_vlm.make("Mine-v0", size=2), InteractiveEnvAdapter)
+    with pytest.raises(UserInputError, match="does not take these arguments"):
+        rl_vlm.make("Mine-v0", sizes=2)
+    with pytest.raises(UserInputError, match="exists in this process only"):
+        registry.portable_id("Mine-v0")
+    rl_vlm.register("Geo-v9", "rl_vlm.envs.geo3k:Geo3kEnv")
+    assert registry.portable_id("Geo-v9") == "rl_vlm.envs.geo3k:Geo3kEnv"

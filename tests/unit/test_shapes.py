@@ -1,0 +1,274 @@
+"""Shapes-v0: what is drawn, what is asked, what is paid, and that train and test drawings never meet."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_vlm.envs import shapes_data as data
+from rl_vlm.envs.registry import make
+from rl_vlm.envs.shapes import ShapesEnv, parse_answer, parse_call, shapes_item
+from rl_vlm.models.tiny_dialogues import perception_dialogue, target_dialogue
+from rl_vlm.types import EncodedImage, UserInputError
+
+
+def pixels_of(image: object) -> np.ndarray:
+    assert isinstance(image, EncodedImage)
+    return np.asarray(image.to_pil())
+
+
+def num_blobs(pixels: np.ndarray) -> int:
+    """Connected regions that are not background, by flood fill."""
+    todo = {(int(y), int(x)) for y, x in np.argwhere((pixels != data.BACKGROUND).any(-1))}
+    blobs = 0
+    while todo:
+        blobs += 1
+        front = [todo.pop()]
+        while front:
+            y, x = front.pop()
+            for near in ((y + 1, x), (y - 1, x), (y, x + 1), (y, x - 1)):
+                if near in todo:
+                    todo.remove(near)
+                    front.append(near)
+    return blobs
+
+
+def opened(index: int = 0, split: str = "train", **kwargs: object) -> tuple[ShapesEnv, str]:
+    """An environment at an item, and the right answer of that item."""
+    env = ShapesEnv(**kwargs)  # type: ignore[arg-type]
+    env.reset(options={"index": index, "split": split})
+    assert env._item is not None
+    return env, env._item.answer
+
+
+def wrong(answer: str) -> str:
+    return "1" if answer != "1" else "2"
+
+
+@pytest.mark.parametrize("image_size", [32, 64, 100])
+def test_the_right_count_is_the_number_of_separate_regions(image_size: int) -> None:
+    for index in range(60):
+        item = shapes_item("count", "train", index, image_size=image_size)
+        assert num_blobs(pixels_of(item.image)) == int(item.answer)
+
+
+def test_perception_answers_hold_in_the_pixels() -> None:
+    rng = data.stable_rng("test")
+    kinds = Counter()
+    for _ in range(300):
+        question, pixels = data.perception_question(rng)
+        kinds[question.kind] += 1
+        painted = (pixels != data.BACKGROUND).any(-1)
+        in_quadrant = [painted[r : r + 32, c : c + 32].any() for r in (0, 32) for c in (0, 32)]
+        if question.kind == "colour":
+            assert {tuple(pixel) for pixel in pixels[painted].tolist()} == {data.COLOURS[question.answer]}
+        elif question.kind == "corner":
+            assert in_quadrant == [corner == question.answer for corner in data.CORNERS]
+        else:
+            corner = next(number for number, name in enumerate(data.CORNERS) if name in question.text)
+            assert question.answer == ("yes" if in_quadrant[corner] else "no")
+        assert question.answer in question.choices
+    assert set(kinds) == {"colour", "corner", "presence"}
+
+
+def test_any_constant_answer_is_right_one_time_in_four() -> None:
+    for task in ("count", "rule"):
+        answers = Counter(shapes_item(task, "test", index).answer for index in range(512))  # type: ignore[arg-type]
+        assert answers == {"1": 128, "2": 128, "3": 128, "4": 128}
+
+
+def test_no_test_drawing_is_ever_trained_on() -> None:
+    test = {data.pixel_hash(pixels_of(shapes_item("count", "test", i).image)) for i in range(512)}
+    train = {data.pixel_hash(pixels_of(shapes_item("count", "train", i).image)) for i in range(4096)}
+    rng = np.random.default_rng(0)
+    warm = {data.pixel_hash(d.images[0]) for _ in range(1500) for d in (perception_dialogue(rng), target_dialogue(rng))}
+    assert len(test) > 500 and len(train) > 4000
+    assert not test & train
+    assert not test & warm
+
+
+def test_the_pixels_decide_the_split() -> None:
+    rng = data.stable_rng("split")
+    for split in ("train", "test"):
+        for count in (1, 4):
+            assert data.split_of(data.draw(rng, count, split)[1]) == split  # type: ignore[arg-type]
+
+
+def test_an_item_depends_on_its_index_split_and_seed_alone() -> None:
+    first = shapes_item("count", "train", 7)
+    shapes_item.cache_clear()
+    again = shapes_item("count", "train", 7)
+    assert first == again and first is not again
+    others = [
+        shapes_item("count", "train", 11),
+        shapes_item("count", "test", 7),
+        shapes_item("count", "train", 7, seed=1),
+    ]
+    assert len({first.image.sha256, *(item.image.sha256 for item in others)}) == 4
+
+
+def test_copies_of_a_group_share_one_encoded_image() -> None:
+    images = [ShapesEnv().reset(options={"index": 5})[0].messages[0].images[0] for _ in range(3)]
+    assert images[0] is images[1] is images[2]
+
+
+def test_the_rule_gives_every_colour_its_own_number_and_depends_on_the_seed() -> None:
+    rules = [data.rule_numbers(seed) for seed in range(8)]
+    assert all(sorted(rule.values()) == ["1", "2", "3", "4"] for rule in rules)
+    assert len({tuple(rule.items()) for rule in rules}) > 1
+    for index in range(20):
+        item = shapes_item("rule", "train", index, seed=3)
+        pixels = pixels_of(item.image)
+        colour = tuple(pixels[(pixels != data.BACKGROUND).any(-1)][0].tolist())
+        name = next(name for name, value in data.COLOURS.items() if value == colour)
+        assert data.rule_numbers(3)[name] == item.answer
+
+
+def test_a_right_answer_pays_one_and_ends() -> None:
+    env, answer = opened(3)
+    observation, reward, terminated, truncated, info = env.step(f" <answer>{answer}</answer>\n")
+    assert (reward, terminated, truncated) == (1.0, True, False)
+    assert observation.messages == ()
+    assert info == {"correct": True, "well_formed": True, "answer": answer, "turn": 1}
+
+
+@pytest.mark.parametrize(
+    "text", ["{0}", "I see <answer>{0}</answer>", "<answer>{0}</answer> <answer>{0}</answer>", "<answer>{0}", ""]
+)
+def test_anything_but_the_whole_answer_pays_nothing(text: str) -> None:
+    env, answer = opened(3, turns=2)
+    observation, reward, terminated, _, info = env.step(text.format(answer))
+    assert (reward, terminated, info["well_formed"], info["correct"]) == (0.0, False, False, False)
+    assert observation.messages[0].text == "Wrong. Try again."
+
+
+def test_a_right_second_answer_pays_half() -> None:
+    env, answer = opened(2, turns=2)
+    observation, reward, terminated, _, _ = env.step(f"<answer>{wrong(answer)}</answer>")
+    assert (reward, terminated) == (0.0, False)
+    assert [(message.role, message.text) for message in observation.messages] == [("user", "Wrong. Try again.")]
+    _, reward, terminated, _, info = env.step(f"<answer>{answer}</answer>")
+    assert (reward, terminated, info["turn"]) == (0.5, True, 2)
+
+
+def test_two_wrong_answers_end_without_pay() -> None:
+    env, answer = opened(2, turns=2)
+    env.step(f"<answer>{wrong(answer)}</answer>")
+    _, reward, terminated, _, _ = env.step(f"<answer>{wrong(answer)}</answer>")
+    assert (reward, terminated) == (0.0, True)
+
+
+def test_with_the_tool_a_call_is_the_answer() -> None:
+    env, answer = opened(1, turns=2, tool=True)
+    observation, reward, terminated, _, _ = env.step(data.format_call(wrong(answer)))
+    assert (reward, terminated) == (0.2, False)
+    assert [(message.role, message.text) for message in observation.messages] == [("tool", "Wrong. Try again.")]
+    spaced = f'<tool_call>\n{{"name": "calc_score", "arguments": {{"answer": "{answer}"}}}}\n</tool_call>'
+    assert env.step(spaced)[1:3] == (0.5, True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<answer>{0}</answer>",
+        "<tool_call>{{}}</tool_call>",
+        '<tool_call>["{0}"]</tool_call>',
+        '<tool_call>{{"name":"other","arguments":{{"answer":"{0}"}}}}</tool_call>',
+        '<tool_call>{{"name":"calc_score","arguments":["{0}"]}}</tool_call>',
+        '<tool_call>{{"name":"calc_score","arguments":{{"answer":{0}}}}}</tool_call>',
+        '<tool_call>{{"name":"calc_score","arguments":{{"answer":"{0}"}}}}',
+    ],
+)
+def test_with_the_tool_a_malformed_call_pays_nothing(text: str) -> None:
+    env, answer = opened(1, turns=2, tool=True)
+    observation, reward, _, _, info = env.step(text.format(answer))
+    assert (reward, info["well_formed"]) == (0.0, False)
+    assert observation.messages[0].role == "user"
+
+
+@given(st.text())
+def test_parsing_takes_any_text(text: str) -> None:
+    for parse in (parse_answer, parse_call):
+        assert isinstance(parse(text), str | None)
+        assert isinstance(parse(f"<tool_call>{text}</tool_call>"), str | None)
+
+
+def test_the_observation_is_one_image_and_the_question() -> None:
+    env = make("Shapes-v0", turns=2)
+    observation, info = env.reset(options={"index": 9, "split": "test"})
+    assert env.observation_space.contains(observation)
+    (message,) = observation.messages
+    assert (message.role, message.text, len(message.images)) == ("user", "How many shapes?", 1)
+    assert (message.images[0].width, message.images[0].height) == (64, 64)
+    assert info == {"index": 9, "split": "test"}
+
+
+def test_without_an_index_the_seed_chooses() -> None:
+    env = ShapesEnv(num_train=50)
+    indices = [env.reset(seed=seed)[1]["index"] for seed in range(20)]
+    assert indices == [env.reset(seed=seed)[1]["index"] for seed in range(20)]
+    assert len(set(indices)) > 5 and max(indices) < 50
+
+
+def test_numbers_of_items_can_be_chosen() -> None:
+    env = ShapesEnv(num_train=10, num_test=3)
+    assert (env.num_items("train"), env.num_items("test")) == (10, 3)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"task": "sum"},
+        {"turns": 3},
+        {"turns": True},
+        {"image_size": 8},
+        {"image_size": 64.0},
+        {"num_train": 0},
+        {"num_test": "all"},
+        {"seed": "a"},
+        {"colour": "red"},
+    ],
+)
+def test_a_wrong_argument_is_a_user_error_that_names_it(kwargs: dict[str, object]) -> None:
+    with pytest.raises(UserInputError, match=next(iter(kwargs))):
+        make("Shapes-v0", **kwargs)
+
+
+@pytest.mark.parametrize("options", [{"index": 4096}, {"index": -1}, {"index": 512, "split": "test"}, {"split": "dev"}])
+def test_an_item_that_does_not_exist_is_a_user_error(options: dict[str, object]) -> None:
+    with pytest.raises(UserInputError):
+        ShapesEnv().reset(options=options)
+
+
+def test_a_step_needs_an_open_episode() -> None:
+    env = ShapesEnv()
+    with pytest.raises(UserInputError, match="reset"):
+        env.step("<answer>1</answer>")
+    env.reset(options={"index": 0})
+    env.step("<answer>1</answer>")
+    with pytest.raises(UserInputError, match="reset"):
+        env.step("<answer>1</answer>")
+
+
+def test_the_rule_question_needs_a_single_shape() -> None:
+    shapes, _ = data.draw(data.stable_rng(0), 2, "train")
+    with pytest.raises(UserInputError, match="one shape"):
+        data.rule_question(shapes, 0)
+
+
+def test_drawing_costs_less_than_a_third_of_a_millisecond() -> None:
+    rng = data.stable_rng("speed")
+    best = min(_seconds(rng) for _ in range(30))
+    assert best / 20 < 0.3e-3
+
+
+def _seconds(rng: np.random.Generator) -> float:
+    started = time.perf_counter()
+    for number in range(20):
+        data.draw(rng, 1 + number % 4, "train")
+    return time.perf_counter() - started
