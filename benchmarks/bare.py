@@ -60,7 +60,10 @@ class BareLoop:
         self._direct = _DirectPolicy(self.engine)
         self._pool = EnvPool(lambda: make(run.env.id, **run.env.make_kwargs()), run.env.step_timeout_s)
         self._limits = EpisodeLimits(
-            run.rollout.max_turns, run.rollout.max_new_tokens_per_turn, run.rollout.max_new_tokens, run.serving.max_context
+            run.rollout.max_turns,
+            run.rollout.max_new_tokens_per_turn,
+            run.rollout.max_new_tokens,
+            run.serving.max_context,
         )
         self._loop = asyncio.new_event_loop()
         self._rng = np.random.default_rng(run.seed)

@@ -158,7 +158,9 @@ def _shape(messages: Sequence[Message]) -> Shape:
     )
 
 
-def expand_image_tokens(token_ids: np.ndarray, image_token_id: int, counts: Sequence[int], name: str = "") -> np.ndarray:
+def expand_image_tokens(
+    token_ids: np.ndarray, image_token_id: int, counts: Sequence[int], name: str = ""
+) -> np.ndarray:
     """Repeat the k-th image placeholder of `token_ids` `counts[k]` times; int32 in, int32 out."""
     is_image = token_ids == image_token_id
     if int(is_image.sum()) != len(counts):

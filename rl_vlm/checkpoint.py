@@ -51,7 +51,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         adapter = AdapterPayload.read(folder / "adapter", state["version"])
         moments = load_file(folder / "optimizer.safetensors")
     except (OSError, ValueError, KeyError, UserInputError) as error:
-        raise UserInputError(f"The checkpoint {folder} is incomplete or corrupt ({error}): use an older one.") from error
+        raise UserInputError(
+            f"The checkpoint {folder} is incomplete or corrupt ({error}): use an older one."
+        ) from error
     if adapter.sha256 != state["adapter_sha256"]:
         raise UserInputError(f"The checkpoint {folder} is corrupt: its adapter has another SHA-256. Use an older one.")
     return Checkpoint(adapter, moments, state)

@@ -78,6 +78,9 @@ def ray_cluster(run: RunConfig) -> Iterator[None]:
     for name, value in _WORKER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     common = {"namespace": "rl_vlm", "log_to_driver": False, "logging_level": logging.ERROR}
+    # What these say at INFO and WARNING is about their own plumbing; errors still come through.
+    for name in ("ray.serve", "ray.rllib", "ray.tune", "ray.train"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if joins_cluster():
         ray.init(address="auto", **common)
         limits = ray.cluster_resources()
@@ -96,12 +99,5 @@ def ray_cluster(run: RunConfig) -> Iterator[None]:
     try:
         yield
     finally:
-        if not joins_cluster():
-            _stop_serve()
         ray.shutdown()
 
-
-def _stop_serve() -> None:
-    from ray import serve
-
-    serve.shutdown()

@@ -39,7 +39,9 @@ class ModelSection(Section):
     train: Literal["lora", "full"] = "lora"
     lora: LoraSection = LoraSection()
     gpu_memory_gib: float | None = Field(
-        None, gt=0, description="What this recipe needs on one GPU; `doctor` and `--dry-run` compare it with the machine."
+        None,
+        gt=0,
+        description="What this recipe needs on one GPU; `doctor` and `--dry-run` compare it with the machine.",
     )
 
 
@@ -56,7 +58,9 @@ class VLLMSection(Section):
 class ServingSection(Section):
     """The Serve deployment of the policy."""
 
-    engine: Literal["auto", "transformers", "vllm"] = Field("auto", description="auto: vllm on a GPU, else transformers.")
+    engine: Literal["auto", "transformers", "vllm"] = Field(
+        "auto", description="auto: vllm on a GPU, else transformers."
+    )
     num_replicas: int = Field(2, ge=1)
     cpus_per_replica: float = Field(0.5, ge=0)
     gpus_per_replica: float = Field(0.0, ge=0)
@@ -73,7 +77,9 @@ class EnvSection(Section):
     """The environment."""
 
     id: str = Field("Shapes-v0", description="A registry id, `package.module:Class`, or `path/to/env.py[:Class]`.")
-    data: str | None = Field(None, description="Folder, file or hub name of the data; passed to the environment as `data`.")
+    data: str | None = Field(
+        None, description="Folder, file or hub name of the data; passed to the environment as `data`."
+    )
     kwargs: dict[str, Any] = Field(default_factory=dict)
     isolation: Literal["thread", "process"] = Field("thread", description="process: a child that can be killed.")
     step_timeout_s: float = Field(60.0, gt=0)
@@ -95,7 +101,9 @@ class RolloutSection(Section):
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
-    max_turns: int = Field(8, ge=1, description="Turns after which an episode is truncated, whatever the environment says.")
+    max_turns: int = Field(
+        8, ge=1, description="Turns after which an episode is truncated, whatever the environment says."
+    )
     max_new_tokens_per_turn: int = Field(64, ge=1)
     max_new_tokens: int = Field(3072, ge=1, description="Sampled tokens of a whole trajectory.")
     require_end_of_turn: bool = Field(
@@ -134,7 +142,9 @@ class LearnerSection(Section):
     gpus_per_learner: float = Field(0.0, ge=0)
     lr: float = Field(1e-5, gt=0)
     lr_schedule: Literal["constant", "linear"] = "constant"
-    lr_final_fraction: float = Field(0.1, ge=0, le=1, description="Of a linear schedule, reached at the last iteration.")
+    lr_final_fraction: float = Field(
+        0.1, ge=0, le=1, description="Of a linear schedule, reached at the last iteration."
+    )
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
@@ -152,9 +162,7 @@ class EvaluationSection(Section):
     num_items: int = Field(512, ge=1)
     samples: int = Field(1, ge=1)
     split: Literal["train", "test"] = "test"
-    variants: dict[str, dict[str, Any]] = Field(
-        default_factory=lambda: {"default": {}}, description="Name -> environment arguments to change."
-    )
+    variants: dict[str, dict[str, Any]] = Field({"default": {}}, description="Name -> environment arguments to change.")
     timeout_s: float = Field(1800.0, gt=0)
 
 
@@ -172,7 +180,9 @@ class LoggingSection(Section):
 class ResourcesSection(Section):
     """The Ray cluster: a private one unless RAY_ADDRESS (or a Ray job) names another."""
 
-    num_cpus: int | None = Field(None, ge=1, description="Logical CPUs of the private cluster; null: what the run needs.")
+    num_cpus: int | None = Field(
+        None, ge=1, description="Logical CPUs of the private cluster; null: what the run needs."
+    )
     object_store_mib: int = Field(256, ge=80)
     dashboard: bool = False
 
@@ -251,9 +261,13 @@ def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> RunCo
         except yaml.YAMLError as error:
             where = getattr(error, "problem_mark", None)
             line = f" in line {where.line + 1}" if where else ""
-            raise UserInputError(f"The config {file} is not valid YAML{line}: {getattr(error, 'problem', error)}.") from error
+            raise UserInputError(
+                f"The config {file} is not valid YAML{line}: {getattr(error, 'problem', error)}."
+            ) from error
         if loaded is not None and not isinstance(loaded, dict):
-            raise UserInputError(f"The config {file} must hold sections such as `model:`, not a {type(loaded).__name__}.")
+            raise UserInputError(
+                f"The config {file} must hold sections such as `model:`, not a {type(loaded).__name__}."
+            )
         data = loaded or {}
     for override in overrides:
         _apply_override(data, override)

@@ -30,7 +30,7 @@ _PORTS = {
     ),
     52365: (
         "the Ray dashboard agent",
-        "Another Ray may be running: start yours with --dashboard-agent-listen-port=0, or `ray job submit` finds no agent.",
+        "Start Ray with --dashboard-agent-listen-port=0 beside another one, or `ray job submit` finds no agent.",
     ),
 }
 

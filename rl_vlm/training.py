@@ -20,7 +20,7 @@ from rl_vlm.types import RLVLMError, UserInputError
 logger = logging.getLogger("rl_vlm")
 
 
-class InterruptedRun(RLVLMError):  # noqa: N818 - not an error: the user asked for it
+class InterruptedRun(RLVLMError):
     """SIGINT or SIGTERM ended the run after a checkpoint; `exit_code` is 130 or 143."""
 
     def __init__(self, number: int) -> None:
@@ -77,10 +77,14 @@ def prepare_run_dir(folder: Path, resume: bool, overwrite: bool) -> None:
     if folder.is_dir() and any(folder.iterdir()):
         if overwrite and not resume:
             if not (folder / "config.yaml").is_file():
-                raise UserInputError(f"{folder} does not look like a run folder: delete it yourself, or choose another.")
+                raise UserInputError(
+                    f"{folder} does not look like a run folder: delete it yourself, or choose another."
+                )
             shutil.rmtree(folder)
         elif not resume:
-            raise UserInputError(f"The run folder {folder} exists: choose another --run-dir, or add --resume or --overwrite.")
+            raise UserInputError(
+                f"The run folder {folder} exists: choose another --run-dir, or add --resume or --overwrite."
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -269,4 +273,3 @@ def _counts(algorithm: Any) -> dict[str, Any]:
         "restarts": dict(algorithm.restarts),
         "requests_by_replica": dict(algorithm.requests_by_replica),
     }
-

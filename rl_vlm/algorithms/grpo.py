@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import Counter, deque
-from contextlib import contextmanager
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,9 @@ class GRPOConfig(AlgorithmConfig):
 class GRPO(Algorithm):
     """The training loop. One `train()` is one GRPO iteration, so Tune can run it as it is."""
 
+    learner_group: Any
+    env_runner_group: Any
+
     @classmethod
     def get_default_config(cls) -> GRPOConfig:
         """RLlib asks for this."""
@@ -176,7 +179,7 @@ class GRPO(Algorithm):
         self.last_groups: list[TrajectoryGroup] = []
         self.last_advantages: list[np.ndarray] = []
         self.last_metrics: dict[str, float] = {}
-        self._clock: Counter[str] = Counter()
+        self._clock: defaultdict[str, float] = defaultdict(float)
         self.stop_requested: Callable[[], bool] = lambda: False
         self._service.wait_until_ready()
 
@@ -276,9 +279,7 @@ class GRPO(Algorithm):
         lr = learner.lr
         if learner.lr_schedule == "linear":
             lr *= linear_schedule(self.updates, algorithm.iterations, learner.lr_final_fraction)
-        batches = [
-            UpdateBatch(shard, plan.active, algorithm.epochs, lr, self.version + 1) for shard in plan.shards
-        ]
+        batches = [UpdateBatch(shard, plan.active, algorithm.epochs, lr, self.version + 1) for shard in plan.shards]
         try:
             if self.learner_group.is_local:
                 data = TrainingData(episodes=batches)
@@ -333,7 +334,7 @@ class GRPO(Algorithm):
     def _on_learner(self, function: Any) -> Any:
         if self.learner_group.is_local:
             return function(self.learner_group._learner)
-        return list(self.learner_group.foreach_learner(function, timeout_seconds=300.0))[0].get()
+        return next(iter(self.learner_group.foreach_learner(function, timeout_seconds=300.0))).get()
 
     def _publish_restored(self, adapter: Any) -> None:
         """Publish old weights under a new version: versions only grow, and one version never has two contents."""
@@ -478,4 +479,3 @@ class GRPO(Algorithm):
         service = getattr(self, "_service", None)
         if service is not None:
             service.stop()
-

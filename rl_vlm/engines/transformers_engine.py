@@ -280,5 +280,3 @@ def _resolve(
 
     if not loop.is_closed():
         loop.call_soon_threadsafe(settle)
-
-

@@ -72,7 +72,7 @@ class Geo3kEnv(VisionEnv):
             )
         if isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1:
             raise UserInputError(f"env.max_turns is {max_turns!r}; it must be a whole number of at least 1.")
-        if image_size is not None and image_size < 1 or square and image_size is None:
+        if (image_size is not None and image_size < 1) or (square and image_size is None):
             raise UserInputError(f"env.image_size is {image_size}; give at least 1 pixel, and give it with env.square.")
         if prompt not in ("full", "brief", "none"):
             raise UserInputError(f'env.prompt is {prompt!r}; use "full", "brief" or "none".')

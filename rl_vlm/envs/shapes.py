@@ -90,6 +90,7 @@ class ShapesEnv(VisionEnv):
     def __init__(
         self,
         task: Task = "count",
+        *,
         turns: int = 1,
         tool: bool = False,
         image_size: int = data.IMAGE_SIZE,

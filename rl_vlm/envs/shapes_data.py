@@ -20,7 +20,7 @@ from rl_vlm.types import Split, UserInputError
 
 BACKGROUND = 128  # mid-grey: 0 after normalisation with mean 0.5, so only shapes carry signal
 IMAGE_SIZE = 64
-MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 32, 1024
+MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 64, 1024  # smaller drawings could join neighbours
 MAX_SHAPES = 4
 
 COLOURS: dict[str, tuple[int, int, int]] = {

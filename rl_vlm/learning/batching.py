@@ -166,7 +166,9 @@ class BatchBuilder:
         length, images = _prompt_length(first), [image.sha256 for image in first.images[: self._prompt_images(first)]]
         for sample in group[1:]:
             other = sample.trajectory
-            if _prompt_length(other) != length or not np.array_equal(other.token_ids[:length], first.token_ids[:length]):
+            if _prompt_length(other) != length or not np.array_equal(
+                other.token_ids[:length], first.token_ids[:length]
+            ):
                 return 0
             if [image.sha256 for image in other.images[: len(images)]] != images:
                 return 0

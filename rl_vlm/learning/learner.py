@@ -121,7 +121,10 @@ class VLMLearner(TorchLearner):
         module = self.module[module_id]
         optimizer = make_optimizer(module.policy, self._run)
         self.register_optimizer(
-            module_id=module_id, optimizer=optimizer, params=module.policy.parameters, lr_or_lr_schedule=self._run.learner.lr
+            module_id=module_id,
+            optimizer=optimizer,
+            params=module.policy.parameters,
+            lr_or_lr_schedule=self._run.learner.lr,
         )
 
     @property

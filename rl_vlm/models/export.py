@@ -28,10 +28,10 @@ class ExportError(RLVLMError):
 def export_model(source: str | Path, out: str | Path, model: str | None = None, overwrite: bool = False) -> Path:
     """Merge the adapter of `source` into its base model and write the Hugging Face folder `out`, whole or not at all.
 
-    `source` is a run folder (its newest `adapter/` and the model that its `config.yaml` names) or a peft adapter folder,
-    which needs `model`: a folder, a hub name or `tiny`. `out` holds weights in the base model's own precision, processor
-    and chat template; it is loaded once before it appears. An existing `out` is refused without `overwrite`, and even
-    then unless it is a model folder or empty.
+    `source` is a run folder (its newest `adapter/` and the model that its `config.yaml` names) or a peft adapter
+    folder, which needs `model`: a folder, a hub name or `tiny`. `out` holds weights in the base model's own precision,
+    processor and chat template; it is loaded once before it appears. An existing `out` is refused without `overwrite`,
+    and even then unless it is a model folder or empty.
     """
     source, out = Path(source).expanduser(), Path(out).expanduser()
     adapter, named = find_adapter(source)
@@ -61,7 +61,9 @@ def find_adapter(source: Path) -> tuple[Path, str | None]:
     if not source.is_dir():
         raise UserInputError(f"There is no folder {source}: give a run folder or a peft adapter folder.")
     if not (source / "adapter" / "adapter_config.json").is_file():
-        raise UserInputError(f"{source} holds neither adapter_config.json nor adapter/: give a run folder or an adapter folder.")
+        raise UserInputError(
+            f"{source} holds neither adapter_config.json nor adapter/: give a run folder or an adapter folder."
+        )
     try:
         name = yaml.safe_load((source / "config.yaml").read_text())["model"]["path"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
@@ -98,9 +100,8 @@ def _with_adapter(model: nn.Module, config: LoraConfig, state: dict[str, Tensor]
         raise UserInputError(f"The adapter does not fit the model: tensors differ, for example {example}.")
     for name, tensor in state.items():
         if own[name].shape != tensor.shape:
-            raise UserInputError(
-                f"The adapter does not fit the model: {name} is {tuple(tensor.shape)}, expected {tuple(own[name].shape)}."
-            )
+            shapes = f"{name} is {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
+            raise UserInputError(f"The adapter does not fit the model: {shapes}.")
     # float32, so that the sum with a low-precision weight is rounded once.
     set_peft_model_state_dict(adapted, {name: tensor.float() for name, tensor in state.items()})
     return adapted
@@ -141,7 +142,8 @@ def _missing_model(source: Path) -> str:
 
 def _digest(tensor: Tensor) -> str:
     # numpy knows no bfloat16: hash the bytes.
-    return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+    return hashlib.sha256(data).hexdigest()
 
 
 def _check_export(folder: Path, digests: dict[str, str]) -> None:
@@ -151,4 +153,6 @@ def _check_export(folder: Path, digests: dict[str, str]) -> None:
     found = {name: _digest(tensor) for name, tensor in model.state_dict().items()}
     if found != digests:
         names = [name for name in digests.keys() | found.keys() if found.get(name) != digests.get(name)]
-        raise ExportError(f"The exported folder came back different in {len(names)} tensors, such as {sorted(names)[0]}.")
+        raise ExportError(
+            f"The exported folder came back different in {len(names)} tensors, such as {sorted(names)[0]}."
+        )

@@ -1,4 +1,4 @@
-""" "Can it see?": does a model answer questions about a picture better with the picture than without?"""
+"""The smoke test "can it see?": does a model answer questions about a picture better with the picture than without?"""
 
 from __future__ import annotations
 
@@ -47,29 +47,6 @@ def choice_logprobs(
             flat.append(token_logprobs(model, arguments, targets.to(device)).sum(1).cpu().numpy())
     ends = np.cumsum([len(question.choices) for question in questions])
     return np.split(np.concatenate(flat), ends[:-1])
-
-
-def sees(self) -> bool:
-        """Whether the picture helps far more than luck could explain."""
-        return self.real >= self.blank + 0.2
-
-
-def choice_logprobs(
-    model: Any, encoder: DialogueEncoder, pixels: Sequence[np.ndarray], questions: Sequence[data.Question]
-) -> list[np.ndarray]:
-    """Per question, the log-probability of each of its choices as a whole turn, end of turn included."""
-    found: list[np.ndarray] = []
-    device = next(model.parameters()).device
-    for image, question in zip(pixels, questions, strict=True):
-        examples = [
-            encoder.encode([image], [("user", question.text, data.format_answer(choice))])
-            for choice in question.choices
-        ]
-        arguments, targets = collate(examples, encoder.pad_token_id)
-        arguments = {name: value.to(device) for name, value in arguments.items()}
-        with torch.no_grad():
-            found.append(token_logprobs(model, arguments, targets.to(device)).sum(1).cpu().numpy())
-    return found
 
 
 def sees(model: Any, encoder: DialogueEncoder, num_questions: int = 96, seed: int = 0) -> SightReport:

@@ -21,7 +21,7 @@ _STAND_IN = EncodedImage("", b"", 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """token_ids int32 [T]; targets bool [T], True where the policy speaks; positions int64 [3, T]; patches and grids."""
+    """token_ids int32 [T]; targets bool [T], True where the policy speaks; positions int64 [3, T]; patches; grids."""
 
     token_ids: np.ndarray
     targets: np.ndarray
@@ -41,6 +41,13 @@ class DialogueEncoder:
         self._prompt = lru_cache(maxsize=4096)(self._prompt_uncached)
         self._continuation = lru_cache(maxsize=256)(self._continuation_uncached)
         self._reply = lru_cache(maxsize=4096)(self._reply_uncached)
+
+    @classmethod
+    def from_processor(cls, processor: Any) -> DialogueEncoder:
+        """The encoder for a Hugging Face processor of the Qwen-VL family."""
+        tokenizer = processor.tokenizer
+        codec = ChatCodec(tokenizer, processor.chat_template or tokenizer.chat_template, processor.image_token)
+        return cls(codec, tokenizer, ImageProcessorSpec.from_processor(processor))
 
     @property
     def pad_token_id(self) -> int:

@@ -20,17 +20,14 @@ from typing import Any, Literal
 
 import torch
 
-from rl_vlm.chat import ChatCodec
 from rl_vlm.envs import shapes_data as data
-from rl_vlm.models.images import ImageProcessorSpec
 from rl_vlm.models.sight import accuracy, choice_logprobs, sampled_accuracy
 from rl_vlm.models.supervised import DialogueEncoder
 from rl_vlm.models.tiny_tokenizer import CHAT_TEMPLATE, build_tokenizer
-from rl_vlm.models.tiny_warmstart import STEPS, warm_start
 from rl_vlm.types import UserInputError
 
 # Part of the cache key: raise it whenever the weights would come out differently.
-RECIPE_VERSION = 3
+RECIPE_VERSION = 4
 MAX_LENGTH = 8192
 MIN_PIXELS, MAX_PIXELS = 32 * 32, 128 * 128  # 1 to 16 image tokens
 
@@ -60,23 +57,32 @@ def tiny_model_path(seed: int = 0, variant: Variant = "small") -> Path:
             raise UserInputError(f"The cache folder {cache} cannot be made ({error}): set RL_VLM_CACHE.") from error
         with _locked(cache / f"{folder.name}.lock"):
             if not folder.is_dir():  # another process may have built it meanwhile
+                for abandoned in cache.glob(f".{folder.name}.*"):  # by a build that was killed
+                    shutil.rmtree(abandoned, ignore_errors=True)
                 make_tiny(folder, seed=seed, variant=variant)
     return folder
 
 
-def make_tiny(folder: str | Path, seed: int = 0, variant: Variant = "small", steps: int = STEPS) -> Path:
-    """Build the tiny model and write it as a Hugging Face folder, which appears complete or not at all."""
+def make_tiny(folder: str | Path, seed: int = 0, variant: Variant = "small", steps: int | None = None) -> Path:
+    """Build the tiny model and write it as a Hugging Face folder, which appears complete or not at all.
+
+    `steps` shortens the warm start for tests of everything but learning.
+    """
     if variant not in _HEADS:
         raise UserInputError(f"Tiny model variant {variant!r} is unknown; choose one of {', '.join(_HEADS)}.")
     folder = Path(folder)
     if folder.exists():
         raise UserInputError(f"{folder} exists already: remove it or choose another folder.")
+    # Imported here: a model that is cached must load without the environments that the warm start plays.
+    from rl_vlm.models.tiny_warmstart import STEPS, warm_start
+
+    steps = STEPS if steps is None else steps
     folder.parent.mkdir(parents=True, exist_ok=True)
     logger.info("tiny model: building %s (seed %d, %d steps); this happens once", folder, seed, steps)
     started = time.monotonic()
     processor = build_processor()
     model = build_model(seed, processor.tokenizer, variant)
-    encoder = dialogue_encoder(processor)
+    encoder = DialogueEncoder.from_processor(processor)
     with _one_thread():
         loss = warm_start(model, encoder, seed, steps)
         _log_chance(model, encoder, loss, time.monotonic() - started)
@@ -84,7 +90,7 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: Variant = "small", ste
     try:
         model.save_pretrained(draft)
         processor.save_pretrained(draft)
-        draft.chmod(0o755)
+        _make_readable(draft)
         os.replace(draft, folder)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -172,13 +178,6 @@ def build_model(seed: int, tokenizer: Any, variant: Variant = "small") -> Any:
     return model
 
 
-def dialogue_encoder(processor: Any) -> DialogueEncoder:
-    """The encoder of teacher-forced dialogues for a Qwen-VL processor."""
-    tokenizer = processor.tokenizer
-    codec = ChatCodec(tokenizer, processor.chat_template or tokenizer.chat_template, processor.image_token)
-    return DialogueEncoder(codec, tokenizer, ImageProcessorSpec.from_processor(processor))
-
-
 def _log_chance(model: Any, encoder: DialogueEncoder, loss: float, seconds: float) -> None:
     """Say how near to chance the model still is on the task, on drawings that are not of the test split."""
     rng = data.stable_rng("chance")
@@ -190,6 +189,13 @@ def _log_chance(model: Any, encoder: DialogueEncoder, loss: float, seconds: floa
         "tiny model: done in %.0f s, loss %.3f; counting accuracy %.2f greedy, %.2f sampled (chance 0.25)",
         seconds, loss, greedy, sampled,
     )  # fmt: skip
+
+
+def _make_readable(folder: Path) -> None:
+    """Drafts are private by default; a cache may be shared."""
+    folder.chmod(0o755)
+    for file in folder.iterdir():
+        file.chmod(0o644)
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ _RESULT: dict[str, Any] = {
     "policy_version": 0,
     "trajectories": 0,
     "dropped": {},
-    "restarts": 0,
+    "restarts": {},
 }
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,8 @@ class RunRecorder:
     `folder` exists. `resumed_iteration` is the iteration that the run continues after; what an earlier process recorded
     beyond it is removed. None starts anew: rows of an earlier run in the folder are removed.
 
-    No OSError leaves a method (the constructor may raise): a full disk must not end a run. Failures are counted in `write_errors` and warned of
-    once per kind; metrics that could not be written are kept and written with the next ones. No file is ever half
+    No OSError leaves a method (the constructor may raise): a full disk must not end a run. Failures are counted in
+    `write_errors` and warned of once per kind; metrics that could not be written are kept and written with the next ones. No file is ever half
     written. With WANDB_API_KEY set, metrics also go to Weights & Biases.
     """
 
@@ -75,7 +75,7 @@ class RunRecorder:
         self._log_scalars(iteration, metrics)
 
     def log_evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
-        """Record a held-out evaluation: everything in `eval.jsonl`, numbers as scalars (`seconds` as `evaluation/seconds`)."""
+        """Record a held-out evaluation: everything in `eval.jsonl`, numbers as scalars, bare names under `evaluation/`."""
         with self._guard("eval.jsonl"):
             self._evaluations.add({"iteration": iteration, "time": time.time(), **results})
         numbers = {
@@ -105,7 +105,7 @@ class RunRecorder:
             )
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write `result.json` (`result` must hold a `status`; extra keys are kept) and `curve.png`, close everything."""
+        """Write `result.json` and `curve.png`, close everything. `result` holds a `status`; its extra keys are kept."""
         if result.get("status") not in STATUSES:
             raise ValueError(f"status is {result.get('status')!r}; it must be one of {', '.join(STATUSES)}.")
         for name, sink in (("progress.csv", self._progress), ("eval.jsonl", self._evaluations)):
@@ -118,10 +118,26 @@ class RunRecorder:
             text = json.dumps(to_jsonable({**_RESULT, **result}), indent=2, ensure_ascii=False, allow_nan=False)
             write_atomic(self.folder / "result.json", text + "\n")
         self.draw()
-        if self._wandb is not None:
+        self.close()
+
+    def close(self) -> None:
+        """End the run on Weights & Biases; all files are closed already. A second call does nothing."""
+        wandb, self._wandb = self._wandb, None
+        if wandb is not None:
             with self._guard("Weights & Biases", Exception):
-                self._wandb.close()
-            self._wandb = None
+                wandb.close()
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Every evaluation of the run, resumed parts included, in order."""
+        return self._evaluations.entries()
+
+    def has_evaluation(self, iteration: int) -> bool:
+        """Whether an evaluation at this iteration is recorded."""
+        return any(entry["iteration"] == iteration for entry in self.evaluations())
+
+    def rewards(self) -> list[float]:
+        """The mean reward of every iteration, resumed parts included, in order."""
+        return self._progress.column("reward/mean")
 
     def draw(self) -> None:
         """Draw `curve.png` from what is recorded so far."""

@@ -53,10 +53,7 @@ class ProgressCsv:
         known = set(columns)
         new = list(dict.fromkeys(name for _, metrics in self._pending for name in metrics if name not in known))
         wider = columns + new
-        rows = _csv(
-            [iteration, *(metrics.get(name, "") for name in wider[1:])]
-            for iteration, metrics in self._pending
-        )
+        rows = _csv([iteration, *(metrics.get(name, "") for name in wider[1:])] for iteration, metrics in self._pending)
         if new or not self._columns:
             # Cells hold no line ends, so a row is widened by adding empty cells to its line.
             old = [line + b"," * len(new) + b"\n" for line in whole_lines(self._path)[1:]]
@@ -65,6 +62,12 @@ class ProgressCsv:
             append_whole(self._path, rows)
         self._columns = wider
         self._pending.clear()
+
+    def column(self, name: str) -> list[float]:
+        """All values of a metric, in order, those included that could not be written yet."""
+        rows = csv.DictReader(line.decode() for line in whole_lines(self._path))
+        written = [float(row[name]) for row in rows if row.get(name)]
+        return written + [metrics[name] for _, metrics in self._pending if name in metrics]
 
 
 class JsonLines:
@@ -86,6 +89,10 @@ class JsonLines:
         if self._pending:
             append_whole(self._path, b"".join(self._pending))
             self._pending.clear()
+
+    def entries(self) -> list[dict[str, Any]]:
+        """All objects, those included that could not be written yet."""
+        return [json.loads(line) for line in [*whole_lines(self._path), *self._pending]]
 
 
 class TensorBoardFile:

@@ -75,7 +75,7 @@ def write_trajectories(
     advantages: Sequence[np.ndarray],
     decode: Callable[[np.ndarray], str],
 ) -> Path:
-    """Write `folder/iteration-000010.parquet` and the images that `folder/images` lacks. `advantages`: [G] per group."""
+    """Write `folder/iteration-000010.parquet` and the images that `folder/images` lacks; `advantages` is [G] each."""
     rows = []
     for group, per_group in zip(groups, advantages, strict=True):
         for trajectory, advantage in zip(group.trajectories, per_group, strict=True):

@@ -160,7 +160,7 @@ def _draw(figure: Figure, curves: Curves) -> None:
     lower.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 2.5, 5, 10]))
     last = [series[-1][0] for series in [curves.reward, *curves.accuracy.values()] if series]
     if last:
-        lower.set_xlim(-0.02 * max(last), max(max(last), 1) * 1.02)
+        lower.set_xlim(-0.02 * max(last), max(*last, 1) * 1.02)
     top = _draw_heads(figure, axes, curves)
     figure.subplots_adjust(left=_LEFT, right=_RIGHT, top=top, bottom=0.125, hspace=0.12)
 
@@ -184,8 +184,8 @@ def _draw_accuracy(
     # Many points run together: smaller, and still one per evaluation.
     size = 7.0 if len(series) <= 30 else 4.5
     panel.plot(
-        iterations, values, color=color, linewidth=1.2, linestyle=(0, (1, 1.5)), marker=_MARKERS[place], markersize=size,
-        markeredgecolor=_GROUND, markeredgewidth=1.0, zorder=4, label=label,
+        iterations, values, color=color, linewidth=1.2, linestyle=(0, (1, 1.5)), marker=_MARKERS[place],
+        markersize=size, markeredgecolor=_GROUND, markeredgewidth=1.0, zorder=4, label=label,
     )  # fmt: skip
 
 

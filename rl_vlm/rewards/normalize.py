@@ -16,8 +16,8 @@ MAX_NESTING = 20  # braces, brackets and parentheses inside each other
 
 _UNICODE = str.maketrans(
     {
-        **{dash: "-" for dash in "\u2212\u2013\u2014\u2010\u2011\uff0d"},
-        **{space: " " for space in "\u00a0\u2009\u202f\u200b\u3000"},
+        **dict.fromkeys("−–—‐‑－", "-"),
+        **dict.fromkeys("\xa0\u2009\u202f\u200b\u3000", " "),
         **{mark: rf"^{{{digit}}}" for digit, mark in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
         "×": r"\cdot ",
         "·": r"\cdot ",

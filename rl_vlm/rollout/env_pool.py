@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
@@ -56,15 +57,16 @@ class EnvPool:
         for env in envs:
             self._threads.submit(_close_quietly, env)
 
-    async def reset(self, envs: Sequence[VisionEnv], seed: int, options: dict[str, Any]) -> list[tuple[Observation, Info]]:
+    async def reset(
+        self, envs: Sequence[VisionEnv], seed: int, options: dict[str, Any]
+    ) -> list[tuple[Observation, Info]]:
         """Open the same task instance in all copies."""
-        results = await self.run([lambda env=env: check_reset(env.reset(seed=seed, options=dict(options))) for env in envs])
+        results = await self.run([partial(_reset, env, seed, options) for env in envs])
         return [_raise_or(result) for result in results]
 
     async def step(self, envs: Sequence[VisionEnv], actions: Sequence[str]) -> list[StepResult | RLVLMError]:
         """Step each environment with its action; an environment's error is returned in its place."""
-        calls = [lambda env=env, action=action: check_step(env.step(action)) for env, action in zip(envs, actions, strict=True)]
-        return await self.run(calls)
+        return await self.run([partial(_step, env, action) for env, action in zip(envs, actions, strict=True)])
 
     async def run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run calls; each gives its result or the RLVLMError that it failed with."""
@@ -99,6 +101,14 @@ class EnvPool:
         for env in self._idle:
             _close_quietly(env)
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _reset(env: VisionEnv, seed: int, options: dict[str, Any]) -> tuple[Observation, Info]:
+    return check_reset(env.reset(seed=seed, options=dict(options)))
+
+
+def _step(env: VisionEnv, action: str) -> StepResult:
+    return check_step(env.step(action))
 
 
 def _run_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -61,6 +61,8 @@ class EpisodeLimits:
     max_new_tokens: int
     max_context: int
     require_end_of_turn: bool = True
+    top_p: float = 1.0  # training samples from the whole distribution; rollouts for people may restrict it
+    top_k: int = 0
 
 
 @dataclass(slots=True)
@@ -121,7 +123,7 @@ async def _run_group(
             request_id=f"{task.group_id}:0",
             prompt_ids=prompt.token_ids,
             images=prompt.images,
-            sampling=SamplingParams(room, task.temperature, n=task.size, seeds=seeds),
+            sampling=SamplingParams(room, task.temperature, limits.top_p, limits.top_k, task.size, seeds),
             min_version=task.min_version,
         )
     )
@@ -186,7 +188,11 @@ async def _continue(
                 prompt_ids=np.concatenate(episode.ids),
                 images=tuple(episode.images),
                 sampling=SamplingParams(
-                    room, task.temperature, seeds=(derive_seed(task.sampling_seed, episode.number, turn),)
+                    room,
+                    task.temperature,
+                    limits.top_p,
+                    limits.top_k,
+                    seeds=(derive_seed(task.sampling_seed, episode.number, turn),),
                 ),
                 min_version=task.min_version,
                 session_id=episode.replicas[-1],
@@ -220,7 +226,9 @@ async def _act(
             episode.status = TrajectoryStatus.TRUNCATED
         else:
             acting.append((episode, action))
-    results = await pool.step([episode.env for episode, _ in acting], [action for _, action in acting]) if acting else []
+    results = (
+        await pool.step([episode.env for episode, _ in acting], [action for _, action in acting]) if acting else []
+    )
     observations: dict[int, Observation] = {}
     for (episode, _), result in zip(acting, results, strict=True):
         if isinstance(result, RLVLMError):
@@ -294,11 +302,11 @@ def _check_same_opening(observation: Observation, first: Observation, prompt: En
     same_images = [image.sha256 for image in other.images] == [image.sha256 for image in prompt.images]
     if not same_images or not np.array_equal(other.token_ids, prompt.token_ids):
         raise GroupFailedError(
-            "env_not_seeded", "Copies of an environment opened differently with the same index and seed: seed its reset."
+            "env_not_seeded",
+            "Copies of an environment opened differently with the same index and seed: seed its reset.",
         )
 
 
 def _reason(error: Exception) -> str:
     name = type(error).__name__.removesuffix("Error")
     return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
-

@@ -15,7 +15,6 @@ from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.types import RLVLMError, TrajectoryGroup
 
-
 # How often a wait looks up to see whether the user wants to stop.
 _LOOK_UP_S = 0.5
 

@@ -38,6 +38,8 @@ class RolloutWorker:
             max_new_tokens=run.rollout.max_new_tokens,
             max_context=run.serving.max_context,
             require_end_of_turn=run.rollout.require_end_of_turn,
+            top_p=run.rollout.top_p,
+            top_k=run.rollout.top_k,
         )
         self._retry = RetryPolicy(run.rollout.group_retries + 1)
         self._client: PolicyClient | None = None
@@ -77,9 +79,7 @@ class RolloutWorker:
             )
         return self._client
 
-    async def _attempt(
-        self, task: RolloutTask, client: PolicyClient, dropped: Counter[str]
-    ) -> TrajectoryGroup | str:
+    async def _attempt(self, task: RolloutTask, client: PolicyClient, dropped: Counter[str]) -> TrajectoryGroup | str:
         """The group, or why it is lost after all its attempts."""
         attempt = 0
         while True:

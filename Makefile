@@ -1,0 +1,52 @@
+# Two commands do all the set-up: `make quickstart` and `make test`. Everything goes into .venv; a second run installs nothing.
+
+# The newest supported Python that is here; `make PYTHON=... test` chooses another.
+PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(shell command -v $(p) >/dev/null 2>&1 && \
+	$(p) -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,12))' >/dev/null 2>&1 && echo $(p))))
+REQUIREMENTS ?= $(shell if command -v nvidia-smi >/dev/null 2>&1; then echo requirements/gpu.txt; else echo requirements/cpu.txt; fi)
+BIN := .venv/bin
+STAMP := .venv/installed-$(notdir $(REQUIREMENTS))
+TEST := $(BIN)/python -m pytest -q
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test unit integration e2e lint acceptance requirements clean
+
+help: ## Show the commands
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
+
+install: $(STAMP) ## Create .venv with everything that the tests need
+
+$(STAMP): $(REQUIREMENTS) pyproject.toml
+	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed; install it, for example: apt-get install python3 python3-venv"; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) has no venv module; install it: apt-get install python3-venv"; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet 'uv>=0.8'
+	$(BIN)/uv pip sync --quiet --python $(BIN)/python $(REQUIREMENTS)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
+	@rm -f .venv/installed-*.txt && touch $(STAMP)
+
+quickstart: install ## Train the tiny VLM on shapes, offline, in minutes
+	$(BIN)/rl-vlm train configs/quickstart.yaml --overwrite
+
+lint: install ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: install ## Tests without Ray, in seconds
+	$(TEST) tests/unit
+
+test: lint ## Lint, types, and the tests that CI runs (both engines, one real learning run)
+	$(TEST) -m "not acceptance" tests
+
+acceptance: install ## Everything else: learning on several seeds, fault drills, benchmarks (hours)
+	$(TEST) -m acceptance tests
+
+requirements: install ## Pin the requirement files anew
+	$(BIN)/uv pip compile requirements/cpu.in --universal --python-version 3.11 --generate-hashes --no-emit-package rl-vlm \
+		--override requirements/overrides.txt --no-header -q -o requirements/cpu.txt
+	$(BIN)/uv pip compile requirements/gpu.in --universal --python-version 3.11 --generate-hashes --no-emit-package rl-vlm \
+		--no-header -q -o requirements/gpu.txt
+
+clean: ## Remove what runs and tests left behind (not .venv)
+	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache

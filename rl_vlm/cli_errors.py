@@ -1,0 +1,62 @@
+"""How a command ends when something goes wrong: one sentence on stderr, an exit code, a traceback in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import TextIO
+
+
+class ErrorReport:
+    """Turns an exception into a sentence and an exit code. `folder` is where the traceback of a surprise goes."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+
+    def report(self, error: Exception) -> int:
+        """Print the sentence; return 2 for bad input, an interrupted run's own code, 1 otherwise."""
+        from rl_vlm.types import RLVLMError, UserInputError  # after the fact: --help must not wait for it
+
+        if isinstance(error, RLVLMError):
+            print(f"error: {error}", file=sys.stderr)
+            return 2 if isinstance(error, UserInputError) else int(getattr(error, "exit_code", 1))
+        lines = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+        print(f"error: {reason} (unexpected; the traceback is in {self._write(error)})", file=sys.stderr)
+        return 1
+
+    def _write(self, error: Exception) -> str:
+        text = "".join(traceback.format_exception(error))
+        with contextlib.suppress(OSError):
+            if self.folder is not None and self.folder.is_dir():
+                path = self.folder / "error.log"
+                path.write_text(text)
+                return str(path)
+        try:
+            descriptor, name = tempfile.mkstemp(prefix="rl-vlm-error-", suffix=".log")
+            with os.fdopen(descriptor, "w") as file:
+                file.write(text)
+        except OSError:
+            return "no file, because none could be written"
+        return name
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what sys.stderr is at that moment: a live panel puts itself there while it is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def log_to_stderr() -> None:
+    """Show this package's own log messages, from INFO on, as plain lines."""
+    logger = logging.getLogger("rl_vlm")
+    if not logger.handlers:
+        logger.addHandler(_StderrHandler())
+        logger.setLevel(logging.INFO)

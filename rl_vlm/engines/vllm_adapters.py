@@ -1,0 +1,120 @@
+"""The adapter versions of a vLLM engine: their files, their ids, and which of them running requests still need."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.engines.base import EngineError
+from rl_vlm.models.lora import AdapterPayload
+
+_PREFIX = "rl-vlm-adapters-"
+_KEPT = 2  # the newest folders stay although no request uses them
+
+
+@dataclass(slots=True)
+class Adapter:
+    """One loaded version; `request` is vLLM's LoRARequest, `users` the requests that are running with it."""
+
+    version: int
+    folder: Path
+    request: Any
+    users: int = 0
+
+
+class AdapterShelf:
+    """Folders of adapters that vLLM reads from, in memory where the system has such a place.
+
+    Every version gets a new id, name and folder: vLLM keeps the old weights of an id that it knows, and its prefix
+    cache tells versions apart by their names. vLLM reads a folder again when it has dropped an adapter that a running
+    request still needs, so a folder stays as long as a request uses it.
+    """
+
+    def __init__(self) -> None:
+        self._root, self._lock = _claim_root()
+        self._adapters: list[Adapter] = []  # oldest first
+        self._hashes: dict[int, str] = {}  # of every version that was added
+        self._next_id = 1
+
+    @property
+    def newest(self) -> Adapter | None:
+        """The version that was added last."""
+        return self._adapters[-1] if self._adapters else None
+
+    def write(self, payload: AdapterPayload) -> Adapter:
+        """Write a version's folder; the version is not in use before `add`. Raises EngineError for an unfit one."""
+        from vllm.lora.request import LoRARequest
+
+        payload.verify()
+        if self._hashes.get(payload.version, payload.sha256) != payload.sha256:
+            raise EngineError(
+                f"Adapter version {payload.version} was loaded with other weights: publish these under a new version."
+            )
+        strangers = [name for name in payload.state() if ".language_model." not in name]
+        if strangers:
+            # vLLM would leave an adapted vision tower out without a word.
+            raise EngineError(
+                f"Adapter version {payload.version} adapts {strangers[0]}: only the language model's linear layers may be."
+            )
+        number, self._next_id = self._next_id, self._next_id + 1
+        folder = payload.write(self._root / f"v{payload.version}-{number}")
+        return Adapter(payload.version, folder, LoRARequest(f"policy-v{payload.version}", number, str(folder)))
+
+    def add(self, adapter: Adapter, sha256: str) -> None:
+        """Make a written version the newest, and delete the folders that nobody needs any more."""
+        self._hashes[adapter.version] = sha256
+        self._adapters.append(adapter)
+        for old in [one for one in self._adapters[:-_KEPT] if not one.users]:
+            self._adapters.remove(old)
+            self.discard(old)
+
+    def discard(self, adapter: Adapter) -> None:
+        """Delete a version's folder."""
+        shutil.rmtree(adapter.folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator[Adapter | None]:
+        """The newest version, for the whole of one request."""
+        adapter = self.newest
+        if adapter is None:
+            yield None
+            return
+        adapter.users += 1
+        try:
+            yield adapter
+        finally:
+            adapter.users -= 1
+
+    def close(self) -> None:
+        """Delete all folders."""
+        shutil.rmtree(self._root, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _claim_root() -> tuple[Path, int]:
+    """A new folder, and the descriptor that locks it. Folders of engines that were killed are deleted.
+
+    A lock tells the dead from the living where process ids cannot: containers may share /dev/shm.
+    """
+    memory = Path("/dev/shm")
+    base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    for stale in base.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(stale, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises BlockingIOError while its owner lives
+                shutil.rmtree(stale, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+    # Locked under a name that nobody sweeps, then renamed.
+    draft = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=base))
+    descriptor = os.open(draft, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return draft.rename(draft.with_name(draft.name[1:])), descriptor

@@ -1,0 +1,114 @@
+"""How vLLM is started: its environment variables, its engine arguments, and the process that it computes in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_vlm.config import ServingSection
+from rl_vlm.models.loading import TextSide
+from rl_vlm.types import UserInputError
+
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM has kernels for
+
+
+def prepare_environment(serving: ServingSection) -> None:
+    """Set what vLLM reads from the environment, before its first import; raises UserInputError without vLLM."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is a folder
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads: forking it is not safe
+    if not torch.cuda.is_available():
+        os.environ["VLLM_PLUGINS"] = ""
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(serving.vllm.kv_cache_gib)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # binding collapses when replicas share cores
+        # AsyncLLM has an engine core process either way; with 1, vLLM puts a worker process below it on a CPU.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    try:
+        import vllm  # noqa: F401
+    except ImportError as error:
+        raise UserInputError(
+            f"Engine vllm needs the package vllm, which does not import here ({error}): pip install -r "
+            "requirements/gpu.txt, or requirements/cpu.txt on a machine without a GPU."
+        ) from error
+
+
+@contextlib.contextmanager
+def _child_environment(num_threads: int) -> Iterator[None]:
+    """What only the engine core may see, on a machine without a GPU.
+
+    torch.compile would keep the first sample waiting for 17 s, and needs a C++ compiler.
+    """
+    ours = {} if torch.cuda.is_available() else {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(num_threads)}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def engine_args(
+    model: Path, dtype: str, serving: ServingSection, max_lora_rank: int, max_loras: int, text: TextSide
+) -> Any:
+    """vLLM's AsyncEngineArgs."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from rl_vlm.engines.vllm_worker import SUPPRESSED_KEY
+
+    if max_lora_rank > _RANKS[-1]:
+        raise UserInputError(f"vLLM serves LoRA up to rank {_RANKS[-1]}, not {max_lora_rank}: lower model.lora.rank.")
+    settings = serving.vllm
+    return AsyncEngineArgs(
+        model=str(model),
+        dtype=dtype,  # type: ignore[arg-type]
+        max_model_len=serving.max_context,
+        max_num_seqs=settings.max_num_seqs,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        # Inside a Ray actor vLLM would otherwise choose Ray for several GPUs.
+        distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",
+        enforce_eager=settings.enforce_eager or not torch.cuda.is_available(),
+        enable_prefix_caching=True,
+        enable_lora=True,
+        max_lora_rank=next(rank for rank in _RANKS if rank >= max_lora_rank),  # type: ignore[arg-type]
+        max_loras=max_loras,
+        max_cpu_loras=max_loras + 2,
+        limit_mm_per_prompt={"video": 0},
+        generation_config="vllm",  # nothing from the model's generation_config.json
+        logprobs_mode="processed_logprobs",  # after mask, temperature, top-k and top-p
+        logits_processors=["rl_vlm.engines.vllm_worker:TokenMask"],
+        additional_config={SUPPRESSED_KEY: text.codec.suppressed_token_ids(text.vocab_size).tolist()},
+        # Requests without seeds must differ between replicas and restarts.
+        seed=int.from_bytes(os.urandom(4), "little") >> 1,
+        use_tqdm_on_load=False,
+        disable_log_stats=True,
+        enable_log_requests=False,
+        trust_remote_code=False,
+    )
+
+
+def start_llm(args: Any, num_threads: int) -> Any:
+    """An AsyncLLM whose weights are loaded; takes as long as that takes.
+
+    Call it on the thread that outlives the engine: the engine core ends with the thread that started it.
+    """
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from rl_vlm.engines.vllm_worker import bound_executor
+
+    config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    executor = bound_executor(args.tensor_parallel_size)
+    with _child_environment(num_threads):
+        return AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)

@@ -1,0 +1,39 @@
+"""What `rl-vlm envs` says of the registered environments."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from rl_vlm.envs.registry import registered, resolve
+from rl_vlm.types import RLVLMError
+
+
+def list_environments() -> list[dict[str, Any]]:
+    """Per id: `id`, the first line of the description, and `num_items` by split where that takes no data set."""
+    return [_describe(env_id) for env_id in registered()]
+
+
+def _describe(env_id: str) -> dict[str, Any]:
+    entry: dict[str, Any] = {"id": env_id, "description": "", "num_items": None}
+    try:
+        factory = resolve(env_id)
+    except RLVLMError as error:
+        return {**entry, "description": f"cannot be used: {error}"}
+    text = inspect.getdoc(factory) or ""
+    entry["description"] = text.split("\n\n")[0].replace("\n", " ").strip()
+    parameters = inspect.signature(factory).parameters.values()
+    if any(one.name == "data" or (one.default is one.empty and one.kind not in _OPTIONAL) for one in parameters):
+        return entry
+    try:
+        env = factory()
+    except RLVLMError:
+        return entry
+    try:
+        counts = {split: env.num_items(split) for split in ("train", "test")}  # type: ignore[arg-type]
+    finally:
+        env.close()
+    return {**entry, "num_items": counts if None not in counts.values() else None}
+
+
+_OPTIONAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

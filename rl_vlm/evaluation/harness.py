@@ -1,0 +1,177 @@
+"""`rl-vlm eval` and `rl-vlm rollout`: episodes of a policy through Ray Serve, without a learner."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_vlm.config import RunConfig
+from rl_vlm.engines.base import derive_seed
+from rl_vlm.envs.registry import make
+from rl_vlm.evaluation.heldout import evaluation_tasks, is_correct, summarize
+from rl_vlm.models.loading import resolve_model
+from rl_vlm.models.lora import AdapterPayload
+from rl_vlm.monitoring.files import write_atomic
+from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
+from rl_vlm.types import RLVLMError, TrajectoryGroup
+
+
+class EpisodesLostError(RLVLMError):
+    """Not one episode could be finished."""
+
+
+@contextmanager
+def served_worker(run: RunConfig, adapter: Path | None) -> Iterator[Any]:
+    """A rollout worker in this process, with the model (and an adapter) behind Ray Serve."""
+    import tempfile
+
+    from rl_vlm.cluster import ray_cluster
+    from rl_vlm.rollout.worker import RolloutWorker
+    from rl_vlm.serving.publisher import PolicyService
+
+    model = resolve_model(run.model.path)
+    payload = AdapterPayload.read(adapter, version=1) if adapter is not None else None
+    run_id = f"{run.name}-{uuid.uuid4().hex[:8]}"
+    with tempfile.TemporaryDirectory(prefix="rl-vlm-") as scratch, ray_cluster(run):
+        service = PolicyService(run, run_id, model, Path(scratch))
+        try:
+            service.wait_until_ready()
+            if payload is not None:
+                service.publish(payload)
+            yield RolloutWorker(run, run_id, model)
+        finally:
+            service.stop()
+
+
+def _play(run: RunConfig, adapter: Path | None, tasks: list[RolloutTask], batch: int) -> RolloutResult:
+    """Run the tasks, `batch` at a time."""
+    merged = RolloutResult()
+    with served_worker(run, adapter) as worker:
+        loop = asyncio.new_event_loop()
+        for start in range(0, len(tasks), batch):
+            part: RolloutResult = loop.run_until_complete(worker.run(tasks[start : start + batch]))
+            merged.groups.extend(part.groups)
+            merged.lost.update(part.lost)
+            merged.timings["sample"] = merged.timings.get("sample", 0.0) + part.timings["sample"]
+        worker.close_envs()
+        loop.close()
+    if not merged.groups:
+        reason = next(iter(merged.lost.values()), "no tasks")
+        raise EpisodesLostError(f"All {len(tasks)} episodes failed, the last because of: {reason}")
+    return merged
+
+
+def evaluate(run: RunConfig, adapter: Path | None = None, out: Path | None = None) -> dict[str, Any]:
+    """Held-out accuracy per variant with intervals (see `heldout.summarize`); written to `out` as JSON if given."""
+    env = make(run.env.id, **run.env.make_kwargs())
+    num_items = env.num_items(run.evaluation.split)
+    env.close()
+    started = time.monotonic()
+    tasks = evaluation_tasks(run, num_items, min_version=1 if adapter is not None else 0)
+    result = _play(run, adapter, tasks, batch=len(tasks))
+    summary = {
+        "env": run.env.id,
+        "model": run.model.path,
+        "adapter": str(adapter) if adapter is not None else None,
+        "split": run.evaluation.split,
+        **summarize(run, tasks, result.groups),
+        "lost": len(result.lost),
+        "seconds": round(time.monotonic() - started, 2),
+        "tokens_per_s": _tokens(result.groups) / max(result.timings["sample"], 1e-9),
+    }
+    if out is not None:
+        write_atomic(out, json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def rollout(
+    run: RunConfig,
+    adapter: Path | None = None,
+    *,
+    episodes: int = 4,
+    sampling: dict[str, Any] | None = None,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Play episodes of the training split; one JSON line each (to `out`, else printed); returns a summary.
+
+    `sampling`: temperature, top_p, top_k, max_new_tokens, seed, batch_size; what is absent is the configuration's.
+    """
+    options = dict(sampling or {})
+    batch = options.get("batch_size", episodes)
+    seed = options.get("seed", run.seed)
+    changes: dict[str, Any] = {}
+    if "max_new_tokens" in options:
+        changes["max_new_tokens_per_turn"] = options["max_new_tokens"]
+    # Only training must sample from the whole distribution: a rollout may restrict it.
+    changes |= {name: options[name] for name in ("top_p", "top_k") if name in options}
+    run = run.model_copy(update={"rollout": run.rollout.model_copy(update=changes)})
+    env = make(run.env.id, **run.env.make_kwargs())
+    num_items = env.num_items("train")
+    env.close()
+    order = np.random.default_rng(seed).integers(0, num_items or 2**31 - 1, episodes)
+    template = RolloutTask(
+        group_id="",
+        index=0,
+        split="train",
+        seed=0,
+        sampling_seed=0,
+        size=1,
+        temperature=options.get("temperature", run.rollout.temperature),
+        min_version=1 if adapter is not None else 0,
+        record=True,
+    )
+    tasks = [
+        replace(
+            template,
+            group_id=f"episode-{number:06d}",
+            index=int(index),
+            seed=derive_seed(seed, 2, int(index)),
+            sampling_seed=derive_seed(seed, 6, number),
+        )
+        for number, index in enumerate(order)
+    ]
+    result = _play(run, adapter, tasks, batch)
+    lines = [json.dumps(_line(group), ensure_ascii=False) for group in result.groups]
+    if out is not None:
+        write_atomic(out, "\n".join(lines) + "\n")
+    else:
+        print("\n".join(lines))
+    trajectories = [group.trajectories[0] for group in result.groups]
+    return {
+        "episodes": len(trajectories),
+        "lost": len(result.lost),
+        "reward_mean": float(np.mean([trajectory.reward for trajectory in trajectories])),
+        "correct": float(np.mean([is_correct(trajectory) for trajectory in trajectories])),
+        "turns_mean": float(np.mean([len(trajectory.turns) for trajectory in trajectories])),
+        "tokens": _tokens(result.groups),
+        "tokens_per_s": _tokens(result.groups) / max(result.timings["sample"], 1e-9),
+    }
+
+
+def _tokens(groups: list[TrajectoryGroup]) -> int:
+    return sum(trajectory.num_sampled for group in groups for trajectory in group.trajectories)
+
+
+def _line(group: TrajectoryGroup) -> dict[str, Any]:
+    (trajectory,) = group.trajectories
+    said = [message.text for message in trajectory.messages if message.role == "assistant"]
+    return {
+        "episode": trajectory.trajectory_id,
+        "index": group.index,
+        "reward": trajectory.reward,
+        "correct": is_correct(trajectory),
+        "status": trajectory.status.value,
+        "turns": len(trajectory.turns),
+        "tokens": trajectory.num_sampled,
+        "responses": said,
+        "info": trajectory.info,
+    }

@@ -1,0 +1,551 @@
+"""RunRecorder: what a run leaves behind, that resuming cuts it, and that a full disk harms neither run nor files."""
+
+import csv
+import errno
+import json
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rl_vlm.config import RunConfig
+from rl_vlm.monitoring import files
+from rl_vlm.monitoring.files import append_whole, to_jsonable, whole_lines, write_atomic
+from rl_vlm.monitoring.recorder import RunRecorder, read_trajectories
+from rl_vlm.monitoring.trajectories import choose_groups
+from rl_vlm.types import (
+    EncodedImage,
+    Message,
+    StopReason,
+    Trajectory,
+    TrajectoryGroup,
+    TrajectoryStatus,
+    Turn,
+    UserInputError,
+)
+
+QUIET = RunConfig.model_validate({"logging": {"tensorboard": False, "trajectories_per_dump": 4}})
+
+
+@pytest.fixture(autouse=True)
+def _no_wandb(monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "progress.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def evaluations(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [path.name for path in folder.rglob("*") if path.name.startswith(".") or path.name.endswith(".tmp")]
+
+
+def picture(color: str) -> EncodedImage:
+    return EncodedImage.from_pil(Image.new("RGB", (8, 8), color))
+
+
+def trajectory(name: str, reward: float = 1.0, images: tuple[EncodedImage, ...] = (), **kwargs) -> Trajectory:
+    return Trajectory(
+        trajectory_id=name,
+        token_ids=np.array([5, 6, 7, 8], dtype=np.int32),
+        loss_mask=np.array([False, False, True, True]),
+        logprobs=np.array([0, 0, -0.5, -0.25], dtype=np.float32),
+        turns=(Turn(2, 4, 3, StopReason.END_OF_TURN, reward),),
+        status=TrajectoryStatus.COMPLETED,
+        images=images,
+        **kwargs,
+    ).check()
+
+
+def group(number: int, size: int = 3, **kwargs) -> TrajectoryGroup:
+    return TrajectoryGroup(f"g{number}", number, [trajectory(f"g{number}/{place}", **kwargs) for place in range(size)])
+
+
+def zeros(groups: list[TrajectoryGroup]) -> list[np.ndarray]:
+    return [np.zeros(len(one)) for one in groups]
+
+
+def words(ids: np.ndarray) -> str:
+    return " ".join(map(str, ids))
+
+
+# Files
+
+
+def test_an_atomic_write_replaces_the_file_and_is_readable_by_others(tmp_path):
+    old_mask = os.umask(0o022)
+    try:
+        write_atomic(tmp_path / "a.txt", "first")
+        write_atomic(tmp_path / "a.txt", b"second")
+    finally:
+        os.umask(old_mask)
+    assert (tmp_path / "a.txt").read_text() == "second"
+    assert stat.S_IMODE((tmp_path / "a.txt").stat().st_mode) == 0o644
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failed_atomic_write_keeps_the_old_file_and_leaves_nothing(tmp_path, monkeypatch, step):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_atomic(tmp_path / "a.txt", "old")
+    monkeypatch.setattr(files.os, step, fail)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(tmp_path / "a.txt", "new")
+    assert (tmp_path / "a.txt").read_text() == "old"
+    assert leftovers(tmp_path) == []
+
+
+def test_a_failed_append_leaves_the_file_as_it_was(tmp_path):
+    (tmp_path / "log").write_bytes(b"one\n")
+    code = (
+        "import resource, signal, sys\n"
+        "from rl_vlm.monitoring.files import append_whole\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "try:\n    append_whole(sys.argv[1], b'x' * 200)\n"
+        "except OSError as error:\n    print(error.errno)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "log")], capture_output=True, text=True)
+    assert int(done.stdout) == errno.EFBIG, done.stderr
+    assert (tmp_path / "log").read_bytes() == b"one\n"
+    append_whole(tmp_path / "log", b"two\n")
+    assert whole_lines(tmp_path / "log") == [b"one", b"two"]
+
+
+def test_a_last_line_that_was_cut_short_does_not_count(tmp_path):
+    (tmp_path / "log").write_bytes(b"one\ntw")
+    assert whole_lines(tmp_path / "log") == [b"one"]
+    assert whole_lines(tmp_path / "missing") == []
+
+
+def test_json_values_are_plain_and_finite():
+    value = {"a": np.float32(0.5), 2: np.arange(2), "c": (float("nan"), np.inf), "d": "\ud800", "e": {3, 1}}
+    value |= {"f": np.bool_(True), "g": np.longdouble(1), "h": Path("x"), "i": np.int64(7)}
+    plain = to_jsonable(value)
+    assert plain == {
+        "a": 0.5, "2": [0, 1], "c": [None, None], "d": "?", "e": [1, 3], "f": True, "g": 1.0, "h": "x", "i": 7,
+    }  # fmt: skip
+    assert json.loads(json.dumps(plain, allow_nan=False)) == plain
+
+
+# progress.csv and eval.jsonl
+
+
+def test_progress_begins_with_the_iteration_and_grows_by_new_columns(tmp_path):
+    recorder = RunRecorder(tmp_path, QUIET)
+    recorder.log_iteration(1, {"reward/mean": 0.25, "time/step": 1})
+    recorder.log_iteration(2, {"reward/mean": np.float32(0.5)})
+    recorder.log_iteration(3, {"dropped/a,b": 2, "reward/mean": float("nan")})
+    assert (tmp_path / "progress.csv").read_text() == (
+        'iteration,reward/mean,time/step,"dropped/a,b"\n1,0.25,1.0,\n2,0.5,,\n3,nan,,2.0\n'
+    )
+    assert recorder.rewards()[:2] == [0.25, 0.5]
+    assert leftovers(tmp_path) == []
+
+
+def test_known_columns_are_appended_without_rewriting_the_file(tmp_path):
+    recorder = RunRecorder(tmp_path, QUIET)
+    recorder.log_iteration(1, {"a": 1})
+    before = (tmp_path / "progress.csv").stat().st_ino
+    recorder.log_iteration(2, {"a": 2})
+    assert (tmp_path / "progress.csv").stat().st_ino == before
+    recorder.log_iteration(3, {"b": 2})
+    assert (tmp_path / "progress.csv").stat().st_ino != before
+
+
+def test_an_evaluation_is_one_line_of_json(tmp_path):
+    recorder = RunRecorder(tmp_path, QUIET)
+    recorder.log_evaluation(0, {"accuracy/default": np.float64(0.25), "reward/default": float("nan"), "name": "x"})
+    (entry,) = evaluations(tmp_path)
+    assert entry.pop("time") > 1e9
+    assert entry == {"iteration": 0, "accuracy/default": 0.25, "reward/default": None, "name": "x"}
+    assert recorder.has_evaluation(0) and not recorder.has_evaluation(1)
+
+
+def test_resuming_cuts_what_lies_beyond_the_checkpoint(tmp_path):
+    recorder = RunRecorder(tmp_path, QUIET)
+    for iteration in range(1, 6):
+        recorder.log_iteration(iteration, {"a": iteration})
+        recorder.log_evaluation(iteration, {"accuracy/default": 0.1 * iteration})
+        recorder.dump_trajectories(iteration, [group(0)], [np.zeros(3)], words)
+    with (tmp_path / "progress.csv").open("a") as file:
+        file.write("6,0.")  # killed while it wrote
+    resumed = RunRecorder(tmp_path, QUIET, resumed_iteration=3)
+    assert [row["iteration"] for row in rows(tmp_path)] == ["1", "2", "3"]
+    assert [entry["iteration"] for entry in evaluations(tmp_path)] == [1, 2, 3]
+    assert len(list((tmp_path / "trajectories").glob("*.parquet"))) == 3
+    resumed.log_iteration(4, {"a": 40, "b": 1})
+    resumed.log_evaluation(4, {"accuracy/default": 0.9})
+    assert [row["a"] for row in rows(tmp_path)] == ["1.0", "2.0", "3.0", "40.0"]
+    assert [entry["iteration"] for entry in resumed.evaluations()] == [1, 2, 3, 4]
+
+
+def test_resuming_an_uncut_run_touches_nothing(tmp_path):
+    recorder = RunRecorder(tmp_path, QUIET)
+    recorder.log_iteration(1, {"a": 1})
+    recorder.log_evaluation(1, {"x": 1})
+    before = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    RunRecorder(tmp_path, QUIET, resumed_iteration=1)
+    assert {path.name: path.stat().st_ino for path in tmp_path.iterdir()} == before
+
+
+def test_damaged_lines_are_dropped_when_resuming(tmp_path):
+    (tmp_path / "progress.csv").write_bytes(b"iteration,a\n1,1.0\n\0\0\0\0\n2,2.0\n")
+    (tmp_path / "eval.jsonl").write_bytes(b'{"iteration": 1}\n{"iter\n[]\n')
+    recorder = RunRecorder(tmp_path, QUIET, resumed_iteration=5)
+    recorder.log_iteration(6, {"a": 6})
+    assert [row["a"] for row in rows(tmp_path)] == ["1.0", "2.0", "6.0"]
+    assert [entry["iteration"] for entry in recorder.evaluations()] == [1]
+
+
+def test_a_new_run_begins_with_empty_files(tmp_path):
+    RunRecorder(tmp_path, QUIET).log_iteration(1, {"old": 1})
+    RunRecorder(tmp_path, QUIET).log_iteration(1, {"new": 1})
+    assert (tmp_path / "progress.csv").read_text() == "iteration,new\n1,1.0\n"
+
+
+# TensorBoard
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(e.step, round(e.value, 5)) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_reads_metrics_and_evaluations(tmp_path):
+    recorder = RunRecorder(tmp_path, RunConfig())
+    recorder.log_iteration(1, {"reward/mean": 0.5, "policy/kl": 1e-3})
+    recorder.log_evaluation(1, {"accuracy/default": 0.75, "seconds": 2, "name": "text", "flag": True})
+    recorder.log_iteration(2, {"reward/mean": 0.6})
+    assert scalars(tmp_path) == {  # without closing anything: it is on the disk at once
+        "reward/mean": [(1, 0.5), (2, 0.6)],
+        "policy/kl": [(1, 1e-3)],
+        "accuracy/default": [(1, 0.75)],
+        "evaluation/seconds": [(1, 2.0)],
+    }
+
+
+def test_tensorboard_shows_no_duplicates_after_resuming(tmp_path):
+    first = RunRecorder(tmp_path, RunConfig())
+    for iteration in range(1, 5):
+        first.log_iteration(iteration, {"a": iteration})
+    second = RunRecorder(tmp_path, RunConfig(), resumed_iteration=2)
+    second.log_iteration(3, {"a": 30})
+    assert scalars(tmp_path) == {"a": [(1, 1.0), (2, 2.0), (3, 30.0)]}
+
+
+# Trajectories
+
+
+def test_trajectories_come_back_as_they_were(tmp_path):
+    red, blue = picture("red"), picture("blue")
+    one = trajectory(
+        "g0/0",
+        reward=0.5,
+        images=(red,),
+        info={"correct": np.bool_(True), "score": np.float32(0.5), "bad": "\udc80"},
+        messages=(Message.of("user", red, "How many?"), Message.of("assistant", "3"), Message.of("tool", blue.to_pil())),
+        replica_ids=("r1", "r2"),
+    )
+    two = trajectory("g0/1", reward=0.0, images=(red,))
+    recorder = RunRecorder(tmp_path, QUIET)
+    recorder.dump_trajectories(10, [TrajectoryGroup("g0", 7, [one, two])], [np.array([1.0, -1.0])], words)
+    path = tmp_path / "trajectories" / "iteration-000010.parquet"
+    first, second = read_trajectories(path)
+    assert (first["iteration"], first["group_id"], first["trajectory_id"], first["index"]) == (10, "g0", "g0/0", 7)
+    for name in ("token_ids", "loss_mask", "logprobs"):
+        np.testing.assert_array_equal(first[name], getattr(one, name))
+        assert first[name].dtype == getattr(one, name).dtype
+    assert first["turns"] == [{"start": 2, "stop": 4, "policy_version": 3, "stop_reason": "end_of_turn", "reward": 0.5}]
+    assert (first["reward"], first["advantage"], second["advantage"]) == (0.5, 1.0, -1.0)
+    assert (first["status"], first["error"], first["replica_ids"]) == ("completed", "", ["r1", "r2"])
+    assert first["info"] == {"correct": True, "score": 0.5, "bad": "?"}
+    assert first["images"] == [red.sha256]
+    assert first["messages"] == [
+        {"role": "user", "parts": [{"image": red.sha256}, "How many?"]},
+        {"role": "assistant", "parts": ["3"]},
+        {"role": "tool", "parts": [{"image": blue.sha256}]},
+    ]
+    assert first["text"] == "5 6 7 8"
+    images = tmp_path / "trajectories" / "images"
+    assert {path.stem for path in images.iterdir()} == {red.sha256, blue.sha256}
+    assert (images / f"{red.sha256}.png").read_bytes() == red.png
+    assert leftovers(tmp_path) == []
+
+
+def test_images_are_written_once(tmp_path):
+    recorder = RunRecorder(tmp_path, QUIET)
+    recorder.dump_trajectories(1, [group(0, images=(picture("red"),))], [np.zeros(3)], words)
+    (image,) = (tmp_path / "trajectories" / "images").iterdir()
+    before = image.stat().st_ino
+    recorder.dump_trajectories(2, [group(0, images=(picture("red"),))], [np.zeros(3)], words)
+    assert image.stat().st_ino == before
+
+
+def test_a_dump_holds_whole_groups_with_at_least_the_rows_asked_for(tmp_path):
+    groups = [group(number) for number in range(6)]
+    RunRecorder(tmp_path, QUIET).dump_trajectories(1, groups, zeros(groups), words)  # 4 rows asked for, groups of 3
+    found = read_trajectories(tmp_path / "trajectories")
+    assert len(found) == 6
+    assert len({row["group_id"] for row in found}) == 2
+
+
+def test_the_dumped_groups_are_chosen_anew_each_time_and_in_order():
+    groups = [group(number) for number in range(20)]
+    chosen = [choose_groups(groups, 9, seed) for seed in range(8)]
+    assert all(places == sorted(places) and len(places) == 3 for places in chosen)
+    assert len({tuple(places) for places in chosen}) > 4
+    assert choose_groups(groups, 10**6, 0) == list(range(20))
+
+
+def test_unreadable_trajectories_are_named(tmp_path):
+    (tmp_path / "iteration-000001.parquet").write_bytes(b"not parquet")
+    with pytest.raises(UserInputError, match="iteration-000001.parquet"):
+        read_trajectories(tmp_path)
+
+
+# The end
+
+
+def test_result_json_has_all_keys_and_the_extra_ones(tmp_path):
+    recorder = RunRecorder(tmp_path, QUIET)
+    recorder.finish({"status": "done", "iterations": 3, "accuracy_after": np.float64(0.5), "startup_seconds": 1.5})
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert list(result) == [
+        "status", "iterations", "train_seconds", "accuracy_before", "accuracy_after", "reward_before", "reward_after",
+        "policy_version", "trajectories", "dropped", "restarts", "startup_seconds",
+    ]  # fmt: skip
+    assert (result["status"], result["accuracy_before"], result["accuracy_after"]) == ("done", None, 0.5)
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert recorder.write_errors == 0
+    recorder.close()
+
+
+def test_an_unknown_status_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="finished"):
+        RunRecorder(tmp_path, QUIET).finish({"status": "finished"})
+
+
+def test_a_broken_figure_does_not_fail_the_run(tmp_path, monkeypatch, caplog):
+    import rl_vlm.reporting.curve as curve
+
+    monkeypatch.setattr(curve, "draw_curve", lambda _: 1 / 0)
+    recorder = RunRecorder(tmp_path, QUIET)
+    recorder.finish({"status": "failed"})
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "failed"
+    assert recorder.write_errors == 1 and "curve.png" in caplog.text
+
+
+# A full disk
+
+
+def test_a_full_disk_is_counted_warned_of_once_and_made_up_for(tmp_path, monkeypatch, caplog):
+    full = True
+
+    def write(real, *arguments):
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*arguments)
+
+    for module in ("sinks", "trajectories", "recorder"):
+        for name in ("write_atomic", "append_whole"):
+            target = f"rl_vlm.monitoring.{module}.{name}"
+            real = getattr(files, name)
+            monkeypatch.setattr(target, lambda *a, real=real: write(real, *a), raising=False)
+    caplog.set_level(logging.WARNING)
+    recorder = RunRecorder(tmp_path, RunConfig())
+    for iteration in (1, 2):
+        recorder.log_iteration(iteration, {"reward/mean": 0.1 * iteration})
+        recorder.log_evaluation(iteration, {"accuracy/default": 0.5})
+        recorder.dump_trajectories(iteration, [group(0, images=(picture("red"),))], [np.zeros(3)], words)
+    assert recorder.write_errors == 2 * 5  # csv, jsonl, trajectories, TensorBoard for metrics and for evaluations
+    assert len(caplog.records) == 4 and all("The run goes on" in record.message for record in caplog.records)
+    assert recorder.rewards() == [0.1, 0.2] and recorder.has_evaluation(2)
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+    full = False
+    recorder.log_iteration(3, {"reward/mean": 0.3, "new": 1})
+    recorder.log_evaluation(3, {"accuracy/default": 0.6})
+    assert [row["reward/mean"] for row in rows(tmp_path)] == ["0.1", "0.2", "0.3"]
+    assert [entry["iteration"] for entry in evaluations(tmp_path)] == [1, 2, 3]
+    assert scalars(tmp_path)["reward/mean"] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    recorder.finish({"status": "done"})
+    assert recorder.write_errors == 10
+
+
+# Runs on a file system that is full in truth, by a quota on file sizes or by being tiny.
+REAL = """
+import errno, json, resource, signal, sys
+from pathlib import Path
+import numpy as np
+sys.path.insert(0, sys.argv[3])
+from test_recorder import group, leftovers, picture, rows, scalars, words, evaluations
+from rl_vlm.config import RunConfig
+from rl_vlm.monitoring.recorder import RunRecorder, read_trajectories
+
+folder, how = Path(sys.argv[1]), sys.argv[2]
+ballast = folder / "ballast"
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+def fill():
+    if how == "quota":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
+        return
+    with ballast.open("ab", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"x" * 1024)
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+
+def free():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    ballast.unlink(missing_ok=True)
+
+recorder = RunRecorder(folder, RunConfig())
+image = picture("red")
+recorder.log_iteration(1, {"reward/mean": 0.5})
+recorder.log_evaluation(1, {"accuracy/default": 0.5})
+fill()
+for iteration in range(2, 400):
+    recorder.log_iteration(iteration, {"reward/mean": 1 / iteration})
+    if iteration == 2 or iteration % 50 == 0:
+        recorder.log_evaluation(iteration, {"accuracy/default": 0.5, "text": "x" * 2000})
+        recorder.dump_trajectories(iteration, [group(0, images=(image,))], [np.zeros(3)], words)
+recorder.finish({"status": "interrupted"})
+assert recorder.write_errors > 10, recorder.write_errors
+assert not leftovers(folder)
+assert not (folder / "curve.png").exists()
+for line in (folder / "progress.csv").read_text().splitlines():
+    assert line.count(",") == 1
+free()
+errors = recorder.write_errors
+recorder.log_iteration(400, {"reward/mean": 1 / 400, "new": 1})
+recorder.log_evaluation(400, {"accuracy/default": 0.5})
+recorder.dump_trajectories(400, [group(0, images=(image,))], [np.zeros(3)], words)
+recorder.finish({"status": "done"})
+assert recorder.write_errors == errors
+assert [int(row["iteration"]) for row in rows(folder)] == list(range(1, 401))
+assert [entry["iteration"] for entry in evaluations(folder)] == [1, 2, *range(50, 400, 50), 400]
+assert [step for step, _ in scalars(folder)["reward/mean"]] == list(range(1, 401))
+assert len(read_trajectories(folder / "trajectories" / "iteration-000400.parquet")) == 3
+assert (folder / "trajectories" / "images" / f"{image.sha256}.png").read_bytes() == image.png
+assert json.loads((folder / "result.json").read_text())["status"] == "done"
+assert (folder / "curve.png").stat().st_size > 10_000
+print("all well")
+"""
+
+
+@pytest.mark.parametrize("how", ["quota", "tiny"])
+def test_a_disk_that_is_really_full_harms_nothing(tmp_path, how):
+    command = [sys.executable, "-c", REAL, str(tmp_path), how, str(Path(__file__).parent)]
+    if how == "tiny":
+        mount = f"mount -t tmpfs -o size=1m none {tmp_path}"
+        if not (os.geteuid() == 0 and shutil.which("unshare")):
+            pytest.skip("mounting needs root")
+        if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode:
+            pytest.skip("this container may not mount")
+        # In a mount namespace of its own, so that the mount ends with the process.
+        command = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh", *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "all well" in done.stdout
+    assert "Free some space" in done.stderr or how == "quota"
+
+
+# Weights & Biases
+
+
+class FakeWandb(types.ModuleType):
+    """The part of wandb's interface that is used; `failures` calls of `init` fail as without a network."""
+
+    class Error(Exception):
+        pass
+
+    def __init__(self, failures: int = 0) -> None:
+        super().__init__("wandb")
+        self.errors = types.SimpleNamespace(Error=self.Error)
+        self.failures, self.inits, self.logged, self.finished = failures, [], [], 0
+
+    def Settings(self, **kwargs):  # noqa: N802 - wandb's name
+        return kwargs
+
+    def init(self, **kwargs):
+        self.inits.append(kwargs)
+        if self.failures:
+            self.failures -= 1
+            raise self.Error("no network")
+        return self
+
+    def define_metric(self, *args, **kwargs):
+        pass
+
+    def log(self, metrics):
+        self.logged.append(metrics)
+
+    def finish(self):
+        self.finished += 1
+
+
+def with_wandb(monkeypatch, **kwargs) -> FakeWandb:
+    fake = FakeWandb(**kwargs)
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_metrics_go_to_wandb_when_its_key_is_set(tmp_path, monkeypatch):
+    fake = with_wandb(monkeypatch)
+    recorder = RunRecorder(tmp_path, QUIET)
+    recorder.log_iteration(1, {"reward/mean": 0.5})
+    recorder.finish({"status": "done"})
+    recorder.close()
+    assert fake.logged == [{"iteration": 1, "reward/mean": 0.5}] and fake.finished == 1
+    assert "secret" not in json.dumps(fake.inits, default=str)
+    RunRecorder(tmp_path, QUIET, resumed_iteration=1)
+    assert fake.inits[0]["id"] == fake.inits[1]["id"]
+
+
+def test_wandb_without_a_network_works_offline(tmp_path, monkeypatch):
+    fake = with_wandb(monkeypatch, failures=1)
+    RunRecorder(tmp_path, QUIET).log_iteration(1, {"a": 1})
+    assert fake.inits[1]["mode"] == "offline" and len(fake.logged) == 1
+
+
+def test_wandb_that_fails_altogether_is_warned_of_and_left_out(tmp_path, monkeypatch, caplog):
+    with_wandb(monkeypatch, failures=2)
+    RunRecorder(tmp_path, QUIET).log_iteration(1, {"a": 1})
+    assert "Weights & Biases is off" in caplog.text
+
+
+def test_a_key_without_the_package_is_one_warning(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    recorder = RunRecorder(tmp_path, QUIET)
+    recorder.log_iteration(1, {"a": 1})
+    assert len(caplog.records) == 1 and "rl-vlm[wandb]" in caplog.text and "secret" not in caplog.text
+
+
+def test_a_failing_wandb_call_does_not_fail_the_run(tmp_path, monkeypatch):
+    fake = with_wandb(monkeypatch)
+    monkeypatch.setattr(fake, "log", lambda _: 1 / 0)
+    recorder = RunRecorder(tmp_path, QUIET)
+    recorder.log_iteration(1, {"a": 1})
+    assert recorder.write_errors == 1 and rows(tmp_path)
