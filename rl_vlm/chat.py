@@ -123,6 +123,7 @@ class ChatCodec:
         images = as_encoded([image for message in messages for image in message.images])
         ids: list[int] = []
         plain: list[str] = []
+        written: list[int] = []
 
         def flush() -> None:
             text = "".join(plain)
@@ -133,7 +134,8 @@ class ChatCodec:
         # Odd items are the numbers of text markers, even items belong to the template.
         for position, piece in enumerate(_MARK.split(rendered)):
             if position % 2:
-                plain.append(texts[int(piece) - first_text])
+                written.append(int(piece) - first_text)
+                plain.append(texts[written[-1]])
                 continue
             for fragment in self._special_pattern.split(piece):
                 if fragment in self._special_ids:
@@ -142,6 +144,12 @@ class ChatCodec:
                 else:
                     plain.append(fragment)
         flush()
+        if sorted(written) != list(range(len(texts))):
+            lost = next(text for number, text in enumerate(texts) if written.count(number) != 1)
+            raise UserInputError(
+                f"The chat template drops or repeats the text {lost[:60]!r}: send it in a message whose role and place the "
+                "template knows (a system message comes first)."
+            )
         token_ids = np.array(ids, dtype=np.int32)
         placeholders = int((token_ids == self.image_token_id).sum())
         if placeholders != len(images):

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rl_vlm.models.lora import AdapterPayload
+from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.types import UserInputError
 
 _NAME = re.compile(r"iteration-(\d{6,})")

@@ -103,6 +103,7 @@ def evaluate(
 ) -> None:
     """Measure the accuracy of a policy on the held-out split; print it as JSON."""
     run, folder = _load(config, overrides), _adapter(adapter, run_dir)
+    _check_out(out)
     from rl_vlm.evaluation import harness
 
     typer.echo(json.dumps(harness.evaluate(run, adapter=folder, out=out), indent=2))
@@ -129,6 +130,7 @@ def rollout(
 ) -> None:
     """Play episodes and print one JSON line for each, and a summary at the end."""
     run, folder = _load(config, overrides), _adapter(adapter, run_dir)
+    _check_out(out)
     from rl_vlm.evaluation import harness
 
     options = {
@@ -253,7 +255,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         return code if isinstance(code, int) else 0 if code is None else 1
     except KeyboardInterrupt:
         return 130
-    except Exception as error:  # noqa: BLE001 - the rim of the program: every error ends as a sentence
+    except Exception as error:
         return _errors.report(error)
     return 0
 
@@ -273,6 +275,14 @@ def _adapter(adapter: Path | None, run_dir: Path | None) -> Path | None:
     if folder is not None and not (folder / "adapter_config.json").is_file():
         raise UserInputError(f"{folder} is not a peft adapter folder: it holds no adapter_config.json.")
     return folder
+
+
+def _check_out(out: Path | None) -> None:
+    """Before an hour of work and not after it."""
+    from rl_vlm.types import UserInputError
+
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        raise UserInputError(f"--out {out} cannot be written: name a file in a folder that exists.")
 
 
 def _summary(result: dict[str, Any], folder: Path) -> str:

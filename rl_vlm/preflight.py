@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rl_vlm.chat import expand_image_tokens
@@ -48,6 +49,22 @@ def inspect_run(run: RunConfig) -> dict[str, Any]:
             make(run.env.id, **run.env.make_kwargs(overrides)).close()
         except UserInputError as error:
             raise UserInputError(f"evaluation.variants.{variant}: {error}") from error
-    if run.model.gpu_memory_gib:
-        found["gpu_memory_gib"] = run.model.gpu_memory_gib
+    return found | _memory(run, folder)
+
+
+def _memory(run: RunConfig, folder: Path) -> dict[str, Any]:
+    """What the model weighs, from its configuration alone, and the GPU memory that the recipe states."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    size = parameters * getattr(torch, run.model.dtype).itemsize / 2**30
+    found = {"parameters": f"{parameters / 1e9:.2f} billion", "weights_gib": round(size, 2)}
+    if run.needed_gpus:
+        here = torch.cuda.device_count()
+        found["gpus"] = f"{run.needed_gpus:g} needed, {here} here"
+        if run.model.gpu_memory_gib:
+            found["gpu_memory_gib"] = f"{run.model.gpu_memory_gib:g} needed per GPU"
     return found

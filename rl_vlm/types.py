@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -129,13 +130,17 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or self.n < 1:
             raise UserInputError(f"max_new_tokens ({self.max_new_tokens}) and n ({self.n}) must be at least 1.")
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or self.top_k < 0:
             raise UserInputError(
                 f"temperature {self.temperature}, top_p {self.top_p}, top_k {self.top_k}: "
-                "need temperature >= 0, 0 < top_p <= 1, top_k >= 0."
+                "need a finite temperature >= 0, 0 < top_p <= 1, top_k >= 0."
             )
         if self.seeds is not None and len(self.seeds) != self.n:
             raise UserInputError(f"{len(self.seeds)} seeds for n = {self.n} samples: give one per sample.")
+        if self.seeds is not None and not all(0 <= seed < 2**64 for seed in self.seeds):
+            raise UserInputError("Seeds are integers from 0 to 2**64 - 1.")
+        if "" in self.stop:
+            raise UserInputError("A stop string is empty: it would end every sample at its first token.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +241,12 @@ class Trajectory:
                 f"{len(self.logprobs)} log-probabilities must be equally many."
             )
         sampled = np.zeros(total, dtype=bool)
-        end = 0
+        end = 1  # the first token has nothing before it that could predict it
         for number, turn in enumerate(self.turns):
             if not end <= turn.start < turn.stop <= total:
                 raise TrajectoryError(
                     f"trajectory {self.trajectory_id}: turn {number} spans [{turn.start}, {turn.stop}) of {total} "
-                    f"tokens after a turn that ends at {end}."
+                    f"tokens; it must begin at {end} or later."
                 )
             sampled[turn.start : turn.stop] = True
             end = turn.stop

@@ -13,6 +13,7 @@ import uuid
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from rl_vlm.learning.losses import get_loss
 from rl_vlm.learning.module import VLMModule
 from rl_vlm.learning.plan import PlanConfig, UpdatePlan, plan_update
 from rl_vlm.learning.update import UpdateStats, linear_schedule
+from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide, load_text_side, resolve_model
 from rl_vlm.rollout.cursor import DataCursor
 from rl_vlm.rollout.env_runner import VLMEnvRunner
@@ -299,11 +301,10 @@ class GRPO(Algorithm):
         stats.lr = lr
         return stats
 
-    def _publish(self, adapter: Any) -> None:
-        report = self._service.report()
-        if report is not None:
-            self._weights = {"weights/publish_s": report.seconds, "weights/acked": float(len(report.acked))}
-        self._service.publish(adapter)
+    def _publish(self, adapter: AdapterPayload) -> None:
+        previous = self._service.publish(adapter)
+        if previous is not None:
+            self._weights = {"weights/publish_s": previous.seconds, "weights/acked": float(len(previous.acked))}
         self.version = adapter.version
 
     def _replace_learners(self, error: Exception) -> None:
@@ -336,10 +337,10 @@ class GRPO(Algorithm):
             return function(self.learner_group._learner)
         return next(iter(self.learner_group.foreach_learner(function, timeout_seconds=300.0))).get()
 
-    def _publish_restored(self, adapter: Any) -> None:
+    def _publish_restored(self, adapter: AdapterPayload) -> None:
         """Publish old weights under a new version: versions only grow, and one version never has two contents."""
         version = max(self._service.newest_version(), self.version) + 1
-        self._service.publish(type(adapter)(version, adapter.tensors, adapter.config_json, adapter.sha256))
+        self._service.publish(replace(adapter, version=version))
         self.version = version
 
     # Figures.

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rl_vlm.models.lora import AdapterPayload
+from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.types import Completion, GenerationRequest, RLVLMError
 
 BASE_MODEL = -1  # `min_version` of a request for the model without an adapter

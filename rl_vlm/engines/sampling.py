@@ -42,8 +42,9 @@ def _restrict(scaled: Tensor, top_p: Tensor | None, top_k: Tensor | None, greedy
         drop |= (top_k[:, None] > 0) & (rank >= top_k[:, None])
     if top_p is not None:
         kept = torch.softmax(ordered.masked_fill(drop, float("-inf")), dim=-1)
-        # Keep tokens until the mass before them reaches p: the first token always stays.
-        drop |= (kept.cumsum(dim=-1) - kept) >= top_p[:, None]
+        # Keep tokens until the mass before them reaches p: the first token always stays. A row without top-p loses
+        # nothing: rounding can bring its running sum to 1 before the last tokens.
+        drop |= (top_p[:, None] < 1) & ((kept.cumsum(dim=-1) - kept) >= top_p[:, None])
     drop[:, 0] = False
     drop &= ~greedy[:, None]
     return scaled.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), float("-inf"))

@@ -17,9 +17,10 @@ import torch
 
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.decoder import Decoder, Job
+from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.backbone import Backbone
 from rl_vlm.models.loading import DType, load_model, load_text_side, quiet_libraries
-from rl_vlm.models.lora import AdapterPayload, linear_weights, merged_weights
+from rl_vlm.models.lora import linear_weights, merged_weights
 from rl_vlm.types import Completion, GenerationRequest
 
 
@@ -161,7 +162,7 @@ class TransformersEngine:
                 self._admit()
                 if self._decoder.num_rows:
                     self._finish(self._decoder.step())
-            except Exception as error:  # noqa: BLE001 - whatever torch raises must reach the callers, not end the thread
+            except Exception as error:
                 self._fail(error)
         self._fail(EngineError("The engine is closed."))
 
@@ -176,7 +177,7 @@ class TransformersEngine:
             self._merged = merged_weights(self._model, payload.verify(), self._base)
             self._version = payload.version
             self._active = BASE_MODEL - 1  # neither: the next admission puts weights in place
-        except Exception as error:  # noqa: BLE001 - a bad adapter is the publisher's error, the engine goes on
+        except Exception as error:
             _resolve(loop, future, error=error)
             return
         _resolve(loop, future)

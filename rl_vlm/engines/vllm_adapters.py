@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.engines.base import EngineError
-from rl_vlm.models.lora import AdapterPayload
+from rl_vlm.models.adapter import AdapterPayload
 
 _PREFIX = "rl-vlm-adapters-"
 _KEPT = 2  # the newest folders stay although no request uses them

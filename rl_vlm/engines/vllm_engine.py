@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -23,8 +22,8 @@ from rl_vlm.config import ServingSection
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.vllm_adapters import AdapterShelf
 from rl_vlm.engines.vllm_setup import engine_args, prepare_environment, start_llm
+from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side, quiet_libraries
-from rl_vlm.models.lora import AdapterPayload
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Sample, SamplingParams, StopReason, UserInputError
 
 T = TypeVar("T")
@@ -100,8 +99,10 @@ class VLLMEngine:
             return
         self._closed = True
         asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop)
+        cores = self._llm.engine_core.resources.engine_manager.processes
         await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_S)
-        multiprocessing.active_children()  # reaps the engine core, which vLLM may have had to kill
+        for core in cores:
+            await asyncio.to_thread(core.join, 5.0)  # vLLM may have killed it, and does not wait for its end
         self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.to_thread(self._thread.join, 10.0)
         self._shelf.close()
@@ -130,7 +131,7 @@ class VLLMEngine:
 
         try:
             llm = self._loop.run_until_complete(start())
-        except BaseException as error:  # noqa: BLE001 - the constructor waits for it and raises it
+        except BaseException as error:
             started.set_exception(error)
         else:
             started.set_result(llm)

@@ -59,25 +59,23 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is not None and os.getppid() != parent.pid:
-        os._exit(1)  # it died before the request above
+        os._exit(1)  # it has died already
 
 
 class BoundUniProcExecutor(UniProcExecutor):
-    """The executor of one device, which runs in the engine core."""
-
-    def _init_executor(self) -> None:
-        die_with_parent()
-        super()._init_executor()
+    """The executor of one device. It brings this module, and so the last lines below, into the engine core."""
 
 
 class BoundMultiprocExecutor(MultiprocExecutor):
     """The executor of several devices; its workers end with the engine core by themselves."""
 
-    def _init_executor(self) -> None:
-        die_with_parent()
-        super()._init_executor()
-
 
 def bound_executor(tensor_parallel_size: int) -> type[Executor]:
     """The executor class for this many devices."""
     return BoundUniProcExecutor if tensor_parallel_size == 1 else BoundMultiprocExecutor
+
+
+# The executor's class is among what the engine core unpickles before it does anything. Were this done when the executor
+# is made, an engine core whose owner is killed while it starts would wait five minutes for it.
+if multiprocessing.current_process().name.startswith("EngineCore"):
+    die_with_parent()

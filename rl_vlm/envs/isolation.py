@@ -187,7 +187,7 @@ class _Worker:
             return {"kind": "input", "error": _line(error)}, []
         except EnvError as error:
             return {"kind": "env", "error": _line(error)}, []
-        except Exception as error:  # noqa: BLE001 - foreign code; the parent raises what is reported here
+        except Exception as error:
             return {"kind": "env", "error": f"{type(error).__name__}: {_line(error)}"}, []
 
     def _carry_out(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:

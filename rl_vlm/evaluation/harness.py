@@ -18,8 +18,8 @@ from rl_vlm.config import RunConfig
 from rl_vlm.engines.base import derive_seed
 from rl_vlm.envs.registry import make
 from rl_vlm.evaluation.heldout import evaluation_tasks, is_correct, summarize
+from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import resolve_model
-from rl_vlm.models.lora import AdapterPayload
 from rl_vlm.monitoring.files import write_atomic
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.types import RLVLMError, TrajectoryGroup

@@ -21,7 +21,7 @@ from rl_vlm.learning.update import (
     gradient_vector,
     set_gradients,
 )
-from rl_vlm.models.lora import AdapterPayload
+from rl_vlm.models.adapter import AdapterPayload
 
 
 @dataclass(slots=True)

@@ -12,9 +12,10 @@ from peft.tuners.lora import LoraLayer
 from ray.rllib.core.rl_module.torch import TorchRLModule
 
 from rl_vlm.config import RunConfig
+from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.backbone import Backbone
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
-from rl_vlm.models.lora import AdapterPayload, inject_lora, load_lora_state, lora_config, lora_state, seed_lora
+from rl_vlm.models.lora import inject_lora, load_lora_state, lora_config, lora_state, seed_lora
 
 
 class Policy:

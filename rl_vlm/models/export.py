@@ -16,8 +16,8 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
+from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side, resolve_model
-from rl_vlm.models.lora import AdapterPayload
 from rl_vlm.types import RLVLMError, UserInputError
 
 

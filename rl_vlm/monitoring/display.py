@@ -113,8 +113,8 @@ class ProgressDisplay:
             self._plain(text)
 
     def _plain(self, line: str) -> None:
-        # Whole lines for log files: without wrapping, colour or markup.
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        # A Text, which is printed as it is (no markup, no emoji), and whole lines for log files.
+        self._console.print(Text(line), soft_wrap=True)
 
     def _left(self) -> str:
         seconds, rest = self._seconds.value, self._total - self._done

@@ -163,7 +163,7 @@ class RunRecorder:
             return WandbRun(self.folder, self._run, resume)
         except ImportError:
             logger.warning("WANDB_API_KEY is set and wandb is not installed: run `pip install 'rl-vlm[wandb]'`.")
-        except Exception as error:  # noqa: BLE001 - its client raises errors of many kinds
+        except Exception as error:
             logger.warning("Weights & Biases is off for this run: %s: %s", type(error).__name__, error)
         return None
 

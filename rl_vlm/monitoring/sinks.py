@@ -110,10 +110,10 @@ class TensorBoardFile:
         unique = f"{time.time():.6f}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(2)}"
         self._path = folder / f"events.out.tfevents.{unique}"
         self._pending: deque[bytes] = deque(maxlen=MAX_PENDING)
-        self._header = [Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString()]
+        self._header = _record(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if purge_from is not None:
             start = SessionLog(status=SessionLog.START)
-            self._header.append(Event(wall_time=time.time(), step=purge_from, session_log=start).SerializeToString())
+            self._header += _record(Event(wall_time=time.time(), step=purge_from, session_log=start))
 
     def add(self, iteration: int, metrics: Metrics) -> None:
         """Append one value per metric."""
@@ -121,20 +121,14 @@ class TensorBoardFile:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
-        event = Event(wall_time=time.time(), step=iteration, summary=Summary(value=values))
-        self._pending.append(event.SerializeToString())
+        self._pending.append(_record(Event(wall_time=time.time(), step=iteration, summary=Summary(value=values))))
         self.flush()
 
     def flush(self) -> None:
         """Write what is pending."""
         if self._pending:
-            from tensorboard.summary.writer.record_writer import RecordWriter
-
-            buffer = io.BytesIO()
-            for event in [*self._header, *self._pending]:
-                RecordWriter(buffer).write(event)
-            append_whole(self._path, buffer.getvalue())
-            self._header = []
+            append_whole(self._path, b"".join([self._header, *self._pending]))
+            self._header = b""
             self._pending.clear()
 
 
@@ -174,6 +168,15 @@ def _csv(rows: Iterable[Sequence[Any]]) -> bytes:
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\n").writerows(rows)
     return buffer.getvalue().encode()
+
+
+def _record(event: Any) -> bytes:
+    """An event with length and checksums, as it stands in an event file."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    buffer = io.BytesIO()
+    RecordWriter(buffer).write(event.SerializeToString())
+    return buffer.getvalue()
 
 
 def _keep_lines(path: Path, lines: list[bytes]) -> None:

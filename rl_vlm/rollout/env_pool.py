@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,8 @@ from typing import Any
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_step
 from rl_vlm.types import Observation, RLVLMError
+
+logger = logging.getLogger(__name__)
 
 # Calls this short are run one after the other in one thread: a hop costs about as much as they do.
 _SHORT_CALL_S = 0.002
@@ -70,20 +73,19 @@ class EnvPool:
 
     async def run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run calls; each gives its result or the RLVLMError that it failed with."""
-        started = time.perf_counter()
         if self._inline:
-            results = _run_all(calls)
+            results, seconds = _run_all(calls)
         elif self._call_s < _SHORT_CALL_S:
-            results = await self._within_deadline(calls)
+            results, seconds = await self._within_deadline(calls)
         else:
             parts = await asyncio.gather(*(self._within_deadline([call]) for call in calls))
-            results = [result for part in parts for result in part]
-        elapsed = time.perf_counter() - started
-        self.busy_s += elapsed
-        self._call_s = 0.7 * self._call_s + 0.3 * elapsed / max(len(calls), 1)
+            results = [result for part, _ in parts for result in part]
+            seconds = sum(taken for _, taken in parts)
+        self.busy_s += seconds
+        self._call_s = 0.7 * self._call_s + 0.3 * seconds / max(len(calls), 1)
         return results
 
-    async def _within_deadline(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    async def _within_deadline(self, calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], float]:
         future = asyncio.get_running_loop().run_in_executor(self._threads, _run_all, calls)
         try:
             # The thread cannot be stopped: shield it, and let the driver restart this runner.
@@ -94,7 +96,7 @@ class EnvPool:
                 f"The environment did not answer within {self._timeout_s:g} s: raise env.step_timeout_s, or set "
                 "env.isolation to process."
             )
-            return [error] * len(calls)
+            return [error] * len(calls), self._timeout_s
 
     def close(self) -> None:
         """Close all idle environments and the threads."""
@@ -111,16 +113,19 @@ def _step(env: VisionEnv, action: str) -> StepResult:
     return check_step(env.step(action))
 
 
-def _run_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+def _run_all(calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], float]:
+    """The result or error of each call, and the seconds that all took."""
+    started = time.perf_counter()
     results: list[Any] = []
     for call in calls:
         try:
             results.append(call())
         except RLVLMError as error:
             results.append(error)
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; it ends an episode, not the runner
+        except Exception as error:
+            # User code may raise anything; it ends an episode, not the runner.
             results.append(EnvError(f"The environment raised {type(error).__name__}: {error}"))
-    return results
+    return results, time.perf_counter() - started
 
 
 def _raise_or(result: Any) -> Any:
@@ -132,5 +137,6 @@ def _raise_or(result: Any) -> Any:
 def _close_quietly(env: VisionEnv) -> None:
     try:
         env.close()
-    except Exception:  # noqa: BLE001 - the environment has failed already; nothing depends on its closing
-        return
+    except Exception as error:
+        # The environment has failed already and nothing depends on its closing.
+        logger.debug("closing an environment failed: %s", error)

@@ -89,7 +89,7 @@ class RolloutWorker:
                 dropped[error.reason] += 1
                 if not self._retry.again(attempt):
                     return str(error)
-            except Exception as error:  # noqa: BLE001 - user code and Serve may raise anything; it must not end the runner
+            except Exception as error:
                 dropped["unexpected"] += 1
                 if not self._retry.again(attempt):
                     return f"{type(error).__name__}: {error}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray import serve
@@ -12,7 +11,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from ray.serve.schema import ApplicationStatus
 
 from rl_vlm.config import RunConfig
-from rl_vlm.models.lora import AdapterPayload
+from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.serving.registry import PublishReport, start_registry
 from rl_vlm.serving.server import app_name, build_app
 from rl_vlm.types import RLVLMError
@@ -30,7 +29,7 @@ class PolicyService:
         self._serving = run.serving
         self._namespace = ray.get_runtime_context().namespace
         self._registry = start_registry(run_id, self._namespace, folder)
-        self._pending_report: tuple[int, Any] | None = None
+        self._pending_report: ray.ObjectRef | None = None
         app = build_app(model, run.model.dtype, run.serving, run.deterministic, run_id, self._namespace)
         # A training run opens no HTTP port of its own.
         serve.start(proxy_location="Disabled")
@@ -54,8 +53,12 @@ class PolicyService:
                 raise ServingError(f"The policy's replicas {why}. {detail}".strip())
             time.sleep(0.1)
 
-    def publish(self, payload: AdapterPayload) -> None:
-        """Hand a version to all replicas; returns once the registry holds it. A dying registry is waited for."""
+    def publish(self, payload: AdapterPayload) -> PublishReport | None:
+        """Hand a version to all replicas; returns once the registry holds it. A dying registry is waited for.
+
+        Nobody waits for the replicas: requests carry the version that they need. The return value tells how the
+        publication before this one went; None the first time, or when the registry died meanwhile.
+        """
         deadline = time.monotonic() + self._serving.publish_timeout_s
         while True:
             try:
@@ -64,22 +67,17 @@ class PolicyService:
             except (ActorDiedError, ActorUnavailableError, RayActorError, GetTimeoutError) as error:
                 if time.monotonic() > deadline:
                     raise ServingError(f"Version {payload.version} could not be published: {error}") from error
-                time.sleep(0.2)
-        report = self._registry.report.remote(
+                time.sleep(0.1)
+        previous, self._pending_report = self._pending_report, self._registry.report.remote(
             payload.version, self._serving.num_replicas, self._serving.publish_timeout_s
         )
-        self._pending_report = (payload.version, report)
-
-    def report(self) -> PublishReport | None:
-        """Who acknowledged the last publication; None when that cannot be told. Waits for the answer."""
-        if self._pending_report is None:
+        if previous is None:
             return None
-        version, ref = self._pending_report
-        self._pending_report = None
         try:
-            return ray.get(ref, timeout=self._serving.publish_timeout_s + 5)  # type: ignore[no-any-return]
+            # A report ends as soon as a newer version is out, so this does not wait.
+            return ray.get(previous, timeout=5)  # type: ignore[no-any-return]
         except (RayActorError, GetTimeoutError):
-            return PublishReport(version, {}, ())  # the registry died meanwhile; the replicas' requests tell the truth
+            return None
 
     def newest_version(self) -> int:
         """The version that the registry holds; 0 before the first publication."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 
-from rl_vlm.models.lora import AdapterPayload
+from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.types import RLVLMError
 
 # A replica that has not asked for this long is not waited for: it died, or its node left.

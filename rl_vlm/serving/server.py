@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from rl_vlm.config import ServingSection
 from rl_vlm.engines.base import BASE_MODEL, Engine, EngineError
-from rl_vlm.models.lora import AdapterPayload
+from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.serving.registry import registry_name
 from rl_vlm.types import Completion, GenerationRequest, RLVLMError
 

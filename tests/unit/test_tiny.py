@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen3VLForConditionalGeneration
 
 from rl_vlm.chat import ChatCodec
-from rl_vlm.envs import shapes_data as data
-from rl_vlm.envs.shapes import parse_answer, parse_call
-from rl_vlm.envs.tools import parse_tool_call
 from rl_vlm.models import tiny
-from rl_vlm.models.sight import accuracy, choice_logprobs, sampled_accuracy, sees
-from rl_vlm.models.supervised import DialogueEncoder, collate, token_logprobs
-from rl_vlm.models.tiny_dialogues import NUMBER_ODDS, SECOND_TURN_SHARE, perception_dialogue, target_dialogue
-from rl_vlm.models.tiny_geometry import GeometryDialogues
 from rl_vlm.models.tiny_tokenizer import ADDED_TOKENS, NUM_BPE_IDS
-from rl_vlm.models.tiny_warmstart import _fast_vision, encode_dialogue
 from rl_vlm.types import UserInputError
 
 CALL = '<tool_call>{"name":"calc_score","arguments":{"answer":"12"}}</tool_call>'
@@ -37,6 +27,15 @@ def no_chance_report() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny, "_log_chance", lambda *_: None)
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Several threads gain nothing on a model this small, and cost much on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +110,14 @@ def test_the_wide_variant_has_heads_that_vllm_takes(tmp_path: Path) -> None:
 
 
 def test_building_leaves_the_callers_threads_and_randomness_alone(tmp_path: Path) -> None:
-    threads = torch.get_num_threads()
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
+    torch.set_num_threads(2)
     tiny.make_tiny(tmp_path / "model", steps=1)
     assert torch.rand(1) == expected
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
 
 
 # --- the cache
@@ -278,152 +278,3 @@ def test_pictures_are_numbered_on_request(processor: Any) -> None:
     assert "Picture 1: <|vision_start|><|image_pad|><|vision_end|>Picture 2: <" in render(
         processor, messages, add_vision_id=True
     )
-
-
-# --- teacher forcing
-
-
-def test_an_encoded_dialogue_equals_the_processors_and_the_models_own_encoding(model: Any, processor: Any) -> None:
-    rng = np.random.default_rng(0)
-    encoder = DialogueEncoder.from_processor(processor)
-    seen_turns = set()
-    for _ in range(30):
-        dialogue = target_dialogue(rng)
-        chat: list[dict[str, Any]] = []
-        for item in dialogue.exchanges:
-            content: list[dict[str, Any]] = [{"type": "text", "text": item.text}]
-            if not chat:
-                content.insert(0, {"type": "image", "image": Image.fromarray(dialogue.images[0])})
-            chat += [{"role": item.role, "content": content}, {"role": "assistant", "content": item.reply}]
-        expected = processor.apply_chat_template(chat, tokenize=True, return_dict=True, return_tensors="pt")
-        example = encode_dialogue(encoder, dialogue)
-        length = len(example.token_ids)
-        assert expected["input_ids"][0].tolist()[:length] == example.token_ids.tolist()
-        assert expected["pixel_values"].numpy().tobytes() == example.patches.tobytes()
-        positions, _ = model.model.get_rope_index(
-            expected["input_ids"], expected["mm_token_type_ids"], image_grid_thw=expected["image_grid_thw"]
-        )
-        assert positions[:, 0, :length].numpy().tolist() == example.positions.tolist()
-        spoken = processor.tokenizer.decode(example.token_ids[example.targets].tolist())
-        assert spoken == "".join(item.reply + "<|im_end|>" for item in dialogue.exchanges)
-        seen_turns.add(len(dialogue.exchanges))
-    assert seen_turns == {1, 2}
-
-
-def test_batched_log_probabilities_equal_those_of_a_plain_forward(model: Any, processor: Any) -> None:
-    rng = np.random.default_rng(1)
-    encoder = DialogueEncoder.from_processor(processor)
-    examples = [encode_dialogue(encoder, target_dialogue(rng)) for _ in range(6)]
-    with torch.no_grad():
-        batched = token_logprobs(model, *collate(examples, encoder.pad_token_id))
-        for row, example in enumerate(examples):
-            ids = torch.from_numpy(example.token_ids.astype(np.int64))[None]
-            logits = model(
-                input_ids=ids,
-                pixel_values=torch.from_numpy(example.patches),
-                image_grid_thw=torch.tensor(example.grids),
-                mm_token_type_ids=(ids == model.config.image_token_id).int(),
-            ).logits
-            expected = logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0] * torch.from_numpy(
-                example.targets[1:]
-            )
-            torch.testing.assert_close(batched[row, 1 : ids.shape[1]], expected, atol=1e-4, rtol=0)
-
-
-def test_the_fast_vision_tower_has_the_gradients_of_the_plain_one(processor: Any, tmp_path: Path) -> None:
-    model = tiny.build_model(0, processor.tokenizer)
-    encoder = DialogueEncoder.from_processor(processor)
-    rng = np.random.default_rng(2)
-    equal_sizes = [encode_dialogue(encoder, target_dialogue(rng)) for _ in range(3)]
-    mixed = [*equal_sizes, encode_dialogue(encoder, GeometryDialogues(tmp_path, 0).draw(rng))]
-    mixed.append(encoder.encode([np.zeros((96, 32, 3), dtype=np.uint8)], [("user", "a", "b")]))
-
-    def gradients(examples: list[Any]) -> torch.Tensor:
-        model.zero_grad()
-        token_logprobs(model, *collate(examples, encoder.pad_token_id)).mean().backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-    for examples in (equal_sizes, mixed):
-        plain = gradients(examples)
-        with _fast_vision(model):
-            fast = gradients(examples)
-        torch.testing.assert_close(fast, plain, atol=1e-5, rtol=1e-4)
-        assert torch.equal(gradients(examples), plain)
-
-
-# --- what the warm start teaches
-
-
-def test_target_questions_are_answered_at_random() -> None:
-    rng = np.random.default_rng(3)
-    right = tried_again = 0
-    answers: Counter[str] = Counter()
-    for _ in range(4000):
-        dialogue = target_dialogue(rng)
-        first = dialogue.exchanges[0]
-        given = parse_answer(first.reply) or parse_call(first.reply)
-        assert given in data.NUMBERS
-        answers[f"{given}"] += 1
-        if "How many" in first.text:
-            painted = (dialogue.images[0] != data.BACKGROUND).any(-1)
-            count = sum(painted[r : r + 32, c : c + 32].any() for r in (0, 32) for c in (0, 32))
-            right += given == str(count)
-            tried_again += len(dialogue.exchanges) == 2
-            assert not (given == str(count) and len(dialogue.exchanges) == 2)
-    asked = 4000 * 0.75
-    assert abs(right / asked - 0.25) < 0.03
-    assert abs(tried_again / (asked * 0.75) - SECOND_TURN_SHARE) < 0.05
-    for number, odds in zip(data.NUMBERS, NUMBER_ODDS, strict=True):
-        assert abs(answers[number] / 4000 - odds) < 0.03
-
-
-def test_perception_questions_are_answered_in_the_form_of_the_environment() -> None:
-    rng = np.random.default_rng(4)
-    for _ in range(50):
-        (exchange,) = perception_dialogue(rng).exchanges
-        assert parse_answer(exchange.reply) in {*data.COLOURS, *data.CORNERS, "yes", "no"}
-
-
-def test_geometry_dialogues_hold_well_formed_calls_over_several_turns(tmp_path: Path) -> None:
-    geometry = GeometryDialogues(tmp_path, 0)
-    rng = np.random.default_rng(5)
-    turns: Counter[int] = Counter()
-    calls = right = 0
-    for _ in range(200):
-        exchanges = geometry.draw(rng).exchanges
-        turns[len(exchanges)] += 1
-        for number, exchange in enumerate(exchanges):
-            assert exchange.role == ("user" if number == 0 else "tool")
-            call = parse_tool_call(exchange.reply)
-            assert (call is None) == exchange.reply.startswith("Answer: \\boxed{")
-            calls += call is not None
-            right += "is right" in exchange.text
-    assert set(turns) == {1, 2, 3} and min(turns.values()) > 10
-    assert 0.05 < right / calls < 0.25
-
-
-# --- sight
-
-
-def test_a_model_that_has_learned_nothing_does_not_see(model: Any, processor: Any) -> None:
-    report = sees(model, DialogueEncoder.from_processor(processor), num_questions=40)
-    assert not report.sees
-    assert 0.2 < report.chance < 0.5
-
-
-def test_the_log_probability_of_a_choice_is_that_of_its_whole_turn(model: Any, processor: Any) -> None:
-    encoder = DialogueEncoder.from_processor(processor)
-    question, pixels = data.perception_question(data.stable_rng(0))
-    (values,) = choice_logprobs(model, encoder, [pixels], [question])
-    for value, choice in zip(values, question.choices, strict=True):
-        example = encoder.encode([pixels], [("user", question.text, f"<answer>{choice}</answer>")])
-        with torch.no_grad():
-            alone = token_logprobs(model, *collate([example], 0)).sum()
-        assert value == pytest.approx(float(alone), abs=1e-4)
-
-
-def test_accuracies_by_hand() -> None:
-    questions = [data.Question("count", "?", "2", ("1", "2")), data.Question("count", "?", "1", ("1", "2"))]
-    logprobs = [np.log([0.3, 0.6]), np.log([0.1, 0.4])]
-    assert accuracy(logprobs, questions) == 0.5
-    assert sampled_accuracy(logprobs, questions) == pytest.approx((0.6 + 0.1) / 2)

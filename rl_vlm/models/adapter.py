@@ -1,0 +1,92 @@
+"""Adapter versions as bytes and as folders in peft's own format.
+
+Light on purpose: torch and peft are imported only where tensors are touched, so that the registry, which only passes
+bytes on, starts (and restarts) at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_vlm.types import UserInputError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from torch import Tensor
+
+PREFIX = "base_model.model."  # peft's, before the module names in adapter files
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPayload:
+    """One immutable adapter version: safetensors bytes in peft's naming, peft's config, and the SHA-256 of the bytes."""
+
+    version: int
+    tensors: bytes
+    config_json: str
+    sha256: str
+
+    @classmethod
+    def build(cls, version: int, state: Mapping[str, Tensor], config: LoraConfig) -> AdapterPayload:
+        """Pack a peft state dict."""
+        from safetensors.torch import save
+
+        # A copy on the CPU in a fixed order, so that equal weights give equal bytes.
+        tensors = {name: state[name].detach().to("cpu").contiguous() for name in sorted(state)}
+        blob = save(tensors)
+        return cls(version, blob, config_to_json(config), hashlib.sha256(blob).hexdigest())
+
+    def verify(self) -> AdapterPayload:
+        """Return self if the bytes match the hash."""
+        if hashlib.sha256(self.tensors).hexdigest() != self.sha256:
+            raise UserInputError(f"Adapter version {self.version} is corrupt: its bytes do not match its SHA-256.")
+        return self
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors by peft's names."""
+        from safetensors.torch import load
+
+        return load(self.tensors)
+
+    def write(self, folder: Path) -> Path:
+        """Write a folder that peft and vLLM load, atomically: the folder appears complete or not at all."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            (temporary / "adapter_model.safetensors").write_bytes(self.tensors)
+            (temporary / "adapter_config.json").write_text(self.config_json)
+            if folder.exists():
+                old = folder.with_name(f".{folder.name}-old-{os.getpid()}")
+                os.replace(folder, old)
+                os.replace(temporary, folder)
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                os.replace(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return folder
+
+    @classmethod
+    def read(cls, folder: Path, version: int) -> AdapterPayload:
+        """Read a peft adapter folder."""
+        try:
+            tensors = (folder / "adapter_model.safetensors").read_bytes()
+            config_json = (folder / "adapter_config.json").read_text()
+        except OSError as error:
+            raise UserInputError(f"{folder} is not a peft adapter folder ({error}).") from error
+        return cls(version, tensors, config_json, hashlib.sha256(tensors).hexdigest())
+
+
+def config_to_json(config: LoraConfig) -> str:
+    """peft's adapter_config.json, keys sorted."""
+    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    values["inference_mode"] = True
+    return json.dumps(values, indent=2, sort_keys=True, default=str)

@@ -1,0 +1,129 @@
+"""Running the command line as a user does, in processes of their own, and finding what to kill inside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+# Process titles of the actors that a run consists of; RLlib wraps its learners.
+REPLICA, ENV_RUNNER = "ray::ServeReplica", "ray::VLMEnvRunner"
+REGISTRY, LEARNER = "ray::AdapterRegistry", "ray::_WrappedExecutable"
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The environment of a run: offline, and not inside another cluster."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != "WANDB_API_KEY"}
+    return {**clean, "HF_HUB_OFFLINE": "1", **changes}
+
+
+def rl_vlm(*arguments: object, timeout: float = 120, **changes: str) -> subprocess.CompletedProcess[str]:
+    """Run `rl-vlm ...` to its end."""
+    command = [sys.executable, "-m", "rl_vlm.cli", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=environment(**changes), cwd=ROOT, check=False
+    )
+
+
+class TrainingProcess:
+    """`rl-vlm train ...` in the background."""
+
+    def __init__(self, run_dir: Path, *arguments: object, config: Path = QUICKSTART, **changes: str) -> None:
+        self.run_dir = run_dir
+        self.log = run_dir.with_suffix(f".{time.time_ns()}.log")
+        command = [sys.executable, "-m", "rl_vlm.cli", "train", config, *arguments, "--run-dir", run_dir]
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                list(map(str, command)),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(**changes),
+                cwd=ROOT,
+                start_new_session=True,
+            )
+        self.everyone: dict[int, psutil.Process] = {}
+
+    def __enter__(self) -> TrainingProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remember()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for process in self.survivors():
+            process.kill()
+
+    def remember(self) -> list[psutil.Process]:
+        """All processes of the run that are alive; the ones seen once are remembered for `survivors`."""
+        try:
+            alive = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            alive = []
+        self.everyone.update({process.pid: process for process in alive})
+        return alive
+
+    def actors(self, title: str) -> list[psutil.Process]:
+        """The run's processes with this title."""
+        found = []
+        for process in self.remember():
+            try:
+                if process.cmdline()[0].startswith(title):
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.ZombieProcess, IndexError):
+                continue
+        return found
+
+    def survivors(self, grace: float = 15.0) -> list[psutil.Process]:
+        """Processes of the run that are still there `grace` seconds after its end."""
+        _, alive = psutil.wait_procs(list(self.everyone.values()), timeout=grace)
+        return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+    def iterations(self) -> int:
+        """How many iterations progress.csv holds."""
+        try:
+            return max(len((self.run_dir / "progress.csv").read_text().splitlines()) - 1, 0)
+        except OSError:
+            return 0
+
+    def wait_for_iteration(self, number: int, timeout: float = 300) -> None:
+        """Wait until the run has done that many iterations."""
+        deadline = time.monotonic() + timeout
+        while self.iterations() < number:
+            self.remember()
+            assert self.process.poll() is None, f"the run ended early:\n{self.output()[-3000:]}"
+            assert time.monotonic() < deadline, f"iteration {number} did not come:\n{self.output()[-3000:]}"
+            time.sleep(0.1)
+
+    def kill(self, title: str) -> int:
+        """SIGKILL one actor with this title; returns its pid."""
+        victim = self.actors(title)[0]
+        victim.send_signal(signal.SIGKILL)
+        return int(victim.pid)
+
+    def wait(self, timeout: float = 600) -> int:
+        """Wait for the end; returns the exit code."""
+        deadline = time.monotonic() + timeout
+        while self.process.poll() is None:
+            self.remember()
+            assert time.monotonic() < deadline, f"the run did not end:\n{self.output()[-3000:]}"
+            time.sleep(0.2)
+        return int(self.process.returncode)
+
+    def output(self) -> str:
+        """What the run printed."""
+        return self.log.read_text()
+
+    def result(self) -> dict[str, Any]:
+        """result.json."""
+        return json.loads((self.run_dir / "result.json").read_text())  # type: ignore[no-any-return]

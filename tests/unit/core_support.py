@@ -1,0 +1,145 @@
+"""What the tests of the core share: pictures, trajectories without an engine, and an independent forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from rl_vlm.chat import expand_image_tokens
+from rl_vlm.config import RunConfig, apply_overrides, parse_config
+from rl_vlm.learning.module import Policy
+from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries
+from rl_vlm.types import EncodedImage, GenerationRequest, Message, SamplingParams, StopReason, Trajectory
+from rl_vlm.types import TrajectoryStatus, Turn
+
+quiet_libraries()
+torch.set_num_threads(1)
+
+
+@lru_cache(maxsize=4)
+def text_side(folder: Path) -> TextSide:
+    """The codec and image geometry of a model folder."""
+    return load_text_side(folder)
+
+
+@lru_cache(maxsize=4)
+def processor(folder: Path) -> Any:
+    """The folder's own Hugging Face processor."""
+    return AutoProcessor.from_pretrained(folder)
+
+
+def plain_model(folder: Path) -> Any:
+    """The model as transformers loads it."""
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def picture(rng: np.random.Generator, width: int = 32, height: int = 32) -> EncodedImage:
+    """Noise of a given size."""
+    return EncodedImage.from_pil(Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)))
+
+
+def pictures(rng: np.random.Generator, count: int) -> list[EncodedImage]:
+    """Noise of various sizes, so that grids differ."""
+    sizes = [(32, 32), (64, 32), (32, 96), (64, 64), (70, 40)]
+    return [picture(rng, *sizes[rng.integers(len(sizes))]) for _ in range(count)]
+
+
+def run_config(folder: Path, **dotted: Any) -> RunConfig:
+    """A run on the tiny model; keyword `learner__lr` means `learner.lr`."""
+    overrides = {key.replace("__", "."): value for key, value in dotted.items()}
+    return parse_config(apply_overrides({"model": {"path": str(folder)}}, overrides))
+
+
+def adapted_policy(folder: Path, seed: int = 1, scale: float = 0.2, **dotted: Any) -> Policy:
+    """A policy whose adapter is random and changes the model a lot."""
+    policy = Policy(folder, run_config(folder, **dotted))
+    randomize(policy, seed, scale)
+    return policy
+
+
+def randomize(policy: Policy, seed: int, scale: float = 0.2) -> None:
+    """Draw both matrices of every LoRA layer anew."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters:
+            parameter.normal_(0.0, scale, generator=generator)
+
+
+def allowed_ids(text: TextSide) -> np.ndarray:
+    """Every id that the policy may sample, end-of-turn left out."""
+    forbidden = {*text.codec.suppressed_token_ids(text.vocab_size).tolist(), text.codec.end_of_turn_id}
+    return np.array([i for i in range(text.vocab_size) if i not in forbidden])
+
+
+def request(text: TextSide, parts: Sequence[str | EncodedImage], *, name: str = "r", **sampling: Any) -> GenerationRequest:
+    """A request of one user message; `min_version` and the sampling parameters by keyword."""
+    version = sampling.pop("min_version", 0)
+    span = text.codec.encode_prompt([Message("user", tuple(parts))])
+    params = SamplingParams(**{"max_new_tokens": 8, **sampling})
+    return GenerationRequest(name, span.token_ids, params, span.images, min_version=version)
+
+
+def conversation(
+    text: TextSide,
+    rng: np.random.Generator,
+    prompt: Sequence[str | EncodedImage],
+    replies: Sequence[int],
+    later: Sequence[Sequence[str | EncodedImage]] = (),
+    name: str = "t",
+) -> Trajectory:
+    """A trajectory of random replies of the given lengths; `later` are the messages between them."""
+    codec = text.codec
+    span = codec.encode_prompt([Message("user", tuple(prompt))])
+    pieces, masks, images = [expand(text, span.token_ids, span.images)], [False], list(span.images)
+    turns: list[Turn] = []
+    ids = allowed_ids(text)
+    for number, length in enumerate(replies):
+        start = sum(map(len, pieces))
+        pieces.append(np.append(rng.choice(ids, length - 1), codec.end_of_turn_id).astype(np.int32))
+        masks.append(True)
+        turns.append(Turn(start, start + length, 0, StopReason.END_OF_TURN, float(rng.integers(2))))
+        if number + 1 < len(replies):
+            span = codec.encode_continuation([Message("user", tuple(later[number]))], ended=True)
+            pieces.append(expand(text, span.token_ids, span.images))
+            masks.append(False)
+            images.extend(span.images)
+    mask = np.concatenate([np.full(len(piece), sampled) for piece, sampled in zip(pieces, masks, strict=True)])
+    logprobs = np.where(mask, -rng.uniform(0.1, 6.0, len(mask)), 0.0).astype(np.float32)
+    token_ids = np.concatenate(pieces)
+    return Trajectory(
+        name, token_ids, mask, logprobs, tuple(turns), TrajectoryStatus.COMPLETED, tuple(images)
+    ).check()
+
+
+def expand(text: TextSide, token_ids: np.ndarray, images: Sequence[EncodedImage]) -> np.ndarray:
+    """Ids with every image placeholder repeated as often as the image has tokens."""
+    counts = [text.count_image_tokens(image.width, image.height) for image in images]
+    return expand_image_tokens(token_ids, text.codec.image_token_id, counts)
+
+
+def reference_logits(folder: Path, model: Any, token_ids: np.ndarray, images: Sequence[EncodedImage]) -> torch.Tensor:
+    """float32 [T, V] by transformers alone: its own image processor, positions, mask and vision tower; no token mask."""
+    inputs: dict[str, Any] = {"input_ids": torch.from_numpy(token_ids.astype(np.int64))[None]}
+    if images:
+        pixels = processor(folder).image_processor([image.to_pil() for image in images], return_tensors="pt")
+        inputs |= {"pixel_values": pixels["pixel_values"], "image_grid_thw": pixels["image_grid_thw"]}
+    is_image = inputs["input_ids"] == model.config.image_token_id
+    return model(**inputs, mm_token_type_ids=is_image.int(), use_cache=False).logits[0].float()
+
+
+def reference_logprobs(
+    folder: Path, model: Any, token_ids: np.ndarray, images: Sequence[EncodedImage], temperature: float = 1.0
+) -> torch.Tensor:
+    """float32 [T - 1]: the log-probability of every token but the first, suppressed tokens left out."""
+    text = text_side(folder)
+    logits = reference_logits(folder, model, token_ids, images)[:-1]
+    logits[:, torch.from_numpy(text.codec.suppressed_token_ids(text.vocab_size))] = float("-inf")
+    targets = torch.from_numpy(token_ids[1:].astype(np.int64))
+    return torch.log_softmax(logits / temperature, dim=-1).gather(1, targets[:, None])[:, 0]

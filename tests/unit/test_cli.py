@@ -1,0 +1,297 @@
+"""The command line: what the commands hand on, exit codes, and errors that are one sentence."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from rl_vlm import cli
+from rl_vlm.types import RLVLMError, UserInputError
+
+CONFIG = "name: test-run\nlearner:\n  lr: 0.01\n"
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture
+def training(monkeypatch):
+    """A stand-in for rl_vlm.training that records its calls; `outcome` is raised or returned."""
+
+    def train(run, run_dir, *, resume, overwrite):
+        module.calls.append((run, run_dir, resume, overwrite))
+        if isinstance(module.outcome, BaseException):
+            raise module.outcome
+        return module.outcome
+
+    module = types.ModuleType("rl_vlm.training")
+    module.calls, module.outcome = (
+        [],
+        {"status": "done", "iterations": 3, "accuracy_before": 0.25, "accuracy_after": 0.9},
+    )
+    module.train, module.dry_run = train, lambda run: {"model": run.model.path}
+    module.default_run_dir = lambda run: Path("runs") / run.name
+    return install(monkeypatch, module)
+
+
+@pytest.fixture
+def harness(monkeypatch):
+    """A stand-in for rl_vlm.evaluation.harness that returns what it was given."""
+    module = types.ModuleType("rl_vlm.evaluation.harness")
+    module.evaluate = lambda run, **options: {"name": run.name, **plain(options)}
+    module.rollout = lambda run, **options: {"name": run.name, **plain(options)}
+    return install(monkeypatch, module)
+
+
+def install(monkeypatch, module):
+    parent, _, name = module.__name__.rpartition(".")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(__import__(parent, fromlist=["x"]), name, module, raising=False)
+    return module
+
+
+def plain(options):
+    return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+
+
+def run(*argv) -> int:
+    return cli.run([str(word) for word in argv])
+
+
+def output(capsys) -> str:
+    return capsys.readouterr().out
+
+
+def failure(capsys) -> str:
+    """What stood on stderr, which must be one line and no traceback."""
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err + captured.out
+    (line,) = captured.err.strip().splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def adapter_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text("{}")
+    return folder
+
+
+# Help
+
+
+def test_help_is_there_at_once():
+    before = os.times()
+    done = subprocess.run([sys.executable, "-m", "rl_vlm.cli", "--help"], capture_output=True, text=True)
+    after = os.times()
+    assert done.returncode == 0 and "train" in done.stdout
+    # Processor time, which a busy machine stretches less: a third of a second on an idle one.
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 1.0
+
+
+def test_help_imports_nothing_heavy():
+    heavy = "{'torch', 'ray', 'transformers', 'gymnasium', 'numpy', 'pydantic', 'pyarrow'}"
+    code = f"import sys, rl_vlm.cli as c; c.run(['-h']); found = {heavy} & set(sys.modules); assert not found, found"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+COMMANDS = ("train", "eval", "rollout", "export", "fetch", "doctor", "envs", "model")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command, capsys):
+    assert run("--help") == 0
+    assert command in output(capsys)
+    assert run(command, "--help") == 0
+    assert "Usage: rl-vlm " + command in output(capsys)
+
+
+def test_the_package_still_offers_make_and_register():
+    import rl_vlm
+    from rl_vlm.envs import registry
+
+    assert rl_vlm.make is registry.make and rl_vlm.register is registry.register
+    with pytest.raises(AttributeError, match="no attribute 'mak'"):
+        _ = rl_vlm.mak
+
+
+def test_the_version_is_the_packages(capsys):
+    from rl_vlm import __version__
+
+    assert run("--version") == 0
+    assert output(capsys) == f"rl-vlm {__version__}\n"
+
+
+# train
+
+
+def test_train_hands_on_configuration_and_options(config, training, tmp_path, capsys):
+    assert run("train", config, "learner.lr=1e-3", "name=other", "--run-dir", tmp_path / "here", "--resume") == 0
+    ((seen, run_dir, resume, overwrite),) = training.calls
+    assert (seen.name, seen.learner.lr, run_dir, resume, overwrite) == ("other", 1e-3, tmp_path / "here", True, False)
+    said = output(capsys)
+    assert "done after 3 iterations" in said and "accuracy 0.250 → 0.900" in said and "curve.png" in said
+
+
+def test_the_run_folder_is_left_to_training_by_default(config, training):
+    assert run("train", config, "--overwrite") == 0
+    assert training.calls[0][1:] == (None, False, True)
+
+
+def test_a_run_folder_stands_for_its_configuration(config, training, tmp_path):
+    assert run("train", tmp_path) == 0
+    assert training.calls[0][0].name == "test-run"
+
+
+def test_a_dry_run_trains_nothing(config, training, capsys):
+    assert run("train", config, "--dry-run") == 0
+    assert training.calls == [] and "model: tiny" in output(capsys)
+
+
+def test_resume_and_overwrite_contradict(config, training, capsys):
+    assert run("train", config, "--resume", "--overwrite") == 2
+    assert "contradict" in failure(capsys) and training.calls == []
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["missing.yaml"], "Cannot read the config missing.yaml"),
+        (["CONFIG", "learner.lrr=1"], "Did you mean learner.lr?"),
+        (["CONFIG", "learner.lr"], "must have the form"),
+        (["CONFIG", "learner.lr=fast"], "learner.lr"),
+        (["CONFIG", "rollout.top_p=0.5"], "rollout.top_p must be 1"),
+    ],
+)
+def test_a_wrong_configuration_is_one_sentence_and_exit_code_2(arguments, words, config, training, capsys):
+    assert run("train", *[str(config) if word == "CONFIG" else word for word in arguments]) == 2
+    assert words in failure(capsys)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["nonsense"], ["train"], ["train", "a", "--nonsense"], ["rollout", "a", "--episodes", "0"], ["doctor", "--jsn"]],
+)
+def test_wrong_usage_is_exit_code_2(argv, capsys):
+    assert run(*argv) == 2
+    captured = capsys.readouterr()
+    assert "Error" in captured.err and "Traceback" not in captured.err
+
+
+class Interrupted(RLVLMError):
+    exit_code = 143
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [(UserInputError("wrong"), 2), (RLVLMError("broke"), 1), (Interrupted("stopped"), 143)],
+)
+def test_errors_of_the_package_have_their_exit_codes(config, training, capsys, outcome, code):
+    training.outcome = outcome
+    assert run("train", config) == code
+    assert failure(capsys) == f"error: {outcome}"
+
+
+def test_ctrl_c_is_exit_code_130(config, training, capsys):
+    training.outcome = KeyboardInterrupt()
+    assert run("train", config) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_run_that_did_not_end_well_is_exit_code_1(config, training):
+    training.outcome = {"status": "failed", "iterations": 0}
+    assert run("train", config) == 1
+
+
+def test_a_surprise_is_a_sentence_and_its_traceback_a_file_of_the_run(config, training, tmp_path, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    training.outcome = ZeroDivisionError("first line\nsecond line")
+    assert run("train", config, "--run-dir", folder) == 1
+    line = failure(capsys)
+    assert "ZeroDivisionError: first line (unexpected" in line and str(folder / "error.log") in line
+    assert "Traceback" in (folder / "error.log").read_text() and "second line" in (folder / "error.log").read_text()
+
+
+def test_without_a_run_folder_the_traceback_is_a_temporary_file(config, harness, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(cli.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(harness, "evaluate", lambda *a, **k: {}[0])
+    assert run("eval", config) == 1
+    assert "KeyError" in failure(capsys)
+    (log,) = tmp_path.glob("rl-vlm-error-*.log")
+    assert "Traceback" in log.read_text()
+
+
+def test_the_installed_program_exits_with_the_code(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "rl_vlm.cli", "train", "missing.yaml"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (
+        done.returncode == 2
+        and done.stderr == "error: Cannot read the config missing.yaml: No such file or directory.\n"
+    )
+
+
+def test_a_reader_that_leaves_early_is_no_crash():
+    command = f"{sys.executable} -m rl_vlm.cli doctor --help | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and done.returncode in (0, 1, 128 + signal.SIGPIPE)
+
+
+# eval and rollout
+
+
+def test_eval_hands_on_the_adapter_of_a_run(config, harness, tmp_path, capsys):
+    adapter_folder(tmp_path / "run" / "adapter")
+    assert run("eval", config, "name=x", "--run-dir", tmp_path / "run", "--out", tmp_path / "o.json") == 0
+    seen = json.loads(output(capsys))
+    assert seen == {"name": "x", "adapter": str(tmp_path / "run" / "adapter"), "out": str(tmp_path / "o.json")}
+
+
+def test_eval_without_an_adapter_measures_the_base_model(config, harness, capsys):
+    assert run("eval", config) == 0
+    assert json.loads(output(capsys)) == {"name": "test-run", "adapter": None, "out": None}
+
+
+@pytest.mark.parametrize("command", ["eval", "rollout"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(command, config, harness, tmp_path, capsys):
+    for out in (tmp_path / "missing" / "o.json", tmp_path):
+        assert run(command, config, "--out", out) == 2
+        assert "--out" in failure(capsys)
+
+
+def test_a_folder_without_an_adapter_is_refused(config, harness, tmp_path, capsys):
+    assert run("eval", config, "--adapter", tmp_path) == 2
+    assert "adapter_config.json" in failure(capsys)
+    adapter = adapter_folder(tmp_path / "a")
+    assert run("eval", config, "--adapter", adapter, "--run-dir", tmp_path) == 2
+    assert "one of them" in failure(capsys)
+
+
+def test_rollout_hands_on_the_sampling_options_that_were_given(config, harness, tmp_path, capsys):
+    adapter = adapter_folder(tmp_path / "a")
+    options = [
+        "--episodes=7", "--temperature=0", "--top-p=0.9", "--top-k=5", "--max-new-tokens=12", "--seed=3", "--batch-size=2",
+    ]  # fmt: skip
+    assert run("rollout", config, "--adapter", adapter, *options) == 0
+    seen = json.loads(output(capsys))["summary"]
+    assert seen["episodes"] == 7 and seen["adapter"] == str(adapter)
+    assert seen["sampling"] == {
+        "batch_size": 2, "temperature": 0.0, "top_p": 0.9, "top_k": 5, "max_new_tokens": 12, "seed": 3,
+    }  # fmt: skip
+    assert run("rollout", config) == 0
+    seen = json.loads(output(capsys))["summary"]
+    assert seen["episodes"] == 4 and seen["sampling"] == {}

@@ -1,0 +1,334 @@
+"""Batched decoding: equal to transformers' own generation and forward pass, whatever else is in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from core_support import adapted_policy, picture, pictures, plain_model, processor, reference_logits, reference_logprobs
+from core_support import request, text_side
+from peft import PeftModel
+from transformers import Qwen3VLForConditionalGeneration
+
+from rl_vlm.engines.decoder import Decoder
+from rl_vlm.models.backbone import Backbone
+from rl_vlm.models.loading import TextSide
+from rl_vlm.types import Completion, EncodedImage, GenerationRequest, StopReason
+
+Parts = list[str | EncodedImage]
+
+
+@pytest.fixture(scope="module")
+def text(tiny_folder: Path) -> TextSide:
+    return text_side(tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder: Path) -> Any:
+    return plain_model(tiny_folder)
+
+
+@pytest.fixture
+def endless(model: Any, text: TextSide) -> Iterator[Backbone]:
+    """A backbone that never ends a turn, so that lengths are what the test says."""
+    backbone = backbone_of(model, text)
+    backbone.token_bias[text.codec.end_of_turn_id] = float("-inf")
+    yield backbone
+
+
+def backbone_of(model: Any, text: TextSide) -> Backbone:
+    return Backbone(model, text.images, text.codec.suppressed_token_ids(text.vocab_size))
+
+
+def decoder_of(backbone: Backbone, text: TextSide, max_context: int = 2048) -> Decoder:
+    codec = text.codec
+    return Decoder(
+        backbone,
+        image_token_id=codec.image_token_id,
+        end_of_turn_id=codec.end_of_turn_id,
+        pad_token_id=codec.pad_token_id,
+        max_context=max_context,
+        decode=codec.decode,
+    )
+
+
+def run(decoder: Decoder, *waves: tuple[int, Sequence[GenerationRequest]]) -> dict[str, Completion]:
+    """Run requests to their ends; each wave is admitted before the step of its number."""
+    done, step = [], 0
+    pending = list(waves)
+    while pending or decoder.num_rows:
+        while pending and (pending[0][0] <= step or not decoder.num_rows):
+            _, requests = pending.pop(0)
+            done.extend(decoder.admit(decoder.prepare(requests)))  # type: ignore[arg-type]
+        if decoder.num_rows:
+            done.extend(decoder.step())
+        step += 1
+    return {job.request.request_id: decoder.completion(job, 0) for job in done}
+
+
+def mixed_requests(text: TextSide, rng: np.random.Generator, **sampling: Any) -> list[GenerationRequest]:
+    """Prompts of many lengths with none to three images."""
+    images = pictures(rng, 9)
+    prompts: list[Parts] = [
+        ["Hello"],
+        [images[0], "How many shapes?"],
+        [images[1], "Compare", images[2], "and say what differs " * 4],
+        ["look:", images[3], images[4], images[5]],
+        ["A question without any picture, and rather a long one. " * 3],
+        [images[6], images[7], "x"],
+        [images[8]],
+    ]
+    return [request(text, parts, name=f"r{k}", **sampling) for k, parts in enumerate(prompts)]
+
+
+def close(one: np.ndarray, other: Any, tolerance: float = 1e-5) -> bool:
+    return bool(np.allclose(one, np.asarray(other), rtol=0, atol=tolerance))
+
+
+# --- against transformers
+
+
+def test_greedy_tokens_equal_those_of_generate(tiny_folder: Path, text: TextSide, model: Any) -> None:
+    requests = mixed_requests(text, np.random.default_rng(0), max_new_tokens=20, temperature=0.0, n=2)
+    completions = run(decoder_of(backbone_of(model, text), text), (0, requests))
+    suppressed = text.codec.suppressed_token_ids(text.vocab_size).tolist()
+    for asked in requests:
+        answer = completions[asked.request_id]
+        inputs: dict[str, Any] = {"input_ids": torch.from_numpy(answer.prompt_ids.astype(np.int64))[None]}
+        if asked.images:
+            inputs |= processor(tiny_folder).image_processor([i.to_pil() for i in asked.images], return_tensors="pt")
+        is_image = inputs["input_ids"] == text.codec.image_token_id
+        whole = model.generate(
+            **inputs,
+            mm_token_type_ids=is_image.int(),
+            attention_mask=torch.ones_like(inputs["input_ids"]),
+            do_sample=False,
+            max_new_tokens=20,
+            eos_token_id=text.codec.end_of_turn_id,
+            suppress_tokens=suppressed,
+        )
+        theirs = whole[0, len(answer.prompt_ids) :].tolist()
+        assert [sample.token_ids.tolist() for sample in answer.samples] == [theirs, theirs]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_logprobs_equal_teacher_forcing(
+    tiny_folder: Path, tmp_path: Path, text: TextSide, temperature: float, adapter: bool
+) -> None:
+    reference = plain_model(tiny_folder)
+    if adapter:
+        folder = adapted_policy(tiny_folder).payload(1).write(tmp_path / "adapter")
+        reference = PeftModel.from_pretrained(reference, folder).merge_and_unload()
+    requests = mixed_requests(text, np.random.default_rng(1), max_new_tokens=24, temperature=temperature, n=3)
+    for answer in run(decoder_of(backbone_of(reference, text), text), (0, requests)).values():
+        images = next(asked.images for asked in requests if asked.request_id == answer.request_id)
+        for sample in answer.samples:
+            ids = np.concatenate([answer.prompt_ids, sample.token_ids])
+            with torch.no_grad():
+                expected = reference_logprobs(tiny_folder, reference, ids, images, temperature)
+            assert close(sample.logprobs, expected[len(answer.prompt_ids) - 1 :])
+
+
+def test_a_random_adapter_changes_the_model(tiny_folder: Path) -> None:
+    """Otherwise the comparison with an adapter would say nothing."""
+    policy = adapted_policy(tiny_folder)
+    ids = np.arange(20, dtype=np.int32)
+    with torch.no_grad():
+        adapted = reference_logits(tiny_folder, policy.model, ids, [])
+        with policy.without_adapter():
+            base = reference_logits(tiny_folder, policy.model, ids, [])
+    assert (adapted - base).abs().max() > 0.5
+
+
+def test_the_first_token_follows_the_models_distribution(tiny_folder: Path, text: TextSide, model: Any) -> None:
+    image = picture(np.random.default_rng(5))
+    asked = request(text, [image, "How many?"], max_new_tokens=1, n=4000, seeds=tuple(range(4000)))
+    answer = run(decoder_of(backbone_of(model, text), text), (0, [asked]))["r"]
+    with torch.no_grad():
+        logits = reference_logits(tiny_folder, model, answer.prompt_ids, [image])[-1]
+    logits[torch.from_numpy(text.codec.suppressed_token_ids(text.vocab_size))] = float("-inf")
+    expected = torch.softmax(logits, -1).numpy()
+    counts = np.bincount([int(sample.token_ids[0]) for sample in answer.samples], minlength=len(expected))
+    top = expected > 5 / 4000
+    deviation = np.abs(counts[top] / 4000 - expected[top])
+    assert top.sum() >= 3
+    assert np.all(deviation < 5 * np.sqrt(expected[top] / 4000))
+
+
+# --- the batch does not matter
+
+
+def test_requests_that_join_others_give_the_same_as_alone(text: TextSide, model: Any) -> None:
+    seeds = (11, 12)
+    requests = mixed_requests(text, np.random.default_rng(2), max_new_tokens=40, n=2, seeds=seeds)
+    alone = {}
+    for asked in requests:
+        alone |= run(decoder_of(backbone_of(model, text), text), (0, [asked]))
+    waves = [(0, requests[:2]), (3, requests[2:3]), (4, requests[3:5]), (20, requests[5:])]
+    together = run(decoder_of(backbone_of(model, text), text), *waves)
+    assert together.keys() == alone.keys()
+    for name, answer in together.items():
+        for sample, other in zip(answer.samples, alone[name].samples, strict=True):
+            assert sample.token_ids.tolist() == other.token_ids.tolist()
+            assert sample.stop_reason is other.stop_reason
+            assert close(sample.logprobs, other.logprobs)
+
+
+def test_rows_of_different_lengths_survive_many_retirements(text: TextSide, endless: Backbone) -> None:
+    rng = np.random.default_rng(3)
+    requests = []
+    for k, image in enumerate(pictures(rng, 8)):
+        count, length = int(rng.integers(1, 4)), int(rng.integers(1, 50))
+        seeds = tuple(range(100 * k, 100 * k + count))
+        parts: Parts = [image, "x" * int(rng.integers(60))]
+        requests.append(request(text, parts, name=str(k), n=count, seeds=seeds, temperature=0.8, max_new_tokens=length))
+    together = run(decoder_of(endless, text), *((5 * k, [asked]) for k, asked in enumerate(requests)))
+    for asked in requests:
+        alone = run(decoder_of(endless, text), (0, [asked]))[asked.request_id]
+        for sample, other in zip(together[asked.request_id].samples, alone.samples, strict=True):
+            assert len(sample.token_ids) == asked.sampling.max_new_tokens
+            assert sample.token_ids.tolist() == other.token_ids.tolist()
+            assert close(sample.logprobs, other.logprobs)
+
+
+def test_more_prompt_tokens_than_one_prefill_takes_give_the_same(
+    text: TextSide, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = mixed_requests(text, np.random.default_rng(4), max_new_tokens=6, seeds=(5,))
+    expected = run(decoder_of(backbone_of(model, text), text), (0, requests))
+    monkeypatch.setattr("rl_vlm.engines.decoder._PREFILL_TOKENS", 50)
+    found = run(decoder_of(backbone_of(model, text), text), (0, requests))
+    for name, answer in expected.items():
+        assert found[name].samples[0].token_ids.tolist() == answer.samples[0].token_ids.tolist()
+
+
+def test_samples_with_seeds_repeat_and_samples_without_differ(text: TextSide, endless: Backbone) -> None:
+    def tokens(**sampling: Any) -> list[list[int]]:
+        answer = run(decoder_of(endless, text), (0, [request(text, ["hi"], max_new_tokens=16, **sampling)]))["r"]
+        return [sample.token_ids.tolist() for sample in answer.samples]
+
+    assert tokens(n=2, seeds=(3, 4)) == tokens(n=2, seeds=(3, 4))
+    assert tokens(n=2, seeds=(3, 4)) == [*tokens(seeds=(3,)), *tokens(seeds=(4,))]
+    fresh = tokens(n=3) + tokens(n=3)
+    assert len({tuple(sample) for sample in fresh}) == 6
+
+
+def test_samples_keep_their_number_when_they_end_at_different_times(text: TextSide, model: Any) -> None:
+    seeds = tuple(range(40, 56))
+    common: dict[str, Any] = {"max_new_tokens": 60, "temperature": 1.0}
+    answer = run(decoder_of(backbone_of(model, text), text), (0, [request(text, ["?"], n=16, seeds=seeds, **common)]))["r"]
+    assert len({len(sample.token_ids) for sample in answer.samples}) > 4
+    single = [request(text, ["?"], name=str(seed), seeds=(seed,), **common) for seed in seeds]
+    alone = run(decoder_of(backbone_of(model, text), text), (0, single))
+    for seed, sample in zip(seeds, answer.samples, strict=True):
+        assert sample.token_ids.tolist() == alone[str(seed)].samples[0].token_ids.tolist()
+
+
+# --- ends
+
+
+def test_a_sample_ends_with_its_end_of_turn_token(text: TextSide, model: Any) -> None:
+    answer = run(decoder_of(backbone_of(model, text), text), (0, [request(text, ["?"], max_new_tokens=80, n=24)]))["r"]
+    ended = [sample for sample in answer.samples if sample.stop_reason is StopReason.END_OF_TURN]
+    assert ended
+    for sample in ended:
+        assert np.flatnonzero(sample.token_ids == text.codec.end_of_turn_id).tolist() == [len(sample.token_ids) - 1]
+        assert len(sample.logprobs) == len(sample.token_ids)
+        assert (sample.token_ids.dtype, sample.logprobs.dtype) == (np.int32, np.float32)
+
+
+def test_a_sample_stops_at_its_length(text: TextSide, endless: Backbone) -> None:
+    requests = [request(text, ["?"], name=str(length), max_new_tokens=length) for length in (1, 2, 30)]
+    for name, answer in run(decoder_of(endless, text), (0, requests)).items():
+        assert len(answer.samples[0].token_ids) == int(name)
+        assert answer.samples[0].stop_reason is StopReason.LENGTH
+
+
+def test_a_stop_string_ends_the_sample_where_it_appears(text: TextSide, endless: Backbone) -> None:
+    free = run(decoder_of(endless, text), (0, [request(text, ["?"], max_new_tokens=40, seeds=(8,))]))["r"].samples[0]
+    whole = text.codec.decode(free.token_ids)
+    stop = text.codec.decode(free.token_ids[10:13])  # three tokens: it straddles token borders
+    first = whole.index(stop) + len(stop)
+    asked = request(text, ["?"], max_new_tokens=40, seeds=(8,), stop=("never said by anyone", stop))
+    sample = run(decoder_of(endless, text), (0, [asked]))["r"].samples[0]
+    assert sample.stop_reason is StopReason.STOP
+    assert sample.token_ids.tolist() == free.token_ids[: len(sample.token_ids)].tolist()
+    assert stop in text.codec.decode(sample.token_ids)
+    assert len(text.codec.decode(sample.token_ids[:-1])) < first
+
+
+def test_a_stop_string_in_the_last_allowed_token_counts_as_stop(text: TextSide, endless: Backbone) -> None:
+    free = run(decoder_of(endless, text), (0, [request(text, ["?"], max_new_tokens=12, seeds=(9,))]))["r"].samples[0]
+    for length in range(1, 12):
+        text_now, before = text.codec.decode(free.token_ids[:length]), text.codec.decode(free.token_ids[: length - 1])
+        new = text_now[len(before) :]
+        if new.isascii() and new and new not in before:
+            break
+    asked = request(text, ["?"], max_new_tokens=length, seeds=(9,), stop=(new,))
+    sample = run(decoder_of(endless, text), (0, [asked]))["r"].samples[0]
+    assert (sample.stop_reason, len(sample.token_ids)) == (StopReason.STOP, length)
+
+
+def test_a_cancelled_job_leaves_at_the_next_step_and_others_go_on(text: TextSide, endless: Backbone) -> None:
+    decoder = decoder_of(endless, text)
+    stays = request(text, ["stays"], name="stays", max_new_tokens=30, seeds=(1,))
+    leaves = request(text, ["leaves"], name="leaves", max_new_tokens=30, n=3)
+    jobs = decoder.prepare([leaves, stays])
+    assert decoder.admit(jobs) == []  # type: ignore[arg-type]
+    decoder.step()
+    assert decoder.num_rows == 4
+    jobs[0].cancelled = True  # type: ignore[union-attr]
+    decoder.step()
+    assert decoder.num_rows == 1
+    while decoder.num_rows:
+        decoder.step()
+    alone = run(decoder_of(endless, text), (0, [stays]))["stays"].samples[0]
+    assert jobs[1].samples[0].token_ids.tolist() == alone.token_ids.tolist()  # type: ignore[union-attr]
+
+
+# --- what may never be sampled
+
+
+@pytest.fixture(scope="module")
+def hostile_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the model that wants to say nothing but `<|image_pad|>` or `<|video_pad|>`."""
+    folder = tmp_path_factory.mktemp("hostile")
+    hostile = plain_model(tiny_folder)
+    hostile.config.tie_word_embeddings = hostile.config.text_config.tie_word_embeddings = False
+    head = torch.zeros_like(hostile.lm_head.weight)
+    direction = torch.randn(head.shape[1], generator=torch.Generator().manual_seed(0))
+    # Opposite rows: whatever the hidden state, one of them wins by far.
+    head[hostile.config.image_token_id], head[hostile.config.video_token_id] = 1000 * direction, -1000 * direction
+    hostile.lm_head.weight = torch.nn.Parameter(head)
+    hostile.save_pretrained(folder)
+    processor(tiny_folder).save_pretrained(folder)
+    return folder
+
+
+def test_a_hostile_model_cannot_forge_an_image(hostile_folder: Path) -> None:
+    text, model = text_side(hostile_folder), plain_model(hostile_folder)
+    requests = [
+        request(text, ["?"], name="sampled", max_new_tokens=30, n=40),
+        request(text, ["?"], name="greedy", max_new_tokens=30, temperature=0.0),
+        request(text, ["?"], name="cut", max_new_tokens=30, n=4, top_k=2, top_p=0.5),
+        request(text, ["?"], name="hot", max_new_tokens=30, n=4, temperature=50.0),
+    ]
+    assert isinstance(model, Qwen3VLForConditionalGeneration)
+    pads = {model.config.image_token_id, model.config.video_token_id}
+    with torch.no_grad():
+        wanted = reference_logits(hostile_folder, model, np.arange(9), []).argmax(-1).tolist()
+    assert set(wanted) <= pads
+    completions = run(decoder_of(backbone_of(model, text), text), (0, requests))
+    suppressed = set(text.codec.suppressed_token_ids(text.vocab_size).tolist())
+    for answer in completions.values():
+        for sample in answer.samples:
+            assert suppressed.isdisjoint(sample.token_ids.tolist())
+            assert np.all(np.isfinite(sample.logprobs))
+    # All allowed tokens are equally likely: the mask takes effect before normalising.
+    expected = -np.log(text.vocab_size - len(suppressed))
+    assert all(close(sample.logprobs, np.full(len(sample.logprobs), expected)) for sample in completions["sampled"].samples)

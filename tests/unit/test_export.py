@@ -1,0 +1,159 @@
+"""Export: the merged folder computes what the adapter computes, and appears complete or not at all."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from rl_vlm.models import export
+from rl_vlm.models.export import ExportError, check_target, export_model, find_adapter
+from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
+from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.lora import inject_lora, linear_weights, lora_config, lora_state, merged_weights
+from rl_vlm.types import UserInputError
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_folder):
+    """A tiny base model."""
+    quiet_libraries()
+    return tiny_folder
+
+
+@pytest.fixture(scope="module")
+def adapted(tiny):
+    """The model with LoRA layers whose weights are not zero, and their payload."""
+    model, config = load_model(tiny), lora_config(4, 8, "all")
+    torch.manual_seed(0)
+    inject_lora(model, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model, AdapterPayload.build(3, lora_state(model), config)
+
+
+@pytest.fixture
+def adapter(adapted, tmp_path):
+    return adapted[1].write(tmp_path / "adapter")
+
+
+def test_the_export_computes_what_the_adapter_computes(tiny, adapted, adapter, tmp_path):
+    out = export_model(adapter, tmp_path / "out", str(tiny))
+    exported = load_model(out)
+    ids = torch.randint(5, 200, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, plain = adapted[0](input_ids=ids).logits, load_model(tiny)(input_ids=ids).logits
+        torch.testing.assert_close(exported(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+    assert (expected - plain).abs().max() > 0.1
+    assert not any("lora" in name for name in exported.state_dict())
+
+
+def test_the_weights_are_those_of_the_engine_that_merges(tiny, adapted, adapter, tmp_path):
+    exported = load_model(export_model(adapter, tmp_path / "out", str(tiny)))
+    expected = merged_weights(exported, adapted[1], linear_weights(load_model(tiny)))
+    assert len(expected) == 14
+    for name, weight in expected.items():
+        torch.testing.assert_close(exported.state_dict()[f"{name}.weight"], weight)
+
+
+def test_the_folder_is_complete(tiny, adapter, tmp_path):
+    out = export_model(adapter, tmp_path / "out", str(tiny))
+    assert load_text_side(out).vocab_size == load_text_side(tiny).vocab_size
+    assert (out / "chat_template.jinja").read_text() == (tiny / "chat_template.jinja").read_text()
+    assert {path.name for path in tiny.iterdir()} <= {path.name for path in out.iterdir()}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "out"]
+
+
+def test_a_low_precision_model_stays_so_and_is_rounded_once(tiny, adapted, adapter, tmp_path):
+    half = tmp_path / "half"
+    load_model(tiny, "bfloat16").save_pretrained(half)
+    for path in tiny.iterdir():
+        if not (half / path.name).exists():
+            shutil.copy(path, half)
+    exported = load_model(export_model(adapter, tmp_path / "out", str(half)), "bfloat16")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    for name, weight in merged_weights(exported, adapted[1], linear_weights(load_model(half, "bfloat16"))).items():
+        assert torch.equal(exported.state_dict()[f"{name}.weight"], weight)
+
+
+def test_a_run_folder_names_its_model(tiny, adapter, tmp_path):
+    (tmp_path / "config.yaml").write_text(json.dumps({"model": {"path": str(tiny)}}))
+    assert find_adapter(tmp_path) == (adapter, str(tiny))
+    assert export_model(tmp_path, tmp_path / "out").is_dir()
+    (tmp_path / "config.yaml").unlink()
+    with pytest.raises(UserInputError, match="--model"):
+        export_model(tmp_path, tmp_path / "other")
+
+
+def test_an_existing_folder_is_refused_and_replaced_on_demand(tiny, adapter, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    (out / "old").write_text("")
+    with pytest.raises(UserInputError, match="--overwrite"):
+        export_model(adapter, out, str(tiny))
+    export_model(adapter, out, str(tiny), overwrite=True)
+    assert not (out / "old").exists() and (out / "model.safetensors").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "out"]
+
+
+def test_foreign_folders_and_the_inputs_are_never_replaced(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letters").write_text("")
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "home", tmp_path / "file"):
+        with pytest.raises(UserInputError, match="not a model folder"):
+            check_target(place, overwrite=True)
+    inside = tmp_path / "run" / "adapter"
+    inside.mkdir(parents=True)
+    for place in (inside, tmp_path / "run"):
+        with pytest.raises(UserInputError, match="another output folder"):
+            check_target(place, overwrite=True, keep=(inside,))
+
+
+def test_an_adapter_of_another_model_is_refused(tiny, adapted, tmp_path):
+    _, payload = adapted
+    state, config = payload.state(), lora_config(4, 8, "all")
+    first = next(iter(state))
+    fewer = {name: tensor for name, tensor in state.items() if name != first}
+    larger = {**state, first: torch.zeros(4, 9)}
+    elsewhere = lora_config(4, 8, "all")
+    elsewhere.target_modules = "no_such_module"
+    broken = {**state, first: torch.full_like(state[first], float("nan"))}
+    for name, tensors, how in (("fewer", fewer, config), ("larger", larger, config), ("none", state, elsewhere)):
+        folder = AdapterPayload.build(1, tensors, how).write(tmp_path / name)
+        with pytest.raises(UserInputError, match="does not fit"):
+            export_model(folder, tmp_path / "out", str(tiny))
+    folder = AdapterPayload.build(1, broken, config).write(tmp_path / "broken")
+    with pytest.raises(UserInputError, match="finite"):
+        export_model(folder, tmp_path / "out", str(tiny))
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_sources_are_named(tiny, tmp_path):
+    with pytest.raises(UserInputError, match="no folder"):
+        export_model(tmp_path / "missing", tmp_path / "out")
+    with pytest.raises(UserInputError, match="neither"):
+        export_model(tmp_path, tmp_path / "out")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "NONSENSE"}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(UserInputError, match="not a LoRA"):
+        export_model(tmp_path, tmp_path / "out" / "model", str(tiny))
+
+
+def test_an_export_that_does_not_load_leaves_nothing(tiny, adapter, tmp_path, monkeypatch):
+    def fail(*_):
+        raise ExportError("came back different")
+
+    monkeypatch.setattr(export, "_check_export", fail)
+    with pytest.raises(ExportError):
+        export_model(adapter, tmp_path / "out", str(tiny))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
+
+
+def test_a_changed_weight_is_noticed(tiny):
+    digests = {name: export._digest(tensor) for name, tensor in load_model(tiny).state_dict().items()}
+    export._check_export(tiny, digests)
+    with pytest.raises(ExportError, match="1 tensors"):
+        export._check_export(tiny, {**digests, next(iter(digests)): "0"})

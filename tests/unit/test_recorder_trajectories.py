@@ -1,0 +1,80 @@
+"""Dumps of sampled trajectories: they come back as they were, whole groups, images once."""
+
+import numpy as np
+import pytest
+from recorder_support import QUIET, group, leftovers, picture, trajectory, words, zeros
+
+from rl_vlm.monitoring.recorder import RunRecorder, read_trajectories
+from rl_vlm.monitoring.trajectories import choose_groups
+from rl_vlm.types import Message, TrajectoryGroup, UserInputError
+
+
+def test_trajectories_come_back_as_they_were(tmp_path):
+    red, blue = picture("red"), picture("blue")
+    one = trajectory(
+        "g0/0",
+        reward=0.5,
+        images=(red,),
+        info={"correct": np.bool_(True), "score": np.float32(0.5), "bad": "\udc80"},
+        messages=(
+            Message.of("user", red, "How many?"),
+            Message.of("assistant", "3"),
+            Message.of("tool", blue.to_pil()),
+        ),
+        replica_ids=("r1", "r2"),
+    )
+    two = trajectory("g0/1", reward=0.0, images=(red,))
+    recorder = RunRecorder(tmp_path, QUIET)
+    recorder.dump_trajectories(10, [TrajectoryGroup("g0", 7, [one, two])], [np.array([1.0, -1.0])], words)
+    path = tmp_path / "trajectories" / "iteration-000010.parquet"
+    first, second = read_trajectories(path)
+    assert (first["iteration"], first["group_id"], first["trajectory_id"], first["index"]) == (10, "g0", "g0/0", 7)
+    for name in ("token_ids", "loss_mask", "logprobs"):
+        np.testing.assert_array_equal(first[name], getattr(one, name))
+        assert first[name].dtype == getattr(one, name).dtype
+    assert first["turns"] == [{"start": 2, "stop": 4, "policy_version": 3, "stop_reason": "end_of_turn", "reward": 0.5}]
+    assert (first["reward"], first["advantage"], second["advantage"]) == (0.5, 1.0, -1.0)
+    assert (first["status"], first["error"], first["replica_ids"]) == ("completed", "", ["r1", "r2"])
+    assert first["info"] == {"correct": True, "score": 0.5, "bad": "?"}
+    assert first["images"] == [red.sha256]
+    assert first["messages"] == [
+        {"role": "user", "parts": [{"image": red.sha256}, "How many?"]},
+        {"role": "assistant", "parts": ["3"]},
+        {"role": "tool", "parts": [{"image": blue.sha256}]},
+    ]
+    assert first["text"] == "5 6 7 8"
+    images = tmp_path / "trajectories" / "images"
+    assert {path.stem for path in images.iterdir()} == {red.sha256, blue.sha256}
+    assert (images / f"{red.sha256}.png").read_bytes() == red.png
+    assert leftovers(tmp_path) == []
+
+
+def test_images_are_written_once(tmp_path):
+    recorder = RunRecorder(tmp_path, QUIET)
+    recorder.dump_trajectories(1, [group(0, images=(picture("red"),))], [np.zeros(3)], words)
+    (image,) = (tmp_path / "trajectories" / "images").iterdir()
+    before = image.stat().st_ino
+    recorder.dump_trajectories(2, [group(0, images=(picture("red"),))], [np.zeros(3)], words)
+    assert image.stat().st_ino == before
+
+
+def test_a_dump_holds_whole_groups_with_at_least_the_rows_asked_for(tmp_path):
+    groups = [group(number) for number in range(6)]
+    RunRecorder(tmp_path, QUIET).dump_trajectories(1, groups, zeros(groups), words)  # 4 rows asked for, groups of 3
+    found = read_trajectories(tmp_path / "trajectories")
+    assert len(found) == 6
+    assert len({row["group_id"] for row in found}) == 2
+
+
+def test_the_dumped_groups_are_chosen_anew_each_time_and_in_order():
+    groups = [group(number) for number in range(20)]
+    chosen = [choose_groups(groups, 9, seed) for seed in range(8)]
+    assert all(places == sorted(places) and len(places) == 3 for places in chosen)
+    assert len({tuple(places) for places in chosen}) > 4
+    assert choose_groups(groups, 10**6, 0) == list(range(20))
+
+
+def test_unreadable_trajectories_are_named(tmp_path):
+    (tmp_path / "iteration-000001.parquet").write_bytes(b"not parquet")
+    with pytest.raises(UserInputError, match="iteration-000001.parquet"):
+        read_trajectories(tmp_path)

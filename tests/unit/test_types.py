@@ -1,0 +1,181 @@
+"""The shared types: what a trajectory must fulfil, how images are encoded, which sampling parameters are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rl_vlm.types import (
+    EncodedImage,
+    Message,
+    SamplingParams,
+    StopReason,
+    Trajectory,
+    TrajectoryError,
+    TrajectoryGroup,
+    TrajectoryStatus,
+    Turn,
+    UserInputError,
+    as_encoded,
+)
+
+
+def trajectory(**changes: object) -> Trajectory:
+    """Two turns, [2, 4) and [6, 7), of eight tokens, unless something is changed."""
+    mask = np.zeros(8, dtype=bool)
+    mask[[2, 3, 6]] = True
+    whole = Trajectory(
+        trajectory_id="t1",
+        token_ids=np.arange(8, dtype=np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, -1.5, 0).astype(np.float32),
+        turns=(Turn(2, 4, 3, StopReason.END_OF_TURN, 0.25), Turn(6, 7, 5, StopReason.LENGTH, 1.0)),
+        status=TrajectoryStatus.COMPLETED,
+    )
+    return dataclasses.replace(whole, **changes)
+
+
+def changed(array: np.ndarray, place: int, value: object) -> np.ndarray:
+    array = array.copy()
+    array[place] = value
+    return array
+
+
+# --- trajectories
+
+
+def test_a_sound_trajectory_is_returned_as_it_is() -> None:
+    whole = trajectory()
+    assert whole.check() is whole
+    assert (len(whole), whole.num_sampled, whole.reward, whole.oldest_version) == (8, 3, 1.25, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"loss_mask": np.zeros(7, dtype=bool)}, "equally many"),
+        ({"logprobs": np.zeros(9, dtype=np.float32)}, "equally many"),
+        ({"turns": (Turn(2, 4, 0, StopReason.STOP), Turn(3, 7, 0, StopReason.STOP))}, "turn 1 spans"),
+        ({"turns": (Turn(6, 7, 0, StopReason.STOP), Turn(2, 4, 0, StopReason.STOP))}, "turn 1 spans"),
+        ({"turns": (Turn(2, 2, 0, StopReason.STOP),)}, "turn 0 spans"),
+        ({"turns": (Turn(2, 9, 0, StopReason.STOP),)}, "turn 0 spans"),
+        ({"turns": (Turn(-1, 4, 0, StopReason.STOP),)}, "turn 0 spans"),
+        ({"turns": (Turn(0, 4, 0, StopReason.STOP),)}, "turn 0 spans"),  # nothing predicts the first token
+        ({"turns": (Turn(2, 4, 0, StopReason.STOP),)}, "loss mask"),
+        ({"loss_mask": changed(trajectory().loss_mask, 5, True)}, "loss mask"),
+        ({"turns": (Turn(2, 4, 0, StopReason.STOP, float("nan")), trajectory().turns[1])}, "reward nan"),
+        ({"turns": (Turn(2, 4, 0, StopReason.STOP, float("inf")), trajectory().turns[1])}, "reward inf"),
+        ({"logprobs": changed(trajectory().logprobs, 3, np.nan)}, "finite"),
+        ({"logprobs": changed(trajectory().logprobs, 3, -np.inf)}, "finite"),
+        ({"logprobs": changed(trajectory().logprobs, 3, 0.1)}, "at most 0"),
+        ({"logprobs": changed(trajectory().logprobs, 1, -0.1)}, "unsampled token"),
+    ],
+)
+def test_each_broken_invariant_is_named(changes: dict[str, object], complaint: str) -> None:
+    with pytest.raises(TrajectoryError, match="trajectory t1") as error:
+        trajectory(**changes).check()
+    assert complaint in str(error.value)
+
+
+def test_a_group_reports_rewards_and_its_oldest_version() -> None:
+    other = trajectory(turns=(Turn(2, 4, 2, StopReason.STOP), Turn(6, 7, 9, StopReason.STOP, -1.0)))
+    group = TrajectoryGroup("g", 0, [trajectory(), other])
+    assert group.rewards.dtype == np.float64
+    assert group.rewards.tolist() == [1.25, -1.0]
+    assert (len(group), group.oldest_version) == (2, 2)
+
+
+# --- images
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "L", "LA", "CMYK", "1"])
+def test_every_mode_becomes_the_rgb_that_pil_makes_of_it(mode: str) -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8))
+    image = noise.convert(mode)
+    encoded = EncodedImage.from_pil(image)
+    decoded = encoded.to_pil()
+    assert decoded.mode == "RGB"
+    assert (encoded.width, encoded.height) == decoded.size == (7, 5)
+    assert np.array_equal(np.asarray(decoded), np.asarray(image.convert("RGB")))
+    assert encoded.sha256 == hashlib.sha256(encoded.png).hexdigest()
+    assert Image.open(io.BytesIO(encoded.png)).format == "PNG"
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA"])
+def test_transparent_pixels_are_laid_on_white(mode: str) -> None:
+    image = Image.new("RGBA", (2, 1), (0, 0, 0, 255))
+    image.putpixel((1, 0), (0, 0, 0, 0))
+    pixels = np.asarray(EncodedImage.from_pil(image.convert(mode)).to_pil())
+    assert pixels.tolist() == [[[0, 0, 0], [255, 255, 255]]]
+
+
+def test_half_transparent_pixels_are_mixed_with_white() -> None:
+    image = Image.new("RGBA", (1, 1), (255, 0, 0, 128))
+    red, green, blue = EncodedImage.from_pil(image).to_pil().getpixel((0, 0))
+    assert red == 255
+    assert green == blue == pytest.approx(127, abs=1)
+
+
+def test_a_palette_with_a_transparent_colour_is_laid_on_white() -> None:
+    image = Image.new("P", (2, 1), 0)
+    image.putpalette([10, 20, 30, 40, 50, 60])
+    image.putpixel((1, 0), 1)
+    image.info["transparency"] = 1
+    pixels = np.asarray(EncodedImage.from_pil(image).to_pil())
+    assert pixels.tolist() == [[[10, 20, 30], [255, 255, 255]]]
+
+
+def test_equal_pixels_have_equal_hashes_and_others_do_not() -> None:
+    red = EncodedImage.from_pil(Image.new("RGB", (3, 3), "red"))
+    assert EncodedImage.from_pil(Image.new("RGBA", (3, 3), "red")).sha256 == red.sha256
+    assert EncodedImage.from_pil(Image.new("RGB", (3, 3), "blue")).sha256 != red.sha256
+
+
+def test_images_that_are_encoded_already_are_not_encoded_again() -> None:
+    encoded = EncodedImage.from_pil(Image.new("RGB", (3, 3), "red"))
+    both = as_encoded([encoded, Image.new("RGB", (3, 3), "red")])
+    assert both[0] is encoded
+    assert both[1] == encoded
+
+
+def test_a_message_tells_its_text_and_its_images() -> None:
+    image = Image.new("RGB", (1, 1))
+    message = Message.of("user", "one ", image, "two")
+    assert message.text == "one two"
+    assert message.images == (image,)
+
+
+# --- sampling parameters
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_new_tokens": 0},
+        {"n": 0},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_p": float("nan")},
+        {"top_k": -1},
+        {"seeds": (1,), "n": 2},
+        {"seeds": (-1,)},
+        {"seeds": (2**64,)},
+        {"stop": ("",)},
+    ],
+)
+def test_senseless_sampling_parameters_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(UserInputError):
+        SamplingParams(**{"max_new_tokens": 4, **wrong})
+
+
+def test_the_edges_of_sampling_parameters_are_accepted() -> None:
+    params = SamplingParams(1, temperature=0.0, top_p=1.0, top_k=0, n=2, seeds=(0, 2**64 - 1), stop=("a",))
+    assert params.temperature == 0
