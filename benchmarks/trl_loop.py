@@ -85,6 +85,9 @@ class TRLLoop:
         self.suppressed = text.codec.suppressed_token_ids(text.vocab_size).tolist()
         self.end = text.codec.end_of_turn_id
         rows = [self._row("train", i) for i in range(env.num_items("train"))]
+        if VAR.get("tensor_msg"):
+            import numpy as np
+            for r in rows: r["prompt"][0]["content"][0]["image"] = torch.from_numpy(np.array(r["prompt"][0]["content"][0]["image"])).permute(2, 0, 1).contiguous()
         if VAR.get("plain_dataset"):
             from datasets import Image
             ds = Dataset.from_dict({"prompt": [[{"role": "user", "content": r["prompt"][0]["content"][1]["text"]}] for r in rows], "image": [r["prompt"][0]["content"][0]["image"] for r in rows], "answer": [r["answer"] for r in rows]})

@@ -15,6 +15,8 @@ from typing import Any
 from rl_vlm.checkpoint import clean_leftovers, latest_checkpoint, save_checkpoint
 from rl_vlm.cluster import check_resources, joins_cluster, ray_cluster
 from rl_vlm.config import RunConfig, save_config
+from rl_vlm.monitoring.display import ProgressDisplay
+from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.types import RLVLMError, UserInputError
 
 logger = logging.getLogger("rl_vlm")
@@ -110,9 +112,6 @@ class _Run:
     """The state of one `train` call."""
 
     def __init__(self, run: RunConfig, folder: Path, resume: bool) -> None:
-        from rl_vlm.monitoring.display import ProgressDisplay
-        from rl_vlm.monitoring.recorder import RunRecorder
-
         self.run, self.folder = run, folder
         self.checkpoints = folder / "checkpoints"
         clean_leftovers(self.checkpoints)
@@ -130,6 +129,7 @@ class _Run:
         self.startup_seconds = 0.0
         self.write_errors = 0
         self.saved_iteration = -1
+        self.last_iteration = start
 
     def execute(self) -> dict[str, Any]:
         status, error = "failed", ""
@@ -190,6 +190,11 @@ class _Run:
         algorithm, run = self.algorithm, self.run
         algorithm.train()
         iteration, metrics = algorithm.updates, algorithm.last_metrics
+        if iteration <= self.last_iteration:
+            # Learners were replaced from a checkpoint: the iterations since then are done again.
+            self.recorder.close()
+            self.recorder = RunRecorder(self.folder, run, resumed_iteration=iteration - 1)
+        self.last_iteration = iteration
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
         self.recorder.log_iteration(iteration, metrics)

@@ -19,21 +19,21 @@ from rl_vlm.engines.base import EngineError, uniforms
 from rl_vlm.engines.kv_cache import RowCache
 from rl_vlm.engines.sampling import choose_tokens
 from rl_vlm.models.backbone import Backbone, ImageFeatures
-from rl_vlm.types import Completion, GenerationRequest, Sample, StopReason
+from rl_vlm.types import Completion, GenerationRequest, Sample, StopReason, UserInputError
 
 # Padded prompt tokens per prefill forward pass.
 _PREFILL_TOKENS = 16384
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Job:
     """A request on its way: its expanded prompt, and its samples as they finish."""
 
     request: GenerationRequest
     prompt_ids: np.ndarray
     positions: np.ndarray  # int64 [3, P]
-    features: list[ImageFeatures]
     submitted: float
+    features: list[ImageFeatures] = field(default_factory=list)
     started: float = 0.0
     samples: dict[int, Sample] = field(default_factory=dict)
     cancelled: bool = False
@@ -67,6 +67,10 @@ class Decoder:
         self._decode = decode
         self._device = backbone.device
         self._random = np.random.default_rng()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all rows, and whatever a failed step may have left half done."""
         self._cache = RowCache()
         self._jobs: list[Job] = []  # per row
         self._sample_number: list[int] = []  # per row
@@ -87,27 +91,46 @@ class Decoder:
         return len(self._jobs)
 
     def prepare(self, requests: Sequence[GenerationRequest]) -> list[Job | EngineError]:
-        """Expand prompts and encode their images (all images of all requests in one vision batch)."""
-        images = [image for request in requests for image in request.images]
-        features = iter(self._backbone.image_features(images) if images else [])
-        spec = self._backbone.images
-        jobs: list[Job | EngineError] = []
-        for request in requests:
-            own = [next(features) for _ in request.images]
-            grids = [spec.grid_thw(image.width, image.height) for image in request.images]
-            counts = [t * h * w // spec.merge_size**2 for t, h, w in grids]
-            ids = expand_image_tokens(request.prompt_ids, self._image_token_id, counts, request.request_id)
-            if len(ids) + request.sampling.max_new_tokens > self._max_context:
-                jobs.append(
-                    EngineError(
-                        f"Request {request.request_id}: {len(ids)} prompt tokens and {request.sampling.max_new_tokens} "
-                        f"new ones exceed the context of {self._max_context}: raise serving.max_context or send less."
-                    )
-                )
-                continue
-            positions = mrope_positions(ids, self._image_token_id, grids, spec.merge_size)
-            jobs.append(Job(request, ids, positions, own, time.monotonic()))
+        """Expand prompts and encode their images (all images of all requests in one vision batch).
+
+        A request that cannot be answered becomes an error in its place.
+        """
+        jobs = [self._expanded(request) for request in requests]
+        try:
+            self._encode_images([job for job in jobs if isinstance(job, Job)])
+        except UserInputError:
+            # One of the images is damaged: encode them request by request to see whose it is.
+            for place, job in enumerate(jobs):
+                if isinstance(job, Job):
+                    try:
+                        self._encode_images([job])
+                    except UserInputError as error:
+                        jobs[place] = EngineError(f"Request {job.request.request_id}: {error}")
         return jobs
+
+    def _expanded(self, request: GenerationRequest) -> Job | EngineError:
+        spec, name = self._backbone.images, request.request_id
+        try:
+            grids = [spec.grid_thw(image.width, image.height) for image in request.images]
+            counts = [spec.num_image_tokens(grid) for grid in grids]
+            ids = expand_image_tokens(request.prompt_ids, self._image_token_id, counts, name)
+        except UserInputError as error:
+            return EngineError(f"Request {name}: {error}")
+        if len(ids) + request.sampling.max_new_tokens > self._max_context:
+            return EngineError(
+                f"Request {name}: {len(ids)} prompt tokens and {request.sampling.max_new_tokens} "
+                f"new ones exceed the context of {self._max_context}: raise serving.max_context or send less."
+            )
+        if not len(ids) or ids.min() < 0 or ids.max() >= len(self._backbone.token_bias):
+            return EngineError(f"Request {name}: the prompt is empty or holds ids that the model does not know.")
+        positions = mrope_positions(ids, self._image_token_id, grids, spec.merge_size)
+        return Job(request, ids, positions, time.monotonic())
+
+    def _encode_images(self, jobs: Sequence[Job]) -> None:
+        images = [image for job in jobs for image in job.request.images]
+        features = iter(self._backbone.image_features(images) if images else [])
+        for job in jobs:
+            job.features = [next(features) for _ in job.request.images]
 
     @torch.inference_mode()
     def admit(self, jobs: Sequence[Job]) -> list[Job]:
@@ -273,7 +296,3 @@ class Decoder:
             queue_s=job.started - job.submitted,
             generate_s=now - job.started,
         )
-
-    def clear(self) -> None:
-        """Forget all rows, after a failed step."""
-        self._retire(dict.fromkeys(range(self.num_rows), StopReason.LENGTH))

@@ -7,6 +7,7 @@ are finished, so every sample is drawn from one version from its first token to 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -24,9 +25,12 @@ from rl_vlm.models.lora import linear_weights, merged_weights
 from rl_vlm.types import Completion, GenerationRequest
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Call:
-    """One `generate` call: its requests, its answers as they come, and the future that waits for all of them."""
+    """One `generate` call: its requests, its answers as they come, and the future that waits for all of them.
+
+    Compared by identity: two calls may ask the same.
+    """
 
     requests: list[GenerationRequest]
     future: asyncio.Future[list[Completion]]
@@ -34,6 +38,7 @@ class _Call:
     answers: dict[int, Completion] = field(default_factory=dict)
     admitted: int = 0
     jobs: list[Job] = field(default_factory=list)
+    over: bool = False  # cancelled or refused: nothing of it starts any more
 
     @property
     def base_model(self) -> bool:
@@ -87,7 +92,8 @@ class TransformersEngine:
         self._merged: dict[str, torch.Tensor] = {}  # of the newest version
         self._active = BASE_MODEL  # the version whose weights are in place
         self._running_base = False
-        self._waiting: deque[_Call] = deque()
+        self._open: set[_Call] = set()  # calls without an answer
+        self._waiting: deque[_Call] = deque()  # those of them that are not admitted whole
         self._pending: tuple[AdapterPayload, asyncio.Future[None], asyncio.AbstractEventLoop] | None = None
         self._owners: dict[int, tuple[_Call, int]] = {}  # id(job) -> its call and place in it
         self._wake = threading.Condition()
@@ -99,6 +105,11 @@ class TransformersEngine:
     def version(self) -> int:
         """The newest adapter version that is loaded."""
         return self._version
+
+    @property
+    def dead(self) -> bool:
+        """Whether the engine's thread has ended without being told to."""
+        return not (self._closed or self._thread.is_alive())
 
     @property
     def num_waiting(self) -> int:
@@ -116,16 +127,13 @@ class TransformersEngine:
         with self._wake:
             if self._closed:
                 raise EngineError("The engine is closed.")
+            self._open.add(call)
             self._waiting.append(call)
             self._wake.notify()
         try:
             return await call.future
         except asyncio.CancelledError:
-            with self._wake:
-                if call in self._waiting:
-                    self._waiting.remove(call)
-                for job in call.jobs:
-                    job.cancelled = True
+            self._drop(call)
             raise
 
     async def load_adapter(self, payload: AdapterPayload) -> None:
@@ -147,6 +155,16 @@ class TransformersEngine:
             self._closed = True
             self._wake.notify()
         await asyncio.to_thread(self._thread.join, 30.0)
+
+    def _drop(self, call: _Call) -> None:
+        """Nobody waits for this call any more: its rows are free at the next step."""
+        with self._wake:
+            call.over = True
+            self._open.discard(call)
+            if call in self._waiting:
+                self._waiting.remove(call)
+            for job in call.jobs:
+                job.cancelled = True
 
     # What follows runs on the engine's thread.
 
@@ -215,19 +233,17 @@ class TransformersEngine:
         if not batch:
             return
         self._activate(self._running_base)
-        jobs: list[Job] = []
         prepared = self._decoder.prepare([request for _, _, request in batch])
-        for (call, place, _), job in zip(batch, prepared, strict=True):
+        for (call, _, _), job in zip(batch, prepared, strict=True):
             if isinstance(job, EngineError):
-                self._fail_call(call, job)
-                continue
-            call.jobs.append(job)
-            self._owners[id(job)] = (call, place)
-            jobs.append(job)
-        live = [job for job in jobs if not job.cancelled]
-        for job in jobs:
-            if job.cancelled:
-                self._owners.pop(id(job))
+                self._refuse(call, job)
+        live: list[Job] = []
+        with self._wake:  # a call may be cancelled while its images are encoded
+            for (call, place, _), job in zip(batch, prepared, strict=True):
+                if isinstance(job, Job) and not call.over:
+                    call.jobs.append(job)
+                    self._owners[id(job)] = (call, place)
+                    live.append(job)
         if live:
             self._finish(self._decoder.admit(live))
 
@@ -237,22 +253,20 @@ class TransformersEngine:
             call, place = self._owners.pop(id(job))
             call.answers[place] = self._decoder.completion(job, version)
             if len(call.answers) == len(call.requests):
+                with self._wake:
+                    self._open.discard(call)
                 _resolve(call.loop, call.future, [call.answers[k] for k in range(len(call.requests))])
 
-    def _fail_call(self, call: _Call, error: Exception) -> None:
-        for job in call.jobs:
-            job.cancelled = True
-        with self._wake:
-            if call in self._waiting:
-                self._waiting.remove(call)
+    def _refuse(self, call: _Call, error: Exception) -> None:
+        self._drop(call)
         _resolve(call.loop, call.future, error=error)
 
     def _fail(self, error: Exception) -> None:
         """Fail everything that runs or waits; the engine itself goes on unless it is closed."""
-        if self._decoder.num_rows:
-            self._decoder.clear()
+        self._decoder.clear()
         with self._wake:
-            calls = list(self._waiting) + [call for call, _ in self._owners.values()]
+            calls = list(self._open)
+            self._open.clear()
             self._waiting.clear()
             self._owners.clear()
             pending, self._pending = self._pending, None
@@ -279,5 +293,5 @@ def _resolve(
         else:
             future.set_result(result)
 
-    if not loop.is_closed():
+    with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits
         loop.call_soon_threadsafe(settle)

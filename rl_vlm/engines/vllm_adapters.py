@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,8 @@ class AdapterShelf:
     """
 
     def __init__(self) -> None:
-        self._root, self._lock = _claim_root()
+        self._root, lock = _claim_root()
+        self._release = weakref.finalize(self, _release_root, self._root, lock)  # at the latest when Python exits
         self._adapters: list[Adapter] = []  # oldest first
         self._hashes: dict[int, str] = {}  # of every version that was added
         self._next_id = 1
@@ -94,8 +96,7 @@ class AdapterShelf:
 
     def close(self) -> None:
         """Delete all folders."""
-        shutil.rmtree(self._root, ignore_errors=True)
-        os.close(self._lock)
+        self._release()
 
 
 def _claim_root() -> tuple[Path, int]:
@@ -118,3 +119,8 @@ def _claim_root() -> tuple[Path, int]:
     descriptor = os.open(draft, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     return draft.rename(draft.with_name(draft.name[1:])), descriptor
+
+
+def _release_root(root: Path, lock: int) -> None:
+    shutil.rmtree(root, ignore_errors=True)
+    os.close(lock)

@@ -85,6 +85,8 @@ def engine_args(
         max_loras=max_loras,
         max_cpu_loras=max_loras + 2,
         limit_mm_per_prompt={"video": 0},
+        # The engine core keeps the pixels of past images up to this many GiB of the machine's own memory.
+        mm_processor_cache_gb=4 if torch.cuda.is_available() else 0.5,
         generation_config="vllm",  # nothing from the model's generation_config.json
         logprobs_mode="processed_logprobs",  # after mask, temperature, top-k and top-p
         logits_processors=["rl_vlm.engines.vllm_worker:TokenMask"],

@@ -41,6 +41,7 @@ def token_logprobs(
 
 def _chunk(backbone: Any, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     logprobs = torch.log_softmax(backbone.logits(hidden) / temperature, dim=-1)
-    # Suppressed tokens have probability 0 and log-probability -inf; they add nothing to the entropy.
-    entropy = -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(dim=-1)
+    # Suppressed tokens have probability 0 and log-probability -inf; they add nothing to the entropy. The bound keeps
+    # 0 · -inf out of the value, and is small enough that the gradient's 0 · bound cannot overflow either.
+    entropy = -(logprobs.exp() * logprobs.clamp(min=-1e4)).sum(dim=-1)
     return logprobs.gather(1, targets[:, None])[:, 0], entropy

@@ -51,10 +51,14 @@ class AdapterPayload:
         return self
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors by peft's names."""
+        """The tensors by peft's names. Raises UserInputError when the bytes are no safetensors file."""
+        from safetensors import SafetensorError
         from safetensors.torch import load
 
-        return load(self.tensors)
+        try:
+            return load(self.tensors)
+        except SafetensorError as error:
+            raise UserInputError(f"Adapter version {self.version} is corrupt ({error}).") from error
 
     def write(self, folder: Path) -> Path:
         """Write a folder that peft and vLLM load, atomically: the folder appears complete or not at all."""

@@ -67,11 +67,14 @@ def merged_weights(model: nn.Module, payload: AdapterPayload, base: Mapping[str,
     `base` holds the layers' own weights [out, in] by module name; the sum is formed in float32 (LoRA, arXiv 2106.09685,
     equation 3).
     """
-    config = json.loads(payload.config_json)
+    try:
+        config = json.loads(payload.config_json)
+        rank, alpha = config["r"], config["lora_alpha"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserInputError(f"Adapter version {payload.version} has no LoRA configuration ({error!r}).") from error
     if config.get("use_dora") or config.get("rank_pattern") or config.get("alpha_pattern"):
         raise UserInputError("Adapters with DoRA or per-layer ranks cannot be merged by this engine: use engine vllm.")
-    rank = config["r"]
-    scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
+    scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
     state = payload.state()
     merged: dict[str, Tensor] = {}
     for name, down in state.items():
@@ -80,7 +83,15 @@ def merged_weights(model: nn.Module, payload: AdapterPayload, base: Mapping[str,
         module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
         if module not in base:
             raise UserInputError(f"The adapter does not fit the model: it adapts {module}, which the model lacks.")
-        up, weight = state[name.replace("lora_A", "lora_B")], base[module]
+        up, weight = state.get(name.replace("lora_A", "lora_B")), base[module]
+        shapes = None if up is None else (*up.shape, *down.shape)
+        if up is None or shapes != (weight.shape[0], rank, rank, weight.shape[1]):
+            raise UserInputError(
+                f"The adapter does not fit the model: its matrices for {module} of {tuple(weight.shape)} are "
+                f"{'incomplete' if shapes is None else shapes}, rank {rank}."
+            )
+        if not (torch.isfinite(up).all() and torch.isfinite(down).all()):
+            raise UserInputError(f"Adapter version {payload.version} has values that are not finite, for {module}.")
         delta = (up.float() @ down.float()).to(weight.device) * scale
         merged[module] = (weight.float() + delta).to(weight.dtype)
     return merged

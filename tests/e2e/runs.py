@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ class TrainingProcess:
 
     def __init__(self, run_dir: Path, *arguments: object, config: Path = QUICKSTART, **changes: str) -> None:
         self.run_dir = run_dir
-        self.log = run_dir.with_suffix(f".{time.time_ns()}.log")
+        # Not beside the run folder: its disk may be made full.
+        self.log = Path(tempfile.mkdtemp(prefix="rl-vlm-test-")) / "output.log"
         command = [sys.executable, "-m", "rl_vlm.cli", "train", config, *arguments, "--run-dir", run_dir]
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
@@ -29,8 +30,8 @@ from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.vllm_adapters import AdapterShelf
 from rl_vlm.engines.vllm_engine import VLLMEngine
 from rl_vlm.models import tiny, tiny_tokenizer, tiny_warmstart
-from rl_vlm.models.loading import TextSide, load_model, load_text_side
 from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.loading import TextSide, load_model, load_text_side
 from rl_vlm.models.lora import inject_lora, load_lora_state, lora_config, lora_state
 from rl_vlm.types import (
     Completion,
@@ -64,8 +65,8 @@ if __name__ == "__main__":
 @pytest.fixture(scope="session")
 def model() -> Path:
     """A tiny model in which `<|image_pad|>` has by far the largest logit, whatever the context."""
-    sources = [Path(module.__file__).read_bytes() for module in (tiny, tiny_tokenizer, tiny_warmstart)]
-    key = hashlib.sha256(b"".join([*sources, Path(__file__).read_bytes()])).hexdigest()[:12]
+    sources = [inspect.getsource(maker) for maker in (tiny, tiny_tokenizer, tiny_warmstart, _make_hostile)]
+    key = hashlib.sha256("".join(sources).encode()).hexdigest()[:12]
     # Kept between runs: building it takes longer than most tests here.
     folder = Path(tempfile.gettempdir()) / f"rl-vlm-tests-{os.getuid()}" / f"tiny-hostile-{key}"
     if not folder.is_dir():

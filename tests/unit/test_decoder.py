@@ -233,7 +233,8 @@ def test_samples_keep_their_number_when_they_end_at_different_times(text: TextSi
 
 
 def test_a_sample_ends_with_its_end_of_turn_token(text: TextSide, model: Any) -> None:
-    answer = run(decoder_of(backbone_of(model, text), text), (0, [request(text, ["?"], max_new_tokens=80, n=24)]))["r"]
+    asked = request(text, ["?"], max_new_tokens=80, n=24, seeds=tuple(range(24)))
+    answer = run(decoder_of(backbone_of(model, text), text), (0, [asked]))["r"]
     ended = [sample for sample in answer.samples if sample.stop_reason is StopReason.END_OF_TURN]
     assert ended
     for sample in ended:

@@ -1,0 +1,120 @@
+"""Things die in the middle of a run; the run reaches its accuracy all the same."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from runs import ENV_RUNNER, LEARNER, REGISTRY, REPLICA, TrainingProcess
+
+from rl_vlm.models.loading import resolve_model
+
+ONE_LEARNER_ACTOR = ("learner.num_learners=1", "learner.cpus_per_learner=0.25", "logging.checkpoint_every=10")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tiny() -> None:
+    resolve_model("tiny")
+
+
+def test_kills_of_every_kind_of_actor_cost_no_accuracy(tmp_path: Path) -> None:
+    with TrainingProcess(tmp_path / "run", *ONE_LEARNER_ACTOR) as run:
+        run.wait_for_iteration(12)
+        for title in (REPLICA, ENV_RUNNER, REGISTRY, LEARNER):
+            run.kill(title)
+            run.wait_for_iteration(run.iterations() + 8)
+        assert run.wait() == 0, run.output()[-3000:]
+        assert run.survivors() == []
+    result = run.result()
+    assert result["status"] == "done"
+    assert result["accuracy_after"] >= 0.90
+    assert result["restarts"] == {"env_runner": 1, "learner": 1}
+    assert result["dropped"]["runner_died"] == 1
+    assert len(result["requests_by_replica"]) == 3  # the two, and the one that replaced the dead
+    rows = (run.run_dir / "progress.csv").read_text().splitlines()
+    assert len(rows) - 1 == result["iterations"]  # repeated iterations are listed once
+
+
+def test_ctrl_c_saves_a_checkpoint_and_resume_finishes(tmp_path: Path) -> None:
+    arguments = ("algorithm.iterations=40", "evaluation.num_items=64")
+    with TrainingProcess(tmp_path / "run", *arguments) as run:
+        run.wait_for_iteration(7)
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait(timeout=120) == 130, run.output()[-3000:]
+        assert run.survivors() == []
+    interrupted = run.result()
+    assert interrupted["status"] == "interrupted"
+    with TrainingProcess(tmp_path / "run", *arguments, "--resume") as run:
+        assert run.wait() == 0, run.output()[-3000:]
+    result = run.result()
+    assert (result["status"], result["iterations"]) == ("done", 40)
+    assert f"Resumed from iteration {interrupted['iterations']}" in run.output()
+    rows = (run.run_dir / "progress.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows[1:]] == [str(k) for k in range(1, 41)]
+    assert result["accuracy_before"] == interrupted["accuracy_before"]
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("title", [REPLICA, ENV_RUNNER, REGISTRY, LEARNER])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_kill_at_a_random_moment_costs_no_accuracy(title: str, seed: int, tmp_path: Path) -> None:
+    moments = random.Random(f"{title}{seed}")
+    with TrainingProcess(tmp_path / "run", *ONE_LEARNER_ACTOR, f"seed={seed}") as run:
+        for _ in range(3):
+            run.wait_for_iteration(run.iterations() + moments.randint(5, 35))
+            run.kill(title)
+        assert run.wait() == 0, run.output()[-3000:]
+    assert run.result()["accuracy_after"] >= 0.90
+
+
+@pytest.mark.acceptance
+def test_a_killed_driver_is_resumed(tmp_path: Path) -> None:
+    with TrainingProcess(tmp_path / "run", "logging.checkpoint_every=10") as run:
+        run.wait_for_iteration(47)
+        run.process.kill()
+        run.process.wait()
+        assert run.survivors(grace=60) == []
+    with TrainingProcess(tmp_path / "run", "logging.checkpoint_every=10", "--resume") as run:
+        assert run.wait() == 0, run.output()[-3000:]
+    assert "Resumed from iteration 40" in run.output()
+    assert run.result()["accuracy_after"] >= 0.90
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("fault", ["raise", "hang", "nonsense"])
+def test_an_environment_that_fails_now_and_then_costs_no_accuracy(fault: str, tmp_path: Path) -> None:
+    env = Path(__file__).parent / "flaky_shapes.py"
+    arguments = (f"env.id={env}", f"env.kwargs={{fault: {fault}, every: 400}}", "env.step_timeout_s=2")
+    with TrainingProcess(tmp_path / "run", *arguments) as run:
+        assert run.wait(timeout=1200) == 0, run.output()[-3000:]
+    result = run.result()
+    assert result["accuracy_after"] >= 0.90
+    assert sum(result["dropped"].values()) > 0
+
+
+@pytest.mark.acceptance
+def test_a_full_disk_costs_files_but_not_the_run(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(small)], check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        filler = small / "filler"
+        with TrainingProcess(small / "run", "logging.checkpoint_every=10", "logging.trajectories_every=0") as run:
+            run.wait_for_iteration(25)
+            with open(filler, "wb") as file, pytest.raises(OSError, match="No space"):
+                while True:
+                    file.write(b"x" * 4096)
+                    file.flush()
+            run.wait_for_iteration(60)
+            filler.unlink()
+            assert run.wait() == 0, run.output()[-3000:]
+        result = run.result()
+        assert result["accuracy_after"] >= 0.90
+        assert result["write_errors"] > 0
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=False)

@@ -1,0 +1,103 @@
+"""RLlib's learner group: the number of learners does not change the update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from ray.rllib.core.learner.training_data import TrainingData
+
+from rl_vlm.algorithms.grpo import GRPOConfig
+from rl_vlm.cluster import ray_cluster
+from rl_vlm.config import RunConfig, apply_overrides, parse_config
+from rl_vlm.envs.shapes import shapes_item
+from rl_vlm.learning.learner import UpdateBatch, UpdateResult
+from rl_vlm.learning.plan import PlanConfig, plan_update
+from rl_vlm.models.loading import load_text_side
+from rl_vlm.types import Message, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
+
+
+LR = 1e-3
+
+
+def run_config(folder: Path, learners: int) -> RunConfig:
+    overrides = {
+        "model.path": str(folder),
+        "learner.num_learners": learners,
+        "learner.cpus_per_learner": 0.5,
+        "learner.lr": LR,
+        "resources.num_cpus": 4,
+    }
+    return parse_config(apply_overrides({}, overrides))
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_folder: Path) -> Iterator[None]:
+    with ray_cluster(run_config(tiny_folder, 2)):
+        yield
+
+
+def groups(folder: Path) -> list[TrajectoryGroup]:
+    """Six groups of four made-up answers of unequal length, with unequal rewards."""
+    text, rng = load_text_side(folder), np.random.default_rng(0)
+    made = []
+    for number in range(6):
+        item = shapes_item("count", "train", number)
+        span = text.codec.encode_prompt([Message.of("user", item.image, item.question)])
+        count = text.count_image_tokens(item.image.width, item.image.height)
+        at = int(np.flatnonzero(span.token_ids == text.codec.image_token_id)[0])
+        prompt = np.concatenate([span.token_ids[:at], np.repeat(span.token_ids[at], count), span.token_ids[at + 1 :]])
+        trajectories = []
+        for sample in range(4):
+            length = int(rng.integers(2, 9))
+            answer = rng.integers(40, 200, length).astype(np.int32)
+            ids = np.concatenate([prompt, answer]).astype(np.int32)
+            mask = np.arange(len(ids)) >= len(prompt)
+            turn = Turn(len(prompt), len(ids), 0, StopReason.LENGTH, float(rng.normal()))
+            logprobs = np.where(mask, -5.0, 0.0).astype(np.float32)
+            trajectories.append(
+                Trajectory(
+                    f"{number}:{sample}", ids, mask, logprobs, (turn,), TrajectoryStatus.COMPLETED, (item.image,)
+                ).check()
+            )
+        made.append(TrajectoryGroup(str(number), number, trajectories))
+    return made
+
+
+def update(folder: Path, learners: int, updates: int = 2) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """The adapter and the last statistics after some updates with that many learners."""
+    config = GRPOConfig.from_run_config(run_config(folder, learners))
+    config.prepare()
+    group = config.build_learner_group(rl_module_spec=config.get_multi_rl_module_spec(spaces={}))
+    plan_config = PlanConfig("sequence_mean", minibatches=2, num_learners=max(learners, 1))
+    try:
+        for number in range(updates):
+            plan = plan_update(groups(folder), plan_config, np.random.default_rng(number))
+            batches = [UpdateBatch(shard, plan.active, 1, LR, number + 1) for shard in plan.shards]
+            data = (
+                TrainingData(episodes=batches)
+                if learners == 0
+                else TrainingData(episodes_refs=[ray.put([batch]) for batch in batches])
+            )
+            results: list[UpdateResult] = group.update(training_data=data)
+        adapter = next(result.adapter for result in results if result.adapter is not None)
+        stats = type(results[0].stats).merge([result.stats for result in results])
+        return {name: tensor.numpy() for name, tensor in adapter.state().items()}, stats.metrics()
+    finally:
+        group.shutdown()
+
+
+def test_one_and_two_learner_actors_make_the_update_of_the_local_learner(cluster: None, tiny_folder: Path) -> None:
+    reference, figures = update(tiny_folder, 0)
+    assert any(np.abs(array).max() > 1e-3 for name, array in reference.items() if "lora_B" in name)
+    for learners in (1, 2):
+        adapter, stats = update(tiny_folder, learners)
+        assert adapter.keys() == reference.keys()
+        for name, array in reference.items():
+            np.testing.assert_allclose(adapter[name], array, atol=2e-5, err_msg=f"{learners} learners: {name}")
+        for name in ("policy/loss", "policy/grad_norm", "policy/entropy", "mismatch/kl"):
+            assert stats[name] == pytest.approx(figures[name], rel=1e-3), name
+

@@ -1,0 +1,537 @@
+"""The transformers engine: versions, cancellation, refused requests, failures. What it samples is in test_decoder.py."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from core_support import adapted_policy, picture, request, text_side
+from safetensors.torch import load, save
+
+from rl_vlm.engines import transformers_engine
+from rl_vlm.engines.base import EngineError
+from rl_vlm.engines.kv_cache import RowCache
+from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.loading import TextSide
+from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError, StopReason, UserInputError
+
+CONTEXT = 1024
+
+
+@pytest.fixture(scope="module")
+def text(tiny_folder: Path) -> TextSide:
+    return text_side(tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def payload(tiny_folder: Path) -> AdapterPayload:
+    """Version 1: an adapter that changes the model a lot."""
+    return adapted_policy(tiny_folder, seed=1).payload(1)
+
+
+@pytest.fixture
+def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine(tiny_folder, max_context=CONTEXT)
+    yield engine
+    asyncio.run(engine.close())
+
+
+@contextmanager
+def endless(engine: TransformersEngine, text: TextSide) -> Iterator[None]:
+    """No turn ends by itself in here, so that a request runs for as long as the test says."""
+    bias, end = engine.backbone.token_bias, text.codec.end_of_turn_id
+    bias[end] = float("-inf")
+    try:
+        yield
+    finally:
+        bias[end] = 0.0
+
+
+def later(payload: AdapterPayload, version: int) -> AdapterPayload:
+    return dataclasses.replace(payload, version=version)
+
+
+def of_state(state: dict[str, torch.Tensor], payload: AdapterPayload, version: int = 9) -> AdapterPayload:
+    """A payload of other tensors whose hash is right."""
+    tensors = save({name: tensor.contiguous() for name, tensor in state.items()})
+    return AdapterPayload(version, tensors, payload.config_json, hashlib.sha256(tensors).hexdigest())
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def rows(engine: TransformersEngine) -> int:
+    return engine._decoder.num_rows
+
+
+async def one(engine: TransformersEngine, asked: GenerationRequest) -> Completion:
+    return (await engine.generate([asked]))[0]
+
+
+def words(completion: Completion) -> list[list[int]]:
+    return [sample.token_ids.tolist() for sample in completion.samples]
+
+
+def fixed(text: TextSide, name: str = "fixed", **more: Any) -> GenerationRequest:
+    """A request whose answer is a function of the weights."""
+    return request(text, ["Say something."], name=name, **{"max_new_tokens": 24, "n": 2, "seeds": (1, 2), **more})
+
+
+# --- calls
+
+
+def test_answers_come_in_the_order_of_their_requests(engine: TransformersEngine, text: TextSide) -> None:
+    requests = [fixed(text, name=str(k), max_new_tokens=40 - 5 * k) for k in range(6)]
+    answers = asyncio.run(engine.generate(requests))
+    assert [answer.request_id for answer in answers] == [asked.request_id for asked in requests]
+    assert all(answer.policy_version == 0 for answer in answers)
+    assert all(answer.queue_s >= 0 and answer.generate_s > 0 for answer in answers)
+
+
+def test_no_requests_have_no_answers(engine: TransformersEngine) -> None:
+    assert asyncio.run(engine.generate([])) == []
+
+
+def test_calls_that_overlap_give_the_same_as_alone(engine: TransformersEngine, text: TextSide) -> None:
+    requests = [fixed(text, name=str(k), seeds=(k, 50 + k)) for k in range(8)]
+    alone = [asyncio.run(one(engine, asked)) for asked in requests]
+
+    async def staggered(k: int) -> Completion:
+        await asyncio.sleep(0.01 * k)
+        return await one(engine, requests[k])
+
+    async def together() -> list[Completion]:
+        return await asyncio.gather(*(staggered(k) for k in range(8)))
+
+    assert [words(answer) for answer in asyncio.run(together())] == [words(answer) for answer in alone]
+
+
+def test_more_samples_than_rows_are_sampled_bit_by_bit(tiny_folder: Path, text: TextSide) -> None:
+    narrow = TransformersEngine(tiny_folder, max_context=CONTEXT, max_rows=3)
+    most = 0
+
+    async def watched() -> list[Completion]:
+        nonlocal most
+        call = asyncio.ensure_future(narrow.generate([fixed(text, name=str(k), seeds=(k, k + 9)) for k in range(6)]))
+        while not call.done():
+            most = max(most, rows(narrow))
+            await asyncio.sleep(0.001)
+        return await call
+
+    answers = asyncio.run(watched())
+    assert [words(answer) for answer in answers] == [
+        words(asyncio.run(one(narrow, fixed(text, seeds=(k, k + 9))))) for k in range(6)
+    ]
+    assert most == 2  # two samples each: a second request would make four rows
+    wide = asyncio.run(one(narrow, fixed(text, n=5, seeds=tuple(range(5)))))
+    assert len(wide.samples) == 5  # a single request that is wider than the engine runs alone
+    asyncio.run(narrow.close())
+
+
+# --- cancellation
+
+
+def test_cancelling_a_call_frees_its_rows(engine: TransformersEngine, text: TextSide) -> None:
+    expected = words(asyncio.run(one(engine, fixed(text))))
+
+    async def cancelled() -> None:
+        call = asyncio.ensure_future(engine.generate([fixed(text, max_new_tokens=900, n=5, seeds=None)]))
+        await until(lambda: rows(engine) == 5)
+        call.cancel()
+        await until(lambda: rows(engine) == 0)
+        assert call.cancelled()
+
+    with endless(engine, text):
+        asyncio.run(cancelled())
+    assert words(asyncio.run(one(engine, fixed(text)))) == expected
+
+
+def test_cancelling_a_call_that_waits_takes_it_out_of_the_queue(tiny_folder: Path, text: TextSide) -> None:
+    engine = TransformersEngine(tiny_folder, max_context=CONTEXT, lockstep=True)
+
+    async def cancelled() -> None:
+        running = asyncio.ensure_future(engine.generate([fixed(text, max_new_tokens=300)]))
+        await until(lambda: rows(engine) > 0)
+        # The same ids on purpose: a repeated group asks with the ids of the first attempt.
+        calls = [asyncio.ensure_future(engine.generate([fixed(text)])) for _ in range(3)]
+        await until(lambda: engine.num_waiting == 3)
+        calls[1].cancel()
+        outcomes = await asyncio.gather(running, *calls, return_exceptions=True)
+        assert [isinstance(outcome, asyncio.CancelledError) for outcome in outcomes] == [False, False, True, False]
+        assert engine.num_waiting == 0
+
+    with endless(engine, text):
+        asyncio.run(cancelled())
+    asyncio.run(engine.close())
+
+
+def test_a_call_that_is_cancelled_while_its_images_are_encoded_takes_no_rows(
+    engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    prepare, admit = engine._decoder.prepare, engine._decoder.admit
+
+    def slow(requests: Any) -> Any:
+        time.sleep(0.3)
+        return prepare(requests)
+
+    def counted(jobs: Any) -> Any:
+        seen.append(len(jobs))
+        return admit(jobs)
+
+    monkeypatch.setattr(engine._decoder, "prepare", slow)
+    monkeypatch.setattr(engine._decoder, "admit", counted)
+
+    async def cancelled() -> None:
+        call = asyncio.ensure_future(engine.generate([fixed(text)]))
+        await asyncio.sleep(0.1)
+        call.cancel()
+        await asyncio.sleep(0.5)
+
+    asyncio.run(cancelled())
+    asyncio.run(one(engine, fixed(text)))
+    assert seen == [1]
+
+
+# --- refused requests
+
+
+def too_long(text: TextSide) -> GenerationRequest:
+    return fixed(text, max_new_tokens=CONTEXT)
+
+
+def without_its_image(text: TextSide) -> GenerationRequest:
+    asked = request(text, [picture(np.random.default_rng(0)), "What?"], name="fixed")
+    return dataclasses.replace(asked, images=())
+
+
+def with_a_damaged_image(text: TextSide) -> GenerationRequest:
+    image = picture(np.random.default_rng(0))
+    damaged = EncodedImage("0" * 64, image.png[:40], image.width, image.height)
+    return dataclasses.replace(request(text, [image, "What?"], name="fixed"), images=(damaged,))
+
+
+def empty(text: TextSide) -> GenerationRequest:
+    return dataclasses.replace(fixed(text), prompt_ids=np.zeros(0, dtype=np.int32))
+
+
+def beyond_the_vocabulary(text: TextSide) -> GenerationRequest:
+    return dataclasses.replace(fixed(text), prompt_ids=np.array([1, text.vocab_size], dtype=np.int32))
+
+
+def below_the_vocabulary(text: TextSide) -> GenerationRequest:
+    return dataclasses.replace(fixed(text), prompt_ids=np.array([1, -1], dtype=np.int32))
+
+
+REFUSED = [too_long, without_its_image, with_a_damaged_image, empty, beyond_the_vocabulary, below_the_vocabulary]
+
+
+@pytest.mark.parametrize("bad", REFUSED, ids=lambda bad: bad.__name__)
+def test_a_request_that_cannot_be_answered_is_refused_and_others_go_on(
+    engine: TransformersEngine, text: TextSide, bad: Callable[[TextSide], GenerationRequest]
+) -> None:
+    async def mixed() -> list[Any]:
+        running = asyncio.ensure_future(one(engine, fixed(text, max_new_tokens=80)))
+        await until(lambda: rows(engine) > 0)
+        async with asyncio.timeout(30):
+            return await asyncio.gather(
+                running,
+                engine.generate([fixed(text), bad(text), fixed(text)]),
+                one(engine, fixed(text)),
+                return_exceptions=True,
+            )
+
+    with endless(engine, text):
+        long = words(asyncio.run(one(engine, fixed(text, max_new_tokens=80))))
+        short = words(asyncio.run(one(engine, fixed(text))))
+        running, refused, beside = asyncio.run(mixed())
+    assert isinstance(refused, EngineError)
+    assert "fixed" in str(refused)
+    assert words(running) == long
+    assert words(beside) == short
+    assert rows(engine) == 0
+    with endless(engine, text):
+        assert words(asyncio.run(one(engine, fixed(text)))) == short
+
+
+def test_requests_for_the_base_model_and_the_policy_cannot_share_a_call(
+    engine: TransformersEngine, text: TextSide
+) -> None:
+    with pytest.raises(EngineError, match="share a call"):
+        asyncio.run(engine.generate([fixed(text), fixed(text, min_version=-1)]))
+
+
+def test_an_error_in_the_forward_pass_reaches_its_callers_and_the_engine_goes_on(
+    engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = words(asyncio.run(one(engine, fixed(text))))
+    hidden_states = engine.backbone.hidden_states
+    for failing in (1, 2, 5):  # the prefill, the first step, a later step
+        calls = 0
+
+        def fails(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == failing:  # noqa: B023
+                raise torch.OutOfMemoryError("out of memory")
+            return hidden_states(*args, **kwargs)
+
+        monkeypatch.setattr(engine.backbone, "hidden_states", fails)
+        with endless(engine, text), pytest.raises(EngineError, match="out of memory"):
+            asyncio.run(one(engine, fixed(text)))
+        monkeypatch.setattr(engine.backbone, "hidden_states", hidden_states)
+        assert rows(engine) == 0
+        assert words(asyncio.run(one(engine, fixed(text)))) == expected
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_memory_that_runs_out_while_rows_are_added_leaves_no_trace(
+    engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch, running: bool
+) -> None:
+    """The cache has grown for some layers and not for others: none of it may be used again."""
+    expected = words(asyncio.run(one(engine, fixed(text))))
+    admit = RowCache.admit
+
+    def half_done(self: RowCache, layers: Any, source: Any, max_length: int) -> int:
+        if len(source) == 7:
+            admit(self, layers[:1], source, max_length)
+            raise torch.OutOfMemoryError("out of memory")
+        return admit(self, layers, source, max_length)
+
+    monkeypatch.setattr(RowCache, "admit", half_done)
+
+    async def fail() -> None:
+        calls = [asyncio.ensure_future(one(engine, fixed(text, max_new_tokens=300)))] if running else []
+        if running:
+            await until(lambda: rows(engine) > 0)
+        calls.append(asyncio.ensure_future(one(engine, fixed(text, n=7, seeds=None))))
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(outcome, EngineError) for outcome in outcomes)
+
+    with endless(engine, text):
+        asyncio.run(fail())
+    assert words(asyncio.run(one(engine, fixed(text)))) == expected
+
+
+def test_an_event_loop_that_closed_meanwhile_does_not_disturb_others(
+    engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closing:
+        """A loop that closes between the question and the call."""
+
+        def is_closed(self) -> bool:
+            return False
+
+        def call_soon_threadsafe(self, *_: Any) -> None:
+            raise RuntimeError("Event loop is closed")
+
+    transformers_engine._resolve(Closing(), asyncio.Future(loop=asyncio.new_event_loop()), "x")  # type: ignore[arg-type]
+
+
+# --- adapters
+
+
+def test_an_adapter_changes_what_is_sampled_and_names_its_version(
+    engine: TransformersEngine, text: TextSide, payload: AdapterPayload
+) -> None:
+    before = asyncio.run(one(engine, fixed(text)))
+    asyncio.run(engine.load_adapter(payload))
+    after = asyncio.run(one(engine, fixed(text)))
+    assert (before.policy_version, after.policy_version, engine.version) == (0, 1, 1)
+    assert words(before) != words(after)
+
+
+def test_running_samples_finish_with_the_version_they_began_with(
+    engine: TransformersEngine, text: TextSide, payload: AdapterPayload
+) -> None:
+    async def swap() -> tuple[Completion, Completion]:
+        running = asyncio.ensure_future(one(engine, fixed(text, max_new_tokens=150)))
+        await until(lambda: rows(engine) > 0)
+        loading = asyncio.ensure_future(engine.load_adapter(payload))
+        await asyncio.sleep(0)
+        following = asyncio.ensure_future(one(engine, fixed(text, max_new_tokens=150)))
+        await loading
+        assert running.done() or engine.version == 1
+        return await running, await following
+
+    with endless(engine, text):
+        alone = asyncio.run(one(engine, fixed(text, max_new_tokens=150)))
+        running, following = asyncio.run(swap())
+        assert (running.policy_version, following.policy_version) == (0, 1)
+        assert words(running) == words(alone)
+        assert words(following) == words(asyncio.run(one(engine, fixed(text, max_new_tokens=150))))
+        assert words(following) != words(running)
+
+
+def test_a_call_of_many_parts_says_for_each_part_which_version_sampled_it(
+    tiny_folder: Path, text: TextSide, payload: AdapterPayload
+) -> None:
+    narrow = TransformersEngine(tiny_folder, max_context=CONTEXT, max_rows=2)
+
+    async def swap() -> list[Completion]:
+        call = asyncio.ensure_future(narrow.generate([fixed(text, name=str(k), max_new_tokens=100) for k in range(3)]))
+        await until(lambda: rows(narrow) > 0)
+        await narrow.load_adapter(payload)
+        return await call
+
+    with endless(narrow, text):
+        answers = asyncio.run(swap())
+        new = asyncio.run(one(narrow, fixed(text, max_new_tokens=100)))
+    versions = [answer.policy_version for answer in answers]
+    assert versions == sorted(versions)
+    assert versions[0] == 0
+    assert versions[-1] == 1
+    assert words(answers[-1]) == words(new)
+    assert words(answers[0]) != words(new)
+    asyncio.run(narrow.close())
+
+
+def test_base_model_and_policy_answers_do_not_mix(
+    engine: TransformersEngine, text: TextSide, payload: AdapterPayload
+) -> None:
+    base = words(asyncio.run(one(engine, fixed(text))))
+    asyncio.run(engine.load_adapter(payload))
+    policy = words(asyncio.run(one(engine, fixed(text, min_version=1))))
+    assert base != policy
+
+    async def interleaved() -> list[Completion]:
+        calls: list[Awaitable[Completion]] = []
+        for k in range(10):
+            calls.append(asyncio.ensure_future(one(engine, fixed(text, min_version=-1 if k % 3 == 0 else 1))))
+            await asyncio.sleep(0.005 * (k % 4))
+        return await asyncio.gather(*calls)
+
+    for k, answer in enumerate(asyncio.run(interleaved())):
+        assert answer.policy_version == (-1 if k % 3 == 0 else 1)
+        assert words(answer) == (base if k % 3 == 0 else policy)
+
+
+def test_versions_follow_each_other_without_a_trace_of_the_older(
+    engine: TransformersEngine, text: TextSide, tiny_folder: Path, payload: AdapterPayload
+) -> None:
+    """The second adapter covers fewer layers than the first."""
+    attention = adapted_policy(tiny_folder, seed=2, model__lora__target_modules="attn").payload(2)
+    fresh = TransformersEngine(tiny_folder, max_context=CONTEXT)
+    asyncio.run(fresh.load_adapter(attention))
+    expected = words(asyncio.run(one(fresh, fixed(text))))
+    asyncio.run(fresh.close())
+    asyncio.run(engine.load_adapter(payload))
+    asyncio.run(one(engine, fixed(text)))
+    asyncio.run(engine.load_adapter(attention))
+    assert words(asyncio.run(one(engine, fixed(text)))) == expected
+
+
+BROKEN: dict[str, Callable[[AdapterPayload], AdapterPayload]] = {
+    "a flipped bit": lambda p: dataclasses.replace(p, tensors=p.tensors[:-1] + bytes([p.tensors[-1] ^ 1])),
+    "another hash": lambda p: dataclasses.replace(p, sha256="0" * 64),
+    "half a file": lambda p: dataclasses.replace(
+        p, tensors=p.tensors[: len(p.tensors) // 2], sha256=hashlib.sha256(p.tensors[: len(p.tensors) // 2]).hexdigest()
+    ),
+    "no file": lambda p: dataclasses.replace(p, tensors=b"", sha256=hashlib.sha256(b"").hexdigest()),
+    "another model": lambda p: of_state({k.replace("layers.0", "layers.7"): v for k, v in load(p.tensors).items()}, p),
+    "a missing half": lambda p: of_state({k: v for k, v in load(p.tensors).items() if "lora_B" not in k}, p),
+    "other shapes": lambda p: of_state({k: v[:, :4] for k, v in load(p.tensors).items()}, p),
+    "shapes that would broadcast": lambda p: of_state(
+        {k: v[:1] if "lora_B" in k else v for k, v in load(p.tensors).items()}, p
+    ),
+    "not a number": lambda p: of_state({k: v * float("nan") for k, v in load(p.tensors).items()}, p),
+    "no configuration": lambda p: dataclasses.replace(p, config_json="{"),
+    "another configuration": lambda p: dataclasses.replace(p, config_json="{}"),
+    "dora": lambda p: dataclasses.replace(p, config_json=p.config_json.replace('"use_dora": false', '"use_dora": true')),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_adapter_is_refused_and_the_engine_goes_on(
+    engine: TransformersEngine, text: TextSide, payload: AdapterPayload, broken: Callable[[AdapterPayload], AdapterPayload]
+) -> None:
+    asyncio.run(engine.load_adapter(payload))
+    expected = words(asyncio.run(one(engine, fixed(text))))
+    with pytest.raises(UserInputError):
+        asyncio.run(engine.load_adapter(later(broken(payload), 2)))
+    assert engine.version == 1
+    assert words(asyncio.run(one(engine, fixed(text)))) == expected
+    asyncio.run(engine.load_adapter(later(payload, 3)))
+    assert engine.version == 3
+
+
+def test_two_adapters_at_once_are_refused(engine: TransformersEngine, text: TextSide, payload: AdapterPayload) -> None:
+    async def two() -> None:
+        running = asyncio.ensure_future(one(engine, fixed(text, max_new_tokens=300)))
+        await until(lambda: rows(engine) > 0)
+        first = asyncio.ensure_future(engine.load_adapter(payload))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="one at a time"):
+            await engine.load_adapter(later(payload, 2))
+        await asyncio.gather(running, first)
+
+    with endless(engine, text):
+        asyncio.run(two())
+    assert engine.version == 1
+
+
+# --- lockstep
+
+
+def test_a_lockstep_call_depends_on_itself_alone_bit_for_bit(tiny_folder: Path, text: TextSide) -> None:
+    engine = TransformersEngine(tiny_folder, max_context=CONTEXT, lockstep=True)
+    calls = [[fixed(text, name=f"{call}:{k}", seeds=(call, k)) for k in range(call + 1)] for call in range(4)]
+    most = 0
+
+    async def together() -> list[list[Completion]]:
+        nonlocal most
+        work = asyncio.gather(*(engine.generate(call) for call in calls))
+        while not work.done():
+            most = max(most, rows(engine))
+            await asyncio.sleep(0.001)
+        return await work
+
+    def bits(answers: list[Completion]) -> list[tuple[bytes, bytes]]:
+        return [(s.token_ids.tobytes(), s.logprobs.tobytes()) for answer in answers for s in answer.samples]
+
+    alone = [bits(asyncio.run(engine.generate(call))) for call in calls]
+    assert [bits(answers) for answers in asyncio.run(together())] == alone
+    assert most == 8  # the largest call's own samples
+    asyncio.run(engine.close())
+
+
+# --- closing
+
+
+def test_closing_fails_what_runs_and_what_waits(tiny_folder: Path, text: TextSide, payload: AdapterPayload) -> None:
+    engine = TransformersEngine(tiny_folder, max_context=CONTEXT, lockstep=True)
+
+    async def close() -> list[Any]:
+        work = [asyncio.ensure_future(engine.generate([fixed(text, max_new_tokens=900)])) for _ in range(3)]
+        await until(lambda: rows(engine) > 0)
+        work.append(asyncio.ensure_future(engine.load_adapter(payload)))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        await engine.close()
+        async with asyncio.timeout(10):
+            return await asyncio.gather(*work, return_exceptions=True)
+
+    with endless(engine, text):
+        outcomes = asyncio.run(close())
+    assert all(isinstance(outcome, EngineError) and "closed" in str(outcome) for outcome in outcomes)
+    for call in (lambda: engine.generate([fixed(text)]), lambda: engine.load_adapter(payload)):
+        with pytest.raises(EngineError, match="closed"):
+            asyncio.run(call())  # type: ignore[arg-type]
+    asyncio.run(engine.close())  # closing twice is no error
+
+
+def test_errors_of_the_engine_are_errors_of_the_package() -> None:
+    assert issubclass(EngineError, RLVLMError)
+    assert StopReason.LENGTH != StopReason.STOP

@@ -1,0 +1,217 @@
+"""LoRA through peft: names, files and merged weights are peft's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from core_support import adapted_policy, plain_model, reference_logits
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+
+from rl_vlm.learning.module import Policy
+from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.loading import load_model
+from rl_vlm.models.lora import TARGET_MODULES, inject_lora, linear_weights, load_lora_state, lora_config, lora_state
+from rl_vlm.models.lora import merged_weights, seed_lora
+from rl_vlm.types import UserInputError
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_folder: Path) -> Policy:
+    return adapted_policy(tiny_folder, model__lora__rank=4, model__lora__alpha=12)
+
+
+@pytest.fixture(scope="module")
+def payload(policy: Policy) -> AdapterPayload:
+    return policy.payload(3)
+
+
+# --- names and files are peft's
+
+
+def test_the_state_has_the_names_and_values_that_peft_saves(tiny_folder: Path, policy: Policy, tmp_path: Path) -> None:
+    config = lora_config(4, 12, "all")
+    theirs = get_peft_model(plain_model(tiny_folder), config)
+    load_lora_state(theirs.base_model.model, lora_state(policy.model))
+    theirs.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    state = lora_state(policy.model)
+    assert saved.keys() == state.keys()
+    assert all(torch.equal(saved[name], state[name]) for name in saved)
+
+
+def test_peft_loads_the_folder_and_computes_the_same(
+    tiny_folder: Path, policy: Policy, payload: AdapterPayload, tmp_path: Path
+) -> None:
+    theirs = PeftModel.from_pretrained(plain_model(tiny_folder), payload.write(tmp_path / "adapter"))
+    ids = np.arange(12, dtype=np.int32)
+    with torch.no_grad():
+        expected = reference_logits(tiny_folder, theirs.base_model.model, ids, [])
+        assert torch.equal(reference_logits(tiny_folder, policy.model, ids, []), expected)
+        with policy.without_adapter():
+            base = reference_logits(tiny_folder, policy.model, ids, [])
+        assert torch.equal(base, reference_logits(tiny_folder, plain_model(tiny_folder), ids, []))
+    assert (base - expected).abs().max() > 0.1
+
+
+def test_switching_the_adapter_off_and_on_leaves_it_trainable(tiny_folder: Path) -> None:
+    policy = adapted_policy(tiny_folder)
+    with policy.without_adapter():
+        pass
+    assert all(parameter.requires_grad for parameter in policy.parameters)
+    trainable = [name for name, parameter in policy.model.named_parameters() if parameter.requires_grad]
+    assert trainable
+    assert all("lora_" in name and "language_model" in name for name in trainable)
+
+
+@pytest.mark.parametrize("modules", ["attn", "mlp", "all"])
+def test_exactly_the_chosen_layers_of_the_language_model_are_adapted(tiny_folder: Path, modules: str) -> None:
+    model = load_model(tiny_folder)
+    inject_lora(model, lora_config(2, 4, modules))
+    adapted = {name.rsplit(".lora_A", 1)[0] for name, _ in model.named_parameters() if "lora_A" in name}
+    assert {name.rsplit(".", 1)[-1] for name in adapted} == set(TARGET_MODULES[modules])
+    assert len(adapted) == 2 * len(TARGET_MODULES[modules])  # two layers
+    assert not any("visual" in name for name in adapted)
+
+
+def test_a_fresh_adapter_changes_nothing_and_depends_on_the_seed_alone(tiny_folder: Path) -> None:
+    states = []
+    for seed in (5, 5, 6):
+        model = load_model(tiny_folder)
+        seed_lora(seed)
+        inject_lora(model, lora_config(4, 8, "all"))
+        states.append(lora_state(model))
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert any(not torch.equal(states[0][name], states[2][name]) for name in states[0])
+    assert all(not tensor.any() for name, tensor in states[0].items() if "lora_B" in name)
+
+
+# --- merging
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_merged_weights_equal_those_of_peft(tiny_folder: Path, rslora: bool, tmp_path: Path) -> None:
+    config = lora_config(4, 12, "all")
+    config.use_rslora = rslora
+    theirs = get_peft_model(plain_model(tiny_folder), config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.3, generator=generator)
+    payload = AdapterPayload.build(1, lora_state(theirs.base_model.model), config)
+    model = plain_model(tiny_folder)
+    merged = merged_weights(model, payload, linear_weights(model))
+    expected = dict(theirs.merge_and_unload().named_parameters())
+    assert len(merged) == 2 * 7
+    for name, weight in merged.items():
+        assert torch.allclose(weight, expected[f"{name}.weight"], rtol=0, atol=1e-6)
+        assert not torch.allclose(weight, model.get_submodule(name).weight, atol=1e-2)
+
+
+def test_a_sum_with_low_precision_weights_is_rounded_once(tiny_folder: Path, payload: AdapterPayload) -> None:
+    model = load_model(tiny_folder, dtype="bfloat16")
+    base = linear_weights(model)
+    exact = merged_weights(model, payload, {name: weight.float() for name, weight in base.items()})
+    rounded = merged_weights(model, payload, base)
+    assert all(rounded[name].dtype == torch.bfloat16 for name in rounded)
+    assert all(torch.equal(rounded[name], exact[name].bfloat16()) for name in rounded)
+
+
+def test_merging_leaves_the_base_weights_alone(tiny_folder: Path, payload: AdapterPayload) -> None:
+    model = plain_model(tiny_folder)
+    before = {name: weight.clone() for name, weight in linear_weights(model).items()}
+    merged_weights(model, payload, linear_weights(model))
+    assert all(torch.equal(weight, before[name]) for name, weight in linear_weights(model).items())
+
+
+# --- payloads
+
+
+def test_equal_weights_give_equal_bytes_and_hashes(policy: Policy, payload: AdapterPayload) -> None:
+    again = policy.payload(4)
+    assert (again.tensors, again.sha256, again.config_json) == (payload.tensors, payload.sha256, payload.config_json)
+    assert again.version == 4
+
+
+def test_a_payload_survives_the_way_through_a_folder(payload: AdapterPayload, policy: Policy, tmp_path: Path) -> None:
+    folder = payload.write(tmp_path / "deep" / "adapter")
+    assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    back = AdapterPayload.read(folder, payload.version).verify()
+    assert back == payload
+    state = lora_state(policy.model)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in back.state().items())
+
+
+def test_loading_a_state_brings_back_every_bit(tiny_folder: Path, payload: AdapterPayload) -> None:
+    other = adapted_policy(tiny_folder, seed=99, model__lora__rank=4, model__lora__alpha=12)
+    assert other.payload(3).tensors != payload.tensors
+    load_lora_state(other.model, payload.state())
+    assert other.payload(3).tensors == payload.tensors
+
+
+def test_the_configuration_is_readable_by_peft(payload: AdapterPayload, tiny_folder: Path) -> None:
+    config = LoraConfig.from_peft_type(**json.loads(payload.config_json))
+    assert (config.r, config.lora_alpha, config.base_model_name_or_path) == (4, 12, str(tiny_folder))
+
+
+@pytest.mark.parametrize("change", [{"sha256": "0" * 64}, {"tensors": b"x"}])
+def test_bytes_that_do_not_match_their_hash_are_refused(payload: AdapterPayload, change: dict[str, Any]) -> None:
+    with pytest.raises(UserInputError, match="version 3 is corrupt"):
+        dataclasses.replace(payload, **change).verify()
+
+
+def test_bytes_that_are_no_tensors_are_refused(payload: AdapterPayload) -> None:
+    with pytest.raises(UserInputError, match="version 3 is corrupt"):
+        dataclasses.replace(payload, tensors=payload.tensors[:100]).state()
+
+
+def test_writing_replaces_a_folder_whole(payload: AdapterPayload, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "stale.txt").write_text("old")
+    payload.write(folder)
+    assert not (folder / "stale.txt").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_a_full_disk_leaves_the_older_folder(
+    payload: AdapterPayload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = payload.write(tmp_path / "adapter")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        dataclasses.replace(payload, version=4, tensors=payload.tensors + b" ").write(folder)
+    assert AdapterPayload.read(folder, 3) == payload
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match="not a peft adapter folder"):
+        AdapterPayload.read(tmp_path, 1)
+
+
+@pytest.mark.parametrize("what", ["missing", "surplus", "shape"])
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(policy: Policy, what: str) -> None:
+    before = policy.payload(0).tensors
+    state = {name: tensor.clone() + 1 for name, tensor in lora_state(policy.model).items()}
+    name = sorted(state)[-1]
+    if what == "missing":
+        del state[name]
+    elif what == "surplus":
+        state[name.replace("layers.1", "layers.5")] = state[name]
+    else:
+        state[name] = state[name][:, :-1]
+    with pytest.raises(UserInputError, match="does not fit"):
+        load_lora_state(policy.model, state)
+    assert policy.payload(0).tensors == before
