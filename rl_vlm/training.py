@@ -31,10 +31,11 @@ class InterruptedRun(RLVLMError):
 
 
 class StopRequest:
-    """Remembers the first SIGINT or SIGTERM; a second one raises KeyboardInterrupt at once."""
+    """Remembers the first SIGINT or SIGTERM; a second one, or any while starting, raises KeyboardInterrupt at once."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.starting = True
 
     def __bool__(self) -> bool:
         return self.signal is not None
@@ -44,9 +45,9 @@ class StopRequest:
         """Catch the signals inside this context."""
 
         def handle(number: int, _: FrameType | None) -> None:
-            if self.signal is not None:
+            second, self.signal = self.signal is not None, number
+            if second or self.starting:
                 raise KeyboardInterrupt
-            self.signal = number
             announce("Stopping: saving a checkpoint first. Once more to stop at once.")
 
         previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -169,6 +170,7 @@ class _Run:
                     algorithm.load_checkpoint(str(self.start_from))
                     self.display.message(f"Resumed from iteration {algorithm.updates}.")
                 self.startup_seconds = time.monotonic() - self.started
+                self.stop.starting = False
                 if not self.stop and (self.start_from is None or not self.recorder.has_evaluation(algorithm.updates)):
                     self._evaluate()
                 begun = time.monotonic()

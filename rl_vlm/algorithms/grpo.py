@@ -158,7 +158,17 @@ class GRPO(Algorithm):
         scratch = config.scratch_folder or Path(self.logdir)
         # Replicas load while env runners and learners start.
         self._service = PolicyService(self.run, config.run_id, config.model_folder, scratch / "serving")
-        super().setup(config)
+        try:
+            super().setup(config)
+            self._prepare()
+            self._service.wait_until_ready()
+        except BaseException:
+            # On a cluster that was joined, replicas would outlive a failed start.
+            self._service.stop()
+            raise
+
+    def _prepare(self) -> None:
+        """The algorithm's own state."""
         self._sampler = RolloutSampler(self.env_runner_group, self.run.rollout.timeout_s)
         self._failures = FailureBudget(self.run.rollout.max_consecutive_failures)
         env = make(self.run.env.id, **self.run.env.make_kwargs())
@@ -183,7 +193,6 @@ class GRPO(Algorithm):
         self.last_metrics: dict[str, float] = {}
         self._clock: defaultdict[str, float] = defaultdict(float)
         self.stop_requested: Callable[[], bool] = lambda: False
-        self._service.wait_until_ready()
 
     def _make_plan_config(self) -> PlanConfig:
         algorithm, rollout = self.run.algorithm, self.run.rollout

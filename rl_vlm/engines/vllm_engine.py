@@ -67,8 +67,8 @@ class VLLMEngine:
         try:
             self._llm: Any = started.result()
         except Exception as error:
-            first_line = (str(error) or repr(error)).strip().splitlines()[0]
-            raise EngineError(f"vLLM did not start: {first_line}") from error
+            reason = " ".join((str(error) or repr(error)).split())
+            raise EngineError(f"vLLM did not start: {reason[:500]}") from error
         self._shelf = AdapterShelf()
 
     @property

@@ -39,6 +39,8 @@ class EnvPool:
         self._threads = ThreadPoolExecutor(max_threads, thread_name_prefix="env")
         self._call_s = _SHORT_CALL_S  # running mean; the first calls go alone
         self._idle: list[VisionEnv] = []
+        self._gathering: asyncio.Task[tuple[list[Any], float]] | None = None
+        self._gathered: list[Callable[[], Any]] = []
         self.busy_s = 0.0
         self.stuck = 0  # threads that a hanging environment holds
 
@@ -76,7 +78,7 @@ class EnvPool:
         if self._inline:
             results, seconds = _run_all(calls)
         elif self._call_s < _SHORT_CALL_S:
-            results, seconds = await self._within_deadline(calls)
+            results, seconds = await self._together(calls)
         else:
             parts = await asyncio.gather(*(self._within_deadline([call]) for call in calls))
             results = [result for part, _ in parts for result in part]
@@ -84,6 +86,25 @@ class EnvPool:
         self.busy_s += seconds
         self._call_s = 0.7 * self._call_s + 0.3 * seconds / max(len(calls), 1)
         return results
+
+    async def _together(self, calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], float]:
+        """Run short calls in one thread hop with all others of this moment, whichever group they belong to.
+
+        It saves hops, and groups that come back together ask the policy together: one call instead of many.
+        """
+        if self._gathering is None:
+            self._gathering = asyncio.get_running_loop().create_task(self._run_gathered())
+            self._gathered = []
+        start = len(self._gathered)
+        self._gathered.extend(calls)
+        results, seconds = await asyncio.shield(self._gathering)
+        share = len(calls) / max(len(results), 1)
+        return results[start : start + len(calls)], seconds * share
+
+    async def _run_gathered(self) -> tuple[list[Any], float]:
+        await asyncio.sleep(0)  # whoever is ready now adds its calls first
+        calls, self._gathering = self._gathered, None
+        return await self._within_deadline(calls)
 
     async def _within_deadline(self, calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], float]:
         future = asyncio.get_running_loop().run_in_executor(self._threads, _run_all, calls)

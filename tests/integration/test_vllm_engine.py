@@ -479,6 +479,11 @@ def test_a_dead_engine_core_is_noticed(model: Path, text: TextSide) -> None:
     asyncio.run(kill_while_busy())
 
 
+def test_a_start_that_fails_says_why(model: Path) -> None:
+    with pytest.raises(EngineError, match=r"vLLM did not start: .*max_model_len"):
+        VLLMEngine(model, dtype="float32", serving=ServingSection(max_context=1_000_000))
+
+
 def test_a_machine_without_vllm_is_told_what_to_install(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UserInputError, match=r"requirements/gpu.txt, or requirements/cpu.txt"):

@@ -1,0 +1,325 @@
+"""From groups to optimiser steps: weights, shards and what is skipped never change the gradient."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from core_support import adapted_policy, conversation, picture, text_side
+
+from rl_vlm.learning.advantages import group_advantages
+from rl_vlm.learning.batching import BatchBuilder, Minibatch
+from rl_vlm.learning.learner import OptimizerStep
+from rl_vlm.learning.losses import LossConfig, get_loss
+from rl_vlm.learning.module import Policy
+from rl_vlm.learning.plan import PlanConfig, UpdatePlan, plan_update
+from rl_vlm.learning.update import PolicyUpdater, UpdateStats, gradient_vector
+from rl_vlm.models.loading import TextSide
+from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
+
+AGGREGATIONS = ["sequence_mean", "token_mean", "constant"]
+
+
+def bare(name: str, prompt: int, sampled: int, reward: float) -> Trajectory:
+    """A trajectory without a model: `prompt` tokens, then `sampled` ones."""
+    total = prompt + sampled
+    mask = np.arange(total) >= prompt
+    turns = (Turn(prompt, total, 0, StopReason.END_OF_TURN, reward),) if sampled else ()
+    return Trajectory(
+        name, np.arange(total, dtype=np.int32), mask, np.where(mask, -1, 0).astype(np.float32), turns,
+        TrajectoryStatus.COMPLETED,
+    ).check()  # fmt: skip
+
+
+def bare_groups(count: int, size: int = 4, seed: int = 0) -> list[TrajectoryGroup]:
+    rng = np.random.default_rng(seed)
+    return [
+        TrajectoryGroup(
+            f"g{k}",
+            k,
+            [
+                bare(f"g{k}:{n}", int(rng.integers(3, 40)), int(rng.integers(1, 30)), float(rng.integers(0, 4)))
+                for n in range(size)
+            ],
+        )
+        for k in range(count)
+    ]
+
+
+def plan_of(groups: Sequence[TrajectoryGroup], seed: int = 0, **config: Any) -> UpdatePlan:
+    settings = {"aggregation": "token_mean", "minibatches": 1, "num_learners": 1, **config}
+    return plan_update(groups, PlanConfig(**settings), np.random.default_rng(seed))
+
+
+def samples_of(plan: UpdatePlan, step: int) -> list[Any]:
+    return [sample for shard in plan.shards for group in shard[step].groups for sample in group]
+
+
+# --- weights
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_weights_sum_to_what_the_aggregation_says(aggregation: str, minibatches: int) -> None:
+    groups = bare_groups(6)
+    plan = plan_of(groups, aggregation=aggregation, minibatches=minibatches, max_new_tokens=50, keep_zero_advantage=True)
+    assert len(plan.active) == minibatches
+    for step in range(minibatches):
+        samples = samples_of(plan, step)
+        total = sum(sample.weight * sample.trajectory.num_sampled for sample in samples)
+        tokens = sum(sample.trajectory.num_sampled for sample in samples)
+        assert len(samples) == 24 // minibatches
+        assert total == pytest.approx(1.0 if aggregation != "constant" else tokens / (50 * len(samples)))
+        if aggregation == "sequence_mean":
+            each = {round(sample.weight * sample.trajectory.num_sampled * len(samples), 9) for sample in samples}
+            assert each == {1.0}
+        else:
+            assert len({sample.weight for sample in samples}) == 1
+
+
+def test_weights_by_hand() -> None:
+    group = TrajectoryGroup("g", 0, [bare("a", 3, 2, 1.0), bare("b", 3, 6, 0.0)])
+
+    def weights(aggregation: str) -> dict[str, float]:
+        plan = plan_of([group], aggregation=aggregation, max_new_tokens=10)
+        return {sample.trajectory.trajectory_id: sample.weight for sample in samples_of(plan, 0)}
+
+    assert weights("sequence_mean") == pytest.approx({"a": 1 / 4, "b": 1 / 12})
+    assert weights("token_mean") == pytest.approx({"a": 1 / 8, "b": 1 / 8})
+    assert weights("constant") == pytest.approx({"a": 1 / 20, "b": 1 / 20})
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_skipped_samples_count_in_the_normaliser(aggregation: str) -> None:
+    groups = bare_groups(4)
+    flat = TrajectoryGroup("flat", 9, [bare(f"flat:{n}", 5, 7, 0.5) for n in range(4)])
+    kept = samples_of(plan_of([*groups, flat], aggregation=aggregation, keep_zero_advantage=True), 0)
+    skipped = samples_of(plan_of([*groups, flat], aggregation=aggregation), 0)
+    weights = {sample.trajectory.trajectory_id: sample.weight for sample in kept}
+    assert len(kept) == 20
+    assert all(not sample.trajectory.trajectory_id.startswith("flat") for sample in skipped)
+    assert all(sample.weight == weights[sample.trajectory.trajectory_id] for sample in skipped)
+
+
+def test_advantages_are_those_of_each_group_in_the_order_given() -> None:
+    groups = bare_groups(5)
+    plan = plan_of(groups, advantage_normalization="none", advantage_scale=2.0)
+    for group, advantages in zip(groups, plan.advantages, strict=True):
+        assert advantages.tolist() == group_advantages(group.rewards, "none", 2.0).tolist()
+    by_name = {sample.trajectory.trajectory_id: sample.advantage for sample in samples_of(plan, 0)}
+    for group, advantages in zip(groups, plan.advantages, strict=True):
+        for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+            assert by_name.get(trajectory.trajectory_id, 0.0) == advantage
+
+
+# --- who does what
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("learners", [1, 2, 3, 8])
+@pytest.mark.parametrize("minibatches", [1, 2, 5])
+def test_every_sample_that_teaches_is_dealt_exactly_once(minibatches: int, learners: int, keep: bool) -> None:
+    groups = bare_groups(5)
+    plan = plan_of(groups, minibatches=minibatches, num_learners=learners, keep_zero_advantage=keep)
+    assert len(plan.shards) == learners
+    assert all(len(shard) == minibatches == len(plan.active) for shard in plan.shards)
+    dealt = Counter(s.trajectory.trajectory_id for step in range(minibatches) for s in samples_of(plan, step))
+    wanted = Counter(
+        trajectory.trajectory_id
+        for group, advantages in zip(groups, plan.advantages, strict=True)
+        for trajectory, advantage in zip(group.trajectories, advantages, strict=True)
+        if keep or advantage
+    )
+    assert dealt == wanted
+
+
+def test_groups_stay_together_on_one_learner_in_one_step() -> None:
+    plan = plan_of(bare_groups(9), minibatches=3, num_learners=2, keep_zero_advantage=True)
+    for shard in plan.shards:
+        for minibatch in shard:
+            for group in minibatch.groups:
+                assert len(group) == 4
+                assert len({sample.trajectory.trajectory_id.split(":")[0] for sample in group}) == 1
+
+
+def test_learners_get_about_the_same_work() -> None:
+    plan = plan_of(bare_groups(24, seed=3), num_learners=3, keep_zero_advantage=True)
+    loads = [sum(len(s.trajectory) for group in shard[0].groups for s in group) for shard in plan.shards]
+    assert max(loads) < 1.1 * min(loads)
+
+
+def test_more_minibatches_than_groups_become_fewer_steps() -> None:
+    plan = plan_of(bare_groups(2), minibatches=7)
+    assert len(plan.active) == 2
+
+
+def test_steps_without_an_advantage_are_inactive_for_all_learners() -> None:
+    flat = [TrajectoryGroup(f"f{k}", k, [bare(f"f{k}:{n}", 5, 3, 0.1) for n in range(4)]) for k in range(3)]
+    teaching = TrajectoryGroup("t", 9, [bare(f"t:{n}", 5, 3, float(n)) for n in range(4)])
+    plan = plan_of([*flat, teaching], minibatches=4, num_learners=2)
+    assert sorted(plan.active) == [False, False, False, True]
+    assert plan.zero_advantage_groups == 3
+    for step, active in enumerate(plan.active):
+        assert bool(samples_of(plan, step)) is active
+    assert plan_of(flat, minibatches=3).active == [False] * 3
+    assert plan_of(flat, minibatches=3, keep_zero_advantage=True).active == [True] * 3
+
+
+def test_trajectories_without_a_sampled_token_are_left_out() -> None:
+    group = TrajectoryGroup("g", 0, [bare("none", 4, 0, 0.0), bare("some", 4, 2, 1.0)])
+    for aggregation in AGGREGATIONS:
+        samples = samples_of(plan_of([group], aggregation=aggregation, keep_zero_advantage=True), 0)
+        assert [sample.trajectory.trajectory_id for sample in samples] == ["some"]
+        assert np.isfinite(samples[0].weight)
+
+
+def test_the_order_depends_on_the_generator_alone() -> None:
+    def order(seed: int) -> list[str]:
+        plan = plan_of(bare_groups(8), seed=seed, minibatches=8, keep_zero_advantage=True)
+        return [samples_of(plan, step)[0].trajectory.trajectory_id for step in range(8)]
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+
+
+# --- the control that must fail
+
+
+def test_shuffled_rewards_are_the_same_rewards_in_other_places() -> None:
+    groups = bare_groups(6)
+    for number, group in enumerate(groups):
+        for place, trajectory in enumerate(group.trajectories):
+            turn = trajectory.turns[0]
+            trajectory.turns = (Turn(turn.start, turn.stop, 0, turn.stop_reason, 10.0 * number + place),)
+    before = [group.rewards.tolist() for group in groups]
+    plan = plan_of(groups, shuffle_rewards=True, advantage_normalization="none")
+    assert [group.rewards.tolist() for group in groups] == before  # the logged rewards stay what they were
+    # Advantages are rewards minus their group's mean: differences between rewards of other groups appear.
+    differences = {round(a - b, 6) for advantages in plan.advantages for a in advantages for b in advantages}
+    assert max(abs(d) for d in differences) > 10
+    assert [len(a) for a in plan.advantages] == [4] * 6
+    assert plan_of(groups, advantage_normalization="none").advantages[0].tolist() == [-1.5, -0.5, 0.5, 1.5]
+
+
+# --- gradients
+
+
+@pytest.fixture(scope="module")
+def text(tiny_folder: Path) -> TextSide:
+    return text_side(tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_folder: Path) -> Policy:
+    return adapted_policy(tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def groups(text: TextSide) -> list[TrajectoryGroup]:
+    """Five groups of real conversations; one of them has equal rewards."""
+    rng = np.random.default_rng(1)
+    made = []
+    for k in range(5):
+        prompt = [picture(rng, 64, 32), f"Question {k}: what is this?"]
+        members = [
+            conversation(text, rng, prompt, [int(rng.integers(1, 9)), int(rng.integers(1, 5))], [["again", picture(rng)]])
+            for _ in range(3)
+        ]
+        for n, member in enumerate(members):
+            last = member.turns[-1]
+            reward = 1.0 if k == 2 else float(n == k % 3)
+            member.turns = (
+                Turn(*(getattr(member.turns[0], name) for name in ("start", "stop", "policy_version", "stop_reason"))),
+                Turn(last.start, last.stop, last.policy_version, last.stop_reason, reward),
+            )
+        made.append(TrajectoryGroup(f"g{k}", k, members))
+    return made
+
+
+def gradient(policy: Policy, text: TextSide, minibatches: Sequence[Minibatch], loss: str, config: LossConfig) -> torch.Tensor:
+    """The sum of what each learner's part of one step adds."""
+    builder = BatchBuilder(
+        image_token_id=text.codec.image_token_id, pad_token_id=text.codec.pad_token_id, images=text.images, max_tokens=300
+    )
+    updater = PolicyUpdater(
+        policy.backbone, builder, loss=loss, loss_config=config, temperature=1.0, without_adapter=policy.without_adapter
+    )
+    total = torch.zeros_like(gradient_vector(policy.parameters))
+    for minibatch in minibatches:  # one learner each
+        policy.model.zero_grad(set_to_none=True)
+        (packed,) = updater.pack([minibatch])
+        for number in range(len(packed.micro_batches)):
+            updater.loss(packed, number, UpdateStats()).backward()
+        total += gradient_vector(policy.parameters)
+    return total
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo"])
+def test_the_number_of_learners_does_not_change_the_gradient(
+    policy: Policy, text: TextSide, groups: list[TrajectoryGroup], loss: str
+) -> None:
+    found = []
+    for learners in (1, 2, 3):
+        plan = plan_of(groups, aggregation=get_loss(loss)[1], num_learners=learners, max_new_tokens=20)
+        found.append(gradient(policy, text, [shard[0] for shard in plan.shards], loss, LossConfig(tis_cap=2.0)))
+    assert found[0].abs().max() > 1e-3
+    for other in found[1:]:
+        assert torch.allclose(other, found[0], rtol=1e-4, atol=1e-6)
+
+
+def test_skipping_samples_without_advantage_does_not_change_the_gradient(
+    policy: Policy, text: TextSide, groups: list[TrajectoryGroup]
+) -> None:
+    found = [
+        gradient(policy, text, [plan_of(groups, keep_zero_advantage=keep).shards[0][0]], "dapo", LossConfig())
+        for keep in (True, False)
+    ]
+    assert torch.allclose(*found, rtol=1e-4, atol=1e-7)
+
+
+def test_with_a_kl_penalty_samples_without_advantage_matter(
+    policy: Policy, text: TextSide, groups: list[TrajectoryGroup]
+) -> None:
+    """Why they are kept then."""
+    found = [
+        gradient(policy, text, [plan_of(groups, keep_zero_advantage=keep).shards[0][0]], "dapo", LossConfig(kl_coef=1.0))
+        for keep in (True, False)
+    ]
+    assert not torch.allclose(*found, rtol=1e-2, atol=1e-4)
+
+
+def test_the_optimizer_step_adds_gradients_over_micro_batches_and_clips(
+    tiny_folder: Path, text: TextSide, groups: list[TrajectoryGroup]
+) -> None:
+    policy = adapted_policy(tiny_folder)
+    plan = plan_of(groups)
+    expected = gradient(policy, text, [plan.shards[0][0]], "dapo", LossConfig())
+    before = torch.cat([p.detach().reshape(-1).clone() for p in policy.parameters])
+    builder = BatchBuilder(
+        image_token_id=text.codec.image_token_id, pad_token_id=text.codec.pad_token_id, images=text.images, max_tokens=300
+    )
+    updater = PolicyUpdater(policy.backbone, builder, loss="dapo", loss_config=LossConfig(), temperature=1.0)
+    norm = float(expected.norm())
+    for max_norm, scale in ((10 * norm, 1.0), (norm / 4, 0.25)):
+        step = OptimizerStep(policy, torch.optim.SGD(policy.parameters, lr=1.0), max_grad_norm=max_norm)
+        stats = UpdateStats()
+        step(updater.pack([plan.shards[0][0]])[0], updater.loss, stats)
+        after = torch.cat([p.detach().reshape(-1) for p in policy.parameters])
+        assert torch.allclose(before - after, scale * expected, rtol=1e-3, atol=1e-5)
+        assert stats.grad_norm == pytest.approx(norm, rel=1e-4)
+        with torch.no_grad():
+            restore(policy, before)
+
+
+def restore(policy: Policy, values: torch.Tensor) -> None:
+    offset = 0
+    for parameter in policy.parameters:
+        parameter.copy_(values[offset : offset + parameter.numel()].view_as(parameter))
+        offset += parameter.numel()
+
+
