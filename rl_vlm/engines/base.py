@@ -38,6 +38,7 @@ class Engine(Protocol):
         ...
 
 
+_MASK = (1 << 64) - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -62,7 +63,11 @@ def uniforms(seeds: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 def derive_seed(*parts: int) -> int:
     """A 63-bit seed from integers such as (run, iteration, group, sample, turn)."""
-    state = np.zeros(1, dtype=np.uint64)
+    # SplitMix64 again, on plain integers: for single numbers numpy's call overhead would dominate.
+    state = 0
     for part in parts:
-        state = splitmix64(state ^ np.uint64(part & 0xFFFFFFFFFFFFFFFF))
-    return int(state[0] >> np.uint64(1))
+        state = ((state ^ (part & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1

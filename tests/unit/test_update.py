@@ -1,0 +1,389 @@
+"""The policy update on real rollouts: honest ratios, one old policy per rollout, and an engine that agrees with it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from core_support import adapted_policy, conversation, picture, plain_model, reference_logprobs, run_config, text_side
+from torch import Tensor
+
+from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.envs.base import StepResult, VisionEnv
+from rl_vlm.learning.batching import Minibatch, TrainSample
+from rl_vlm.learning.learner import OptimizerStep, make_optimizer, make_updater
+from rl_vlm.learning.module import Policy
+from rl_vlm.learning.plan import PlanConfig, plan_update
+from rl_vlm.learning.update import UpdateStats, gradient_vector, linear_schedule, set_gradients
+from rl_vlm.rollout.env_pool import EnvPool
+from rl_vlm.rollout.episodes import EpisodeLimits, run_group
+from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.types import Completion, GenerationRequest, Message, Observation, StopReason, TrajectoryGroup
+
+LIMITS = EpisodeLimits(
+    max_turns=3, max_new_tokens_per_turn=6, max_new_tokens=18, max_context=512, require_end_of_turn=False
+)
+
+
+class ThreeTurns(VisionEnv):
+    """A picture, an answer, another picture from a tool, an answer, a word, an answer."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
+        _, index = self.item(options)
+        self.rng, self.turn = np.random.default_rng([index, 1]), 0
+        return Observation.user(picture(self.rng, 64, 32), f"Picture {index}: what is it?"), {}
+
+    def step(self, action: str) -> StepResult:
+        self.turn += 1
+        reward = sum(action.encode()) % 7 / 7
+        replies = {
+            1: Observation((Message.of("tool", "Look closer:", picture(self.rng, 32, 64)),)),
+            2: Observation.user("And now?"),
+        }
+        return replies.get(self.turn, Observation()), reward, self.turn == 3, False, {}
+
+
+class Loop:
+    """Sampling and learning in one process, with the parts that the system has."""
+
+    def __init__(self, folder: Path, temperature: float, **dotted: Any) -> None:
+        self.run = run_config(folder, rollout__temperature=temperature, learner__micro_batch_tokens=400, **dotted)
+        self.engine = TransformersEngine(folder, max_context=LIMITS.max_context)
+        self.policy = Policy(folder, self.run)
+        self.updater = make_updater(self.policy, self.run)
+        self.optimizer = make_optimizer(self.policy, self.run)
+        self.step = OptimizerStep(self.policy, self.optimizer, self.run.learner.max_grad_norm)
+        self.pool = EnvPool(ThreeTurns, timeout_s=30.0, inline=True)
+        self.version = 0
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        return (await self.engine.generate([request]))[0]
+
+    def sample(self, groups: int = 2, size: int = 4) -> list[TrajectoryGroup]:
+        async def gather() -> list[TrajectoryGroup]:
+            tasks = [
+                RolloutTask(
+                    group_id=f"{self.version}:{k}", index=100 * self.version + k, split="train", seed=k,
+                    sampling_seed=1000 * self.version + k, size=size, temperature=self.run.rollout.temperature,
+                    min_version=self.version,
+                )
+                for k in range(groups)
+            ]  # fmt: skip
+            return list(
+                await asyncio.gather(*(run_group(task, self.pool, self, self.policy.text, LIMITS) for task in tasks))
+            )
+
+        return asyncio.run(gather())
+
+    def minibatches(self, groups: list[TrajectoryGroup], count: int = 2) -> list[Minibatch]:
+        config = PlanConfig("token_mean", minibatches=count, num_learners=1, keep_zero_advantage=True)
+        return plan_update(groups, config, np.random.default_rng(self.version)).shards[0]
+
+    def update(self, groups: list[TrajectoryGroup], epochs: int = 1) -> UpdateStats:
+        stats = UpdateStats()
+        packed = self.updater.pack(self.minibatches(groups))
+        for _ in range(epochs):
+            for minibatch in packed:
+                self.step(minibatch, self.updater.loss, stats)
+        self.version += 1
+        asyncio.run(self.engine.load_adapter(self.policy.payload(self.version)))
+        return stats
+
+    def close(self) -> None:
+        asyncio.run(self.engine.close())
+        self.pool.close()
+
+
+# --- engine and learner
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_engine_and_learner_agree_after_twenty_updates(tiny_folder: Path, temperature: float) -> None:
+    loop = Loop(tiny_folder, temperature, learner__lr=1e-2)
+    for _ in range(20):
+        stats = loop.update(loop.sample(size=3))
+        assert (stats.steps, stats.skipped_steps, stats.first_ratio_error) == (2, 0, 0.0)
+        assert stats.metrics()["mismatch/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+    groups = loop.sample()
+    base = plain_model(tiny_folder)
+    moved = 0.0
+    for group in groups:
+        for trajectory in group.trajectories:
+            assert len(trajectory.turns) == 3
+            assert len(trajectory.images) == 2
+            assert {turn.policy_version for turn in trajectory.turns} == {20}
+            with torch.no_grad():
+                then = reference_logprobs(tiny_folder, base, trajectory.token_ids, trajectory.images, temperature)
+            sampled = trajectory.loss_mask[1:]
+            moved = max(moved, float(np.abs(then.numpy()[sampled] - trajectory.logprobs[1:][sampled]).max()))
+    assert moved > 0.5  # the adapter is another policy by now
+    for minibatch in loop.updater.pack(loop.minibatches(groups)):
+        for micro in minibatch.micro_batches:
+            with torch.no_grad():
+                learner, _ = loop.updater.logprobs(micro)
+            assert np.abs(learner.numpy() - micro.behaviour).max() < 1e-4
+    loop.close()
+
+
+def test_turns_that_were_cut_are_continued_as_the_learner_sees_them(tiny_folder: Path) -> None:
+    """Both kinds of ends must occur, or the agreement above would say less than it seems to."""
+    loop = Loop(tiny_folder, 1.0)
+    reasons = {turn.stop_reason for group in loop.sample(6, 8) for t in group.trajectories for turn in t.turns}
+    assert reasons == {StopReason.END_OF_TURN, StopReason.LENGTH}
+    loop.close()
+
+
+# --- ratios
+
+
+@pytest.fixture
+def loop(tiny_folder: Path) -> Any:
+    loop = Loop(tiny_folder, 0.9, learner__lr=1e-2)
+    yield loop
+    loop.close()
+
+
+def values(loop: Loop, minibatch: Any) -> list[Tensor]:
+    with torch.no_grad():
+        return [loop.updater.logprobs(micro)[0] for micro in minibatch.micro_batches]
+
+
+def test_the_ratio_is_exactly_one_until_the_weights_change(loop: Loop) -> None:
+    """Also where the old log-probabilities come from a pass of their own, without a graph."""
+    packed = loop.updater.pack(loop.minibatches(loop.sample(4)))
+    stats = UpdateStats()
+    for minibatch in packed:
+        assert minibatch.micro_batches
+        for number in range(len(minibatch.micro_batches)):
+            loop.updater.loss(minibatch, number, stats)
+    assert packed[0].old[0] is not None
+    assert (stats.ratio_max, stats.clipped, stats.approx_kl, stats.first_ratio_error) == (1.0, 0.0, 0.0, 0.0)
+
+
+def test_old_logprobs_are_those_before_the_first_step(loop: Loop) -> None:
+    packed = loop.updater.pack(loop.minibatches(loop.sample(4)))
+    before = [values(loop, minibatch) for minibatch in packed]
+    first, second = UpdateStats(), UpdateStats()
+    loop.step(packed[0], loop.updater.loss, first)
+    loop.step(packed[1], loop.updater.loss, second)
+    assert (first.ratio_max, first.clipped, first.approx_kl) == (1.0, 0.0, 0.0)
+    assert second.ratio_max > 1.001
+    for minibatch, expected in zip(packed, before, strict=True):
+        for old, value in zip(minibatch.old, expected, strict=True):
+            assert old is not None
+            assert torch.equal(old, value)
+            assert not old.requires_grad
+
+
+def test_further_epochs_compare_with_the_same_old_policy(loop: Loop) -> None:
+    packed = loop.updater.pack(loop.minibatches(loop.sample(4), count=1))
+    before = values(loop, packed[0])
+    for epoch in range(3):
+        stats = UpdateStats()
+        now = values(loop, packed[0])
+        loop.step(packed[0], loop.updater.loss, stats)
+        expected = max(float((new - old).exp().max()) for new, old in zip(now, before, strict=True))
+        assert stats.ratio_max == pytest.approx(expected, rel=1e-6)
+        assert (stats.ratio_max == 1.0) is (epoch == 0)
+
+
+def test_a_ratio_that_is_not_one_on_the_first_minibatch_is_counted(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`first_ratio_error` is a promise to the user: it must notice a forward pass that does not repeat itself."""
+    passes = 0
+    logprobs = loop.updater.logprobs
+
+    def unsteady(micro: Any) -> tuple[Tensor, Tensor]:
+        nonlocal passes
+        passes += 1
+        value, entropy = logprobs(micro)
+        return value + 0.01 * passes, entropy
+
+    monkeypatch.setattr(loop.updater, "logprobs", unsteady)
+    packed = loop.updater.pack(loop.minibatches(loop.sample(4)))
+    stats = UpdateStats()
+    for minibatch in packed:
+        for number in range(len(minibatch.micro_batches)):
+            loop.updater.loss(minibatch, number, stats)
+    assert stats.ratio_max > 1.001
+
+
+def test_importance_weights_correct_from_the_engine_to_the_old_policy(loop: Loop) -> None:
+    """Behaviour log-probabilities that are off by log 1.5 scale the gradient by 1.5, and by the cap at most."""
+    samples = loop.minibatches(loop.sample(2), count=1)
+
+    def gradient(shift: float) -> Tensor:
+        for group in samples[0].groups:
+            for sample in group:
+                mask = sample.trajectory.loss_mask
+                sample.trajectory.logprobs[mask] -= np.float32(shift)
+        loop.policy.model.zero_grad(set_to_none=True)
+        (packed,) = loop.updater.pack(samples)
+        for number in range(len(packed.micro_batches)):
+            loop.updater.loss(packed, number, UpdateStats()).backward()
+        return gradient_vector(loop.policy.parameters)
+
+    plain = gradient(0.0)
+    assert plain.abs().max() > 1e-3
+    assert torch.allclose(gradient(float(np.log(1.5))), 1.5 * plain, rtol=1e-3, atol=1e-5)
+    assert torch.allclose(gradient(3.0), 2.0 * plain, rtol=1e-3, atol=1e-5)
+
+
+# --- steps
+
+
+def flat(policy: Policy) -> Tensor:
+    return torch.cat([parameter.detach().reshape(-1).clone() for parameter in policy.parameters])
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_skips_the_step(loop: Loop, poison: float) -> None:
+    packed = loop.updater.pack(loop.minibatches(loop.sample(4)))
+    good = UpdateStats()
+    loop.step(packed[0], loop.updater.loss, good)
+    before, moments = flat(loop.policy), loop.optimizer.state_dict()["state"]
+    kept = {k: {name: tensor.clone() for name, tensor in fields.items()} for k, fields in moments.items()}
+
+    def poisoned(minibatch: Any, number: int, stats: UpdateStats) -> Tensor:
+        return loop.updater.loss(minibatch, number, stats) * poison
+
+    bad = UpdateStats()
+    loop.step(packed[1], poisoned, bad)
+    assert (bad.steps, bad.skipped_steps, bad.grad_norm) == (0, 1, 0.0)
+    assert torch.equal(flat(loop.policy), before)
+    after = loop.optimizer.state_dict()["state"]
+    assert all(torch.equal(after[k][name], tensor) for k, fields in kept.items() for name, tensor in fields.items())
+    loop.step(packed[1], loop.updater.loss, bad)
+    assert (bad.steps, bad.skipped_steps) == (1, 1)
+    assert torch.isfinite(flat(loop.policy)).all()
+    assert not torch.equal(flat(loop.policy), before)
+
+
+# --- the KL penalty and the entropy bonus
+
+
+def fixed_minibatch(folder: Path, advantage: float) -> Minibatch:
+    rng = np.random.default_rng(7)
+    image = picture(rng, 64, 32)
+    members = [conversation(text_side(folder), rng, [image, "What?"], [4, 3], [["Again", picture(rng)]]) for _ in range(3)]
+    return Minibatch([[TrainSample(member, advantage, 0.1) for member in members]])
+
+
+def kl_setup(folder: Path, estimator: str, scale: float, **dotted: Any) -> tuple[Policy, Any]:
+    settings = {"algorithm__kl_coef": 0.5, "algorithm__kl_estimator": estimator, "algorithm__loss": "dapo", **dotted}
+    policy = adapted_policy(folder, scale=scale, **settings)
+    return policy, make_updater(policy, run_config(folder, **settings))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_reference_of_the_kl_penalty_is_the_model_without_its_adapter(tiny_folder: Path, estimator: str) -> None:
+    policy, updater = kl_setup(tiny_folder, estimator, scale=0.2)
+    minibatch, stats, expected = fixed_minibatch(tiny_folder, advantage=0.0), UpdateStats(), 0.0
+    (packed,) = updater.pack([minibatch])
+    loss = sum(updater.loss(packed, number, stats) for number in range(len(packed.micro_batches)))
+    base = plain_model(tiny_folder)
+    for sample in minibatch.groups[0]:
+        trajectory = sample.trajectory
+        mask = torch.from_numpy(trajectory.loss_mask[1:])
+        with torch.no_grad():
+            new, reference = (
+                reference_logprobs(tiny_folder, model, trajectory.token_ids, trajectory.images)[mask]
+                for model in (policy.model, base)
+            )
+        gap = (new - reference).double()
+        expected += float({"k1": gap, "k2": gap**2 / 2, "k3": torch.exp(-gap) - 1 + gap}[estimator].sum())
+    assert abs(expected) > 1
+    assert stats.kl == pytest.approx(expected, rel=1e-4)
+    assert float(loss.detach()) == pytest.approx(0.1 * 0.5 * expected, rel=1e-4)
+
+
+def test_a_fresh_adapter_has_no_divergence_at_all(tiny_folder: Path) -> None:
+    settings = {"algorithm__kl_coef": 0.5, "algorithm__loss": "dapo"}
+    run = run_config(tiny_folder, **settings)
+    updater, stats = make_updater(Policy(tiny_folder, run), run), UpdateStats()
+    (packed,) = updater.pack([fixed_minibatch(tiny_folder, 1.0)])
+    updater.loss(packed, 0, stats)
+    assert stats.kl == 0.0
+
+
+def test_the_entropy_bonus_raises_the_entropy(tiny_folder: Path) -> None:
+    settings = {"algorithm__entropy_coef": 5.0, "algorithm__loss": "dapo", "learner__lr": 5e-3}
+    run = run_config(tiny_folder, **settings)
+    policy = adapted_policy(tiny_folder, scale=0.3, **settings)
+    updater = make_updater(policy, run)
+    step = OptimizerStep(policy, make_optimizer(policy, run), max_grad_norm=1.0)
+    (packed,) = updater.pack([fixed_minibatch(tiny_folder, 0.0)])
+    entropies = []
+    for _ in range(5):
+        stats = UpdateStats()
+        step(packed, updater.loss, stats)
+        assert stats.skipped_steps == 0
+        entropies.append(stats.metrics()["policy/entropy"])
+    assert np.all(np.diff(entropies) > 0)
+
+
+# --- gradient checkpointing
+
+
+def test_gradient_checkpointing_changes_memory_and_nothing_else(tiny_folder: Path) -> None:
+    found = []
+    for checkpointing in (False, True):
+        settings = {"learner__gradient_checkpointing": checkpointing, "algorithm__loss": "dapo"}
+        policy = adapted_policy(tiny_folder, **settings)
+        updater = make_updater(policy, run_config(tiny_folder, **settings))
+        passes = 0
+
+        def count(*_: Any) -> None:
+            nonlocal passes
+            passes += 1
+
+        policy.model.model.language_model.layers[0].self_attn.register_forward_pre_hook(count)
+        (packed,) = updater.pack([fixed_minibatch(tiny_folder, 1.0)])
+        loss = updater.loss(packed, 0, UpdateStats())
+        loss.backward()
+        assert passes == (2 if checkpointing else 1)  # the layer is computed again on the way back
+        found.append((float(loss.detach()), packed.old[0], gradient_vector(policy.parameters)))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])  # type: ignore[arg-type]
+    assert torch.allclose(found[0][2], found[1][2], rtol=1e-5, atol=1e-7)
+    assert found[0][2].abs().max() > 1e-3
+
+
+# --- small parts
+
+
+def test_gradients_survive_the_way_through_a_vector() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (4,), (1, 1))]
+    for number, parameter in enumerate(parameters[:2]):
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+    expected = [parameters[0].grad, parameters[1].grad, torch.zeros(1, 1)]
+    vector = gradient_vector(parameters)
+    assert vector.shape == (11,)
+    set_gradients(parameters, vector.clone())
+    for parameter, gradient in zip(parameters, expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
+
+
+def test_statistics_of_several_learners_add_up() -> None:
+    one = UpdateStats(tokens=10, loss=1.0, clipped=2, entropy=5, ratio_max=1.5, grad_norm=3.0, steps=2, kl=1.0)
+    two = UpdateStats(tokens=30, loss=0.5, clipped=0, entropy=15, ratio_max=1.2, grad_norm=3.0, steps=2, kl=3.0)
+    figures = UpdateStats.merge([one, two]).metrics()
+    assert figures["policy/loss"] == pytest.approx(0.75)  # per step
+    assert figures["policy/clip_fraction"] == pytest.approx(2 / 40)
+    assert figures["policy/entropy"] == pytest.approx(0.5)
+    assert figures["policy/kl"] == pytest.approx(0.1)
+    assert figures["policy/ratio_max"] == 1.5
+    assert figures["policy/grad_norm"] == pytest.approx(1.5)  # the norm is of the summed gradient: equal on all learners
+    assert figures["policy/optimizer_steps"] == 2
+
+
+def test_figures_of_an_update_without_tokens_are_finite() -> None:
+    assert all(np.isfinite(value) for value in UpdateStats().metrics().values())
+
+
+def test_the_learning_rate_falls_linearly_and_then_stays() -> None:
+    assert [linear_schedule(k, 10, 0.1) for k in (0, 5, 10, 20)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+    assert linear_schedule(3, 0, 0.5) == 0.5
