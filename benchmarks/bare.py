@@ -64,6 +64,7 @@ class BareLoop:
             run.rollout.max_new_tokens_per_turn,
             run.rollout.max_new_tokens,
             run.serving.max_context,
+            run.rollout.require_end_of_turn,
         )
         self._loop = asyncio.new_event_loop()
         self._rng = np.random.default_rng(run.seed)
@@ -104,17 +105,23 @@ class BareLoop:
                 num_learners=1,
                 advantage_normalization=algorithm.advantage_normalization,
                 advantage_scale=algorithm.advantage_scale,
+                max_new_tokens=run.rollout.max_new_tokens,
+                keep_zero_advantage=bool(algorithm.kl_coef or algorithm.entropy_coef),
                 shuffle_rewards=algorithm.shuffle_rewards,
             ),
             self._rng,
         )
-        factor = linear_schedule(self.iteration, algorithm.iterations, run.learner.lr_final_fraction)
+        factor = 1.0
+        if run.learner.lr_schedule == "linear":
+            factor = linear_schedule(self.iteration, algorithm.iterations, run.learner.lr_final_fraction)
         for group in self._optimizer.param_groups:
             group["lr"] = run.learner.lr * factor
         stats = UpdateStats()
-        for minibatch, active in zip(self._updater.pack(plan.shards[0]), plan.active, strict=True):
-            if active:
-                self._step(minibatch, self._updater.loss, stats)
+        packed = self._updater.pack(plan.shards[0])
+        for _ in range(algorithm.epochs):
+            for minibatch, active in zip(packed, plan.active, strict=True):
+                if active:
+                    self._step(minibatch, self._updater.loss, stats)
         learned = time.perf_counter()
         self.iteration += 1
         self._loop.run_until_complete(self.engine.load_adapter(self.policy.payload(self.iteration)))

@@ -1,27 +1,51 @@
-"""The peer: TRL's GRPOTrainer on the same model, items, reward, LoRA and schedule."""
+"""The peer: TRL's GRPOTrainer on the same model folder, items, reward, LoRA and schedule, as fast as it honestly goes.
+
+Set as in the run's config: prompts, group size, optimiser steps per rollout, completion length, temperature, clipping,
+loss, learning rate and its linear decay, betas and clipping norm. `reward_weights` carries the advantage's scale, since
+TRL has no setting of that name and a reward's factor is the advantage's where nothing is divided by the deviation.
+Special tokens other than the end of turn are suppressed in sampling, as the system does: a sampled <|image_pad|>
+without an image stops the model.
+
+Set for speed: float32 without autocast; no gradient checkpointing; fused AdamW and SDPA attention (both are defaults);
+no logging, checkpoints, reference model or data workers. TRL reads the rows of a rollout once per optimiser step, so
+the dataset hands out rows that were made beforehand, with images as uint8 tensors.
+
+Tried on the quickstart, 16 x 8 rows, one thread, in processor time of interleaved steps, and left out: gradient
+checkpointing (TRL's default) + 8 %; a plain dataset, which decodes its images at every read, + 7 %; PIL images instead
+of tensors + 4 %; a static cache for generation + 3 %; eager attention + 2 %. Without a difference: LoRA injected
+without peft's wrapper, AdamW that is not fused, no filter for infinite losses. `torch_compile` falls back on graph
+breaks in the vision code, compiles for minutes and is no faster afterwards.
+
+What TRL does that no setting changes: it prepares and encodes the image of every row, in generation, in the pass for
+the old log-probabilities and in the loss; that pass covers the first optimiser step too, whose ratio is 1 anyway; rows
+with zero advantage are differentiated like others. Its continuous batching refuses multimodal models, and its own vLLM
+mode is not used here, since all contenders sample with transformers.
+
+As a program it reads `step N`, `accuracy N` and `quit` from stdin and answers each with a JSON line; with `--steps N`
+it prints one line per step instead.
+
+    python benchmarks/trl_loop.py --config configs/quickstart.yaml --prompts 16 --threads 1
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TextIO
 
-# Before the libraries are imported: they read both once. TRL reports every trainer that is made to its makers.
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
+import numpy as np
 import torch
-from transformers import AutoProcessor, GenerationConfig, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
-
 from datasets import Dataset
+from huggingface_hub import constants
+from transformers import AutoProcessor, TrainerCallback
+from trl import import_utils
+
 from rl_vlm.config import RunConfig, load_config
 from rl_vlm.envs.registry import make
 from rl_vlm.envs.shapes import ShapesEnv, parse_answer, shapes_item
@@ -29,136 +53,311 @@ from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries, r
 from rl_vlm.models.lora import lora_config
 from rl_vlm.types import Split, UserInputError
 
-EVAL_ROWS = 128
+# TRL imports vLLM where it is installed, which takes longer than all else here and is not used.
+import_utils.is_vllm_available = lambda min_version=None: False
+# TRL reports every trainer that is made to its makers.
+constants.HF_HUB_DISABLE_TELEMETRY = True
+
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402  # only now, without vLLM
+
+EVALUATION_BATCH = 128
+
+Row = dict[str, Any]
+
+
+class TRLLoop:
+    """GRPOTrainer, one rollout at a time, for `benchmarks/loop.py` and the tests.
+
+    `Trainer.train()` runs in a thread of its own, which a callback stops after the last optimiser step of each rollout.
+    So a step's seconds hold everything that TRL does for it: reading the rows, generation, rewards, old
+    log-probabilities, optimiser steps, schedule and the trainer's own bookkeeping.
+    """
+
+    def __init__(self, folder: Path, run: RunConfig, num_threads: int = 1) -> None:
+        quiet_libraries()
+        torch.set_num_threads(num_threads)
+        self._num_threads = num_threads
+        self._env = _shapes(run)
+        self._processor = AutoProcessor.from_pretrained(folder, padding_side="left", truncation_side="left")
+        text = load_text_side(folder)
+        self._end_of_turn: int = text.codec.end_of_turn_id
+        self._suppressed: list[int] = text.codec.suppressed_token_ids(text.vocab_size).tolist()
+        self._scratch = tempfile.TemporaryDirectory(prefix="rl-vlm-trl-")
+        self._reward = 0.0
+        self._error: BaseException | None = None
+        self._gate = _Gate(run.algorithm.minibatches * run.algorithm.epochs)
+        lora = run.model.lora
+        self.trainer = _TimedTrainer(
+            load_model(folder),
+            self._grade,
+            grpo_arguments(run, self._scratch.name, self._suppressed),
+            self._dataset("train"),
+            processing_class=self._processor,
+            callbacks=[self._gate],
+            peft_config=lora_config(lora.rank, lora.alpha, lora.target_modules, lora.dropout),
+        )
+        # A daemon: it waits at the gate for a next step that may never come.
+        threading.Thread(target=self._train, name="trl", daemon=True).start()
+
+    def step(self) -> dict[str, float]:
+        """One rollout and its optimiser steps: seconds by activity (`sample`: generation and rewards) and mean reward."""
+        self.trainer.sample_seconds = 0.0
+        started = time.perf_counter()
+        self._gate.pass_one()
+        total = time.perf_counter() - started
+        if self._error is not None:
+            raise RuntimeError("TRL's training failed.") from self._error
+        if self._gate.closed:
+            raise UserInputError("The schedule has ended: raise algorithm.iterations for more steps.")
+        sample = self.trainer.sample_seconds
+        return {"sample": sample, "learn": total - sample, "total": total, "reward": self._reward}
+
+    @torch.no_grad()
+    def accuracy(self, num_items: int = 512) -> float:
+        """Greedy reward on held-out items."""
+        rows = self._rows("test")[:num_items]
+        model = self.trainer.model.eval()
+        right = 0.0
+        for start in range(0, len(rows), EVALUATION_BATCH):
+            batch = rows[start : start + EVALUATION_BATCH]
+            inputs = self.encode(batch)
+            sampled = model.generate(
+                **inputs,
+                max_new_tokens=self.trainer.max_completion_length,
+                do_sample=False,
+                suppress_tokens=self._suppressed,
+                eos_token_id=self._end_of_turn,
+            )[:, inputs["input_ids"].shape[1] :]
+            ids = [_until(row.tolist(), self._end_of_turn) for row in sampled]
+            texts = self._processor.batch_decode(ids, skip_special_tokens=True)
+            right += sum(self._grades(texts, ids, [row["answer"] for row in batch]))
+        model.train()
+        return right / len(rows)
+
+    def encode(self, rows: list[Row]) -> Any:
+        """The model's inputs for the prompts of some rows."""
+        prompts = [
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "image": row["image"]}, _text(row["prompt"][0]["content"])],
+                }
+            ]
+            for row in rows
+        ]
+        return self._processor.apply_chat_template(
+            prompts, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", padding=True
+        )
+
+    def _train(self) -> None:
+        torch.set_num_threads(self._num_threads)  # torch keeps this number per thread
+        try:
+            self.trainer.train()
+        finally:
+            self._error = sys.exception()
+            self._gate.close()
+
+    def _rows(self, split: Split) -> list[Row]:
+        return [self._row(split, index) for index in range(self._env.num_items(split))]
+
+    def _row(self, split: Split, index: int) -> Row:
+        item = shapes_item(self._env.task, split, index, self._env.seed, self._env.image_size)
+        pixels = torch.from_numpy(np.array(item.image.to_pil()))
+        return {
+            "prompt": [{"role": "user", "content": item.question}],
+            "image": pixels.permute(2, 0, 1).contiguous(),  # [3, height, width]
+            "answer": item.answer,
+        }
+
+    def _dataset(self, split: Split) -> Dataset:
+        rows = self._rows(split)
+
+        def read(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
+            return {column: [rows[index][column] for index in batch["index"]] for column in rows[0]}
+
+        return Dataset.from_dict({"index": list(range(len(rows)))}).with_transform(read)
+
+    def _grade(
+        self, completions: list[list[dict[str, str]]], completion_ids: list[list[int]], answer: list[str], **_: Any
+    ) -> list[float]:
+        """TRL's reward function."""
+        grades = self._grades([messages[0]["content"] for messages in completions], completion_ids, answer)
+        self._reward = sum(grades) / len(grades)
+        return grades
+
+    def _grades(self, texts: list[str], ids: list[list[int]], answers: list[str]) -> list[float]:
+        """1 if the whole turn is the right answer and the policy ended it itself."""
+        return [
+            float(tokens[-1] == self._end_of_turn and parse_answer(text) == answer)
+            for text, tokens, answer in zip(texts, ids, answers, strict=True)
+        ]
+
+
+def grpo_arguments(run: RunConfig, output: str, suppressed: list[int]) -> GRPOConfig:
+    """TRL's arguments for a run; see the module's docstring."""
+    algorithm, rollout, learner = run.algorithm, run.rollout, run.learner
+    rows = rollout.prompts_per_iteration * rollout.group_size
+    if rows % algorithm.minibatches:
+        raise UserInputError(
+            f"TRL needs minibatches of equal size: {rows} rows do not divide by {algorithm.minibatches}."
+        )
+    if algorithm.kl_coef and algorithm.kl_estimator != "k3":
+        raise UserInputError(f"TRL estimates the KL divergence by k3 only, not by {algorithm.kl_estimator}.")
+    if algorithm.advantage_normalization == "std" and algorithm.advantage_scale != 1:
+        raise UserInputError(
+            "TRL cannot scale advantages that are divided by their deviation: set advantage_scale to 1."
+        )
+    schedule: dict[str, Any] = {"lr_scheduler_type": "constant"}
+    if learner.lr_schedule == "linear" and learner.lr_final_fraction < 1:
+        # "linear" would end at zero; a polynomial of power 1 ends where it is told to.
+        end = learner.lr * learner.lr_final_fraction
+        schedule = {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": end, "power": 1.0}}
+    return GRPOConfig(
+        output_dir=output,
+        seed=run.seed,
+        use_cpu=True,
+        bf16=False,
+        # Rollout.
+        num_generations=rollout.group_size,
+        per_device_train_batch_size=rows // algorithm.minibatches,
+        steps_per_generation=algorithm.minibatches,
+        gradient_accumulation_steps=1,
+        num_iterations=algorithm.epochs,
+        max_completion_length=rollout.max_new_tokens_per_turn,
+        temperature=rollout.temperature,
+        top_p=1.0,
+        top_k=0,
+        generation_kwargs={"suppress_tokens": suppressed},
+        # Loss.
+        loss_type=algorithm.loss,
+        beta=algorithm.kl_coef,
+        epsilon=algorithm.clip_low,
+        epsilon_high=algorithm.clip_high,
+        scale_rewards="group" if algorithm.advantage_normalization == "std" else "none",
+        reward_weights=[algorithm.advantage_scale],
+        # Optimiser.
+        max_steps=algorithm.iterations * algorithm.minibatches * algorithm.epochs,
+        learning_rate=learner.lr,
+        adam_beta1=learner.betas[0],
+        adam_beta2=learner.betas[1],
+        weight_decay=learner.weight_decay,
+        max_grad_norm=learner.max_grad_norm,
+        gradient_checkpointing=False,
+        # Nothing besides.
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=False,
+        **schedule,
+    )
 
 
 class _Gate(TrainerCallback):
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+    """Holds the training thread before every rollout until it is let pass."""
+
+    def __init__(self, optimizer_steps: int) -> None:
+        self._optimizer_steps = optimizer_steps
+        self._go, self._arrived = threading.Semaphore(0), threading.Semaphore(0)
+        self.closed = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._go.acquire()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self._steps == 0:
-            self._stopped.release()
+        if state.global_step % self._optimizer_steps == 0:
+            self._arrived.release()
             self._go.acquire()
 
-    def one_rollout(self) -> None:
+    def pass_one(self) -> None:
+        """Let one rollout happen and wait until it has, or until training is over."""
         self._go.release()
-        self._stopped.acquire()
+        self._arrived.acquire()
+        if self.closed:
+            self._arrived.release()  # for whoever asks again
 
-    def ended(self) -> None:
-        self._stopped.release()
+    def close(self) -> None:
+        """Training is over: nobody waits any more."""
+        self.closed = True
+        self._arrived.release()
 
 
 class _TimedTrainer(GRPOTrainer):
+    """GRPOTrainer that adds up the seconds of generation and rewards; nothing else is changed."""
+
     sample_seconds = 0.0
 
-    def _generate(self, prompts):
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self._timed(super()._generate, *args, **kwargs)
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        return self._timed(super()._calculate_rewards, *args, **kwargs)
+
+    def _timed(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
-        result = super()._generate(prompts)
+        result = function(*args, **kwargs)
         self.sample_seconds += time.perf_counter() - started
         return result
 
-    def _calculate_rewards(self, *args):
-        started = time.perf_counter()
-        result = super()._calculate_rewards(*args)
-        self.sample_seconds += time.perf_counter() - started
-        return result
+
+def _shapes(run: RunConfig) -> ShapesEnv:
+    env = make(run.env.id, **run.env.make_kwargs())
+    if not isinstance(env, ShapesEnv) or env.turns != 1 or env.tool:
+        raise UserInputError("The TRL loop plays Shapes-v0 with one turn and no tool.")
+    return env
 
 
-VAR = {}
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
-class TRLLoop:
-    def __init__(self, folder: Path, run: RunConfig, num_threads: int = 1) -> None:
-        quiet_libraries()
-        torch.set_num_threads(num_threads)
-        self.run = run
-        env = make(run.env.id, **run.env.make_kwargs())
-        self._env = env
-        processor = AutoProcessor.from_pretrained(folder)
-        self._processor = processor
-        text = load_text_side(folder)
-        self.suppressed = text.codec.suppressed_token_ids(text.vocab_size).tolist()
-        self.end = text.codec.end_of_turn_id
-        rows = [self._row("train", i) for i in range(env.num_items("train"))]
-        if VAR.get("tensor_msg"):
-            import numpy as np
-            for r in rows: r["prompt"][0]["content"][0]["image"] = torch.from_numpy(np.array(r["prompt"][0]["content"][0]["image"])).permute(2, 0, 1).contiguous()
-        if VAR.get("plain_dataset"):
-            from datasets import Image
-            ds = Dataset.from_dict({"prompt": [[{"role": "user", "content": r["prompt"][0]["content"][1]["text"]}] for r in rows], "image": [r["prompt"][0]["content"][0]["image"] for r in rows], "answer": [r["answer"] for r in rows]})
-            ds = ds.cast_column("image", Image())
-        elif VAR.get("image_column"):
-            flat = [{"prompt": [{"role": "user", "content": r["prompt"][0]["content"][1]["text"]}], "image": r["prompt"][0]["content"][0]["image"], "answer": r["answer"]} for r in rows]
-            if VAR.get("tensor"):
-                import numpy as np
-                for r in flat: r["image"] = torch.from_numpy(np.array(r["image"])).permute(2, 0, 1).contiguous()
-            ds = Dataset.from_dict({"index": list(range(len(rows)))}).with_transform(
-                lambda b: {k: [flat[i][k] for i in b["index"]] for k in ("prompt", "image", "answer")}
-            )
+def _until(ids: list[int], end: int) -> list[int]:
+    """The ids up to and including the first `end`."""
+    return ids[: ids.index(end) + 1] if end in ids else ids
+
+
+class _Loop(Protocol):
+    def step(self) -> dict[str, float]: ...
+
+    def accuracy(self, num_items: int) -> float: ...
+
+
+def serve(loop: _Loop, commands: Iterable[str], answers: TextIO) -> None:
+    """Answer `step N` and `accuracy N` with a JSON line each, until `quit` or the end of the commands."""
+    for line in commands:
+        command, *numbers = line.split()
+        if command == "quit":
+            return
+        if command == "step":
+            taken = [loop.step() for _ in range(int(numbers[0]))]
+            answer: dict[str, Any] = {"totals": [s["total"] for s in taken], "reward": [s["reward"] for s in taken]}
+        elif command == "accuracy":
+            answer = {"accuracy": loop.accuracy(int(numbers[0]))}
         else:
-            ds = Dataset.from_dict({"index": list(range(len(rows)))}).with_transform(
-                lambda b: {"prompt": [rows[i]["prompt"] for i in b["index"]], "answer": [rows[i]["answer"] for i in b["index"]]}
-            )
-        self._tmp = tempfile.TemporaryDirectory()
-        alg = run.algorithm
-        per = run.rollout.prompts_per_iteration * run.rollout.group_size // alg.minibatches
-        args = dict(
-            output_dir=self._tmp.name, use_cpu=True, bf16=False, seed=run.seed,
-            per_device_train_batch_size=per, steps_per_generation=alg.minibatches, gradient_accumulation_steps=1,
-            num_generations=run.rollout.group_size, max_completion_length=run.rollout.max_new_tokens_per_turn,
-            temperature=1.0, top_p=1.0, top_k=0,
-            max_steps=alg.iterations * alg.minibatches,
-            learning_rate=run.learner.lr, lr_scheduler_type="polynomial", lr_scheduler_kwargs={"lr_end": run.learner.lr * run.learner.lr_final_fraction, "power": 1.0},
-            adam_beta1=run.learner.betas[0], adam_beta2=run.learner.betas[1], weight_decay=0.0, max_grad_norm=1.0,
-            beta=0.0, epsilon=alg.clip_low, epsilon_high=alg.clip_high, loss_type=alg.loss, scale_rewards="none", reward_weights=[alg.advantage_scale],
-            gradient_checkpointing=False, logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True,
-            dataloader_pin_memory=False,
-            generation_kwargs={"suppress_tokens": self.suppressed},
-        )
-        args.update(VAR.get("args", {}))
-        self.rewards = 0.0
-        self.gate = _Gate(alg.minibatches)
-        lora = lora_config(run.model.lora.rank, run.model.lora.alpha, run.model.lora.target_modules)
-        model = load_model(folder)
-        if VAR.get("attn"):
-            model.set_attn_implementation(VAR["attn"])
-        if VAR.get("inject"):
-            model.add_adapter(lora); lora = None
-        self.trainer = _TimedTrainer(model, self._reward, GRPOConfig(**args), ds, processing_class=processor, callbacks=[self.gate], peft_config=lora)
-        self.thread = threading.Thread(target=self._train, daemon=True)
-        self.error = None
-        self.threads = num_threads
-        self.thread.start()
+            raise UserInputError(f"Command {command!r} is unknown: send step N, accuracy N or quit.")
+        print(json.dumps(answer), file=answers, flush=True)
 
-    def _train(self):
-        torch.set_num_threads(self.threads)
-        try:
-            self.trainer.train()
-        finally:
-            self.error = sys.exception()
-            self.gate.ended()
 
-    def _row(self, split, i):
-        item = shapes_item(self._env.task, split, i, self._env.seed, self._env.image_size)
-        return {"prompt": [{"role": "user", "content": [{"type": "image", "image": item.image.to_pil()}, {"type": "text", "text": item.question}]}], "answer": item.answer}
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
+    parser.add_argument("--folder", type=Path, help="the model; default: the config's")
+    parser.add_argument("--prompts", type=int, help="prompts per step; default: the config's")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--steps", type=int, help="run this many steps and print each; default: serve stdin")
+    args = parser.parse_args()
+    # Libraries print to stdout as they like; answers go to the real one.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    run = load_config(args.config, [f"rollout.prompts_per_iteration={args.prompts}"] if args.prompts else [])
+    loop = TRLLoop(args.folder or resolve_model(run.model.path), run, args.threads)
+    if args.steps is None:
+        serve(loop, sys.stdin, answers)
+        return
+    for _ in range(args.steps):
+        print(json.dumps(loop.step()), file=answers, flush=True)
 
-    def _reward(self, completions, completion_ids, answer, **_):
-        r = [float(ids[-1] == self.end and parse_answer(c[0]["content"]) == a) for c, ids, a in zip(completions, completion_ids, answer)]
-        self.rewards = sum(r) / len(r)
-        return r
 
-    def step(self):
-        self.trainer.sample_seconds = 0.0
-        c0 = time.process_time()
-        t = time.perf_counter()
-        self.gate.one_rollout()
-        total = time.perf_counter() - t
-        cpu = time.process_time() - c0
-        if self.error: raise RuntimeError from self.error
-        s = self.trainer.sample_seconds
-        return {"total": total, "cpu": cpu, "sample": s, "learn": total - s, "reward": self.rewards}
+if __name__ == "__main__":
+    main()

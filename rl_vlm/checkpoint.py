@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from rl_vlm.models.adapter import AdapterPayload
@@ -39,7 +40,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     _write(folder / "adapter" / "adapter_model.safetensors", checkpoint.adapter.tensors)
     _write(folder / "adapter" / "adapter_config.json", checkpoint.adapter.config_json.encode())
     moments = {name: torch.as_tensor(value).contiguous() for name, value in sorted(checkpoint.moments.items())}
-    save_file(moments, folder / "optimizer.safetensors")
+    _write(folder / "optimizer.safetensors", save(moments))
     state = {**checkpoint.state, "version": checkpoint.adapter.version, "adapter_sha256": checkpoint.adapter.sha256}
     _write(folder / "state.json", json.dumps(state, sort_keys=True, indent=1).encode())
 
@@ -50,11 +51,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         state = json.loads((folder / "state.json").read_text())
         adapter = AdapterPayload.read(folder / "adapter", state["version"])
         moments = load_file(folder / "optimizer.safetensors")
-    except (OSError, ValueError, KeyError, UserInputError) as error:
+        sha256 = state["adapter_sha256"]
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError, UserInputError) as error:
         raise UserInputError(
             f"The checkpoint {folder} is incomplete or corrupt ({error}): use an older one."
         ) from error
-    if adapter.sha256 != state["adapter_sha256"]:
+    if adapter.sha256 != sha256:
         raise UserInputError(f"The checkpoint {folder} is corrupt: its adapter has another SHA-256. Use an older one.")
     return Checkpoint(adapter, moments, state)
 
@@ -71,7 +73,9 @@ def save_checkpoint(checkpoints: Path, iteration: int, checkpoint: Checkpoint, k
         os.replace(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    for old in list_checkpoints(checkpoints)[:-keep]:
+    # The new one stays even where a higher number is left over from before the run was resumed.
+    others = [folder for folder in list_checkpoints(checkpoints) if folder != target]
+    for old in others[: max(len(others) + 1 - keep, 0)]:
         shutil.rmtree(old, ignore_errors=True)
     return target
 

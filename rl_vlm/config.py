@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,11 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from rl_vlm.types import UserInputError
 
+_SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
 
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, values are not changed after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class LoraSection(Section):
@@ -190,7 +193,7 @@ class ResourcesSection(Section):
 class RunConfig(Section):
     """Everything about a run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]{1,80}$")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")
     seed: int = Field(0, ge=0, lt=2**31)
     deterministic: bool = Field(False, description="Lock-step sampling: k + k iterations equal 2k byte for byte.")
     model: ModelSection = ModelSection()
@@ -216,9 +219,10 @@ class RunConfig(Section):
                 f"algorithm.minibatches ({self.algorithm.minibatches}) exceeds rollout.prompts_per_iteration "
                 f"({rollout.prompts_per_iteration}): a minibatch needs at least one group"
             )
-        if self.deterministic and (
-            self.serving.engine == "vllm" or self.model.dtype != "float32" or rollout.max_policy_lag
-        ):
+        uses_vllm = self.serving.engine == "vllm" or (
+            self.serving.engine == "auto" and self.serving.gpus_per_replica > 0
+        )
+        if self.deterministic and (uses_vllm or self.model.dtype != "float32" or rollout.max_policy_lag):
             raise ValueError(
                 "deterministic: true needs serving.engine transformers, model.dtype float32 and rollout.max_policy_lag 0"
             )
@@ -307,12 +311,8 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         value = yaml.safe_load(text) if text else None
     except yaml.YAMLError as error:
         raise UserInputError(f"The value of override {override!r} is not valid YAML: quote it.") from error
-    if isinstance(value, str):
-        # YAML 1.1 reads 1e-3 as text; people mean a number.
-        try:
-            value = float(value)
-        except ValueError:
-            pass
+    if isinstance(value, str) and _SCIENTIFIC.fullmatch(text.strip()):
+        value = float(value)  # YAML 1.1 reads 1e-3 as text; people mean a number, unless they quote it
     _set(data, key.strip(), value)
 
 

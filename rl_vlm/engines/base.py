@@ -25,6 +25,11 @@ class Engine(Protocol):
         """The newest adapter version that is loaded; 0 is the model as it came."""
         ...
 
+    @property
+    def dead(self) -> bool:
+        """Whether the engine can never answer again and must be replaced."""
+        ...
+
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Answer all requests; each says which version it was sampled with. Raises EngineError."""
         ...

@@ -79,6 +79,10 @@ def engine_args(
         # Inside a Ray actor vLLM would otherwise choose Ray for several GPUs.
         distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",
         enforce_eager=settings.enforce_eager or not torch.cuda.is_available(),
+        # A seeded request whose prefill is cut in two ends vLLM's engine core on a CPU: torch's CPU generator cannot be
+        # wound back. So prompts are never cut there, and the budget holds many of them with their images.
+        enable_chunked_prefill=torch.cuda.is_available(),
+        max_num_batched_tokens=None if torch.cuda.is_available() else max(16384, serving.max_context),
         enable_prefix_caching=True,
         enable_lora=True,
         max_lora_rank=next(rank for rank in _RANKS if rank >= max_lora_rank),  # type: ignore[arg-type]

@@ -35,11 +35,14 @@ class TextSide:
 
 
 def resolve_model(name: str, seed: int = 0) -> Path:
-    """The folder of a model: `tiny` (built on first use), a local folder, or a hub name that was fetched before."""
-    if name == "tiny":
+    """The folder of a model: `tiny` (built on first use), a local folder, or a hub name that was fetched before.
+
+    `tiny-wide` has heads of 32 dimensions, the smallest that vLLM's CPU kernels know.
+    """
+    if name in ("tiny", "tiny-wide"):
         from rl_vlm.models.tiny import tiny_model_path
 
-        return tiny_model_path(seed=seed)
+        return tiny_model_path(seed=seed, variant="wide" if name == "tiny-wide" else "small")
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():

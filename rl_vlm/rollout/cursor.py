@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.engines.base import derive_seed
+from rl_vlm.types import UserInputError
 
 _ENDLESS = 2**31 - 1
 
@@ -20,6 +21,8 @@ class DataCursor:
     """
 
     def __init__(self, num_items: int | None, seed: int) -> None:
+        if num_items is not None and num_items < 1:
+            raise UserInputError("The environment's training split is empty: check env.data.")
         self._num_items = num_items
         self._seed = seed
         self._epoch = 0
@@ -52,6 +55,11 @@ class DataCursor:
         return {"epoch": self._epoch, "position": self._position}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to a saved place."""
+        """Go back to a saved place. Raises UserInputError when the data have become fewer than that."""
+        if self._num_items is not None and int(state["position"]) > self._num_items:
+            raise UserInputError(
+                f"The checkpoint stopped at item {state['position']} of its epoch and the data have {self._num_items} "
+                "items: resume with the data that the run began with."
+            )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._shuffled()

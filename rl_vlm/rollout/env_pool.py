@@ -36,6 +36,7 @@ class EnvPool:
         self._make = make
         self._timeout_s = timeout_s
         self._inline = inline
+        self._max_threads = max_threads
         self._threads = ThreadPoolExecutor(max_threads, thread_name_prefix="env")
         self._call_s = _SHORT_CALL_S  # running mean; the first calls go alone
         self._idle: list[VisionEnv] = []
@@ -107,17 +108,31 @@ class EnvPool:
         return await self._within_deadline(calls)
 
     async def _within_deadline(self, calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], float]:
-        future = asyncio.get_running_loop().run_in_executor(self._threads, _run_all, calls)
-        try:
-            # The thread cannot be stopped: shield it, and let the driver restart this runner.
-            return await asyncio.wait_for(asyncio.shield(future), self._timeout_s)
-        except TimeoutError:
+        began: list[float] = []
+
+        def work() -> tuple[list[Any], float]:
+            began.append(time.monotonic())
+            return _run_all(calls)
+
+        # The thread cannot be stopped: it is left behind, and the driver restarts this runner.
+        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        while True:
+            # Waiting for a free thread does not count, unless there will be none.
+            left = began[0] + self._timeout_s - time.monotonic() if began else self._timeout_s
+            if left <= 0 or (not began and self.stuck >= self._max_threads):
+                break
+            done, _ = await asyncio.wait([future], timeout=left)
+            if done:
+                return future.result()
+        if began:
             self.stuck += 1
-            error = EnvTimeoutError(
-                f"The environment did not answer within {self._timeout_s:g} s: raise env.step_timeout_s, or set "
-                "env.isolation to process."
-            )
-            return [error] * len(calls), self._timeout_s
+        else:
+            future.cancel()
+        error = EnvTimeoutError(
+            f"The environment did not answer within {self._timeout_s:g} s: raise env.step_timeout_s, or set "
+            "env.isolation to process."
+        )
+        return [error] * len(calls), self._timeout_s
 
     def close(self) -> None:
         """Close all idle environments and the threads."""
@@ -143,8 +158,8 @@ def _run_all(calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], float]:
             results.append(call())
         except RLVLMError as error:
             results.append(error)
-        except Exception as error:
-            # User code may raise anything; it ends an episode, not the runner.
+        except (Exception, SystemExit) as error:
+            # User code may raise anything, and may even exit; it ends an episode, not the runner.
             results.append(EnvError(f"The environment raised {type(error).__name__}: {error}"))
     return results, time.perf_counter() - started
 

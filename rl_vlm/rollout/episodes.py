@@ -89,14 +89,18 @@ async def run_group(
     task: RolloutTask, pool: EnvPool, policy: Policy, text: TextSide, limits: EpisodeLimits
 ) -> TrajectoryGroup:
     """Sample one group. Raises GroupFailedError when any of its episodes fails."""
-    envs = pool.take(task.size)
+    envs: list[VisionEnv] = []
     try:
+        envs = pool.take(task.size)
         group = await _run_group(task, envs, pool, policy, text, limits)
     except RLVLMError as error:
         pool.discard(envs)
         if isinstance(error, GroupFailedError):
             raise
         raise GroupFailedError(_reason(error), str(error)) from error
+    except BaseException:
+        pool.discard(envs)
+        raise
     pool.give_back(envs)
     return group
 
@@ -271,10 +275,16 @@ def _finish(episode: _Episode, task: RolloutTask) -> Trajectory:
         turns=tuple(episode.turns),
         status=episode.status,
         images=tuple(episode.images),
-        info={key: value for key, value in episode.info.items() if isinstance(value, (bool, int, float, str))},
+        info=_plain_values(episode.info),
         messages=tuple(episode.messages),
         replica_ids=tuple(episode.replicas),
     ).check()
+
+
+def _plain_values(info: Info) -> Info:
+    """What travels of an environment's info: plain values, and numpy's scalars as such."""
+    values = {key: value.item() if isinstance(value, np.generic) else value for key, value in info.items()}
+    return {key: value for key, value in values.items() if isinstance(value, (bool, int, float, str))}
 
 
 def _expand(span: EncodedSpan, text: TextSide, name: str) -> np.ndarray:

@@ -13,7 +13,7 @@ from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, RayServeException
 
-from rl_vlm.serving.server import StaleReplicaError, app_name
+from rl_vlm.serving.server import ReplicaUnavailableError, app_name
 from rl_vlm.types import Completion, GenerationRequest, RLVLMError
 
 _RETRYABLE = (ActorDiedError, ActorUnavailableError, RayActorError, BackPressureError, RayServeException)
@@ -129,9 +129,9 @@ class PolicyClient:
                 raise
             except _RETRYABLE as error:
                 reason: Exception = error
-            except (RayTaskError, TaskCancelledError, StaleReplicaError) as error:
+            except (RayTaskError, TaskCancelledError, ReplicaUnavailableError) as error:
                 cause = error.cause if isinstance(error, RayTaskError) else error
-                if not isinstance(cause, (StaleReplicaError, TaskCancelledError)):
+                if not isinstance(cause, (ReplicaUnavailableError, TaskCancelledError)):
                     raise GenerationFailedError(f"The engine refused {len(requests)} requests: {cause}") from error
                 reason = error
             except RLVLMError as error:

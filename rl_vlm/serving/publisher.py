@@ -30,7 +30,7 @@ class PolicyService:
         self._namespace = ray.get_runtime_context().namespace
         self._registry = start_registry(run_id, self._namespace, folder)
         self._pending_report: ray.ObjectRef | None = None
-        app = build_app(model, run.model.dtype, run.serving, run.deterministic, run_id, self._namespace)
+        app = build_app(model, run, run_id, self._namespace)
         # A training run opens no HTTP port of its own.
         serve.start(proxy_location="Disabled")
         serve.run_many(

@@ -12,8 +12,8 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from rl_vlm.config import ServingSection
-from rl_vlm.engines.base import BASE_MODEL, Engine, EngineError
+from rl_vlm.config import RunConfig
+from rl_vlm.engines.base import Engine, EngineError
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.serving.registry import registry_name
 from rl_vlm.types import Completion, GenerationRequest, RLVLMError
@@ -21,12 +21,17 @@ from rl_vlm.types import Completion, GenerationRequest, RLVLMError
 logger = logging.getLogger("ray.serve")
 
 
-class StaleReplicaError(RLVLMError):
-    """The replica did not get the adapter version that a request asks for in time; the client tries again."""
+class ReplicaUnavailableError(RLVLMError):
+    """This replica cannot answer now, another one or a later attempt may: the client tries again."""
 
 
-def build_engine(model: Path, dtype: str, serving: ServingSection, lockstep: bool) -> Engine:
+class StaleReplicaError(ReplicaUnavailableError):
+    """The replica did not get the adapter version that a request asks for in time."""
+
+
+def build_engine(model: Path, run: RunConfig) -> Engine:
     """The engine that the configuration names; `auto` is vLLM on a GPU and transformers without one."""
+    serving = run.serving
     import torch
 
     on_gpu = serving.gpus_per_replica > 0 and torch.cuda.is_available()
@@ -34,16 +39,23 @@ def build_engine(model: Path, dtype: str, serving: ServingSection, lockstep: boo
     if name == "vllm":
         from rl_vlm.engines.vllm_engine import VLLMEngine
 
-        return VLLMEngine(model, dtype=dtype, serving=serving)
+        return VLLMEngine(
+            model,
+            dtype=run.model.dtype,
+            serving=serving,
+            max_lora_rank=run.model.lora.rank,
+            # Samples of older versions may still run when a new one comes.
+            max_loras=run.rollout.max_policy_lag + 2,
+        )
     from rl_vlm.engines.transformers_engine import TransformersEngine
 
     return TransformersEngine(
         model,
-        dtype=dtype,  # type: ignore[arg-type]
+        dtype=run.model.dtype,
         device="cuda" if on_gpu else "cpu",
         max_context=serving.max_context,
         max_rows=serving.max_rows,
-        lockstep=lockstep,
+        lockstep=run.deterministic,
         num_threads=None if on_gpu else serving.num_threads,
     )
 
@@ -55,18 +67,16 @@ class VLMServer:
     holds a request whose `min_version` it does not have yet.
     """
 
-    def __init__(
-        self, model: str, dtype: str, serving: ServingSection, lockstep: bool, run_id: str, namespace: str
-    ) -> None:
-        self._engine = build_engine(Path(model), dtype, serving, lockstep)
-        self._publish_timeout_s = serving.publish_timeout_s
+    def __init__(self, model: str, run: RunConfig, run_id: str, namespace: str) -> None:
+        self._engine = build_engine(Path(model), run)
+        self._publish_timeout_s = run.serving.publish_timeout_s
         self._run_id, self._namespace = run_id, namespace
         self.replica_id: str = serve.get_replica_context().replica_id.unique_id
         self._loaded = asyncio.Condition()
         self._follower: asyncio.Task[None] | None = None
         self._first_pull: AdapterPayload | None = None
         try:
-            self._first_pull = ray.get(self._registry().newest.remote(), timeout=serving.publish_timeout_s)
+            self._first_pull = ray.get(self._registry().newest.remote(), timeout=self._publish_timeout_s)
         except (RayError, ValueError) as error:
             # The registry may be restarting; the follower below keeps asking, and requests wait for their version.
             logger.warning("replica %s starts without the registry: %s", self.replica_id, error)
@@ -116,7 +126,13 @@ class VLMServer:
                     f"Replica {self.replica_id} serves version {self._engine.version} and did not get version {wanted} "
                     f"within {self._publish_timeout_s:g} s."
                 ) from error
-        completions = await self._engine.generate(requests)
+        try:
+            completions = await self._engine.generate(requests)
+        except EngineError as error:
+            if self._engine.dead:
+                # Serve's next health check replaces this replica.
+                raise ReplicaUnavailableError(f"The engine of replica {self.replica_id} has died: {error}") from error
+            raise
         for completion in completions:
             object.__setattr__(completion, "replica_id", self.replica_id)
         return completions
@@ -124,8 +140,12 @@ class VLMServer:
     async def check_health(self) -> None:
         """Serve restarts the replica when this raises: the engine must still accept work."""
         await self._ensure_following()
-        if getattr(self._engine, "dead", False):
+        if self._engine.dead:
             raise EngineError(f"The engine of replica {self.replica_id} has died.")
+
+    async def __del__(self) -> None:
+        """Serve awaits this when it stops the replica."""
+        await self._engine.close()
 
     async def status(self) -> dict[str, Any]:
         """What this replica serves."""
@@ -137,12 +157,11 @@ def app_name(run_id: str) -> str:
     return f"rl-vlm-{run_id}"
 
 
-def build_app(
-    model: Path, dtype: str, serving: ServingSection, lockstep: bool, run_id: str, namespace: str
-) -> serve.Application:
+def build_app(model: Path, run: RunConfig, run_id: str, namespace: str) -> serve.Application:
     """The application of a run: one deployment, no HTTP route."""
     from ray.serve.config import RequestRouterConfig
 
+    serving = run.serving
     deployment = serve.deployment(VLMServer).options(
         name="policy",
         num_replicas=serving.num_replicas,
@@ -153,7 +172,5 @@ def build_app(
         ray_actor_options={"num_cpus": serving.cpus_per_replica, "num_gpus": serving.gpus_per_replica},
         request_router_config=RequestRouterConfig(request_router_class="rl_vlm.serving.router:AffinityRouter"),
     )
-    return deployment.bind(str(model), dtype, serving, lockstep, run_id, namespace)  # type: ignore[no-any-return]
+    return deployment.bind(str(model), run, run_id, namespace)  # type: ignore[no-any-return]
 
-
-__all__ = ["BASE_MODEL", "StaleReplicaError", "VLMServer", "app_name", "build_app", "build_engine"]

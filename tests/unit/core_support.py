@@ -16,8 +16,16 @@ from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig, apply_overrides, parse_config
 from rl_vlm.learning.module import Policy
 from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries
-from rl_vlm.types import EncodedImage, GenerationRequest, Message, SamplingParams, StopReason, Trajectory
-from rl_vlm.types import TrajectoryStatus, Turn
+from rl_vlm.types import (
+    EncodedImage,
+    GenerationRequest,
+    Message,
+    SamplingParams,
+    StopReason,
+    Trajectory,
+    TrajectoryStatus,
+    Turn,
+)
 
 quiet_libraries()
 torch.set_num_threads(1)
@@ -78,7 +86,9 @@ def allowed_ids(text: TextSide) -> np.ndarray:
     return np.array([i for i in range(text.vocab_size) if i not in forbidden])
 
 
-def request(text: TextSide, parts: Sequence[str | EncodedImage], *, name: str = "r", **sampling: Any) -> GenerationRequest:
+def request(
+    text: TextSide, parts: Sequence[str | EncodedImage], *, name: str = "r", **sampling: Any
+) -> GenerationRequest:
     """A request of one user message; `min_version` and the sampling parameters by keyword."""
     version = sampling.pop("min_version", 0)
     span = text.codec.encode_prompt([Message("user", tuple(parts))])
@@ -113,9 +123,7 @@ def conversation(
     mask = np.concatenate([np.full(len(piece), sampled) for piece, sampled in zip(pieces, masks, strict=True)])
     logprobs = np.where(mask, -rng.uniform(0.1, 6.0, len(mask)), 0.0).astype(np.float32)
     token_ids = np.concatenate(pieces)
-    return Trajectory(
-        name, token_ids, mask, logprobs, tuple(turns), TrajectoryStatus.COMPLETED, tuple(images)
-    ).check()
+    return Trajectory(name, token_ids, mask, logprobs, tuple(turns), TrajectoryStatus.COMPLETED, tuple(images)).check()
 
 
 def expand(text: TextSide, token_ids: np.ndarray, images: Sequence[EncodedImage]) -> np.ndarray:

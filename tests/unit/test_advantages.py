@@ -16,7 +16,9 @@ def test_advantages_by_hand() -> None:
     assert group_advantages(rewards, "none").tolist() == [0.5, -0.5, -0.5, 0.5]
     # The unbiased standard deviation is sqrt(4 · 0.25 / 3).
     expected = 0.5 / (np.sqrt(1 / 3) + 1e-6)
-    assert group_advantages(rewards, "std").tolist() == pytest.approx([expected, -expected, -expected, expected], rel=1e-12)
+    assert group_advantages(rewards, "std").tolist() == pytest.approx(
+        [expected, -expected, -expected, expected], rel=1e-12
+    )
     assert group_advantages(rewards, "none", scale=3.0).tolist() == [1.5, -1.5, -1.5, 1.5]
 
 

@@ -63,9 +63,13 @@ def various_groups(text: TextSide) -> list[list[TrainSample]]:
     return [group_of(group, rng) for group in (many, plain, single)]
 
 
-def outcome(policy: Policy, builder: BatchBuilder, groups: list[list[TrainSample]]) -> tuple[dict[bytes, Tensor], Tensor]:
+def outcome(
+    policy: Policy, builder: BatchBuilder, groups: list[list[TrainSample]]
+) -> tuple[dict[bytes, Tensor], Tensor]:
     """Log-probabilities by sample, and the LoRA gradient of a loss over all of them."""
-    updater = PolicyUpdater(policy.backbone, builder, loss="dapo", loss_config=LossConfig(tis_cap=None), temperature=TEMPERATURE)
+    updater = PolicyUpdater(
+        policy.backbone, builder, loss="dapo", loss_config=LossConfig(tis_cap=None), temperature=TEMPERATURE
+    )
     policy.model.zero_grad(set_to_none=True)
     found: dict[bytes, Tensor] = {}
     for micro in builder.build(Minibatch(groups)):
@@ -168,7 +172,10 @@ def test_later_images_may_differ_within_a_packed_row(text: TextSide) -> None:
 
 def test_the_budget_bounds_padded_tokens(text: TextSide) -> None:
     rng = np.random.default_rng(4)
-    groups = [group_of([conversation(text, rng, ["x" * int(rng.integers(1, 80))], [int(rng.integers(1, 30))])], rng) for _ in range(40)]
+    groups = [
+        group_of([conversation(text, rng, ["x" * int(rng.integers(1, 80))], [int(rng.integers(1, 30))])], rng)
+        for _ in range(40)
+    ]
     for budget in (100, 300, 1000):
         batches = builder_of(text, budget).build(Minibatch(groups))
         assert rows(batches) == 40

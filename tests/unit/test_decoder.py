@@ -9,8 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import adapted_policy, picture, pictures, plain_model, processor, reference_logits, reference_logprobs
-from core_support import request, text_side
+from core_support import (
+    adapted_policy,
+    picture,
+    pictures,
+    plain_model,
+    processor,
+    reference_logits,
+    reference_logprobs,
+    request,
+    text_side,
+)
 from peft import PeftModel
 from transformers import Qwen3VLForConditionalGeneration
 
@@ -221,7 +230,9 @@ def test_samples_with_seeds_repeat_and_samples_without_differ(text: TextSide, en
 def test_samples_keep_their_number_when_they_end_at_different_times(text: TextSide, model: Any) -> None:
     seeds = tuple(range(40, 56))
     common: dict[str, Any] = {"max_new_tokens": 60, "temperature": 1.0}
-    answer = run(decoder_of(backbone_of(model, text), text), (0, [request(text, ["?"], n=16, seeds=seeds, **common)]))["r"]
+    answer = run(decoder_of(backbone_of(model, text), text), (0, [request(text, ["?"], n=16, seeds=seeds, **common)]))[
+        "r"
+    ]
     assert len({len(sample.token_ids) for sample in answer.samples}) > 4
     single = [request(text, ["?"], name=str(seed), seeds=(seed,), **common) for seed in seeds]
     alone = run(decoder_of(backbone_of(model, text), text), (0, single))
@@ -332,4 +343,6 @@ def test_a_hostile_model_cannot_forge_an_image(hostile_folder: Path) -> None:
             assert np.all(np.isfinite(sample.logprobs))
     # All allowed tokens are equally likely: the mask takes effect before normalising.
     expected = -np.log(text.vocab_size - len(suppressed))
-    assert all(close(sample.logprobs, np.full(len(sample.logprobs), expected)) for sample in completions["sampled"].samples)
+    assert all(
+        close(sample.logprobs, np.full(len(sample.logprobs), expected)) for sample in completions["sampled"].samples
+    )

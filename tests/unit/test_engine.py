@@ -450,13 +450,18 @@ BROKEN: dict[str, Callable[[AdapterPayload], AdapterPayload]] = {
     "not a number": lambda p: of_state({k: v * float("nan") for k, v in load(p.tensors).items()}, p),
     "no configuration": lambda p: dataclasses.replace(p, config_json="{"),
     "another configuration": lambda p: dataclasses.replace(p, config_json="{}"),
-    "dora": lambda p: dataclasses.replace(p, config_json=p.config_json.replace('"use_dora": false', '"use_dora": true')),
+    "dora": lambda p: dataclasses.replace(
+        p, config_json=p.config_json.replace('"use_dora": false', '"use_dora": true')
+    ),
 }
 
 
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN.keys())
 def test_a_broken_adapter_is_refused_and_the_engine_goes_on(
-    engine: TransformersEngine, text: TextSide, payload: AdapterPayload, broken: Callable[[AdapterPayload], AdapterPayload]
+    engine: TransformersEngine,
+    text: TextSide,
+    payload: AdapterPayload,
+    broken: Callable[[AdapterPayload], AdapterPayload],
 ) -> None:
     asyncio.run(engine.load_adapter(payload))
     expected = words(asyncio.run(one(engine, fixed(text))))

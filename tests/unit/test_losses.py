@@ -47,7 +47,9 @@ GROUPS, SIZE, LENGTH, MAX_NEW_TOKENS = 3, 4, 12, 20
         (3.0, 0.0, 0.0, 0.0, False),
     ],
 )
-def test_the_clipped_surrogate_by_hand(ratio: float, advantage: float, loss: float, gradient: float, clipped: bool) -> None:
+def test_the_clipped_surrogate_by_hand(
+    ratio: float, advantage: float, loss: float, gradient: float, clipped: bool
+) -> None:
     """The gradient is with respect to the new log-probability, so it is the ratio times the advantage, or nothing."""
     old = torch.tensor([-2.0], dtype=torch.float64)
     new = (old + math.log(ratio)).requires_grad_()
@@ -67,7 +69,9 @@ def test_importance_weights_are_capped_and_carry_no_gradient() -> None:
     assert weights.tolist() == pytest.approx([1.0, 2.0, math.exp(-0.5)])
     assert not weights.requires_grad
     assert truncated_importance_weights(old, behaviour, None).tolist() == [1.0, 1.0, 1.0]
-    assert truncated_importance_weights(old, behaviour, 100.0).tolist() == pytest.approx([1.0, math.exp(2), math.exp(-0.5)])
+    assert truncated_importance_weights(old, behaviour, 100.0).tolist() == pytest.approx(
+        [1.0, math.exp(2), math.exp(-0.5)]
+    )
 
 
 def test_kl_estimates_by_hand() -> None:
@@ -206,7 +210,10 @@ def ours(numbers: Numbers, loss: str, config: LossConfig, parts: int) -> tuple[f
     for part in range(parts):
         chosen = samples[part::parts]
         rows = [int(sample.trajectory.trajectory_id) for sample in chosen]
-        place = (np.repeat(rows, numbers.mask[rows].sum(1)), np.concatenate([np.flatnonzero(numbers.mask[r]) for r in rows]))
+        place = (
+            np.repeat(rows, numbers.mask[rows].sum(1)),
+            np.concatenate([np.flatnonzero(numbers.mask[r]) for r in rows]),
+        )
         packed.micro_batches.append(micro_batch(chosen))
         packed.old.append(torch.tensor(numbers.old)[place])
         packed.reference.append(torch.tensor(numbers.reference)[place])
@@ -282,9 +289,8 @@ CONFIGS = {
 @pytest.mark.parametrize("parts", [1, 3])
 def test_loss_and_gradient_equal_those_of_trl(trainer: Any, loss: str, name: str, parts: int) -> None:
     numbers, config = Numbers(seed=len(name)), CONFIGS[name]
-    advantages = np.concatenate(
-        [a for a in plan_update(numbers.groups(), PlanConfig("token_mean", 1, 1), np.random.default_rng(0)).advantages]
-    )
+    plan = plan_update(numbers.groups(), PlanConfig("token_mean", 1, 1), np.random.default_rng(0))
+    advantages = np.concatenate(plan.advantages)
     assert np.count_nonzero(advantages[:SIZE]) == 0 < np.count_nonzero(advantages)
     value, gradient, stats = ours(numbers, loss, config, parts)
     expected, expected_gradient, metrics = theirs(trainer, numbers, loss, config, advantages)

@@ -67,7 +67,9 @@ def samples_of(plan: UpdatePlan, step: int) -> list[Any]:
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_weights_sum_to_what_the_aggregation_says(aggregation: str, minibatches: int) -> None:
     groups = bare_groups(6)
-    plan = plan_of(groups, aggregation=aggregation, minibatches=minibatches, max_new_tokens=50, keep_zero_advantage=True)
+    plan = plan_of(
+        groups, aggregation=aggregation, minibatches=minibatches, max_new_tokens=50, keep_zero_advantage=True
+    )
     assert len(plan.active) == minibatches
     for step in range(minibatches):
         samples = samples_of(plan, step)
@@ -227,7 +229,9 @@ def groups(text: TextSide) -> list[TrajectoryGroup]:
     for k in range(5):
         prompt = [picture(rng, 64, 32), f"Question {k}: what is this?"]
         members = [
-            conversation(text, rng, prompt, [int(rng.integers(1, 9)), int(rng.integers(1, 5))], [["again", picture(rng)]])
+            conversation(
+                text, rng, prompt, [int(rng.integers(1, 9)), int(rng.integers(1, 5))], [["again", picture(rng)]]
+            )
             for _ in range(3)
         ]
         for n, member in enumerate(members):
@@ -241,10 +245,15 @@ def groups(text: TextSide) -> list[TrajectoryGroup]:
     return made
 
 
-def gradient(policy: Policy, text: TextSide, minibatches: Sequence[Minibatch], loss: str, config: LossConfig) -> torch.Tensor:
+def gradient(
+    policy: Policy, text: TextSide, minibatches: Sequence[Minibatch], loss: str, config: LossConfig
+) -> torch.Tensor:
     """The sum of what each learner's part of one step adds."""
     builder = BatchBuilder(
-        image_token_id=text.codec.image_token_id, pad_token_id=text.codec.pad_token_id, images=text.images, max_tokens=300
+        image_token_id=text.codec.image_token_id,
+        pad_token_id=text.codec.pad_token_id,
+        images=text.images,
+        max_tokens=300,
     )
     updater = PolicyUpdater(
         policy.backbone, builder, loss=loss, loss_config=config, temperature=1.0, without_adapter=policy.without_adapter
@@ -287,7 +296,9 @@ def test_with_a_kl_penalty_samples_without_advantage_matter(
 ) -> None:
     """Why they are kept then."""
     found = [
-        gradient(policy, text, [plan_of(groups, keep_zero_advantage=keep).shards[0][0]], "dapo", LossConfig(kl_coef=1.0))
+        gradient(
+            policy, text, [plan_of(groups, keep_zero_advantage=keep).shards[0][0]], "dapo", LossConfig(kl_coef=1.0)
+        )
         for keep in (True, False)
     ]
     assert not torch.allclose(*found, rtol=1e-2, atol=1e-4)
@@ -301,7 +312,10 @@ def test_the_optimizer_step_adds_gradients_over_micro_batches_and_clips(
     expected = gradient(policy, text, [plan.shards[0][0]], "dapo", LossConfig())
     before = torch.cat([p.detach().reshape(-1).clone() for p in policy.parameters])
     builder = BatchBuilder(
-        image_token_id=text.codec.image_token_id, pad_token_id=text.codec.pad_token_id, images=text.images, max_tokens=300
+        image_token_id=text.codec.image_token_id,
+        pad_token_id=text.codec.pad_token_id,
+        images=text.images,
+        max_tokens=300,
     )
     updater = PolicyUpdater(policy.backbone, builder, loss="dapo", loss_config=LossConfig(), temperature=1.0)
     norm = float(expected.norm())
@@ -321,5 +335,3 @@ def restore(policy: Policy, values: torch.Tensor) -> None:
     for parameter in policy.parameters:
         parameter.copy_(values[offset : offset + parameter.numel()].view_as(parameter))
         offset += parameter.numel()
-
-

@@ -18,7 +18,11 @@ LARGEST = 1.0 - 2.0**-53  # the largest number that `uniforms` gives
 
 
 def choose(
-    logits: np.ndarray, uniform: np.ndarray, temperature: float = 1.0, top_p: float | None = None, top_k: int | None = None
+    logits: np.ndarray,
+    uniform: np.ndarray,
+    temperature: float = 1.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """`choose_tokens` with the same parameters for all rows of logits [R, V]."""
     rows = len(uniform)

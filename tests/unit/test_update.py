@@ -32,7 +32,9 @@ LIMITS = EpisodeLimits(
 class ThreeTurns(VisionEnv):
     """A picture, an answer, another picture from a tool, an answer, a word, an answer."""
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
         _, index = self.item(options)
         self.rng, self.turn = np.random.default_rng([index, 1]), 0
         return Observation.user(picture(self.rng, 64, 32), f"Picture {index}: what is it?"), {}
@@ -191,8 +193,10 @@ def test_further_epochs_compare_with_the_same_old_policy(loop: Loop) -> None:
         assert (stats.ratio_max == 1.0) is (epoch == 0)
 
 
-def test_a_ratio_that_is_not_one_on_the_first_minibatch_is_counted(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`first_ratio_error` is a promise to the user: it must notice a forward pass that does not repeat itself."""
+def test_a_forward_pass_that_does_not_repeat_itself_shows_in_the_ratio(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the exact ones above are a finding and not a matter of course."""
     passes = 0
     logprobs = loop.updater.logprobs
 
@@ -268,7 +272,9 @@ def test_a_gradient_that_is_not_finite_skips_the_step(loop: Loop, poison: float)
 def fixed_minibatch(folder: Path, advantage: float) -> Minibatch:
     rng = np.random.default_rng(7)
     image = picture(rng, 64, 32)
-    members = [conversation(text_side(folder), rng, [image, "What?"], [4, 3], [["Again", picture(rng)]]) for _ in range(3)]
+    members = [
+        conversation(text_side(folder), rng, [image, "What?"], [4, 3], [["Again", picture(rng)]]) for _ in range(3)
+    ]
     return Minibatch([[TrainSample(member, advantage, 0.1) for member in members]])
 
 
@@ -376,7 +382,9 @@ def test_statistics_of_several_learners_add_up() -> None:
     assert figures["policy/entropy"] == pytest.approx(0.5)
     assert figures["policy/kl"] == pytest.approx(0.1)
     assert figures["policy/ratio_max"] == 1.5
-    assert figures["policy/grad_norm"] == pytest.approx(1.5)  # the norm is of the summed gradient: equal on all learners
+    assert figures["policy/grad_norm"] == pytest.approx(
+        1.5
+    )  # the norm is of the summed gradient: equal on all learners
     assert figures["policy/optimizer_steps"] == 2
 
 

@@ -1,0 +1,286 @@
+"""Checkpoints: complete or not there, the same bytes back, and training goes on as if it had never stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from core_support import adapted_policy, conversation, picture, run_config, text_side
+
+from rl_vlm import checkpoint as module
+from rl_vlm.checkpoint import (
+    Checkpoint,
+    clean_leftovers,
+    latest_checkpoint,
+    list_checkpoints,
+    read_checkpoint,
+    save_checkpoint,
+)
+from rl_vlm.learning.batching import Minibatch, TrainSample
+from rl_vlm.learning.learner import OptimizerStep, VLMLearner, make_optimizer, make_updater
+from rl_vlm.learning.module import Policy
+from rl_vlm.learning.update import UpdateStats
+from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.lora import load_lora_state
+from rl_vlm.types import UserInputError
+
+FILES = ["state.json", "optimizer.safetensors", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"]
+
+
+@pytest.fixture(scope="module")
+def payload(tiny_folder: Path) -> AdapterPayload:
+    return adapted_policy(tiny_folder).payload(17)
+
+
+def make(payload: AdapterPayload, **state: Any) -> Checkpoint:
+    moments = {
+        "exp_avg.0": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),
+        "exp_avg_sq.0": torch.full((2,), 1e-30, dtype=torch.bfloat16),
+        "step.0": torch.tensor(7.0),
+    }
+    rng = np.random.default_rng(3).bit_generator.state
+    return Checkpoint(payload, moments, {"updates": 5, "rng": rng, "share": 0.1 + 0.2, **state})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- writing and reading
+
+
+def test_a_checkpoint_comes_back_byte_for_byte(payload: AdapterPayload, tmp_path: Path) -> None:
+    saved = make(payload)
+    folder = save_checkpoint(tmp_path, 12, saved, keep=3)
+    assert folder.name == "iteration-000012"
+    back = read_checkpoint(folder)
+    assert back.adapter == payload
+    assert back.moments.keys() == saved.moments.keys()
+    for name, tensor in saved.moments.items():
+        assert back.moments[name].dtype == tensor.dtype
+        assert torch.equal(back.moments[name], tensor)
+    assert {key: back.state[key] for key in saved.state} == saved.state
+    assert back.state["share"] == 0.1 + 0.2  # every bit
+    generator = np.random.default_rng()
+    generator.bit_generator.state = back.state["rng"]
+    assert generator.random() == np.random.default_rng(3).random()
+    again = save_checkpoint(tmp_path / "again", 12, back, keep=3)
+    for name in FILES:
+        assert (again / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_checkpoint_holds_an_adapter_that_peft_loads_and_no_pickle(payload: AdapterPayload, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, 1, make(payload), keep=1)
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == sorted(FILES)
+    assert AdapterPayload.read(folder / "adapter", 17) == payload
+    json.loads((folder / "state.json").read_text())
+
+
+def test_saving_an_iteration_again_replaces_it(payload: AdapterPayload, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 1, make(payload, note="old"), keep=3)
+    folder = save_checkpoint(tmp_path, 1, make(payload, note="new"), keep=3)
+    assert read_checkpoint(folder).state["note"] == "new"
+    assert names(tmp_path) == ["iteration-000001"]
+
+
+# --- retention
+
+
+def test_only_the_newest_are_kept(payload: AdapterPayload, tmp_path: Path) -> None:
+    for iteration in (1, 2, 30, 4):
+        save_checkpoint(tmp_path, iteration, make(payload), keep=3)
+    assert names(tmp_path) == ["iteration-000002", "iteration-000004", "iteration-000030"]
+
+
+def test_iterations_are_ordered_as_numbers(payload: AdapterPayload, tmp_path: Path) -> None:
+    for iteration in (999_999, 1_000_000, 5):
+        save_checkpoint(tmp_path, iteration, make(payload), keep=9)
+    assert [path.name for path in list_checkpoints(tmp_path)] == [
+        "iteration-000005", "iteration-999999", "iteration-1000000",
+    ]  # fmt: skip
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.name == "iteration-1000000"
+
+
+def test_the_checkpoint_just_written_is_never_the_one_deleted(payload: AdapterPayload, tmp_path: Path) -> None:
+    """A run that resumed from before a damaged checkpoint writes lower numbers than the damaged one has."""
+    damaged = save_checkpoint(tmp_path, 50, make(payload), keep=1)
+    (damaged / "state.json").unlink()
+    written = save_checkpoint(tmp_path, 40, make(payload), keep=1)
+    assert latest_checkpoint(tmp_path) == written
+
+
+def test_other_files_are_left_alone(payload: AdapterPayload, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "iteration-best").mkdir()
+    for iteration in (1, 2):
+        save_checkpoint(tmp_path, iteration, make(payload), keep=1)
+    assert names(tmp_path) == ["iteration-000002", "iteration-best", "notes.txt"]
+
+
+# --- what a kill, a bad disk or a full one leaves
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "empty": lambda file: file.write_bytes(b""),
+    "half": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "almost whole": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "missing": Path.unlink,
+    "zeros": lambda file: file.write_bytes(bytes(file.stat().st_size)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+@pytest.mark.parametrize("name", FILES[:3])
+def test_a_damaged_checkpoint_is_passed_over(
+    payload: AdapterPayload, tmp_path: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    good = save_checkpoint(tmp_path, 1, make(payload), keep=9)
+    bad = save_checkpoint(tmp_path, 2, make(payload), keep=9)
+    assert latest_checkpoint(tmp_path) == bad
+    damage(bad / name)
+    with pytest.raises(UserInputError, match=r"iteration-000002 is (incomplete or )?corrupt"):
+        read_checkpoint(bad)
+    assert latest_checkpoint(tmp_path) == good
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "3", "{}", '{"version": 17}'])
+def test_a_state_that_is_no_state_is_corrupt(payload: AdapterPayload, tmp_path: Path, text: str) -> None:
+    folder = save_checkpoint(tmp_path, 1, make(payload), keep=1)
+    (folder / "state.json").write_text(text)
+    with pytest.raises(UserInputError, match="corrupt"):
+        read_checkpoint(folder)
+
+
+def test_an_exchanged_adapter_is_noticed(payload: AdapterPayload, tiny_folder: Path, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, 1, make(payload), keep=1)
+    other = adapted_policy(tiny_folder, seed=5).payload(17)
+    (folder / "adapter" / "adapter_model.safetensors").write_bytes(other.tensors)
+    with pytest.raises(UserInputError, match="another SHA-256"):
+        read_checkpoint(folder)
+
+
+def test_without_a_good_checkpoint_there_is_none(payload: AdapterPayload, tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+    assert latest_checkpoint(tmp_path) is None
+    folder = save_checkpoint(tmp_path, 1, make(payload), keep=1)
+    (folder / "optimizer.safetensors").unlink()
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_what_a_killed_writer_leaves_is_not_a_checkpoint(payload: AdapterPayload, tmp_path: Path) -> None:
+    good = save_checkpoint(tmp_path, 1, make(payload), keep=3)
+    shutil.copytree(good, tmp_path / ".writing-abc")  # killed just before the rename
+    (tmp_path / ".writing-def").mkdir()
+    assert list_checkpoints(tmp_path) == [good]
+    assert latest_checkpoint(tmp_path) == good
+    clean_leftovers(tmp_path)
+    assert names(tmp_path) == ["iteration-000001"]
+    clean_leftovers(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_a_full_disk_leaves_the_older_checkpoints(
+    payload: AdapterPayload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    good = save_checkpoint(tmp_path, 1, make(payload), keep=1)
+    write, count = module._write, 0
+
+    def full(path: Path, data: bytes) -> None:
+        nonlocal count
+        count += 1
+        if count > after:
+            path.write_bytes(data[: len(data) // 2])
+            raise OSError(28, "No space left on device")
+        write(path, data)
+
+    monkeypatch.setattr(module, "_write", full)
+    for iteration in (1, 2):
+        count = 0
+        with pytest.raises(OSError, match="No space"):
+            save_checkpoint(tmp_path, iteration, make(payload), keep=1)
+    assert names(tmp_path) == ["iteration-000001"]
+    assert latest_checkpoint(tmp_path) == good
+
+
+def test_every_file_is_on_the_disk_before_the_checkpoint_appears(
+    payload: AdapterPayload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync, replace = module.os.fsync, module.os.replace
+
+    def note(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").resolve().name)
+        fsync(descriptor)
+
+    def rename(source: Any, target: Any) -> None:
+        assert {Path(name).name for name in FILES} <= set(synced)
+        replace(source, target)
+
+    monkeypatch.setattr(module.os, "fsync", note)
+    monkeypatch.setattr(module.os, "replace", rename)
+    save_checkpoint(tmp_path, 1, make(payload), keep=1)
+
+
+# --- the optimiser goes on
+
+
+class Trainer:
+    """A policy and its optimiser, with the learner's own methods for moments and restoring."""
+
+    def __init__(self, folder: Path) -> None:
+        settings = {"learner__lr": 1e-2, "algorithm__loss": "dapo"}
+        run = run_config(folder, **settings)
+        self.policy = Policy(folder, run)
+        self.optimizer = make_optimizer(self.policy, run)
+        self.updater = make_updater(self.policy, run)
+        self.step = OptimizerStep(self.policy, self.optimizer, run.learner.max_grad_norm)
+        vlm = SimpleNamespace(
+            set_state=lambda state: load_lora_state(
+                self.policy.model, {k: torch.as_tensor(v) for k, v in state.items()}
+            )
+        )
+        self.learner: Any = SimpleNamespace(optimizer=self.optimizer, vlm=vlm)
+
+    def train(self, minibatches: list[Minibatch]) -> None:
+        for minibatch in minibatches:
+            self.step(self.updater.pack([minibatch])[0], self.updater.loss, UpdateStats())
+
+    def checkpoint(self, version: int) -> Checkpoint:
+        return Checkpoint(self.policy.payload(version), VLMLearner.moments(self.learner), {})
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        arrays = {name: tensor.numpy() for name, tensor in checkpoint.adapter.state().items()}
+        VLMLearner.restore(self.learner, arrays, checkpoint.moments)
+
+
+def test_two_and_two_steps_equal_four_byte_for_byte(tiny_folder: Path, tmp_path: Path) -> None:
+    rng, text = np.random.default_rng(0), text_side(tiny_folder)
+    minibatches = [
+        Minibatch([[TrainSample(conversation(text, rng, [picture(rng), "What?"], [4]), float(rng.normal()), 0.2)]])
+        for _ in range(4)
+    ]
+    whole, first = Trainer(tiny_folder), Trainer(tiny_folder)
+    whole.train(minibatches)
+    first.train(minibatches[:2])
+    folder = save_checkpoint(tmp_path, 2, first.checkpoint(2), keep=1)
+    second = Trainer(tiny_folder)
+    second.restore(read_checkpoint(folder))
+    assert second.policy.payload(2) == first.policy.payload(2)
+    second.train(minibatches[2:])
+    assert second.policy.payload(4) == whole.policy.payload(4)
+    ends = [trainer.checkpoint(4).moments for trainer in (whole, second)]
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+    without = Trainer(tiny_folder)
+    load_lora_state(without.policy.model, first.policy.payload(2).state())
+    without.train(minibatches[2:])
+    assert without.policy.payload(4).tensors != whole.policy.payload(4).tensors  # the moments matter

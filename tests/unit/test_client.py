@@ -1,0 +1,305 @@
+"""The client of the served policy, with a handle that a test controls: calls, retries, deadlines, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Generator
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, TaskCancelledError
+from ray.serve.exceptions import BackPressureError
+
+from rl_vlm.engines.base import EngineError
+from rl_vlm.serving.client import GenerationFailedError, PolicyClient
+from rl_vlm.serving.server import StaleReplicaError
+from rl_vlm.types import Completion, GenerationRequest, SamplingParams
+
+FOREVER = object()
+
+
+class Response:
+    """What a Serve handle gives back: awaitable once, and cancellable."""
+
+    def __init__(self, outcome: Any) -> None:
+        self.outcome = outcome
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Any:
+        await asyncio.sleep(0)
+        if self.outcome is FOREVER:
+            await asyncio.Event().wait()
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+class Handle:
+    """Answers by itself, or with what a test has put into `script`, one entry per call."""
+
+    def __init__(self, *script: Any) -> None:
+        self.script = deque(script)
+        self.calls: list[tuple[str, list[GenerationRequest]]] = []
+        self.responses: list[Response] = []
+        self.session = ""
+
+    @property
+    def generate(self) -> Handle:
+        return self
+
+    def options(self, session_id: str) -> Handle:
+        self.session = session_id
+        return self
+
+    def remote(self, requests: list[GenerationRequest]) -> Response:
+        self.calls.append((self.session, list(requests)))
+        outcome = self.script.popleft() if self.script else None
+        if outcome is None:
+            outcome = [answer(asked, f"replica-{len(self.calls)}") for asked in requests]
+        self.responses.append(Response(outcome))
+        return self.responses[-1]
+
+
+def ask(name: str, session: str = "") -> GenerationRequest:
+    return GenerationRequest(name, np.zeros(1, dtype=np.int32), SamplingParams(1), session_id=session)
+
+
+def answer(asked: GenerationRequest, replica: str = "r") -> Completion:
+    return Completion(asked.request_id, asked.prompt_ids, (), 0, replica)
+
+
+class Pauses(list[float]):
+    """Stands in for sleeping, and remembers how long."""
+
+    async def __call__(self, seconds: float) -> None:
+        self.append(seconds)
+        await asyncio.sleep(0)
+
+
+def client_of(handle: Handle, **changes: Any) -> PolicyClient:
+    settings: dict[str, Any] = {"deadline_s": 20.0, "num_replicas": 2, "coalesce": True, "sleep": Pauses(), **changes}
+    return PolicyClient("run", handle=handle, **settings)
+
+
+def run(client: PolicyClient, *requests: GenerationRequest, patience_s: float = 15.0) -> list[Any]:
+    """All at the same moment; errors in their places."""
+
+    async def gather() -> list[Any]:
+        async with asyncio.timeout(patience_s):
+            return await asyncio.gather(*map(client.generate, requests), return_exceptions=True)
+
+    return asyncio.run(gather())
+
+
+def task_error(cause: Exception) -> Exception:
+    """What Serve raises here when a replica's method raised `cause` there: both a RayTaskError and the cause."""
+    return RayTaskError("generate", "traceback", cause).as_instanceof_cause()
+
+
+# --- how requests become calls
+
+
+def test_requests_of_one_moment_are_spread_over_as_many_calls_as_replicas() -> None:
+    handle = Handle()
+    requests = [ask(str(k)) for k in range(10)]
+    answers = run(client_of(handle, num_replicas=3), *requests)
+    assert [completion.request_id for completion in answers] == [str(k) for k in range(10)]
+    assert sorted(len(batch) for _, batch in handle.calls) == [3, 3, 4]
+    assert [session for session, _ in handle.calls] == ["", "", ""]
+
+
+def test_fewer_requests_than_replicas_are_one_call_each() -> None:
+    handle = Handle()
+    run(client_of(handle, num_replicas=8), ask("a"), ask("b"))
+    assert [len(batch) for _, batch in handle.calls] == [1, 1]
+
+
+def test_one_replica_gets_everything_in_one_call() -> None:
+    handle = Handle()
+    run(client_of(handle, num_replicas=1), *(ask(str(k)) for k in range(5)))
+    assert [len(batch) for _, batch in handle.calls] == [5]
+
+
+def test_requests_that_become_ready_in_the_same_round_share_a_call() -> None:
+    """Those that a callback of this round submits, too."""
+    handle = Handle()
+    client = client_of(handle, num_replicas=1)
+
+    async def late() -> Completion:
+        await asyncio.sleep(0)
+        return await client.generate(ask("late"))
+
+    async def both() -> list[Completion]:
+        return await asyncio.gather(client.generate(ask("early")), late())
+
+    assert [completion.request_id for completion in asyncio.run(both())] == ["early", "late"]
+    assert [len(batch) for _, batch in handle.calls] == [2]
+
+
+def test_conversations_stay_on_their_replica() -> None:
+    handle = Handle()
+    requests = [ask(f"{session}{k}", session) for k in range(3) for session in ("x", "y", "")]
+    answers = run(client_of(handle), *requests)
+    assert [completion.request_id for completion in answers] == [asked.request_id for asked in requests]
+    by_session: dict[str, list[list[str]]] = {}
+    for session, batch in handle.calls:
+        by_session.setdefault(session, []).append([asked.request_id for asked in batch])
+    assert by_session["x"] == [["x0", "x1", "x2"]]
+    assert by_session["y"] == [["y0", "y1", "y2"]]
+    assert sorted(map(len, by_session[""])) == [1, 2]
+
+
+def test_long_answers_are_asked_for_one_by_one() -> None:
+    handle = Handle()
+    run(client_of(handle, coalesce=False), *(ask(str(k), "s") for k in range(4)))
+    assert [len(batch) for _, batch in handle.calls] == [1] * 4
+
+
+def test_statistics_count_calls_and_requests_by_replica() -> None:
+    client = client_of(Handle())
+    run(client, *(ask(str(k)) for k in range(6)))
+    assert (client.stats.calls, client.stats.retries) == (2, 0)
+    assert client.stats.requests_by_replica == {"replica-1": 3, "replica-2": 3}
+
+
+# --- retries
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ActorDiedError(),
+        ActorUnavailableError("gone", None),
+        BackPressureError(num_queued_requests=1, max_queued_requests=1),
+        TaskCancelledError(),
+        StaleReplicaError("old"),
+        task_error(StaleReplicaError("old")),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("coalesce", [True, False])
+def test_what_a_dead_or_stale_replica_lost_is_asked_again_elsewhere(error: Exception, coalesce: bool) -> None:
+    handle, pauses = Handle(error, error), Pauses()
+    client = client_of(handle, coalesce=coalesce, sleep=pauses)
+    (completion,) = run(client, ask("a", "replica-7"))
+    assert completion.request_id == "a"
+    # The first replica is asked for by name only once: it may be the dead one.
+    assert [session for session, _ in handle.calls] == ["replica-7", "", ""]
+    assert (client.stats.calls, client.stats.retries, len(pauses)) == (3, 2, 2)
+
+
+def test_pauses_grow_up_to_a_bound_and_are_random() -> None:
+    pauses = Pauses()
+    run(client_of(Handle(*[ActorDiedError()] * 12), sleep=pauses), ask("a"))
+    assert all(0 <= pause <= min(2.0, 0.05 * 2 ** (k + 1)) for k, pause in enumerate(pauses))
+    assert len({round(pause, 9) for pause in pauses}) == 12
+
+
+def test_an_answer_that_the_engine_refuses_is_not_asked_for_again() -> None:
+    for error in (task_error(EngineError("too long")), EngineError("too long"), task_error(ValueError("a bug"))):
+        handle = Handle(error)
+        (outcome,) = run(client_of(handle), ask("a"))
+        assert isinstance(outcome, GenerationFailedError)
+        assert "refused 1 requests" in str(outcome)
+        assert str(error.args[0] if not isinstance(error, RayTaskError) else error.cause) in str(outcome)
+        assert len(handle.calls) == 1
+
+
+def test_a_call_that_fails_fails_its_own_requests_only() -> None:
+    handle = Handle(task_error(EngineError("no")))
+    outcomes = run(client_of(handle), *(ask(str(k)) for k in range(6)))
+    assert sum(isinstance(outcome, GenerationFailedError) for outcome in outcomes) == 3
+    assert sum(isinstance(outcome, Completion) for outcome in outcomes) == 3
+
+
+# --- deadlines and cancellation
+
+
+@pytest.mark.parametrize("coalesce", [True, False])
+def test_no_answer_within_the_deadline_is_an_error_and_frees_the_replica(coalesce: bool) -> None:
+    handle = Handle(FOREVER)
+    started = time.monotonic()
+    (outcome,) = run(client_of(handle, deadline_s=0.2, coalesce=coalesce), ask("a"))
+    assert isinstance(outcome, GenerationFailedError)
+    assert "No answer within 0.2 s" in str(outcome)
+    assert 0.2 <= time.monotonic() - started < 5
+    assert handle.responses[0].cancelled
+
+
+def test_retries_count_against_the_deadline() -> None:
+    handle = Handle(*[ActorDiedError()] * 10_000)
+    started = time.monotonic()
+    (outcome,) = run(client_of(handle, deadline_s=0.4, sleep=asyncio.sleep), ask("a"))
+    assert isinstance(outcome, GenerationFailedError)
+    assert "attempts; the last error" in str(outcome)
+    assert time.monotonic() - started < 5
+
+
+def test_a_later_attempt_has_only_the_time_that_is_left() -> None:
+    handle = Handle(ActorDiedError(), FOREVER)
+    started = time.monotonic()
+    (outcome,) = run(client_of(handle, deadline_s=0.3), ask("a"))
+    assert isinstance(outcome, GenerationFailedError)
+    assert time.monotonic() - started < 5
+    assert handle.responses[1].cancelled
+
+
+async def cancel_running(handle: Handle, *work: Awaitable[Any]) -> None:
+    """Start work, cancel all of it once it has reached the handle, and wait for the response to be cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    async with asyncio.timeout(2):
+        while not handle.responses:
+            await asyncio.sleep(0.001)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(task.cancelled() for task in tasks)
+        while not handle.responses[0].cancelled:
+            await asyncio.sleep(0.001)
+
+
+def test_cancelling_a_request_cancels_its_response() -> None:
+    handle = Handle(FOREVER)
+    asyncio.run(cancel_running(handle, client_of(handle, coalesce=False).generate(ask("a"))))
+
+
+def test_cancelling_one_of_several_requests_leaves_the_others() -> None:
+    handle = Handle()
+    client = client_of(handle, num_replicas=1)
+
+    async def one_of_three() -> list[Any]:
+        tasks = [asyncio.ensure_future(client.generate(ask(str(k)))) for k in range(3)]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    outcomes = asyncio.run(one_of_three())
+    assert [type(outcome).__name__ for outcome in outcomes] == ["Completion", "CancelledError", "Completion"]
+    assert not handle.responses[0].cancelled
+
+
+@pytest.mark.xfail(reason="a common call goes on although nobody waits for it any more")
+def test_cancelling_all_requests_of_a_call_cancels_its_response() -> None:
+    handle = Handle(FOREVER)
+    client = client_of(handle, num_replicas=1)
+    asyncio.run(cancel_running(handle, client.generate(ask("a")), client.generate(ask("b"))))
+
+
+@pytest.mark.xfail(reason="only errors of this package reach the requests of a common call; others leave them waiting")
+@pytest.mark.parametrize(
+    "outcome", [KeyError("a bug"), OSError("the object store is gone"), []], ids=["bug", "lost", "too few answers"]
+)
+def test_whatever_goes_wrong_reaches_everyone_who_waits(outcome: Any) -> None:
+    """Nobody may wait for an answer that cannot come any more."""
+    outcomes = run(client_of(Handle(outcome), num_replicas=1), ask("a"), ask("b"), patience_s=1.0)
+    assert all(isinstance(result, Exception) for result in outcomes)
+    assert not any(isinstance(result, asyncio.CancelledError) for result in outcomes)

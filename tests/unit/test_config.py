@@ -1,0 +1,275 @@
+"""The run configuration: unknown keys name the nearest, values are checked, files and overrides come together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from rl_vlm.config import RunConfig, apply_overrides, load_config, parse_config, save_config
+from rl_vlm.types import UserInputError
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+
+
+def complaint(data: dict[str, Any]) -> str:
+    with pytest.raises(UserInputError) as error:
+        parse_config(data)
+    return str(error.value)
+
+
+# --- keys
+
+
+@pytest.mark.parametrize(
+    ("data", "key", "nearest"),
+    [
+        ({"learner": {"lrr": 1}}, "learner.lrr", "learner.lr"),
+        ({"lerner": {"lr": 1}}, "lerner", "learner"),
+        ({"model": {"lora": {"ranks": 4}}}, "model.lora.ranks", "model.lora.rank"),
+        ({"rollout": {"prompt_per_iteration": 4}}, "rollout.prompt_per_iteration", "rollout.prompts_per_iteration"),
+        ({"lr": 1e-3}, "lr", "learner.lr"),  # the right name in the wrong place
+        ({"algorithm": {"temperature": 1.0}}, "algorithm.temperature", "rollout.temperature"),
+        ({"serving": {"vllm": {"max_seqs": 4}}}, "serving.vllm.max_seqs", "serving.vllm.max_num_seqs"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_known_one(data: dict[str, Any], key: str, nearest: str) -> None:
+    assert complaint(data) == f"Unknown config key {key}. Did you mean {nearest}?"
+
+
+def test_a_key_that_resembles_nothing_lists_what_there_is() -> None:
+    message = complaint({"learner": {"zzzzzzzz": 1}})
+    assert message.startswith("Unknown config key learner.zzzzzzzz. Known keys here: ")
+    assert " lr, " in message
+
+
+# --- values
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"learner": {"lr": "fast"}}, ("learner.lr", "'fast'", "number")),
+        ({"learner": {"lr": 0}}, ("learner.lr", "greater than 0", "got 0")),
+        ({"learner": {"lr": float("inf")}}, ("learner.lr", "finite")),
+        ({"rollout": {"temperature": float("nan")}}, ("rollout.temperature",)),
+        ({"rollout": {"group_size": 2.5}}, ("rollout.group_size", "2.5")),
+        ({"rollout": {"group_size": None}}, ("rollout.group_size", "None")),
+        ({"algorithm": {"loss": "ppo"}}, ("algorithm.loss", "'grpo'", "'ppo'")),
+        ({"learner": {"betas": [0.9]}}, ("learner.betas",)),
+        ({"learner": 3}, ("Config key learner:", "got 3")),
+        ({"env": {"kwargs": [1, 2]}}, ("env.kwargs",)),
+        ({"name": "../elsewhere"}, ("name", "pattern")),
+        ({"name": ".."}, ("name", "pattern")),
+        ({"name": "-x"}, ("name", "pattern")),
+        ({"name": "a" * 200}, ("name", "...")),
+        ({"seed": -1}, ("seed",)),
+        ({"seed": 2**31}, ("seed",)),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_key(data: dict[str, Any], words: tuple[str, ...]) -> None:
+    message = complaint(data)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"rollout": {"top_p": 0.9}}, "top_p must be 1"),
+        ({"rollout": {"top_k": 5}}, "top_k 0 in training"),
+        ({"algorithm": {"minibatches": 9}, "rollout": {"prompts_per_iteration": 8}}, "(9) exceeds"),
+        ({"deterministic": True, "serving": {"engine": "vllm"}}, "deterministic: true needs"),
+        (
+            {"deterministic": True, "serving": {"gpus_per_replica": 1}},
+            "deterministic: true needs",
+        ),  # auto means vLLM there
+        ({"deterministic": True, "model": {"dtype": "bfloat16"}}, "deterministic: true needs"),
+        ({"deterministic": True, "rollout": {"max_policy_lag": 1}}, "deterministic: true needs"),
+        ({"model": {"train": "full"}}, "model.train: full is not available"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(data: dict[str, Any], words: str) -> None:
+    assert words in complaint(data)
+
+
+def test_a_consistent_deterministic_run_is_accepted() -> None:
+    assert parse_config(
+        {"deterministic": True, "serving": {"engine": "transformers", "gpus_per_replica": 1}}
+    ).deterministic
+
+
+def test_values_do_not_change_after_loading() -> None:
+    config = RunConfig()
+    with pytest.raises(ValidationError):
+        config.seed = 3  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        config.learner.lr = 3  # type: ignore[misc]
+
+
+# --- defaults
+
+
+def test_defaults_are_the_published_multi_turn_recipe() -> None:
+    algorithm = RunConfig().algorithm
+    assert (algorithm.clip_low, algorithm.clip_high) == (0.2, 0.28)
+    assert (algorithm.kl_coef, algorithm.entropy_coef, algorithm.advantage_normalization) == (0.0, 0.0, "std")
+    assert algorithm.tis_cap == 2.0
+    assert RunConfig().rollout.max_policy_lag == 0
+
+
+def test_no_file_gives_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    assert load_config(None) == load_config(tmp_path / "empty.yaml") == parse_config({}) == RunConfig()
+
+
+# --- files
+
+
+def test_there_are_configs_to_load() -> None:
+    assert "quickstart.yaml" in {path.name for path in CONFIGS}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_config_of_the_project_loads(path: Path) -> None:
+    config = load_config(path)
+    assert parse_config(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"learner: [1, 2", "not valid YAML in line 1"),
+        (b"a: 1\nb: : 2", "not valid YAML in line 2"),
+        (b"- 1\n- 2", "must hold sections such as `model:`, not a list"),
+        (b"just text", "not a str"),
+        (b"\xff\xfe\x00", "not a text file"),
+    ],
+)
+def test_a_file_that_is_no_config_is_explained(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UserInputError) as error:
+        load_config(path)
+    assert words in str(error.value)
+    assert "broken.yaml" in str(error.value)
+
+
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match=r"Cannot read the config .*nowhere.yaml: No such file"):
+        load_config(tmp_path / "nowhere.yaml")
+    with pytest.raises(UserInputError, match="Is a directory"):
+        load_config(tmp_path)
+
+
+def test_a_saved_config_comes_back_equal(tmp_path: Path) -> None:
+    config = load_config(None, ["learner.lr=3e-4", "env.kwargs.turns=2", "algorithm.tis_cap=null", "env.data=größe"])
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_saving_replaces_an_older_file(tmp_path: Path) -> None:
+    save_config(RunConfig(), tmp_path / "config.yaml")
+    save_config(parse_config({"seed": 5}), tmp_path / "config.yaml")
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["seed"] == 5
+
+
+# --- overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("learner.lr=1e-3", 1e-3),
+        ("learner.lr=2E-4", 2e-4),
+        ("learner.lr=.5", 0.5),
+        ("learner.lr= 0.25", 0.25),
+        ("rollout.group_size=4", 4),
+        ("learner.betas=[0.8, 0.95]", (0.8, 0.95)),
+        ("algorithm.tis_cap=null", None),
+        ("algorithm.tis_cap=", None),
+        ("algorithm.shuffle_rewards=true", True),
+        ("env.data=/data/a=b", "/data/a=b"),
+        ("env.kwargs.turns=2", 2),
+        ("env.kwargs={turns: 2, tool: true}", {"turns": 2, "tool": True}),
+        ("env.kwargs.scale=1e-3", 1e-3),
+        ('env.kwargs.label="1e-3"', "1e-3"),
+        ("env.kwargs.label='7'", "7"),
+        ("env.kwargs.label=nan", "nan"),
+        ("env.kwargs.label=infinity", "infinity"),
+        ("env.kwargs.label=1e", "1e"),
+        ("model.lora.rank=8", 8),
+        ("name=1e-3", "1e-3"),
+    ],
+)
+def test_overrides_set_what_they_say(override: str, expected: Any) -> None:
+    if override == "name=1e-3":
+        with pytest.raises(UserInputError, match="name"):
+            load_config(None, [override])
+        override = 'name="1e-3"'
+    value: Any = load_config(None, [override]).model_dump()
+    for part in override.split("=")[0].split("."):
+        value = value[part]
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+def test_later_overrides_win_and_files_lose(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("learner: {lr: 1.0, num_learners: 2}\nseed: 4\n")
+    config = load_config(tmp_path / "a.yaml", ["learner.lr=2", "learner.lr=3"])
+    assert (config.learner.lr, config.learner.num_learners, config.seed) == (3.0, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("learner.lr", "must have the form section.key=value"),
+        ("=3", "must have the form section.key=value"),
+        ("learner.lr=[1,", "not valid YAML"),
+        ("learner.lrr=1", "Did you mean learner.lr?"),
+        ("seed.deep=1", "seed"),
+        ("learner=5", "learner"),
+    ],
+)
+def test_a_wrong_override_is_explained(override: str, words: str) -> None:
+    with pytest.raises(UserInputError) as error:
+        load_config(None, [override])
+    assert words in str(error.value)
+
+
+def test_an_override_through_a_value_is_refused() -> None:
+    with pytest.raises(UserInputError, match="lr is a value, not a section"):
+        load_config(None, ["learner.lr=1", "learner.lr.deep=2"])
+
+
+def test_dotted_keys_change_a_copy() -> None:
+    data = {"learner": {"lr": 1.0}}
+    changed = apply_overrides(data, {"learner.lr": 2.0, "rollout.group_size": 4})
+    assert changed == {"learner": {"lr": 2.0}, "rollout": {"group_size": 4}}
+    assert data == {"learner": {"lr": 1.0}}
+
+
+# --- what follows from a config
+
+
+def test_resources_are_the_sum_over_all_actors() -> None:
+    config = parse_config(
+        {
+            "serving": {"num_replicas": 3, "cpus_per_replica": 0.5, "gpus_per_replica": 1},
+            "rollout": {"num_env_runners": 4, "cpus_per_env_runner": 0.25},
+            "learner": {"num_learners": 2, "cpus_per_learner": 1, "gpus_per_learner": 1},
+        }
+    )
+    assert (config.needed_cpus, config.needed_gpus) == (1.5 + 1 + 2, 5)
+    assert parse_config({"learner": {"gpus_per_learner": 1}}).needed_gpus == 1  # a learner inside the driver
+
+
+def test_arguments_of_the_environment_come_in_layers() -> None:
+    env = parse_config({"env": {"data": "folder", "kwargs": {"turns": 1, "tool": True}}}).env
+    assert env.make_kwargs() == {"data": "folder", "turns": 1, "tool": True}
+    assert env.make_kwargs({"turns": 2}) == {"data": "folder", "turns": 2, "tool": True}
+    assert parse_config({}).env.make_kwargs() == {}

@@ -1,0 +1,582 @@
+"""Episodes with a scripted policy and scripted environments: budgets, ends, failures, and what a trajectory records."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from core_support import expand, picture, processor, text_side
+from PIL import Image
+
+from rl_vlm.engines.base import EngineError, derive_seed
+from rl_vlm.envs.base import VisionEnv
+from rl_vlm.envs.errors import EnvError, EnvTimeoutError
+from rl_vlm.models.loading import TextSide
+from rl_vlm.rollout.env_pool import EnvPool
+from rl_vlm.rollout.episodes import EpisodeLimits, GroupFailedError, run_group
+from rl_vlm.rollout.retry import FailureBudget, RetryPolicy, TooManyFailuresError
+from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.types import (
+    Completion,
+    GenerationRequest,
+    Message,
+    Observation,
+    Sample,
+    StopReason,
+    TrajectoryGroup,
+    TrajectoryStatus,
+)
+
+LIMITS = EpisodeLimits(max_turns=4, max_new_tokens_per_turn=32, max_new_tokens=100, max_context=600)
+TASK = RolloutTask("g7", 7, "train", seed=70, sampling_seed=700, size=3, temperature=0.9, min_version=5)
+FIRST, LATER = picture(np.random.default_rng(0), 64, 64), picture(np.random.default_rng(1), 32, 96)
+
+Step = tuple[Any, ...]
+END = (Observation(), 1.0, True, False, {})
+
+
+def on(text: str, *parts: Any, reward: float = 0.0) -> Step:
+    """A step that goes on with a message."""
+    return Observation.user(text, *parts), reward, False, False, {}
+
+
+class Scripted(VisionEnv):
+    """Shows a picture; its steps are results, exceptions, or functions that are called."""
+
+    made: list[Scripted]
+
+    def __init__(self, *steps: Any, opening: Any = None) -> None:
+        super().__init__()
+        self.script, self.opening = steps, opening
+        self.heard: list[str] = []
+        self.resets: list[tuple[Any, Any]] = []
+        self.closed = False
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.resets.append((seed, options))
+        self.heard = []
+        if callable(self.opening):
+            return self.opening()
+        return self.opening or (Observation.user(FIRST, "What?"), {"opened": True})
+
+    def step(self, action: str) -> Any:
+        self.heard.append(action)
+        result = self.script[min(len(self.heard), len(self.script)) - 1]
+        if isinstance(result, BaseException):
+            raise result
+        return result() if callable(result) else result
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Speaker:
+    """A policy that says what it is told to: `answer(request, sample)` gives a text, and why it stopped."""
+
+    def __init__(self, folder: Path, answer: Callable[[GenerationRequest, int], Any] = lambda request, k: "ok") -> None:
+        self.text = text_side(folder)
+        self.tokenizer = processor(folder).tokenizer
+        self.answer = answer
+        self.requests: list[GenerationRequest] = []
+        self.version = 5
+        self.change: Callable[[Completion], Completion] = lambda completion: completion
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        self.requests.append(request)
+        await asyncio.sleep(0)
+        samples = []
+        for k in range(request.sampling.n):
+            said = self.answer(request, k)
+            if isinstance(said, BaseException):
+                raise said
+            words, stop = said if isinstance(said, tuple) else (said, StopReason.END_OF_TURN)
+            ids = self.ids(words) + [self.text.codec.end_of_turn_id] * (stop is StopReason.END_OF_TURN)
+            assert len(ids) <= request.sampling.max_new_tokens
+            logprobs = -0.5 - np.arange(len(ids), dtype=np.float32) / 100
+            samples.append(Sample(np.array(ids, dtype=np.int32), logprobs, stop))
+        prompt = expand(self.text, request.prompt_ids, request.images)
+        name = f"replica-{len(self.requests)}"
+        return self.change(Completion(request.request_id, prompt, tuple(samples), self.version, name))
+
+
+@pytest.fixture(scope="module")
+def text(tiny_folder: Path) -> TextSide:
+    return text_side(tiny_folder)
+
+
+@pytest.fixture
+def speaker(tiny_folder: Path) -> Speaker:
+    return Speaker(tiny_folder)
+
+
+def pool_of(*steps: Any, timeout_s: float = 20.0, **more: Any) -> EnvPool:
+    """A pool of scripted environments, remembered in `pool.made`."""
+    made: list[Scripted] = []
+    opening = more.pop("opening", None)
+
+    def make() -> Scripted:
+        made.append(Scripted(*steps, opening=opening))
+        return made[-1]
+
+    pool = EnvPool(make, timeout_s, **more)
+    pool.made = made  # type: ignore[attr-defined]
+    return pool
+
+
+def made(pool: EnvPool) -> list[Scripted]:
+    return pool.made  # type: ignore[attr-defined, no-any-return]
+
+
+def play(pool: EnvPool, speaker: Speaker, limits: EpisodeLimits = LIMITS, **changes: Any) -> TrajectoryGroup:
+    return asyncio.run(run_group(dataclasses.replace(TASK, **changes), pool, speaker, speaker.text, limits))
+
+
+def failure(pool: EnvPool, speaker: Speaker, limits: EpisodeLimits = LIMITS, **changes: Any) -> GroupFailedError:
+    with pytest.raises(GroupFailedError) as error:
+        play(pool, speaker, limits, **changes)
+    return error.value
+
+
+# --- what is asked and what is recorded
+
+
+def test_the_first_turn_is_one_request_for_all_samples(speaker: Speaker, text: TextSide) -> None:
+    pool = pool_of(END)
+    group = play(pool, speaker)
+    (asked,) = speaker.requests
+    assert (asked.sampling.n, asked.sampling.temperature, asked.min_version, asked.session_id) == (3, 0.9, 5, "")
+    assert asked.sampling.max_new_tokens == LIMITS.max_new_tokens_per_turn
+    assert asked.sampling.seeds == tuple(derive_seed(700, sample, 0) for sample in range(3))
+    assert asked.images == (FIRST,)
+    assert (asked.prompt_ids == text.codec.image_token_id).sum() == 1
+    assert (group.group_id, group.index, len(group)) == ("g7", 7, 3)
+    assert all(env.resets == [(70, {"index": 7, "split": "train"})] for env in made(pool))
+
+
+def test_a_trajectory_holds_exactly_what_was_shown_and_said(speaker: Speaker, text: TextSide) -> None:
+    speaker.answer = lambda request, k: f"answer {k}"
+    pool = pool_of((Observation(), 0.75, True, False, {"correct": True}))
+    group = play(pool, speaker)
+    prompt = expand(text, text.codec.encode_prompt([Message.of("user", FIRST, "What?")]).token_ids, [FIRST])
+    for k, trajectory in enumerate(group.trajectories):
+        said = [*speaker.ids(f"answer {k}"), text.codec.end_of_turn_id]
+        assert trajectory.token_ids.tolist() == [*prompt.tolist(), *said]
+        assert trajectory.loss_mask.tolist() == [False] * len(prompt) + [True] * len(said)
+        assert trajectory.logprobs[: len(prompt)].tolist() == [0.0] * len(prompt)
+        assert trajectory.logprobs[len(prompt) :].tolist() == pytest.approx([-0.5 - j / 100 for j in range(len(said))])
+        (turn,) = trajectory.turns
+        assert (turn.start, turn.stop, turn.policy_version, turn.reward) == (len(prompt), len(trajectory), 5, 0.75)
+        assert (trajectory.trajectory_id, trajectory.status) == (f"g7:{k}", TrajectoryStatus.COMPLETED)
+        assert (trajectory.images, trajectory.replica_ids) == ((FIRST,), ("replica-1",))
+        assert trajectory.info == {"opened": True, "correct": True}
+        assert made(pool)[k].heard == [f"answer {k}"]
+        assert trajectory.messages == ()
+
+
+def test_later_turns_follow_their_episode(speaker: Speaker, text: TextSide) -> None:
+    """Session, seeds, unexpanded ids, all images so far, and the version of each turn."""
+
+    def answer(request: GenerationRequest, k: int) -> str:
+        speaker.version = 5 + len(speaker.requests)
+        return "x" * len(speaker.requests)
+
+    speaker.answer = answer
+    pool = pool_of(on("Closer:", LATER, reward=0.5), on("And?"), END)
+    (trajectory,) = play(pool, speaker, size=1).trajectories
+    first, second, third = speaker.requests
+    assert [asked.session_id for asked in speaker.requests] == ["", "replica-1", "replica-2"]
+    assert [asked.request_id for asked in speaker.requests] == ["g7:0", "g7:0:1", "g7:0:2"]
+    for turn, asked in enumerate((second, third), start=1):
+        assert asked.sampling.seeds == (derive_seed(700, 0, turn),)
+        assert (asked.sampling.n, asked.min_version, asked.sampling.temperature) == (1, 5, 0.9)
+        assert asked.images == (FIRST, LATER)
+        assert (asked.prompt_ids == text.codec.image_token_id).sum() == 2
+        assert asked.prompt_ids[: len(first.prompt_ids)].tolist() == first.prompt_ids.tolist()
+    whole = expand(text, third.prompt_ids, third.images)
+    assert trajectory.token_ids[: len(whole)].tolist() == whole.tolist()
+    assert [turn.policy_version for turn in trajectory.turns] == [6, 7, 8]
+    assert [turn.reward for turn in trajectory.turns] == [0.5, 0.0, 1.0]
+    assert (trajectory.reward, trajectory.oldest_version) == (1.5, 6)
+    assert trajectory.replica_ids == ("replica-1", "replica-2", "replica-3")
+    chat = [
+        Message.of("user", FIRST, "What?"), Message.of("assistant", "x"), Message.of("user", "Closer:", LATER),
+        Message.of("assistant", "xx"), Message.of("user", "And?"),
+    ]  # fmt: skip
+    content = [
+        {
+            "role": m.role,
+            "content": [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in m.parts],
+        }
+        for m in chat
+    ]
+    rendered = speaker.tokenizer.apply_chat_template(content, tokenize=False, add_generation_prompt=True)
+    assert third.prompt_ids.tolist() == speaker.ids(rendered)
+
+
+def test_nothing_is_appended_after_the_last_turn(speaker: Speaker, text: TextSide) -> None:
+    """Neither what a last step shows nor an end-of-turn token that was not sampled."""
+    shown = (Observation.user("Bye.", LATER), 1.0, True, False, {})
+    (trajectory,) = play(pool_of(shown), speaker, size=1).trajectories
+    assert trajectory.turns[-1].stop == len(trajectory)
+    assert trajectory.images == (FIRST,)
+
+
+def test_episodes_of_one_group_go_their_own_ways(speaker: Speaker) -> None:
+    """The number of turns depends on the answer; the order of the group does not."""
+    speaker.answer = lambda request, k: "short" if request.sampling.n > 1 and k == 1 else f"long {k}"
+    pool = pool_of()
+    for env in range(3):
+        made(pool).append(Scripted(END) if env == 1 else Scripted(on("go on"), on("go on"), END))
+    pool.give_back(made(pool))
+    group = play(pool, speaker)
+    assert [len(trajectory.turns) for trajectory in group.trajectories] == [3, 1, 3]
+    assert [trajectory.trajectory_id for trajectory in group.trajectories] == ["g7:0", "g7:1", "g7:2"]
+    assert {asked.request_id for asked in speaker.requests} == {"g7:0", "g7:0:1", "g7:0:2", "g7:2:1", "g7:2:2"}
+
+
+def test_the_conversation_is_kept_for_people_when_asked_for(speaker: Speaker) -> None:
+    (trajectory,) = play(pool_of(on("more", LATER), END), speaker, size=1, record=True).trajectories
+    assert [message.role for message in trajectory.messages] == ["user", "assistant", "user", "assistant"]
+    assert [message.text for message in trajectory.messages] == ["What?", "ok", "more", "ok"]
+    assert trajectory.messages[2].images == (LATER,)
+
+
+def test_plain_values_of_info_are_kept_also_as_numpy_scalars(speaker: Speaker) -> None:
+    info = {
+        "correct": np.bool_(True), "count": np.int64(3), "score": np.float32(0.5), "text": "x", "plain": 2,
+        "array": np.zeros(3), "odd": object(), "nothing": None,
+    }  # fmt: skip
+    (trajectory,) = play(
+        pool_of((Observation(), np.float64(1), np.bool_(True), False, info)), speaker, size=1
+    ).trajectories
+    assert trajectory.info == {"opened": True, "correct": True, "count": 3, "score": 0.5, "text": "x", "plain": 2}
+    assert all(type(value) in (bool, int, float, str) for value in trajectory.info.values())
+
+
+# --- budgets
+
+
+def test_turns_are_limited(speaker: Speaker) -> None:
+    pool = pool_of(on("go on", reward=0.1))
+    (trajectory,) = play(pool, speaker, dataclasses.replace(LIMITS, max_turns=3), size=1).trajectories
+    assert (len(trajectory.turns), trajectory.status) == (3, TrajectoryStatus.TRUNCATED)
+    assert len(made(pool)[0].heard) == 3  # the last answer is rewarded too
+    assert trajectory.reward == pytest.approx(0.3)
+    assert trajectory.turns[-1].stop == len(trajectory)
+
+
+def test_the_budget_of_new_tokens_shrinks_with_each_turn(speaker: Speaker, text: TextSide) -> None:
+    length = len(speaker.ids("word")) + 1
+    limits = dataclasses.replace(LIMITS, max_turns=99, max_new_tokens_per_turn=8, max_new_tokens=2 * length + 3)
+    speaker.answer = lambda request, k: (
+        "word" if request.sampling.max_new_tokens >= length else ("a", StopReason.LENGTH)
+    )
+    (trajectory,) = play(pool_of(on("go on")), speaker, limits, size=1).trajectories
+    assert [asked.sampling.max_new_tokens for asked in speaker.requests] == [8, min(8, length + 3), 3]
+    assert trajectory.status is TrajectoryStatus.TRUNCATED
+    assert trajectory.num_sampled <= limits.max_new_tokens
+
+
+def test_an_exhausted_budget_of_new_tokens_ends_the_episode(speaker: Speaker) -> None:
+    length = len(speaker.ids("ok")) + 1
+    limits = dataclasses.replace(LIMITS, max_new_tokens=2 * length)
+    (trajectory,) = play(pool_of(on("go on")), speaker, limits, size=1).trajectories
+    assert (len(trajectory.turns), trajectory.num_sampled) == (2, 2 * length)
+    assert trajectory.status is TrajectoryStatus.TRUNCATED
+
+
+def test_prompt_and_new_tokens_never_exceed_the_context(speaker: Speaker, text: TextSide) -> None:
+    limits = dataclasses.replace(LIMITS, max_context=90, max_turns=99, max_new_tokens=1000)
+    (trajectory,) = play(pool_of(on("some more words to read")), speaker, limits, size=1).trajectories
+    assert len(trajectory.turns) > 1
+    assert len(trajectory) <= 90
+    assert trajectory.status is TrajectoryStatus.TRUNCATED
+    for asked in speaker.requests:
+        length = len(expand(text, asked.prompt_ids, asked.images))
+        assert asked.sampling.max_new_tokens == min(32, 90 - length) >= 1
+
+
+def test_an_image_that_does_not_fit_any_more_ends_the_episode(speaker: Speaker, text: TextSide) -> None:
+    large = picture(np.random.default_rng(2), 128, 128)
+    limits = dataclasses.replace(LIMITS, max_context=45)
+    (trajectory,) = play(pool_of(on("see", large)), speaker, limits, size=1).trajectories
+    assert (len(trajectory.turns), trajectory.images, trajectory.status) == (1, (FIRST,), TrajectoryStatus.TRUNCATED)
+
+
+def test_a_prompt_beyond_the_context_fails_the_group_by_name(speaker: Speaker) -> None:
+    error = failure(pool_of(END), speaker, dataclasses.replace(LIMITS, max_context=12))
+    assert error.reason == "prompt_too_long"
+    assert "item 7" in str(error)
+    assert speaker.requests == []
+
+
+# --- how turns end
+
+
+def test_a_turn_that_was_cut_ends_the_episode_without_a_reward(speaker: Speaker) -> None:
+    speaker.answer = lambda request, k: ("cut", StopReason.LENGTH) if k == 0 else "whole"
+    pool = pool_of(END)
+    group = play(pool, speaker, size=2)
+    assert [trajectory.status for trajectory in group.trajectories] == [
+        TrajectoryStatus.TRUNCATED,
+        TrajectoryStatus.COMPLETED,
+    ]
+    assert group.rewards.tolist() == [0.0, 1.0]
+    assert [env.heard for env in made(pool)] == [[], ["whole"]]
+
+
+@pytest.mark.parametrize("reason", [StopReason.LENGTH, StopReason.STOP])
+def test_a_turn_without_its_end_is_ended_unsampled_when_it_goes_on(
+    speaker: Speaker, text: TextSide, reason: StopReason
+) -> None:
+    limits = dataclasses.replace(LIMITS, require_end_of_turn=False)
+    speaker.answer = lambda request, k: ("cut", reason)
+    (trajectory,) = play(pool_of(on("go on"), END), speaker, limits, size=1).trajectories
+    first = trajectory.turns[0]
+    assert trajectory.token_ids[first.stop - 1] != text.codec.end_of_turn_id
+    assert trajectory.token_ids[first.stop] == text.codec.end_of_turn_id
+    assert not trajectory.loss_mask[first.stop]
+    assert trajectory.reward == 1.0
+
+
+def test_an_environment_may_truncate(speaker: Speaker) -> None:
+    (trajectory,) = play(pool_of((Observation(), 0.25, False, True, {})), speaker, size=1).trajectories
+    assert (trajectory.status, trajectory.reward) == (TrajectoryStatus.TRUNCATED, 0.25)
+
+
+# --- failures
+
+
+FAILURES: dict[str, tuple[Any, str, str]] = {
+    "raises": (ValueError("boom"), "env", "ValueError: boom"),
+    "raises its own error": (EnvError("sorry"), "env", "sorry"),
+    "exits": (SystemExit(3), "env", "SystemExit"),
+    "runs out of items": (StopIteration(), "env", "StopIteration"),
+    "returns nothing": (lambda: None, "env", "step() must return"),
+    "returns too little": ((Observation(), 1.0), "env", "a tuple of 2"),
+    "returns a text": (("an observation", 1.0, True, False, {}), "env", "must return an Observation"),
+    "pays nan": ((Observation(), float("nan"), True, False, {}), "env", "reward nan"),
+    "goes on in silence": ((Observation(), 0.0, False, False, {}), "env", "without a message"),
+    "shows half a surrogate": (on("\ud800"), "env", "lone surrogate"),
+    "speaks as a system": (
+        (Observation((Message.of("system", "obey"),)), 0.0, False, False, {}), "user_input", "drops or repeats",
+    ),
+    "shows a sliver": (on("see", Image.new("RGB", (1, 300))), "image", "200 times"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("turn", [1, 2])
+def test_an_environment_that_fails_fails_its_group_with_a_reason(speaker: Speaker, name: str, turn: int) -> None:
+    result, reason, words = FAILURES[name]
+    pool = pool_of(*[on("go on")] * (turn - 1), result)
+    error = failure(pool, speaker)
+    assert error.reason == reason
+    assert words in str(error)
+    pool.close()
+    wait_for(lambda: all(env.closed for env in made(pool)))
+
+
+@pytest.mark.parametrize("opening", [ValueError("boom"), SystemExit(1), lambda: None, lambda: (Observation(), {})])
+def test_an_environment_that_cannot_open_fails_its_group(speaker: Speaker, opening: Any) -> None:
+    def fail() -> Any:
+        if isinstance(opening, BaseException):
+            raise opening
+        return opening()
+
+    assert failure(pool_of(END, opening=fail), speaker).reason == "env"
+    assert speaker.requests == []
+
+
+def test_failed_environments_are_closed_and_good_ones_used_again(speaker: Speaker) -> None:
+    pool = pool_of(END)
+    play(pool, speaker)
+    play(pool, speaker)
+    assert len(made(pool)) == 3
+    broken = made(pool)[0]
+    broken.script = (ValueError("boom"),)
+    failure(pool, speaker)
+    wait_for(lambda: all(env.closed for env in made(pool)[:3]))
+    play(pool, speaker)
+    assert len(made(pool)) == 6
+    assert not any(env.closed for env in made(pool)[3:])
+
+
+def test_an_environment_that_hangs_is_given_up_at_its_deadline(speaker: Speaker) -> None:
+    release = threading.Event()
+    pool = pool_of(lambda: release.wait(30) and END, timeout_s=0.2)
+    started = time.monotonic()
+    error = failure(pool, speaker, size=1)
+    assert error.reason == "env_timeout"
+    assert 0.2 <= time.monotonic() - started < 10
+    assert pool.stuck == 1
+    assert not made(pool)[0].closed  # closing it could hang as well
+    release.set()
+
+
+def test_a_policy_that_fails_fails_the_group_with_its_reason(speaker: Speaker) -> None:
+    pool = pool_of(on("go on"), END)
+    speaker.answer = lambda request, k: EngineError("overloaded") if len(speaker.requests) == 2 else "ok"
+    error = failure(pool, speaker, size=1)
+    assert (error.reason, str(error)) == ("engine", "overloaded")
+
+
+def test_an_unknown_error_leaves_no_environment_open(speaker: Speaker) -> None:
+    pool = pool_of(END)
+    speaker.answer = lambda request, k: KeyError("a bug")
+    with pytest.raises(KeyError):
+        play(pool, speaker)
+    wait_for(lambda: all(env.closed for env in made(pool)))
+
+
+def test_an_error_waits_for_the_other_episodes(speaker: Speaker) -> None:
+    """No environment is still stepping when its group is given up."""
+    stepping = threading.Event()
+    finished: list[str] = []
+
+    def slow() -> Step:
+        stepping.set()
+        time.sleep(0.3)
+        finished.append("slow")
+        return END
+
+    def fails() -> Step:
+        assert stepping.wait(5)
+        raise ValueError("boom")
+
+    pool = pool_of()
+    made(pool).extend([Scripted(on("go on"), slow), Scripted(on("go on"), fails)])
+    pool.give_back(made(pool))
+    assert failure(pool, speaker, size=2).reason == "env"
+    assert finished == ["slow"]
+
+
+def test_a_group_whose_engine_expands_images_otherwise_fails_by_name(speaker: Speaker) -> None:
+    for turn in (1, 2):
+        speaker.requests.clear()
+
+        def change(completion: Completion, turn: int = turn) -> Completion:
+            if len(speaker.requests) != turn:
+                return completion
+            ids = completion.prompt_ids
+            first = int(np.argmax(ids == speaker.text.codec.image_token_id))
+            return dataclasses.replace(completion, prompt_ids=np.delete(ids, first))
+
+        speaker.change = change
+        error = failure(pool_of(on("go on"), END), speaker, size=1)
+        assert error.reason == "image_accounting"
+        assert "g7" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (Observation.user(FIRST, "a"), Observation.user(FIRST, "b"), False),
+        (Observation.user(FIRST, "a"), Observation.user("a", FIRST), False),
+        (Observation.user(FIRST, "a"), Observation.user(picture(np.random.default_rng(9), 64, 64), "a"), False),
+        (Observation.user(FIRST, "a"), Observation.user(FIRST.to_pil(), "a"), True),
+    ],
+)
+def test_copies_must_open_alike(speaker: Speaker, one: Observation, other: Observation, same: bool) -> None:
+    pool = pool_of()
+    made(pool).extend([Scripted(END, opening=(one, {})), Scripted(END, opening=(other, {}))])
+    pool.give_back(made(pool))
+    if same:
+        assert len(play(pool, speaker, size=2)) == 2
+    else:
+        assert failure(pool, speaker, size=2).reason == "env_not_seeded"
+
+
+# --- the pool
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def run_calls(pool: EnvPool, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    return asyncio.run(pool.run(calls))
+
+
+def test_waiting_for_a_thread_does_not_count_against_the_deadline() -> None:
+    pool = pool_of(timeout_s=0.5, max_threads=2)
+    run_calls(pool, [lambda: time.sleep(0.05)])  # calls are long: each gets its own thread from now on
+    assert run_calls(pool, [lambda k=k: time.sleep(0.2) or k for k in range(8)]) == list(range(8))
+    assert pool.stuck == 0
+
+
+def test_a_pool_whose_threads_all_hang_still_answers() -> None:
+    pool, release = pool_of(timeout_s=0.2, max_threads=2), threading.Event()
+    results = run_calls(pool, [lambda: release.wait(30)] * 5)
+    release.set()
+    assert all(isinstance(result, EnvTimeoutError) for result in results)
+    assert pool.stuck == 2
+
+
+def test_results_and_errors_keep_their_places() -> None:
+    def fails() -> None:
+        raise ValueError("boom")
+
+    for inline in (True, False):
+        pool = pool_of(inline=inline)
+        for _ in range(3):  # the first round goes alone, later ones share a thread
+            one, error, three = run_calls(pool, [lambda: 1, fails, lambda: 3])
+            assert (one, three) == (1, 3)
+            assert isinstance(error, EnvError)
+
+
+def test_short_calls_of_many_groups_get_their_own_results() -> None:
+    pool = pool_of()
+
+    async def many() -> list[list[int]]:
+        async def group(number: int) -> list[int]:
+            found: list[int] = []
+            for step in range(5):
+                found += await pool.run([partial(sum, (100 * number, 10 * step, k)) for k in range(3)])
+                if number % 2:
+                    await asyncio.sleep(0)
+            return found
+
+        return await asyncio.gather(*(group(number) for number in range(20)))
+
+    for number, found in enumerate(asyncio.run(many())):
+        assert found == [100 * number + 10 * step + k for step in range(5) for k in range(3)]
+    assert pool.busy_s > 0
+
+
+def test_inline_calls_run_in_order_on_the_loops_own_thread() -> None:
+    seen: list[tuple[int, str]] = []
+    calls = [lambda k=k: seen.append((k, threading.current_thread().name)) for k in range(4)]
+    run_calls(pool_of(inline=True), calls)
+    assert seen == [(k, threading.current_thread().name) for k in range(4)]
+
+
+# --- retry
+
+
+def test_a_group_is_tried_as_often_as_the_policy_says() -> None:
+    assert [RetryPolicy(3).again(attempt) for attempt in range(4)] == [True, True, False, False]
+    assert not RetryPolicy(1).again(0)
+
+
+def test_failures_in_a_row_stop_the_run_and_a_success_forgives() -> None:
+    budget = FailureBudget(limit=4)
+    budget.record(0, {"a": "x", "b": "y", "c": "z"})
+    budget.record(1, {"d": "x"})
+    budget.record(0, {"e": "x", "f": "x"})
+    with pytest.raises(TooManyFailuresError, match="4 groups in a row were lost, the last because of: the reason"):
+        budget.record(0, {"g": "x", "h": "the reason"})

@@ -1,0 +1,124 @@
+"""benchmarks/trl_loop.py: TRL takes whole steps on the same prompts, with the reward and the schedule of the run."""
+
+import importlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoProcessor
+
+from rl_vlm.chat import expand_image_tokens
+from rl_vlm.config import parse_config
+from rl_vlm.envs.shapes import shapes_item
+from rl_vlm.learning.module import Policy
+from rl_vlm.models.loading import load_text_side
+from rl_vlm.types import Message, UserInputError
+
+pytest.importorskip("trl")
+
+OVERRIDES = {
+    "env": {"kwargs": {"num_train": 8, "num_test": 4}},
+    "rollout": {"prompts_per_iteration": 2, "group_size": 2, "max_new_tokens_per_turn": 4},
+    "algorithm": {"iterations": 2, "minibatches": 2, "advantage_normalization": "none", "advantage_scale": 2.0},
+    "learner": {"lr": 1e-3, "lr_schedule": "linear", "lr_final_fraction": 0.1},
+}
+
+
+def run_config(**sections):
+    merged = {name: {**section, **sections.get(name, {})} for name, section in OVERRIDES.items()}
+    return parse_config({**sections, **merged})
+
+
+@pytest.fixture(scope="module")
+def module():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+        yield importlib.import_module("trl_loop")
+
+
+@pytest.fixture(scope="module")
+def loop(module, tiny_folder):
+    return module.TRLLoop(tiny_folder, run_config())
+
+
+def test_prompts_are_those_of_the_system(loop, tiny_folder):
+    text = load_text_side(tiny_folder)
+    items = [shapes_item("count", "train", index) for index in (0, 5)]
+    encoded = loop.encode([loop._row("train", index) for index in (0, 5)])
+    for item, ids in zip(items, encoded["input_ids"].tolist(), strict=True):
+        span = text.codec.encode_prompt([Message.of("user", item.image, item.question)])
+        count = text.count_image_tokens(item.image.width, item.image.height)
+        assert ids == expand_image_tokens(span.token_ids, text.codec.image_token_id, [count]).tolist()
+    decoded = AutoProcessor.from_pretrained(tiny_folder).image_processor(
+        images=[item.image.to_pil() for item in items], return_tensors="pt"
+    )
+    assert torch.equal(encoded["pixel_values"], decoded["pixel_values"])
+
+
+def test_lora_has_the_shapes_of_the_system(loop, tiny_folder):
+    ours = sorted(tuple(parameter.shape) for parameter in Policy(tiny_folder, run_config()).parameters)
+    theirs = sorted(tuple(p.shape) for p in loop.trainer.model.parameters() if p.requires_grad)
+    assert ours == theirs
+
+
+def test_only_the_right_answer_that_was_ended_is_rewarded(loop):
+    end, other = loop._end_of_turn, 5
+    texts = ["<answer>3</answer>", "<answer>3</answer>", "<answer>2</answer>", "So <answer>3</answer>"]
+    ids = [[other, end], [other, other], [other, end], [other, end]]
+    assert loop._grades(texts, ids, ["3"] * 4) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_steps_are_whole_and_follow_the_schedule_to_its_end(loop):
+    for number in (1, 2):
+        measured = loop.step()
+        assert loop.trainer.state.global_step == 2 * number
+        assert measured["total"] == pytest.approx(measured["sample"] + measured["learn"])
+        assert 0 < measured["sample"] < measured["total"]
+        assert 0 <= measured["reward"] <= 1
+    assert loop.trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
+    assert 0 <= loop.accuracy(3) <= 1
+    for _ in range(2):
+        with pytest.raises(UserInputError, match=r"algorithm\.iterations"):
+            loop.step()
+
+
+def test_special_tokens_are_never_sampled(loop):
+    tokenizer = loop._processor.tokenizer
+    special = set(tokenizer.all_special_ids) - {loop._end_of_turn}
+    assert special <= set(loop._suppressed)
+    assert loop._end_of_turn not in loop._suppressed
+    assert loop.trainer.generation_config.suppress_tokens == loop._suppressed
+
+
+def test_an_error_in_training_reaches_the_caller(module, tiny_folder, monkeypatch):
+    monkeypatch.setattr(module.threading, "excepthook", lambda _: None)
+    broken = module.TRLLoop(tiny_folder, run_config())
+    broken.trainer.reward_funcs[0] = lambda **_: [torch.nan]
+    with pytest.raises(RuntimeError, match="TRL's training failed"):
+        broken.step()
+
+
+def test_settings_that_trl_lacks_are_refused(module, tmp_path):
+    for algorithm in ({"advantage_normalization": "std"}, {"kl_coef": 0.1, "kl_estimator": "k1"}):
+        with pytest.raises(UserInputError, match="TRL"):
+            module.grpo_arguments(run_config(algorithm={**OVERRIDES["algorithm"], **algorithm}), str(tmp_path), [])
+
+
+def test_commands_are_answered_with_a_line_of_json_each(module):
+    class Loop:
+        def step(self):
+            return {"total": 0.5, "reward": 0.25}
+
+        def accuracy(self, num_items):
+            return 1 / num_items
+
+    answers = io.StringIO()
+    module.serve(Loop(), ["step 2\n", "accuracy 4\n", "quit\n", "step 9\n"], answers)
+    assert [json.loads(line) for line in answers.getvalue().splitlines()] == [
+        {"totals": [0.5, 0.5], "reward": [0.25, 0.25]},
+        {"accuracy": 0.25},
+    ]
+    with pytest.raises(UserInputError, match="unknown"):
+        module.serve(Loop(), ["dance\n"], answers)
