@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -164,7 +166,8 @@ class _Run:
         with ray_cluster(self.run):
             config = GRPOConfig.from_run_config(self.run, self.folder)
             try:
-                self.algorithm = algorithm = config.build_algo()
+                with _stderr_to(self.folder / "startup.log"):
+                    self.algorithm = algorithm = config.build_algo()
                 algorithm.stop_requested = lambda: bool(self.stop)
                 if self.start_from is not None:
                     algorithm.load_checkpoint(str(self.start_from))
@@ -269,6 +272,29 @@ class _Run:
             result["error"] = error
         self.recorder.finish(result)
         return result
+
+
+@contextmanager
+def _stderr_to(path: Path) -> Iterator[None]:
+    """Ray's C++ side and RLlib write notes about their own plumbing to stderr while they start; keep them in a file.
+
+    What really fails is raised as an exception.
+    """
+    try:
+        file = open(path, "ab")
+    except OSError:
+        yield
+        return
+    with file:
+        sys.stderr.flush()
+        saved = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(saved, 2)
+            os.close(saved)
 
 
 def _counts(algorithm: Any) -> dict[str, Any]:

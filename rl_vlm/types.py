@@ -46,13 +46,15 @@ class EncodedImage:
 
     @classmethod
     def from_pil(cls, image: Image.Image) -> EncodedImage:
-        """Encode any PIL image as RGB PNG (transparency is laid on white)."""
+        """Encode any PIL image as RGB PNG: transparency is laid on white, 16 bits become 8, metadata are left out."""
+        if image.mode.startswith("I;16"):
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))  # PIL would cut off at 255
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
             rgba = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
         rgb = image.convert("RGB")
         buffer = io.BytesIO()
-        rgb.save(buffer, format="PNG", compress_level=1)
+        rgb.save(buffer, format="PNG", compress_level=1, icc_profile=None)
         png = buffer.getvalue()
         return cls(hashlib.sha256(png).hexdigest(), png, rgb.width, rgb.height)
 

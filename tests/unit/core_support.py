@@ -54,9 +54,9 @@ def picture(rng: np.random.Generator, width: int = 32, height: int = 32) -> Enco
 
 
 def pictures(rng: np.random.Generator, count: int) -> list[EncodedImage]:
-    """Noise of various sizes, so that grids differ."""
-    sizes = [(32, 32), (64, 32), (32, 96), (64, 64), (70, 40)]
-    return [picture(rng, *sizes[rng.integers(len(sizes))]) for _ in range(count)]
+    """Noise of various sizes; of most, positions and tokens differ in number."""
+    sizes = [(96, 64), (32, 32), (64, 128), (70, 40), (128, 128)]
+    return [picture(rng, *sizes[k % len(sizes)]) for k in range(count)]
 
 
 def run_config(folder: Path, **dotted: Any) -> RunConfig:

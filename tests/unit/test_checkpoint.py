@@ -215,6 +215,7 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_appears(
     payload: AdapterPayload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
+    renamed: list[str] = []
     fsync, replace = module.os.fsync, module.os.replace
 
     def note(descriptor: int) -> None:
@@ -223,11 +224,13 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_appears(
 
     def rename(source: Any, target: Any) -> None:
         assert {Path(name).name for name in FILES} <= set(synced)
+        renamed.append(Path(target).name)
         replace(source, target)
 
     monkeypatch.setattr(module.os, "fsync", note)
     monkeypatch.setattr(module.os, "replace", rename)
     save_checkpoint(tmp_path, 1, make(payload), keep=1)
+    assert renamed == ["iteration-000001"]  # it appears at once
 
 
 # --- the optimiser goes on

@@ -106,6 +106,15 @@ def test_skipped_samples_count_in_the_normaliser(aggregation: str) -> None:
     assert len(kept) == 20
     assert all(not sample.trajectory.trajectory_id.startswith("flat") for sample in skipped)
     assert all(sample.weight == weights[sample.trajectory.trajectory_id] for sample in skipped)
+    everything = [trajectory for group in [*groups, flat] for trajectory in group.trajectories]
+    tokens = sum(trajectory.num_sampled for trajectory in everything)
+    for sample in skipped:
+        expected = {
+            "sequence_mean": 1 / (20 * sample.trajectory.num_sampled),
+            "token_mean": 1 / tokens,
+            "constant": 1 / 20,
+        }
+        assert sample.weight == pytest.approx(expected[aggregation])
 
 
 def test_advantages_are_those_of_each_group_in_the_order_given() -> None:

@@ -149,6 +149,16 @@ def test_frequencies_follow_the_distribution(parameters: dict[str, float]) -> No
     assert stats.chisquare(counts[support], count * probabilities[support]).pvalue > 1e-4
 
 
+def test_a_long_tail_of_small_probabilities_keeps_its_share() -> None:
+    """Single precision cannot tell apart the running sums of 90 neighbours here."""
+    size = 151_936
+    logits = np.zeros(size, dtype=np.float32)
+    logits[0] = np.log(9999 * (size - 1))  # one token in ten thousand is another one, and all others are equally likely
+    shares = np.linspace(0.01, 0.99, 50)
+    tokens, _ = choose(logits, 0.9999 + 0.0001 * shares)
+    assert np.abs(tokens - shares * size).max() <= 20
+
+
 def test_rows_do_not_depend_on_their_neighbours() -> None:
     """A row without top-p and top-k gives the same bits beside rows that use them, its far tail included."""
     rng = np.random.default_rng(3)

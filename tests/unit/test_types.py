@@ -136,6 +136,20 @@ def test_equal_pixels_have_equal_hashes_and_others_do_not() -> None:
     assert EncodedImage.from_pil(Image.new("RGB", (3, 3), "blue")).sha256 != red.sha256
 
 
+def test_metadata_do_not_change_the_hash() -> None:
+    image = Image.new("RGB", (3, 3), "red")
+    plain = EncodedImage.from_pil(image).sha256
+    image.info |= {"icc_profile": b"x" * 200, "dpi": (300, 300), "comment": "taken in spring"}
+    assert EncodedImage.from_pil(image).sha256 == plain
+
+
+def test_sixteen_bits_keep_their_brightness() -> None:
+    image = Image.fromarray(np.array([[0, 256 * 100, 65535]], dtype=np.uint16))
+    assert image.mode == "I;16"
+    pixels = np.asarray(EncodedImage.from_pil(image).to_pil())
+    assert pixels[0].tolist() == [[0, 0, 0], [100, 100, 100], [255, 255, 255]]
+
+
 def test_images_that_are_encoded_already_are_not_encoded_again() -> None:
     encoded = EncodedImage.from_pil(Image.new("RGB", (3, 3), "red"))
     both = as_encoded([encoded, Image.new("RGB", (3, 3), "red")])
