@@ -100,4 +100,3 @@ def ray_cluster(run: RunConfig) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -280,12 +280,12 @@ def _stderr_to(path: Path) -> Iterator[None]:
 
     What really fails is raised as an exception.
     """
-    try:
-        file = open(path, "ab")
-    except OSError:
-        yield
-        return
-    with file:
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(path, "ab"))
+        except OSError:
+            yield
+            return
         sys.stderr.flush()
         saved = os.dup(2)
         os.dup2(file.fileno(), 2)

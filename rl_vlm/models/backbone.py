@@ -90,9 +90,7 @@ class Backbone:
         out = self.model.model.get_image_features(pixel_values, grid_thw, return_dict=True)
         deepstack = getattr(out, "deepstack_features", None) or []
         return {
-            image.sha256: ImageFeatures(
-                out.pooler_output[k].clone(), [layer[k].clone() for layer in deepstack]
-            )
+            image.sha256: ImageFeatures(out.pooler_output[k].clone(), [layer[k].clone() for layer in deepstack])
             for k, image in enumerate(images)
         }
 

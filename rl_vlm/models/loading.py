@@ -49,14 +49,18 @@ def resolve_model(name: str, seed: int = 0) -> Path:
             raise UserInputError(f"The folder {folder} holds no config.json: give a Hugging Face model folder.")
         return folder
     if folder.is_absolute() or name.startswith(".") or name.count("/") != 1:
-        raise UserInputError(f"Model {name!r} is neither a folder, nor 'tiny', nor a hub name such as Qwen/Qwen3-VL-2B-Instruct.")
+        raise UserInputError(
+            f"Model {name!r} is neither a folder, nor 'tiny', nor a hub name such as Qwen/Qwen3-VL-2B-Instruct."
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except LocalEntryNotFoundError as error:
-        raise UserInputError(f"Model {name} is not on this machine: run `rl-vlm fetch {name}` once while online.") from error
+        raise UserInputError(
+            f"Model {name} is not on this machine: run `rl-vlm fetch {name}` once while online."
+        ) from error
 
 
 def load_text_side(folder: Path) -> TextSide:

@@ -52,7 +52,9 @@ def load_lora_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     own = lora_state(model)
     if own.keys() != state.keys():
         difference = sorted(own.keys() ^ state.keys())[:3]
-        raise UserInputError(f"The adapter does not fit the model: tensors differ, for example {', '.join(difference)}.")
+        raise UserInputError(
+            f"The adapter does not fit the model: tensors differ, for example {', '.join(difference)}."
+        )
     for name, tensor in state.items():
         if own[name].shape != tensor.shape:
             raise UserInputError(

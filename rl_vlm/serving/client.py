@@ -86,21 +86,32 @@ class PolicyClient:
                 self._spawn(entries[part::parts])
 
     def _spawn(self, entries: list[tuple[GenerationRequest, asyncio.Future[Completion]]]) -> None:
+        futures = [future for _, future in entries]
+
         async def run() -> None:
             try:
                 completions = await self.call([request for request, _ in entries])
-            except RLVLMError as error:
-                for _, future in entries:
+                answered = list(zip(futures, completions, strict=True))
+            except Exception as error:
+                # Whatever went wrong, nobody may wait for an answer that cannot come any more.
+                for future in futures:
                     if not future.done():
                         future.set_exception(error)
                 return
-            for (_, future), completion in zip(entries, completions, strict=True):
+            for future, completion in answered:
                 if not future.done():
                     future.set_result(completion)
 
         task = asyncio.get_running_loop().create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+        def stop_if_unwanted(_: object) -> None:
+            if all(future.cancelled() for future in futures):
+                task.cancel()
+
+        for future in futures:
+            future.add_done_callback(stop_if_unwanted)
 
     async def call(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Answer several requests in one call, on one replica; retried with backoff until the deadline."""

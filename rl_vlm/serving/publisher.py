@@ -68,8 +68,9 @@ class PolicyService:
                 if time.monotonic() > deadline:
                     raise ServingError(f"Version {payload.version} could not be published: {error}") from error
                 time.sleep(0.1)
-        previous, self._pending_report = self._pending_report, self._registry.report.remote(
-            payload.version, self._serving.num_replicas, self._serving.publish_timeout_s
+        previous, self._pending_report = (
+            self._pending_report,
+            self._registry.report.remote(payload.version, self._serving.num_replicas, self._serving.publish_timeout_s),
         )
         if previous is None:
             return None

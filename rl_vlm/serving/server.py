@@ -173,4 +173,3 @@ def build_app(model: Path, run: RunConfig, run_id: str, namespace: str) -> serve
         request_router_config=RequestRouterConfig(request_router_class="rl_vlm.serving.router:AffinityRouter"),
     )
     return deployment.bind(str(model), run, run_id, namespace)  # type: ignore[no-any-return]
-

@@ -25,7 +25,9 @@ def main() -> None:
     processor = AutoProcessor.from_pretrained(folder, padding_side="left")
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     model = PeftModel.from_pretrained(model, adapter).eval()
-    special = [i for i in processor.tokenizer.all_special_ids if i != processor.tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    special = [
+        i for i in processor.tokenizer.all_special_ids if i != processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ]
     right = 0
     for start in range(0, count, 64):
         envs, texts, images = [], [], []

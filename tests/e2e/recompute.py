@@ -82,11 +82,15 @@ def check_rows(rows: list[dict[str, Any]], rules: dict[str, Any], tokenizer: Tok
         name = f"iteration {row['iteration']}, {row['trajectory_id']}"
         total = sum(turn["reward"] for turn in row["turns"])
         assert abs(total - row["reward"]) < 1e-9, f"{name}: turns pay {total}, the trajectory {row['reward']}"
-        assert abs(expected_reward(row, rules) - row["reward"]) < 1e-9, f"{name}: reward {row['reward']}: {row['messages']}"
+        assert abs(expected_reward(row, rules) - row["reward"]) < 1e-9, (
+            f"{name}: reward {row['reward']}: {row['messages']}"
+        )
         assert expected_mask(row["token_ids"], tokenizer) == row["loss_mask"], f"{name}: the loss mask differs"
         spans = [place for turn in row["turns"] for place in range(turn["start"], turn["stop"])]
         assert spans == [place for place, sampled in enumerate(row["loss_mask"]) if sampled], f"{name}: spans"
-        assert all((lp < 0) == m or (m and lp == 0) for lp, m in zip(row["logprobs"], row["loss_mask"], strict=True)), name
+        assert all((lp < 0) == m or (m and lp == 0) for lp, m in zip(row["logprobs"], row["loss_mask"], strict=True)), (
+            name
+        )
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row["group_id"], []).append(row)

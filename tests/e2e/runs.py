@@ -24,7 +24,9 @@ REGISTRY, LEARNER = "ray::AdapterRegistry", "ray::_WrappedExecutable"
 
 def environment(**changes: str) -> dict[str, str]:
     """The environment of a run: offline, and not inside another cluster."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != "WANDB_API_KEY"}
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != "WANDB_API_KEY"
+    }
     return {**clean, "HF_HUB_OFFLINE": "1", **changes}
 
 

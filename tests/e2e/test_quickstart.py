@@ -59,7 +59,12 @@ def test_the_run_folder_holds_what_it_should(run_dir: Path) -> None:
 
 
 def test_plain_transformers_and_peft_see_the_same_accuracy(run_dir: Path) -> None:
-    script = [sys.executable, str(ROOT / "tests/e2e/plain_eval.py"), str(resolve_model("tiny")), str(run_dir / "adapter")]
+    script = [
+        sys.executable,
+        str(ROOT / "tests/e2e/plain_eval.py"),
+        str(resolve_model("tiny")),
+        str(run_dir / "adapter"),
+    ]
     done = subprocess.run(script, capture_output=True, text=True, timeout=300, env=environment(), check=True)
     plain = json.loads(done.stdout.splitlines()[-1])["accuracy"]
     assert plain == pytest.approx(json.loads((run_dir / "result.json").read_text())["accuracy_after"], abs=2 / 512)

@@ -19,7 +19,6 @@ from rl_vlm.learning.plan import PlanConfig, plan_update
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.types import Message, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
-
 LR = 1e-3
 
 
@@ -100,4 +99,3 @@ def test_one_and_two_learner_actors_make_the_update_of_the_local_learner(cluster
             np.testing.assert_allclose(adapter[name], array, atol=2e-5, err_msg=f"{learners} learners: {name}")
         for name in ("policy/loss", "policy/grad_norm", "policy/entropy", "mismatch/kl"):
             assert stats[name] == pytest.approx(figures[name], rel=1e-3), name
-

@@ -287,14 +287,12 @@ def test_cancelling_one_of_several_requests_leaves_the_others() -> None:
     assert not handle.responses[0].cancelled
 
 
-@pytest.mark.xfail(reason="a common call goes on although nobody waits for it any more")
 def test_cancelling_all_requests_of_a_call_cancels_its_response() -> None:
     handle = Handle(FOREVER)
     client = client_of(handle, num_replicas=1)
     asyncio.run(cancel_running(handle, client.generate(ask("a")), client.generate(ask("b"))))
 
 
-@pytest.mark.xfail(reason="only errors of this package reach the requests of a common call; others leave them waiting")
 @pytest.mark.parametrize(
     "outcome", [KeyError("a bug"), OSError("the object store is gone"), []], ids=["bug", "lost", "too few answers"]
 )
