@@ -1,7 +1,7 @@
 # Two commands do all the set-up: `make quickstart` and `make test`. Everything goes into .venv; a second run installs nothing.
 
-# The newest supported Python that is here; `make PYTHON=... test` chooses another.
-PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(shell command -v $(p) >/dev/null 2>&1 && \
+# A supported Python that is here, the system's own first; `make PYTHON=... test` chooses another.
+PYTHON ?= $(firstword $(foreach p,python3 python3.12 python3.11,$(shell command -v $(p) >/dev/null 2>&1 && \
 	$(p) -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,12))' >/dev/null 2>&1 && echo $(p))))
 REQUIREMENTS ?= $(shell if command -v nvidia-smi >/dev/null 2>&1; then echo requirements/gpu.txt; else echo requirements/cpu.txt; fi)
 BIN := .venv/bin
