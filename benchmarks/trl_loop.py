@@ -11,10 +11,10 @@ no logging, checkpoints, reference model or data workers. TRL reads the rows of 
 the dataset hands out rows that were made beforehand, with images as uint8 tensors.
 
 Tried on the quickstart, 16 x 8 rows, one thread, in processor time of interleaved steps, and left out: gradient
-checkpointing (TRL's default) + 8 %; a plain dataset, which decodes its images at every read, + 7 %; PIL images instead
-of tensors + 4 %; a static cache for generation + 3 %; eager attention + 2 %. Without a difference: LoRA injected
-without peft's wrapper, AdamW that is not fused, no filter for infinite losses. `torch_compile` falls back on graph
-breaks in the vision code, compiles for minutes and is no faster afterwards.
+checkpointing (TRL's default) + 7 %; a plain dataset, which decodes its images at every read, + 7 %; eager attention
++ 2 to 7 %; PIL images instead of tensors + 4 %. Without a difference: a static cache for generation, LoRA injected
+without peft's wrapper, AdamW that is not fused, no filter for infinite losses. `torch_compile` breaks its graphs in the
+vision code, compiles for minutes and was no faster afterwards.
 
 What TRL does that no setting changes: it prepares and encodes the image of every row, in generation, in the pass for
 the old log-probabilities and in the loss; that pass covers the first optimiser step too, whose ratio is 1 anyway; rows

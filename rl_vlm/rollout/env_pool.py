@@ -138,7 +138,7 @@ class EnvPool:
         """Close all idle environments and the threads."""
         for env in self._idle:
             _close_quietly(env)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)  # environments that failed may still be waiting to be closed
 
 
 def _reset(env: VisionEnv, seed: int, options: dict[str, Any]) -> tuple[Observation, Info]:

@@ -21,6 +21,11 @@ class ServingError(RLVLMError):
     """The served policy could not be started, or a version could not be published."""
 
 
+def _start_serve() -> None:
+    # A training run opens no HTTP port of its own.
+    serve.start(proxy_location="Disabled")
+
+
 class PolicyService:
     """One run's served policy. The registry belongs to the process that makes this object and ends with it."""
 
@@ -31,8 +36,9 @@ class PolicyService:
         self._registry = start_registry(run_id, self._namespace, folder)
         self._pending_report: ray.ObjectRef | None = None
         app = build_app(model, run, run_id, self._namespace)
-        # A training run opens no HTTP port of its own.
-        serve.start(proxy_location="Disabled")
+        # From a task of its own: a Tune trial's placement group would claim Serve's controller, which does not fit in it.
+        start = ray.remote(_start_serve).options(num_cpus=0, scheduling_strategy="DEFAULT")
+        ray.get(start.remote(), timeout=run.serving.startup_timeout_s)
         serve.run_many(
             [serve.RunTarget(app, name=app_name(run_id), route_prefix=None)], wait_for_applications_running=False
         )

@@ -158,6 +158,11 @@ def start_registry(run_id: str, namespace: str, folder: Path) -> ray.actor.Actor
     """Start the registry of a run; it restarts by itself as often as it dies, and ends with the caller."""
     folder.mkdir(parents=True, exist_ok=True)
     actor = ray.remote(AdapterRegistry).options(
-        name=registry_name(run_id), namespace=namespace, num_cpus=0, max_restarts=-1, max_concurrency=1000
+        name=registry_name(run_id),
+        namespace=namespace,
+        num_cpus=0,
+        max_restarts=-1,
+        max_concurrency=1000,
+        scheduling_strategy="DEFAULT",
     )
     return actor.remote(str(folder))  # type: ignore[no-any-return]

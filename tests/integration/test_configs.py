@@ -1,0 +1,145 @@
+"""Every configuration that ships passes `--dry-run`; wrong ones end with one sentence and code 2, and harm nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rl_vlm.cli import run as rl_vlm
+
+ROOT = Path(__file__).resolve().parents[2]
+FIXTURES = ROOT / "tests" / "fixtures" / "geo3k"
+
+# The shapes in the published configuration files: (hidden, layers, heads, feed-forward, vision hidden, vision depth,
+# vision feed-forward, deep-stack layers, tied embeddings) and the parameters that they make.
+QWEN3_VL = {
+    "2b": ((2048, 28, 16, 6144, 1024, 24, 4096, [5, 11, 17], True), 2.13),
+    "4b": ((2560, 36, 32, 9728, 1024, 24, 4096, [5, 11, 17], True), 4.44),
+    "8b": ((4096, 36, 32, 12288, 1152, 27, 4304, [8, 16, 24], False), 8.77),
+}
+
+
+@pytest.fixture(scope="module")
+def model_folders(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders without weights whose config.json has the real shapes; the tokenizer is the tiny model's."""
+    folders = {}
+    for size, (shape, _) in QWEN3_VL.items():
+        hidden, layers, heads, feed_forward, v_hidden, v_depth, v_feed_forward, deepstack, tied = shape
+        folder = tmp_path_factory.mktemp("qwen") / size
+        shutil.copytree(tiny_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+        config = json.loads((folder / "config.json").read_text())
+        config["tie_word_embeddings"] = tied
+        config["text_config"] |= {
+            "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8,
+            "head_dim": 128, "intermediate_size": feed_forward, "vocab_size": 151936, "max_position_embeddings": 262144,
+            "tie_word_embeddings": tied,
+        }  # fmt: skip
+        config["text_config"]["rope_parameters"] = {
+            "rope_type": "default", "rope_theta": 5000000, "mrope_section": [24, 20, 20], "mrope_interleaved": True,
+        }  # fmt: skip
+        config["vision_config"] |= {
+            "hidden_size": v_hidden, "depth": v_depth, "num_heads": 16, "intermediate_size": v_feed_forward,
+            "out_hidden_size": hidden, "deepstack_visual_indexes": deepstack, "num_position_embeddings": 2304,
+        }  # fmt: skip
+        (folder / "config.json").write_text(json.dumps(config))
+        folders[size] = folder
+    return folders
+
+
+@pytest.mark.parametrize("size", QWEN3_VL)
+def test_large_recipes_pass_a_dry_run_and_state_what_they_need(
+    size: str, model_folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ROOT / f"configs/geo3k_qwen3vl_{size}.yaml"
+    assert rl_vlm(["train", str(config), "--dry-run", f"model.path={model_folders[size]}", f"env.data={FIXTURES}"]) == 0
+    printed = capsys.readouterr().out
+    assert "gpu_memory_gib:" in printed
+    billions = float(printed.split("parameters: ")[1].split()[0])
+    assert billions == pytest.approx(QWEN3_VL[size][1], rel=0.02)
+
+
+@pytest.mark.parametrize("size", QWEN3_VL)
+def test_the_full_fine_tune_is_refused_until_it_exists(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ROOT / f"configs/geo3k_qwen3vl_{size}.yaml"
+    assert rl_vlm(["train", str(config), "--dry-run", "model.train=full", "learner.lr=1e-6"]) == 2
+    assert "model.train: lora" in capsys.readouterr().err
+
+
+def test_small_recipes_pass_a_dry_run(tiny_folder: Path) -> None:
+    model = f"model.path={tiny_folder}"
+    assert rl_vlm(["train", str(ROOT / "configs/quickstart.yaml"), "--dry-run", model]) == 0
+    assert rl_vlm(["train", str(ROOT / "configs/geo3k_tiny.yaml"), "--dry-run", model, f"env.data={FIXTURES}"]) == 0
+
+
+def _broken_data(folder: Path, kind: str) -> Path:
+    folder.mkdir()
+    for split in ("train", "test"):
+        shutil.copy(FIXTURES / f"{split}.parquet", folder)
+    path = folder / "train.parquet"
+    if kind == "corrupt file":
+        data = bytearray(path.read_bytes())
+        data[200:4000] = np.random.default_rng(0).bytes(3800)
+        path.write_bytes(bytes(data))
+    elif kind == "truncated file":
+        path.write_bytes(path.read_bytes()[:5000])
+    else:
+        rows = pq.read_table(path).to_pylist()
+        rows[0]["images"] = [{"bytes": b"not a picture", "path": None}]
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["corrupt file", "truncated file", "unreadable image"])
+def test_bad_data_is_refused_before_anything_starts(
+    kind: str, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = _broken_data(tmp_path / "data", kind)
+    arguments = [f"model.path={tiny_folder}", f"env.data={data}", "--run-dir", str(tmp_path / "run")]
+    assert rl_vlm(["train", str(ROOT / "configs/geo3k_tiny.yaml"), *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert "train.parquet" in error and "Traceback" not in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("algorithm.iteration=3", "Did you mean algorithm.iterations"),
+        ("learner.lr=fast", "learner.lr"),
+        ("env.id=Shape-v0", "Did you mean Shapes-v0"),
+        ("env.id=no/such/file.py", "no/such/file.py"),
+        ("env.kwargs={task: juggle}", "juggle"),
+        ("model.path=/no/such/folder", "/no/such/folder"),
+        ("model.path=Qwen/Qwen3-VL-2B-Instruct", "rl-vlm fetch"),
+        ("rollout.top_p=0.9", "top_p"),
+        ("serving.gpus_per_replica=1", "GPU"),
+        ("rollout.cpus_per_env_runner=64", "logical CPUs"),
+        ("serving.max_context=16", "max_context"),
+    ],
+)
+def test_bad_input_gets_one_sentence_and_code_two(
+    override: str, sentence: str, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = [] if override.startswith("model.path") else [f"model.path={tiny_folder}"]
+    run_dir = tmp_path / "run"
+    arguments = [str(ROOT / "configs/quickstart.yaml"), *model, override, "--run-dir", str(run_dir)]
+    assert rl_vlm(["train", *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert sentence in error and "Traceback" not in error and len(error.splitlines()) == 1, error
+    assert not run_dir.exists()
+
+
+def test_overwrite_with_a_bad_config_keeps_the_old_run(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("name: old\n")
+    (tmp_path / "result.json").write_text("{}")
+    arguments = [f"model.path={tiny_folder}", "serving.gpus_per_replica=1", "--run-dir", str(tmp_path), "--overwrite"]
+    assert rl_vlm(["train", str(ROOT / "configs/quickstart.yaml"), *arguments]) == 2
+    assert (tmp_path / "result.json").read_text() == "{}"
