@@ -66,6 +66,7 @@ def save_checkpoint(checkpoints: Path, iteration: int, checkpoint: Checkpoint, k
     checkpoints.mkdir(parents=True, exist_ok=True)
     target = checkpoints / f"iteration-{iteration:06d}"
     temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=checkpoints))
+    temporary.chmod(0o755)  # mkdtemp lets nobody else in
     try:
         write_checkpoint(temporary, checkpoint)
         if target.exists():

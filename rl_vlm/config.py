@@ -31,7 +31,6 @@ class LoraSection(Section):
     rank: int = Field(16, ge=1, le=512)
     alpha: int = Field(32, ge=1)
     target_modules: Literal["attn", "mlp", "all"] = "all"
-    dropout: float = Field(0.0, ge=0.0, lt=1.0)
 
 
 class ModelSection(Section):

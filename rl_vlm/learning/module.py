@@ -32,7 +32,7 @@ class Policy:
         self.text = load_text_side(folder)
         self.model = load_model(folder, run.model.dtype, device)
         lora = run.model.lora
-        self.lora = lora_config(lora.rank, lora.alpha, lora.target_modules, lora.dropout)
+        self.lora = lora_config(lora.rank, lora.alpha, lora.target_modules)
         self.lora.base_model_name_or_path = str(folder)
         seed_lora(run.seed)
         inject_lora(self.model, self.lora)
@@ -40,7 +40,7 @@ class Policy:
             self.model.model.language_model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}
             )
-            # transformers checkpoints layers only in training mode; LoRA dropout is the only thing that mode changes.
+            # transformers checkpoints layers only in training mode; without dropout that changes nothing else.
             self.model.model.language_model.train()
         codec = self.text.codec
         suppressed = codec.suppressed_token_ids(self.text.vocab_size)

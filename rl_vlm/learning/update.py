@@ -28,6 +28,7 @@ class PackedMinibatch:
     micro_batches: list[MicroBatch]
     old: list[Tensor | None] = field(default_factory=list)
     reference: list[Tensor] = field(default_factory=list)
+    probe: list[Tensor] = field(default_factory=list)  # a pass of its own, to check the first ratios against
 
 
 @dataclass(slots=True)
@@ -47,7 +48,7 @@ class UpdateStats:
     steps: int = 0
     skipped_steps: int = 0  # the gradient was not finite
     lr: float = 0.0
-    first_ratio_error: float = 0.0  # |ratio - 1| on the first minibatch: must be exactly 0
+    first_ratio_error: float = 0.0  # largest |ratio - 1| on the first minibatch, where it was probed: must be exactly 0
 
     @classmethod
     def merge(cls, parts: Sequence[UpdateStats]) -> UpdateStats:
@@ -108,6 +109,7 @@ class PolicyUpdater:
         self._config = loss_config
         self._temperature = temperature
         self._without_adapter = without_adapter
+        self._probed = False
 
     def pack(self, minibatches: Sequence[Minibatch]) -> list[PackedMinibatch]:
         """Pack minibatches and fill in what must be computed with the weights as they are before the first step.
@@ -121,10 +123,15 @@ class PolicyUpdater:
                 if number > 0:
                     with torch.no_grad():
                         old, _ = self.logprobs(micro)
+                elif not self._probed:
+                    # Once per process: the shortcut below must give what a separate pass gives.
+                    with torch.no_grad():
+                        minibatch.probe.append(self.logprobs(micro)[0])
                 minibatch.old.append(old)
                 if self._config.kl_coef:
                     with torch.no_grad(), self._without_adapter():
                         minibatch.reference.append(self.logprobs(micro)[0])
+        self._probed = self._probed or any(minibatch.probe for minibatch in packed)
         return packed
 
     def logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -154,7 +161,9 @@ class PolicyUpdater:
         if old is None:
             old = new.detach()
             minibatch.old[number] = old  # further epochs over this minibatch compare with the same old policy
-            stats.first_ratio_error = max(stats.first_ratio_error, float(((new.detach() - old).exp() - 1).abs().max()))
+            if minibatch.probe:
+                error = float(((old - minibatch.probe[number]).exp() - 1).abs().max())
+                stats.first_ratio_error = max(stats.first_ratio_error, error)
         behaviour = torch.from_numpy(micro.behaviour).to(device)
         advantage = torch.from_numpy(micro.advantage).to(device)
         weight = torch.from_numpy(micro.weight).to(device)

@@ -64,6 +64,7 @@ class AdapterPayload:
         """Write a folder that peft and vLLM load, atomically: the folder appears complete or not at all."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        temporary.chmod(0o755)  # mkdtemp lets nobody else in
         try:
             (temporary / "adapter_model.safetensors").write_bytes(self.tensors)
             (temporary / "adapter_config.json").write_text(self.config_json)

@@ -18,13 +18,13 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 TARGET_MODULES: dict[str, tuple[str, ...]] = {"attn": _ATTENTION, "mlp": _MLP, "all": _ATTENTION + _MLP}
 
 
-def lora_config(rank: int, alpha: int, target_modules: str, dropout: float = 0.0) -> LoraConfig:
+def lora_config(rank: int, alpha: int, target_modules: str) -> LoraConfig:
     """LoRA on the language model's linear layers; the vision tower stays frozen."""
     names = TARGET_MODULES[target_modules]
     return LoraConfig(
         r=rank,
         lora_alpha=alpha,
-        lora_dropout=dropout,
+        lora_dropout=0.0,  # noise between the old and the new policy would drown the ratios
         target_modules=rf".*language_model.*\.({'|'.join(names)})",
         task_type="CAUSAL_LM",
     )

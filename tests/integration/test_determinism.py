@@ -23,7 +23,6 @@ def run_config(folder: Path) -> RunConfig:
         [
             f"model.path={folder}",
             "deterministic=true",
-            "model.lora.dropout=0.1",  # so that torch's generator matters
             "env.kwargs={task: count, turns: 2}",
             "rollout.max_turns=2",
             "rollout.prompts_per_iteration=6",

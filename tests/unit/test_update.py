@@ -348,6 +348,7 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(tiny_folder: Pat
 
         policy.model.model.language_model.layers[0].self_attn.register_forward_pre_hook(count)
         (packed,) = updater.pack([fixed_minibatch(tiny_folder, 1.0)])
+        passes = 0
         loss = updater.loss(packed, 0, UpdateStats())
         loss.backward()
         assert passes == (2 if checkpointing else 1)  # the layer is computed again on the way back
