@@ -94,7 +94,7 @@ class TRLLoop:
             self._dataset("train"),
             processing_class=self._processor,
             callbacks=[self._gate],
-            peft_config=lora_config(lora.rank, lora.alpha, lora.target_modules, lora.dropout),
+            peft_config=lora_config(lora.rank, lora.alpha, lora.target_modules),
         )
         # A daemon: it waits at the gate for a next step that may never come.
         threading.Thread(target=self._train, name="trl", daemon=True).start()

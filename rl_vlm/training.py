@@ -174,16 +174,17 @@ class _Run:
                     self.display.message(f"Resumed from iteration {algorithm.updates}.")
                 self.startup_seconds = time.monotonic() - self.started
                 self.stop.starting = False
-                if not self.stop and (self.start_from is None or not self.recorder.has_evaluation(algorithm.updates)):
-                    self._evaluate()
                 begun = time.monotonic()
                 try:
+                    if self.start_from is None or not self.recorder.has_evaluation(algorithm.updates):
+                        self._evaluate()
+                    begun = time.monotonic()
                     while algorithm.updates < self.run.algorithm.iterations and not self.stop:
                         self._iterate()
-                        self.train_seconds = time.monotonic() - begun
                 except RoundAbandonedError:
                     pass  # the signal came while sampling: nothing of that round is in the weights
-                self.train_seconds = time.monotonic() - begun
+                finally:
+                    self.train_seconds = time.monotonic() - begun
                 self._checkpoint()
                 self._save_adapter()
             finally:

@@ -407,7 +407,7 @@ class GRPO(Algorithm):
         started = time.perf_counter()
         tasks = evaluation_tasks(self.run, self._num_test, self.version)
         sampler = RolloutSampler(self.env_runner_group, self.run.evaluation.timeout_s)
-        groups, result = sampler.collect(sampler.start(tasks, self.version))
+        groups, result = sampler.collect(sampler.start(tasks, self.version), self.stop_requested)
         self._failures.record(len(groups), result.lost)
         return {
             **summarize(self.run, tasks, groups),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
@@ -33,6 +34,8 @@ class PolicyService:
         self._run_id = run_id
         self._serving = run.serving
         self._namespace = ray.get_runtime_context().namespace
+        # What is in there outlives the registry's own deaths, not the run: a resumed run publishes its checkpoint anew.
+        shutil.rmtree(folder, ignore_errors=True)
         self._registry = start_registry(run_id, self._namespace, folder)
         self._pending_report: ray.ObjectRef | None = None
         app = build_app(model, run, run_id, self._namespace)

@@ -1,0 +1,23 @@
+"""Benchmarks run and write what they promise. Their times are not judged here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import ROOT, environment
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(2400)
+def test_the_loop_benchmark_compares_floor_system_and_peer(tmp_path: Path) -> None:
+    out = tmp_path / "loop.json"
+    command = [sys.executable, str(ROOT / "benchmarks/loop.py"), "--out", str(out)]
+    subprocess.run(command, env=environment(), timeout=2300, check=True, cwd=ROOT)
+    report = json.loads(out.read_text())
+    assert {"name", "machine", "versions", "rows", "ratios"} <= report.keys()
+    assert {"floor / rl_vlm at 16×8", "floor / rl_vlm at 64×8", "TRL / rl_vlm at 16×8"} <= report["ratios"].keys()
+    assert all(row["runs"] >= 15 and row["min"] <= row["median"] <= row["max"] for row in report["rows"])

@@ -1,0 +1,51 @@
+"""What the documentation shows is run: the environment of the README, its commands, its links."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rl_vlm.cli import run as rl_vlm
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def code_blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def test_the_environment_of_the_readme_plays(tiny_folder: Path, tmp_path: Path) -> None:
+    (block,) = code_blocks(ROOT / "README.md", "python")
+    assert len([line for line in block.splitlines() if line.strip() and not line.startswith(("import", "from"))]) <= 15
+    (tmp_path / "dots.py").write_text(block)
+    arguments = [f"env.id={tmp_path / 'dots.py'}", "env.kwargs={}", f"model.path={tiny_folder}", "--dry-run"]
+    assert rl_vlm(["train", str(ROOT / "configs/quickstart.yaml"), *arguments]) == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_configurations_that_are_named_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = page.read_text()
+    for command in set(re.findall(r"rl-vlm ([a-z]+)", text)):
+        assert rl_vlm([command, "--help"]) == 0, command
+    for config in re.findall(r"configs/[a-z0-9_]+\.yaml", text):
+        assert (ROOT / config).is_file(), config
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for target in re.findall(r"`make ([a-z-]+)`", text):
+        assert target in targets, target
+    capsys.readouterr()
+
+
+def test_metric_names_in_the_guide_are_logged() -> None:
+    guide = (ROOT / "docs/guide.md").read_text()
+    source = "".join(path.read_text() for path in (ROOT / "rl_vlm").rglob("*.py"))
+    for name in re.findall(r"`((?:policy|mismatch|rollout|weights)/[a-z_]+)`", guide):
+        assert name in source, name
