@@ -76,7 +76,7 @@ class Contender:
 def measure(quick: bool, seed_learners: int) -> Report:
     """Run everything and return the report."""
     report = Report("GRPO step: floor, Ray, TRL")
-    sizes, rounds, steps = ((16,), 3, 5) if quick else ((16, 64), 8, 10)
+    sizes, rounds, steps = ((16,), 3, 5) if quick else ((16, 64), 6, 8)
     ours = f"learner.num_learners={seed_learners}"
     floor = [Contender("bare loop, 1 thread", "bare", "--threads", "1")]
     system = [Contender("rl_vlm, lag 0", "ours", ours, "algorithm.iterations=100000")]
