@@ -75,7 +75,7 @@ class VisionEnv(gymnasium.Env[Observation, str]):
 
     def step(self, action: str) -> StepResult:
         """Answer the policy's text: (observation, reward, terminated, truncated, info)."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: every environment answers in its own way
 
     def item(self, options: dict[str, Any] | None, size: int | None = None) -> tuple[Split, int]:
         """The (split, index) that `reset` was asked for; a random index when none was given."""
