@@ -36,7 +36,8 @@ try:
     sys.modules["torchvision"] = bare
     import torchvision._meta_registrations
     torch.ops.torchvision.nms
-except Exception:
+except Exception as mismatch:
+    print(mismatch, file=sys.stderr)  # shown if the real import fails too
     for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
         del sys.modules[name]
     import torchvision

@@ -57,6 +57,18 @@ def main() -> None:
         _reply(replies, {"verdict": verdict})
 
 
+# What sympy raises for expressions that it cannot handle.
+_SYMPY_GIVES_UP = (
+    ArithmeticError,
+    AttributeError,
+    NotImplementedError,  # for relations and functions too abstract to decide
+    TypeError,
+    ValueError,
+    KeyError,
+    IndexError,
+)
+
+
 def compare(answer: str, truth: str) -> bool:
     """Whether two normalised LaTeX expressions are equal; UnparsableError where one is none."""
     expected, given = _parse(truth), _parse(answer)
@@ -69,8 +81,8 @@ def compare(answer: str, truth: str) -> bool:
             # verify() compares a lone symbol with an expression by its name only, so 2x-x needs the second way.
             return _agree(expected, given) and (_verify(expected, given) or sympy.simplify(expected - given) == 0)
         return _verify(expected, given)
-    except (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError, KeyError, IndexError) as error:
-        raise UnparsableError(str(error)) from error  # what sympy raises for expressions that it cannot handle
+    except _SYMPY_GIVES_UP as error:
+        raise UnparsableError(str(error)) from error
 
 
 def _verify(expected: Any, given: Any) -> bool:
