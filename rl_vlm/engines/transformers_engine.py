@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,6 +28,14 @@ from rl_vlm.models.lora import linear_weights, merged_weights
 from rl_vlm.types import Completion, GenerationRequest, SampleChunk
 
 _NO_SLEEP = "The transformers engine keeps its weights in place: use engine vllm on a GPU to sleep and wake."
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What the adapted linear layers hold in one version, by module name."""
+
+    version: int
+    tensors: dict[str, torch.Tensor]
 
 
 class TransformersEngine:
@@ -65,13 +74,11 @@ class TransformersEngine:
         self._linears = {name: self._model.get_submodule(name) for name in self._base}
         self._max_rows = max_rows
         self._lockstep = lockstep
-        self._version = 0
-        self._merged: dict[str, torch.Tensor] = {}  # of the newest version
-        self._active = BASE_MODEL  # the version whose weights are in place
-        self._running_base = False
+        self._newest = Weights(0, self._base)
+        self._active = Weights(BASE_MODEL, self._base)  # what is in place
+        self._loading = False
         self._open: set[Call] = set()  # calls without an answer
         self._waiting: deque[Call] = deque()  # those of them that are not admitted whole
-        self._pending: tuple[AdapterPayload, asyncio.Future[None], asyncio.AbstractEventLoop] | None = None
         self._owners: dict[int, tuple[Call, int]] = {}  # id(job) -> its call and place in it
         self._streams: set[TokenStream] = set()  # of running calls
         self._requests = self._swaps = 0
@@ -84,7 +91,7 @@ class TransformersEngine:
     @property
     def version(self) -> int:
         """The newest adapter version that is loaded."""
-        return self._version
+        return self._newest.version
 
     @property
     def dead(self) -> bool:
@@ -161,20 +168,26 @@ class TransformersEngine:
         raise EngineError(_NO_SLEEP)
 
     async def load_adapter(self, payload: AdapterPayload) -> None:
-        """Merge a version and serve it to every request that starts from now on."""
+        """Merge a version and serve it to every request that starts from now on.
+
+        The sum of weights is formed beside the running samples, which finish with the version that they started with;
+        putting it in place then costs no more than changing pointers.
+        """
         started = time.monotonic()
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
+        if self._closed:
+            raise EngineError("The engine is closed.")
+        if self._loading:
+            raise EngineError("An adapter is being loaded already: load one at a time.")
+        self._loading = True
+        try:
+            merged = await asyncio.to_thread(lambda: merged_weights(self._model, payload.verify(), self._base))
+        finally:
+            self._loading = False
         with self._wake:
-            if self._closed:
-                raise EngineError("The engine is closed.")
-            if self._pending is not None:
-                raise EngineError("An adapter is being loaded already: load one at a time.")
-            self._pending = (payload, future, loop)
+            self._newest = Weights(payload.version, {**self._base, **merged})
+            self._swaps += 1
+            self._last_swap_s = time.monotonic() - started
             self._wake.notify()
-        await future
-        self._swaps += 1
-        self._last_swap_s = time.monotonic() - started
 
     async def close(self) -> None:
         """Stop the thread; calls that wait get an EngineError."""
@@ -200,12 +213,11 @@ class TransformersEngine:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._closed or self._pending or self._waiting or self._decoder.num_rows):
+                while not (self._closed or self._waiting or self._decoder.num_rows):
                     self._wake.wait()
                 if self._closed:
                     break
             try:
-                self._load_pending()
                 self._admit()
                 if self._decoder.num_rows:
                     self._finish(self._decoder.step())
@@ -217,41 +229,25 @@ class TransformersEngine:
                 self._fail(error)
         self._fail(EngineError("The engine is closed."))
 
-    def _load_pending(self) -> None:
-        with self._wake:
-            # The weights in place may not change under samples that are running.
-            if self._pending is None or self._decoder.num_rows:
-                return
-            payload, future, loop = self._pending
-            self._pending = None
-        try:
-            self._merged = merged_weights(self._model, payload.verify(), self._base)
-            self._version = payload.version
-            self._active = BASE_MODEL - 1  # neither: the next admission puts weights in place
-        except Exception as error:
-            resolve(loop, future, error=error)
-            return
-        resolve(loop, future)
-
     def _activate(self, base_model: bool) -> None:
-        wanted = BASE_MODEL if base_model or not self._version else self._version
-        if wanted != self._active:
-            weights = self._base if wanted == BASE_MODEL else {**self._base, **self._merged}
+        """Put the weights of the base model or of the newest version in place, for samples that start now."""
+        wanted = Weights(BASE_MODEL, self._base) if base_model else self._newest
+        if wanted.version != self._active.version:
             for name, linear in self._linears.items():
-                linear.weight.data = weights[name]  # type: ignore[union-attr]
-            self._active = wanted
+                linear.weight.data = wanted.tensors[name]  # type: ignore[union-attr]
+        self._active = wanted
 
     def _admit(self) -> None:
-        if self._pending is not None:
-            return  # let the running samples finish first
         batch: list[tuple[Call, int, GenerationRequest]] = []
         rows = self._decoder.num_rows
         with self._wake:
             while self._waiting:
                 call = self._waiting[0]
-                busy = rows > 0 and (self._lockstep or call.base_model != self._running_base)
-                if busy:
-                    break
+                wanted = BASE_MODEL if call.base_model else self._newest.version
+                if rows and (self._lockstep or wanted != self._active.version):
+                    break  # the weights in place may not change under samples that are running
+                if not rows:
+                    self._activate(call.base_model)
                 while call.admitted < len(call.requests):
                     request = call.requests[call.admitted]
                     if rows and rows + request.sampling.n > self._max_rows and not self._lockstep:
@@ -259,19 +255,17 @@ class TransformersEngine:
                     batch.append((call, call.admitted, request))
                     rows += request.sampling.n
                     call.admitted += 1
-                self._running_base = call.base_model
                 if call.admitted < len(call.requests):
                     break
                 self._waiting.popleft()
         if not batch:
             return
-        self._activate(self._running_base)
         prepared = self._decoder.prepare([request for _, _, request in batch])
         for (call, _, _), job in zip(batch, prepared, strict=True):
             if isinstance(job, EngineError):
                 self._refuse(call, job)
         live: list[Job] = []
-        version = BASE_MODEL if self._running_base else self._version
+        version = self._active.version
         with self._wake:  # a call may be cancelled while its images are encoded
             for (call, place, _), job in zip(batch, prepared, strict=True):
                 if isinstance(job, Job) and not call.over:
@@ -286,7 +280,7 @@ class TransformersEngine:
             self._finish(self._decoder.admit(live))
 
     def _finish(self, jobs: Sequence[Job]) -> None:
-        version = BASE_MODEL if self._running_base else self._version
+        version = self._active.version
         for job in jobs:
             call, place = self._owners.pop(id(job))
             call.answers[place] = self._decoder.completion(job, version)
@@ -310,9 +304,6 @@ class TransformersEngine:
             self._waiting.clear()
             self._owners.clear()
             self._streams.clear()
-            pending, self._pending = self._pending, None
         wrapped = error if isinstance(error, EngineError) else EngineError(f"Generation failed: {error!r}.")
         for call in calls:
             end_call(call, wrapped)
-        if pending is not None:
-            resolve(pending[2], pending[1], error=wrapped)

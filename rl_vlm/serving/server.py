@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
@@ -27,6 +28,7 @@ from rl_vlm.types import Completion, GenerationRequest, Message, RLVLMError, Sam
 logger = logging.getLogger("ray.serve")
 
 _HEALTH_CHECK_S = 5.0
+_LAST_WORDS_S = 0.5  # for the reason to reach Serve's log
 _REPORT_S = 2.0  # how often counts go to Ray's metrics
 
 
@@ -210,6 +212,9 @@ class VLMServer:
             await self._probe()
             await self._notify()  # a request that waits for its version goes elsewhere
         if self._life.state is ReplicaState.DEAD:
+            # Serve would ask twice more before it replaces the replica; a process that has ended it replaces at once.
+            logger.error("replica %s ends itself. %s", self.replica_id, self._life.death)
+            asyncio.get_running_loop().call_later(_LAST_WORDS_S, os._exit, 1)
             raise EngineError(f"Replica {self.replica_id} is dead. {self._life.death}")
 
     async def _probe(self) -> None:
@@ -262,7 +267,7 @@ def build_app(model: Path, run: RunConfig, run_id: str, namespace: str) -> serve
         **_replicas(serving),
         max_ongoing_requests=1024,
         health_check_period_s=_HEALTH_CHECK_S,
-        health_check_timeout_s=serving.probe_timeout_s + 20.0,
+        health_check_timeout_s=serving.probe_timeout_s + 10.0,
         graceful_shutdown_timeout_s=2.0,
         ray_actor_options={"num_cpus": serving.cpus_per_replica, "num_gpus": serving.gpus_per_replica},
         request_router_config=RequestRouterConfig(request_router_class="rl_vlm.serving.router:AffinityRouter"),

@@ -1,0 +1,153 @@
+"""Replicas on Ray Serve: versions, streams, cancellation, a wedged engine, and what the registry knows of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+from serving_support import RUN_ID, Adapters, ask, client, replicas, served, until
+
+from rl_vlm.config import RunConfig
+from rl_vlm.serving.publisher import PolicyService
+from rl_vlm.serving.registry import registry_name
+from rl_vlm.serving.server import app_name
+from rl_vlm.types import SampleChunk
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunConfig, PolicyService]]:
+    probes = {"serving__probe_after_s": 2.0, "serving__probe_timeout_s": 1.5}
+    with served(tiny_folder, tmp_path_factory.mktemp("served"), **probes) as (run, service):
+        yield run, service
+
+
+@pytest.fixture(scope="module")
+def adapters(policy: tuple[RunConfig, PolicyService], tiny_folder: Path) -> Adapters:
+    return Adapters(policy[0], tiny_folder)
+
+
+def registry_status() -> dict[str, Any]:
+    registry = ray.get_actor(registry_name(RUN_ID))
+    return ray.get(registry.status.remote(), timeout=30)  # type: ignore[no-any-return]
+
+
+def engine_counts(name: str) -> list[int]:
+    """A statistic of all replicas' engines, as they are now."""
+
+    async def gather() -> list[int]:
+        handle = serve.get_deployment_handle("policy", app_name(RUN_ID))
+        found: dict[str, int] = {}
+        while len(found) < 2:
+            status = await handle.status.remote()
+            found[status["replica_id"]] = status["engine"][name]
+        return list(found.values())
+
+    return asyncio.run(asyncio.wait_for(gather(), 30))
+
+
+def test_every_replica_acknowledges_a_version_and_serves_it(
+    policy: tuple[RunConfig, PolicyService], adapters: Adapters, tiny_folder: Path
+) -> None:
+    _, service = policy
+    for version in (1, 2):
+        service.publish(adapters.payload(version))
+
+    async def ask_all() -> list[Any]:
+        policy_client = client()
+        return await asyncio.gather(
+            *(policy_client.generate(ask(tiny_folder, "hello", str(k), min_version=2)) for k in range(8))
+        )
+
+    answers = asyncio.run(ask_all())
+    assert {answer.policy_version for answer in answers} == {2}
+    assert len({answer.replica_id for answer in answers}) == 2
+    assert len({answer.samples[0].token_ids.tobytes() for answer in answers}) == 1
+
+    def acknowledged() -> bool:
+        reports = registry_status()["reports"]
+        return len(reports) == 2 and all(report["version"] == 2 for report in reports.values())
+
+    asyncio.run(until(acknowledged, 30))
+    report = service.publish(adapters.payload(3))
+    assert report is not None
+    assert len(report.acked) == 2
+    assert report.missing == ()
+
+
+def test_a_request_waits_for_its_version(
+    policy: tuple[RunConfig, PolicyService], adapters: Adapters, tiny_folder: Path
+) -> None:
+    _, service = policy
+
+    async def early() -> tuple[bool, int]:
+        request = asyncio.ensure_future(client().generate(ask(tiny_folder, "early", min_version=4)))
+        await asyncio.sleep(0.5)
+        waited = not request.done()
+        await asyncio.to_thread(service.publish, adapters.payload(4))
+        return waited, (await request).policy_version
+
+    assert asyncio.run(early()) == (True, 4)
+
+
+def test_a_stream_says_the_same_as_a_whole_answer(policy: tuple[RunConfig, PolicyService], tiny_folder: Path) -> None:
+    request = ask(tiny_folder, "tell me", n=3, temperature=1.0, seeds=(1, 2, 3), max_new_tokens=40)
+    handle = serve.get_deployment_handle("policy", app_name(RUN_ID))
+
+    async def both() -> tuple[list[SampleChunk], Any]:
+        chunks = [chunk async for chunk in handle.options(stream=True).stream.remote(request)]
+        return chunks, await client().generate(request)
+
+    chunks, whole = asyncio.run(both())
+    assert len(chunks) > 10
+    assert {chunk.replica_id for chunk in chunks} <= set(registry_status()["replicas"])
+    for number, sample in enumerate(whole.samples):
+        mine = [chunk for chunk in chunks if chunk.number == number]
+        assert [t for chunk in mine for t in chunk.token_ids] == sample.token_ids.tolist()
+        assert [chunk.stop_reason for chunk in mine if chunk.stop_reason] == [sample.stop_reason]
+
+
+def test_a_caller_that_goes_away_frees_its_rows(policy: tuple[RunConfig, PolicyService], tiny_folder: Path) -> None:
+    endless = [ask(tiny_folder, "count", str(k), n=64, max_new_tokens=400, temperature=1.0) for k in range(4)]
+
+    async def leave() -> None:
+        policy_client = client()
+        tasks = [asyncio.ensure_future(policy_client.generate(request)) for request in endless]
+        await until(lambda: asyncio.to_thread(lambda: sum(engine_counts("running")) > 0), 20)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await until(lambda: asyncio.to_thread(lambda: sum(engine_counts("running")) == 0), 10)
+
+    asyncio.run(leave())
+
+
+def test_a_wedged_engine_is_found_and_replaced(policy: tuple[RunConfig, PolicyService], tiny_folder: Path) -> None:
+    """A stopped process answers nothing, neither requests nor health checks; requests end on the other replica."""
+    (victim, _), before = replicas(), {process.pid for process in replicas()}
+    victim.send_signal(signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+
+        async def go_on() -> None:
+            policy_client = client(deadline_s=120.0)
+            answers = await asyncio.gather(
+                *(policy_client.generate(ask(tiny_folder, "hello", str(k))) for k in range(6)), return_exceptions=True
+            )
+            assert not [answer for answer in answers if isinstance(answer, BaseException)]
+
+        asyncio.run(go_on())
+        asyncio.run(until(lambda: len({p.pid for p in replicas()} - before) == 1, 120))
+        print(f"replaced after {time.monotonic() - started:.1f} s")
+    finally:
+        if victim.is_running():
+            os.kill(victim.pid, signal.SIGKILL)
