@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from rl_vlm.models.images import PixelLimits
 from rl_vlm.types import UserInputError
 
 _SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -40,11 +41,18 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     train: Literal["lora", "full"] = "lora"
     lora: LoraSection = LoraSection()
+    min_pixels: int | None = Field(None, ge=1, description="Smaller images are enlarged; null: the processor's limit.")
+    max_pixels: int | None = Field(None, ge=1, description="Larger images are reduced; null: the processor's limit.")
     gpu_memory_gib: float | None = Field(
         None,
         gt=0,
         description="What this recipe needs on one GPU; `doctor` and `--dry-run` compare it with the machine.",
     )
+
+    @property
+    def pixels(self) -> PixelLimits:
+        """The limits of an image's size, for everything that counts or shows images."""
+        return PixelLimits(self.min_pixels, self.max_pixels)
 
 
 class VLLMSection(Section):
@@ -55,6 +63,13 @@ class VLLMSection(Section):
     enforce_eager: bool = False
     max_num_seqs: int = Field(256, ge=1)
     kv_cache_gib: int = Field(1, ge=1, description="Memory for keys and values on a machine without a GPU, whole GiB.")
+    enable_prefix_caching: bool = Field(True, description="Prompts that begin alike are computed once.")
+    mm_processor_cache_gib: float | None = Field(
+        None, ge=0, description="Memory for the pixels of past images; null: 4 GiB on a GPU, 0.5 without; 0: none."
+    )
+    sleep_mode: bool = Field(
+        False, description="On a GPU: the engine can give its memory to a learner and take it back."
+    )
 
 
 class AutoscalingSection(Section):
@@ -88,6 +103,10 @@ class ServingSection(Section):
     max_context: int = Field(4096, ge=16, description="Prompt and new tokens of one sample.")
     max_rows: int = Field(512, ge=1, description="Samples that the transformers engine runs at once.")
     num_threads: int = Field(1, ge=1, description="torch threads of a replica on a CPU.")
+    quantization: Literal["none", "nf4", "fp8"] = Field(
+        "none",
+        description="Of the linear weights: nf4 (engine transformers, needs bitsandbytes) or fp8 (vllm on a GPU).",
+    )
     request_timeout_s: float = Field(300.0, gt=0)
     publish_timeout_s: float = Field(60.0, gt=0, description="How long a replica may take to load a new adapter.")
     startup_timeout_s: float = Field(600.0, gt=0)
@@ -248,6 +267,11 @@ class RunConfig(Section):
         uses_vllm = self.serving.engine == "vllm" or (
             self.serving.engine == "auto" and self.serving.gpus_per_replica > 0
         )
+        quantization = self.serving.quantization
+        if (quantization == "nf4" and uses_vllm) or (quantization == "fp8" and not uses_vllm):
+            raise ValueError(
+                "serving.quantization: nf4 needs serving.engine transformers (vLLM has no NF4), fp8 needs vllm on a GPU"
+            )
         if self.deterministic and (uses_vllm or self.model.dtype != "float32" or rollout.max_policy_lag):
             raise ValueError(
                 "deterministic: true needs serving.engine transformers, model.dtype float32 and rollout.max_policy_lag 0"

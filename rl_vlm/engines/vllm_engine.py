@@ -10,29 +10,27 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
+import torch
 
-from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import ServingSection
-from rl_vlm.engines.base import BASE_MODEL, EngineError
+from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats
+from rl_vlm.engines.streams import TokenStream
 from rl_vlm.engines.vllm_adapters import AdapterShelf
+from rl_vlm.engines.vllm_request import DEAD, VLLMSampler
 from rl_vlm.engines.vllm_setup import engine_args, prepare_environment, start_llm
 from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import load_text_side, quiet_libraries
-from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Sample, SamplingParams, StopReason, UserInputError
+from rl_vlm.types import Completion, GenerationRequest, SampleChunk
 
 T = TypeVar("T")
 
 _SHUTDOWN_S = 2.0  # how long the engine core may take to end by itself
-# vLLM silently raises lower temperatures to 0.01 and refuses higher ones.
-_MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0
-_SEED_MASK = 2**63 - 1
-_DEAD = "vLLM's engine core has died, its log says why: restart the replica."
 _CLOSED = "The engine is closed."
 
 
@@ -45,16 +43,26 @@ class VLLMEngine:
         serving: `max_context` and the `vllm` section, and `num_threads` on a machine without a GPU.
         max_lora_rank: the highest rank of an adapter, rounded up to what vLLM knows (8, 16, 32, 64, ...).
         max_loras: versions that may sample at the same time; requests of a further one wait for the oldest to finish.
+        pixels: limits of an image's size in place of the processor's own.
     """
 
     def __init__(
-        self, model: Path, *, dtype: str, serving: ServingSection, max_lora_rank: int = 64, max_loras: int = 2
+        self,
+        model: Path,
+        *,
+        dtype: str,
+        serving: ServingSection,
+        max_lora_rank: int = 64,
+        max_loras: int = 2,
+        pixels: PixelLimits = DEFAULT_PIXELS,
     ) -> None:
         prepare_environment(serving)
         quiet_libraries()
-        self._text = load_text_side(model)
-        self._max_context = serving.max_context
-        self._closed = False
+        self._text = load_text_side(model, pixels)
+        self._max_num_seqs = serving.vllm.max_num_seqs
+        self._sleep_mode = serving.vllm.sleep_mode
+        self._closed = self._asleep = False
+        self._swaps, self._last_swap_s = 0, 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._loading = asyncio.Lock()
@@ -70,6 +78,7 @@ class VLLMEngine:
             reason = " ".join((str(error) or repr(error)).split())
             raise EngineError(f"vLLM did not start: {reason[:500]}") from error
         self._shelf = AdapterShelf()
+        self._sampler = VLLMSampler(self._llm, self._text, serving.max_context)
 
     @property
     def version(self) -> int:
@@ -87,11 +96,85 @@ class VLLMEngine:
 
         vLLM does not tell when it starts with a request: `generate_s` includes the time in its queue, `queue_s` is 0.
         """
-        return await self._call(self._generate(list(requests))) if requests else []
+        if not requests:
+            return []
+        self._check_awake()
+        return await self._call(self._generate(list(requests)))
+
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[SampleChunk]:
+        """Answer one request token by token, or a few at a time where the reader is slower than vLLM.
+
+        Closing the iterator aborts the request in vLLM.
+        """
+        self._check_awake()
+        if self._closed:
+            raise EngineError(_CLOSED)
+        stream = TokenStream(request.sampling.n)
+        work = asyncio.run_coroutine_threadsafe(self._tracked(self._feed(request, stream)), self._loop)
+        try:
+            async for chunk in stream.chunks():
+                yield chunk
+        finally:
+            work.cancel()
 
     async def load_adapter(self, payload: AdapterPayload) -> None:
         """Serve a version to every request that starts from now on."""
+        started = time.monotonic()
+        self._check_awake()
         await self._call(self._load(payload))
+        self._swaps += 1
+        self._last_swap_s = time.monotonic() - started
+
+    def stats(self) -> EngineStats:
+        """Counts for metrics. `mean_batch` is the mean number of unfinished samples while there are any."""
+        counts = self._sampler.counts
+        images = self._llm.renderer.mm_processor_cache
+        hits, total = images.make_stats() if images is not None else (0, 0)
+        return EngineStats(
+            requests=counts.requests,
+            running=min(counts.unfinished, self._max_num_seqs),
+            waiting=max(counts.unfinished - self._max_num_seqs, 0),
+            prompt_tokens=counts.prompt_tokens,
+            generated_tokens=counts.generated_tokens,
+            image_cache_hits=hits,
+            image_cache_misses=total - hits,
+            prefix_cache_queries=counts.prefix_queries,
+            prefix_cache_hits=counts.prefix_hits,
+            mean_batch=counts.sample_s / counts.busy_s if counts.busy_s else 0.0,
+            adapter_swaps=self._swaps,
+            last_swap_s=self._last_swap_s,
+        )
+
+    async def sleep(self) -> None:
+        """Wait for the running requests, then move the weights to the machine's memory and drop keys and values.
+
+        Requests that come meanwhile are refused.
+        """
+        self._check_sleep_mode()
+        self._check_awake()
+        self._asleep = True
+        try:
+            await self._call(self._llm.sleep(level=1, mode="wait"))
+        except BaseException:
+            self._asleep = False
+            raise
+
+    async def wake(self) -> None:
+        """Bring the weights back. No error for an engine that is awake."""
+        self._check_sleep_mode()
+        if self._asleep:
+            await self._call(self._llm.wake_up())
+            self._asleep = False
+
+    def _check_sleep_mode(self) -> None:
+        if not torch.cuda.is_available():
+            raise EngineError("This engine runs without a GPU: there is no device memory to give back.")
+        if not self._sleep_mode:
+            raise EngineError("The engine was started without sleep mode: set serving.vllm.sleep_mode to true.")
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise EngineError("The engine sleeps: wake it first.")
 
     async def close(self) -> None:
         """End vLLM and delete the adapters' files; calls that wait get an EngineError."""
@@ -163,7 +246,7 @@ class VLLMEngine:
                 if not isinstance(error, Exception):
                     raise
                 # vLLM passes what happened in the engine core on as a plain Exception.
-                reason = _DEAD if self._llm.errored else f"vLLM refused adapter version {payload.version}: {error}"
+                reason = DEAD if self._llm.errored else f"vLLM refused adapter version {payload.version}: {error}"
                 raise EngineError(reason) from error
             self._shelf.add(adapter, payload.sha256)
 
@@ -172,111 +255,42 @@ class VLLMEngine:
 
     async def _complete(self, request: GenerationRequest) -> Completion:
         started = time.monotonic()
-        expanded = self._expand(request)
-        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
-        if request.images:
-            prompt["multi_modal_data"] = {"image": await asyncio.to_thread(_decode, request.images)}
-            prompt["multi_modal_uuids"] = {"image": [image.sha256 for image in request.images]}
-        base_model = request.min_version == BASE_MODEL
-        with contextlib.nullcontext() if base_model else self._shelf.lease() as adapter:
+        plan = await self._sampler.plan(request)
+        with self._lease(request) as (lora, version):
             # One vLLM request per sample, so that each has its own seed; the prefix cache shares the prompt.
-            lora = adapter.request if adapter else None
             samples = await _all_or_none(
-                [self._sample(request, k, prompt, expanded, lora) for k in range(request.sampling.n)]
+                [self._sampler.sample(plan, number, lora) for number in range(request.sampling.n)]
             )
-            version = BASE_MODEL if base_model else adapter.version if adapter else 0
         return Completion(
             request_id=request.request_id,
-            prompt_ids=expanded,
+            prompt_ids=plan.expanded,
             samples=tuple(samples),
             policy_version=version,
             generate_s=time.monotonic() - started,
         )
 
-    def _expand(self, request: GenerationRequest) -> np.ndarray:
-        """int32 prompt ids with every image placeholder expanded; raises EngineError for what cannot be sampled."""
-        name, sampling = request.request_id, request.sampling
+    async def _feed(self, request: GenerationRequest, stream: TokenStream) -> None:
+        """Put the request's tokens into the stream as they come, and its error if it has one."""
         try:
-            counts = [self._text.count_image_tokens(image.width, image.height) for image in request.images]
-            ids = expand_image_tokens(request.prompt_ids, self._text.codec.image_token_id, counts, name)
-        except UserInputError as error:
-            raise EngineError(f"Request {name}: {error}") from error
-        if len(ids) + sampling.max_new_tokens > self._max_context:
-            raise EngineError(
-                f"Request {name}: {len(ids)} prompt tokens and {sampling.max_new_tokens} new ones exceed the context "
-                f"of {self._max_context}: raise serving.max_context or send less."
-            )
-        if sampling.temperature and not _MIN_TEMPERATURE <= sampling.temperature <= _MAX_TEMPERATURE:
-            raise EngineError(
-                f"Request {name}: vLLM samples at temperature 0 or from {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE}, "
-                f"not at {sampling.temperature}."
-            )
-        return ids
+            plan = await self._sampler.plan(request)
+            with self._lease(request) as (lora, stream.policy_version):
+                await _all_or_none(
+                    [self._sampler.feed(plan, number, lora, stream) for number in range(request.sampling.n)]
+                )
+        except asyncio.CancelledError:
+            stream.fail(EngineError(_CLOSED))  # whoever cancels it otherwise does not read any more
+            raise
+        except Exception as error:
+            stream.fail(error if isinstance(error, EngineError) else EngineError(f"Generation failed: {error!r}."))
 
-    async def _sample(
-        self, request: GenerationRequest, number: int, prompt: Mapping[str, Any], expanded: np.ndarray, lora: Any
-    ) -> Sample:
-        from vllm.exceptions import VLLMError
-
-        name = request.request_id
-        params = self._sampling_params(request.sampling, number)
-        try:
-            output = await self._run_request(f"{name}/{number}", prompt, params, lora)
-            if output.outputs[0].finish_reason == "error":
-                # The engine core dropped an image that this process believed it had: the second try sends it again.
-                output = await self._run_request(f"{name}/{number}", prompt, params, lora)
-        except (VLLMError, ValueError) as error:
-            reason = _DEAD if self._llm.errored else f"vLLM could not answer ({error.__cause__ or error})."
-            raise EngineError(f"Request {name}: {reason}") from error
-        if not np.array_equal(np.asarray(output.prompt_token_ids), expanded):
-            raise EngineError(
-                f"Request {name}: vLLM expanded the prompt to {len(output.prompt_token_ids)} tokens, the image "
-                f"processor's grids to {len(expanded)}: is the model folder's processor config its own?"
-            )
-        return self._read(name, output.outputs[0])
-
-    async def _run_request(self, name: str, prompt: Mapping[str, Any], params: Any, lora: Any) -> Any:
-        """One pass through vLLM; returns its RequestOutput."""
-        (engine_input,) = await self._llm.renderer.render_cmpl_async([dict(prompt)])
-        final = None
-        async for output in self._llm.generate(engine_input, params, name, lora_request=lora):
-            final = output
-        assert final is not None
-        return final
-
-    def _sampling_params(self, sampling: SamplingParams, number: int) -> Any:
-        from vllm import SamplingParams as VLLMSamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return VLLMSamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=None if sampling.seeds is None else sampling.seeds[number] & _SEED_MASK,
-            max_tokens=sampling.max_new_tokens,
-            stop=list(sampling.stop),
-            include_stop_str_in_output=True,
-            detokenize=bool(sampling.stop),
-            skip_special_tokens=False,
-            stop_token_ids=[self._text.codec.end_of_turn_id],
-            ignore_eos=True,  # the end of a turn is the chat template's, not the generation config's
-            logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-        )
-
-    def _read(self, name: str, output: Any) -> Sample:
-        tokens = np.array(output.token_ids, dtype=np.int32)
-        logprobs = np.array(output.logprobs.logprobs, dtype=np.float32)
-        if output.finish_reason not in ("stop", "length") or not len(tokens) or len(tokens) != len(logprobs):
-            raise EngineError(
-                f"Request {name}: vLLM ended a sample with {output.finish_reason!r}, {len(tokens)} tokens and "
-                f"{len(logprobs)} log-probabilities."
-            )
-        if tokens[-1] == self._text.codec.end_of_turn_id:
-            return Sample(tokens, logprobs, StopReason.END_OF_TURN)
-        return Sample(tokens, logprobs, StopReason.STOP if output.finish_reason == "stop" else StopReason.LENGTH)
+    @contextlib.contextmanager
+    def _lease(self, request: GenerationRequest) -> Iterator[tuple[Any, int]]:
+        """vLLM's LoRARequest (or None) and the version that the whole request is sampled with."""
+        if request.min_version == BASE_MODEL:
+            yield None, BASE_MODEL
+            return
+        with self._shelf.lease() as adapter:
+            yield (adapter.request, adapter.version) if adapter else (None, 0)
 
 
 async def _all_or_none(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -288,7 +302,3 @@ async def _all_or_none(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _decode(images: Sequence[EncodedImage]) -> list[Any]:
-    return [image.to_pil() for image in images]

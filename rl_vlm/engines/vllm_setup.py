@@ -68,7 +68,11 @@ def engine_args(
 
     if max_lora_rank > _RANKS[-1]:
         raise UserInputError(f"vLLM serves LoRA up to rank {_RANKS[-1]}, not {max_lora_rank}: lower model.lora.rank.")
-    settings = serving.vllm
+    settings, on_gpu = serving.vllm, torch.cuda.is_available()
+    _check_device(serving, on_gpu)
+    # In GiB of the machine's own memory.
+    cache = settings.mm_processor_cache_gib
+    images = {"shortest_edge": text.images.min_pixels, "longest_edge": text.images.max_pixels}
     return AsyncEngineArgs(
         model=str(model),
         dtype=dtype,  # type: ignore[arg-type]
@@ -78,19 +82,22 @@ def engine_args(
         tensor_parallel_size=settings.tensor_parallel_size,
         # Inside a Ray actor vLLM would otherwise choose Ray for several GPUs.
         distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",
-        enforce_eager=settings.enforce_eager or not torch.cuda.is_available(),
+        enforce_eager=settings.enforce_eager or not on_gpu,
         # A seeded request whose prefill is cut in two ends vLLM's engine core on a CPU: torch's CPU generator cannot be
         # wound back. So prompts are never cut there, and the budget holds many of them with their images.
-        enable_chunked_prefill=torch.cuda.is_available(),
-        max_num_batched_tokens=None if torch.cuda.is_available() else max(16384, serving.max_context),
-        enable_prefix_caching=True,
+        enable_chunked_prefill=on_gpu,
+        max_num_batched_tokens=None if on_gpu else max(16384, serving.max_context),
+        enable_prefix_caching=settings.enable_prefix_caching,
+        quantization="fp8_per_tensor" if serving.quantization == "fp8" else None,  # done while loading
+        enable_sleep_mode=settings.sleep_mode,
         enable_lora=True,
         max_lora_rank=next(rank for rank in _RANKS if rank >= max_lora_rank),  # type: ignore[arg-type]
         max_loras=max_loras,
         max_cpu_loras=max_loras + 2,
         limit_mm_per_prompt={"video": 0},
-        # The engine core keeps the pixels of past images up to this many GiB of the machine's own memory.
-        mm_processor_cache_gb=4 if torch.cuda.is_available() else 0.5,
+        mm_processor_kwargs={"images_kwargs": {"size": images}},  # what our own accounting counts with
+        mm_processor_cache_gb=cache if cache is not None else 4 if on_gpu else 0.5,
+        structured_outputs_config={"backend": "xgrammar"},  # type: ignore[arg-type]  # whose grammars know tokens
         generation_config="vllm",  # nothing from the model's generation_config.json
         logprobs_mode="processed_logprobs",  # after mask, temperature, top-k and top-p
         logits_processors=["rl_vlm.engines.vllm_worker:TokenMask"],
@@ -102,6 +109,15 @@ def engine_args(
         enable_log_requests=False,
         trust_remote_code=False,
     )
+
+
+def _check_device(serving: ServingSection, on_gpu: bool) -> None:
+    if serving.quantization == "nf4":
+        raise UserInputError("vLLM has no NF4: set serving.engine to transformers, or serving.quantization to fp8.")
+    if not on_gpu and (serving.quantization == "fp8" or serving.vllm.sleep_mode):
+        raise UserInputError(
+            "serving.quantization fp8 and serving.vllm.sleep_mode need a GPU, and torch sees none: leave them out."
+        )
 
 
 def start_llm(args: Any, num_threads: int) -> Any:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -24,6 +24,16 @@ Grid = tuple[int, int, int]  # temporal, height, width in patches
 
 MAX_ASPECT_RATIO = 200  # Qwen's own limit
 _BICUBIC = 3
+
+
+class PixelLimits(NamedTuple):
+    """The least and the most pixels that an image is resized to; None leaves the processor's own limit."""
+
+    minimum: int | None
+    maximum: int | None
+
+
+DEFAULT_PIXELS = PixelLimits(None, None)
 
 
 class ImageError(UserInputError):
@@ -103,6 +113,23 @@ class ImageProcessorSpec:
                 if "patch_size" in config:
                     return cls.from_config({"rescale_factor": 1 / 255, **config})
         raise UserInputError(f"{folder} holds no image processor config: is it the folder of a Qwen-VL model?")
+
+    def limited(self, pixels: PixelLimits) -> ImageProcessorSpec:
+        """The same with other pixel limits. Raises UserInputError for limits that no image can keep."""
+        least = self.min_pixels if pixels.minimum is None else pixels.minimum
+        most = self.max_pixels if pixels.maximum is None else pixels.maximum
+        if pixels == DEFAULT_PIXELS:
+            return self
+        if not self.do_resize:
+            raise UserInputError(
+                "The model's image processor does not resize: leave model.min_pixels and max_pixels out."
+            )
+        if not self.factor**2 <= most or least > most:
+            raise UserInputError(
+                f"Images of {least} to {most} pixels: model.max_pixels must be at least model.min_pixels and "
+                f"{self.factor}² = {self.factor**2} pixels."
+            )
+        return replace(self, min_pixels=least, max_pixels=most)
 
     @property
     def factor(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from rl_vlm.chat import ChatCodec
-from rl_vlm.models.images import ImageProcessorSpec
+from rl_vlm.models.images import DEFAULT_PIXELS, ImageProcessorSpec, PixelLimits
 from rl_vlm.types import UserInputError
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -63,8 +63,11 @@ def resolve_model(name: str, seed: int = 0) -> Path:
         ) from error
 
 
-def load_text_side(folder: Path) -> TextSide:
-    """The chat codec and the image geometry of a model folder."""
+def load_text_side(folder: Path, pixels: PixelLimits = DEFAULT_PIXELS) -> TextSide:
+    """The chat codec and the image geometry of a model folder; `pixels` replaces the processor's own limits.
+
+    Whoever counts, shows or encodes images of one run must give the same limits.
+    """
     config = AutoConfig.from_pretrained(folder)
     if config.model_type not in SUPPORTED_FAMILIES:
         raise UserInputError(
@@ -73,7 +76,8 @@ def load_text_side(folder: Path) -> TextSide:
     processor = AutoProcessor.from_pretrained(folder)
     template = processor.chat_template or processor.tokenizer.chat_template
     codec = ChatCodec(processor.tokenizer, template, processor.image_token)
-    return TextSide(codec, ImageProcessorSpec.from_processor(processor.image_processor), config.text_config.vocab_size)
+    images = ImageProcessorSpec.from_processor(processor.image_processor).limited(pixels)
+    return TextSide(codec, images, config.text_config.vocab_size)
 
 
 def load_model(folder: Path, dtype: DType = "float32", device: str = "cpu") -> PreTrainedModel:

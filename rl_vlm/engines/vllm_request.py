@@ -1,0 +1,182 @@
+"""One request in vLLM: checked, expanded, asked for sample by sample, read back whole or piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rl_vlm.chat import expand_image_tokens
+from rl_vlm.engines.base import EngineError
+from rl_vlm.engines.choices import TokenSequence, encode_choices
+from rl_vlm.engines.streams import TokenStream, notify
+from rl_vlm.engines.vllm_sampling import Piece, read_piece, vllm_params
+from rl_vlm.models.loading import TextSide
+from rl_vlm.types import GenerationRequest, Sample, StopReason, UserInputError
+
+# vLLM silently raises lower temperatures to 0.01 and refuses higher ones.
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0
+DEAD = "vLLM's engine core has died, its log says why: restart the replica."
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What all samples of a request have in common; `expanded` is int32 [P], `prompt` what vLLM is given."""
+
+    request: GenerationRequest
+    expanded: np.ndarray
+    choices: tuple[TokenSequence, ...]
+    prompt: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was asked of vLLM so far, and how many samples it had to do at once."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    unfinished: int = 0
+    busy_s: float = 0.0
+    sample_s: float = 0.0  # the integral of `unfinished` over time
+    _changed: float = 0.0
+
+    def change(self, difference: int) -> None:
+        """So many samples more are unfinished."""
+        now = time.monotonic()
+        if self.unfinished:
+            self.busy_s += now - self._changed
+            self.sample_s += (now - self._changed) * self.unfinished
+        self._changed = now
+        self.unfinished += difference
+
+
+class VLLMSampler:
+    """Brings requests to an AsyncLLM. To be used on the event loop that the AsyncLLM was made on.
+
+    Args:
+        llm: the AsyncLLM.
+        text: codec and image geometry of the model.
+        max_context: prompt plus new tokens of a sample.
+    """
+
+    def __init__(self, llm: Any, text: TextSide, max_context: int) -> None:
+        self._llm = llm
+        self._text = text
+        self._max_context = max_context
+        self.counts = Counts()
+
+    async def plan(self, request: GenerationRequest) -> Plan:
+        """Check and expand a request; raises EngineError for what cannot be sampled."""
+        name, sampling, codec = request.request_id, request.sampling, self._text.codec
+        try:
+            image_tokens = [self._text.count_image_tokens(image.width, image.height) for image in request.images]
+            ids = expand_image_tokens(request.prompt_ids, codec.image_token_id, image_tokens, name)
+        except UserInputError as error:
+            raise EngineError(f"Request {name}: {error}") from error
+        if len(ids) + sampling.max_new_tokens > self._max_context:
+            raise EngineError(
+                f"Request {name}: {len(ids)} prompt tokens and {sampling.max_new_tokens} new ones exceed the context "
+                f"of {self._max_context}: raise serving.max_context or send less."
+            )
+        if sampling.temperature and not _MIN_TEMPERATURE <= sampling.temperature <= _MAX_TEMPERATURE:
+            raise EngineError(
+                f"Request {name}: vLLM samples at temperature 0 or from {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE}, "
+                f"not at {sampling.temperature}."
+            )
+        choices = encode_choices(request, codec.encode_text, codec.decode) if sampling.choices else ()
+        self.counts.requests += 1
+        self.counts.prompt_tokens += len(ids)
+        return Plan(request, ids, choices, await _prompt(request))
+
+    async def sample(self, plan: Plan, number: int, lora: Any) -> Sample:
+        """One sample, whole. Raises EngineError."""
+        output = await self._ask(plan, number, lora, None)
+        piece = self._read(plan, output)
+        return Sample(
+            np.array(piece.token_ids, dtype=np.int32),
+            np.array(piece.logprobs, dtype=np.float32),
+            self._stop_reason(plan, output, piece),
+            tuple(piece.top_logprobs),
+        )
+
+    async def feed(self, plan: Plan, number: int, lora: Any, stream: TokenStream) -> None:
+        """One sample, into the stream as it grows. Raises EngineError."""
+        await self._ask(plan, number, lora, stream)
+
+    async def _ask(self, plan: Plan, number: int, lora: Any, stream: TokenStream | None) -> Any:
+        """vLLM's last CompletionOutput for sample `number`."""
+        from vllm.exceptions import VLLMError
+
+        end, pieces = self._text.codec.end_of_turn_id, stream is not None
+        params = vllm_params(plan.request.sampling, number, end, plan.choices, pieces)
+        self.counts.change(1)
+        try:
+            output = await self._run(plan, number, params, lora, stream)
+            if output.finish_reason == "error":
+                # The engine core dropped an image that this process believed it had: the second try sends it again.
+                output = await self._run(plan, number, params, lora, stream)
+        except (VLLMError, ValueError) as error:
+            reason = DEAD if self._llm.errored else f"vLLM could not answer ({error.__cause__ or error})."
+            raise EngineError(f"Request {plan.request.request_id}: {reason}") from error
+        finally:
+            self.counts.change(-1)
+        return output
+
+    async def _run(self, plan: Plan, number: int, params: Any, lora: Any, stream: TokenStream | None) -> Any:
+        """One pass through vLLM; returns its last CompletionOutput."""
+        (engine_input,) = await self._llm.renderer.render_cmpl_async([dict(plan.prompt)])
+        name, last = f"{plan.request.request_id}/{number}", None
+        async with contextlib.aclosing(self._llm.generate(engine_input, params, name, lora_request=lora)) as results:
+            async for result in results:
+                if last is None:
+                    self._check_prompt(plan, result)
+                last = result.outputs[0]
+                if stream is not None and last.finish_reason != "error":
+                    piece = self._read(plan, last)
+                    stream.put(number, *piece, self._stop_reason(plan, last, piece) if last.finish_reason else None)
+                    notify([stream])
+        assert last is not None
+        return last
+
+    def _check_prompt(self, plan: Plan, result: Any) -> None:
+        if not np.array_equal(np.asarray(result.prompt_token_ids), plan.expanded):
+            raise EngineError(
+                f"Request {plan.request.request_id}: vLLM expanded the prompt to {len(result.prompt_token_ids)} tokens, "
+                f"the image processor's grids to {len(plan.expanded)}: is the model folder's processor config its own?"
+            )
+        self.counts.prefix_queries += len(plan.expanded)
+        self.counts.prefix_hits += result.num_cached_tokens or 0
+
+    def _read(self, plan: Plan, output: Any) -> Piece:
+        piece = read_piece(output, plan.request.sampling.top_logprobs)
+        self.counts.generated_tokens += len(piece.token_ids)
+        return piece
+
+    def _stop_reason(self, plan: Plan, output: Any, piece: Piece) -> StopReason:
+        tokens = piece.token_ids
+        if output.finish_reason not in ("stop", "length") or not tokens or len(tokens) != len(piece.logprobs):
+            raise EngineError(
+                f"Request {plan.request.request_id}: vLLM ended a sample with {output.finish_reason!r}, {len(tokens)} "
+                f"tokens and {len(piece.logprobs)} log-probabilities."
+            )
+        if tokens[-1] == self._text.codec.end_of_turn_id:
+            return StopReason.END_OF_TURN
+        return StopReason.STOP if output.finish_reason == "stop" else StopReason.LENGTH
+
+
+async def _prompt(request: GenerationRequest) -> Mapping[str, Any]:
+    """What vLLM takes: token ids with one placeholder per image, and images that its caches know by their hash."""
+    prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
+    if request.images:
+        pictures = await asyncio.to_thread(lambda: [image.to_pil() for image in request.images])
+        prompt["multi_modal_data"] = {"image": pictures}
+        prompt["multi_modal_uuids"] = {"image": [image.sha256 for image in request.images]}
+    return prompt
