@@ -98,7 +98,7 @@ def test_the_gradient_of_a_minibatch_is_trls(monkeypatch: pytest.MonkeyPatch) ->
     loss = sum(updater.loss(packed, number, UpdateStats()) for number in range(len(micro_batches)))
     loss.backward()  # type: ignore[union-attr]
 
-    assert float(loss) == pytest.approx(their_loss.item(), abs=1e-4)
+    assert loss.item() == pytest.approx(their_loss.item(), abs=1e-4)
     mine = torch.cat([ours[name].grad.flatten() for name in ours])  # type: ignore[union-attr]
     other = torch.cat([theirs[name].grad.flatten() for name in ours])
     assert other.norm() > 1e-3
