@@ -6,11 +6,12 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 
 from rl_vlm.config import RunConfig
-from rl_vlm.types import UserInputError
+from rl_vlm.types import RLVLMError, UserInputError
 
 # Workers inherit these from the private cluster's processes. One torch thread each: more only get in each other's way.
 _WORKER_ENVIRONMENT = {
@@ -65,6 +66,27 @@ def _check_cpus(run: RunConfig, cpus: float) -> None:
         )
 
 
+class ClusterError(RLVLMError):
+    """Ray's own processes did not come up."""
+
+
+def _init_patiently(**settings: Any) -> None:
+    """`ray.init`, tried again once: Ray gives its processes 30 s, which a busy machine may exceed."""
+    for last in (False, True):
+        try:
+            ray.init(**settings)
+            return
+        except Exception as error:  # Ray raises nothing more precise
+            if "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
+            if last:
+                raise ClusterError(
+                    "Ray's processes did not start within 30 s, twice: the machine is overloaded, or /tmp/ray cannot be "
+                    "written."
+                ) from error
+
+
 @contextmanager
 def ray_cluster(run: RunConfig) -> Iterator[None]:
     """Connect to Ray for the length of a run.
@@ -89,7 +111,7 @@ def ray_cluster(run: RunConfig) -> Iterator[None]:
             _check_cpus(run, limits.get("CPU", 0))
     else:
         check_resources(run)
-        ray.init(
+        _init_patiently(
             address="local",
             num_cpus=run.resources.num_cpus or max(available_cpus(), 1),
             include_dashboard=run.resources.dashboard,
