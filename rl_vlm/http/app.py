@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 import uuid
@@ -97,7 +98,7 @@ def _json(model: BaseModel) -> Response:
 
 
 def _event(content: BaseModel | dict[str, Any]) -> bytes:
-    data = content.model_dump_json() if isinstance(content, BaseModel) else JSONResponse(content).body.decode()
+    data = content.model_dump_json() if isinstance(content, BaseModel) else json.dumps(content)
     return f"data: {data}\n\n".encode()
 
 
@@ -121,7 +122,10 @@ class _Service:
         if found is None:
             known = ", ".join(model.name for model in models)
             raise RequestError(
-                404, f"Model {name!r} is not served here: ask for one of {known}.", code="model_not_found", param="model"
+                404,
+                f"Model {name!r} is not served here: ask for one of {known}.",
+                code="model_not_found",
+                param="model",
             )
         return found
 
@@ -185,8 +189,8 @@ class _Service:
                 while chunk is not None:
                     version = chunk.policy_version
                     _check_version(model, version)
-                    for piece in reply.chunks(chunk):
-                        yield _event(piece)
+                    if pieces := reply.chunks(chunk):
+                        yield b"".join(map(_event, pieces))
                     unfinished -= chunk.stop_reason is not None
                     chunk = await self._next(source, deadline)
                 if unfinished:
@@ -235,7 +239,7 @@ def _validation_error(error: RequestValidationError) -> RequestError:
     first = error.errors()[0]
     place: list[str] = []
     for item in map(str, first["loc"][1:]):
-        if item != "parts" and item not in place[-1:]:  # tags of unions
+        if item not in ("parts", *place[-1:]):  # tags of unions
             place.append(item)
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
@@ -305,9 +309,7 @@ def build_http_app(
             return await service.stream(asked, model, reply, usage, deadline)
         return _json(reply.whole(await service.complete(asked, model, deadline)))
 
-    @app.post(
-        "/generate", response_model=schema.GenerateReply, responses=_documented(schema.DetailError, *_FAILURES)
-    )
+    @app.post("/generate", response_model=schema.GenerateReply, responses=_documented(schema.DetailError, *_FAILURES))
     async def generate(body: schema.GenerateRequest, request: Request) -> Response:
         """A conversation in, a text out; thoughts are removed."""
         model, deadline = await service.find(None), request.scope[DEADLINE]

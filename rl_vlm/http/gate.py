@@ -74,7 +74,7 @@ class Gate:
         self._app = app
         self._limits = limits
         self._token = token.encode() if token is not None else None
-        self._metrics = metrics
+        self.metrics = metrics
         self._deadlines = deadlines
         self._routes = frozenset(routes)
         self._max_body = int(limits.max_body_mib * 2**20)
@@ -110,8 +110,8 @@ class Gate:
             await error_response(path, error)(scope, receive, counted)
         finally:
             route = path if path in self._routes else "other"
-            self._metrics.requests.labels(route, str(status)).inc()
-            self._metrics.seconds.labels(route).observe(time.perf_counter() - started)
+            self.metrics.requests.labels(route, str(status)).inc()
+            self.metrics.seconds.labels(route).observe(time.perf_counter() - started)
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
         if self._token is None:
@@ -134,7 +134,7 @@ class Gate:
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         deadline = asyncio.get_running_loop().time() + self._limits.deadline_s
         self.in_flight += 1
-        self._metrics.in_flight.set(self.in_flight)
+        self.metrics.in_flight.set(self.in_flight)
         try:
             body = await self._read(receive, Headers(scope=scope), deadline)
             if body is not None:
@@ -143,7 +143,7 @@ class Gate:
                 await self._run({**scope, "asgi": asgi, DEADLINE: deadline}, body, receive, send)
         finally:
             self.in_flight -= 1
-            self._metrics.in_flight.set(self.in_flight)
+            self.metrics.in_flight.set(self.in_flight)
 
     async def _read(self, receive: Receive, headers: Headers, deadline: float) -> bytes | None:
         """The body; None when the client went away."""

@@ -35,14 +35,17 @@ class ImageReader:
         )
 
     def open(self, uri: str, name: str) -> Image.Image:
-        """The image of a data URI, its header read and found acceptable, its pixels not decoded. Raises UserInputError."""
+        """The image of a data URI, its header read and found acceptable, its pixels not decoded. Raises UserInputError.
+
+        `name` is the image's number in the request, for the message.
+        """
         data, kind = self._bytes(uri, name)
         try:
             image = Image.open(io.BytesIO(data), formats=[kind])
         except Image.DecompressionBombError as error:
             raise self._too_many_pixels(name, "") from error
         except Exception as error:  # a damaged header shows as almost anything: OSError, struct.error, SyntaxError, ...
-            raise UserInputError(f"{name} is not a {kind} image, or is damaged: send another one.") from error
+            raise UserInputError(f"Image {name} is not a {kind} image, or is damaged: send another one.") from error
         if image.width * image.height > self._limits.max_image_pixels:
             raise self._too_many_pixels(name, f" ({image.width}x{image.height})")
         self.num_tokens(image, name)
@@ -68,26 +71,30 @@ class ImageReader:
         except UserInputError:
             raise
         except Exception as error:  # as above: whatever a decoder makes of bytes that came from outside
-            raise UserInputError(f"{name} is damaged and cannot be decoded: send another one.") from error
+            raise UserInputError(f"Image {name} is damaged and cannot be decoded: send another one.") from error
 
     def _bytes(self, uri: str, name: str) -> tuple[bytes, str]:
         """The file inside a data URI and its format in PIL's words."""
         head, comma, encoded = uri.partition(",")
         if head[:5].lower() != "data:" or not comma:
             raise UserInputError(
-                f"{name} must be a data URI (data:image/png;base64,...): this server fetches neither files nor addresses."
+                f"Image {name} must be a data URI (data:image/png;base64,...): this server fetches neither files nor addresses."
             )
         mime, *parameters = head[5:].lower().split(";")
         kind = _FORMATS.get(mime.strip())
         if kind is None or "base64" not in (parameter.strip() for parameter in parameters):
-            raise UserInputError(f"{name} must be a base64 data URI of image/png, image/jpeg, image/webp or image/gif.")
+            raise UserInputError(
+                f"Image {name} must be a base64 data URI of image/png, image/jpeg, image/webp or image/gif."
+            )
         limit = self._limits.max_image_mib * 2**20
         if len(encoded) * 3 / 4 > limit + 3:
-            raise UserInputError(f"{name} is larger than {self._limits.max_image_mib:g} MiB: send a smaller file.")
+            raise UserInputError(
+                f"Image {name} is larger than {self._limits.max_image_mib:g} MiB: send a smaller file."
+            )
         try:
             return base64.b64decode("".join(encoded.split()), validate=True), kind
         except (binascii.Error, ValueError) as error:  # ValueError: characters beyond ASCII
-            raise UserInputError(f"{name} is not valid base64: it may have been cut off.") from error
+            raise UserInputError(f"Image {name} is not valid base64: it may have been cut off.") from error
 
     def _too_many_pixels(self, name: str, size: str) -> UserInputError:
-        return UserInputError(f"{name}{size} has more than {self._limits.max_image_pixels} pixels: shrink it.")
+        return UserInputError(f"Image {name}{size} has more than {self._limits.max_image_pixels} pixels: shrink it.")

@@ -16,7 +16,11 @@ class HTTPMetrics:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter("rl_vlm_http_requests", "Answers.", ["route", "status"], registry=registry)
         self.seconds = Histogram(
-            "rl_vlm_http_request_seconds", "From the first byte to the last.", ["route"], registry=registry, buckets=_SECONDS
+            "rl_vlm_http_request_seconds",
+            "From the first byte to the last.",
+            ["route"],
+            registry=registry,
+            buckets=_SECONDS,
         )
         self.first_token = Histogram(
             "rl_vlm_http_first_token_seconds", "Of streams.", registry=registry, buckets=_SECONDS
@@ -27,7 +31,9 @@ class HTTPMetrics:
         self.tokens = Counter("rl_vlm_http_tokens", "Prompt and sampled tokens.", ["kind"], registry=registry)
         self.in_flight = Gauge("rl_vlm_http_in_flight", "Requests that are waiting or running.", registry=registry)
         self.version = Gauge("rl_vlm_http_policy_version", "The version that answered last.", registry=registry)
-        self.stream_errors = Counter("rl_vlm_http_stream_errors", "Streams that ended with an error event.", registry=registry)
+        self.stream_errors = Counter(
+            "rl_vlm_http_stream_errors", "Streams that ended with an error event.", registry=registry
+        )
 
     def answered(self, num_prompt_tokens: int, num_sampled: int, version: int) -> None:
         """Count one answer of the model."""

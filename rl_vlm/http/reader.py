@@ -52,7 +52,9 @@ class RequestReader:
         wanted = body.max_completion_tokens or body.max_tokens
         if wanted is not None and wanted > limits.max_new_tokens:
             raise RequestError(
-                400, f"max_tokens is {wanted} and this server gives at most {limits.max_new_tokens}.", param="max_tokens"
+                400,
+                f"max_tokens is {wanted} and this server gives at most {limits.max_new_tokens}.",
+                param="max_tokens",
             )
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         prompt = self._encode(body.messages, extra_chars=sum(map(len, (*stop, *body.choices))))
@@ -91,7 +93,9 @@ class RequestReader:
         parts = [part for message in messages for part in _parts(message)]
         if len(messages) + len(parts) > self._limits.max_parts:
             raise RequestError(
-                400, f"The request has more than {self._limits.max_parts} messages and parts: send less.", param="messages"
+                400,
+                f"The request has more than {self._limits.max_parts} messages and parts: send less.",
+                param="messages",
             )
         chars = extra_chars + sum(len(part) for part in parts if isinstance(part, str))
         if chars > self._limits.max_text_chars:
@@ -120,9 +124,11 @@ class RequestReader:
     def _decode(self, uris: Sequence[str]) -> list[EncodedImage]:
         if len(uris) > self._limits.max_images:
             raise RequestError(
-                400, f"The request has {len(uris)} images and this server takes {self._limits.max_images}.", param="messages"
+                400,
+                f"The request has {len(uris)} images and this server takes {self._limits.max_images}.",
+                param="messages",
             )
-        names = [f"Image {k + 1}" for k in range(len(uris))]
+        names = [str(k + 1) for k in range(len(uris))]
         opened = [self._images.open(uri, name) for uri, name in zip(uris, names, strict=True)]
         # Headers tell how many tokens there will be: too many are refused before they cost memory.
         tokens = sum(self._images.num_tokens(image, name) for image, name in zip(opened, names, strict=True))

@@ -139,7 +139,9 @@ class ChatReply:
 
     def _usage(self, sampled: int) -> Usage:
         return Usage(
-            prompt_tokens=self.num_prompt_tokens, completion_tokens=sampled, total_tokens=self.num_prompt_tokens + sampled
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=sampled,
+            total_tokens=self.num_prompt_tokens + sampled,
         )
 
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_val
 from rl_vlm.types import MAX_TOP_LOGPROBS
 
 _MAX_ITEMS = 100_000  # a bound for the parser; the server's own limits are lower
+_MAX_INT = 2**31
 
 
 class _In(BaseModel):
@@ -37,11 +38,9 @@ class ImageURLPart(_In):
 
 Part = Annotated[TextPart | ImagePart | ImageURLPart, Field(discriminator="type")]
 Parts = Annotated[list[Part], Field(max_length=_MAX_ITEMS, fail_fast=True)]
-# A tagged union, so that an error speaks of the form that was sent.
-Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[Parts, Tag("parts")],
-    Discriminator(lambda value: "text" if isinstance(value, str) else "parts"),
-]
+# Tagged unions, so that an error speaks of the form that was sent.
+_TextOrParts = Discriminator(lambda value: "text" if isinstance(value, str) else "parts")
+Content = Annotated[Annotated[str, Tag("text")] | Annotated[Parts, Tag("parts")], _TextOrParts]
 
 
 class ChatMessage(_In):
@@ -63,7 +62,7 @@ class GenerateRequest(_In):
     """A conversation; temperature 0 is greedy, above 0 samples with top-p 0.9."""
 
     messages: Messages
-    max_tokens: int = Field(512, ge=1)
+    max_tokens: int = Field(512, ge=1, lt=_MAX_INT)
     temperature: float = Field(0.7, ge=0, le=2)
 
 
@@ -80,6 +79,8 @@ class StreamOptions(_In):
 
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
+StopTexts = Annotated[list[StopText], Field(max_length=16)]
+Stop = Annotated[Annotated[StopText, Tag("text")] | Annotated[StopTexts, Tag("parts")], _TextOrParts]
 
 
 class Choices(_In):
@@ -97,14 +98,14 @@ class ChatRequest(BaseModel):
 
     model: str
     messages: Messages
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, lt=_MAX_INT)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=_MAX_INT)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    n: int | None = Field(None, ge=1)
+    top_k: int | None = Field(None, ge=-1, lt=_MAX_INT)
+    n: int | None = Field(None, ge=1, lt=_MAX_INT)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop: Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None

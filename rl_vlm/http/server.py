@@ -42,6 +42,17 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
+    """Tells when it listens, and leaves signals alone."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        self._ready()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are ours: uvicorn would raise them again after its end, before the model is stopped."""
@@ -49,9 +60,9 @@ class _Server(uvicorn.Server):
 
 
 class HTTPServer:
-    """Serves one application on one socket until it is told to stop."""
+    """Serves one application on one socket until it is told to stop. `ready` is called when it listens."""
 
-    def __init__(self, app: Gate, sock: socket.socket, drain_s: float) -> None:
+    def __init__(self, app: Gate, sock: socket.socket, drain_s: float, ready: Callable[[], None]) -> None:
         self._app = app
         self._sock = sock
         # h11: unlike httptools it bounds the size of a request's headers.
@@ -65,7 +76,7 @@ class HTTPServer:
             server_header=False,
             timeout_graceful_shutdown=int(drain_s + _GRACE_S),
         )
-        self._server = _Server(self._config)
+        self._server = _Server(self._config, ready)
 
     def stop(self) -> None:
         """Drain: refuse what is new, let what runs end. The second call does not wait. On the server's event loop."""
@@ -77,8 +88,8 @@ class HTTPServer:
         """Serve until `stop`."""
         await self._server.serve([self._sock])
 
-    def run_until_signal(self, ready: Callable[[], None]) -> int:
-        """Serve until SIGINT or SIGTERM, whose number is returned. `ready` is called when signals are handled."""
+    def run_until_signal(self) -> int:
+        """Serve until SIGINT or SIGTERM, whose number is returned."""
         caught: list[int] = []
 
         async def main() -> None:
@@ -90,7 +101,6 @@ class HTTPServer:
 
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, handle, number)
-            ready()
             await self.run()
 
         with asyncio.Runner(loop_factory=self._config.get_loop_factory()) as runner:

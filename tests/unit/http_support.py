@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import io
 import threading
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from core_support import text_side
 from PIL import Image
 
@@ -19,7 +22,7 @@ from rl_vlm.engines.base import Engine
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.http.app import ServedModel, build_http_app
 from rl_vlm.http.server import HTTPServer, bind
-from rl_vlm.types import Completion, GenerationRequest, SampleChunk
+from rl_vlm.types import Completion, GenerationRequest, SampleChunk, StopReason
 
 CONTEXT = 1024
 
@@ -44,16 +47,21 @@ class EngineBackend:
             self.running -= 1
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[SampleChunk, None]:
-        completion = await self.generate(request)
-        for number, sample in enumerate(completion.samples):
-            yield SampleChunk(
-                number,
-                sample.token_ids,
-                sample.logprobs,
-                completion.policy_version,
-                sample.stop_reason,
-                sample.top_logprobs,
-            )
+        """One token per call: each prompt holds what came before."""
+        sampling = dataclasses.replace(request.sampling, max_new_tokens=1, n=1, seeds=None)
+        for number in range(request.sampling.n):
+            ids = request.prompt_ids
+            for step in range(request.sampling.max_new_tokens):
+                completion = await self.generate(dataclasses.replace(request, prompt_ids=ids, sampling=sampling))
+                sample = completion.samples[0]
+                last = step + 1 == request.sampling.max_new_tokens
+                reason = sample.stop_reason if last or sample.stop_reason is not StopReason.LENGTH else None
+                yield SampleChunk(
+                    number, sample.token_ids, sample.logprobs, completion.policy_version, reason, sample.top_logprobs
+                )
+                if reason is not None:
+                    break
+                ids = np.append(ids, sample.token_ids)
 
     async def health(self) -> None:
         pass
@@ -66,17 +74,18 @@ class Server:
     """A server in a thread."""
 
     def __init__(self, backend: Any, folder: Path, token: str | None = None, **limits: Any) -> None:
-        settings = HTTPSection(**limits)
-        self.backend = backend
-        self.gate = build_http_app(backend, text_side(folder), settings, max_context=CONTEXT, token=token)
+        self.limits, self.text, self.backend = HTTPSection(**limits), text_side(folder), backend
+        self.gate = build_http_app(backend, self.text, self.limits, max_context=CONTEXT, token=token)
         self._sock = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._sock.getsockname()[1]}"
-        self._server = HTTPServer(self.gate, self._sock, settings.drain_s)
+        self._listens = threading.Event()
+        self._server = HTTPServer(self.gate, self._sock, self.limits.drain_s, self._listens.set)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._server.run(),), daemon=True)
 
     def start(self) -> Server:
         self._thread.start()
+        assert self._listens.wait(10)
         return self
 
     def stop(self, wait: bool = True) -> None:
@@ -102,6 +111,25 @@ def tiny_engine(folder: Path) -> Iterator[TransformersEngine]:
         yield engine
     finally:
         asyncio.run(engine.close())
+
+
+@contextmanager
+def endless(engine: TransformersEngine, end_of_turn_id: int) -> Iterator[None]:
+    """No turn ends by itself in here, so that a request runs for as long as the test says."""
+    bias = engine.backbone.token_bias
+    bias[end_of_turn_id] = float("-inf")
+    try:
+        yield
+    finally:
+        bias[end_of_turn_id] = 0.0
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait for something that another thread does."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
 
 
 def data_uri(image: Image.Image | bytes, kind: str = "png", mime: str | None = None, **options: Any) -> str:
