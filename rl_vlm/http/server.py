@@ -35,10 +35,13 @@ def bind(host: str, port: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
     except OSError as error:
-        raise UserInputError(
-            f"Cannot listen on {host} port {port} ({error.strerror or error}): choose another with --host and --port."
-        ) from error
+        raise _cannot_listen(host, port, error) from error
     return sock
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> UserInputError:
+    reason = error.strerror or error
+    return UserInputError(f"Cannot listen on {host} port {port} ({reason}): choose another with --host and --port.")
 
 
 class _Server(uvicorn.Server):
@@ -49,8 +52,12 @@ class _Server(uvicorn.Server):
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
-        await super().startup(sockets)
+        """Listen. Another server may have done so since the address was bound."""
+        assert sockets is not None
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            raise _cannot_listen(*sockets[0].getsockname()[:2], error) from error
         self._ready()
 
     @contextlib.contextmanager

@@ -148,11 +148,13 @@ def test_a_client_that_goes_away_frees_its_rows(
 ) -> None:
     with serving(never_ending, tiny_folder) as server:
         body = {"model": "tiny", **HI, "max_tokens": 900, "n": 4, "stream": stream}
-        with httpx.Client() as client, pytest.raises(httpx.ReadTimeout):
-            with client.stream("POST", server.url + CHAT, json=body, timeout=0.15) as reply:
-                for _ in reply.iter_lines():
-                    wait_until(lambda: engine._decoder.num_rows > 0)
-                    raise httpx.ReadTimeout("seen enough")
+        with (
+            pytest.raises(httpx.ReadTimeout),
+            httpx.stream("POST", server.url + CHAT, json=body, timeout=0.15) as reply,
+        ):
+            next(reply.iter_lines())
+            wait_until(lambda: engine._decoder.num_rows > 0)
+            raise httpx.ReadTimeout("seen enough")
         wait_until(lambda: never_ending.running == 0 and engine._decoder.num_rows == 0, seconds=2)
         wait_until(lambda: server.gate.in_flight == 0)
 
