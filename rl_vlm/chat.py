@@ -96,6 +96,14 @@ class ChatCodec:
             raise UserInputError(f"The chat template does not end an assistant turn with {_END_OF_TURN}.")
         return EncodedSpan(span.token_ids[1:], span.images) if ended else span
 
+    def encode_text(self, text: str) -> np.ndarray:
+        """Plain text as the policy writes it, int32 [T]; special strings stay text. Raises UserInputError."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserInputError(f"The text {text!r} is no valid Unicode: leave lone surrogates out.") from error
+        return np.array(self._plain.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
     def decode(self, token_ids: np.ndarray) -> str:
         """Sampled ids as text, without a closing end-of-turn token."""
         ids = token_ids[:-1] if len(token_ids) and token_ids[-1] == self.end_of_turn_id else token_ids

@@ -57,13 +57,32 @@ class VLLMSection(Section):
     kv_cache_gib: int = Field(1, ge=1, description="Memory for keys and values on a machine without a GPU, whole GiB.")
 
 
+class AutoscalingSection(Section):
+    """How the number of replicas follows the load (Ray Serve's autoscaler)."""
+
+    min_replicas: int = Field(1, ge=1)
+    max_replicas: int = Field(1, ge=1)
+    target_ongoing_requests: float = Field(
+        4.0, gt=0, description="Calls per replica that are aimed at. An env runner's common call counts as one."
+    )
+    upscale_delay_s: float = Field(10.0, ge=0, description="How long the load must last before a replica is added.")
+    downscale_delay_s: float = Field(120.0, ge=0, description="How long it must be gone before one is stopped.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> AutoscalingSection:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas ({self.max_replicas}) is below min_replicas ({self.min_replicas})")
+        return self
+
+
 class ServingSection(Section):
     """The Serve deployment of the policy."""
 
     engine: Literal["auto", "transformers", "vllm"] = Field(
         "auto", description="auto: vllm on a GPU, else transformers."
     )
-    num_replicas: int = Field(2, ge=1)
+    num_replicas: int = Field(2, ge=1, description="With autoscaling: how many there are at the start.")
+    autoscaling: AutoscalingSection | None = Field(None, description="Null: the number of replicas is fixed.")
     cpus_per_replica: float = Field(0.5, ge=0)
     gpus_per_replica: float = Field(0.0, ge=0)
     max_context: int = Field(4096, ge=16, description="Prompt and new tokens of one sample.")
@@ -72,6 +91,14 @@ class ServingSection(Section):
     request_timeout_s: float = Field(300.0, gt=0)
     publish_timeout_s: float = Field(60.0, gt=0, description="How long a replica may take to load a new adapter.")
     startup_timeout_s: float = Field(600.0, gt=0)
+    probe_after_s: float = Field(
+        15.0,
+        gt=0,
+        description="An engine that has produced nothing for this long must generate a token, to prove that it can.",
+    )
+    probe_timeout_s: float = Field(
+        10.0, gt=0, description="How long that token may take; a second failure replaces it."
+    )
     vllm: VLLMSection = VLLMSection()
 
 
@@ -259,6 +286,12 @@ class RunConfig(Section):
                 "use model.train: lora"
             )
         return self
+
+    @property
+    def most_replicas(self) -> int:
+        """How many replicas the run may ever have."""
+        autoscaling = self.serving.autoscaling
+        return max(self.serving.num_replicas, autoscaling.max_replicas) if autoscaling else self.serving.num_replicas
 
     @property
     def needed_cpus(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +16,24 @@ BASE_MODEL = -1  # `min_version` of a request for the model without an adapter
 
 class EngineError(RLVLMError):
     """The engine could not answer a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine is doing, and what it has done since it started."""
+
+    requests: int = 0  # answered or not
+    running: int = 0  # samples that are being generated
+    waiting: int = 0  # samples that have not begun
+    prompt_tokens: int = 0  # image placeholders included; once per request, whatever its number of samples
+    generated_tokens: int = 0
+    image_cache_hits: int = 0
+    image_cache_misses: int = 0
+    prefix_cache_queries: int = 0  # prompt tokens that were looked up in the prefix cache, and found there;
+    prefix_cache_hits: int = 0  # both 0 in an engine without one
+    mean_batch: float = 0.0  # samples per decode step
+    adapter_swaps: int = 0
+    last_swap_s: float = 0.0  # from the call of `load_adapter` to its end, waiting included
 
 
 class Engine(Protocol):
@@ -43,6 +62,18 @@ class Engine(Protocol):
 
     async def load_adapter(self, payload: AdapterPayload) -> None:
         """Make a version available; requests that are running finish with the version that they started with."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Counts for metrics; cheap, and callable from any thread."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give the device's memory back until `wake`. Raises EngineError where the engine cannot."""
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory again and go on. Raises EngineError where the engine cannot."""
         ...
 
     async def close(self) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 _BLOCK = 64  # lengths grow in blocks, so that the tensors are rarely reallocated
+_ALIGN = 8  # of the attended window: CUDA's attention kernels want it
 
 
 class RowCache:
     """One row of keys and values per running sample, each with its own length.
 
-    It stands where transformers expects a cache: attention calls `update` once per layer. Tensors are
-    [rows, heads, capacity, head_dim]; rows [0, num_rows) are in use and stay packed: a finished row's place is taken by
-    the last one.
+    Tensors are [rows, heads, capacity, head_dim]; rows [0, num_rows) are in use and stay packed: a finished row's place
+    is taken by the last one.
     """
 
     def __init__(self) -> None:
@@ -21,6 +22,7 @@ class RowCache:
         self._values: list[Tensor] = []
         self.num_rows = 0
         self._write_at = torch.empty(0, dtype=torch.long)
+        self._bias: Tensor | None = None
         self._window = 0
 
     def admit(self, layers: list[tuple[Tensor, Tensor]], source: Tensor, max_length: int) -> int:
@@ -37,18 +39,34 @@ class RowCache:
         self.num_rows = first + len(source)
         return first
 
-    def begin_step(self, lengths: Tensor, longest: int) -> None:
+    def begin_step(self, lengths: Tensor, shortest: int, longest: int) -> None:
         """Announce a decode step: row r writes its new key and value at position lengths[r]; int64 [rows]."""
-        self._write_at = lengths
-        self._window = longest + 1
+        heads, capacity = self._keys[0].shape[1:3]
+        rows = torch.arange(self.num_rows * heads, device=lengths.device)
+        self._write_at = rows * capacity + lengths.repeat_interleave(heads)  # in keys seen as [rows * heads * capacity]
+        if shortest == longest:
+            self._window, self._bias = longest + 1, None  # every row sees the whole window
+            return
+        self._window = min(-(-(longest + 1) // _ALIGN) * _ALIGN, capacity)
+        seen = torch.arange(self._window, device=lengths.device)[None, :] <= lengths[:, None]
+        bias = torch.zeros(seen.shape, dtype=self._keys[0].dtype, device=lengths.device)
+        self._bias = bias.masked_fill_(~seen, float("-inf"))[:, None, None]
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
-        """Store one new key and value per row, each [rows, heads, 1, head_dim]; returns the rows' windows."""
-        rows = torch.arange(self.num_rows, device=keys.device)
-        self._keys[layer][rows, :, self._write_at] = keys[:, :, 0]
-        self._values[layer][rows, :, self._write_at] = values[:, :, 0]
-        window = slice(0, self._window)
-        return self._keys[layer][: self.num_rows, :, window], self._values[layer][: self.num_rows, :, window]
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Store one new key and value per row [rows, heads, head_dim] and attend with queries [rows, query heads,
+        head_dim]; returns [rows, query heads * head_dim]."""
+        rows, heads, size = keys.shape
+        for tensor, new in ((self._keys[layer], keys), (self._values[layer], values)):
+            tensor.view(-1, size).index_copy_(0, self._write_at, new.reshape(-1, size))
+        # The query heads that share a key head stand where other queries would: keys and values are never repeated.
+        mixed = functional.scaled_dot_product_attention(
+            queries.view(rows, heads, -1, size),
+            self._keys[layer][:rows, :, : self._window],
+            self._values[layer][:rows, :, : self._window],
+            attn_mask=self._bias,
+            scale=scale,
+        )
+        return mixed.reshape(rows, -1)
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order; int64 [K]. Only rows that change place are copied."""
@@ -62,10 +80,6 @@ class RowCache:
         self.num_rows = len(rows)
         if not len(rows):
             self._keys, self._values = [], []
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Part of transformers' cache interface: the window before this step."""
-        return max(self._window - 1, 0)
 
     def _reserve(self, layers: list[tuple[Tensor, Tensor]], rows: int, length: int) -> None:
         length = -(-length // _BLOCK) * _BLOCK

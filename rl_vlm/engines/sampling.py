@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
+class Chosen(NamedTuple):
+    """One token per row: ids int64 [R], their log-probabilities float32 [R], and the log-distribution [R, V] that they
+    were drawn from."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    distribution: Tensor
+
+
 def choose_tokens(
     logits: Tensor, temperature: Tensor, top_p: Tensor | None, top_k: Tensor | None, uniform: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Choose one token per row; returns (token ids int64 [R], log-probabilities float32 [R]).
+) -> Chosen:
+    """Choose one token per row.
 
     logits float32 [R, V] with forbidden tokens at -inf; temperature float32 [R], 0 = greedy; top_p float32 [R] and
     top_k int64 [R] (0 = off) or None when no row uses them; uniform float64 [R] in [0, 1).
@@ -22,15 +33,28 @@ def choose_tokens(
         scaled = _restrict(scaled, top_p, top_k, greedy)
     logprobs = torch.log_softmax(scaled, dim=-1)
     # float64, so that a tail of many small probabilities is not lost in the running sum.
-    cumulative = logprobs.double().exp().cumsum(dim=-1)
-    total = cumulative[:, -1:]
+    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:].contiguous()
     drawn = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
     # Rounding can put u·total on the total itself: stay on the last token that has any probability.
-    last = (cumulative < total).sum(dim=-1)
+    last = torch.searchsorted(cumulative, total)[:, 0]
     tokens = torch.minimum(drawn, last)
     if bool(greedy.any()):
         tokens = torch.where(greedy, scaled.argmax(dim=-1), tokens)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+    return Chosen(tokens, logprobs.gather(1, tokens[:, None])[:, 0], logprobs)
+
+
+def most_likely(distribution: Tensor, counts: list[int]) -> list[tuple[tuple[int, float], ...]]:
+    """Per row of a log-distribution [R, V], the `counts[r]` most likely tokens as (id, log-probability), best first.
+
+    Tokens without any probability are left out.
+    """
+    values, ids = distribution.topk(min(max(counts), distribution.shape[1]), dim=-1)
+    rows = zip(ids.tolist(), values.tolist(), counts, strict=True)
+    return [
+        tuple((token, value) for token, value in zip(found[:count], scores[:count], strict=True) if value > -torch.inf)
+        for found, scores, count in rows
+    ]
 
 
 def _restrict(scaled: Tensor, top_p: Tensor | None, top_k: Tensor | None, greedy: Tensor) -> Tensor:

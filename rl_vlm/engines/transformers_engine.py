@@ -7,42 +7,26 @@ are finished, so every sample is drawn from one version from its first token to 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import torch
 
-from rl_vlm.engines.base import BASE_MODEL, EngineError
-from rl_vlm.engines.decoder import Decoder, Job
+from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats
+from rl_vlm.engines.calls import Call, end_call, resolve
+from rl_vlm.engines.decoder import Decoder
+from rl_vlm.engines.rows import Job
+from rl_vlm.engines.streams import TokenStream, notify
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.backbone import Backbone
 from rl_vlm.models.loading import DType, load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora import linear_weights, merged_weights
-from rl_vlm.types import Completion, GenerationRequest
+from rl_vlm.types import Completion, GenerationRequest, SampleChunk
 
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One `generate` call: its requests, its answers as they come, and the future that waits for all of them.
-
-    Compared by identity: two calls may ask the same.
-    """
-
-    requests: list[GenerationRequest]
-    future: asyncio.Future[list[Completion]]
-    loop: asyncio.AbstractEventLoop
-    answers: dict[int, Completion] = field(default_factory=dict)
-    admitted: int = 0
-    jobs: list[Job] = field(default_factory=list)
-    over: bool = False  # cancelled or refused: nothing of it starts any more
-
-    @property
-    def base_model(self) -> bool:
-        return self.requests[0].min_version == BASE_MODEL
+_NO_SLEEP = "The transformers engine keeps its weights in place: use engine vllm on a GPU to sleep and wake."
 
 
 class TransformersEngine:
@@ -76,14 +60,7 @@ class TransformersEngine:
         text = load_text_side(model)
         self._model = load_model(model, dtype, device)
         self.backbone = Backbone(self._model, text.images, text.codec.suppressed_token_ids(text.vocab_size))
-        self._decoder = Decoder(
-            self.backbone,
-            image_token_id=text.codec.image_token_id,
-            end_of_turn_id=text.codec.end_of_turn_id,
-            pad_token_id=text.codec.pad_token_id,
-            max_context=max_context,
-            decode=text.codec.decode,
-        )
+        self._decoder = Decoder(self.backbone, text.codec, max_context=max_context)
         self._base = linear_weights(self._model)
         self._linears = {name: self._model.get_submodule(name) for name in self._base}
         self._max_rows = max_rows
@@ -92,10 +69,13 @@ class TransformersEngine:
         self._merged: dict[str, torch.Tensor] = {}  # of the newest version
         self._active = BASE_MODEL  # the version whose weights are in place
         self._running_base = False
-        self._open: set[_Call] = set()  # calls without an answer
-        self._waiting: deque[_Call] = deque()  # those of them that are not admitted whole
+        self._open: set[Call] = set()  # calls without an answer
+        self._waiting: deque[Call] = deque()  # those of them that are not admitted whole
         self._pending: tuple[AdapterPayload, asyncio.Future[None], asyncio.AbstractEventLoop] | None = None
-        self._owners: dict[int, tuple[_Call, int]] = {}  # id(job) -> its call and place in it
+        self._owners: dict[int, tuple[Call, int]] = {}  # id(job) -> its call and place in it
+        self._streams: set[TokenStream] = set()  # of running calls
+        self._requests = self._swaps = 0
+        self._last_swap_s = 0.0
         self._wake = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
@@ -122,22 +102,67 @@ class TransformersEngine:
             return []
         if len({request.min_version == BASE_MODEL for request in requests}) > 1:
             raise EngineError("Requests for the base model and for the policy cannot share a call: send two calls.")
-        loop = asyncio.get_running_loop()
-        call = _Call(list(requests), loop.create_future(), loop)
-        with self._wake:
-            if self._closed:
-                raise EngineError("The engine is closed.")
-            self._open.add(call)
-            self._waiting.append(call)
-            self._wake.notify()
+        call = self._enqueue(requests)
         try:
             return await call.future
         except asyncio.CancelledError:
             self._drop(call)
             raise
 
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[SampleChunk]:
+        """Answer one request token by token, or a few at a time where the reader is slower than the engine.
+
+        Closing the iterator frees the request's rows at the next step.
+        """
+        stream = TokenStream(request.sampling.n)
+        call = self._enqueue([request], stream)
+        try:
+            async for chunk in stream.chunks():
+                yield chunk
+        finally:
+            self._drop(call)
+
+    def _enqueue(self, requests: Sequence[GenerationRequest], stream: TokenStream | None = None) -> Call:
+        loop = asyncio.get_running_loop()
+        call = Call(list(requests), loop.create_future(), loop, stream=stream)
+        with self._wake:
+            if self._closed:
+                raise EngineError("The engine is closed.")
+            self._requests += len(call.requests)
+            self._open.add(call)
+            self._waiting.append(call)
+            self._wake.notify()
+        return call
+
+    def stats(self) -> EngineStats:
+        """Counts for metrics."""
+        with self._wake:
+            waiting = sum(r.sampling.n for call in self._waiting for r in call.requests[call.admitted :])
+        counts, backbone = self._decoder.counts, self.backbone
+        return EngineStats(
+            requests=self._requests,
+            running=self._decoder.num_rows,
+            waiting=waiting,
+            prompt_tokens=counts.prompt_tokens,
+            generated_tokens=counts.generated_tokens,
+            image_cache_hits=backbone.cache_hits,
+            image_cache_misses=backbone.cache_misses,
+            mean_batch=counts.step_rows / max(counts.steps, 1),
+            adapter_swaps=self._swaps,
+            last_swap_s=self._last_swap_s,
+        )
+
+    async def sleep(self) -> None:
+        """Not possible here."""
+        raise EngineError(_NO_SLEEP)
+
+    async def wake(self) -> None:
+        """Not possible here."""
+        raise EngineError(_NO_SLEEP)
+
     async def load_adapter(self, payload: AdapterPayload) -> None:
         """Merge a version and serve it to every request that starts from now on."""
+        started = time.monotonic()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         with self._wake:
@@ -148,6 +173,8 @@ class TransformersEngine:
             self._pending = (payload, future, loop)
             self._wake.notify()
         await future
+        self._swaps += 1
+        self._last_swap_s = time.monotonic() - started
 
     async def close(self) -> None:
         """Stop the thread; calls that wait get an EngineError."""
@@ -156,7 +183,7 @@ class TransformersEngine:
             self._wake.notify()
         await asyncio.to_thread(self._thread.join, 30.0)
 
-    def _drop(self, call: _Call) -> None:
+    def _drop(self, call: Call) -> None:
         """Nobody waits for this call any more: its rows are free at the next step."""
         with self._wake:
             call.over = True
@@ -165,6 +192,8 @@ class TransformersEngine:
                 self._waiting.remove(call)
             for job in call.jobs:
                 job.cancelled = True
+            if call.stream is not None:
+                self._streams.discard(call.stream)
 
     # What follows runs on the engine's thread.
 
@@ -180,6 +209,10 @@ class TransformersEngine:
                 self._admit()
                 if self._decoder.num_rows:
                     self._finish(self._decoder.step())
+                if self._streams:
+                    with self._wake:
+                        readers = [stream for stream in self._streams if stream.has_news]
+                    notify(readers)
             except Exception as error:
                 self._fail(error)
         self._fail(EngineError("The engine is closed."))
@@ -196,9 +229,9 @@ class TransformersEngine:
             self._version = payload.version
             self._active = BASE_MODEL - 1  # neither: the next admission puts weights in place
         except Exception as error:
-            _resolve(loop, future, error=error)
+            resolve(loop, future, error=error)
             return
-        _resolve(loop, future)
+        resolve(loop, future)
 
     def _activate(self, base_model: bool) -> None:
         wanted = BASE_MODEL if base_model or not self._version else self._version
@@ -211,7 +244,7 @@ class TransformersEngine:
     def _admit(self) -> None:
         if self._pending is not None:
             return  # let the running samples finish first
-        batch: list[tuple[_Call, int, GenerationRequest]] = []
+        batch: list[tuple[Call, int, GenerationRequest]] = []
         rows = self._decoder.num_rows
         with self._wake:
             while self._waiting:
@@ -238,10 +271,15 @@ class TransformersEngine:
             if isinstance(job, EngineError):
                 self._refuse(call, job)
         live: list[Job] = []
+        version = BASE_MODEL if self._running_base else self._version
         with self._wake:  # a call may be cancelled while its images are encoded
             for (call, place, _), job in zip(batch, prepared, strict=True):
                 if isinstance(job, Job) and not call.over:
                     call.jobs.append(job)
+                    if call.stream is not None:
+                        call.stream.policy_version = version
+                        job.stream = call.stream
+                        self._streams.add(call.stream)
                     self._owners[id(job)] = (call, place)
                     live.append(job)
         if live:
@@ -255,11 +293,13 @@ class TransformersEngine:
             if len(call.answers) == len(call.requests):
                 with self._wake:
                     self._open.discard(call)
-                _resolve(call.loop, call.future, [call.answers[k] for k in range(len(call.requests))])
+                if call.stream is not None:
+                    continue  # its reader has seen the last tokens, or will
+                resolve(call.loop, call.future, [call.answers[k] for k in range(len(call.requests))])
 
-    def _refuse(self, call: _Call, error: Exception) -> None:
+    def _refuse(self, call: Call, error: Exception) -> None:
         self._drop(call)
-        _resolve(call.loop, call.future, error=error)
+        end_call(call, error)
 
     def _fail(self, error: Exception) -> None:
         """Fail everything that runs or waits; the engine itself goes on unless it is closed."""
@@ -269,29 +309,10 @@ class TransformersEngine:
             self._open.clear()
             self._waiting.clear()
             self._owners.clear()
+            self._streams.clear()
             pending, self._pending = self._pending, None
         wrapped = error if isinstance(error, EngineError) else EngineError(f"Generation failed: {error!r}.")
         for call in calls:
-            _resolve(call.loop, call.future, error=wrapped)
+            end_call(call, wrapped)
         if pending is not None:
-            _resolve(pending[2], pending[1], error=wrapped)
-
-
-def _resolve(
-    loop: asyncio.AbstractEventLoop,
-    future: asyncio.Future,  # type: ignore[type-arg]
-    result: object = None,
-    error: Exception | None = None,
-) -> None:
-    """Settle a future of another thread's event loop, unless it is settled or its loop is gone."""
-
-    def settle() -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits
-        loop.call_soon_threadsafe(settle)
+            resolve(pending[2], pending[1], error=wrapped)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from rl_vlm.models.images import ImageProcessorSpec, patchify
+from rl_vlm.models.vision import fast_vision
 from rl_vlm.types import EncodedImage
 
 
@@ -87,7 +88,8 @@ class Backbone:
         pixels, grids = zip(*(patchify(self.images, image) for image in images), strict=True)
         pixel_values = torch.from_numpy(np.concatenate(pixels)).to(self.device)
         grid_thw = torch.tensor(grids, dtype=torch.long, device=self.device)
-        out = self.model.model.get_image_features(pixel_values, grid_thw, return_dict=True)
+        with fast_vision(self.model):
+            out = self.model.model.get_image_features(pixel_values, grid_thw, return_dict=True)
         deepstack = getattr(out, "deepstack_features", None) or []
         return {
             image.sha256: ImageFeatures(out.pooler_output[k].clone(), [layer[k].clone() for layer in deepstack])

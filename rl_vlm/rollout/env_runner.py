@@ -22,7 +22,10 @@ class VLMEnvRunner(EnvRunner):
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
         quiet_libraries()
-        self._worker = RolloutWorker(self.config.run_config, self.config.run_id, self.config.model_folder)
+        run = self.config.run_config
+        place = max(int(kwargs.get("worker_index", 1)) - 1, 0)  # RLlib counts remote runners from 1
+        num_workers = max(run.rollout.num_env_runners, 1)
+        self._worker = RolloutWorker(run, self.config.run_id, self.config.model_folder, place, num_workers)
         self._loop = asyncio.new_event_loop()
 
     def make_env(self) -> None:

@@ -67,15 +67,15 @@ class EpisodeLimits:
 
 @dataclass(slots=True)
 class _Episode:
-    """One conversation while it grows. `ids` has one placeholder per image; `spans` hold the expanded pieces."""
+    """One conversation while it grows. `ids` has one placeholder per image; `spans` hold the expanded pieces; `logprobs`
+    those of each sampled turn."""
 
     number: int
     env: VisionEnv
     ids: list[np.ndarray]
     images: list[EncodedImage]
     spans: list[np.ndarray]
-    masks: list[bool]
-    logprobs: list[np.ndarray | None]
+    logprobs: list[np.ndarray]
     messages: list[Message]
     turns: list[Turn] = field(default_factory=list)
     length: int = 0
@@ -139,8 +139,7 @@ async def _run_group(
             ids=[prompt.token_ids],
             images=list(prompt.images),
             spans=[expanded],
-            masks=[False],
-            logprobs=[None],
+            logprobs=[],
             messages=list(first.messages) if task.record else [],
             length=len(expanded),
             info=dict(opening[1]),
@@ -181,7 +180,7 @@ async def _continue(
         if room < 1 or len(episode.turns) >= limits.max_turns:
             episode.status = TrajectoryStatus.TRUNCATED
             return
-        _append(episode, span.token_ids, expanded, None)
+        _append(episode, span.token_ids, expanded)
         episode.images.extend(span.images)
         if task.record:
             episode.messages.extend(current.messages)
@@ -218,7 +217,8 @@ async def _act(
     acting: list[tuple[_Episode, str]] = []
     for episode, sample in samples:
         start = episode.length
-        _append(episode, sample.token_ids, sample.token_ids, sample.logprobs)
+        _append(episode, sample.token_ids, sample.token_ids)
+        episode.logprobs.append(sample.logprobs)
         episode.sampled += len(sample.token_ids)
         episode.turns.append(Turn(start, episode.length, completion.policy_version, sample.stop_reason))
         episode.replicas.append(completion.replica_id)
@@ -250,28 +250,24 @@ async def _act(
     return [observations.get(episode.number) for episode, _ in samples]
 
 
-def _append(episode: _Episode, ids: np.ndarray, expanded: np.ndarray, logprobs: np.ndarray | None) -> None:
+def _append(episode: _Episode, ids: np.ndarray, expanded: np.ndarray) -> None:
     episode.ids.append(ids)
     episode.spans.append(expanded)
-    episode.masks.append(logprobs is not None)
-    episode.logprobs.append(logprobs)
     episode.length += len(expanded)
 
 
 def _finish(episode: _Episode, task: RolloutTask) -> Trajectory:
-    spans = zip(episode.spans, episode.masks, episode.logprobs, strict=True)
-    pieces = [
-        (span, np.full(len(span), mask), np.zeros(len(span), np.float32) if logprobs is None else logprobs)
-        for span, mask, logprobs in spans
-    ]
+    loss_mask = np.zeros(episode.length, dtype=bool)
+    logprobs = np.zeros(episode.length, dtype=np.float32)
     # A conversation ends with what the policy said: nothing is appended after the last turn.
-    ids, masks, logprobs_all = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    for turn, sampled in zip(episode.turns, episode.logprobs, strict=True):
+        loss_mask[turn.start : turn.stop] = True
+        logprobs[turn.start : turn.stop] = np.minimum(sampled, 0)  # rounding in log_softmax can give +1e-8
     return Trajectory(
         trajectory_id=f"{task.group_id}:{episode.number}",
-        token_ids=ids.astype(np.int32),
-        loss_mask=masks.astype(bool),
-        # Rounding in log_softmax can give +1e-8.
-        logprobs=np.minimum(logprobs_all, 0).astype(np.float32),
+        token_ids=np.concatenate(episode.spans, dtype=np.int32),
+        loss_mask=loss_mask,
+        logprobs=logprobs,
         turns=tuple(episode.turns),
         status=episode.status,
         images=tuple(episode.images),
@@ -283,8 +279,11 @@ def _finish(episode: _Episode, task: RolloutTask) -> Trajectory:
 
 def _plain_values(info: Info) -> Info:
     """What travels of an environment's info: plain values, and numpy's scalars as such."""
-    values = {key: value.item() if isinstance(value, np.generic) else value for key, value in info.items()}
-    return {key: value for key, value in values.items() if isinstance(value, (bool, int, float, str))}
+    return {
+        key: value.item() if isinstance(value, np.generic) else value
+        for key, value in info.items()
+        if isinstance(value, (bool, int, float, str, np.number, np.bool_))
+    }
 
 
 def _expand(span: EncodedSpan, text: TextSide, name: str) -> np.ndarray:

@@ -19,6 +19,7 @@ from rl_vlm.rollout.episodes import EpisodeLimits, GroupFailedError, run_group
 from rl_vlm.rollout.retry import RetryPolicy
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.serving.client import PolicyClient
+from rl_vlm.serving.router import homes
 from rl_vlm.types import TrajectoryGroup
 
 # Answers up to this many tokens are so short that a Serve call costs more than waiting for the slowest of a batch.
@@ -26,10 +27,14 @@ _COALESCE_UP_TO_TOKENS = 128
 
 
 class RolloutWorker:
-    """Samples groups of one run: keeps environments, the chat codec and the client between calls."""
+    """Samples groups of one run: keeps environments, the chat codec and the client between calls.
 
-    def __init__(self, run: RunConfig, run_id: str, model: Path) -> None:
+    `place` numbers the `num_workers` workers that share the replicas.
+    """
+
+    def __init__(self, run: RunConfig, run_id: str, model: Path, place: int = 0, num_workers: int = 1) -> None:
         self._run = run
+        self._place, self._num_workers = place, num_workers
         self._run_id = run_id
         self._text = load_text_side(model)
         self._limits = EpisodeLimits(
@@ -70,11 +75,12 @@ class RolloutWorker:
     def _connect(self) -> PolicyClient:
         if self._client is None:
             serving = self._run.serving
+            places = homes(self._place, self._num_workers, serving.num_replicas)
             self._client = PolicyClient(
                 self._run_id,
                 deadline_s=serving.request_timeout_s,
                 # Lock-step: one call at a time holds all episodes, so that batches repeat exactly.
-                num_replicas=1 if self._run.deterministic else serving.num_replicas,
+                homes=places[:1] if self._run.deterministic else places,
                 coalesce=self._run.deterministic or self._limits.max_new_tokens_per_turn <= _COALESCE_UP_TO_TOKENS,
             )
         return self._client

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, RayServeException
 
+from rl_vlm.serving.router import home_session
 from rl_vlm.serving.server import ReplicaUnavailableError, app_name
 from rl_vlm.types import Completion, GenerationRequest, RLVLMError
 
@@ -38,7 +39,8 @@ class PolicyClient:
     Args:
         run_id: the run.
         deadline_s: how long one request may take, retries included.
-        num_replicas: over how many calls a batch without a conversation is spread.
+        homes: replicas, by their place among all, that new work goes to: requests of one moment are spread over them in
+            one call each. With a home of its own, an env runner's requests are one batch on one replica.
         coalesce: send requests of the same moment in common calls. A call ends when its slowest request does, so this
             pays when answers are short (a Serve call costs milliseconds) and hurts when they are long.
         handle: the deployment handle; looked up when None.
@@ -49,14 +51,14 @@ class PolicyClient:
         run_id: str,
         *,
         deadline_s: float,
-        num_replicas: int,
+        homes: Sequence[int],
         coalesce: bool = True,
         handle: Any = None,
         sleep: Callable[[float], Any] = asyncio.sleep,
     ) -> None:
         self._handle = handle if handle is not None else serve.get_deployment_handle("policy", app_name(run_id))
         self._deadline_s = deadline_s
-        self._num_replicas = num_replicas
+        self._homes = tuple(homes)
         self._coalesce = coalesce
         self._sleep = sleep
         self._queue: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
@@ -66,7 +68,7 @@ class PolicyClient:
     async def generate(self, request: GenerationRequest) -> Completion:
         """Answer one request. Raises GenerationFailedError."""
         if not self._coalesce:
-            return (await self.call([request]))[0]
+            return (await self.call([request], request.session_id))[0]
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         if not self._queue:
@@ -81,16 +83,16 @@ class PolicyClient:
         for entry in queue:
             by_session.setdefault(entry[0].session_id, []).append(entry)
         for session, entries in by_session.items():
-            parts = 1 if session else min(self._num_replicas, len(entries))
-            for part in range(parts):
-                self._spawn(entries[part::parts])
+            targets = (session,) if session else tuple(map(home_session, self._homes[: len(entries)]))
+            for part, target in enumerate(targets):
+                self._spawn(entries[part :: len(targets)], target)
 
-    def _spawn(self, entries: list[tuple[GenerationRequest, asyncio.Future[Completion]]]) -> None:
+    def _spawn(self, entries: list[tuple[GenerationRequest, asyncio.Future[Completion]]], session: str) -> None:
         futures = [future for _, future in entries]
 
         async def run() -> None:
             try:
-                completions = await self.call([request for request, _ in entries])
+                completions = await self.call([request for request, _ in entries], session)
                 answered = list(zip(futures, completions, strict=True))
             except Exception as error:
                 # Whatever went wrong, nobody may wait for an answer that cannot come any more.
@@ -113,16 +115,19 @@ class PolicyClient:
         for future in futures:
             future.add_done_callback(stop_if_unwanted)
 
-    async def call(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """Answer several requests in one call, on one replica; retried with backoff until the deadline."""
+    async def call(self, requests: list[GenerationRequest], session: str = "") -> list[Completion]:
+        """Answer several requests in one call, on one replica; retried with backoff until the deadline.
+
+        `session` says which replica is tried first (see `AffinityRouter`).
+        """
         started = time.monotonic()
         attempt = 0
         while True:
             left = self._deadline_s - (time.monotonic() - started)
             try:
                 self.stats.calls += 1
-                session = requests[0].session_id if attempt == 0 else ""
-                response = self._handle.options(session_id=session).generate.remote(requests)
+                target = session if attempt == 0 else ""
+                response = self._handle.options(session_id=target).generate.remote(requests)
                 async with asyncio.timeout(max(left, 0.001)):
                     completions: list[Completion] = await response
                 for completion in completions:

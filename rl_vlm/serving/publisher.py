@@ -13,7 +13,7 @@ from ray.serve.schema import ApplicationStatus
 
 from rl_vlm.config import RunConfig
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.serving.registry import PublishReport, start_registry
+from rl_vlm.serving.registry import Published, PublishReport, start_registry
 from rl_vlm.serving.server import app_name, build_app
 from rl_vlm.types import RLVLMError
 
@@ -69,9 +69,10 @@ class PolicyService:
         publication before this one went; None the first time, or when the registry died meanwhile.
         """
         deadline = time.monotonic() + self._serving.publish_timeout_s
+        published = Published(payload.version, payload.sha256, ray.put(payload))
         while True:
             try:
-                ray.get(self._registry.publish.remote(payload), timeout=self._serving.publish_timeout_s)
+                ray.get(self._registry.publish.remote(published), timeout=self._serving.publish_timeout_s)
                 break
             except (ActorDiedError, ActorUnavailableError, RayActorError, GetTimeoutError) as error:
                 if time.monotonic() > deadline:

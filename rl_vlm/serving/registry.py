@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.types import RLVLMError
+
+logger = logging.getLogger(__name__)
 
 # A replica that has not asked for this long is not waited for: it died, or its node left.
 LIVE_WINDOW_S = 15.0
@@ -44,13 +48,23 @@ class PublishReport:
         return max(self.acked.values(), default=0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version as it travels: its hash, and a reference to the payload, whose bytes each node fetches once."""
+
+    version: int
+    sha256: str
+    ref: ray.ObjectRef
+
+
 class AdapterRegistry:
     """The actor's class; `start_registry` makes the actor. All methods are coroutines on one event loop."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
-        self._payload: AdapterPayload | None = None
+        self._newest: Published | None = None
         self._published_at = 0.0
+        self._reports: dict[str, dict[str, Any]] = {}  # replica -> what it said about itself last
         self._acks: dict[int, dict[str, float]] = {}
         self._seen: dict[str, float] = {}  # replica -> when it last asked
         self._changed = asyncio.Condition()
@@ -62,7 +76,7 @@ class AdapterRegistry:
             newest = json.loads(marker.read_text())
             payload = AdapterPayload.read(self._folder / newest["folder"], newest["version"])
             if payload.sha256 == newest["sha256"]:
-                self._payload = payload
+                self._newest = Published(payload.version, payload.sha256, ray.put(payload))
                 self._published_at = time.monotonic()
 
     def _persist(self, payload: AdapterPayload) -> None:
@@ -74,29 +88,38 @@ class AdapterRegistry:
         temporary.write_text(json.dumps({"folder": folder, "version": payload.version, "sha256": payload.sha256}))
         temporary.replace(marker)
 
-    async def publish(self, payload: AdapterPayload) -> None:
-        """Make a version the newest and hand it to all replicas. A repeated call with equal bytes changes nothing."""
-        if self._payload is not None and payload.version <= self._payload.version:
-            if payload.version == self._payload.version and payload.sha256 == self._payload.sha256:
+    async def publish(self, published: Published) -> None:
+        """Make a version the newest and hand it to all replicas. A repeated call with an equal hash changes nothing.
+
+        Replicas verify the bytes against the hash.
+        """
+        if self._newest is not None and published.version <= self._newest.version:
+            if (published.version, published.sha256) == (self._newest.version, self._newest.sha256):
                 return
             raise PublishError(
-                f"Version {payload.version} cannot follow version {self._payload.version}: versions only grow."
+                f"Version {published.version} cannot follow version {self._newest.version}: versions only grow."
             )
-        payload.verify()
-        self._payload = payload
+        self._newest = published
         self._published_at = time.monotonic()
-        self._acks = {payload.version: {}}
+        self._acks = {published.version: {}}
         async with self._changed:
             self._changed.notify_all()
         # Replicas load while the disk writes. A full disk costs only the copy that a restarted registry would read.
         try:
+            payload: AdapterPayload = await published.ref
             await asyncio.to_thread(self._persist, payload)
-        except OSError:
+        except (OSError, RayError) as error:
+            logger.warning("version %d is not on disk: %s", published.version, error)
             (self._folder / "newest.json").unlink(missing_ok=True)
 
-    async def wait_newer(self, replica_id: str, version: int) -> AdapterPayload | None:
-        """The newest adapter once it is newer than `version`; None after a while without one."""
+    async def wait_newer(self, replica_id: str, version: int, report: dict[str, Any] | None = None) -> Published | None:
+        """The newest adapter once it is newer than `version`; None after a while without one.
+
+        `report` is what the replica says about itself meanwhile.
+        """
         self._seen[replica_id] = time.monotonic()
+        if report is not None:
+            self._reports[replica_id] = report
         if not self._newer(version):
             try:
                 async with asyncio.timeout(POLL_S), self._changed:
@@ -104,29 +127,33 @@ class AdapterRegistry:
             except TimeoutError:
                 return None
         self._seen[replica_id] = time.monotonic()
-        return self._payload
+        return self._newest
 
     def _newer(self, version: int) -> bool:
-        return self._payload is not None and self._payload.version > version
+        return self._newest is not None and self._newest.version > version
 
-    async def newest(self) -> AdapterPayload | None:
+    async def newest(self) -> Published | None:
         """The newest adapter; None before the first publication."""
-        return self._payload
+        return self._newest
 
-    async def ack(self, replica_id: str, version: int, sha256: str) -> None:
-        """A replica reports the version that it serves and the hash of the bytes that it loaded."""
+    async def ack(self, replica_id: str, version: int, sha256: str) -> float:
+        """A replica reports the version that it serves and the hash of the bytes that it loaded.
+
+        Returns the seconds from publication until now; 0 for a version that has been replaced meanwhile.
+        """
         self._seen[replica_id] = time.monotonic()
-        if self._payload is None or version != self._payload.version or sha256 != self._payload.sha256:
-            return  # a late report of an older version
-        self._acks.setdefault(version, {})[replica_id] = time.monotonic() - self._published_at
+        if self._newest is None or (version, sha256) != (self._newest.version, self._newest.sha256):
+            return 0.0  # a late report of an older version
+        seconds = self._acks.setdefault(version, {})[replica_id] = time.monotonic() - self._published_at
         async with self._changed:
             self._changed.notify_all()
+        return seconds
 
     async def report(self, version: int, expected: int, timeout_s: float) -> PublishReport:
         """Wait until `expected` replicas have acknowledged `version` (or a newer one is out), at most `timeout_s`."""
 
         def complete() -> bool:
-            replaced = self._payload is not None and self._payload.version != version
+            replaced = self._newest is not None and self._newest.version != version
             return replaced or len(self._acks.get(version, {})) >= expected
 
         try:
@@ -140,12 +167,16 @@ class AdapterRegistry:
         return PublishReport(version, acked, tuple(sorted(replica for replica in live if replica not in acked)))
 
     async def status(self) -> dict[str, Any]:
-        """The newest version, its hash, and the replicas that asked lately."""
+        """The newest version, its hash, and what the replicas that asked lately say about themselves."""
         now = time.monotonic()
+        live = {replica for replica, seen in self._seen.items() if now - seen < LIVE_WINDOW_S}
+        for gone in self._reports.keys() - live:
+            del self._reports[gone]
         return {
-            "version": self._payload.version if self._payload else 0,
-            "sha256": self._payload.sha256 if self._payload else "",
-            "replicas": sorted(replica for replica, seen in self._seen.items() if now - seen < LIVE_WINDOW_S),
+            "version": self._newest.version if self._newest else 0,
+            "sha256": self._newest.sha256 if self._newest else "",
+            "replicas": sorted(live),
+            "reports": dict(self._reports),
         }
 
 

@@ -8,9 +8,22 @@ from ray.serve._private.request_router.common import PendingRequest
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve._private.request_router.request_router import FIFOMixin, RequestRouter
 
+# Replica ids are letters and digits: no id begins like this.
+_HOME = "#"
+
+
+def home_session(place: int) -> str:
+    """The session id of new work whose home is the replica at `place` in the order of ids (modulo their number)."""
+    return f"{_HOME}{place}"
+
+
+def homes(caller: int, num_callers: int, num_replicas: int) -> range:
+    """The home replicas of one of several callers: all replicas are somebody's, and as few callers as can be share one."""
+    return range(caller % num_replicas, num_replicas, num_callers)
+
 
 class AffinityRouter(FIFOMixin, RequestRouter):
-    """The handle's `session_id` is the id of the replica that holds the conversation, or empty.
+    """The handle's `session_id` is the id of the replica that holds the conversation, a home (`home_session`), or empty.
 
     A replica that is gone, or full, falls back to the least loaded one. Load is what this process has in flight plus
     what replicas reported; ties go round in turn, so equal calls spread evenly.
@@ -34,6 +47,9 @@ class AffinityRouter(FIFOMixin, RequestRouter):
 
         ranked = [candidate_replicas[place] for place in sorted(range(len(candidate_replicas)), key=load)]
         wanted = pending_request.metadata.session_id if pending_request is not None else ""
+        if wanted.startswith(_HOME):
+            ids = sorted(replica.replica_id.unique_id for replica in candidate_replicas)
+            wanted = ids[int(wanted.removeprefix(_HOME)) % count] if ids else ""
         if wanted:
             ranked.sort(key=lambda replica: replica.replica_id.unique_id != wanted)
         return [[replica] for replica in ranked]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,19 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import RunConfig, ServingSection
 from rl_vlm.engines.base import Engine, EngineError
 from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.loading import load_text_side
+from rl_vlm.serving.lifecycle import Admission, Lifecycle, ReplicaState
+from rl_vlm.serving.metrics import RayMetrics, ReplicaTally
 from rl_vlm.serving.registry import registry_name
-from rl_vlm.types import Completion, GenerationRequest, RLVLMError
+from rl_vlm.types import Completion, GenerationRequest, Message, RLVLMError, SampleChunk, SamplingParams
 
 logger = logging.getLogger("ray.serve")
+
+_HEALTH_CHECK_S = 5.0
+_REPORT_S = 2.0  # how often counts go to Ray's metrics
 
 
 class ReplicaUnavailableError(RLVLMError):
@@ -64,19 +73,26 @@ class VLMServer:
     """One replica: an engine that follows the adapter registry of its run.
 
     It pulls the newest adapter before it takes its first request, keeps a call to the registry open from then on, and
-    holds a request whose `min_version` it does not have yet.
+    holds a request whose `min_version` it does not have yet. `Lifecycle` says what requests and health checks meet.
     """
 
     def __init__(self, model: str, run: RunConfig, run_id: str, namespace: str) -> None:
         self._engine = build_engine(Path(model), run)
-        self._publish_timeout_s = run.serving.publish_timeout_s
+        self._serving = run.serving
         self._run_id, self._namespace = run_id, namespace
         self.replica_id: str = serve.get_replica_context().replica_id.unique_id
-        self._loaded = asyncio.Condition()
-        self._follower: asyncio.Task[None] | None = None
+        self._life = Lifecycle(run.serving.probe_after_s)
+        self._tally = ReplicaTally()
+        self._metrics = RayMetrics(self.replica_id)
+        codec = load_text_side(Path(model)).codec
+        self._probe_ids = codec.encode_prompt([Message.of("user", "1")]).token_ids
+        self._changed = asyncio.Condition()
+        self._tasks: list[asyncio.Task[None]] = []
         self._first_pull: AdapterPayload | None = None
         try:
-            self._first_pull = ray.get(self._registry().newest.remote(), timeout=self._publish_timeout_s)
+            published = ray.get(self._registry().newest.remote(), timeout=run.serving.publish_timeout_s)
+            if published is not None:
+                self._first_pull = ray.get(published.ref, timeout=run.serving.publish_timeout_s)
         except (RayError, ValueError) as error:
             # The registry may be restarting; the follower below keeps asking, and requests wait for their version.
             logger.warning("replica %s starts without the registry: %s", self.replica_id, error)
@@ -84,28 +100,40 @@ class VLMServer:
     def _registry(self) -> Any:
         return ray.get_actor(registry_name(self._run_id), namespace=self._namespace)
 
-    async def _ensure_following(self) -> None:
-        if self._follower is None:
-            self._follower = asyncio.get_running_loop().create_task(self._follow())
+    async def _ensure_started(self) -> None:
+        """The first call of anything: load what the constructor pulled, and follow the registry from then on."""
+        if not self._tasks:
+            loop = asyncio.get_running_loop()
+            self._tasks = [loop.create_task(self._follow()), loop.create_task(self._report())]
             if self._first_pull is not None:
                 payload, self._first_pull = self._first_pull, None
                 await self._load(payload)
+            self._life.start()
+            await self._notify()
 
     async def _load(self, payload: AdapterPayload) -> None:
+        self._life.announce(payload.version)
         if payload.version > self._engine.version:
             await self._engine.load_adapter(payload)
-        async with self._loaded:
-            self._loaded.notify_all()
+        self._life.load(self._engine.version)
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _follow(self) -> None:
         delay = 0.1
         while True:
             try:
                 registry = self._registry()
-                payload = await registry.wait_newer.remote(self.replica_id, self._engine.version)
-                if payload is not None:
-                    await self._load(payload)
-                    await registry.ack.remote(self.replica_id, payload.version, payload.sha256)
+                published = await registry.wait_newer.remote(self.replica_id, self._engine.version, self._status())
+                if published is not None:
+                    self._life.announce(published.version)
+                    await self._load(await published.ref)
+                    self._tally.publish_s = await registry.ack.remote(
+                        self.replica_id, published.version, published.sha256
+                    )
                 delay = 0.1
             except (RayError, ValueError, RLVLMError) as error:
                 # ValueError: the registry's name is not known while it restarts.
@@ -113,48 +141,115 @@ class VLMServer:
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, 2.0)
 
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(_REPORT_S)
+            self._metrics.send(self._tally, self._engine.stats(), self._engine.version)
+
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """Answer a batch; every completion names this replica. Raises StaleReplicaError or EngineError."""
-        await self._ensure_following()
-        wanted = max(request.min_version for request in requests)
-        if wanted > self._engine.version:
-            try:
-                async with asyncio.timeout(self._publish_timeout_s), self._loaded:
-                    await self._loaded.wait_for(lambda: self._engine.version >= wanted)
-            except TimeoutError as error:
-                raise StaleReplicaError(
-                    f"Replica {self.replica_id} serves version {self._engine.version} and did not get version {wanted} "
-                    f"within {self._publish_timeout_s:g} s."
-                ) from error
-        try:
+        """Answer a batch; every completion names this replica. Raises ReplicaUnavailableError or EngineError."""
+        arrived = time.monotonic()
+        await self._admit(max(request.min_version for request in requests))
+        with self._counting_errors():
             completions = await self._engine.generate(requests)
-        except EngineError as error:
-            if self._engine.dead:
-                # Serve's next health check replaces this replica.
-                raise ReplicaUnavailableError(f"The engine of replica {self.replica_id} has died: {error}") from error
-            raise
+        seconds = time.monotonic() - arrived
         for completion in completions:
             object.__setattr__(completion, "replica_id", self.replica_id)
+            self._tally.answered(completion, seconds)
         return completions
 
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[SampleChunk]:
+        """Answer one request piece by piece. Raises what `generate` raises, also between two pieces."""
+        arrived = time.monotonic()
+        first: float | None = None
+        await self._admit(request.min_version)
+        with self._counting_errors():
+            async with aclosing(self._engine.stream(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    first = first or time.monotonic() - arrived
+                    yield replace(chunk, replica_id=self.replica_id)
+        self._tally.streamed(first, time.monotonic() - arrived)
+
+    async def _admit(self, wanted: int) -> None:
+        """Return once a request for version `wanted` may start."""
+        await self._ensure_started()
+        admission = self._life.admission(wanted)
+        if admission is Admission.WAIT:
+            try:
+                async with asyncio.timeout(self._serving.publish_timeout_s), self._changed:
+                    await self._changed.wait_for(lambda: self._life.admission(wanted) is not Admission.WAIT)
+            except TimeoutError as error:
+                raise StaleReplicaError(
+                    f"Replica {self.replica_id} serves version {self._life.loaded} and did not get version {wanted} "
+                    f"within {self._serving.publish_timeout_s:g} s."
+                ) from error
+            admission = self._life.admission(wanted)
+        if admission is Admission.ELSEWHERE:
+            raise ReplicaUnavailableError(
+                f"Replica {self.replica_id} is {self._life.state}. {self._life.death}".strip()
+            )
+
+    @contextmanager
+    def _counting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineError as error:
+            self._tally.failed(error)
+            if self._engine.dead:
+                self._life.die(f"Its engine has died: {error}")
+                raise ReplicaUnavailableError(f"The engine of replica {self.replica_id} has died: {error}") from error
+            raise
+
     async def check_health(self) -> None:
-        """Serve restarts the replica when this raises: the engine must still accept work."""
-        await self._ensure_following()
+        """Serve replaces the replica when this raises: an engine that is silent must generate a token."""
+        await self._ensure_started()
         if self._engine.dead:
-            raise EngineError(f"The engine of replica {self.replica_id} has died.")
+            self._life.die("Its engine has died.")
+        self._life.observe(self._engine.stats().generated_tokens, time.monotonic())
+        if self._life.probe_due(time.monotonic()):
+            await self._probe()
+            await self._notify()  # a request that waits for its version goes elsewhere
+        if self._life.state is ReplicaState.DEAD:
+            raise EngineError(f"Replica {self.replica_id} is dead. {self._life.death}")
+
+    async def _probe(self) -> None:
+        timeout = self._serving.probe_timeout_s
+        request = GenerationRequest("probe", self._probe_ids, SamplingParams(1, temperature=0.0))
+        try:
+            async with asyncio.timeout(timeout):
+                await self._engine.generate([request])
+            self._life.pass_probe(time.monotonic())
+        except TimeoutError:
+            self._life.fail_probe(f"Its engine did not generate a token within {timeout:g} s")
+        except EngineError as error:
+            self._life.fail_probe(f"Its engine could not generate a token: {error}")
+            logger.warning("replica %s failed its probe: %s", self.replica_id, error)
 
     async def __del__(self) -> None:
         """Serve awaits this when it stops the replica."""
+        for task in self._tasks:
+            task.cancel()
         await self._engine.close()
 
+    def _status(self) -> dict[str, Any]:
+        return self._tally.report(self._engine.stats(), self._engine.version, self._life.state)
+
     async def status(self) -> dict[str, Any]:
-        """What this replica serves."""
-        return {"replica_id": self.replica_id, "version": self._engine.version, "time": time.time()}
+        """What this replica serves and has done."""
+        return {"replica_id": self.replica_id, **self._status()}
 
 
 def app_name(run_id: str) -> str:
     """The Serve application of a run."""
     return f"rl-vlm-{run_id}"
+
+
+def _replicas(serving: ServingSection) -> dict[str, Any]:
+    autoscaling = serving.autoscaling
+    if autoscaling is None:
+        return {"num_replicas": serving.num_replicas}
+    initial = min(max(serving.num_replicas, autoscaling.min_replicas), autoscaling.max_replicas)
+    return {"autoscaling_config": {**autoscaling.model_dump(), "initial_replicas": initial}}
 
 
 def build_app(model: Path, run: RunConfig, run_id: str, namespace: str) -> serve.Application:
@@ -164,10 +259,10 @@ def build_app(model: Path, run: RunConfig, run_id: str, namespace: str) -> serve
     serving = run.serving
     deployment = serve.deployment(VLMServer).options(
         name="policy",
-        num_replicas=serving.num_replicas,
+        **_replicas(serving),
         max_ongoing_requests=1024,
-        health_check_period_s=5.0,
-        health_check_timeout_s=30.0,
+        health_check_period_s=_HEALTH_CHECK_S,
+        health_check_timeout_s=serving.probe_timeout_s + 20.0,
         graceful_shutdown_timeout_s=2.0,
         ray_actor_options={"num_cpus": serving.cpus_per_replica, "num_gpus": serving.gpus_per_replica},
         request_router_config=RequestRouterConfig(request_router_class="rl_vlm.serving.router:AffinityRouter"),

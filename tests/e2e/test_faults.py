@@ -108,10 +108,9 @@ def test_a_full_disk_costs_files_but_not_the_run(tmp_path: Path) -> None:
         filler = small / "filler"
         with TrainingProcess(small / "run", "logging.checkpoint_every=10", "logging.trajectories_every=0") as run:
             run.wait_for_iteration(25)
-            with open(filler, "wb") as file, pytest.raises(OSError, match="No space"):
+            with pytest.raises(OSError, match="No space"), open(filler, "wb", buffering=0) as file:
                 while True:
                     file.write(b"x" * 4096)
-                    file.flush()
             run.wait_for_iteration(60)
             filler.unlink()
             assert run.wait() == 0, run.output()[-3000:]

@@ -86,7 +86,7 @@ class Pauses(list[float]):
 
 
 def client_of(handle: Handle, **changes: Any) -> PolicyClient:
-    settings: dict[str, Any] = {"deadline_s": 20.0, "num_replicas": 2, "coalesce": True, "sleep": Pauses(), **changes}
+    settings: dict[str, Any] = {"deadline_s": 20.0, "homes": range(2), "coalesce": True, "sleep": Pauses(), **changes}
     return PolicyClient("run", handle=handle, **settings)
 
 
@@ -111,28 +111,28 @@ def task_error(cause: Exception) -> Exception:
 def test_requests_of_one_moment_are_spread_over_as_many_calls_as_replicas() -> None:
     handle = Handle()
     requests = [ask(str(k)) for k in range(10)]
-    answers = run(client_of(handle, num_replicas=3), *requests)
+    answers = run(client_of(handle, homes=range(3)), *requests)
     assert [completion.request_id for completion in answers] == [str(k) for k in range(10)]
     assert sorted(len(batch) for _, batch in handle.calls) == [3, 3, 4]
-    assert [session for session, _ in handle.calls] == ["", "", ""]
+    assert [session for session, _ in handle.calls] == ["#0", "#1", "#2"]  # a home each
 
 
 def test_fewer_requests_than_replicas_are_one_call_each() -> None:
     handle = Handle()
-    run(client_of(handle, num_replicas=8), ask("a"), ask("b"))
+    run(client_of(handle, homes=range(8)), ask("a"), ask("b"))
     assert [len(batch) for _, batch in handle.calls] == [1, 1]
 
 
 def test_one_replica_gets_everything_in_one_call() -> None:
     handle = Handle()
-    run(client_of(handle, num_replicas=1), *(ask(str(k)) for k in range(5)))
+    run(client_of(handle, homes=[0]), *(ask(str(k)) for k in range(5)))
     assert [len(batch) for _, batch in handle.calls] == [5]
 
 
 def test_requests_that_become_ready_in_the_same_round_share_a_call() -> None:
     """Those that a callback of this round submits, too."""
     handle = Handle()
-    client = client_of(handle, num_replicas=1)
+    client = client_of(handle, homes=[0])
 
     async def late() -> Completion:
         await asyncio.sleep(0)
@@ -155,7 +155,8 @@ def test_conversations_stay_on_their_replica() -> None:
         by_session.setdefault(session, []).append([asked.request_id for asked in batch])
     assert by_session["x"] == [["x0", "x1", "x2"]]
     assert by_session["y"] == [["y0", "y1", "y2"]]
-    assert sorted(map(len, by_session[""])) == [1, 2]
+    assert by_session["#0"] == [["0", "2"]]
+    assert by_session["#1"] == [["1"]]
 
 
 def test_long_answers_are_asked_for_one_by_one() -> None:
@@ -274,7 +275,7 @@ def test_cancelling_a_request_cancels_its_response() -> None:
 
 def test_cancelling_one_of_several_requests_leaves_the_others() -> None:
     handle = Handle()
-    client = client_of(handle, num_replicas=1)
+    client = client_of(handle, homes=[0])
 
     async def one_of_three() -> list[Any]:
         tasks = [asyncio.ensure_future(client.generate(ask(str(k)))) for k in range(3)]
@@ -289,7 +290,7 @@ def test_cancelling_one_of_several_requests_leaves_the_others() -> None:
 
 def test_cancelling_all_requests_of_a_call_cancels_its_response() -> None:
     handle = Handle(FOREVER)
-    client = client_of(handle, num_replicas=1)
+    client = client_of(handle, homes=[0])
     asyncio.run(cancel_running(handle, client.generate(ask("a")), client.generate(ask("b"))))
 
 
@@ -298,6 +299,6 @@ def test_cancelling_all_requests_of_a_call_cancels_its_response() -> None:
 )
 def test_whatever_goes_wrong_reaches_everyone_who_waits(outcome: Any) -> None:
     """Nobody may wait for an answer that cannot come any more."""
-    outcomes = run(client_of(Handle(outcome), num_replicas=1), ask("a"), ask("b"), patience_s=1.0)
+    outcomes = run(client_of(Handle(outcome), homes=[0]), ask("a"), ask("b"), patience_s=1.0)
     assert all(isinstance(result, Exception) for result in outcomes)
     assert not any(isinstance(result, asyncio.CancelledError) for result in outcomes)

@@ -54,15 +54,7 @@ def backbone_of(model: Any, text: TextSide) -> Backbone:
 
 
 def decoder_of(backbone: Backbone, text: TextSide, max_context: int = 2048) -> Decoder:
-    codec = text.codec
-    return Decoder(
-        backbone,
-        image_token_id=codec.image_token_id,
-        end_of_turn_id=codec.end_of_turn_id,
-        pad_token_id=codec.pad_token_id,
-        max_context=max_context,
-        decode=codec.decode,
-    )
+    return Decoder(backbone, text.codec, max_context=max_context)
 
 
 def run(decoder: Decoder, *waves: tuple[int, Sequence[GenerationRequest]]) -> dict[str, Completion]:

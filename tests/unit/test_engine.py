@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from core_support import adapted_policy, picture, request, text_side
+from engine_support import endless, until
 from safetensors.torch import load, save
 
-from rl_vlm.engines import transformers_engine
+from rl_vlm.engines import calls
 from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.kv_cache import RowCache
 from rl_vlm.engines.transformers_engine import TransformersEngine
@@ -46,17 +46,6 @@ def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
     asyncio.run(engine.close())
 
 
-@contextmanager
-def endless(engine: TransformersEngine, text: TextSide) -> Iterator[None]:
-    """No turn ends by itself in here, so that a request runs for as long as the test says."""
-    bias, end = engine.backbone.token_bias, text.codec.end_of_turn_id
-    bias[end] = float("-inf")
-    try:
-        yield
-    finally:
-        bias[end] = 0.0
-
-
 def later(payload: AdapterPayload, version: int) -> AdapterPayload:
     return dataclasses.replace(payload, version=version)
 
@@ -65,12 +54,6 @@ def of_state(state: dict[str, torch.Tensor], payload: AdapterPayload, version: i
     """A payload of other tensors whose hash is right."""
     tensors = save({name: tensor.contiguous() for name, tensor in state.items()})
     return AdapterPayload(version, tensors, payload.config_json, hashlib.sha256(tensors).hexdigest())
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def rows(engine: TransformersEngine) -> int:
@@ -278,7 +261,7 @@ def test_an_error_in_the_forward_pass_reaches_its_callers_and_the_engine_goes_on
     engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = words(asyncio.run(one(engine, fixed(text))))
-    hidden_states = engine.backbone.hidden_states
+    logits = engine.backbone.logits
     for failing in (1, 2, 5):  # the prefill, the first step, a later step
         calls = 0
 
@@ -287,12 +270,12 @@ def test_an_error_in_the_forward_pass_reaches_its_callers_and_the_engine_goes_on
             calls += 1
             if calls == failing:  # noqa: B023
                 raise torch.OutOfMemoryError("out of memory")
-            return hidden_states(*args, **kwargs)
+            return logits(*args, **kwargs)
 
-        monkeypatch.setattr(engine.backbone, "hidden_states", fails)
+        monkeypatch.setattr(engine.backbone, "logits", fails)
         with endless(engine, text), pytest.raises(EngineError, match="out of memory"):
             asyncio.run(one(engine, fixed(text)))
-        monkeypatch.setattr(engine.backbone, "hidden_states", hidden_states)
+        monkeypatch.setattr(engine.backbone, "logits", logits)
         assert rows(engine) == 0
         assert words(asyncio.run(one(engine, fixed(text)))) == expected
 
@@ -338,7 +321,7 @@ def test_an_event_loop_that_closed_meanwhile_does_not_disturb_others(
         def call_soon_threadsafe(self, *_: Any) -> None:
             raise RuntimeError("Event loop is closed")
 
-    transformers_engine._resolve(Closing(), asyncio.Future(loop=asyncio.new_event_loop()), "x")  # type: ignore[arg-type]
+    calls.resolve(Closing(), asyncio.Future(loop=asyncio.new_event_loop()), "x")  # type: ignore[arg-type]
 
 
 # --- adapters

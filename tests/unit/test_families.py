@@ -112,11 +112,8 @@ def test_engine_and_learner_equal_teacher_forcing(folder: Path) -> None:
     policy = adapted_policy(folder, rollout__temperature=0.7)
     decoder = Decoder(
         Backbone(policy.model, text.images, text.codec.suppressed_token_ids(text.vocab_size)),
-        image_token_id=text.codec.image_token_id,
-        end_of_turn_id=text.codec.end_of_turn_id,
-        pad_token_id=text.codec.pad_token_id,
+        text.codec,
         max_context=512,
-        decode=text.codec.decode,
     )
     rng = np.random.default_rng(1)
     images = [picture(rng, 112, 70), picture(rng, 40, 30)]

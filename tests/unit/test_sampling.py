@@ -26,7 +26,7 @@ def choose(
 ) -> tuple[np.ndarray, np.ndarray]:
     """`choose_tokens` with the same parameters for all rows of logits [R, V]."""
     rows = len(uniform)
-    tokens, logprobs = choose_tokens(
+    tokens, logprobs, _ = choose_tokens(
         torch.tensor(logits, dtype=torch.float32).expand(rows, -1),
         torch.full((rows,), temperature),
         None if top_p is None else torch.full((rows,), top_p),

@@ -1,0 +1,61 @@
+"""Calls of the transformers engine on their way between the callers' event loops and the engine's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+
+from rl_vlm.engines.base import BASE_MODEL
+from rl_vlm.engines.rows import Job
+from rl_vlm.engines.streams import TokenStream
+from rl_vlm.types import Completion, GenerationRequest
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of `generate` or `stream`: its requests, its answers as they come, and the future of all answers.
+
+    Compared by identity: two calls may ask the same.
+    """
+
+    requests: list[GenerationRequest]
+    future: asyncio.Future[list[Completion]]
+    loop: asyncio.AbstractEventLoop
+    answers: dict[int, Completion] = field(default_factory=dict)
+    admitted: int = 0
+    jobs: list[Job] = field(default_factory=list)
+    over: bool = False  # cancelled or refused: nothing of it starts any more
+    stream: TokenStream | None = None  # of a call of `stream`; nobody waits for the future then
+
+    @property
+    def base_model(self) -> bool:
+        return self.requests[0].min_version == BASE_MODEL
+
+
+def end_call(call: Call, error: Exception) -> None:
+    """Tell whoever waits for a call that it failed."""
+    if call.stream is not None:
+        call.stream.fail(error)
+    else:
+        resolve(call.loop, call.future, error=error)
+
+
+def resolve(
+    loop: asyncio.AbstractEventLoop,
+    future: asyncio.Future,  # type: ignore[type-arg]
+    result: object = None,
+    error: Exception | None = None,
+) -> None:
+    """Settle a future of another thread's event loop, unless it is settled or its loop is gone."""
+
+    def settle() -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits
+        loop.call_soon_threadsafe(settle)

@@ -1,0 +1,114 @@
+"""What the decoder knows of each running sample: arrays with one entry per row, in the order of the key-value cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rl_vlm.engines.choices import ChoiceNode
+from rl_vlm.engines.streams import TokenStream, TopLogprobs
+from rl_vlm.models.backbone import ImageFeatures
+from rl_vlm.types import GenerationRequest, Sample, StopReason
+
+_VECTORS = ("length", "position", "produced", "limit", "seeds", "temperature", "top_p", "top_k")
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request on its way: its expanded prompt, and its samples as they finish."""
+
+    request: GenerationRequest
+    prompt_ids: np.ndarray
+    positions: np.ndarray  # int64 [3, P]
+    submitted: float
+    choices: ChoiceNode | None = None
+    features: list[ImageFeatures] = field(default_factory=list)
+    started: float = 0.0
+    samples: dict[int, Sample] = field(default_factory=dict)
+    cancelled: bool = False
+    stream: TokenStream | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether its rows need nothing but the next token: no stop strings, choices, alternatives or reader."""
+        sampling = self.request.sampling
+        return not (sampling.stop or sampling.choices or sampling.top_logprobs or self.stream)
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """The part of a row that is no number: which sample it is, where it stands among its choices, its alternatives."""
+
+    job: Job
+    number: int
+    node: ChoiceNode | None
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+
+
+class RowTable:
+    """The rows. All arrays have one entry per row."""
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self.length = np.zeros(0, dtype=np.int64)  # keys and values held
+        self.position = np.zeros(0, dtype=np.int64)  # rotary position of the next token
+        self.produced = np.zeros(0, dtype=np.int64)
+        self.limit = np.zeros(0, dtype=np.int64)
+        self.seeds = np.zeros(0, dtype=np.uint64)
+        self.temperature = np.zeros(0, dtype=np.float32)
+        self.top_p = np.zeros(0, dtype=np.float32)
+        self.top_k = np.zeros(0, dtype=np.int64)
+        self.tokens = np.zeros((0, 0), dtype=np.int32)  # [rows, most new tokens]
+        self.logprobs = np.zeros((0, 0), dtype=np.float32)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def append(self, jobs: list[Job], seeds: list[np.ndarray]) -> None:
+        """One row per sample of each job; `seeds` holds uint64 [n] per job."""
+        sampling = [job.request.sampling for job in jobs]
+        copies = [params.n for params in sampling]
+        self.slots += [
+            Slot(job, number, job.choices) for job, n in zip(jobs, copies, strict=True) for number in range(n)
+        ]
+        new = {
+            "length": [len(job.prompt_ids) for job in jobs],
+            "position": [int(job.positions.max()) + 1 for job in jobs],
+            "produced": [0] * len(jobs),
+            "limit": [params.max_new_tokens for params in sampling],
+            "temperature": [params.temperature for params in sampling],
+            "top_p": [params.top_p for params in sampling],
+            "top_k": [params.top_k for params in sampling],
+        }
+        for name, values in new.items():
+            have = getattr(self, name)
+            setattr(self, name, np.concatenate([have, np.repeat(np.array(values, dtype=have.dtype), copies)]))
+        self.seeds = np.concatenate([self.seeds, *seeds])
+        width = max(int(self.limit.max()), self.tokens.shape[1])
+        self.tokens, self.logprobs = (self._grown(have, width) for have in (self.tokens, self.logprobs))
+
+    def _grown(self, have: np.ndarray, width: int) -> np.ndarray:
+        grown = np.zeros((len(self), width), dtype=have.dtype)
+        grown[: have.shape[0], : have.shape[1]] = have
+        return grown
+
+    def sample(self, row: int, reason: StopReason) -> Sample:
+        """What a row has sampled."""
+        produced = self.produced[row]
+        tokens, logprobs = self.tokens[row, :produced].copy(), self.logprobs[row, :produced].copy()
+        return Sample(tokens, logprobs, reason, tuple(self.slots[row].top_logprobs))
+
+    def remove(self, rows: set[int]) -> np.ndarray:
+        """Drop these rows; returns int64 [rows left]: the former row of each remaining one.
+
+        The last surviving rows move into the holes, so that few rows are copied.
+        """
+        total = len(self)
+        left = total - len(rows)
+        keep = np.arange(left)
+        keep[sorted(row for row in rows if row < left)] = [row for row in range(left, total) if row not in rows]
+        self.slots = [self.slots[row] for row in keep]
+        for name in (*_VECTORS, "tokens", "logprobs"):
+            setattr(self, name, getattr(self, name)[keep])
+        return keep

@@ -1,0 +1,47 @@
+"""The vision towers of Qwen2.5-VL and Qwen3-VL, computed with fewer and larger operations than transformers does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision  # Qwen2.5-VL has the same
+
+
+@contextlib.contextmanager
+def fast_vision(model: Any) -> Iterator[None]:
+    """Within this context the model's vision tower computes the same faster.
+
+    The patch embedding is a 3-D convolution that covers its input, so a matrix product does it. Attention goes image
+    by image in a loop; when all images have the same size, one call does them all.
+    """
+    embed = model.model.visual.patch_embed
+    attentions = [block.attn for block in model.model.visual.blocks]
+
+    def patches(pixels: Tensor) -> Tensor:
+        weight = embed.proj.weight
+        return functional.linear(pixels.to(weight.dtype), weight.flatten(1), embed.proj.bias)
+
+    def attend(attention: Any, hidden: Tensor, cu_seqlens: Tensor, position_embeddings: Any, **kwargs: Any) -> Tensor:
+        lengths = cu_seqlens.diff()
+        if not bool((lengths == lengths[0]).all()):
+            return type(attention).forward(attention, hidden, cu_seqlens, position_embeddings, **kwargs)  # type: ignore[no-any-return]
+        queries, keys, values = attention.qkv(hidden).reshape(len(hidden), 3, attention.num_heads, -1).unbind(1)
+        queries, keys = apply_rotary_pos_emb_vision(queries, keys, *position_embeddings)
+        shape = (len(lengths), -1, attention.num_heads, attention.head_dim)  # [images, patches, heads, head_dim]
+        queries, keys, values = (part.reshape(shape).transpose(1, 2) for part in (queries, keys, values))
+        mixed = functional.scaled_dot_product_attention(queries, keys, values, scale=attention.scaling)
+        return attention.proj(mixed.transpose(1, 2).reshape(len(hidden), -1))  # type: ignore[no-any-return]
+
+    embed.forward = patches
+    for attention in attentions:
+        attention.forward = partial(attend, attention)
+    try:
+        yield
+    finally:
+        for module in (embed, *attentions):
+            del module.forward

@@ -1,0 +1,105 @@
+"""A replica's life as a state machine without Ray and without a clock of its own: facts in, consequences out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class ReplicaState(StrEnum):
+    """What a replica is good for at the moment."""
+
+    STARTING = "starting"  # it has not asked the registry for the newest adapter yet
+    STALE = "stale"  # a newer adapter is known than the one it has loaded
+    SERVING = "serving"
+    SUSPECT = "suspect"  # its engine did not answer a probe in time; requests go elsewhere until it does
+    DEAD = "dead"  # only a new replica helps
+
+
+class Admission(StrEnum):
+    """What happens to a request."""
+
+    NOW = "now"
+    WAIT = "wait"  # until the adapter version that it asks for is loaded
+    ELSEWHERE = "elsewhere"
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """The facts about one replica. Times are seconds of any clock that only goes forward.
+
+    The state is derived from the facts, so no order of events can leave the two in disagreement.
+
+    Args:
+        probe_after_s: an engine that has produced nothing for this long must prove that it can.
+        max_failed_probes: failures in a row after which the replica is dead.
+    """
+
+    probe_after_s: float
+    max_failed_probes: int = 2
+    started: bool = False
+    newest: int = 0
+    loaded: int = 0
+    failed_probes: int = 0
+    death: str = ""  # why, once it is dead
+    last_progress: float = float("-inf")
+    _produced: int = -1
+
+    @property
+    def state(self) -> ReplicaState:
+        """Dead wins over suspect, suspect over starting, starting over stale."""
+        if self.death:
+            return ReplicaState.DEAD
+        if self.failed_probes:
+            return ReplicaState.SUSPECT
+        if not self.started:
+            return ReplicaState.STARTING
+        return ReplicaState.STALE if self.loaded < self.newest else ReplicaState.SERVING
+
+    def admission(self, min_version: int) -> Admission:
+        """What to do with a request that asks for at least `min_version` (-1: the base model)."""
+        state = self.state
+        if state in (ReplicaState.DEAD, ReplicaState.SUSPECT):
+            return Admission.ELSEWHERE
+        if state is ReplicaState.STARTING or min_version > self.loaded:
+            return Admission.WAIT
+        return Admission.NOW
+
+    def start(self) -> None:
+        """The registry has been asked for the newest adapter, and what it had is loaded."""
+        self.started = True
+
+    def announce(self, version: int) -> None:
+        """A version is known to exist. Versions only grow."""
+        self.newest = max(self.newest, version)
+
+    def load(self, version: int) -> None:
+        """The engine serves a version."""
+        self.loaded = max(self.loaded, version)
+        self.announce(version)
+
+    def observe(self, produced: int, now: float) -> None:
+        """The engine's count of generated tokens: whoever produces, lives."""
+        if produced != self._produced:
+            self._produced = produced
+            self.last_progress = now
+            self.failed_probes = 0
+
+    def probe_due(self, now: float) -> bool:
+        """Whether the engine must generate a token to prove that it can; always while it is suspect."""
+        return not self.death and (self.failed_probes > 0 or now - self.last_progress >= self.probe_after_s)
+
+    def pass_probe(self, now: float) -> None:
+        """The engine has generated a token."""
+        self.failed_probes = 0
+        self.last_progress = now
+
+    def fail_probe(self, reason: str) -> None:
+        """The engine did not generate a token within the deadline."""
+        self.failed_probes += 1
+        if self.failed_probes >= self.max_failed_probes:
+            self.die(f"{reason} ({self.failed_probes} times in a row)")
+
+    def die(self, reason: str) -> None:
+        """The replica is dead. The first reason stays, and nothing brings it back."""
+        self.death = self.death or reason

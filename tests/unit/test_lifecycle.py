@@ -1,0 +1,122 @@
+"""A replica's life: states, what requests meet, and when an engine has to prove itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_vlm.serving.lifecycle import Admission, Lifecycle, ReplicaState
+
+
+def serving(version: int = 3) -> Lifecycle:
+    life = Lifecycle(probe_after_s=10.0)
+    life.start()
+    life.load(version)
+    life.observe(0, now=0.0)
+    return life
+
+
+def test_a_replica_admits_nothing_before_it_has_asked_for_the_newest_adapter() -> None:
+    life = Lifecycle(probe_after_s=10.0)
+    assert life.state is ReplicaState.STARTING
+    assert {life.admission(version) for version in (-1, 0, 5)} == {Admission.WAIT}
+    life.start()
+    assert life.state is ReplicaState.SERVING
+    assert life.admission(0) is Admission.NOW
+
+
+def test_a_newer_adapter_makes_it_stale_until_it_is_loaded() -> None:
+    life = serving(3)
+    life.announce(4)
+    assert life.state is ReplicaState.STALE
+    assert [life.admission(version) for version in (-1, 3, 4)] == [Admission.NOW, Admission.NOW, Admission.WAIT]
+    life.load(4)
+    assert life.state is ReplicaState.SERVING
+    assert life.admission(4) is Admission.NOW
+
+
+def test_late_news_of_old_versions_changes_nothing() -> None:
+    life = serving(5)
+    life.announce(2)
+    life.load(4)
+    assert (life.newest, life.loaded, life.state) == (5, 5, ReplicaState.SERVING)
+
+
+def test_an_engine_proves_itself_only_when_it_has_been_silent() -> None:
+    life = serving()
+    assert not life.probe_due(9.9)
+    assert life.probe_due(10.0)
+    life.observe(7, now=9.0)
+    assert not life.probe_due(18.9)
+    life.observe(7, now=18.9)  # the same count is no progress
+    assert life.probe_due(19.0)
+    life.pass_probe(now=19.0)
+    assert not life.probe_due(28.9)
+
+
+def test_a_silent_engine_is_suspect_then_dead() -> None:
+    life = serving()
+    life.fail_probe("no token within 5 s")
+    assert life.state is ReplicaState.SUSPECT
+    assert life.admission(0) is Admission.ELSEWHERE
+    assert life.probe_due(0.0)  # at once, whatever it produced before
+    life.fail_probe("no token within 5 s")
+    assert life.state is ReplicaState.DEAD
+    assert life.death == "no token within 5 s (2 times in a row)"
+    assert not life.probe_due(1e9)
+
+
+@pytest.mark.parametrize("recovery", ["probe", "progress"])
+def test_a_suspect_that_produces_again_is_trusted_again(recovery: str) -> None:
+    life = serving()
+    life.fail_probe("slow")
+    if recovery == "probe":
+        life.pass_probe(now=5.0)
+    else:
+        life.observe(1, now=5.0)
+    assert life.state is ReplicaState.SERVING
+    life.fail_probe("slow")
+    assert life.state is ReplicaState.SUSPECT  # failures in a row count, not in a lifetime
+
+
+def test_death_is_final_and_keeps_its_first_reason() -> None:
+    life = serving()
+    life.die("the engine core has died")
+    life.die("something else")
+    for event in (life.start, lambda: life.load(9), lambda: life.pass_probe(1.0), lambda: life.observe(99, 1.0)):
+        event()
+        assert life.state is ReplicaState.DEAD
+    assert life.death == "the engine core has died"
+    assert life.admission(0) is Admission.ELSEWHERE
+
+
+def test_whatever_happens_no_request_is_admitted_below_its_version() -> None:
+    """Random walks over all events."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        life = Lifecycle(probe_after_s=5.0, max_failed_probes=3)
+        now = 0.0
+        for _ in range(60):
+            now += float(rng.uniform(0, 3))
+            version = int(rng.integers(0, 9))
+            events: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+                (life.start, ()),
+                (life.announce, (version,)),
+                (life.load, (version,)),
+                (life.observe, (int(now), now)),
+                (life.pass_probe, (now,)),
+                (life.fail_probe, ("slow",)),
+            ]
+            # Failures are rarer than the rest, or every walk would end at once.
+            event, arguments = events[rng.integers(0, len(events) - (rng.random() < 0.7))]
+            event(*arguments)
+            for asked in itertools.chain((-1,), range(10)):
+                admission = life.admission(asked)
+                if admission is Admission.NOW:
+                    assert life.started and asked <= life.loaded and not life.death and not life.failed_probes
+                if admission is Admission.WAIT:
+                    assert not life.death
