@@ -68,7 +68,7 @@ class Backend(Protocol):
         """Raise an RLVLMError when no request can be answered now."""
         ...
 
-    def metrics(self) -> str:
+    async def metrics(self) -> str:
         """More lines in Prometheus' text format, or none."""
         ...
 
@@ -346,7 +346,7 @@ def build_http_app(
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus' text format."""
-        text = service.metrics.text() + backend.metrics()
+        text = service.metrics.text() + await backend.metrics()
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     def openapi() -> dict[str, Any]:

@@ -9,12 +9,14 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.http.app import ServedModel
 from rl_vlm.serving.client import GenerationFailedError, PolicyClient
+from rl_vlm.serving.lifecycle import ReplicaState
 from rl_vlm.serving.server import ReplicaUnavailableError
 from rl_vlm.types import Completion, GenerationRequest, RLVLMError, SampleChunk
 
@@ -32,41 +34,41 @@ class ServeBackend:
         registry: the adapter registry's actor handle.
         name: what clients call the model without an adapter. `policy` is its newest adapter, once there is one, and
             `policy-vN` that version alone.
-        run_id, num_replicas: of the application.
+        run_id: of the application.
         deadline_s: of one request, retries included.
     """
 
-    def __init__(
-        self, handle: Any, registry: Any, name: str, *, run_id: str, num_replicas: int, deadline_s: float
-    ) -> None:
+    def __init__(self, handle: Any, registry: Any, name: str, *, run_id: str, deadline_s: float) -> None:
         self._handle = handle
         self._registry = registry
         self._name = name
         self._deadline_s = deadline_s
         # Answers are long and clients do not wait for each other: one call per request.
-        self._client = PolicyClient(
-            run_id, deadline_s=deadline_s, num_replicas=num_replicas, coalesce=False, handle=handle
-        )
-        self._version = 0
+        self._client = PolicyClient(run_id, deadline_s=deadline_s, homes=(), coalesce=False, handle=handle)
+        self._known: dict[str, Any] = {"version": 0, "reports": {}}  # the registry's last status
         self._asked = -_REFRESH_S
 
     async def models(self) -> Sequence[ServedModel]:
         """The newest adapter, if there is one, and the model without an adapter."""
         base = ServedModel(self._name, BASE_MODEL)
-        version = await self._newest()
+        version = (await self._status())["version"]
         if not version:
             return [base]
         return [ServedModel("policy", version), ServedModel(f"policy-v{version}", version, pinned=True), base]
 
-    async def _newest(self) -> int:
+    async def _status(self) -> dict[str, Any]:
+        """What the registry knows, at most half a second old unless it is being restarted."""
         if time.monotonic() - self._asked >= _REFRESH_S:
             self._asked = time.monotonic()
             try:
                 async with asyncio.timeout(_PROBE_S):
-                    self._version = int((await self._registry.status.remote())["version"])
+                    status = await self._registry.status.remote()
+                # A registry that has just been restarted may not have read its disk yet: versions only grow.
+                if status["version"] >= self._known["version"]:
+                    self._known = status
             except (RayError, TimeoutError) as error:
-                logger.warning("The adapter registry does not answer: %s", error)  # it restarts; versions only grow
-        return self._version
+                logger.warning("The adapter registry does not answer: %s", error)
+        return self._known
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Answer one request; a dead replica's are tried again on another."""
@@ -100,22 +102,39 @@ class ServeBackend:
             await asyncio.sleep(pause)
 
     async def health(self) -> None:
-        """Raise GenerationFailedError when no replica answers."""
+        """Raise GenerationFailedError when no replica answers, or all have engines that do not."""
         try:
             async with asyncio.timeout(_PROBE_S):
                 await self._handle.status.remote()
         except (RayError, RayServeException, TimeoutError) as error:
-            raise GenerationFailedError(f"No replica answers: {_sentence(error) or 'they may be starting'}") from error
+            raise GenerationFailedError(f"No replica answers: {_sentence(error) or 'they may be starting'}.") from error
+        states = {report["state"] for report in (await self._status())["reports"].values()}
+        if states and states <= {ReplicaState.SUSPECT, ReplicaState.DEAD}:
+            raise GenerationFailedError("Every replica's engine is silent: they are being replaced.")
 
-    def metrics(self) -> str:
-        """Requests by replica, and retries."""
-        stats = self._client.stats
-        lines = ["# TYPE rl_vlm_replica_requests_total counter"]
-        lines += [
-            f'rl_vlm_replica_requests_total{{replica="{name}"}} {n}' for name, n in stats.requests_by_replica.items()
-        ]
-        lines += ["# TYPE rl_vlm_client_retries_total counter", f"rl_vlm_client_retries_total {stats.retries}"]
-        return "\n".join(lines) + "\n"
+    async def metrics(self) -> str:
+        """What each replica said about itself last (every few seconds), and this server's retries."""
+        registry = CollectorRegistry()
+        retries = Counter("rl_vlm_client_retries", "Calls that went to another replica.", registry=registry)
+        retries.inc(self._client.stats.retries)
+        gauges: dict[str, Gauge] = {}
+
+        def put(name: str, value: float, **labels: str) -> None:
+            if name not in gauges:
+                meaning = "Of a replica, since it started."
+                gauges[name] = Gauge(f"rl_vlm_replica_{name}", meaning, list(labels), registry=registry)
+            gauges[name].labels(**labels).set(value)
+
+        for replica, report in (await self._status())["reports"].items():
+            put("state", 1, replica=replica, state=report["state"])
+            put("adapter_version", report["version"], replica=replica)
+            put("answered", report["requests"], replica=replica)
+            put("publish_seconds", report["publish_s"], replica=replica)
+            for kind, count in report["errors"].items():
+                put("errors", count, replica=replica, kind=kind)
+            for name, value in report["engine"].items():
+                put(f"engine_{name}", value, replica=replica)
+        return generate_latest(registry).decode()
 
 
 def _sentence(error: BaseException | None) -> str:

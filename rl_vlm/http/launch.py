@@ -127,7 +127,6 @@ def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
                     ray.get_actor(registry_name(run_id)),
                     plan.name,
                     run_id=run_id,
-                    num_replicas=run.serving.num_replicas,
                     deadline_s=limits.deadline_s,
                 )
                 app = build_http_app(backend, text, limits, max_context=run.serving.max_context, token=plan.token)

@@ -57,7 +57,8 @@ class _Server(uvicorn.Server):
         try:
             await super().startup(sockets)
         except OSError as error:
-            raise _cannot_listen(*sockets[0].getsockname()[:2], error) from error
+            host, port, *_ = sockets[0].getsockname()
+            raise _cannot_listen(host, port, error) from error
         self._ready()
 
     @contextlib.contextmanager

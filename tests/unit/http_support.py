@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import dataclasses
 import io
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from core_support import text_side
 from PIL import Image
 
@@ -22,7 +20,7 @@ from rl_vlm.engines.base import Engine
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.http.app import ServedModel, build_http_app
 from rl_vlm.http.server import HTTPServer, bind
-from rl_vlm.types import Completion, GenerationRequest, SampleChunk, StopReason
+from rl_vlm.types import Completion, GenerationRequest, SampleChunk
 
 CONTEXT = 1024
 
@@ -47,26 +45,18 @@ class EngineBackend:
             self.running -= 1
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[SampleChunk, None]:
-        """One token per call: each prompt holds what came before."""
-        sampling = dataclasses.replace(request.sampling, max_new_tokens=1, n=1, seeds=None)
-        for number in range(request.sampling.n):
-            ids = request.prompt_ids
-            for step in range(request.sampling.max_new_tokens):
-                completion = await self.generate(dataclasses.replace(request, prompt_ids=ids, sampling=sampling))
-                sample = completion.samples[0]
-                last = step + 1 == request.sampling.max_new_tokens
-                reason = sample.stop_reason if last or sample.stop_reason is not StopReason.LENGTH else None
-                yield SampleChunk(
-                    number, sample.token_ids, sample.logprobs, completion.policy_version, reason, sample.top_logprobs
-                )
-                if reason is not None:
-                    break
-                ids = np.append(ids, sample.token_ids)
+        self.running += 1
+        try:
+            async with aclosing(self.engine.stream(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            self.running -= 1
 
     async def health(self) -> None:
         pass
 
-    def metrics(self) -> str:
+    async def metrics(self) -> str:
         return "engine_lines 1\n"
 
 
@@ -111,17 +101,6 @@ def tiny_engine(folder: Path) -> Iterator[TransformersEngine]:
         yield engine
     finally:
         asyncio.run(engine.close())
-
-
-@contextmanager
-def endless(engine: TransformersEngine, end_of_turn_id: int) -> Iterator[None]:
-    """No turn ends by itself in here, so that a request runs for as long as the test says."""
-    bias = engine.backbone.token_bias
-    bias[end_of_turn_id] = float("-inf")
-    try:
-        yield
-    finally:
-        bias[end_of_turn_id] = 0.0
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:

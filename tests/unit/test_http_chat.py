@@ -12,7 +12,8 @@ import numpy as np
 import openai
 import pytest
 from core_support import adapted_policy, picture, text_side
-from http_support import EngineBackend, Server, data_uri, endless, serving, tiny_engine
+from engine_support import endless
+from http_support import EngineBackend, Server, data_uri, serving, tiny_engine
 from openai.types.chat import ChatCompletion
 
 from rl_vlm.engines.base import BASE_MODEL
@@ -137,7 +138,7 @@ def test_a_stop_string_ends_the_text_before_itself(client: openai.OpenAI) -> Non
 
 
 def test_finish_reasons(client: openai.OpenAI, engine: TransformersEngine, text: TextSide) -> None:
-    with endless(engine, text.codec.end_of_turn_id):
+    with endless(engine, text):
         answer = chat(client, max_completion_tokens=5)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None and answer.usage.completion_tokens == 5
@@ -266,7 +267,7 @@ def test_an_engine_that_fails_is_a_server_error(tiny_folder: Path) -> None:
 def test_a_stream_that_breaks_ends_with_an_error_event(tiny_folder: Path, text: TextSide) -> None:
     with tiny_engine(tiny_folder) as engine, serving(EngineBackend(engine), tiny_folder) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        with endless(engine, text.codec.end_of_turn_id):
+        with endless(engine, text):
             stream = client.chat.completions.create(model="tiny", messages=HI, max_tokens=900, stream=True)
             next(stream)
             asyncio.run(engine.close())

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from core_support import picture, text_side
-from http_support import EngineBackend, Server, data_uri, endless, serving, tiny_engine
+from engine_support import endless
+from http_support import EngineBackend, Server, data_uri, serving, tiny_engine
 from PIL import Image
 
 from rl_vlm.engines.transformers_engine import TransformersEngine
@@ -85,7 +86,7 @@ def test_defaults(tiny_folder: Path, server: Server) -> None:
 
 def test_what_the_context_has_left_bounds_the_answer(server: Server, engine: TransformersEngine) -> None:
     long = [{"role": "user", "content": "number " * 100}]
-    with endless(engine, server.text.codec.end_of_turn_id):
+    with endless(engine, server.text):
         assert post(server, {"messages": long, "temperature": 0})[0] == 200
 
 
