@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from fastapi import FastAPI, HTTPException
 from fastapi.exceptions import RequestValidationError
@@ -20,57 +16,17 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from rl_vlm.config import HTTPSection
-from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.http import schema
-from rl_vlm.http.errors import RequestError, error_body, error_response
+from rl_vlm.http.errors import RequestError, error_response
 from rl_vlm.http.gate import DEADLINE, Deadlines, Gate
-from rl_vlm.http.metrics import HTTPMetrics
-from rl_vlm.http.reader import RequestReader
-from rl_vlm.http.replies import ChatReply, fingerprint
-from rl_vlm.http.text import without_thoughts
+from rl_vlm.http.service import Backend, Call, Service, as_request_error
 from rl_vlm.models.loading import TextSide
-from rl_vlm.types import Completion, GenerationRequest, RLVLMError, SampleChunk, UserInputError
+from rl_vlm.types import RLVLMError
 
-logger = logging.getLogger("rl_vlm.http")
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A name that clients may ask for and the policy version behind it (`BASE_MODEL`: no adapter).
-
-    `pinned`: only this very version may answer, not a newer one.
-    """
-
-    name: str
-    version: int = BASE_MODEL
-    pinned: bool = False
-
-
-class Backend(Protocol):
-    """What the HTTP side needs of an engine or of a Serve application. Its errors are RLVLMErrors."""
-
-    async def models(self) -> Sequence[ServedModel]:
-        """What is served; the first is the one for clients that name none."""
-        ...
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        """Answer one request; cancelling the call frees its place."""
-        ...
-
-    def stream(self, request: GenerationRequest) -> AsyncGenerator[SampleChunk, None]:
-        """Answer one request piece by piece; closing the generator frees its place."""
-        ...
-
-    async def health(self) -> None:
-        """Raise an RLVLMError when no request can be answered now."""
-        ...
-
-    async def metrics(self) -> str:
-        """More lines in Prometheus' text format, or none."""
-        ...
+_MAX_SHOWN = 200  # characters of an error that may come from the client
 
 
 class _JSONRequest(Request):
@@ -97,141 +53,6 @@ def _json(model: BaseModel) -> Response:
     return Response(model.model_dump_json(), media_type="application/json")
 
 
-def _event(content: BaseModel | dict[str, Any]) -> bytes:
-    data = content.model_dump_json() if isinstance(content, BaseModel) else json.dumps(content)
-    return f"data: {data}\n\n".encode()
-
-
-class _Service:
-    """Answers requests with a backend."""
-
-    def __init__(
-        self, backend: Backend, text: TextSide, limits: HTTPSection, max_context: int, deadlines: Deadlines
-    ) -> None:
-        self._backend = backend
-        self._codec = text.codec
-        self._limits = limits
-        self._deadlines = deadlines
-        self.reader = RequestReader(text, limits, max_context)
-        self.metrics = HTTPMetrics()
-
-    async def find(self, name: str | None) -> ServedModel:
-        """The model of that name; the first one without a name."""
-        models = await self._backend.models()
-        found = next((model for model in models if name is None or model.name == name), None)
-        if found is None:
-            known = ", ".join(model.name for model in models)
-            raise RequestError(
-                404,
-                f"Model {name!r} is not served here: ask for one of {known}.",
-                code="model_not_found",
-                param="model",
-            )
-        return found
-
-    async def complete(self, request: GenerationRequest, model: ServedModel, deadline: float) -> Completion:
-        """One whole answer."""
-        try:
-            async with self._deadlines.at(deadline):
-                completion = await self._backend.generate(request)
-        except TimeoutError as error:
-            raise self._too_late() from error
-        _check_version(model, completion.policy_version)
-        self.metrics.completed(completion)
-        return completion
-
-    def chat_reply(self, body: schema.ChatRequest, request: GenerationRequest, num_prompt_tokens: int) -> ChatReply:
-        """The writer of the answer to `request`."""
-        return ChatReply(
-            self._codec,
-            request.request_id,
-            body.model,
-            stop=request.sampling.stop,
-            num_prompt_tokens=num_prompt_tokens,
-            logprobs=bool(body.logprobs),
-        )
-
-    def text(self, completion: Completion) -> str:
-        """The answer of a request without stop strings, thoughts removed."""
-        return without_thoughts(self._codec.decode(completion.samples[0].token_ids))
-
-    async def stream(
-        self, request: GenerationRequest, model: ServedModel, reply: ChatReply, usage: bool, deadline: float
-    ) -> StreamingResponse:
-        """Server-sent events. What fails before the first token is an ordinary error, what fails later an event."""
-        started = time.perf_counter()
-        source = self._backend.stream(request)
-        first = await self._next(source, deadline)
-        self.metrics.first_token.observe(time.perf_counter() - started)
-        events = self._events(first, source, request.sampling.n, model, reply, usage, deadline)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
-    async def _next(self, source: AsyncGenerator[SampleChunk, None], deadline: float) -> SampleChunk | None:
-        try:
-            async with self._deadlines.at(deadline):
-                return await anext(source, None)
-        except TimeoutError as error:
-            raise self._too_late() from error
-
-    async def _events(
-        self,
-        chunk: SampleChunk | None,
-        source: AsyncGenerator[SampleChunk, None],
-        unfinished: int,
-        model: ServedModel,
-        reply: ChatReply,
-        usage: bool,
-        deadline: float,
-    ) -> AsyncGenerator[bytes, None]:
-        version = model.version
-        async with aclosing(source):
-            try:
-                while chunk is not None:
-                    version = chunk.policy_version
-                    _check_version(model, version)
-                    if pieces := reply.chunks(chunk):
-                        yield b"".join(map(_event, pieces))
-                    unfinished -= chunk.stop_reason is not None
-                    chunk = await self._next(source, deadline)
-                if unfinished:
-                    raise RequestError(500, "The stream broke off before its end: send the request again.")
-                if usage:
-                    yield _event(reply.last_chunk())
-                yield b"data: [DONE]\n\n"
-            except Exception as error:  # a stream never ends silently, whatever happened
-                self.metrics.stream_errors.inc()
-                yield _event(error_body(_as_request_error(error)))
-            finally:
-                self.metrics.answered(reply.num_prompt_tokens, reply.num_sampled, version)
-
-    def _too_late(self) -> RequestError:
-        if self._deadlines.hastened:
-            return RequestError(503, "The server is shutting down: try again later.")
-        return RequestError(504, f"No complete answer within {self._limits.deadline_s:g} s: ask for less, or later.")
-
-
-def _check_version(model: ServedModel, version: int) -> None:
-    if model.pinned and version != model.version:
-        raise RequestError(
-            404,
-            f"Model {model.name!r} was replaced by {fingerprint(version)} while the request waited.",
-            code="model_not_found",
-            param="model",
-        )
-
-
-def _as_request_error(error: Exception) -> RequestError:
-    """What a client may know of an error; surprises are logged and not shown."""
-    if isinstance(error, RequestError):
-        return error
-    if isinstance(error, UserInputError):
-        return RequestError(400, str(error))
-    if isinstance(error, RLVLMError):
-        return RequestError(500, str(error))
-    logger.error("A request failed unexpectedly.", exc_info=error)
-    return RequestError(500, "Internal error: the server's log says more.")
-
-
 def _validation_error(error: RequestValidationError) -> RequestError:
     """The first thing that is wrong, in one sentence and without what was sent."""
     if isinstance(error.body, bytes):
@@ -244,7 +65,7 @@ def _validation_error(error: RequestValidationError) -> RequestError:
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "this field is not known here: leave it out"
-    param = ".".join(place)
+    param, message = ".".join(place)[:_MAX_SHOWN], message[:_MAX_SHOWN]
     return RequestError(400, f"{param}: {message}." if param else f"{message}.", param=param or None)
 
 
@@ -275,7 +96,7 @@ def build_http_app(
     from rl_vlm import __version__
 
     deadlines = Deadlines()
-    service = _Service(backend, text, limits, max_context, deadlines)
+    service = Service(backend, text, limits, max_context, deadlines)
     started = int(time.time())
     app = FastAPI(title="rl_vlm", version=__version__, docs_url=None, redoc_url=None)
     app.router.route_class = _JSONRoute
@@ -283,7 +104,7 @@ def build_http_app(
     @app.exception_handler(RLVLMError)
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return error_response(request.url.path, _as_request_error(error))
+        return error_response(request.url.path, as_request_error(error))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -300,22 +121,21 @@ def build_http_app(
     )
     async def chat_completions(body: schema.ChatRequest, request: Request) -> Response:
         """OpenAI's chat completions, with images as data URIs."""
-        model, deadline = await service.find(body.model), request.scope[DEADLINE]
-        name = f"chatcmpl-{uuid.uuid4().hex}"
+        model, name = await service.find(body.model), f"chatcmpl-{uuid.uuid4().hex}"
         asked, length = await asyncio.to_thread(service.reader.chat, body, name, model.version)
-        reply = service.chat_reply(body, asked, length)
+        call, reply = Call(asked, model, request.scope[DEADLINE]), service.chat_reply(body, asked, length)
         if body.stream:
             usage = bool(body.stream_options and body.stream_options.include_usage)
-            return await service.stream(asked, model, reply, usage, deadline)
-        return _json(reply.whole(await service.complete(asked, model, deadline)))
+            return await service.stream(call, reply, usage)
+        return _json(reply.whole(await service.complete(call)))
 
     @app.post("/generate", response_model=schema.GenerateReply, responses=_documented(schema.DetailError, *_FAILURES))
     async def generate(body: schema.GenerateRequest, request: Request) -> Response:
         """A conversation in, a text out; thoughts are removed."""
-        model, deadline = await service.find(None), request.scope[DEADLINE]
-        name = f"generate-{uuid.uuid4().hex}"
+        model, name = await service.find(None), f"generate-{uuid.uuid4().hex}"
         asked, _ = await asyncio.to_thread(service.reader.generate, body, name, model.version)
-        return _json(schema.GenerateReply(text=service.text(await service.complete(asked, model, deadline))))
+        completion = await service.complete(Call(asked, model, request.scope[DEADLINE]))
+        return _json(schema.GenerateReply(text=service.text(completion)))
 
     @app.get("/v1/models", response_model=schema.ModelList, responses=_documented(schema.OpenAIError, 401, 403))
     async def models() -> Response:

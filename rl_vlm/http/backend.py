@@ -14,7 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from rl_vlm.engines.base import BASE_MODEL
-from rl_vlm.http.app import ServedModel
+from rl_vlm.http.service import ServedModel
 from rl_vlm.serving.client import GenerationFailedError, PolicyClient
 from rl_vlm.serving.lifecycle import ReplicaState
 from rl_vlm.serving.server import ReplicaUnavailableError

@@ -83,8 +83,11 @@ StopTexts = Annotated[list[StopText], Field(max_length=16)]
 Stop = Annotated[Annotated[StopText, Tag("text")] | Annotated[StopTexts, Tag("parts")], _TextOrParts]
 
 
+ChoiceTexts = Annotated[list[str], Field(min_length=1, max_length=1024)]
+
+
 class Choices(_In):
-    choice: list[str] = Field(min_length=1)
+    choice: ChoiceTexts
 
 
 class ResponseFormat(_In):
@@ -96,7 +99,7 @@ class ChatRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
-    model: str
+    model: str = Field(max_length=256)
     messages: Messages
     max_tokens: int | None = Field(None, ge=1, lt=_MAX_INT)
     max_completion_tokens: int | None = Field(None, ge=1, lt=_MAX_INT)
@@ -111,8 +114,8 @@ class ChatRequest(BaseModel):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     response_format: ResponseFormat | None = None
-    guided_choice: list[str] | None = Field(None, min_length=1, description="The answer is one of these texts.")
-    choice: list[str] | None = Field(None, min_length=1, description="The same as guided_choice.")
+    guided_choice: ChoiceTexts | None = Field(None, description="The answer is one of these texts.")
+    choice: ChoiceTexts | None = Field(None, description="The same as guided_choice.")
     structured_outputs: Choices | None = Field(None, description="vLLM's form of guided_choice.")
     # Known to OpenAI's clients and without a meaning here: what would change the answer is refused, the rest ignored.
     tools: Any = None

@@ -18,8 +18,9 @@ from PIL import Image
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.base import Engine
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.http.app import ServedModel, build_http_app
+from rl_vlm.http.app import build_http_app
 from rl_vlm.http.server import HTTPServer, bind
+from rl_vlm.http.service import ServedModel
 from rl_vlm.types import Completion, GenerationRequest, SampleChunk
 
 CONTEXT = 1024

@@ -137,6 +137,29 @@ def test_a_stop_string_ends_the_text_before_itself(client: openai.OpenAI) -> Non
     assert len(cut.logprobs.content) < len(whole.logprobs.content)
 
 
+@pytest.mark.parametrize(
+    "guide",
+    [
+        {"guided_choice": ["0", "1", "-1"]},
+        {"choice": ["0", "1", "-1"]},
+        {"structured_outputs": {"choice": ["0", "1", "-1"]}},
+    ],
+    ids=lambda guide: next(iter(guide)),
+)
+def test_a_guided_choice_is_one_of_the_texts(client: openai.OpenAI, guide: dict[str, Any]) -> None:
+    answer = chat(client, model="policy", n=24, temperature=2, extra_body=guide)
+    assert {choice.message.content for choice in answer.choices} == {"0", "1", "-1"}
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+
+
+def test_alternatives_come_best_first(client: openai.OpenAI) -> None:
+    content = chat(client, temperature=0, logprobs=True, top_logprobs=3).choices[0].logprobs.content
+    for token in content:
+        values = [other.logprob for other in token.top_logprobs]
+        assert len(values) == 3 and values == sorted(values, reverse=True)
+        assert (token.token, token.logprob) == (token.top_logprobs[0].token, token.top_logprobs[0].logprob)
+
+
 def test_finish_reasons(client: openai.OpenAI, engine: TransformersEngine, text: TextSide) -> None:
     with endless(engine, text):
         answer = chat(client, max_completion_tokens=5)
@@ -164,7 +187,7 @@ def test_models_are_chosen_by_name(client: openai.OpenAI, engine: TransformersEn
 @pytest.mark.parametrize("stop", [None, ["e", "3"]])
 def test_a_stream_says_what_the_whole_says(client: openai.OpenAI, stop: list[str] | None) -> None:
     arguments: dict[str, Any] = {"temperature": 0, "n": 2, "max_tokens": 24, "logprobs": True, "stop": stop}
-    arguments["model"] = "policy"
+    arguments |= {"model": "policy", "top_logprobs": 2}
     whole = chat(client, messages=with_image("Describe."), **arguments)
     stream = client.chat.completions.create(
         messages=with_image("Describe."), stream=True, stream_options={"include_usage": True}, **arguments
@@ -178,7 +201,9 @@ def test_a_stream_says_what_the_whole_says(client: openai.OpenAI, stop: list[str
         assert "".join(choice.delta.content or "" for choice in own) == expected.message.content
         assert [choice.finish_reason for choice in own if choice.finish_reason] == [expected.finish_reason]
         logprobs = [token for choice in own if choice.logprobs for token in choice.logprobs.content]
-        assert [token.token for token in logprobs] == [token.token for token in expected.logprobs.content]
+        for name in ("token", "bytes"):
+            assert [getattr(t, name) for t in logprobs] == [getattr(t, name) for t in expected.logprobs.content]
+        assert all(len(token.top_logprobs) == 2 for token in logprobs)
         np.testing.assert_allclose(
             [token.logprob for token in logprobs], [token.logprob for token in expected.logprobs.content], atol=1e-4
         )

@@ -178,7 +178,7 @@ def test_a_stopping_server_finishes_what_runs_and_refuses_the_rest(
         assert other.get("/health").status_code == 200  # keeps its connection
         running = [
             pool.submit(httpx.post, server.url + path, json=body, timeout=30)
-            for path, body in (("/generate", HI), (CHAT, {**STREAM, "max_tokens": 50}))
+            for path, body in (("/generate", HI), (CHAT, {**STREAM, "max_tokens": 400}))
         ]
         wait_until(lambda: server.gate.in_flight == 2)
         server.stop(wait=False)
