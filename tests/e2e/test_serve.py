@@ -101,7 +101,13 @@ def test_openais_client_works_unchanged(server: ServeProcess, client: openai.Ope
     plain = httpx.post(f"{server.url}/generate", json={"messages": HI, "temperature": 0}, headers=headers, timeout=60)
     assert list(plain.json()) == ["text"]
     assert httpx.get(f"{server.url}/health").json()["status"] == "ok"
-    assert "rl_vlm_replica_requests_total" in httpx.get(f"{server.url}/metrics", headers=headers).text
+
+    def reported() -> bool:
+        metrics = httpx.get(f"{server.url}/metrics", headers=headers).text
+        version = re.search(r'rl_vlm_replica_adapter_version\{replica="\w+"\} 1\.0', metrics)
+        return version is not None and "rl_vlm_replica_engine_generated_tokens" in metrics
+
+    server.wait_until(reported, "the replica's report", timeout=20)  # it comes every few seconds
 
 
 def test_a_client_that_goes_away_frees_the_replica(server: ServeProcess, client: openai.OpenAI) -> None:
