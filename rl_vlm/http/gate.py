@@ -17,6 +17,8 @@ from rl_vlm.http.errors import RequestError, error_response
 from rl_vlm.http.metrics import HTTPMetrics
 
 DEADLINE = "rl_vlm.deadline"  # key of the request's scope: when it must be answered, in the event loop's time
+# How long an answer may take to reach its client once its deadline has passed: a client may read too slowly, or not.
+LINGER_S = 5.0
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -46,7 +48,8 @@ class Deadlines:
         """Let nothing run longer than `latest`."""
         self._latest = latest
         for timeout in self._open:
-            timeout.reschedule(min(timeout.when() or latest, latest))
+            if not timeout.expired():
+                timeout.reschedule(min(timeout.when() or latest, latest))
 
 
 class Gate:
@@ -140,7 +143,8 @@ class Gate:
             if body is not None:
                 # ASGI 2.4: the application need not listen for a disconnect itself.
                 asgi = {**scope["asgi"], "spec_version": "2.4"}
-                await self._run({**scope, "asgi": asgi, DEADLINE: deadline}, body, receive, send)
+                latest = max(deadline + LINGER_S - asyncio.get_running_loop().time(), 0)
+                await self._run({**scope, "asgi": asgi, DEADLINE: deadline}, body, receive, send, latest)
         finally:
             self.in_flight -= 1
             self.metrics.in_flight.set(self.in_flight)
@@ -168,8 +172,8 @@ class Gate:
         except TimeoutError as error:
             raise RequestError(408, f"The body did not arrive within {self._limits.deadline_s:g} s.") from error
 
-    async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Run the application; cancel it when the client goes away before its answer is complete."""
+    async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send, seconds: float) -> None:
+        """Run the application; cancel it when the client goes away, or does not take its answer within `seconds`."""
         delivered = answered = False
         never = asyncio.Event()
 
@@ -188,7 +192,7 @@ class Gate:
         work = asyncio.ensure_future(self._app(scope, replay, watched))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((work, gone), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()
             if not answered:

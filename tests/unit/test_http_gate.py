@@ -19,6 +19,7 @@ from http_support import EngineBackend, Server, serving, tiny_engine, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.http import gate
 from rl_vlm.http.server import bind, check_exposure
 from rl_vlm.types import UserInputError
 
@@ -168,6 +169,20 @@ def test_a_client_that_goes_away_frees_its_rows(
             raise httpx.ReadTimeout("seen enough")
         wait_until(lambda: never_ending.running == 0 and engine._decoder.num_rows == 0, seconds=2)
         wait_until(lambda: server.gate.in_flight == 0)
+
+
+def test_a_client_that_does_not_read_is_not_waited_for(
+    never_ending: EngineBackend, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "LINGER_S", 0.5)
+    body = json.dumps({**STREAM, "max_tokens": 900, "n": 64, "logprobs": True, "top_logprobs": 20}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with serving(never_ending, tiny_folder, deadline_s=2) as server, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+        sock.sendall(head.encode() + body)
+        wait_until(lambda: server.gate.in_flight == 1)
+        wait_until(lambda: server.gate.in_flight == 0, seconds=6)
 
 
 def test_a_stopping_server_finishes_what_runs_and_refuses_the_rest(
