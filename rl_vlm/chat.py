@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from rl_vlm.types import EncodedImage, Message, UserInputError, as_encoded
 
@@ -64,6 +65,7 @@ class ChatCodec:
         by_length = sorted(self._special_ids, key=len, reverse=True)
         self._special_pattern = re.compile("(" + "|".join(re.escape(token) for token in by_length) + ")")
         self._render = lru_cache(maxsize=512)(self._render_uncached)
+        self._token_bytes: dict[int, bytes] = {}
 
     @property
     def num_known_tokens(self) -> int:
@@ -106,6 +108,19 @@ class ChatCodec:
         """Sampled ids as text, without a closing end-of-turn token."""
         ids = token_ids[:-1] if len(token_ids) and token_ids[-1] == self.end_of_turn_id else token_ids
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes that a token stands for: often less than a character. Those of a sample join to its text."""
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            added = self._tokenizer.added_tokens_decoder.get(token_id)
+            if added is not None:
+                known = added.content.encode()
+            else:
+                piece = str(self._tokenizer.convert_ids_to_tokens(token_id))
+                known = bytes(_byte_of_character()[character] for character in piece)
+            self._token_bytes[token_id] = known
+        return known
 
     def _render_uncached(self, shape: Shape) -> str:
         conversation: list[dict[str, Any]] = []
@@ -166,6 +181,12 @@ class ChatCodec:
                 "use the model's own template."
             )
         return EncodedSpan(token_ids, images)
+
+
+@lru_cache(maxsize=1)
+def _byte_of_character() -> dict[str, int]:
+    """Byte-level BPE writes every byte as one printable character (GPT-2's table)."""
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def _shape(messages: Sequence[Message]) -> Shape:

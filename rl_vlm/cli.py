@@ -1,4 +1,4 @@
-"""The command line: `rl-vlm train | eval | rollout | export | fetch | doctor | envs | model`.
+"""The command line: `rl-vlm train | eval | rollout | serve | export | fetch | doctor | envs | model`.
 
 Exit codes: 0 done, 1 failed while running, 2 bad input, 130 and 143 interrupted. Commands import what they need when
 they run, so that `rl-vlm --help` is there at once.
@@ -144,6 +144,30 @@ def rollout(
     sampling = {name: value for name, value in options.items() if value is not None}
     summary = harness.rollout(run, adapter=folder, episodes=episodes, sampling=sampling, out=out)
     typer.echo(json.dumps({"summary": summary}))
+
+
+@app.command(epilog="Example: rl-vlm serve tiny http.max_queue=64 --port 8080")
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="tiny, a model folder, a hub name, a YAML configuration or a run folder. LOCAL_MODEL_PATH."
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    adapter: Adapter = None,
+    host: Annotated[str | None, typer.Option(help="127.0.0.1 by default, or SERVER_HOST.")] = None,
+    port: Annotated[int | None, typer.Option(help="8000 by default, or SERVER_PORT; 0: any free one.")] = None,
+) -> None:
+    """Serve a model over HTTP: OpenAI's chat completions and /generate. Beyond loopback RL_VLM_API_TOKEN is required."""
+    if model is not None and "=" in model and not Path(model).exists():
+        overrides = [model, *(overrides or [])]
+        model = None  # it comes from LOCAL_MODEL_PATH
+    _adapter(adapter, None)
+    from rl_vlm.http import launch
+
+    planned = launch.plan(model, overrides or (), adapter=adapter, host=host, port=port)
+    raise typer.Exit(128 + launch.run_server(planned, typer.echo))
 
 
 @app.command(epilog="Example: rl-vlm export runs/quickstart my-model")

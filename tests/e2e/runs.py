@@ -9,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -38,14 +39,13 @@ def rl_vlm(*arguments: object, timeout: float = 120, **changes: str) -> subproce
     )
 
 
-class TrainingProcess:
-    """`rl-vlm train ...` in the background."""
+class CommandProcess:
+    """`rl-vlm ...` in the background, and everything that it starts."""
 
-    def __init__(self, run_dir: Path, *arguments: object, config: Path = QUICKSTART, **changes: str) -> None:
-        self.run_dir = run_dir
+    def __init__(self, *arguments: object, **changes: str) -> None:
         # Not beside the run folder: its disk may be made full.
         self.log = Path(tempfile.mkdtemp(prefix="rl-vlm-test-")) / "output.log"
-        command = [sys.executable, "-m", "rl_vlm.cli", "train", config, *arguments, "--run-dir", run_dir]
+        command = [sys.executable, "-m", "rl_vlm.cli", *arguments]
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 list(map(str, command)),
@@ -57,7 +57,7 @@ class TrainingProcess:
             )
         self.everyone: dict[int, psutil.Process] = {}
 
-    def __enter__(self) -> TrainingProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,20 +93,13 @@ class TrainingProcess:
         _, alive = psutil.wait_procs(list(self.everyone.values()), timeout=grace)
         return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
-    def iterations(self) -> int:
-        """How many iterations progress.csv holds."""
-        try:
-            return max(len((self.run_dir / "progress.csv").read_text().splitlines()) - 1, 0)
-        except OSError:
-            return 0
-
-    def wait_for_iteration(self, number: int, timeout: float = 300) -> None:
-        """Wait until the run has done that many iterations."""
+    def wait_until(self, condition: Callable[[], Any], what: str, timeout: float = 300) -> None:
+        """Wait for something while the command runs."""
         deadline = time.monotonic() + timeout
-        while self.iterations() < number:
+        while not condition():
             self.remember()
-            assert self.process.poll() is None, f"the run ended early:\n{self.output()[-3000:]}"
-            assert time.monotonic() < deadline, f"iteration {number} did not come:\n{self.output()[-3000:]}"
+            assert self.process.poll() is None, f"the command ended early:\n{self.output()[-3000:]}"
+            assert time.monotonic() < deadline, f"{what} did not come:\n{self.output()[-3000:]}"
             time.sleep(0.1)
 
     def kill(self, title: str) -> int:
@@ -127,6 +120,25 @@ class TrainingProcess:
     def output(self) -> str:
         """What the run printed."""
         return self.log.read_text()
+
+
+class TrainingProcess(CommandProcess):
+    """`rl-vlm train ...` in the background."""
+
+    def __init__(self, run_dir: Path, *arguments: object, config: Path = QUICKSTART, **changes: str) -> None:
+        self.run_dir = run_dir
+        super().__init__("train", config, *arguments, "--run-dir", run_dir, **changes)
+
+    def iterations(self) -> int:
+        """How many iterations progress.csv holds."""
+        try:
+            return max(len((self.run_dir / "progress.csv").read_text().splitlines()) - 1, 0)
+        except OSError:
+            return 0
+
+    def wait_for_iteration(self, number: int, timeout: float = 300) -> None:
+        """Wait until the run has done that many iterations."""
+        self.wait_until(lambda: self.iterations() >= number, f"iteration {number}", timeout)
 
     def result(self) -> dict[str, Any]:
         """result.json."""

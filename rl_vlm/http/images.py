@@ -1,0 +1,100 @@
+"""Images from data URIs: everything is checked on the header, before a pixel is decoded."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from dataclasses import replace
+
+from PIL import Image, ImageOps
+
+from rl_vlm.config import HTTPSection
+from rl_vlm.models.images import ImageProcessorSpec
+from rl_vlm.types import EncodedImage, UserInputError
+
+_FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/jpg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"}
+
+
+class ImageReader:
+    """Reads the images of requests.
+
+    Args:
+        limits: the server's.
+        spec: the model's image processor; tells how many tokens an image takes.
+    """
+
+    def __init__(self, limits: HTTPSection, spec: ImageProcessorSpec) -> None:
+        self._limits = limits
+        self._spec = spec
+        low, high = limits.resize_min_pixels, limits.resize_max_pixels
+        self._resize = (
+            replace(spec, min_pixels=low or spec.min_pixels, max_pixels=high or spec.max_pixels, do_resize=True)
+            if low or high
+            else None
+        )
+
+    def open(self, uri: str, name: str) -> Image.Image:
+        """The image of a data URI, its header read and found acceptable, its pixels not decoded. Raises UserInputError.
+
+        `name` is the image's number in the request, for the message.
+        """
+        data, kind = self._bytes(uri, name)
+        try:
+            image = Image.open(io.BytesIO(data), formats=[kind])
+        except Image.DecompressionBombError as error:
+            raise self._too_many_pixels(name, "") from error
+        except Exception as error:  # a damaged header shows as almost anything: OSError, struct.error, SyntaxError, ...
+            raise UserInputError(f"Image {name} is not a {kind} image, or is damaged: send another one.") from error
+        if image.width * image.height > self._limits.max_image_pixels:
+            raise self._too_many_pixels(name, f" ({image.width}x{image.height})")
+        self.num_tokens(image, name)
+        return image
+
+    def num_tokens(self, image: Image.Image, name: str) -> int:
+        """How many tokens of the prompt the image will take. Raises UserInputError for one that the model cannot see."""
+        width, height = image.size
+        if self._resize is not None:
+            width, height = self._resize.resized(width, height, name)
+        return self._spec.num_image_tokens(self._spec.grid_thw(width, height, name))
+
+    def decode(self, image: Image.Image, name: str) -> EncodedImage:
+        """Decode an opened image: the first frame, upright as its EXIF says, RGB, resized where the server is told to."""
+        try:
+            image.load()
+            upright = ImageOps.exif_transpose(image)
+            if self._resize is not None:
+                size = self._resize.resized(upright.width, upright.height, name)
+                if size != upright.size:
+                    upright = EncodedImage.from_pil(upright).to_pil().resize(size, Image.Resampling.BICUBIC)
+            return EncodedImage.from_pil(upright)
+        except UserInputError:
+            raise
+        except Exception as error:  # as above: whatever a decoder makes of bytes that came from outside
+            raise UserInputError(f"Image {name} is damaged and cannot be decoded: send another one.") from error
+
+    def _bytes(self, uri: str, name: str) -> tuple[bytes, str]:
+        """The file inside a data URI and its format in PIL's words."""
+        head, comma, encoded = uri.partition(",")
+        if head[:5].lower() != "data:" or not comma:
+            raise UserInputError(
+                f"Image {name} must be a data URI (data:image/png;base64,...): this server fetches neither files nor addresses."
+            )
+        mime, *parameters = head[5:].lower().split(";")
+        kind = _FORMATS.get(mime.strip())
+        if kind is None or "base64" not in (parameter.strip() for parameter in parameters):
+            raise UserInputError(
+                f"Image {name} must be a base64 data URI of image/png, image/jpeg, image/webp or image/gif."
+            )
+        limit = self._limits.max_image_mib * 2**20
+        if len(encoded) * 3 / 4 > limit + 3:
+            raise UserInputError(
+                f"Image {name} is larger than {self._limits.max_image_mib:g} MiB: send a smaller file."
+            )
+        try:
+            return base64.b64decode("".join(encoded.split()), validate=True), kind
+        except (binascii.Error, ValueError) as error:  # ValueError: characters beyond ASCII
+            raise UserInputError(f"Image {name} is not valid base64: it may have been cut off.") from error
+
+    def _too_many_pixels(self, name: str, size: str) -> UserInputError:
+        return UserInputError(f"Image {name}{size} has more than {self._limits.max_image_pixels} pixels: shrink it.")

@@ -1,0 +1,168 @@
+"""`rl-vlm serve`: a Serve application, its adapter registry and the HTTP server in one foreground command."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+import ray
+from ray import serve
+
+from rl_vlm.cluster import ray_cluster
+from rl_vlm.config import LearnerSection, RunConfig, load_config
+from rl_vlm.http.app import build_http_app
+from rl_vlm.http.backend import ServeBackend
+from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
+from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
+from rl_vlm.serving.publisher import PolicyService
+from rl_vlm.serving.registry import registry_name
+from rl_vlm.serving.server import app_name
+from rl_vlm.types import UserInputError
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is served, and how; everything in it has been checked."""
+
+    run: RunConfig
+    model: Path
+    adapter: AdapterPayload | None
+    name: str
+    token: str | None
+
+
+def plan(
+    target: str | None,
+    overrides: Sequence[str] = (),
+    *,
+    adapter: Path | None = None,
+    host: str | None = None,
+    port: int | None = None,
+) -> Plan:
+    """Read arguments and environment. Raises UserInputError.
+
+    `target` is a model (`tiny`, a folder, a hub name), a YAML configuration, or a run folder, which brings its adapter.
+    Options win over overrides, overrides over SERVER_HOST and SERVER_PORT, these over the configuration.
+    """
+    target = target or os.environ.get("LOCAL_MODEL_PATH")
+    if not target:
+        raise UserInputError("Which model? Give `tiny`, a folder, a hub name, a configuration or a run folder.")
+    environment = {"http.host": os.environ.get("SERVER_HOST"), "http.port": os.environ.get("SERVER_PORT")}
+    options = {"http.host": host, "http.port": port}
+    settings = [f"{key}={value}" for key, value in environment.items() if value]
+    settings += [*overrides, *(f"{key}={value}" for key, value in options.items() if value is not None)]
+    path = Path(target)
+    if (path / "config.yaml").is_file():
+        run = load_config(path / "config.yaml", settings)
+        adapter = adapter or (path / "adapter" if (path / "adapter").is_dir() else None)
+    elif path.suffix in (".yaml", ".yml"):
+        run = load_config(path, settings)
+    else:
+        run = load_config(None, [f"model.path={json.dumps(target)}", *_machine_defaults(), *settings])
+    token = os.environ.get(TOKEN_VARIABLE) or None
+    check_exposure(run.http.host, token)
+    model = resolve_model(run.model.path)
+    name = run.http.model_name or (run.model.path if not Path(run.model.path).is_dir() else model.name)
+    payload = AdapterPayload.read(adapter, version=1) if adapter is not None else None
+    return Plan(_for_serving(run), model, payload, name, token)
+
+
+def _machine_defaults() -> list[str]:
+    """One replica, on a GPU where there is one."""
+    import torch
+
+    on_gpu = ["serving.gpus_per_replica=1", "model.dtype=bfloat16"] if torch.cuda.is_available() else []
+    return ["serving.num_replicas=1", *on_gpu]
+
+
+def _for_serving(run: RunConfig) -> RunConfig:
+    """Without what only training needs, and with the engine by name."""
+    engine: Literal["transformers", "vllm"] | str = run.serving.engine
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    if engine == "vllm" and not has_vllm:
+        raise UserInputError(
+            "serving.engine is vllm and vllm is not installed: run `pip install 'rl-vlm[vllm]'` or set it to transformers."
+        )
+    if engine == "auto":
+        engine = "vllm" if has_vllm and run.serving.gpus_per_replica > 0 else "transformers"
+    return run.model_copy(
+        update={
+            "deterministic": False,
+            "serving": run.serving.model_copy(update={"engine": engine}),
+            "rollout": run.rollout.model_copy(update={"cpus_per_env_runner": 0.0}),
+            "learner": LearnerSection(),
+        }
+    )
+
+
+def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
+    """Serve until SIGINT or SIGTERM, whose number is returned. Raises RLVLMError when the model cannot be served."""
+    run, limits = plan.run, plan.run.http
+    quiet_libraries()
+    text = load_text_side(plan.model)
+    run_id = f"serve-{uuid.uuid4().hex[:8]}"
+    _exit_on_signals()
+    with bind(limits.host, limits.port) as sock, tempfile.TemporaryDirectory(prefix="rl-vlm-serve-") as folder:
+        announce(f"Loading {plan.name} ...")
+        with ray_cluster(run):
+            _exit_on_signals()  # Ray has put its own handler in place
+            service = PolicyService(run, run_id, plan.model, Path(folder) / "registry")
+            try:
+                service.wait_until_ready()
+                if plan.adapter is not None:
+                    service.publish(plan.adapter)
+                backend = ServeBackend(
+                    serve.get_deployment_handle("policy", app_name(run_id)),
+                    ray.get_actor(registry_name(run_id)),
+                    plan.name,
+                    run_id=run_id,
+                    deadline_s=limits.deadline_s,
+                )
+                app = build_http_app(backend, text, limits, max_context=run.serving.max_context, token=plan.token)
+                port = sock.getsockname()[1]
+                server = HTTPServer(app, sock, limits.drain_s, lambda: announce(banner(plan, port)))
+                return server.run_until_signal()
+            finally:
+                service.stop()
+
+
+def _exit_on_signals() -> None:
+    """Until the server runs, a signal ends the command, and what has been started with it."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, leave)
+
+
+def banner(plan: Plan, port: int) -> str:
+    """Where it listens, under which names, within which limits."""
+    run, limits = plan.run, plan.run.http
+    host = f"[{limits.host}]" if ":" in limits.host else limits.host
+    device = "GPU" if run.serving.gpus_per_replica else "CPU"
+    names = ["policy", f"policy-v{plan.adapter.version}", plan.name] if plan.adapter is not None else [plan.name]
+    return "\n".join(
+        [
+            f"Serving on http://{host}:{port}",
+            f"  engine  {run.serving.engine} on {device}, {run.serving.num_replicas} replica(s), {run.model.dtype}",
+            f"  models  {', '.join(names)}",
+            "  routes  POST /v1/chat/completions /generate, GET /v1/models /health /metrics /openapi.json",
+            f"  limits  {run.serving.max_context} tokens of context, {limits.max_new_tokens} of them new; "
+            f"{limits.max_images} images of {limits.max_image_mib:g} MiB and {limits.max_image_pixels} pixels; bodies of "
+            f"{limits.max_body_mib:g} MiB; {limits.max_queue} requests at a time, {limits.deadline_s:g} s each",
+            f"  token   {f'required ({TOKEN_VARIABLE})' if plan.token else 'none: programs on this machine may connect'}",
+            "Ctrl-C or SIGTERM lets running requests finish.",
+        ]
+    )

@@ -1,0 +1,168 @@
+"""From a client's conversation to what an engine is asked: limits first, tokens last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jinja2 import TemplateError
+
+from rl_vlm.chat import EncodedSpan
+from rl_vlm.config import HTTPSection
+from rl_vlm.engines.base import derive_seed
+from rl_vlm.http.errors import RequestError
+from rl_vlm.http.images import ImageReader
+from rl_vlm.http.schema import ChatMessage, ChatRequest, GenerateRequest, ImagePart, TextPart
+from rl_vlm.models.loading import TextSide
+from rl_vlm.types import EncodedImage, GenerationRequest, Message, SamplingParams, UserInputError
+
+# Below this a sample is the greedy one; engines refuse temperatures between it and 0.
+_MIN_TEMPERATURE = 0.01
+_GENERATE_TOP_P = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """An encoded conversation; `num_tokens` counts every token of its images."""
+
+    span: EncodedSpan
+    num_tokens: int
+
+
+class RequestReader:
+    """Turns request bodies into `GenerationRequest`s. Runs on worker threads: decoding and tokenising take time.
+
+    Args:
+        text: tokenizer, chat template and image geometry of the model.
+        limits: the server's.
+        max_context: prompt and new tokens of one sample.
+    """
+
+    def __init__(self, text: TextSide, limits: HTTPSection, max_context: int) -> None:
+        self._text = text
+        self._limits = limits
+        self._max_context = max_context
+        self._images = ImageReader(limits, text.images)
+
+    def chat(self, body: ChatRequest, name: str, version: int) -> tuple[GenerationRequest, int]:
+        """The engine's request and the number of prompt tokens. Raises RequestError and UserInputError."""
+        limits, count = self._limits, body.n or 1
+        if count > limits.max_samples:
+            raise RequestError(400, f"n is {count} and this server gives at most {limits.max_samples}.", param="n")
+        wanted = body.max_completion_tokens or body.max_tokens
+        if wanted is not None and wanted > limits.max_new_tokens:
+            raise RequestError(
+                400,
+                f"max_tokens is {wanted} and this server gives at most {limits.max_new_tokens}.",
+                param="max_tokens",
+            )
+        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+        prompt = self._encode(body.messages, extra_chars=sum(map(len, (*stop, *body.choices))))
+        left = self._max_context - prompt.num_tokens
+        if wanted is not None and wanted > left:
+            raise self._too_long(f"The prompt has {prompt.num_tokens} tokens and max_tokens is {wanted}: together more")
+        sampling = SamplingParams(
+            max_new_tokens=wanted or min(left, limits.max_new_tokens),
+            temperature=_temperature(1.0 if body.temperature is None else body.temperature),
+            top_p=body.top_p or 1.0,
+            top_k=max(body.top_k or 0, 0),
+            n=count,
+            seeds=None if body.seed is None else tuple(derive_seed(body.seed, k) for k in range(count)),
+            stop=stop,
+            choices=body.choices,
+            top_logprobs=body.top_logprobs or 0,
+        )
+        return self._request(prompt, sampling, name, version), prompt.num_tokens
+
+    def generate(self, body: GenerateRequest, name: str, version: int) -> tuple[GenerationRequest, int]:
+        """The same for `/generate`, whose `max_tokens` is cut to what the context has left."""
+        prompt = self._encode(body.messages)
+        left = self._max_context - prompt.num_tokens
+        temperature = _temperature(body.temperature)
+        sampling = SamplingParams(
+            max_new_tokens=min(body.max_tokens, left, self._limits.max_new_tokens),
+            temperature=temperature,
+            top_p=_GENERATE_TOP_P if temperature else 1.0,
+        )
+        return self._request(prompt, sampling, name, version), prompt.num_tokens
+
+    def _request(self, prompt: Prompt, sampling: SamplingParams, name: str, version: int) -> GenerationRequest:
+        return GenerationRequest(name, prompt.span.token_ids, sampling, prompt.span.images, min_version=version)
+
+    def _encode(self, messages: Sequence[ChatMessage], extra_chars: int = 0) -> Prompt:
+        parts = [part for message in messages for part in _parts(message)]
+        if len(messages) + len(parts) > self._limits.max_parts:
+            raise RequestError(
+                400,
+                f"The request has more than {self._limits.max_parts} messages and parts: send less.",
+                param="messages",
+            )
+        chars = extra_chars + sum(len(part) for part in parts if isinstance(part, str))
+        if chars > self._limits.max_text_chars:
+            raise RequestError(
+                400,
+                f"The request has {chars} characters of text and this server takes {self._limits.max_text_chars}.",
+                param="messages",
+            )
+        images = iter(self._decode([part.uri for part in parts if isinstance(part, _ImageUri)]))
+        conversation = [
+            Message(
+                "system" if message.role == "developer" else message.role,
+                tuple(next(images) if isinstance(part, _ImageUri) else part for part in _parts(message)),
+            )
+            for message in messages
+        ]
+        try:
+            span = self._text.codec.encode_prompt(conversation)
+        except TemplateError as error:
+            raise UserInputError(f"The model's chat template refuses this conversation: {error}.") from error
+        total = len(span.token_ids) - len(span.images) + self._num_image_tokens(span.images)
+        if total >= self._max_context:
+            raise self._too_long(f"The prompt has {total} tokens: no less")
+        return Prompt(span, total)
+
+    def _decode(self, uris: Sequence[str]) -> list[EncodedImage]:
+        if len(uris) > self._limits.max_images:
+            raise RequestError(
+                400,
+                f"The request has {len(uris)} images and this server takes {self._limits.max_images}.",
+                param="messages",
+            )
+        names = [str(k + 1) for k in range(len(uris))]
+        opened = [self._images.open(uri, name) for uri, name in zip(uris, names, strict=True)]
+        # Headers tell how many tokens there will be: too many are refused before they cost memory.
+        tokens = sum(self._images.num_tokens(image, name) for image, name in zip(opened, names, strict=True))
+        if tokens >= self._max_context:
+            raise self._too_long(f"The images alone take {tokens} tokens: no less")
+        return [self._images.decode(image, name) for image, name in zip(opened, names, strict=True)]
+
+    def _num_image_tokens(self, images: Sequence[EncodedImage]) -> int:
+        return sum(self._text.count_image_tokens(image.width, image.height) for image in images)
+
+    def _too_long(self, what: str) -> RequestError:
+        return RequestError(
+            400,
+            f"{what} than the context of {self._max_context} tokens. Send less, or raise serving.max_context.",
+            code="context_length_exceeded",
+            param="messages",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _ImageUri:
+    uri: str
+
+
+def _parts(message: ChatMessage) -> list[str | _ImageUri]:
+    if message.content is None or isinstance(message.content, str):
+        return [message.content] if message.content else []
+    return [
+        part.text
+        if isinstance(part, TextPart)
+        else _ImageUri(part.image if isinstance(part, ImagePart) else part.image_url.url)
+        for part in message.content
+    ]
+
+
+def _temperature(value: float) -> float:
+    return value if value >= _MIN_TEMPERATURE else 0.0

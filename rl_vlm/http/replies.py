@@ -1,0 +1,154 @@
+"""From samples to OpenAI's replies, whole and in chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rl_vlm.chat import ChatCodec
+from rl_vlm.engines.base import BASE_MODEL
+from rl_vlm.http.schema import (
+    AssistantMessage,
+    ChatChunk,
+    ChatCompletion,
+    Choice,
+    ChoiceLogprobs,
+    ChunkChoice,
+    FinishReason,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from rl_vlm.http.text import ReplyText
+from rl_vlm.types import Completion, Sample, SampleChunk, StopReason
+
+
+@dataclass(slots=True)
+class _Growing:
+    """One sample of a stream: its text, and everything that was sampled of it."""
+
+    text: ReplyText
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+
+
+class ChatReply:
+    """Writes the reply to one chat request.
+
+    Args:
+        codec: the model's.
+        request_id, model: what the reply says it is.
+        stop: stop strings; the text ends before the first.
+        num_prompt_tokens: with every token of the images.
+        logprobs: whether the client wants log-probabilities.
+    """
+
+    def __init__(
+        self,
+        codec: ChatCodec,
+        request_id: str,
+        model: str,
+        *,
+        stop: tuple[str, ...],
+        num_prompt_tokens: int,
+        logprobs: bool,
+    ) -> None:
+        self._codec = codec
+        self._id, self._model = request_id, model
+        self._stop = stop
+        self.num_prompt_tokens = num_prompt_tokens
+        self._logprobs = logprobs
+        self._growing: dict[int, _Growing] = {}
+        self._version = BASE_MODEL
+
+    def whole(self, completion: Completion) -> ChatCompletion:
+        """The reply that is sent at once."""
+        return ChatCompletion(
+            id=self._id,
+            model=self._model,
+            system_fingerprint=fingerprint(completion.policy_version),
+            choices=[self._choice(number, sample) for number, sample in enumerate(completion.samples)],
+            usage=self._usage(sum(len(sample.token_ids) for sample in completion.samples)),
+        )
+
+    def chunks(self, grown: SampleChunk) -> list[ChatChunk]:
+        """What a stream says after one step of one sample."""
+        self._version = grown.policy_version
+        number, choices = grown.number, []
+        sample = self._growing.get(number)
+        if sample is None:
+            sample = self._growing[number] = _Growing(ReplyText(self._codec, self._stop))
+            choices.append(ChunkChoice(index=number, delta={"role": "assistant", "content": ""}))
+        token_ids = grown.token_ids.tolist()
+        sample.token_ids += token_ids
+        sample.logprobs += grown.logprobs.tolist()
+        sample.top += grown.top_logprobs
+        text, tokens = sample.text.feed(token_ids, last=grown.stop_reason is not None)
+        logprobs = self._token_logprobs(tokens, sample.token_ids, sample.logprobs, sample.top)
+        if text or (tokens and self._logprobs):
+            choices.append(ChunkChoice(index=number, delta={"content": text}, logprobs=logprobs))
+        if grown.stop_reason is not None:
+            choices.append(ChunkChoice(index=number, delta={}, finish_reason=_finish(grown.stop_reason)))
+        return [self._chunk([choice]) for choice in choices]
+
+    def last_chunk(self) -> ChatChunk:
+        """The usage, in a chunk without choices."""
+        return self._chunk([], self._usage(self.num_sampled))
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the stream's samples have so far."""
+        return sum(len(sample.token_ids) for sample in self._growing.values())
+
+    def _chunk(self, choices: list[ChunkChoice], usage: Usage | None = None) -> ChatChunk:
+        name = fingerprint(self._version)
+        return ChatChunk(id=self._id, model=self._model, system_fingerprint=name, choices=choices, usage=usage)
+
+    def _choice(self, number: int, sample: Sample) -> Choice:
+        ids = sample.token_ids.tolist()
+        text, tokens = ReplyText(self._codec, self._stop).feed(ids, last=True)
+        return Choice(
+            index=number,
+            message=AssistantMessage(content=text),
+            logprobs=self._token_logprobs(tokens, ids, sample.logprobs.tolist(), sample.top_logprobs),
+            finish_reason=_finish(sample.stop_reason),
+        )
+
+    def _token_logprobs(
+        self,
+        tokens: range,
+        ids: list[int],
+        logprobs: list[float],
+        top: tuple[tuple[tuple[int, float], ...], ...] | list[tuple[tuple[int, float], ...]],
+    ) -> ChoiceLogprobs | None:
+        if not self._logprobs:
+            return None
+        return ChoiceLogprobs(
+            content=[
+                TokenLogprob(
+                    **self._top(ids[k], logprobs[k]).model_dump(),
+                    top_logprobs=[self._top(token, value) for token, value in top[k]] if top else [],
+                )
+                for k in tokens
+            ]
+        )
+
+    def _top(self, token_id: int, logprob: float) -> TopLogprob:
+        data = self._codec.token_bytes(token_id)
+        return TopLogprob(token=data.decode("utf-8", "replace"), logprob=logprob, bytes=list(data))
+
+    def _usage(self, sampled: int) -> Usage:
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=sampled,
+            total_tokens=self.num_prompt_tokens + sampled,
+        )
+
+
+def fingerprint(version: int) -> str:
+    """The policy version in words."""
+    return "base" if version == BASE_MODEL else f"policy-v{version}"
+
+
+def _finish(reason: StopReason) -> FinishReason:
+    return "length" if reason is StopReason.LENGTH else "stop"

@@ -1,0 +1,116 @@
+"""uvicorn around the application: binds early, drains on SIGTERM, says which signal ended it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from rl_vlm.http.gate import LOOPBACK, Gate
+from rl_vlm.types import UserInputError
+
+TOKEN_VARIABLE = "RL_VLM_API_TOKEN"
+_GRACE_S = 5.0  # beyond the drain: running requests need a moment to say why they end
+
+
+def check_exposure(host: str, token: str | None) -> None:
+    """Raise UserInputError for an address beyond loopback without a token."""
+    if token is not None and (not token.strip() or not token.isascii() or not token.isprintable()):
+        raise UserInputError(f"{TOKEN_VARIABLE} must be printable ASCII text: choose another token, or unset it.")
+    if token is None and host.lower() not in LOOPBACK:
+        raise UserInputError(
+            f"Listening on {host} lets other machines in: set {TOKEN_VARIABLE} to a secret token, or listen on 127.0.0.1."
+        )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the address before anything expensive starts. Port 0 is any free one."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+    return sock
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> UserInputError:
+    reason = error.strerror or error
+    return UserInputError(f"Cannot listen on {host} port {port} ({reason}): choose another with --host and --port.")
+
+
+class _Server(uvicorn.Server):
+    """Tells when it listens, and leaves signals alone."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. Another server may have done so since the address was bound."""
+        assert sockets is not None
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            host, port, *_ = sockets[0].getsockname()
+            raise _cannot_listen(host, port, error) from error
+        self._ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are ours: uvicorn would raise them again after its end, before the model is stopped."""
+        yield
+
+
+class HTTPServer:
+    """Serves one application on one socket until it is told to stop. `ready` is called when it listens."""
+
+    def __init__(self, app: Gate, sock: socket.socket, drain_s: float, ready: Callable[[], None]) -> None:
+        self._app = app
+        self._sock = sock
+        # h11: unlike httptools it bounds the size of a request's headers.
+        self._config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(drain_s + _GRACE_S),
+        )
+        self._server = _Server(self._config, ready)
+
+    def stop(self) -> None:
+        """Drain: refuse what is new, let what runs end. The second call does not wait. On the server's event loop."""
+        self._server.force_exit = self._app.draining
+        self._app.drain()
+        self._server.should_exit = True
+
+    async def run(self) -> None:
+        """Serve until `stop`."""
+        await self._server.serve([self._sock])
+
+    def run_until_signal(self) -> int:
+        """Serve until SIGINT or SIGTERM, whose number is returned."""
+        caught: list[int] = []
+
+        async def main() -> None:
+            loop = asyncio.get_running_loop()
+
+            def handle(number: int) -> None:
+                caught.append(number)
+                self.stop()
+
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, handle, number)
+            await self.run()
+
+        with asyncio.Runner(loop_factory=self._config.get_loop_factory()) as runner:
+            runner.run(main())
+        return caught[0]

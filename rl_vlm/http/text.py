@@ -1,0 +1,72 @@
+"""From sampled tokens to the text that a client gets: cut at stop strings, whole characters only, thoughts removed."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable, Sequence
+
+from rl_vlm.chat import ChatCodec
+
+
+class ReplyText:
+    """The text of one sample while it grows. Fed in pieces or at once, it gives the same text and tokens.
+
+    Everything is done on bytes, because a token may hold part of a character. What could be the beginning of a stop
+    string is held back until it is known not to be one.
+    """
+
+    def __init__(self, codec: ChatCodec, stop: Iterable[str] = ()) -> None:
+        self._codec = codec
+        self._stops = [text.encode() for text in stop]
+        self._bytes = bytearray()
+        self._starts: list[int] = []  # per token: its first byte
+        self._sent = 0  # bytes that were given out
+        self._tokens_sent = 0
+        self._over = False
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token_ids: Sequence[int], last: bool) -> tuple[str, range]:
+        """Add tokens; returns the text that is certain now, and which tokens of the sample (from 0) begin in it.
+
+        The end-of-turn token is no text. After `last` or a stop string nothing more comes.
+        """
+        if self._over:
+            return "", range(0)
+        before = len(self._bytes)
+        for token_id in token_ids:
+            if token_id != self._codec.end_of_turn_id:
+                self._starts.append(len(self._bytes))
+                self._bytes += self._codec.token_bytes(token_id)
+        end = len(self._bytes)
+        found = [self._bytes.find(stop, max(before - len(stop) + 1, 0)) for stop in self._stops]
+        cuts = [place for place in found if place >= 0]
+        if cuts:
+            end, last = min(cuts), True
+            del self._bytes[end:]
+        elif not last:
+            end -= max((_overlap(self._bytes, stop) for stop in self._stops), default=0)
+        text = self._utf8.decode(bytes(self._bytes[self._sent : end]), final=last)
+        self._sent, self._over = max(end, self._sent), last
+        first = self._tokens_sent
+        while self._tokens_sent < len(self._starts) and self._starts[self._tokens_sent] < self._sent:
+            self._tokens_sent += 1
+        return text, range(first, self._tokens_sent)
+
+
+def _overlap(data: bytearray, stop: bytes) -> int:
+    """How many bytes at the end of `data` are a beginning of `stop`, but not all of it."""
+    return next((k for k in range(min(len(stop) - 1, len(data)), 0, -1) if data.endswith(stop[:k])), 0)
+
+
+_CLOSED_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
+
+
+def without_thoughts(text: str) -> str:
+    """`text` without `<think>...</think>`.
+
+    Templates may open the thought in the prompt, so everything before a lone `</think>` is one too; and a thought that
+    was cut off before its end is no answer.
+    """
+    text = _CLOSED_THOUGHT.sub("", text)
+    return text.rpartition("</think>")[2].partition("<think>")[0].strip()

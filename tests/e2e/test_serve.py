@@ -1,0 +1,148 @@
+"""`rl-vlm serve` as users run it: OpenAI's client, an adapter by name, a replica that dies, SIGTERM."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from PIL import Image
+from runs import REPLICA, CommandProcess
+from safetensors.torch import load, save
+
+from rl_vlm.config import parse_config
+from rl_vlm.learning.module import Policy
+from rl_vlm.models.adapter import AdapterPayload
+
+HI: list[Any] = [{"role": "user", "content": "How many shapes are there?"}]
+# Longer than any test waits: hot samples of a random adapter end their turns rarely, and these are many.
+LONG: dict[str, Any] = {"messages": HI, "max_tokens": 2000, "temperature": 2.0, "n": 32}
+
+
+class ServeProcess(CommandProcess):
+    """`rl-vlm serve` on a free port."""
+
+    def __init__(self, *arguments: object, **changes: str) -> None:
+        super().__init__("serve", *arguments, "--port", "0", **changes)
+        self.wait_until(lambda: "Serving on" in self.output(), "the server", timeout=180)
+        found = re.search(r"http://\S+", self.output())
+        assert found is not None
+        self.url = found.group()
+
+    def busy(self, seconds: float = 0.5) -> float:
+        """CPUs that the replica uses."""
+        (replica,) = self.actors(REPLICA)
+        before = replica.cpu_times()
+        time.sleep(seconds)
+        after = replica.cpu_times()
+        return float(after.user + after.system - before.user - before.system) / seconds
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random adapter that changes the model a lot."""
+    payload = Policy(tiny_folder, parse_config({"model": {"path": str(tiny_folder)}})).payload(1)
+    noisy = save({name: tensor.normal_(0.0, 0.2) for name, tensor in load(payload.tensors).items()})
+    folder = tmp_path_factory.mktemp("adapter") / "adapter"
+    return AdapterPayload(1, noisy, payload.config_json, "").write(folder)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder: Path, adapter: Path) -> Iterator[ServeProcess]:
+    arguments = ("serving.num_replicas=1", "http.model_name=base", "http.drain_s=20", "--adapter", adapter)
+    changes = {"LOCAL_MODEL_PATH": str(tiny_folder), "RL_VLM_API_TOKEN": "s3cret"}
+    with ServeProcess(*arguments, **changes) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: ServeProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="s3cret", max_retries=0)
+
+
+def test_openais_client_works_unchanged(server: ServeProcess, client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["policy", "policy-v1", "base"]
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64), "gray").save(buffer, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    picture: list[Any] = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
+    arguments: dict[str, Any] = {
+        "messages": [{"role": "user", "content": picture}],
+        "temperature": 0,
+        "max_tokens": 12,
+        "n": 2,
+        "logprobs": True,
+    }
+    answers = {}
+    for model, fingerprint in (("policy", "policy-v1"), ("policy-v1", "policy-v1"), ("base", "base")):
+        whole = client.chat.completions.create(model=model, **arguments)
+        assert whole.system_fingerprint == fingerprint
+        answers[model] = whole.choices[0].message.content
+        assert all(token.logprob <= 0 for token in whole.choices[1].logprobs.content)
+        chunks = list(client.chat.completions.create(model=model, stream=True, **arguments))
+        assert answers[model] == "".join(
+            choice.delta.content or "" for chunk in chunks for choice in chunk.choices if choice.index == 1
+        )
+    assert answers["policy"] == answers["policy-v1"] != answers["base"]
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="policy-v2", messages=HI)
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="guess").models.list()
+    headers = {"Authorization": "Bearer s3cret"}
+    plain = httpx.post(f"{server.url}/generate", json={"messages": HI, "temperature": 0}, headers=headers, timeout=60)
+    assert list(plain.json()) == ["text"]
+    assert httpx.get(f"{server.url}/health").json()["status"] == "ok"
+
+    def reported() -> bool:
+        metrics = httpx.get(f"{server.url}/metrics", headers=headers).text
+        version = re.search(r'rl_vlm_replica_adapter_version\{replica="\w+"\} 1\.0', metrics)
+        return version is not None and "rl_vlm_replica_engine_generated_tokens" in metrics
+
+    server.wait_until(reported, "the replica's report", timeout=20)  # it comes every few seconds
+
+
+def test_a_client_that_goes_away_frees_the_replica(server: ServeProcess, client: openai.OpenAI) -> None:
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(client.with_options(timeout=4.0).chat.completions.create, model="policy", **LONG)
+        server.wait_until(lambda: server.busy() > 0.2, "work", timeout=4)
+        with pytest.raises(openai.APITimeoutError):
+            waiting.result()
+    server.wait_until(lambda: server.busy() < 0.1, "an idle replica", timeout=10)
+    with client.chat.completions.create(model="policy", stream=True, **LONG) as stream:
+        next(stream)
+        server.wait_until(lambda: server.busy() > 0.2, "work", timeout=4)
+    server.wait_until(lambda: server.busy() < 0.1, "an idle replica", timeout=10)
+
+
+def test_a_stream_whose_replica_dies_ends_with_an_error_and_other_requests_are_tried_again(
+    server: ServeProcess, client: openai.OpenAI
+) -> None:
+    stream = client.chat.completions.create(model="policy", stream=True, **LONG)
+    next(stream)
+    server.kill(REPLICA)
+    with pytest.raises(openai.APIError, match="replica"):
+        list(stream)
+    answer = client.with_options(timeout=120).chat.completions.create(model="policy", messages=HI, max_tokens=4)
+    assert answer.system_fingerprint == "policy-v1"  # the new replica has the adapter from its first request on
+
+
+def test_sigterm_lets_running_requests_finish(server: ServeProcess, client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="policy", messages=HI, max_tokens=300, temperature=2.0, n=16, stream=True
+    )
+    next(stream)
+    server.process.send_signal(signal.SIGTERM)
+    reasons = [choice.finish_reason for chunk in stream for choice in chunk.choices if choice.finish_reason]
+    assert len(reasons) == 16
+    assert server.wait(timeout=60) == 128 + signal.SIGTERM, server.output()
+    assert server.survivors() == []
+    assert "Traceback" not in server.output()

@@ -1,0 +1,121 @@
+"""A real HTTP server around a real engine, without Ray: what the tests of the HTTP side talk to."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from core_support import text_side
+from PIL import Image
+
+from rl_vlm.config import HTTPSection
+from rl_vlm.engines.base import Engine
+from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.http.app import build_http_app
+from rl_vlm.http.server import HTTPServer, bind
+from rl_vlm.http.service import ServedModel
+from rl_vlm.types import Completion, GenerationRequest, SampleChunk
+
+CONTEXT = 1024
+
+
+class EngineBackend:
+    """Serves an engine of this process under two names: its model as it came, and its newest adapter."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.running = 0  # calls that have not ended
+
+    async def models(self) -> Sequence[ServedModel]:
+        version = self.engine.version
+        policy = [ServedModel("policy", version), ServedModel(f"policy-v{version}", version, pinned=True)]
+        return [*(policy if version else []), ServedModel("tiny")]
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        self.running += 1
+        try:
+            return (await self.engine.generate([request]))[0]
+        finally:
+            self.running -= 1
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[SampleChunk, None]:
+        self.running += 1
+        try:
+            async with aclosing(self.engine.stream(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            self.running -= 1
+
+    async def health(self) -> None:
+        pass
+
+    async def metrics(self) -> str:
+        return "engine_lines 1\n"
+
+
+class Server:
+    """A server in a thread."""
+
+    def __init__(self, backend: Any, folder: Path, token: str | None = None, **limits: Any) -> None:
+        self.limits, self.text, self.backend = HTTPSection(**limits), text_side(folder), backend
+        self.gate = build_http_app(backend, self.text, self.limits, max_context=CONTEXT, token=token)
+        self._sock = bind("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._sock.getsockname()[1]}"
+        self._listens = threading.Event()
+        self._server = HTTPServer(self.gate, self._sock, self.limits.drain_s, self._listens.set)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._server.run(),), daemon=True)
+
+    def start(self) -> Server:
+        self._thread.start()
+        assert self._listens.wait(10)
+        return self
+
+    def stop(self, wait: bool = True) -> None:
+        self._loop.call_soon_threadsafe(self._server.stop)
+        if wait:
+            self._thread.join(30)
+            assert not self._thread.is_alive()
+
+
+@contextmanager
+def serving(backend: Any, folder: Path, **limits: Any) -> Iterator[Server]:
+    server = Server(backend, folder, **limits).start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextmanager
+def tiny_engine(folder: Path) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine(folder, max_context=CONTEXT)
+    try:
+        yield engine
+    finally:
+        asyncio.run(engine.close())
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait for something that another thread does."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def data_uri(image: Image.Image | bytes, kind: str = "png", mime: str | None = None, **options: Any) -> str:
+    """An image, or bytes, as a data URI."""
+    if isinstance(image, Image.Image):
+        buffer = io.BytesIO()
+        image.save(buffer, format=kind, **options)
+        image = buffer.getvalue()
+    return f"data:{mime or f'image/{kind}'};base64,{base64.b64encode(image).decode()}"

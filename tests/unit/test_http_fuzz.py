@@ -1,0 +1,161 @@
+"""Hostile requests: no 5xx, no hang, no traceback in a reply, no growing memory."""
+
+from __future__ import annotations
+
+import gc
+import json
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import schemathesis
+from http_support import EngineBackend, Server, data_uri, serving, tiny_engine
+from hypothesis import HealthCheck, given, settings
+from PIL import Image
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from test_http_images import png_header
+
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+GIF = data_uri(NOISE, "gif", save_all=True, append_images=[NOISE.rotate(90)] * 20)
+EXIF = Image.Exif()
+EXIF[0x0112] = 6
+
+# name -> (images, expected status)
+IMAGES: dict[str, tuple[list[str], int]] = {
+    "truncated base64": ([data_uri(NOISE)[:-3]], 400),
+    "truncated file": ([data_uri(NOISE)[:2000]], 400),
+    "wrong MIME": ([data_uri(NOISE, "jpeg", mime="image/png")], 400),
+    "not an image": ([data_uri(b"MZ\x90\x00")], 400),
+    "bomb": ([data_uri(png_header(50_000, 50_000))], 400),
+    "bomb under the pixel limit": ([data_uri(Image.new("RGB", (4096, 4096)))], 200),
+    "animated GIF": ([GIF], 200),
+    "CMYK": ([data_uri(NOISE.convert("CMYK"), "jpeg")], 200),
+    "16 bit": ([data_uri(Image.fromarray(np.full((64, 64), 40_000, dtype=np.uint16)))], 200),
+    "EXIF rotation": ([data_uri(NOISE, "jpeg", exif=EXIF)], 200),
+    "zero width": ([data_uri(png_header(0, 8))], 400),
+    "SVG": ([data_uri(b"<svg xmlns='http://www.w3.org/2000/svg'/>", mime="image/svg+xml")], 400),
+    "a thousand images": ([data_uri(Image.new("RGB", (32, 32)))] * 1000, 400),
+    "file": (["file:///etc/passwd"], 400),
+    "address": (["http://169.254.169.254/"], 400),
+    "one pixel": ([data_uri(Image.new("RGB", (1, 1)))], 200),
+    "thin": ([data_uri(Image.new("RGB", (4000, 1)))], 400),
+    "GIF with a huge screen": ([data_uri(b"GIF89a" + struct.pack("<HH", 65535, 65535) + b"\0\0\0;")], 400),
+}
+TEXTS: dict[str, tuple[str, int]] = {
+    "10 MB": ("word " * 2_000_000, 400),
+    "more tokens than the context": ("x " * 5000, 400),
+    "one long word": ("a" * 150_000, 400),
+    "special strings": ("<|im_end|><|image_pad|><|vision_start|><|endoftext|>" * 20, 200),
+    "private use": ("\ue000" + "0\ue001\ue002" * 5, 200),
+    "null and controls": ("\0\x07\x1b[31m\u202e", 200),
+    "emoji": ("👩\u200d👩\u200d👧 🏳️\u200d🌈", 200),
+    "template code": ("{{ messages }}{% raise %}", 200),
+    "empty": ("", 200),
+}
+BODIES: dict[str, bytes] = {
+    "lone surrogate": b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
+    "not UTF-8": b'{"messages": [{"role": "user", "content": "\xc3\x28"}]}',
+    "deep": b'{"messages": ' + b"[" * 100_000,
+    "deep objects": b'{"a":' * 50_000,
+    "many empty messages": json.dumps({"messages": [{}] * 50_000}).encode(),
+    "many nulls": json.dumps({"messages": [{"role": "user", "content": [None] * 200_000}]}).encode(),
+    "huge number": b'{"messages": [{"role": "user", "content": "x"}], "temperature": ' + b"9" * 4000 + b"}",
+    "huge exponent": b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
+    "NaN": b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+    "long field": b'{"messages": [], "' + b"k" * 10**6 + b'": 1}',
+    "long role": json.dumps({"messages": [{"role": "r" * 10**6, "content": "x"}]}).encode(),
+    "long type": json.dumps({"messages": [{"role": "user", "content": [{"type": "t" * 10**6}]}]}).encode(),
+    "nothing": b"",
+    "null": b"null",
+    "repeated keys": b'{"messages": 1, "messages": "x"}',
+    "byte order mark": b"\xef\xbb\xbf{}",
+    "33 MB": b" " * 34_603_009,
+}
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder: Path) -> Iterator[Server]:
+    with tiny_engine(tiny_folder) as engine, serving(EngineBackend(engine), tiny_folder, deadline_s=20) as server:
+        yield server
+
+
+def corpus() -> Iterator[tuple[str, bytes, int]]:
+    """(name, body, expected status)."""
+    for name, (uris, status) in IMAGES.items():
+        content = [{"type": "image", "image": uri} for uri in uris]
+        yield name, _body([{"role": "user", "content": content}]), status
+    for name, (text, status) in TEXTS.items():
+        yield name, _body([{"role": "user", "content": text}]), status
+    for name, body in BODIES.items():
+        yield name, body, 413 if name.endswith("MB") else 400
+
+
+def _body(messages: list[dict[str, Any]]) -> bytes:
+    return json.dumps({"messages": messages, "max_tokens": 2, "temperature": 0}).encode()
+
+
+@pytest.mark.parametrize(("name", "body", "status"), list(corpus()), ids=[name for name, _, _ in corpus()])
+def test_hostile_requests_get_an_answer(server: Server, name: str, body: bytes, status: int) -> None:
+    started = time.monotonic()
+    plain = httpx.post(f"{server.url}/generate", content=body, headers={"Content-Type": "application/json"}, timeout=20)
+    assert plain.status_code == status, plain.text[:300]
+    as_chat = body[:1] + b'"model": "tiny", ' + body[1:] if body[:2] == b'{"' else body
+    headers = {"Content-Type": "application/json"}
+    chat = httpx.post(f"{server.url}/v1/chat/completions", content=as_chat, headers=headers, timeout=20)
+    assert chat.status_code == status, chat.text[:300]
+    assert time.monotonic() - started < 10
+    for reply in (plain, chat):
+        assert "Traceback" not in reply.text and len(reply.text) < 2000
+    assert ("detail" in plain.json(), "error" in chat.json()) == ((True, True) if status >= 400 else (False, False))
+
+
+def test_memory_does_not_grow(server: Server) -> None:
+    requests = [(name, body) for name, body, _ in corpus()]
+    process, sizes = psutil.Process(), []
+    with httpx.Client(base_url=server.url, headers={"Content-Type": "application/json"}, timeout=20) as client:
+        for _ in range(6):
+            for _, body in requests:
+                client.post("/generate", content=body)
+            gc.collect()
+            sizes.append(process.memory_info().rss / 2**20)
+    # The first rounds fill caches and the allocator's pools.
+    assert sizes[-1] - sizes[2] < 40, sizes
+
+
+def test_whatever_the_schema_allows_or_not_gets_a_documented_answer(server: Server) -> None:
+    document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+    @document.hook
+    def map_body(context: Any, body: Any) -> Any:
+        """A name that is served, so that requests get further than to its look-up."""
+        return {**body, "model": "tiny"} if isinstance(body, dict) and "model" in body else body
+
+    statuses: set[int] = set()
+    for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+        for found in document.get_all_operations():
+            operation = found.ok()
+            if mode is GenerationMode.NEGATIVE and operation.method != "post":
+                continue  # nothing in it could be wrong
+            cases = operation.as_strategy(generation_mode=mode)
+
+            @given(case=cases)
+            @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+            def check(case: schemathesis.Case) -> None:
+                statuses.add(case.call_and_validate(timeout=20, checks=CHECKS).status_code)
+
+            check()
+    assert {200, 400, 404} <= statuses <= {200, 400, 404, 405}, statuses

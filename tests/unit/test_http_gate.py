@@ -1,0 +1,266 @@
+"""What stands before the model: tokens, limits, queue, deadlines, clients that go away, the end of the server."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from core_support import text_side
+from engine_support import endless
+from http_support import EngineBackend, Server, serving, tiny_engine, wait_until
+from prometheus_client.parser import text_string_to_metric_families
+
+from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.http import gate
+from rl_vlm.http.server import bind, check_exposure
+from rl_vlm.types import UserInputError
+
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+CHAT = "/v1/chat/completions"
+STREAM = {"model": "tiny", "stream": True, **HI}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
+    with tiny_engine(tiny_folder) as engine:
+        yield engine
+
+
+@pytest.fixture
+def never_ending(engine: TransformersEngine, tiny_folder: Path) -> Iterator[EngineBackend]:
+    """A backend whose answers take until their last token."""
+    backend = EngineBackend(engine)
+    with endless(engine, text_side(tiny_folder)):
+        yield backend
+        wait_until(lambda: backend.running == 0 and engine._decoder.num_rows == 0)
+
+
+def body_of(size: int) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "x" * size}]}).encode()
+
+
+def listens(url: str) -> bool:
+    """Whether new connections are taken."""
+    try:
+        httpx.get(f"{url}/health")
+    except httpx.ConnectError:
+        return False
+    return True
+
+
+def test_a_token_opens_everything_but_health(engine: TransformersEngine, tiny_folder: Path) -> None:
+    with (
+        serving(EngineBackend(engine), tiny_folder, token="s3cret") as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        assert client.get("/health").status_code == 200
+        for wrong in (
+            {},
+            {"Authorization": "Bearer nope"},
+            {"Authorization": "Basic s3cret"},
+            {"Authorization": b"Bearer \xe9"},
+        ):
+            for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("POST", CHAT)):
+                reply = client.request(method, path, headers=wrong)
+                assert reply.status_code == 401 and reply.headers["www-authenticate"] == "Bearer"
+            assert client.post("/generate", json=HI, headers=wrong).json()["detail"].startswith("A valid token")
+        right = {"Authorization": "Bearer s3cret", "Host": "any.name"}
+        assert client.get("/v1/models", headers=right).status_code == 200
+        assert client.post("/generate", json=HI, headers=right).status_code == 200
+
+
+def test_without_a_token_only_this_machines_names_are_answered(engine: TransformersEngine, tiny_folder: Path) -> None:
+    with serving(EngineBackend(engine), tiny_folder) as server:
+        for host, status in (
+            ("localhost:9", 200),
+            ("[::1]:80", 200),
+            ("127.0.0.1", 200),
+            ("evil.example", 403),
+            ("", 403),
+        ):
+            assert httpx.get(f"{server.url}/health", headers={"Host": host}).status_code == status, host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "example.com"])
+def test_beyond_loopback_a_token_is_required(host: str) -> None:
+    with pytest.raises(UserInputError, match="RL_VLM_API_TOKEN"):
+        check_exposure(host, None)
+    check_exposure(host, "s3cret")
+
+
+@pytest.mark.parametrize("token", ["", " ", "zwei\nZeilen", "schlüssel"])
+def test_a_useless_token_is_refused(token: str) -> None:
+    with pytest.raises(UserInputError, match="another token"):
+        check_exposure("127.0.0.1", token)
+
+
+def test_a_port_in_use_is_named() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(UserInputError, match="choose another with --host and --port"):
+            bind("127.0.0.1", taken.getsockname()[1])
+
+
+def test_a_large_body_is_refused_while_it_is_read(engine: TransformersEngine, tiny_folder: Path) -> None:
+    with serving(EngineBackend(engine), tiny_folder, max_body_mib=0.5) as server:
+        for path in ("/generate", CHAT):
+            reply = httpx.post(server.url + path, content=body_of(2**20), headers={"Content-Type": "application/json"})
+            assert reply.status_code == 413 and "0.5 MiB" in reply.text
+        # Without an announced length the answer comes as soon as the limit is passed: this body never ends.
+        address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+        with socket.create_connection(address, timeout=10) as sock:
+            sock.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+            for _ in range(10):
+                sock.sendall(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
+            assert b" 413 " in sock.recv(1000)
+        assert server.gate.in_flight == 0
+        assert httpx.post(f"{server.url}/generate", json=HI).status_code == 200
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(engine: TransformersEngine, tiny_folder: Path) -> None:
+    with serving(EngineBackend(engine), tiny_folder, deadline_s=0.3) as server:
+        with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as sock:
+            sock.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+            assert b" 408 " in sock.recv(1000)
+        assert server.gate.in_flight == 0
+
+
+def test_a_full_queue_tells_clients_to_come_back(never_ending: EngineBackend, tiny_folder: Path) -> None:
+    with serving(never_ending, tiny_folder, max_queue=2, deadline_s=3) as server, ThreadPoolExecutor() as pool:
+        running = [pool.submit(httpx.post, server.url + "/generate", json=HI, timeout=30) for _ in range(2)]
+        wait_until(lambda: server.gate.in_flight == 2)
+        reply = httpx.post(f"{server.url}/generate", json=HI)
+        assert reply.status_code == 429 and int(reply.headers["retry-after"]) >= 1
+        assert httpx.get(f"{server.url}/health").json()["in_flight"] == 2
+        assert [future.result().status_code for future in running] == [200, 200]
+
+
+def test_a_deadline_ends_an_answer_and_frees_its_place(never_ending: EngineBackend, tiny_folder: Path) -> None:
+    with serving(never_ending, tiny_folder, deadline_s=0.2) as server:
+        reply = httpx.post(f"{server.url}/generate", json={**HI, "max_tokens": 900})
+        assert reply.status_code == 504 and "0.2 s" in reply.json()["detail"]
+        reply = httpx.post(server.url + CHAT, json={**STREAM, "max_tokens": 900})
+        assert reply.status_code == 200
+        last = json.loads(reply.text.strip().splitlines()[-1].removeprefix("data: "))
+        assert "0.2 s" in last["error"]["message"]
+        wait_until(lambda: never_ending.running == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_rows(
+    never_ending: EngineBackend, engine: TransformersEngine, tiny_folder: Path, stream: bool
+) -> None:
+    with serving(never_ending, tiny_folder) as server:
+        body = {"model": "tiny", **HI, "max_tokens": 900, "n": 4, "stream": stream}
+        with (
+            pytest.raises(httpx.ReadTimeout),
+            httpx.stream("POST", server.url + CHAT, json=body, timeout=0.15) as reply,
+        ):
+            next(reply.iter_lines())
+            wait_until(lambda: engine._decoder.num_rows > 0)
+            raise httpx.ReadTimeout("seen enough")
+        wait_until(lambda: never_ending.running == 0 and engine._decoder.num_rows == 0, seconds=2)
+        wait_until(lambda: server.gate.in_flight == 0)
+
+
+def test_a_client_that_does_not_read_is_not_waited_for(
+    never_ending: EngineBackend, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "LINGER_S", 0.5)
+    body = json.dumps({**STREAM, "max_tokens": 900, "n": 64, "logprobs": True, "top_logprobs": 20}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with serving(never_ending, tiny_folder, deadline_s=2) as server, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+        sock.sendall(head.encode() + body)
+        wait_until(lambda: server.gate.in_flight == 1)
+        wait_until(lambda: server.gate.in_flight == 0, seconds=6)
+
+
+def test_a_stopping_server_finishes_what_runs_and_refuses_the_rest(
+    never_ending: EngineBackend, tiny_folder: Path
+) -> None:
+    server = Server(never_ending, tiny_folder, drain_s=20).start()
+    with httpx.Client(base_url=server.url) as other, ThreadPoolExecutor() as pool:
+        assert other.get("/health").status_code == 200  # keeps its connection
+        running = [
+            pool.submit(httpx.post, server.url + path, json=body, timeout=30)
+            for path, body in (("/generate", HI), (CHAT, {**STREAM, "max_tokens": 400}))
+        ]
+        wait_until(lambda: server.gate.in_flight == 2)
+        server.stop(wait=False)
+        wait_until(lambda: server.gate.draining)
+        refused = other.post("/generate", json=HI)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        wait_until(lambda: not listens(server.url))
+        replies = [future.result() for future in running]
+    assert [reply.status_code for reply in replies] == [200, 200]
+    assert replies[1].text.endswith("data: [DONE]\n\n")
+    server.stop()
+
+
+def test_what_outlasts_the_drain_is_told_so(never_ending: EngineBackend, tiny_folder: Path) -> None:
+    server = Server(never_ending, tiny_folder, drain_s=0.2).start()
+    with ThreadPoolExecutor() as pool:
+        running = [
+            pool.submit(httpx.post, server.url + path, json={**body, "max_tokens": 1000}, timeout=30)
+            for path, body in (("/generate", HI), (CHAT, STREAM))
+        ]
+        wait_until(lambda: never_ending.running == 2)
+        server.stop()
+        whole, stream = (future.result() for future in running)
+    assert whole.status_code == 503 and "shutting down" in whole.json()["detail"]
+    assert "shutting down" in stream.text and "[DONE]" not in stream.text
+
+
+def test_unknown_places_and_methods(engine: TransformersEngine, tiny_folder: Path) -> None:
+    with serving(EngineBackend(engine), tiny_folder) as server, httpx.Client(base_url=server.url) as client:
+        assert client.get("/nowhere").json() == {"detail": "Not Found"}
+        assert client.get("/v1/nowhere").json()["error"]["message"] == "Not Found"
+        reply = client.get("/generate")
+        assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
+        wrong = client.post("/generate", content=b'{"messages": []}', headers={"Content-Type": "text/plain"})
+        assert wrong.status_code == 400 and "application/json" in wrong.text
+
+
+def test_metrics_count_what_happened(engine: TransformersEngine, tiny_folder: Path) -> None:
+    with serving(EngineBackend(engine), tiny_folder) as server, httpx.Client(base_url=server.url) as client:
+        usage = client.post(CHAT, json={"model": "tiny", **HI, "n": 2}).json()["usage"]
+        client.post(CHAT, json={**STREAM, "max_tokens": 1})
+        client.post("/generate", json={})
+
+        def values() -> dict[tuple[str, ...], float]:
+            families = text_string_to_metric_families(client.get("/metrics").text)
+            return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+
+        # An answer is counted when it is over, a moment after the client has it.
+        wait_until(lambda: values().get(("rl_vlm_http_requests_total", "/generate", "400")) == 1)
+        found = values()
+    assert found["rl_vlm_http_requests_total", CHAT, "200"] == 2
+    assert found["rl_vlm_http_tokens_total", "sampled"] == usage["completion_tokens"] + 1
+    assert found["rl_vlm_http_tokens_total", "prompt"] == 2 * usage["prompt_tokens"]
+    assert found["rl_vlm_http_first_token_seconds_count",] == 1
+    assert found["engine_lines",] == 1
+
+
+def test_many_clients_at_once(engine: TransformersEngine, tiny_folder: Path) -> None:
+    with serving(EngineBackend(engine), tiny_folder) as server, ThreadPoolExecutor(32) as pool:
+        barrier = threading.Barrier(32)
+
+        def one(number: int) -> int:
+            barrier.wait()
+            return httpx.post(
+                f"{server.url}/generate", json={**HI, "max_tokens": 1 + number % 7}, timeout=30
+            ).status_code
+
+        started = time.monotonic()
+        assert set(pool.map(one, range(32))) == {200}
+        assert time.monotonic() - started < 20
