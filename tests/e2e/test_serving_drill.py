@@ -20,6 +20,7 @@ from ray import serve
 from ray.serve.schema import ReplicaState
 from serving_support import RUN_ID, Adapters, ask, client, replicas, served
 
+from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.lora import inject_lora, load_lora_state, lora_config
 from rl_vlm.serving.server import app_name
 from rl_vlm.types import Completion
@@ -132,3 +133,26 @@ def test_ten_thousand_requests_survive_kills_and_publications(tiny_folder: Path,
         f"by replica {Counter(answer.replica_id for _, answer in drill.answers)}"
     )
     check(drill, requests, 5, tiny_folder, adapters)
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("processes")
+def test_a_wedged_engine_core_is_found_and_replaced(tmp_path: Path) -> None:
+    """vLLM computes in a child process, which stops here; the replica itself goes on to answer everything else."""
+    folder = resolve_model("tiny-wide")
+    settings = {"serving__engine": "vllm", "serving__num_replicas": 1, "serving__probe_after_s": 2.0}
+    with served(folder, tmp_path, serving__probe_timeout_s=4.0, **settings):
+        request = ask(folder, "hello")
+        before = asyncio.run(client(homes=[0]).generate(request))
+        (replica,) = replicas()
+        cores = [child for child in replica.children(recursive=True) if "EngineCore" in child.name()]
+        assert len(cores) == 1
+        cores[0].suspend()
+        started = time.monotonic()
+        after = asyncio.run(client(homes=[0], deadline_s=400.0).generate(request))
+        print(f"answered by a new replica after {time.monotonic() - started:.0f} s")
+        assert after.replica_id != before.replica_id
+        assert after.samples[0].token_ids.tolist() == before.samples[0].token_ids.tolist()
+        gone, left = psutil.wait_procs([replica, *cores], timeout=10)
+        assert left == [], gone
