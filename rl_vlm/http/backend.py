@@ -99,6 +99,7 @@ class ServeBackend:
             finally:
                 if not finished:
                     response.cancel()
+            self._client.stats.retries += 1
             await asyncio.sleep(pause)
 
     async def health(self) -> None:

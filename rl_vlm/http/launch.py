@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Any
 
 import ray
 from ray import serve
@@ -25,7 +25,7 @@ from rl_vlm.http.backend import ServeBackend
 from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
-from rl_vlm.serving.publisher import PolicyService
+from rl_vlm.serving.publisher import PolicyService, ServingError
 from rl_vlm.serving.registry import registry_name
 from rl_vlm.serving.server import app_name
 from rl_vlm.types import UserInputError
@@ -75,6 +75,8 @@ def plan(
     model = resolve_model(run.model.path)
     name = run.http.model_name or (run.model.path if not Path(run.model.path).is_dir() else model.name)
     payload = AdapterPayload.read(adapter, version=1) if adapter is not None else None
+    if payload is not None:
+        payload.state()  # raises when the file is damaged
     return Plan(_for_serving(run), model, payload, name, token)
 
 
@@ -88,7 +90,7 @@ def _machine_defaults() -> list[str]:
 
 def _for_serving(run: RunConfig) -> RunConfig:
     """Without what only training needs, and with the engine by name."""
-    engine: Literal["transformers", "vllm"] | str = run.serving.engine
+    engine: str = run.serving.engine
     has_vllm = importlib.util.find_spec("vllm") is not None
     if engine == "vllm" and not has_vllm:
         raise UserInputError(
@@ -120,25 +122,33 @@ def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
             service = PolicyService(run, run_id, plan.model, Path(folder) / "registry")
             try:
                 service.wait_until_ready()
+                registry = ray.get_actor(registry_name(run_id))
                 if plan.adapter is not None:
                     service.publish(plan.adapter)
-                backend = ServeBackend(
-                    serve.get_deployment_handle("policy", app_name(run_id)),
-                    ray.get_actor(registry_name(run_id)),
-                    plan.name,
-                    run_id=run_id,
-                    deadline_s=limits.deadline_s,
-                )
+                    _wait_for_adapter(registry, run)
+                handle = serve.get_deployment_handle("policy", app_name(run_id))
+                backend = ServeBackend(handle, registry, plan.name, run_id=run_id, deadline_s=limits.deadline_s)
                 app = build_http_app(backend, text, limits, max_context=run.serving.max_context, token=plan.token)
                 port = sock.getsockname()[1]
                 server = HTTPServer(app, sock, limits.drain_s, lambda: announce(banner(plan, port)))
                 return server.run_until_signal()
             finally:
+                _exit_on_signals()
                 service.stop()
 
 
+def _wait_for_adapter(registry: Any, run: RunConfig) -> None:
+    """A replica that cannot load an adapter goes on with older weights: here that is nobody's wish."""
+    seconds, replicas = run.serving.publish_timeout_s, run.serving.num_replicas
+    report = ray.get(registry.report.remote(1, replicas, seconds), timeout=seconds + 10)
+    if len(report.acked) < replicas:
+        raise ServingError(
+            f"{len(report.acked)} of {replicas} replicas loaded the adapter within {seconds:g} s: was it made for this model?"
+        )
+
+
 def _exit_on_signals() -> None:
-    """Until the server runs, a signal ends the command, and what has been started with it."""
+    """While the server does not run, a signal ends the command, and what has been started with it."""
 
     def leave(number: int, _: FrameType | None) -> None:
         sys.exit(128 + number)

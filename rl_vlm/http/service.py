@@ -199,6 +199,8 @@ def as_request_error(error: Exception) -> RequestError:
     if isinstance(error, UserInputError):
         return RequestError(400, str(error))
     if isinstance(error, RLVLMError):
-        return RequestError(500, str(error))
+        return RequestError(
+            500, next(iter(str(error).splitlines()), "The engine failed.")
+        )  # Ray's errors go on for pages
     logger.error("A request failed unexpectedly.", exc_info=error)
     return RequestError(500, "Internal error: the server's log says more.")
