@@ -7,23 +7,41 @@ from typing import Any
 
 from rl_vlm.models import tiny
 
+# 6 M parameters; a picture of 224² pixels is 49 tokens.
+SIX_MILLION = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4}
+SIX_MILLION_VISION = {
+    "depth": 3, "hidden_size": 192, "num_heads": 6, "intermediate_size": 384, "num_position_embeddings": 196
+}  # fmt: skip
 
-def random_model(folder: Path, **text: Any) -> Path:
-    """Write a Qwen3-VL with the tiny model's tokenizer and vision tower, its language model changed by `text`."""
+
+def random_model(
+    folder: Path, vision: dict[str, Any] | None = None, max_pixels: int | None = None, **text: Any
+) -> Path:
+    """Write a Qwen3-VL with the tiny model's tokenizer, its configuration changed by `text` and `vision`.
+
+    End-of-turn is made unlikely, so that greedy samples run to their limit.
+    """
     import torch
     from transformers import Qwen3VLForConditionalGeneration
 
     if folder.exists():
         return folder
     processor = tiny.build_processor()
-    config = tiny.build_model(0, processor.tokenizer, "wide").config
-    for name, value in text.items():
-        setattr(config.text_config, name, value)
+    if max_pixels is not None:
+        size = {"shortest_edge": tiny.MIN_PIXELS, "longest_edge": max_pixels}
+        processor.image_processor.size = processor.video_processor.size = size
+    like = tiny.build_model(0, processor.tokenizer, "wide")
+    config = like.config
+    for section, changes in ((config.text_config, text), (config.vision_config, vision or {})):
+        for name, value in changes.items():
+            setattr(section, name, value)
     # The vision tower writes into the language model's width.
     config.vision_config.out_hidden_size = config.text_config.hidden_size
     torch.manual_seed(0)
     model = Qwen3VLForConditionalGeneration(config)
-    model.generation_config = tiny.build_model(0, processor.tokenizer, "wide").generation_config
+    with torch.no_grad():
+        model.get_input_embeddings().weight[config.text_config.eos_token_id] = 0
+    model.generation_config = like.generation_config
     draft = folder.with_name(f".{folder.name}")
     model.save_pretrained(draft)
     processor.save_pretrained(draft)
