@@ -280,7 +280,7 @@ class Trajectory:
     @property
     def num_sampled(self) -> int:
         """How many tokens the policy sampled."""
-        return int(self.loss_mask.sum())
+        return sum(turn.stop - turn.start for turn in self.turns)
 
     def check(self) -> Trajectory:
         """Return self if the arrays, spans and mask agree; raise TrajectoryError otherwise."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import ray
@@ -37,7 +38,10 @@ class PolicyService:
         # What is in there outlives the registry's own deaths, not the run: a resumed run publishes its checkpoint anew.
         shutil.rmtree(folder, ignore_errors=True)
         self._registry = start_registry(run_id, self._namespace, folder)
-        self._pending_report: ray.ObjectRef | None = None
+        self._report: ray.ObjectRef | None = None  # on its way
+        self._last_report: PublishReport | None = None
+        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="publisher")
+        self._publishing: Future[None] | None = None
         app = build_app(model, run, run_id, self._namespace)
         # From a task of its own: a Tune trial's placement group would claim Serve's controller, which does not fit in it.
         start = ray.remote(_start_serve).options(num_cpus=0, scheduling_strategy="DEFAULT")
@@ -62,39 +66,52 @@ class PolicyService:
                 raise ServingError(f"The policy's replicas {why}. {detail}".strip())
             time.sleep(0.1)
 
-    def publish(self, payload: AdapterPayload) -> PublishReport | None:
-        """Hand a version to all replicas; returns once the registry holds it. A dying registry is waited for.
+    def publish(self, payload: AdapterPayload, wait: bool = True) -> PublishReport | None:
+        """Hand a version to all replicas. A dying registry is waited for; raises ServingError when it does not come back.
 
-        Nobody waits for the replicas: requests carry the version that they need. The return value tells how the
-        publication before this one went; None the first time, or when the registry died meanwhile.
+        Returns once the registry holds it, or with `wait` off at once: an error then comes with the next call. Nobody
+        waits for the replicas: requests carry the version that they need. The return value tells how the latest
+        publication went that is over; None before there is one, or when the registry died meanwhile.
         """
-        deadline = time.monotonic() + self._serving.publish_timeout_s
+        self.settle()
         published = Published(payload.version, payload.sha256, ray.put(payload))
+        self._publishing = self._publisher.submit(self._hand_over, published)
+        if wait:
+            self.settle()
+        return self._last_report
+
+    def settle(self) -> None:
+        """Wait until the registry holds what was published last. Raises ServingError."""
+        if self._publishing is not None:
+            publishing, self._publishing = self._publishing, None
+            publishing.result()
+
+    def _hand_over(self, published: Published) -> None:
+        """On the publisher's thread: publish, then see how the publication before went."""
+        deadline = time.monotonic() + self._serving.publish_timeout_s
         while True:
             try:
                 ray.get(self._registry.publish.remote(published), timeout=self._serving.publish_timeout_s)
                 break
             except (ActorDiedError, ActorUnavailableError, RayActorError, GetTimeoutError) as error:
                 if time.monotonic() > deadline:
-                    raise ServingError(f"Version {payload.version} could not be published: {error}") from error
+                    raise ServingError(f"Version {published.version} could not be published: {error}") from error
                 time.sleep(0.1)
-        previous, self._pending_report = (
-            self._pending_report,
-            self._registry.report.remote(payload.version, self._serving.num_replicas, self._serving.publish_timeout_s),
-        )
-        if previous is None:
-            return None
+        expected, timeout_s = self._serving.num_replicas, self._serving.publish_timeout_s
+        previous, self._report = self._report, self._registry.report.remote(published.version, expected, timeout_s)
         try:
             # A report ends as soon as a newer version is out, so this does not wait.
-            return ray.get(previous, timeout=5)  # type: ignore[no-any-return]
+            self._last_report = ray.get(previous, timeout=5) if previous is not None else None
         except (RayActorError, GetTimeoutError):
-            return None
+            self._last_report = None
 
     def newest_version(self) -> int:
         """The version that the registry holds; 0 before the first publication."""
+        self.settle()
         return int(ray.get(self._registry.status.remote(), timeout=self._serving.publish_timeout_s)["version"])
 
     def stop(self) -> None:
         """Delete the application and the registry; the cluster's Serve itself stays."""
+        self._publisher.shutdown(wait=False, cancel_futures=True)
         serve.delete(app_name(self._run_id), _blocking=True)
         ray.kill(self._registry, no_restart=True)
