@@ -20,10 +20,11 @@ from rl_vlm.engines.calls import Call, end_call, resolve
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import Job
 from rl_vlm.engines.streams import TokenStream, notify
+from rl_vlm.engines.weights import MergedWeights, SideWeights, Weights
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.backbone import Backbone
-from rl_vlm.models.loading import DType, load_model, load_text_side, quiet_libraries
-from rl_vlm.models.lora import linear_weights, merged_weights
+from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
+from rl_vlm.models.loading import DType, Quantization, load_model, load_text_side, quiet_libraries
 from rl_vlm.types import Completion, GenerationRequest, SampleChunk
 
 _NO_SLEEP = "The transformers engine keeps its weights in place: use engine vllm on a GPU to sleep and wake."
@@ -41,6 +42,9 @@ class TransformersEngine:
         lockstep: run each call as one batch that nobody joins, so that the batch, and with it every bit of the result,
             depends on the call alone.
         num_threads: torch threads of this process; None leaves torch's setting.
+        quantization: nf4 stores the language model's linear weights in four bits. Adapters are then computed beside
+            them, at some cost per step, instead of being merged.
+        pixels: limits of an image's size in place of the processor's own.
     """
 
     def __init__(
@@ -53,20 +57,20 @@ class TransformersEngine:
         max_rows: int = 512,
         lockstep: bool = False,
         num_threads: int | None = 1,
+        quantization: Quantization = "none",
+        pixels: PixelLimits = DEFAULT_PIXELS,
     ) -> None:
         quiet_libraries()
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        text = load_text_side(model)
-        self._model = load_model(model, dtype, device)
-        self.backbone = Backbone(self._model, text.images, text.codec.suppressed_token_ids(text.vocab_size))
+        text = load_text_side(model, pixels)
+        loaded = load_model(model, dtype, device, quantization)
+        self.backbone = Backbone(loaded, text.images, text.codec.suppressed_token_ids(text.vocab_size))
         self._decoder = Decoder(self.backbone, text.codec, max_context=max_context)
-        self._base = linear_weights(self._model)
-        self._linears = {name: self._model.get_submodule(name) for name in self._base}
+        self._weights: Weights = MergedWeights(loaded) if quantization == "none" else SideWeights(loaded)
         self._max_rows = max_rows
         self._lockstep = lockstep
         self._version = 0
-        self._merged: dict[str, torch.Tensor] = {}  # of the newest version
         self._active = BASE_MODEL  # the version whose weights are in place
         self._running_base = False
         self._open: set[Call] = set()  # calls without an answer
@@ -225,7 +229,7 @@ class TransformersEngine:
             payload, future, loop = self._pending
             self._pending = None
         try:
-            self._merged = merged_weights(self._model, payload.verify(), self._base)
+            self._weights.load(payload.verify())
             self._version = payload.version
             self._active = BASE_MODEL - 1  # neither: the next admission puts weights in place
         except Exception as error:
@@ -236,9 +240,7 @@ class TransformersEngine:
     def _activate(self, base_model: bool) -> None:
         wanted = BASE_MODEL if base_model or not self._version else self._version
         if wanted != self._active:
-            weights = self._base if wanted == BASE_MODEL else {**self._base, **self._merged}
-            for name, linear in self._linears.items():
-                linear.weight.data = weights[name]  # type: ignore[union-attr]
+            self._weights.use(adapter=wanted != BASE_MODEL)
             self._active = wanted
 
     def _admit(self) -> None:

@@ -1,0 +1,82 @@
+"""Which weights the transformers engine computes with: the base model's, or those with an adapter.
+
+Both ways change nothing but the language model's linear layers, and switch between base and adapter at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.lora import LoraFactors, language_linears, linear_weights, lora_factors, merged_weights
+
+
+class Weights(Protocol):
+    """The linear weights of a model that can be with or without the newest adapter."""
+
+    def load(self, payload: AdapterPayload) -> None:
+        """Make an adapter the newest; it is not in place before `use`. Raises UserInputError for an unfit one."""
+        ...
+
+    def use(self, adapter: bool) -> None:
+        """Compute with the newest adapter, or with the base model."""
+        ...
+
+
+class MergedWeights:
+    """The adapter is added to the weights: decoding costs the same with and without one, memory is taken twice."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._linears = language_linears(model)
+        self._base = linear_weights(model)
+        self._merged: dict[str, Tensor] = {}
+
+    def load(self, payload: AdapterPayload) -> None:
+        """Merge in float32, round to the model's precision."""
+        self._merged = merged_weights(payload, self._base)
+
+    def use(self, adapter: bool) -> None:
+        """Put the tensors in place."""
+        weights = {**self._base, **self._merged} if adapter else self._base
+        for name, linear in self._linears.items():
+            linear.weight.data = weights[name]
+
+
+class SideWeights:
+    """The adapter is computed beside the weights, y = W·x + (alpha / r) · B·A·x.
+
+    For quantised weights: adding the adapter to four-bit numbers would round most of it away.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._linears = language_linears(model)
+        self._shapes = {name: (linear.out_features, linear.in_features) for name, linear in self._linears.items()}
+        self._device = next(model.parameters()).device
+        self._newest: dict[str, LoraFactors] = {}
+        self._in_place: dict[str, LoraFactors] = {}
+        for name, linear in self._linears.items():
+            linear.register_forward_hook(self._hook(name))
+
+    def load(self, payload: AdapterPayload) -> None:
+        """Keep the factors on the device."""
+        factors = lora_factors(payload, self._shapes)
+        self._newest = {
+            name: LoraFactors(down.to(self._device), up.to(self._device)) for name, (down, up) in factors.items()
+        }
+
+    def use(self, adapter: bool) -> None:
+        """Switch the hooks on or off."""
+        self._in_place = self._newest if adapter else {}
+
+    def _hook(self, name: str) -> Any:
+        def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+            factors = self._in_place.get(name)
+            if factors is None:
+                return None
+            down, up = factors
+            # In float32, as the learner's LoRA layers compute.
+            return output + (inputs[0].float() @ down.T @ up.T).to(output.dtype)
+
+        return add
