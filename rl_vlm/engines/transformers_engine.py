@@ -21,21 +21,22 @@ from rl_vlm.engines.calls import Call, end_call, resolve
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import Job
 from rl_vlm.engines.streams import TokenStream, notify
+from rl_vlm.engines.weights import Formed, MergedWeights, SideWeights, Weights
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.backbone import Backbone
-from rl_vlm.models.loading import DType, load_model, load_text_side, quiet_libraries
-from rl_vlm.models.lora import linear_weights, merged_weights
+from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
+from rl_vlm.models.loading import DType, Quantization, load_model, load_text_side, quiet_libraries
 from rl_vlm.types import Completion, GenerationRequest, SampleChunk
 
 _NO_SLEEP = "The transformers engine keeps its weights in place: use engine vllm on a GPU to sleep and wake."
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """What the adapted linear layers hold in one version, by module name."""
+class _Version:
+    """A policy version; `formed` is what its adapter makes of the weights (see `Weights`), None without one."""
 
-    version: int
-    tensors: dict[str, torch.Tensor]
+    number: int
+    formed: Formed | None = None
 
 
 class TransformersEngine:
@@ -50,6 +51,9 @@ class TransformersEngine:
         lockstep: run each call as one batch that nobody joins, so that the batch, and with it every bit of the result,
             depends on the call alone.
         num_threads: torch threads of this process; None leaves torch's setting.
+        quantization: nf4 stores the language model's linear weights in four bits. Adapters are then computed beside
+            them, at some cost per step, instead of being merged.
+        pixels: limits of an image's size in place of the processor's own.
     """
 
     def __init__(
@@ -62,20 +66,21 @@ class TransformersEngine:
         max_rows: int = 512,
         lockstep: bool = False,
         num_threads: int | None = 1,
+        quantization: Quantization = "none",
+        pixels: PixelLimits = DEFAULT_PIXELS,
     ) -> None:
         quiet_libraries()
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        text = load_text_side(model)
-        self._model = load_model(model, dtype, device)
-        self.backbone = Backbone(self._model, text.images, text.codec.suppressed_token_ids(text.vocab_size))
+        text = load_text_side(model, pixels)
+        loaded = load_model(model, dtype, device, quantization)
+        self.backbone = Backbone(loaded, text.images, text.codec.suppressed_token_ids(text.vocab_size))
         self._decoder = Decoder(self.backbone, text.codec, max_context=max_context)
-        self._base = linear_weights(self._model)
-        self._linears = {name: self._model.get_submodule(name) for name in self._base}
+        self._weights: Weights = MergedWeights(loaded) if quantization == "none" else SideWeights(loaded)
         self._max_rows = max_rows
         self._lockstep = lockstep
-        self._newest = Weights(0, self._base)
-        self._active = Weights(BASE_MODEL, self._base)  # what is in place
+        self._newest = _Version(0)
+        self._active = _Version(BASE_MODEL)  # whose weights are in place
         self._loading = False
         self._open: set[Call] = set()  # calls without an answer
         self._waiting: deque[Call] = deque()  # those of them that are not admitted whole
@@ -91,7 +96,7 @@ class TransformersEngine:
     @property
     def version(self) -> int:
         """The newest adapter version that is loaded."""
-        return self._newest.version
+        return self._newest.number
 
     @property
     def dead(self) -> bool:
@@ -180,11 +185,11 @@ class TransformersEngine:
             raise EngineError("An adapter is being loaded already: load one at a time.")
         self._loading = True
         try:
-            merged = await asyncio.to_thread(lambda: merged_weights(self._model, payload.verify(), self._base))
+            formed = await asyncio.to_thread(lambda: self._weights.form(payload.verify()))
         finally:
             self._loading = False
         with self._wake:
-            self._newest = Weights(payload.version, {**self._base, **merged})
+            self._newest = _Version(payload.version, formed)
             self._swaps += 1
             self._last_swap_s = time.monotonic() - started
             self._wake.notify()
@@ -231,10 +236,9 @@ class TransformersEngine:
 
     def _activate(self, base_model: bool) -> None:
         """Put the weights of the base model or of the newest version in place, for samples that start now."""
-        wanted = Weights(BASE_MODEL, self._base) if base_model else self._newest
-        if wanted.version != self._active.version:
-            for name, linear in self._linears.items():
-                linear.weight.data = wanted.tensors[name]  # type: ignore[union-attr]
+        wanted = _Version(BASE_MODEL) if base_model else self._newest
+        if wanted.number != self._active.number:
+            self._weights.use(wanted.formed)
         self._active = wanted
 
     def _admit(self) -> None:
@@ -243,8 +247,8 @@ class TransformersEngine:
         with self._wake:
             while self._waiting:
                 call = self._waiting[0]
-                wanted = BASE_MODEL if call.base_model else self._newest.version
-                if rows and (self._lockstep or wanted != self._active.version):
+                wanted = BASE_MODEL if call.base_model else self._newest.number
+                if rows and (self._lockstep or wanted != self._active.number):
                     break  # the weights in place may not change under samples that are running
                 if not rows:
                     self._activate(call.base_model)
@@ -265,7 +269,7 @@ class TransformersEngine:
             if isinstance(job, EngineError):
                 self._refuse(call, job)
         live: list[Job] = []
-        version = self._active.version
+        version = self._active.number
         with self._wake:  # a call may be cancelled while its images are encoded
             for (call, place, _), job in zip(batch, prepared, strict=True):
                 if isinstance(job, Job) and not call.over:
@@ -280,7 +284,7 @@ class TransformersEngine:
             self._finish(self._decoder.admit(live))
 
     def _finish(self, jobs: Sequence[Job]) -> None:
-        version = self._active.version
+        version = self._active.number
         for job in jobs:
             call, place = self._owners.pop(id(job))
             call.answers[place] = self._decoder.completion(job, version)

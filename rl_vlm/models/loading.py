@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
@@ -15,6 +16,7 @@ from rl_vlm.models.images import DEFAULT_PIXELS, ImageProcessorSpec, PixelLimits
 from rl_vlm.types import UserInputError
 
 DType = Literal["float32", "bfloat16", "float16"]
+Quantization = Literal["none", "nf4"]
 
 # Families whose multimodal positions and image placeholders `chat.py` and `backbone.py` know.
 SUPPORTED_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -80,13 +82,40 @@ def load_text_side(folder: Path, pixels: PixelLimits = DEFAULT_PIXELS) -> TextSi
     return TextSide(codec, images, config.text_config.vocab_size)
 
 
-def load_model(folder: Path, dtype: DType = "float32", device: str = "cpu") -> PreTrainedModel:
-    """The model with its weights, in evaluation mode and frozen."""
+def load_model(
+    folder: Path, dtype: DType = "float32", device: str = "cpu", quantization: Quantization = "none"
+) -> PreTrainedModel:
+    """The model with its weights, in evaluation mode and frozen.
+
+    nf4: the language model's linear weights as NF4 (QLoRA, arXiv 2305.14314), computed with in `dtype`; the vision
+    tower, embeddings and output projection stay as they are.
+    """
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserInputError(f"Device {device} was asked for and torch sees no GPU here: set the device to cpu.")
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
+    if quantization == "nf4":
+        options |= {"quantization_config": _nf4(options["dtype"]), "device_map": {"": device}}
+    model = AutoModelForImageTextToText.from_pretrained(folder, **options)
     model.requires_grad_(False)
-    return model.to(device).eval()  # type: ignore[no-any-return]
+    if quantization == "none":
+        return model.to(device).eval()  # type: ignore[no-any-return]
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # it would compute in bfloat16 whatever `dtype` says
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _nf4(dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserInputError("NF4 needs the package bitsandbytes: pip install 'rl-vlm[nf4]'.")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=[r".*visual", "lm_head"],  # regular expressions; the name is for every bit width
+    )
 
 
 def quiet_libraries() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
@@ -63,11 +64,17 @@ def load_lora_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     set_peft_model_state_dict(model, {name.removeprefix(PREFIX): tensor for name, tensor in state.items()})
 
 
-def merged_weights(model: nn.Module, payload: AdapterPayload, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of every adapted linear layer with the adapter merged in: W + (alpha / r) · B·A, by module name.
+class LoraFactors(NamedTuple):
+    """The update of one linear layer, `up @ down`: down float32 [r, in], up float32 [out, r], scaled by alpha / r."""
 
-    `base` holds the layers' own weights [out, in] by module name; the sum is formed in float32 (LoRA, arXiv 2106.09685,
-    equation 3).
+    down: Tensor
+    up: Tensor
+
+
+def lora_factors(payload: AdapterPayload, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LoraFactors]:
+    """The factors of every layer that an adapter changes (LoRA, arXiv 2106.09685, equation 3), by module name.
+
+    `shapes` holds (out, in) of the layers that it may change. Raises UserInputError for an adapter that does not fit.
     """
     try:
         config = json.loads(payload.config_json)
@@ -78,35 +85,51 @@ def merged_weights(model: nn.Module, payload: AdapterPayload, base: Mapping[str,
         raise UserInputError("Adapters with DoRA or per-layer ranks cannot be merged by this engine: use engine vllm.")
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
     state = payload.state()
-    merged: dict[str, Tensor] = {}
+    factors: dict[str, LoraFactors] = {}
     for name, down in state.items():
         if not name.endswith(".lora_A.weight"):
             continue
         module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-        if module not in base:
+        if module not in shapes:
             raise UserInputError(f"The adapter does not fit the model: it adapts {module}, which the model lacks.")
-        up, weight = state.get(name.replace("lora_A", "lora_B")), base[module]
-        shapes = None if up is None else (*up.shape, *down.shape)
-        if up is None or shapes != (weight.shape[0], rank, rank, weight.shape[1]):
+        up, wanted = state.get(name.replace("lora_A", "lora_B")), shapes[module]
+        found = None if up is None else (*up.shape, *down.shape)
+        if up is None or found != (wanted[0], rank, rank, wanted[1]):
             raise UserInputError(
-                f"The adapter does not fit the model: its matrices for {module} of {tuple(weight.shape)} are "
-                f"{'incomplete' if shapes is None else shapes}, rank {rank}."
+                f"The adapter does not fit the model: its matrices for {module} of {wanted} are "
+                f"{'incomplete' if found is None else found}, rank {rank}."
             )
         if not torch.isfinite(up.sum() + down.sum()):  # sums are finite where all values are, and cost one pass
             raise UserInputError(f"Adapter version {payload.version} has values that are not finite, for {module}.")
-        up, down = up.to(weight.device).float(), down.to(weight.device).float()
-        merged[module] = torch.addmm(weight.float(), up, down, alpha=scale).to(weight.dtype)
-    return merged
+        factors[module] = LoraFactors(down.float(), up.float() * scale)
+    return factors
 
 
-def linear_weights(model: nn.Module, target_modules: str = "all") -> dict[str, Tensor]:
-    """The language model's linear weights by module name, the ones that an adapter may change."""
-    names = TARGET_MODULES[target_modules]
+def merged_weights(payload: AdapterPayload, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of every adapted linear layer with the adapter merged in: W + (alpha / r) · B·A, by module name.
+
+    `base` holds the layers' own weights [out, in] by module name; the sum is formed in float32.
+    """
+    shapes = {name: (weight.shape[0], weight.shape[1]) for name, weight in base.items()}
     return {
-        name: module.weight.data
+        name: torch.addmm(base[name].float(), up.to(base[name].device), down.to(base[name].device)).to(base[name].dtype)
+        for name, (down, up) in lora_factors(payload, shapes).items()
+    }
+
+
+def language_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """The language model's linear layers by module name, the ones that an adapter may change."""
+    names = TARGET_MODULES["all"]
+    return {
+        name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and "language_model" in name and name.rsplit(".", 1)[-1] in names
     }
+
+
+def linear_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights [out, in] of these layers by module name."""
+    return {name: module.weight.data for name, module in language_linears(model).items()}
 
 
 def seed_lora(seed: int) -> None:

@@ -51,7 +51,7 @@ def test_the_export_computes_what_the_adapter_computes(tiny, adapted, adapter, t
 
 def test_the_weights_are_those_of_the_engine_that_merges(tiny, adapted, adapter, tmp_path):
     exported = load_model(export_model(adapter, tmp_path / "out", str(tiny)))
-    expected = merged_weights(exported, adapted[1], linear_weights(load_model(tiny)))
+    expected = merged_weights(adapted[1], linear_weights(load_model(tiny)))
     assert len(expected) == 14
     for name, weight in expected.items():
         torch.testing.assert_close(exported.state_dict()[f"{name}.weight"], weight)
@@ -73,7 +73,7 @@ def test_a_low_precision_model_stays_so_and_is_rounded_once(tiny, adapted, adapt
             shutil.copy(path, half)
     exported = load_model(export_model(adapter, tmp_path / "out", str(half)), "bfloat16")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    for name, weight in merged_weights(exported, adapted[1], linear_weights(load_model(half, "bfloat16"))).items():
+    for name, weight in merged_weights(adapted[1], linear_weights(load_model(half, "bfloat16"))).items():
         assert torch.equal(exported.state_dict()[f"{name}.weight"], weight)
 
 

@@ -115,7 +115,7 @@ def test_merged_weights_equal_those_of_peft(tiny_folder: Path, rslora: bool, tmp
                 parameter.normal_(0, 0.3, generator=generator)
     payload = AdapterPayload.build(1, lora_state(theirs.base_model.model), config)
     model = plain_model(tiny_folder)
-    merged = merged_weights(model, payload, linear_weights(model))
+    merged = merged_weights(payload, linear_weights(model))
     expected = dict(theirs.merge_and_unload().named_parameters())
     assert len(merged) == 2 * 7
     for name, weight in merged.items():
@@ -126,8 +126,8 @@ def test_merged_weights_equal_those_of_peft(tiny_folder: Path, rslora: bool, tmp
 def test_a_sum_with_low_precision_weights_is_rounded_once(tiny_folder: Path, payload: AdapterPayload) -> None:
     model = load_model(tiny_folder, dtype="bfloat16")
     base = linear_weights(model)
-    exact = merged_weights(model, payload, {name: weight.float() for name, weight in base.items()})
-    rounded = merged_weights(model, payload, base)
+    exact = merged_weights(payload, {name: weight.float() for name, weight in base.items()})
+    rounded = merged_weights(payload, base)
     assert all(rounded[name].dtype == torch.bfloat16 for name in rounded)
     assert all(torch.equal(rounded[name], exact[name].bfloat16()) for name in rounded)
 
@@ -135,7 +135,7 @@ def test_a_sum_with_low_precision_weights_is_rounded_once(tiny_folder: Path, pay
 def test_merging_leaves_the_base_weights_alone(tiny_folder: Path, payload: AdapterPayload) -> None:
     model = plain_model(tiny_folder)
     before = {name: weight.clone() for name, weight in linear_weights(model).items()}
-    merged_weights(model, payload, linear_weights(model))
+    merged_weights(payload, linear_weights(model))
     assert all(torch.equal(weight, before[name]) for name, weight in linear_weights(model).items())
 
 

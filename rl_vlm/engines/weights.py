@@ -1,0 +1,81 @@
+"""Which weights the transformers engine computes with: the base model's, or those with an adapter.
+
+Both ways change nothing but the language model's linear layers, and switch between base and adapter at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.lora import LoraFactors, language_linears, linear_weights, lora_factors, merged_weights
+
+Formed = Mapping[str, Any]  # what an adapter makes of each adapted layer, by module name
+
+
+class Weights(Protocol):
+    """The linear weights of a model that can be with or without an adapter."""
+
+    def form(self, payload: AdapterPayload) -> Formed:
+        """Prepare an adapter, beside samples that are running. Raises UserInputError for an unfit one."""
+        ...
+
+    def use(self, formed: Formed | None) -> None:
+        """Compute with a prepared adapter, or with the base model. Costs no more than changing pointers."""
+        ...
+
+
+class MergedWeights:
+    """The adapter is added to the weights: decoding costs the same with and without one, memory is taken twice."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._linears = language_linears(model)
+        self._base = linear_weights(model)
+
+    def form(self, payload: AdapterPayload) -> Formed:
+        """Merge in float32, round to the model's precision."""
+        return merged_weights(payload, self._base)
+
+    def use(self, formed: Formed | None) -> None:
+        """Put the tensors in place."""
+        weights = {**self._base, **(formed or {})}
+        for name, linear in self._linears.items():
+            linear.weight.data = weights[name]
+
+
+class SideWeights:
+    """The adapter is computed beside the weights, y = W·x + (alpha / r) · B·A·x.
+
+    For quantised weights: adding the adapter to four-bit numbers would round most of it away.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._linears = language_linears(model)
+        self._shapes = {name: (linear.out_features, linear.in_features) for name, linear in self._linears.items()}
+        self._device = next(model.parameters()).device
+        self._in_place: Formed = {}
+        for name, linear in self._linears.items():
+            linear.register_forward_hook(self._hook(name))
+
+    def form(self, payload: AdapterPayload) -> Formed:
+        """Its factors on the device."""
+        factors = lora_factors(payload, self._shapes)
+        return {name: LoraFactors(down.to(self._device), up.to(self._device)) for name, (down, up) in factors.items()}
+
+    def use(self, formed: Formed | None) -> None:
+        """Switch the hooks on or off."""
+        self._in_place = formed or {}
+
+    def _hook(self, name: str) -> Any:
+        def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+            factors = self._in_place.get(name)
+            if factors is None:
+                return None
+            down, up = factors
+            # In float32, as the learner's LoRA layers compute.
+            return output + (inputs[0].float() @ down.T @ up.T).to(output.dtype)
+
+        return add
