@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import io
 from dataclasses import replace
 
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from rl_vlm.config import HTTPSection
 from rl_vlm.models.images import ImageProcessorSpec
 from rl_vlm.types import EncodedImage, UserInputError
 
 _FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/jpg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"}
+_ORIENTATION = ExifTags.Base.Orientation
+_FILE = "rl_vlm.file"  # key of an opened image's info: the bytes that it was opened from
 
 
 class ImageReader:
@@ -42,6 +45,7 @@ class ImageReader:
         data, kind = self._bytes(uri, name)
         try:
             image = Image.open(io.BytesIO(data), formats=[kind])
+            image.info[_FILE] = data
         except Image.DecompressionBombError as error:
             raise self._too_many_pixels(name, "") from error
         except Exception as error:  # a damaged header shows as almost anything: OSError, struct.error, SyntaxError, ...
@@ -67,7 +71,8 @@ class ImageReader:
                 size = self._resize.resized(upright.width, upright.height, name)
                 if size != upright.size:
                     upright = EncodedImage.from_pil(upright).to_pil().resize(size, Image.Resampling.BICUBIC)
-            return EncodedImage.from_pil(upright)
+                    return EncodedImage.from_pil(upright)
+            return _as_sent(image) or EncodedImage.from_pil(upright)
         except UserInputError:
             raise
         except Exception as error:  # as above: whatever a decoder makes of bytes that came from outside
@@ -98,3 +103,12 @@ class ImageReader:
 
     def _too_many_pixels(self, name: str, size: str) -> UserInputError:
         return UserInputError(f"Image {name}{size} has more than {self._limits.max_image_pixels} pixels: shrink it.")
+
+
+def _as_sent(image: Image.Image) -> EncodedImage | None:
+    """The file itself where it is what encoding would make of it, a plain RGB PNG: encoding costs more than all else."""
+    plain = image.format == "PNG" and image.mode == "RGB" and getattr(image, "n_frames", 1) == 1
+    if not plain or "transparency" in image.info or _ORIENTATION in image.getexif():
+        return None
+    data: bytes = image.info[_FILE]
+    return EncodedImage(hashlib.sha256(data).hexdigest(), data, image.width, image.height)

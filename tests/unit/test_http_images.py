@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import struct
 import tracemalloc
 import zlib
@@ -18,7 +19,7 @@ from PIL import Image
 from rl_vlm.config import HTTPSection
 from rl_vlm.http.images import ImageReader
 from rl_vlm.models.images import ImageProcessorSpec
-from rl_vlm.types import UserInputError
+from rl_vlm.types import EncodedImage, UserInputError
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 40, 3), dtype=np.uint8))
 GRADIENT = Image.fromarray(np.arange(48 * 40 * 3, dtype=np.uint8).reshape(48, 40, 3))
@@ -92,6 +93,22 @@ def test_exif_rotation_is_applied(spec: ImageProcessorSpec, orientation: int) ->
     exif[0x0112] = orientation
     uri = data_uri(Image.fromarray(np.ascontiguousarray(stored)), "png", exif=exif)
     assert np.array_equal(read(spec, uri), np.asarray(GRADIENT))
+
+
+def test_a_plain_png_is_handed_on_as_it_is(spec: ImageProcessorSpec) -> None:
+    reader = ImageReader(HTTPSection(), spec)
+
+    def decoded(uri: str) -> EncodedImage:
+        return reader.decode(reader.open(uri, "1"), "1")
+
+    uri = data_uri(NOISE, compress_level=9)
+    sent = base64.b64decode(uri.partition(",")[2])
+    assert decoded(uri).png == sent
+    assert decoded(uri).sha256 == hashlib.sha256(sent).hexdigest()
+    frames = {"save_all": True, "append_images": [GRADIENT]}
+    for other, options in ((NOISE.convert("RGBA"), {}), (NOISE, {"transparency": (0, 0, 0)}), (NOISE, frames)):
+        image = decoded(data_uri(other, **options))
+        assert image.png == EncodedImage.from_pil(image.to_pil()).png  # what encoding makes of it
 
 
 def test_base64_may_be_wrapped_in_lines(spec: ImageProcessorSpec) -> None:
