@@ -19,6 +19,9 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
+# How many alternatives per position a request may ask for (the limit of OpenAI's interface).
+MAX_TOP_LOGPROBS = 20
+
 Role = Literal["system", "user", "assistant", "tool"]
 Split = Literal["train", "test"]
 
@@ -119,7 +122,11 @@ class TrajectoryStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. Temperature 0 is greedy. `seeds` holds one seed per sample, or is None for fresh randomness."""
+    """How to sample. Temperature 0 is greedy. `seeds` holds one seed per sample, or is None for fresh randomness.
+
+    `choices` restricts a sample to one of these texts, followed by end-of-turn (guided choice). `top_logprobs` asks for
+    the most likely tokens at every position beside the sampled one.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -128,6 +135,8 @@ class SamplingParams:
     n: int = 1
     seeds: tuple[int, ...] | None = None
     stop: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or self.n < 1:
@@ -143,6 +152,10 @@ class SamplingParams:
             raise UserInputError("Seeds are integers from 0 to 2**64 - 1.")
         if "" in self.stop:
             raise UserInputError("A stop string is empty: it would end every sample at its first token.")
+        if "" in self.choices or len(set(self.choices)) < len(self.choices):
+            raise UserInputError("Choices must be different texts, none of them empty.")
+        if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise UserInputError(f"top_logprobs ({self.top_logprobs}) must be from 0 to {MAX_TOP_LOGPROBS}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +178,32 @@ class GenerationRequest:
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One continuation: sampled token ids int32 [T] and their log-probabilities float32 [T] under the distribution
-    that they were sampled from (token mask and temperature applied)."""
+    that they were sampled from (token mask, choices and temperature applied).
+
+    `top_logprobs` holds, per position, (token id, log-probability) of the most likely tokens, best first; empty unless
+    the request asked for them.
+    """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     stop_reason: StopReason
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SampleChunk:
+    """What a streamed sample has grown by: new token ids int32 [k] and their log-probabilities float32 [k].
+
+    `number` says which of the request's `n` samples it is. `stop_reason` is set on a sample's last chunk.
+    """
+
+    number: int
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    policy_version: int
+    stop_reason: StopReason | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    replica_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

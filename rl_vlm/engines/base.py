@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.types import Completion, GenerationRequest, RLVLMError
+from rl_vlm.types import Completion, GenerationRequest, RLVLMError, SampleChunk
 
 BASE_MODEL = -1  # `min_version` of a request for the model without an adapter
 
@@ -32,6 +32,13 @@ class Engine(Protocol):
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Answer all requests; each says which version it was sampled with. Raises EngineError."""
+        ...
+
+    def stream(self, request: GenerationRequest) -> AsyncIterator[SampleChunk]:
+        """Answer one request piece by piece: chunks of all its samples, in the order in which they grow.
+
+        Closing the iterator early frees the request's place in the engine. Raises EngineError.
+        """
         ...
 
     async def load_adapter(self, payload: AdapterPayload) -> None:
