@@ -41,12 +41,27 @@ class SegmentPair:
 class Label:
     """A labeller's answer for one pair.
 
-    `probabilities` are those of (first better, second better, neither) where the labeller knows them. An answer that
-    could not be had has `error` set and is never trained on.
+    `probabilities` are those of (first better, second better, neither) where the labeller knows them. `answers` are
+    those of each order in which the pair was shown, in terms of the pair as it is. A label with `error` set is not an
+    answer and is never trained on; `SKIPPED` there means that the labeller passed the pair over on purpose.
     """
 
     value: LabelValue
     probabilities: tuple[float, float, float] | None = None
+    text: str = ""
+    seconds: float = 0.0
+    error: str = ""
+    answers: tuple[LabelValue, ...] = ()
+
+
+SKIPPED = "skipped"  # the `error` of a pair that a scripted teacher passed over
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A labeller's mark in [0, 1] for one picture; None where it was unsure, or where `error` says that there is none."""
+
+    value: float | None
     text: str = ""
     seconds: float = 0.0
     error: str = ""
@@ -57,6 +72,14 @@ class Labeller(Protocol):
 
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
         """One label per pair, in order; all pairs are in flight at once."""
+        ...
+
+
+class Scorer(Protocol):
+    """Marks single pictures."""
+
+    async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
+        """One score per frame (uint8 [H, W, 3]), in order; all frames are in flight at once."""
         ...
 
 
