@@ -32,7 +32,9 @@ def draw_cartpole(angle: float, size: int = SIZE) -> np.ndarray:
         return left * scale, top * scale, right * scale - 1, bottom * scale - 1
 
     half = _CART_WIDTH / 2
-    draw.rectangle(box(middle - half, _GROUND_Y - _CART_HEIGHT / 2, middle + half, _GROUND_Y + _CART_HEIGHT / 2), _BLACK)
+    draw.rectangle(
+        box(middle - half, _GROUND_Y - _CART_HEIGHT / 2, middle + half, _GROUND_Y + _CART_HEIGHT / 2), _BLACK
+    )
     draw.line((0, _GROUND_Y * scale, side, _GROUND_Y * scale), _BLACK, width=max(1, round(scale)))
     sine, cosine = math.sin(angle), math.cos(angle)
     across, below, above = _POLE_WIDTH / 2, -_POLE_WIDTH / 2, _POLE_LENGTH - _POLE_WIDTH / 2

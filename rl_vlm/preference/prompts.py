@@ -160,7 +160,9 @@ def load_prompts(path: str | Path) -> dict[str, TaskPrompts]:
     except yaml.YAMLError as error:
         raise UserInputError(f"The prompts in {file} are not valid YAML: {error}.") from error
     if not isinstance(data, dict) or not data:
-        raise UserInputError(f"The prompts in {file} must map names of tasks to goals, such as `stack: to stack cubes`.")
+        raise UserInputError(
+            f"The prompts in {file} must map names of tasks to goals, such as `stack: to stack cubes`."
+        )
     return {str(name): _parse_task(file, str(name), value) for name, value in data.items()}
 
 

@@ -39,7 +39,9 @@ def test_every_template_can_be_filled() -> None:
         for text in (templates.describe, templates.summarise, templates.decide, templates.score_decide):
             filled = prompts.fill(text, "an answer with {braces} and {goal}")
             assert prompts.goal in filled
-        assert "an answer with {braces} and {goal}" in prompts.fill(templates.summarise, "an answer with {braces} and {goal}")
+        assert "an answer with {braces} and {goal}" in prompts.fill(
+            templates.summarise, "an answer with {braces} and {goal}"
+        )
 
 
 def test_an_unknown_task_names_the_nearest_one() -> None:
