@@ -123,11 +123,16 @@ def _score(match: re.Match[str]) -> float | None:
     return value if 0 <= value <= 1 or value == -1 else None
 
 
-def _normalise(text: str) -> str:
-    """Lower case, without thoughts and markup; minus signs and number words unified."""
+def strip_thoughts(text: str) -> str:
+    """The text without what stands between thinking tags, whether both tags are there or one."""
     for thought in _THOUGHTS:
         text = thought.sub(" ", text)
-    plain = _MARKUP.sub("", _TAG.sub(" ", text.replace("’t", "'t"))).lower()
+    return text.strip()
+
+
+def _normalise(text: str) -> str:
+    """Lower case, without thoughts and markup; minus signs and number words unified."""
+    plain = _MARKUP.sub("", _TAG.sub(" ", strip_thoughts(text).replace("’t", "'t"))).lower()
     plain = re.sub(r"[−–—‑‐﹣－](?=\s?\d)", "-", plain)
     plain = re.sub(r"\b(?:minus|negative)[\s-]+(?:one|1)\b", "-1", plain)
     plain = re.sub(r"^\s*(zero|one)\s*\.?\s*$", lambda match: _WORDS[match[1]], plain, flags=re.MULTILINE)
