@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rl_vlm.monitoring.files import write_atomic
 from rl_vlm.preference.examples import Examples, InputKind, TargetOptions, inputs_of
-from rl_vlm.preference.networks import Architecture, ImageCNN, ImageMembers, MLPMembers, Squash, resnet18
+from rl_vlm.preference.reward_networks import Architecture, ImageCNN, ImageMembers, MLPMembers, Squash, resnet18
 from rl_vlm.preference.types import Label, Score, Segment, SegmentPair
 from rl_vlm.types import UserInputError
 
