@@ -27,8 +27,11 @@ def label(
     goal: Annotated[str | None, typer.Option(help="The goal in words, such as 'to open the drawer'.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A YAML file of own prompts.")] = None,
     model: Annotated[
-        str, typer.Option(help="tiny-labeller, a Hugging Face folder, or a hub name that was fetched.")
-    ] = "tiny-labeller",
+        str | None,
+        typer.Option(
+            help="A Hugging Face folder, a hub name that was fetched, or tiny-labeller (it knows poles only)."
+        ),
+    ] = None,
     endpoint: Annotated[
         str | None, typer.Option(help="An OpenAI-compatible base URL to ask instead of a model here.")
     ] = None,
@@ -48,8 +51,8 @@ def label(
     from rl_vlm.preference.sources import prompts_of
     from rl_vlm.types import UserInputError
 
-    if endpoint and generate:
-        raise UserInputError("--endpoint and --generate both name a labeller: give one of them.")
+    if sum(bool(named) for named in (model, endpoint, generate)) != 1:
+        raise UserInputError("Say who labels: give one of --model, --endpoint and --generate.")
     if not (task or goal):
         raise UserInputError("Say what is to be achieved: --goal 'to open the drawer', or --task drawer-open.")
     target = out or folder / FILE_NAME
@@ -67,7 +70,7 @@ def label(
         endpoint=EndpointSection(url=endpoint or generate or "", model=endpoint_model),
     )
     prompts_of(section)  # before a model is loaded
-    labeller, close = _labeller(section, model)
+    labeller, close = _labeller(section, model or "")
     summary = label_folder(folder, labeller, target, close)
     typer.echo(json.dumps(summary, indent=2))
     if summary["errors"] == summary["pairs"]:

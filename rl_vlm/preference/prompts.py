@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from rl_vlm.models import tiny_poles
 from rl_vlm.types import UserInputError
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
@@ -239,3 +240,12 @@ for _name, _goal, _description in (
     ),
 ):
     register_prompts(TaskPrompts(_name, _goal, _description))
+
+register_prompts(
+    TaskPrompts(
+        "cartpole-tiny",
+        tiny_poles.GOAL,
+        "The pole is upright.",
+        Templates(first=tiny_poles.FIRST, second=tiny_poles.SECOND, decide=tiny_poles.DECIDE),
+    )
+)

@@ -90,15 +90,16 @@ def test_the_command_checks_before_it_works(tmp_path: Path, capsys) -> None:
     save(tmp_path / "first_1.png", 3)
     save(tmp_path / "second_1.png", 20)
     for arguments, message in [
-        ([], "--goal"),
-        (["--goal", "x", "--endpoint", "http://a", "--generate", "http://b"], "give one of them"),
-        (["--task", "drawr-open"], "Did you mean drawer-open"),
+        (["--model", "m"], "--goal"),
+        (["--goal", "x"], "Say who labels"),
+        (["--goal", "x", "--endpoint", "http://a", "--generate", "http://b"], "Say who labels"),
+        (["--task", "drawr-open", "--model", "m"], "Did you mean drawer-open"),
         (["--goal", "x", "--endpoint", "ftp://a"], "must be an http"),
     ]:
         assert run("label", tmp_path, *arguments) == 2
         assert message in failure(capsys)
     (tmp_path / "vlm_query_log.csv").write_text("x")
-    assert run("label", tmp_path, "--goal", "x") == 2 and "exists already" in failure(capsys)
+    assert run("label", tmp_path, "--goal", "x", "--model", "m") == 2 and "exists already" in failure(capsys)
 
 
 def test_a_labeller_that_is_down_ends_with_1_and_errors_in_the_log(tmp_path: Path, capsys) -> None:

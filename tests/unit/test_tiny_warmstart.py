@@ -20,7 +20,7 @@ from rl_vlm.models.sight import accuracy, choice_logprobs, sampled_accuracy, see
 from rl_vlm.models.supervised import DialogueEncoder, collate, token_logprobs
 from rl_vlm.models.tiny_dialogues import NUMBER_ODDS, SECOND_TURN_SHARE, perception_dialogue, target_dialogue
 from rl_vlm.models.tiny_geometry import GeometryDialogues
-from rl_vlm.models.tiny_warmstart import _fast_vision, encode_dialogue
+from rl_vlm.models.tiny_warmstart import encode_dialogue, fast_vision
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -92,7 +92,7 @@ def test_batched_log_probabilities_equal_those_of_a_plain_forward(model: Any, pr
             torch.testing.assert_close(batched[row, 1 : ids.shape[1]], expected, atol=1e-4, rtol=0)
 
 
-def test_the_fast_vision_tower_has_the_gradients_of_the_plain_one(processor: Any, tmp_path: Path) -> None:
+def test_thefast_vision_tower_has_the_gradients_of_the_plain_one(processor: Any, tmp_path: Path) -> None:
     model = tiny.build_model(0, processor.tokenizer)
     encoder = DialogueEncoder.from_processor(processor)
     rng = np.random.default_rng(2)
@@ -107,7 +107,7 @@ def test_the_fast_vision_tower_has_the_gradients_of_the_plain_one(processor: Any
 
     for examples in (equal_sizes, mixed):
         plain = gradients(examples)
-        with _fast_vision(model):
+        with fast_vision(model):
             fast = gradients(examples)
         torch.testing.assert_close(fast, plain, atol=1e-5, rtol=1e-4)
         assert torch.equal(gradients(examples), plain)
