@@ -20,6 +20,11 @@ Quantization = Literal["none", "nf4"]
 
 # Families whose multimodal positions and image placeholders `chat.py` and `backbone.py` know.
 SUPPORTED_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+_TINY: dict[str, Literal["small", "wide", "labeller"]] = {
+    "tiny": "small",
+    "tiny-wide": "wide",
+    "tiny-labeller": "labeller",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +44,13 @@ class TextSide:
 def resolve_model(name: str, seed: int = 0) -> Path:
     """The folder of a model: `tiny` (built on first use), a local folder, or a hub name that was fetched before.
 
-    `tiny-wide` has heads of 32 dimensions, the smallest that vLLM's CPU kernels know.
+    `tiny-wide` has heads of 32 dimensions, the smallest that vLLM's CPU kernels know. `tiny-labeller` has them too, and
+    tells which of two drawn poles is nearer to upright.
     """
-    if name in ("tiny", "tiny-wide"):
+    if name in _TINY:
         from rl_vlm.models.tiny import tiny_model_path
 
-        return tiny_model_path(seed=seed, variant="wide" if name == "tiny-wide" else "small")
+        return tiny_model_path(seed=seed, variant=_TINY[name])
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():

@@ -40,6 +40,7 @@ class DialogueEncoder:
         # A warm start repeats few texts many times.
         self._prompt = lru_cache(maxsize=4096)(self._prompt_uncached)
         self._continuation = lru_cache(maxsize=256)(self._continuation_uncached)
+        self._turn = lru_cache(maxsize=256)(self._turn_uncached)
         self._reply = lru_cache(maxsize=4096)(self._reply_uncached)
 
     @classmethod
@@ -63,6 +64,18 @@ class DialogueEncoder:
             for span, is_reply in ((given, False), (self._reply(reply), True)):
                 ids.append(span)
                 sampled.append(np.full(len(span), is_reply))
+        return self._example(ids, sampled, images)
+
+    def encode_turn(self, parts: Sequence[str | np.ndarray], reply: str) -> Example:
+        """One message of the user, texts and images (uint8 [height, width, 3]) in any order, and the reply."""
+        given = self._turn(tuple(part if isinstance(part, str) else None for part in parts))
+        spans = [given, self._reply(reply)]
+        sampled = [np.full(len(span), number == 1) for number, span in enumerate(spans)]
+        return self._example(spans, sampled, [part for part in parts if not isinstance(part, str)])
+
+    def _example(
+        self, ids: Sequence[np.ndarray], sampled: Sequence[np.ndarray], images: Sequence[np.ndarray]
+    ) -> Example:
         parts = [patchify(self.images, Image.fromarray(image)) for image in images]
         grids = tuple(grid for _, grid in parts)
         counts = [self.images.num_image_tokens(grid) for grid in grids]
@@ -78,6 +91,10 @@ class DialogueEncoder:
             np.concatenate([patches for patches, _ in parts]),
             grids,
         )
+
+    def _turn_uncached(self, parts: tuple[str | None, ...]) -> np.ndarray:
+        message = Message("user", tuple(_STAND_IN if part is None else part for part in parts))
+        return self._codec.encode_prompt([message]).token_ids
 
     def _prompt_uncached(self, role: Role, text: str, num_images: int) -> np.ndarray:
         return self._codec.encode_prompt([Message(role, (*[_STAND_IN] * num_images, text))]).token_ids

@@ -31,12 +31,12 @@ RECIPE_VERSION = 4
 MAX_LENGTH = 8192
 MIN_PIXELS, MAX_PIXELS = 32 * 32, 128 * 128  # 1 to 16 image tokens
 
-Variant = Literal["small", "wide"]
-# "wide" has attention heads of 32, the least that vLLM's kernels take.
-_HEADS: dict[str, dict[str, Any]] = {
-    "small": {"head_dim": 16, "mrope_section": [4, 2, 2]},
-    "wide": {"head_dim": 32, "mrope_section": [8, 4, 4]},
-}
+Variant = Literal["small", "wide", "labeller"]
+_SMALL_HEADS: dict[str, Any] = {"head_dim": 16, "mrope_section": [4, 2, 2]}
+_WIDE_HEADS: dict[str, Any] = {"head_dim": 32, "mrope_section": [8, 4, 4]}
+# "wide" has attention heads of 32, the least that vLLM's kernels take. "labeller" compares pictures of poles.
+_HEADS = {"small": _SMALL_HEADS, "wide": _WIDE_HEADS, "labeller": _WIDE_HEADS}
+_LABELLER_VERSION = 1  # as RECIPE_VERSION, for its lessons
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,8 @@ def tiny_model_path(seed: int = 0, variant: Variant = "small") -> Path:
     the others wait.
     """
     cache = Path(os.environ.get("RL_VLM_CACHE") or Path.home() / ".cache" / "rl_vlm").expanduser()
-    key = hashlib.sha256(f"{RECIPE_VERSION}-{variant}-{seed}".encode()).hexdigest()[:12]
+    version = f"{RECIPE_VERSION}.{_LABELLER_VERSION}" if variant == "labeller" else str(RECIPE_VERSION)
+    key = hashlib.sha256(f"{version}-{variant}-{seed}".encode()).hexdigest()[:12]
     folder = cache / f"tiny-{variant}-{seed}-{key}"
     if not folder.is_dir():
         try:
@@ -74,9 +75,12 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: Variant = "small", ste
     if folder.exists():
         raise UserInputError(f"{folder} exists already: remove it or choose another folder.")
     # Imported here: a model that is cached must load without the environments that the warm start plays.
-    from rl_vlm.models.tiny_warmstart import STEPS, warm_start
+    from rl_vlm.models import tiny_labeller, tiny_warmstart
 
-    steps = STEPS if steps is None else steps
+    lessons, report = (
+        (tiny_labeller, tiny_labeller.log_accuracy) if variant == "labeller" else (tiny_warmstart, _log_chance)
+    )
+    steps = lessons.STEPS if steps is None else steps
     folder.parent.mkdir(parents=True, exist_ok=True)
     logger.info("tiny model: building %s (seed %d, %d steps); this happens once", folder, seed, steps)
     started = time.monotonic()
@@ -84,8 +88,8 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: Variant = "small", ste
     model = build_model(seed, processor.tokenizer, variant)
     encoder = DialogueEncoder.from_processor(processor)
     with _one_thread():
-        loss = warm_start(model, encoder, seed, steps)
-        _log_chance(model, encoder, loss, time.monotonic() - started)
+        loss = lessons.warm_start(model, encoder, seed, steps)
+        report(model, encoder, loss, time.monotonic() - started)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         model.save_pretrained(draft)

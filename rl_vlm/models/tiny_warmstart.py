@@ -48,7 +48,7 @@ def warm_start(model: Any, encoder: DialogueEncoder, seed: int, steps: int = STE
         for step in range(steps):
             current = upcoming.result()
             upcoming = pool.submit(examples)  # drawn while the model computes
-            loss = _train_step(model, optimizer, current, encoder.pad_token_id)
+            loss = train_step(model, optimizer, current, encoder.pad_token_id)
             schedule.step()
             if time.monotonic() - logged > _LOG_EVERY_S:
                 logged = time.monotonic()
@@ -72,7 +72,8 @@ def encode_dialogue(encoder: DialogueEncoder, dialogue: Dialogue) -> Example:
     return encoder.encode(dialogue.images, [(item.role, item.text, item.reply) for item in dialogue.exchanges])
 
 
-def _train_step(model: Any, optimizer: torch.optim.Optimizer, examples: list[Example], pad_token_id: int) -> float:
+def train_step(model: Any, optimizer: torch.optim.Optimizer, examples: list[Example], pad_token_id: int) -> float:
+    """One optimiser step on the examples; returns their loss (nats per token)."""
     total = sum(int(example.targets.sum()) for example in examples)
     loss_sum = 0.0
     buckets: dict[int, list[Example]] = {}

@@ -93,7 +93,7 @@ def test_batched_log_probabilities_equal_those_of_a_plain_forward(model: Any, pr
             torch.testing.assert_close(batched[row, 1 : ids.shape[1]], expected, atol=1e-4, rtol=0)
 
 
-def test_the_fast_vision_tower_has_the_gradients_of_the_plain_one(processor: Any, tmp_path: Path) -> None:
+def test_thefast_vision_tower_has_the_gradients_of_the_plain_one(processor: Any, tmp_path: Path) -> None:
     model = tiny.build_model(0, processor.tokenizer)
     encoder = DialogueEncoder.from_processor(processor)
     rng = np.random.default_rng(2)

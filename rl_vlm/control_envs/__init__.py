@@ -1,0 +1,1 @@
+"""Control environments that the preference loop steps: observations, actions and pictures."""

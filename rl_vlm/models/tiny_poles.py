@@ -1,0 +1,77 @@
+"""What the tiny labeller is taught: which of two drawn poles is nearer to upright.
+
+Angles are in degrees, drawn from a mixture of what runs show: anything, nearly upright, and fallen to the stops.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from rl_vlm.control_envs.cartpole_drawing import draw_cartpole
+
+# The question of the task `cartpole-tiny`, in words that are few tokens for the tiny tokenizer.
+GOAL = "an upright pole"
+FIRST = "1:"
+SECOND = " 2:"
+DECIDE = " The goal is {goal}: 0, 1 or -1."
+ANGLE_QUESTION = " How far from upright?"
+
+SIZE = 64  # pixels of the pictures
+MAX_ANGLE = 30.0
+# Nearer than this is answered -1. Less than the 3 degrees below which a pair counts as a tie, so that pairs just above
+# them are decided.
+TIE_DEGREES = 2.0
+_ANGLE_SHARE = 0.3  # of the lessons; without a single pole to read first, comparing two takes longer to learn
+_BUCKET = 3.0  # degrees of one answer to ANGLE_QUESTION
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """The parts of one message (texts and uint8 pictures, in order) and the reply."""
+
+    parts: tuple[str | np.ndarray, ...]
+    reply: str
+
+
+def draw_lesson(rng: np.random.Generator) -> Lesson:
+    """A comparison of two poles, or the angle of one."""
+    if rng.random() < _ANGLE_SHARE:
+        angle = random_angle(rng)
+        return Lesson((pole(angle), ANGLE_QUESTION), str(min(9, int(abs(angle) / _BUCKET))))
+    return comparison(random_angle(rng), random_angle(rng))
+
+
+def comparison(first: float, second: float) -> Lesson:
+    """The question about two poles, and its answer."""
+    question = DECIDE.replace("{goal}", GOAL)
+    return Lesson((FIRST, pole(first), SECOND, pole(second), question), str(right_label(first, second, TIE_DEGREES)))
+
+
+def right_label(first: float, second: float, tie: float) -> int:
+    """0 or 1 for the pole that is nearer to upright, -1 if they differ by less than `tie` degrees."""
+    difference = abs(first) - abs(second)
+    return -1 if abs(difference) < tie else int(difference > 0)
+
+
+def random_angle(rng: np.random.Generator) -> float:
+    """A tenth of a degree exactly, so that pictures repeat."""
+    draw = rng.random()
+    if draw < 0.5:
+        angle = rng.uniform(-MAX_ANGLE, MAX_ANGLE)
+    elif draw < 0.85:
+        angle = rng.normal(0.0, 6.0)
+    else:
+        angle = float(rng.choice([-MAX_ANGLE, MAX_ANGLE]))
+    return round(float(np.clip(angle, -MAX_ANGLE, MAX_ANGLE)), 1)
+
+
+@lru_cache(maxsize=1024)
+def pole(angle: float) -> np.ndarray:
+    """uint8 [SIZE, SIZE, 3]; not to be written to."""
+    frame = draw_cartpole(math.radians(angle), SIZE)
+    frame.flags.writeable = False
+    return frame

@@ -1,0 +1,1 @@
+"""Rewards from a vision-language model's preferences: labels, reward ensemble, replay, SAC."""

@@ -1,0 +1,298 @@
+"""The VLM as labeller: which of two pictures comes closer to the goal, and how close does one come?
+
+A pair is asked about in one step (the label at once) or two (describe both pictures, then summarise the text as a
+label), and in both orders unless told otherwise: a model that prefers the picture that it sees first contradicts itself,
+and a contradiction is label -1. All questions of a session are in flight at once. What got no answer until its deadline is
+an error, which is never a label.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
+
+import numpy as np
+from PIL import Image
+
+from rl_vlm.engines.base import derive_seed
+from rl_vlm.preference.backends import Answer, Ask, Backend, BackendError, Question
+from rl_vlm.preference.parsing import parse_label, parse_score, strip_thoughts
+from rl_vlm.preference.prompts import TaskPrompts
+from rl_vlm.preference.types import Label, LabelValue, Score, Segment, SegmentPair
+from rl_vlm.types import EncodedImage, Message, RLVLMError, UserInputError
+
+CHOICES = ("0", "1", "-1")
+SCORE_CHOICES = ("-1", "0", *(f"0.{tenth}" for tenth in range(1, 10)), "1")
+_FIRST_PAUSE_S = 0.25
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class QueryOptions:
+    """How pictures are asked about.
+
+    `guided` restricts the last answer to the labels themselves, which also yields their probabilities; without it free
+    text is read. `frames` pictures of a segment, the last of them its last, are shown side by side.
+    """
+
+    steps: Literal[1, 2] = 2
+    both_orders: bool = True
+    guided: bool = True
+    temperature: float = 0.0
+    describe_tokens: int = 512
+    answer_tokens: int = 16
+    deadline_s: float = 120.0
+    attempts: int = 3
+    frames: int = 1
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class LabelStats:
+    """What labelling has cost so far, and how the labeller behaves."""
+
+    pairs: int = 0
+    questions: int = 0
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    retries: int = 0
+    errors: int = 0
+    identical: int = 0
+    disagreements: int = 0
+    shown_first: int = 0  # answers for the picture that was shown first
+    shown_second: int = 0
+    no_preference: int = 0
+    seconds: float = 0.0
+
+    @property
+    def position_bias(self) -> float:
+        """Share of answers for the picture shown first minus that for the second: 0 is fair, ±1 is blind."""
+        total = self.shown_first + self.shown_second + self.no_preference
+        return (self.shown_first - self.shown_second) / total if total else 0.0
+
+    def summary(self) -> str:
+        """One line for people."""
+        return (
+            f"{self.pairs} pairs in {self.seconds:.1f} s: {self.questions} questions, {self.prompt_tokens} prompt and "
+            f"{self.sampled_tokens} sampled tokens, {self.disagreements} contradicted themselves, {self.errors} errors, "
+            f"{self.retries} retries, position bias {self.position_bias:+.2f}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """The answer for one order, as shown: 0 the picture shown first, 1 the second."""
+
+    value: LabelValue
+    probabilities: tuple[float, float, float] | None
+    text: str
+
+    def swapped(self) -> _Verdict:
+        value = cast(LabelValue, {0: 1, 1: 0, -1: -1}[self.value])
+        known = self.probabilities
+        return _Verdict(value, (known[1], known[0], known[2]) if known else None, self.text)
+
+
+class VLMLabeller:
+    """Labels pairs and scores pictures with a vision-language model. Implements `Labeller` and `Scorer`."""
+
+    def __init__(self, backend: Backend, prompts: TaskPrompts, options: QueryOptions | None = None) -> None:
+        self._backend = backend
+        self._prompts = prompts
+        self._options = options or QueryOptions()
+        self._sessions = 0
+        self.stats = LabelStats()
+
+    async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
+        """One label per pair, in order. Raises UserInputError if the pairs have no pictures."""
+        images = await asyncio.to_thread(_encode_pairs, pairs, self._options.frames)
+        started = time.monotonic()
+        async with self._backend.open() as ask:
+            labels = await _all(
+                [self._label_one(ask, number, *both) for number, both in enumerate(images)],
+            )
+        self._end_session(len(pairs), started)
+        return labels
+
+    async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
+        """One score per picture (uint8 [H, W, 3]), in order."""
+        images = await asyncio.to_thread(lambda: [_encode(frame) for frame in frames])
+        started = time.monotonic()
+        async with self._backend.open() as ask:
+            scores = await _all([self._score_one(ask, number, image) for number, image in enumerate(images)])
+        self._end_session(len(frames), started)
+        return scores
+
+    def state(self) -> dict[str, int]:
+        """What a resumed run must know to draw the same seeds."""
+        return {"sessions": self._sessions}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """Go on from `state`."""
+        self._sessions = int(state["sessions"])
+
+    def _end_session(self, count: int, started: float) -> None:
+        self._sessions += 1
+        self.stats.pairs += count
+        self.stats.seconds += time.monotonic() - started
+        logger.info("labels: %s", self.stats.summary())
+
+    async def _label_one(self, ask: Ask, number: int, first: EncodedImage, second: EncodedImage) -> Label:
+        if first.sha256 == second.sha256:
+            self.stats.identical += 1
+            return Label(-1, (0.0, 0.0, 1.0), "the pictures are identical")
+        started = time.monotonic()
+        orders = [(first, second), (second, first)][: 1 + self._options.both_orders]
+        try:
+            shown = await _all([self._compare(ask, (number, order), *pair) for order, pair in enumerate(orders)])
+        except BackendError as error:
+            self.stats.errors += 1
+            return Label(-1, seconds=time.monotonic() - started, error=str(error))
+        for verdict in shown:
+            self._count(verdict.value)
+        verdicts = [shown[0], *(verdict.swapped() for verdict in shown[1:])]
+        answers = tuple(verdict.value for verdict in verdicts)
+        self.stats.disagreements += len(set(answers)) > 1
+        return Label(
+            answers[0] if len(set(answers)) == 1 else -1,
+            _mean([verdict.probabilities for verdict in verdicts]),
+            "\n".join(f"[{name}] {verdict.text}" for name, verdict in zip(("given", "swapped"), shown, strict=False)),
+            time.monotonic() - started,
+            answers=answers,
+        )
+
+    def _count(self, value: LabelValue) -> None:
+        self.stats.shown_first += value == 0
+        self.stats.shown_second += value == 1
+        self.stats.no_preference += value == -1
+
+    async def _compare(self, ask: Ask, key: tuple[int, int], first: EncodedImage, second: EncodedImage) -> _Verdict:
+        templates, fill = self._prompts.templates, self._prompts.fill
+        shown = (templates.first, first, templates.second, second)
+        answer, said = await self._answer(ask, key, shown, fill(templates.describe), fill(templates.decide), CHOICES)
+        value = parse_label(answer.text)
+        if value is None:
+            raise BackendError(f"The answer decides nothing: {answer.text[:200]!r}", retryable=False)
+        known = answer.probabilities if answer.text.strip() in CHOICES else None
+        return _Verdict(value, (known["0"], known["1"], known["-1"]) if known else None, said)
+
+    async def _score_one(self, ask: Ask, number: int, image: EncodedImage) -> Score:
+        templates, fill = self._prompts.templates, self._prompts.fill
+        started = time.monotonic()
+        shown = (templates.score_image, image)
+        try:
+            answer, said = await self._answer(
+                ask, (number, 0), shown, fill(templates.score_describe), fill(templates.score_decide), SCORE_CHOICES
+            )
+            value = parse_score(answer.text)
+            if value is None:
+                raise BackendError(f"The answer holds no score: {answer.text[:200]!r}", retryable=False)
+        except BackendError as error:
+            self.stats.errors += 1
+            return Score(None, seconds=time.monotonic() - started, error=str(error))
+        return Score(None if value < 0 else value, said, time.monotonic() - started)
+
+    async def _answer(
+        self,
+        ask: Ask,
+        key: tuple[int, int],
+        shown: tuple[str | EncodedImage, ...],
+        describe: str,
+        decide: str,
+        choices: tuple[str, ...],
+    ) -> tuple[Answer, str]:
+        """The last answer, and all that was said on the way to it."""
+        options, templates = self._options, self._prompts.templates
+        guide = choices if options.guided else ()
+        if options.steps == 1:
+            limit = options.answer_tokens if options.guided else options.describe_tokens
+            answer = await self._asked(ask, (*key, 0), Message("user", (*shown, decide)), limit, guide)
+            return answer, answer.text
+        described = await self._asked(ask, (*key, 0), Message("user", (*shown, describe)), options.describe_tokens)
+        text = strip_thoughts(described.text)
+        if not text:
+            raise BackendError("The description is empty.", retryable=False)
+        template = templates.summarise if choices == CHOICES else templates.score_summarise
+        summarise = Message.of("user", self._prompts.fill(template, text))
+        answer = await self._asked(ask, (*key, 1), summarise, options.answer_tokens, guide)
+        return answer, f"{described.text} => {answer.text}"
+
+    async def _asked(
+        self, ask: Ask, key: tuple[int, int, int], message: Message, max_new_tokens: int, choices: tuple[str, ...] = ()
+    ) -> Answer:
+        """One question, asked again after failures that may pass, until its deadline."""
+        options = self._options
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + options.deadline_s
+        reason = "no answer"
+        for attempt in range(options.attempts):
+            seed = derive_seed(options.seed, self._sessions, *key, attempt)
+            question = Question((message,), max_new_tokens, options.temperature, choices, seed)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    answer = await ask(question)
+            except TimeoutError:
+                break
+            except UserInputError:
+                raise
+            except RLVLMError as error:
+                if isinstance(error, BackendError) and not error.retryable:
+                    raise
+                reason = str(error)
+            else:
+                self.stats.questions += 1
+                self.stats.prompt_tokens += answer.prompt_tokens
+                self.stats.sampled_tokens += answer.sampled_tokens
+                return answer
+            if attempt + 1 < options.attempts:
+                self.stats.retries += 1
+                # Full jitter keeps the questions of a session from coming back together.
+                await asyncio.sleep(min(random.uniform(0.5, 1) * _FIRST_PAUSE_S * 2**attempt, deadline - loop.time()))
+        raise BackendError(
+            f"The labeller gave no answer within {options.deadline_s:g} s and {options.attempts} attempts: {reason}"
+        )
+
+
+async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all at once; the first that raises an exception ends the others and is raised itself."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _mean(known: Sequence[tuple[float, float, float] | None]) -> tuple[float, float, float] | None:
+    present = [one for one in known if one is not None]
+    if len(present) < len(known):
+        return None
+    first, second, neither = (sum(column) / len(present) for column in zip(*present, strict=True))
+    return first, second, neither
+
+
+def picture_of(segment: Segment, frames: int = 1) -> np.ndarray:
+    """uint8 [H, frames × W, 3]: `frames` pictures of the segment side by side, evenly spaced, the last of them its last.
+
+    Raises UserInputError if the segment has no pictures.
+    """
+    if segment.frames is None:
+        raise UserInputError("These segments have no pictures: give the environment a camera or a render function.")
+    steps = len(segment)
+    places = [max(steps - 1 - back * (steps // frames), 0) for back in reversed(range(frames))]
+    return np.concatenate([segment.frames[place] for place in places], axis=1)
+
+
+def _encode_pairs(pairs: Sequence[SegmentPair], frames: int) -> list[tuple[EncodedImage, EncodedImage]]:
+    return [(_encode(picture_of(pair.first, frames)), _encode(picture_of(pair.second, frames))) for pair in pairs]
+
+
+def _encode(frame: np.ndarray) -> EncodedImage:
+    return EncodedImage.from_pil(Image.fromarray(frame))

@@ -1,0 +1,251 @@
+"""What a labeller is asked: the goal of each task in words, and the questions around it.
+
+A question is a template with `{goal}`, and `{answer}` in the second of two steps. Tasks are registered here or read
+from a YAML file of the user's own:
+
+    push-button: to press the red button all the way down     # the goal alone, or:
+    stack:
+      goal: to stack the blue cube on the green one
+      description: The blue cube stands on the green cube.    # for similarity of image and text
+      templates:
+        describe: What do you see? The goal is {goal}. Which image is nearer to it?
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl_vlm.models import tiny_poles
+from rl_vlm.types import UserInputError
+
+_PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Templates:
+    """The texts of all queries. Comparisons show `first`, image, `second`, image and then a question."""
+
+    first: str = "Compare the following two images.\nImage 1:\n"
+    second: str = "\nImage 2:\n"
+    describe: str = (
+        "\n1. What is shown in Image 1?\n2. What is shown in Image 2?\n"
+        "3. The goal is {goal}. Does one of the images come closer to the goal than the other, and in what way?\n"
+        "Answer in two sentences."
+    )
+    summarise: str = (
+        "Two images were compared. The goal is {goal}. This was said about Image 1, about Image 2 and about the "
+        "difference between them in terms of the goal:\n{answer}\n\n"
+        "In which image is the goal better achieved, according to this text? Reply with a single line: 0 for Image 1, "
+        "1 for Image 2, or -1 if there is no difference or the text is unsure."
+    )
+    decide: str = (
+        "\nThe goal is {goal}. In which image is the goal better achieved? Reply with a single line: 0 for Image 1, "
+        "1 for Image 2, or -1 if there is no difference or it cannot be told."
+    )
+    score_image: str = "Look at the following image:\n"
+    score_describe: str = (
+        "\n1. What is shown in the image?\n"
+        "2. The goal is {goal}. On a scale from 0 to 1, where 1 means that the goal is achieved, which score does the "
+        "image deserve?\nAnswer in two sentences."
+    )
+    score_summarise: str = (
+        "An image was scored from 0 to 1, where 1 means that the goal is achieved. The goal is {goal}. This was said:\n"
+        "{answer}\n\nReply with a single line: the score that the text gives, or -1 if it is unsure."
+    )
+    score_decide: str = (
+        "\nThe goal is {goal}. On a scale from 0 to 1, where 1 means that the goal is achieved, which score does the "
+        "image deserve? Reply with a single line: the score, or -1 if it cannot be told."
+    )
+
+    def __post_init__(self) -> None:
+        for name in _TEMPLATE_NAMES:
+            text = getattr(self, name)
+            wanted = _PLACEHOLDERS[name]
+            found = set(_PLACEHOLDER.findall(text))
+            if found != wanted:
+                shown = " and ".join(f"{{{part}}}" for part in sorted(wanted)) or "no placeholder"
+                raise UserInputError(
+                    f"The template `{name}` must hold {shown}, and holds "
+                    f"{', '.join(f'{{{part}}}' for part in sorted(found)) or 'none'}."
+                )
+
+
+_TEMPLATE_NAMES = tuple(field.name for field in fields(Templates))
+_PLACEHOLDERS: dict[str, set[str]] = {
+    "first": set(),
+    "second": set(),
+    "describe": {"goal"},
+    "summarise": {"goal", "answer"},
+    "decide": {"goal"},
+    "score_image": set(),
+    "score_describe": {"goal"},
+    "score_summarise": {"goal", "answer"},
+    "score_decide": {"goal"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TaskPrompts:
+    """One task: `goal` completes "The goal is ...", `description` says what the achieved goal looks like."""
+
+    name: str
+    goal: str
+    description: str = ""
+    templates: Templates = Templates()
+
+    def fill(self, template: str, answer: str = "") -> str:
+        """The template with the goal and the answer of the first step in place."""
+        parts = {"goal": self.goal, "answer": answer}
+        # Not str.format: answers may hold braces.
+        return _PLACEHOLDER.sub(lambda match: parts[match[1]], template)
+
+
+_REGISTRY: dict[str, TaskPrompts] = {}
+# What the tasks are called in RL-VLM-F, where that differs by more than prefix and version.
+_ALIASES = {
+    "continuouscartpole": "cartpole",
+    "ropeflatteneasy": "rope-flatten",
+    "ropeflatten": "rope-flatten",
+    "passwater": "pass-water",
+    "clothfolddiagonal": "cloth-fold",
+    "clothfold": "cloth-fold",
+    "drawer": "drawer-open",
+    "sweep": "sweep-into",
+}
+
+
+def register_prompts(prompts: TaskPrompts) -> None:
+    """Make a task known by name. Raises UserInputError if the name is taken."""
+    if prompts.name in _REGISTRY:
+        raise UserInputError(f"Prompts for {prompts.name!r} are registered already: choose another name.")
+    _REGISTRY[prompts.name] = prompts
+
+
+def known_tasks() -> list[str]:
+    """The names of all registered tasks."""
+    return sorted(_REGISTRY)
+
+
+def task_prompts(task: str, file: str | Path | None = None) -> TaskPrompts:
+    """The prompts of a task, from the user's file first, then from the registry.
+
+    Names of RL-VLM-F such as `metaworld_drawer-open-v2` are understood. Raises UserInputError.
+    """
+    own = load_prompts(file) if file is not None else {}
+    if task in own:
+        return own[task]
+    short = _short_name(task)
+    found = own.get(short) or _REGISTRY.get(short)
+    if found is None:
+        names = [*own, *known_tasks()]
+        near = difflib.get_close_matches(short, names, n=1, cutoff=0.5)
+        hint = f"Did you mean {near[0]}?" if near else f"Known are {', '.join(names)}."
+        raise UserInputError(
+            f"There are no prompts for the task {task!r}. {hint} Another goal can be given in words, or in a YAML file."
+        )
+    return found
+
+
+def load_prompts(path: str | Path) -> dict[str, TaskPrompts]:
+    """Read a user's prompts (see this module's docstring). Raises UserInputError on the first thing that is wrong."""
+    file = Path(path)
+    try:
+        data = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserInputError(f"Cannot read the prompts in {file}: {error}.") from error
+    except yaml.YAMLError as error:
+        raise UserInputError(f"The prompts in {file} are not valid YAML: {error}.") from error
+    if not isinstance(data, dict) or not data:
+        raise UserInputError(
+            f"The prompts in {file} must map names of tasks to goals, such as `stack: to stack cubes`."
+        )
+    return {str(name): _parse_task(file, str(name), value) for name, value in data.items()}
+
+
+def _parse_task(file: Path, name: str, value: Any) -> TaskPrompts:
+    where = f"The prompts in {file}, task {name!r}:"
+    if isinstance(value, str):
+        value = {"goal": value}
+    if not isinstance(value, dict):
+        raise UserInputError(f"{where} give a goal in words, or a mapping with `goal`.")
+    _check_keys(where, value, ("goal", "description", "templates"))
+    for key in ("goal", "description"):
+        if not isinstance(value.get(key, ""), str):
+            raise UserInputError(f"{where} `{key}` must be a text.")
+    if not value.get("goal", "").strip():
+        raise UserInputError(f"{where} `goal` is missing: say what is to be achieved, such as `to open the drawer`.")
+    templates = value.get("templates") or {}
+    if not isinstance(templates, dict) or not all(isinstance(text, str) for text in templates.values()):
+        raise UserInputError(f"{where} `templates` must map names of templates to texts.")
+    _check_keys(where, templates, _TEMPLATE_NAMES)
+    try:
+        changed = replace(Templates(), **templates)
+    except UserInputError as error:
+        raise UserInputError(f"{where} {error}") from error
+    return TaskPrompts(name, value["goal"].strip(), value.get("description", "").strip(), changed)
+
+
+def _check_keys(where: str, found: dict[Any, Any], known: tuple[str, ...]) -> None:
+    for key in found:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"Did you mean `{near[0]}`?" if near else f"Known are {', '.join(known)}."
+            raise UserInputError(f"{where} unknown key `{key}`. {hint}")
+
+
+def _short_name(task: str) -> str:
+    short = re.sub(r"^(metaworld|softgym|meta-world)[_/]", "", task.strip(), flags=re.IGNORECASE)
+    short = re.sub(r"[-_]v\d+$", "", short).lower().replace("_", "-")
+    return _ALIASES.get(short, short)
+
+
+for _name, _goal, _description in (
+    (
+        "cartpole",
+        "to balance the brown pole upright on the black cart",
+        "The brown pole stands vertically upright on the black cart.",
+    ),
+    ("drawer-open", "to open the drawer", "The drawer is open."),
+    (
+        "sweep-into",
+        "to bring the green cube as close as possible to the hole",
+        "The green cube is in the hole.",
+    ),
+    ("soccer", "to move the soccer ball into the goal", "The soccer ball is in the goal."),
+    ("door-open", "to open the door of the safe", "The door of the safe is open."),
+    ("assembly", "to pick up the nut and place it onto the peg", "The nut is on the peg."),
+    ("box-close", "to grasp the cover and close the box with it", "The box is closed by its cover."),
+    ("coffee-push", "to push the mug under the coffee machine", "The mug is under the coffee machine."),
+    (
+        "stick-pull",
+        "to grasp the stick and pull the box with it",
+        "The box has been pulled to the goal with the stick.",
+    ),
+    ("rope-flatten", "to straighten the blue rope", "The blue rope is straight."),
+    (
+        "pass-water",
+        "to move the container of water as close as possible to the red circle, without spilling much water",
+        "The container is at the red circle and holds its water.",
+    ),
+    (
+        "cloth-fold",
+        "to fold the cloth along its diagonal, from the top left corner to the bottom right corner",
+        "The cloth is folded diagonally, its top left corner on its bottom right corner.",
+    ),
+):
+    register_prompts(TaskPrompts(_name, _goal, _description))
+
+register_prompts(
+    TaskPrompts(
+        "cartpole-tiny",
+        tiny_poles.GOAL,
+        "The pole is upright.",
+        Templates(first=tiny_poles.FIRST, second=tiny_poles.SECOND, decide=tiny_poles.DECIDE),
+    )
+)

@@ -1,0 +1,96 @@
+"""What flows between the control agent, the labeller and the reward models. Nothing here knows Ray or torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+# 0: the first of a pair is better, 1: the second, -1: equal or undecided.
+LabelValue = Literal[0, 1, -1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity: arrays have no one truth value
+class Segment:
+    """T consecutive steps of one episode.
+
+    observations float32 [T, O], actions float32 [T, A], true_rewards float32 [T] (for scripted teachers, logs and
+    evaluation only), frames uint8 [T, H, W, 3] or None where nothing is drawn.
+    """
+
+    observations: np.ndarray
+    actions: np.ndarray
+    true_rewards: np.ndarray
+    frames: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentPair:
+    """Two segments of equal length, to be compared."""
+
+    first: Segment
+    second: Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A labeller's answer for one pair.
+
+    `probabilities` are those of (first better, second better, neither) where the labeller knows them. `answers` are
+    those of each order in which the pair was shown, in terms of the pair as it is. A label with `error` set is not an
+    answer and is never trained on; `SKIPPED` there means that the labeller passed the pair over on purpose.
+    """
+
+    value: LabelValue
+    probabilities: tuple[float, float, float] | None = None
+    text: str = ""
+    seconds: float = 0.0
+    error: str = ""
+    answers: tuple[LabelValue, ...] = ()
+
+
+SKIPPED = "skipped"  # the `error` of a pair that a scripted teacher passed over
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A labeller's mark in [0, 1] for one picture; None where it was unsure, or where `error` says that there is none."""
+
+    value: float | None
+    text: str = ""
+    seconds: float = 0.0
+    error: str = ""
+
+
+class Labeller(Protocol):
+    """Compares segments."""
+
+    async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
+        """One label per pair, in order; all pairs are in flight at once."""
+        ...
+
+
+class Scorer(Protocol):
+    """Marks single pictures."""
+
+    async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
+        """One score per frame (uint8 [H, W, 3]), in order; all frames are in flight at once."""
+        ...
+
+
+class RewardModel(Protocol):
+    """A learned reward. `inputs` are frames uint8 [N, H, W, 3] or state-actions float32 [N, O + A], as it was made for."""
+
+    @property
+    def input_kind(self) -> Literal["image", "state_action"]:
+        """What it looks at."""
+        ...
+
+    def rewards(self, inputs: np.ndarray) -> np.ndarray:
+        """float32 [N], the mean of the ensemble."""
+        ...

@@ -1,0 +1,103 @@
+"""Prompts: every task of RL-VLM-F has a goal, users bring their own, and mistakes are named."""
+
+from pathlib import Path
+
+import pytest
+
+from rl_vlm.preference.prompts import TaskPrompts, Templates, known_tasks, load_prompts, register_prompts, task_prompts
+from rl_vlm.types import UserInputError
+
+
+@pytest.mark.parametrize(
+    ("original", "ours"),
+    [
+        ("CartPole-v1", "cartpole"),
+        ("ContinuousCartPole-v0", "cartpole"),
+        ("metaworld/drawer-open-v3", "drawer-open"),
+        ("metaworld_drawer-open-v2", "drawer-open"),
+        ("metaworld_sweep-into-v2", "sweep-into"),
+        ("metaworld_soccer-v2", "soccer"),
+        ("metaworld_door-open-v2", "door-open"),
+        ("metaworld_assembly-v2", "assembly"),
+        ("metaworld_box-close-v2", "box-close"),
+        ("metaworld_coffee-push-v2", "coffee-push"),
+        ("metaworld_stick-pull-v2", "stick-pull"),
+        ("softgym_RopeFlattenEasy", "rope-flatten"),
+        ("softgym_PassWater", "pass-water"),
+        ("softgym_ClothFoldDiagonal", "cloth-fold"),
+        ("Meta-World/drawer-open-v3", "drawer-open"),
+    ],
+)
+def test_names_of_the_original_lead_to_prompts(original: str, ours: str) -> None:
+    prompts = task_prompts(original)
+    assert prompts.name == ours
+    assert prompts.goal.startswith("to ") and prompts.description.endswith(".")
+
+
+def test_every_template_can_be_filled() -> None:
+    for name in known_tasks():
+        prompts = task_prompts(name)
+        templates = prompts.templates
+        for text in (templates.describe, templates.summarise, templates.decide, templates.score_decide):
+            filled = prompts.fill(text, "an answer with {braces} and {goal}")
+            assert prompts.goal in filled
+        assert "an answer with {braces} and {goal}" in prompts.fill(
+            templates.summarise, "an answer with {braces} and {goal}"
+        )
+
+
+def test_an_unknown_task_names_the_nearest_one() -> None:
+    with pytest.raises(UserInputError, match="Did you mean drawer-open"):
+        task_prompts("metaworld_drawr-open-v2")
+    with pytest.raises(UserInputError, match="Known are .*cartpole"):
+        task_prompts("zzz")
+
+
+def test_a_name_cannot_be_registered_twice() -> None:
+    with pytest.raises(UserInputError, match="registered already"):
+        register_prompts(TaskPrompts("cartpole", "to fall over"))
+
+
+def test_users_bring_goals_and_templates(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.yaml"
+    file.write_text(
+        "press: to press the button\n"
+        "drawer-open:\n  goal: to close the drawer\n  description: Closed.\n"
+        "  templates: {decide: 'Which is nearer to the goal {goal}? 0, 1 or -1.'}\n"
+    )
+    assert task_prompts("press", file).goal == "to press the button"
+    own = task_prompts("metaworld_drawer-open-v2", file)
+    assert (own.goal, own.description) == ("to close the drawer", "Closed.")
+    assert own.fill(own.templates.decide) == "Which is nearer to the goal to close the drawer? 0, 1 or -1."
+    assert own.templates.first == Templates().first
+    assert task_prompts("soccer", file).name == "soccer"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must map names"),
+        ("- a\n- b\n", "must map names"),
+        ("a: {goal: 3}", "`goal` must be a text"),
+        ("a: {description: x}", "`goal` is missing"),
+        ("a: [1]", "give a goal in words"),
+        ("a: {goals: x}", "Did you mean `goal`"),
+        ("a: {goal: x, templates: [1]}", "must map names of templates"),
+        ("a: {goal: x, templates: {decid: y}}", "Did you mean `decide`"),
+        ("a: {goal: x, templates: {decide: 'Which one?'}}", r"`decide` must hold \{goal\}, and holds none"),
+        ("a: {goal: x, templates: {decide: '{goal} {}'}}", r"holds \{\}, \{goal\}"),
+        ("a: {goal: x, templates: {summarise: '{goal}'}}", r"must hold \{answer\} and \{goal\}"),
+        ("a: {goal: x, templates: {first: '{goal}'}}", "must hold no placeholder"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "prompts.yaml"
+    file.write_text(text)
+    with pytest.raises(UserInputError, match=message):
+        load_prompts(file)
+
+
+def test_a_missing_file_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match="Cannot read the prompts"):
+        load_prompts(tmp_path / "none.yaml")

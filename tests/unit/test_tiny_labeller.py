@@ -1,0 +1,106 @@
+"""The tiny labeller: what it is taught, and that it is asked in the words that it was taught in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from label_support import pair
+from PIL import Image
+
+from rl_vlm.chat import ChatCodec
+from rl_vlm.models import tiny, tiny_labeller
+from rl_vlm.models.loading import resolve_model
+from rl_vlm.models.supervised import DialogueEncoder
+from rl_vlm.models.tiny_labeller import labels_of, warm_start
+from rl_vlm.models.tiny_poles import ANGLE_QUESTION, comparison, draw_lesson, pole, random_angle, right_label
+from rl_vlm.preference.backends import Answer, Question
+from rl_vlm.preference.labeller import QueryOptions, VLMLabeller
+from rl_vlm.preference.prompts import task_prompts
+from rl_vlm.types import Message
+
+
+@pytest.fixture(scope="module")
+def processor() -> Any:
+    return tiny.build_processor()
+
+
+@pytest.fixture(scope="module")
+def encoder(processor: Any) -> DialogueEncoder:
+    return DialogueEncoder.from_processor(processor)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "label"), [(3, -20, 0), (-20, 3, 1), (5, -6.5, -1), (-30, 30, -1), (0, 2.1, 0), (0, -1.9, -1)]
+)
+def test_the_pole_nearer_to_upright_is_better(first: float, second: float, label: int) -> None:
+    assert right_label(first, second, tie=2.0) == label
+    assert comparison(first, second).reply == str(label)
+
+
+def test_lessons_are_comparisons_and_single_angles_of_every_kind() -> None:
+    rng = np.random.default_rng(0)
+    lessons = [draw_lesson(rng) for _ in range(400)]
+    replies = [lesson.reply for lesson in lessons if len(lesson.parts) == 5]
+    assert 0.6 < len(replies) / 400 < 0.8 and all(replies.count(label) > 30 for label in ("0", "1", "-1"))
+    angles = [lesson for lesson in lessons if lesson.parts[-1] == ANGLE_QUESTION]
+    assert {lesson.reply for lesson in angles} == set("0123456789")
+    drawn = np.array([random_angle(rng) for _ in range(1000)])
+    assert np.abs(drawn).max() == 30 and (np.abs(drawn) == 30).mean() > 0.1 and (np.abs(drawn) < 5).mean() > 0.2
+
+
+def test_it_is_asked_in_the_words_of_its_lessons(processor: Any, encoder: DialogueEncoder) -> None:
+    asked: list[Question] = []
+
+    async def ask(question: Question) -> Answer:
+        asked.append(question)
+        return Answer("0")
+
+    class Keeps:
+        @contextlib.asynccontextmanager
+        async def open(self) -> Any:
+            yield ask
+
+    labeller = VLMLabeller(Keeps(), task_prompts("cartpole-tiny"), QueryOptions(steps=1, both_orders=False))
+    asyncio.run(labeller.label([pair(3, -20)]))
+    tokenizer = processor.tokenizer
+    codec = ChatCodec(tokenizer, processor.chat_template, processor.image_token)
+    lesson = comparison(3, -20)
+    parts = [part if isinstance(part, str) else Image.fromarray(part) for part in lesson.parts]
+    taught, sent = codec.encode_prompt([Message("user", tuple(parts))]), codec.encode_prompt(asked[0].messages)
+    assert taught.token_ids.tolist() == sent.token_ids.tolist()
+    assert [image.sha256 for image in taught.images] == [image.sha256 for image in sent.images]
+    example = encoder.encode_turn(lesson.parts, lesson.reply)
+    answer = tokenizer(lesson.reply)["input_ids"]
+    assert example.token_ids[example.targets].tolist() == [*answer, codec.end_of_turn_id]
+    assert (example.token_ids == codec.image_token_id).sum() == 8 and len(example.grids) == 2
+
+
+def test_a_turn_that_begins_with_its_image_is_encoded_as_a_dialogue(encoder: DialogueEncoder) -> None:
+    turn = encoder.encode_turn((pole(4.0), "What?"), "no")
+    dialogue = encoder.encode([pole(4.0)], [("user", "What?", "no")])
+    for name in ("token_ids", "targets", "positions", "patches"):
+        assert (getattr(turn, name) == getattr(dialogue, name)).all()
+
+
+def test_the_warm_start_depends_on_its_seed_alone(processor: Any, encoder: DialogueEncoder) -> None:
+    losses = []
+    for seed in (0, 0, 1):
+        model = tiny.build_model(0, processor.tokenizer, "labeller")
+        losses.append(warm_start(model, encoder, seed, steps=3, batch=8))
+    assert losses[0] == losses[1] != losses[2]
+    found = labels_of(model, encoder, [(3.0, 20.0), (20.0, 3.0)])
+    assert set(found.tolist()) <= {0, 1, -1}
+
+
+def test_the_variant_is_built_and_cached_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL_VLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(tiny_labeller, "STEPS", 1)
+    monkeypatch.setattr(tiny_labeller, "log_accuracy", lambda *_: None)
+    folder = resolve_model("tiny-labeller")
+    assert folder.name.startswith("tiny-labeller-0-") and (folder / "model.safetensors").is_file()
+    assert resolve_model("tiny-labeller") == folder
