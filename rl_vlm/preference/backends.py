@@ -12,13 +12,12 @@ import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import httpx
 import numpy as np
 
 from rl_vlm.engines.base import BASE_MODEL, Engine
-from rl_vlm.models.loading import TextSide
 from rl_vlm.types import (
     Completion,
     EncodedImage,
@@ -30,6 +29,9 @@ from rl_vlm.types import (
     UserInputError,
     as_encoded,
 )
+
+if TYPE_CHECKING:
+    from rl_vlm.models.loading import TextSide  # transformers: an endpoint needs none of it
 
 _RETRYABLE_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 

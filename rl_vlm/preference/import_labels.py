@@ -1,0 +1,185 @@
+"""RL-VLM-F's label caches as a label store.
+
+They are pickles, and a pickle may run code. This reader knows arrays of plain numbers, lists and scalars, and refuses
+everything else: it looks names up in a short list of its own functions and never imports anything that a file names.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import numpy as np
+from PIL import Image
+
+from rl_vlm.preference.store import LabelStore
+from rl_vlm.preference.types import Label, LabelValue, Segment, SegmentPair
+from rl_vlm.types import UserInputError
+
+_KINDS = "biuf"  # booleans, integers, floats
+_FIELDS = ("images", "scripted labels", "labels", "first state-actions", "second state-actions", "rewards", "rewards")
+
+
+def import_labels(
+    source: str | Path, target: str | Path, *, observation_size: int, image_size: int | None = None
+) -> tuple[int, int]:
+    """Convert every `*.pkl` of a folder (or one file) into sessions of a label store at `target`.
+
+    `observation_size` says where the actions begin in the cached state-action rows. `image_size` resizes the pictures,
+    as the original does when it reads its caches. Returns (sessions, pairs). Raises UserInputError for a file that is
+    not such a cache, or that holds anything but numbers.
+    """
+    source = Path(source)
+    files = sorted(source.glob("*.pkl")) if source.is_dir() else [source]
+    if not files:
+        raise UserInputError(f"There are no .pkl files in {source}.")
+    store = LabelStore(target)
+    if len(store):
+        raise UserInputError(f"{target} holds labels already: choose another folder.")
+    pairs = 0
+    for file in files:
+        session, labels = read_cache(file, observation_size, image_size)
+        store.append(session, labels, step=0, time=time.time())
+        pairs += len(session)
+    return len(files), pairs
+
+
+def read_cache(
+    file: str | Path, observation_size: int, image_size: int | None = None
+) -> tuple[list[SegmentPair], list[Label]]:
+    """The pairs and labels of one cached session."""
+    file = Path(file)
+    try:
+        data = _load(file)
+    except (UserInputError, OSError) as error:
+        raise UserInputError(f"Cannot read the label cache {file}: {error}") from error
+    except Exception as error:
+        # A damaged pickle raises whatever its damaged instructions lead to.
+        raise UserInputError(f"The label cache {file} is damaged ({type(error).__name__}: {error}).") from error
+    if not isinstance(data, (list, tuple)) or len(data) != len(_FIELDS):
+        raise UserInputError(f"{file} is no label cache: it must hold a list of {len(_FIELDS)} arrays.")
+    arrays = [np.asarray(part) for part in data]
+    images, _, labels, *rest = arrays
+    count = len(labels)
+    if any(array.dtype.kind not in _KINDS for array in arrays) or any(len(array) != count for array in arrays):
+        raise UserInputError(f"{file} is no label cache: its arrays must hold numbers and be equally long.")
+    if images.ndim != 4 or images.dtype != np.uint8 or images.shape[3] != 3 or images.shape[2] % 2:
+        raise UserInputError(f"{file} is no label cache: pictures must be uint8 [N, H, 2 W, 3], not {images.shape}.")
+    values = labels.reshape(count, -1)[:, 0]
+    if not np.isin(values, (-1, 0, 1)).all():
+        raise UserInputError(
+            f"{file} holds other labels than 0, 1 and -1: scores cannot be converted into preferences."
+        )
+    states = [array.reshape(count, -1, array.shape[-1]).astype(np.float32) for array in rest[:2]]
+    if not 0 < observation_size <= states[0].shape[2]:
+        raise UserInputError(
+            f"{file} holds state-actions of {states[0].shape[2]} numbers: {observation_size} of them cannot be observations."
+        )
+    rewards = [array.reshape(count, -1).astype(np.float32) for array in rest[2:]]
+    width = images.shape[2] // 2
+    halves = (images[:, :, :width], images[:, :, width:])
+
+    def segment(number: int, side: int) -> Segment:
+        rows = states[side][number]
+        # The original shows the last frame of a segment; one picture stands for all its steps.
+        frame = _resized(halves[side][number], image_size)
+        frames = np.repeat(frame[None], len(rows), axis=0)
+        return Segment(rows[:, :observation_size], rows[:, observation_size:], rewards[side][number], frames)
+
+    pairs = [SegmentPair(segment(number, 0), segment(number, 1)) for number in range(count)]
+    return pairs, [Label(cast(LabelValue, int(value)), text="imported") for value in values]
+
+
+def _resized(frame: np.ndarray, size: int | None) -> np.ndarray:
+    if size is None or frame.shape[:2] == (size, size):
+        return frame
+    return np.asarray(Image.fromarray(frame).resize((size, size), Image.Resampling.BILINEAR))
+
+
+def _load(file: Path) -> Any:
+    with file.open("rb") as stream:
+        return _NumbersOnly(stream).load()
+
+
+class _NumbersOnly(pickle.Unpickler):
+    """Unpickles plain numpy arrays, numpy scalars and Python's own containers and numbers."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        key = (module.replace("numpy._core", "numpy.core"), name)
+        if key not in _KNOWN:
+            raise UserInputError(f"it asks for {module}.{name}, which is no plain array; nothing of it was run.")
+        return _KNOWN[key]
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise UserInputError("it refers to data outside the file.")
+
+
+class _Maker:
+    """A function that a pickle may call, and may do nothing else with."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._make(*arguments)
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise UserInputError("it tries to change the reader itself.")
+
+
+class _DType:
+    """Stands for `numpy.dtype`: kinds of numbers only."""
+
+    def __init__(self, name: Any, *_: Any) -> None:
+        self.dtype = np.dtype(name) if isinstance(name, str) else np.dtype(object)
+        if self.dtype.kind not in _KINDS:
+            raise UserInputError(f"it holds an array of {name!r}, not of numbers.")
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class _Array:
+    """Stands for an array that a pickle makes empty and fills afterwards."""
+
+    def __init__(self, *_: Any) -> None:
+        self.array = np.empty(0, dtype=np.uint8)
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, fortran, data = state
+        self.array = _from_buffer(data, dtype, shape, "F" if fortran else "C")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.array, dtype)
+
+
+def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
+    if not isinstance(dtype, _DType) or not isinstance(data, (bytes, bytearray)):
+        raise UserInputError("it holds an array of objects, not of numbers.")
+    return np.frombuffer(data, dtype.dtype).reshape(shape, order="F" if order == "F" else "C")
+
+
+def _scalar(dtype: Any, data: Any) -> Any:
+    return _from_buffer(data, dtype, (), "C")[()]
+
+
+def _encode(text: Any, encoding: Any) -> bytes:
+    """How Python writes bytes under old protocols."""
+    if not isinstance(text, str) or encoding != "latin1":
+        raise UserInputError("it encodes something that is no bytes.")
+    return text.encode("latin1")
+
+
+_KNOWN: dict[tuple[str, str], Any] = {
+    ("numpy", "ndarray"): None,  # only named, as an argument of _reconstruct
+    ("numpy", "dtype"): _Maker(_DType),
+    ("numpy.core.multiarray", "_reconstruct"): _Maker(_Array),
+    ("numpy.core.multiarray", "scalar"): _Maker(_scalar),
+    ("numpy.core.numeric", "_frombuffer"): _Maker(_from_buffer),
+    ("_codecs", "encode"): _Maker(_encode),
+}

@@ -1,0 +1,92 @@
+"""`vlm_query_log.csv`: one line per labelled pair, RL-VLM-F's columns first, ties and errors included."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from rl_vlm.monitoring.files import append_whole, whole_lines, write_atomic
+from rl_vlm.preference.types import Label, Segment, SegmentPair
+
+FILE_NAME = "vlm_query_log.csv"
+COLUMNS = (
+    "ground_truth_score_1",
+    "ground_truth_score_2",
+    "vlm_predicted_label",  # empty where there was no answer
+    "timestamp",
+    "train_iter",
+    # Ours.
+    "order",  # "given", or "both" where the pair was shown in both orders
+    "answers",  # per order, in terms of the pair
+    "probability_first",
+    "probability_second",
+    "probability_neither",
+    "latency_s",
+    "error",
+    "raw_text",
+)
+_ITERATION = COLUMNS.index("train_iter")
+
+
+class QueryLog:
+    """Appends to the log; a line is there whole or not at all."""
+
+    def __init__(self, path: str | Path, keep_until: int | None = None) -> None:
+        """Continue the file. With `keep_until`, lines of later iterations are removed first: a resumed run repeats them."""
+        self._path = Path(path)
+        if keep_until is None:
+            return
+        lines = whole_lines(self._path)
+        kept = [line for line in lines[1:] if _iteration(line) <= keep_until]
+        if lines:
+            write_atomic(self._path, b"".join(line + b"\n" for line in [lines[0], *kept]))
+
+    def append(self, pairs: Sequence[SegmentPair], labels: Sequence[Label], *, iteration: int, time: float) -> None:
+        """One line per pair; `time` in seconds since 1970."""
+        stamp = datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        rows = [_row(pair, label, stamp, iteration) for pair, label in zip(pairs, labels, strict=True)]
+        header = [] if self._path.exists() and self._path.stat().st_size else [COLUMNS]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        append_whole(self._path, _csv([*header, *rows]))
+
+
+def true_return(segment: Segment) -> float:
+    """The undiscounted sum of the true rewards."""
+    return float(np.sum(segment.true_rewards, dtype=np.float64))
+
+
+def _row(pair: SegmentPair, label: Label, stamp: str, iteration: int) -> Sequence[object]:
+    probabilities = ["", "", ""] if label.probabilities is None else [f"{p:.6g}" for p in label.probabilities]
+    return (
+        true_return(pair.first),
+        true_return(pair.second),
+        "" if label.error else label.value,
+        stamp,
+        iteration,
+        "both" if len(label.answers) == 2 else "given",
+        " ".join(map(str, label.answers)),
+        *probabilities,
+        f"{label.seconds:.3f}",
+        _one_line(label.error),
+        _one_line(label.text),
+    )
+
+
+def _one_line(text: str) -> str:
+    """Line ends as \\n in two characters: a line of the file is a row, for us and for `wc`."""
+    return text.replace("\\", "\\\\").replace("\r", "").replace("\n", "\\n").replace("\0", "")
+
+
+def _csv(rows: Sequence[Sequence[object]]) -> bytes:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows(rows)
+    return buffer.getvalue().encode("utf-8", "replace")
+
+
+def _iteration(line: bytes) -> int:
+    return int(next(csv.reader([line.decode("utf-8", "replace")]))[_ITERATION])

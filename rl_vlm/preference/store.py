@@ -1,0 +1,218 @@
+"""Labels that were paid for are kept: parquet and pictures by hash, replayed without a VLM.
+
+One file per session, which appears whole or not at all, so a process that is killed in the middle of a write leaves
+every earlier session readable and no half of the new one. Sessions are numbered; nothing is ever changed in place.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from rl_vlm.monitoring.files import write_atomic
+from rl_vlm.preference.types import Label, LabelValue, Segment, SegmentPair
+from rl_vlm.types import EncodedImage, UserInputError
+
+_NO_CACHE = ("", "none", "null")
+_SIDES = ("first", "second")
+_SEGMENT = pa.struct(
+    [
+        ("steps", pa.int32()),
+        ("observations", pa.list_(pa.float32())),  # [steps × O], row by row
+        ("actions", pa.list_(pa.float32())),  # [steps × A]
+        ("true_rewards", pa.list_(pa.float32())),
+        ("frames", pa.list_(pa.string())),  # SHA-256 of images/<sha256>.png, one per step; empty without pictures
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        ("session", pa.int64()),
+        ("step", pa.int64()),
+        ("time", pa.float64()),  # seconds since 1970
+        ("first", _SEGMENT),
+        ("second", _SEGMENT),
+        ("label", pa.int8()),  # null: an error
+        ("probabilities", pa.list_(pa.float32())),
+        ("answers", pa.list_(pa.int8())),
+        ("text", pa.string()),
+        ("seconds", pa.float64()),
+        ("error", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSession:
+    """One session: `step` is the environment step at which it took place."""
+
+    number: int
+    step: int
+    time: float
+    pairs: list[SegmentPair]
+    labels: list[Label]
+
+
+def label_cache(value: str | Path | None) -> Path | None:
+    """The folder of a label cache; None, "None", "null" and "" mean that there is none. Raises UserInputError."""
+    if value is None or str(value).strip().lower() in _NO_CACHE:
+        return None
+    folder = Path(value).expanduser()
+    if not folder.is_dir():
+        raise UserInputError(f"There is no label cache {folder}: give the `labels` folder of a run, or null.")
+    return folder
+
+
+class LabelStore:
+    """The labels of a run in `folder`: `session-000001.parquet`, ... and `images/`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def __len__(self) -> int:
+        """How many sessions there are."""
+        return len(self._files())
+
+    def append(self, pairs: Sequence[SegmentPair], labels: Sequence[Label], *, step: int, time: float) -> int:
+        """Write one session; it is on the disk when this returns. Returns its number, from 1 on."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        number = len(self) + 1
+        rows = [
+            {
+                "session": number,
+                "step": step,
+                "time": time,
+                "first": self._write_segment(pair.first),
+                "second": self._write_segment(pair.second),
+                "label": None if label.error else label.value,
+                "probabilities": label.probabilities,
+                "answers": list(label.answers),
+                "text": label.text.encode("utf-8", "replace").decode(),
+                "seconds": label.seconds,
+                "error": label.error.encode("utf-8", "replace").decode(),
+            }
+            for pair, label in zip(pairs, labels, strict=True)
+        ]
+        buffer = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), buffer, compression="zstd")
+        write_atomic(self._path(number), buffer.getvalue())
+        return number
+
+    def read(self, number: int) -> StoredSession:
+        """One session. Raises UserInputError if it is damaged or a picture is missing."""
+        path = self._path(number)
+        try:
+            rows = pq.ParquetFile(path).read().to_pylist()
+            return StoredSession(
+                number,
+                rows[0]["step"] if rows else 0,
+                rows[0]["time"] if rows else 0.0,
+                [SegmentPair(*(self._read_segment(row[side]) for side in _SIDES)) for row in rows],
+                [_read_label(row) for row in rows],
+            )
+        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+            raise UserInputError(f"Cannot read the labels in {path} ({error}).") from error
+
+    def sessions(self, start: int = 1) -> Iterator[StoredSession]:
+        """All sessions from number `start` on, in order."""
+        for number in range(start, len(self) + 1):
+            yield self.read(number)
+
+    def rewind(self, sessions: int) -> int:
+        """Go back to the first `sessions` sessions, for a run that is resumed from a checkpoint of that time.
+
+        Later ones are kept in `superseded/`. Returns how many they were.
+        """
+        later = self._files()[sessions:]
+        for path in later:
+            shelf = self.folder / "superseded"
+            shelf.mkdir(exist_ok=True)
+            taken = len(list(shelf.glob(f"{path.stem}*.parquet")))
+            os.replace(path, shelf / f"{path.stem}-{taken + 1}.parquet")
+        return len(later)
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"session-{number:06d}.parquet"
+
+    def _files(self) -> list[Path]:
+        files = sorted(self.folder.glob("session-*.parquet"))
+        if files and files[-1] != self._path(len(files)):
+            raise UserInputError(f"The label store {self.folder} lacks sessions: it ends with {files[-1].name}.")
+        return files
+
+    def _write_segment(self, segment: Segment) -> dict[str, Any]:
+        frames = [] if segment.frames is None else [self._write_image(frame) for frame in segment.frames]
+        return {
+            "steps": len(segment),
+            "observations": segment.observations.astype(np.float32).ravel(),
+            "actions": segment.actions.astype(np.float32).ravel(),
+            "true_rewards": segment.true_rewards.astype(np.float32),
+            "frames": frames,
+        }
+
+    def _write_image(self, frame: np.ndarray) -> str:
+        image = EncodedImage.from_pil(Image.fromarray(frame))
+        path = self.folder / "images" / f"{image.sha256}.png"
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            write_atomic(path, image.png)
+        return image.sha256
+
+    def _read_segment(self, row: dict[str, Any]) -> Segment:
+        steps = row["steps"]
+        frames = [np.asarray(Image.open(self.folder / "images" / f"{sha}.png")) for sha in row["frames"]]
+        return Segment(
+            np.array(row["observations"], np.float32).reshape(steps, -1),
+            np.array(row["actions"], np.float32).reshape(steps, -1),
+            np.array(row["true_rewards"], np.float32),
+            np.stack(frames) if frames else None,
+        )
+
+
+def _read_label(row: dict[str, Any]) -> Label:
+    known = row["probabilities"]
+    return Label(
+        cast(LabelValue, -1 if row["label"] is None else row["label"]),
+        (known[0], known[1], known[2]) if known else None,
+        row["text"],
+        row["seconds"],
+        row["error"],
+        tuple(cast(LabelValue, answer) for answer in row["answers"]),
+    )
+
+
+class LabelReplay:
+    """Gives out the sessions of a store, one after the other, instead of asking anybody.
+
+    As in the original, the cached pairs replace those of the policy: a replayed session is trained on as it was labelled.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._store = LabelStore(folder)
+        if not len(self._store):
+            raise UserInputError(f"The label cache {folder} holds no sessions.")
+        self._next = 1
+
+    def next_session(self) -> StoredSession | None:
+        """The next session, or None when all were given out."""
+        if self._next > len(self._store):
+            return None
+        session = self._store.read(self._next)
+        self._next += 1
+        return session
+
+    def state(self) -> dict[str, int]:
+        """Where it stands, as JSON."""
+        return {"next": self._next}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """Go on from `state`."""
+        self._next = int(state["next"])

@@ -1,0 +1,259 @@
+"""Labellers without a chat model: the scripted teacher of B-Pref, and similarity of picture and text."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
+
+import numpy as np
+
+from rl_vlm.preference.labeller import picture_of
+from rl_vlm.preference.types import SKIPPED, Label, LabelValue, Score, SegmentPair
+from rl_vlm.types import UserInputError
+
+_BATCH = 32  # pictures per forward pass
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherOptions:
+    """B-Pref's simulated teacher (Lee et al. 2021, arXiv 2111.03026, section 4).
+
+    beta: above 0, the teacher prefers with the Bradley-Terry probability of the two returns times beta; else the higher
+    return always wins.
+    gamma: discount over the segment: the last step counts in full, the one before it gamma, and so on.
+    eps_mistake: probability of the opposite answer.
+    eps_skip, eps_equal: thresholds in shares of the average return of a segment (see `set_margin`): a pair is skipped
+    when no return is above the first, and is equal when the returns are nearer than the second.
+    """
+
+    beta: float = -1.0
+    gamma: float = 1.0
+    eps_mistake: float = 0.0
+    eps_skip: float = 0.0
+    eps_equal: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.eps_mistake <= 1 or not 0 < self.gamma <= 1:
+            raise UserInputError(
+                f"The teacher's eps_mistake ({self.eps_mistake}) must be in [0, 1], gamma ({self.gamma}) in (0, 1]."
+            )
+
+
+class ScriptedTeacher:
+    """Labels by the true reward. Implements `Labeller`.
+
+    Returns that are exactly equal are label -1 for a rational teacher: neither segment is better.
+    """
+
+    def __init__(self, options: TeacherOptions | None = None, seed: int = 0) -> None:
+        self._options = options or TeacherOptions()
+        self._rng = np.random.default_rng(seed)
+        self._margin = 0.0
+
+    def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
+        """Scale the thresholds to the policy: the recent mean return of episodes, as share of a segment."""
+        self._margin = mean_return * segment_length / horizon
+
+    async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
+        """One label per pair, in order."""
+        return [self._label_one(pair) for pair in pairs]
+
+    def state(self) -> dict[str, Any]:
+        """Random state and margin, as JSON."""
+        return {"rng": self._rng.bit_generator.state, "margin": self._margin}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        self._rng.bit_generator.state = state["rng"]
+        self._margin = float(state["margin"])
+
+    def _label_one(self, pair: SegmentPair) -> Label:
+        options = self._options
+        plain = [float(np.sum(part.true_rewards, dtype=np.float64)) for part in (pair.first, pair.second)]
+        # Drawn for every pair, whatever comes of it: labels of later pairs do not hang on earlier thresholds.
+        noise, mistake = self._rng.random(2)
+        skip = self._margin * options.eps_skip
+        if skip > 0 and max(plain) <= skip:
+            return Label(-1, error=SKIPPED)
+        if abs(plain[0] - plain[1]) < self._margin * options.eps_equal:
+            return Label(-1)
+        first, second = (_discounted(part.true_rewards, options.gamma) for part in (pair.first, pair.second))
+        if options.beta > 0:
+            # P(second preferred) = sigmoid(beta (R2 - R1)), Bradley and Terry (1952).
+            value = int(noise < _sigmoid(options.beta * (second - first)))
+        elif first == second:
+            return Label(-1)
+        else:
+            value = int(first < second)
+        if mistake < options.eps_mistake:
+            value = 1 - value
+        return Label(cast(LabelValue, value))
+
+
+def _discounted(rewards: np.ndarray, gamma: float) -> float:
+    """Sum over t of gamma^(T - 1 - t) r_t."""
+    weights = gamma ** np.arange(len(rewards) - 1, -1, -1, dtype=np.float64)
+    return float(np.sum(weights * rewards))
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+class CoinFlips:
+    """Labels at random: the control that must not learn. Implements `Labeller`."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
+        """One label per pair, in order."""
+        return [Label(cast(LabelValue, int(value))) for value in self._rng.integers(2, size=len(pairs))]
+
+    def state(self) -> dict[str, Any]:
+        """Random state, as JSON."""
+        return {"rng": self._rng.bit_generator.state}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        self._rng.bit_generator.state = state["rng"]
+
+
+class Similarity(Protocol):
+    """How well pictures match a text."""
+
+    def similarities(self, frames: np.ndarray) -> np.ndarray:
+        """float32 [N] for uint8 [N, H, W, 3]."""
+        ...
+
+
+class ClipSimilarity:
+    """Cosine similarity of picture and text under a CLIP model, such as openai/clip-vit-large-patch14-336.
+
+    `model` is a local folder, or a hub name that was fetched before.
+    """
+
+    def __init__(self, model: str | Path, text: str, device: str = "cpu") -> None:
+        import torch
+
+        if not text.strip():
+            raise UserInputError("Similarity needs a description of the achieved goal, such as 'The drawer is open.'")
+        self._model, self._processor = _load_pretrained(model, ("clip",))
+        self._model.to(device)
+        self._device = device
+        tokens = self._processor(text=[text], return_tensors="pt", padding=True, truncation=True).to(device)
+        with torch.inference_mode():
+            outputs = self._model.text_model(tokens["input_ids"], tokens["attention_mask"])
+            self._text = torch.nn.functional.normalize(self._model.text_projection(outputs.pooler_output), dim=-1)
+
+    def similarities(self, frames: np.ndarray) -> np.ndarray:
+        """float32 [N] in [-1, 1] for uint8 [N, H, W, 3]."""
+        import torch
+
+        found = []
+        for start in range(0, len(frames), _BATCH):
+            batch = list(frames[start : start + _BATCH])
+            pixels = self._processor(images=batch, return_tensors="pt")["pixel_values"].to(self._device)
+            with torch.inference_mode():
+                pooled = self._model.vision_model(pixels).pooler_output
+                images = torch.nn.functional.normalize(self._model.visual_projection(pooled), dim=-1)
+                found.append((images @ self._text.T)[:, 0].float().cpu().numpy())
+        return np.concatenate(found) if found else np.empty(0, np.float32)
+
+
+class MatchingSimilarity:
+    """Probability of the match of picture and text under a BLIP-2 model, such as Salesforce/blip2-itm-vit-g."""
+
+    def __init__(self, model: str | Path, text: str, device: str = "cpu") -> None:
+        if not text.strip():
+            raise UserInputError("Similarity needs a description of the achieved goal, such as 'The drawer is open.'")
+        self._model, self._processor = _load_pretrained(model, ("blip-2", "blip_2"))
+        self._model.to(device)
+        self._device = device
+        self._text = text
+
+    def similarities(self, frames: np.ndarray) -> np.ndarray:
+        """float32 [N] in [0, 1] for uint8 [N, H, W, 3]."""
+        import torch
+
+        found = []
+        for start in range(0, len(frames), _BATCH):
+            batch = list(frames[start : start + _BATCH])
+            inputs = self._processor(images=batch, text=[self._text] * len(batch), return_tensors="pt", padding=True)
+            with torch.inference_mode():
+                logits = self._model(**inputs.to(self._device), use_image_text_matching_head=True).logits_per_image
+            found.append(torch.softmax(logits.float(), dim=1)[:, 1].cpu().numpy())
+        return np.concatenate(found) if found else np.empty(0, np.float32)
+
+
+class SimilarityLabeller:
+    """Prefers the picture that matches the text better. Implements `Labeller` and `Scorer`."""
+
+    def __init__(self, similarity: Similarity, frames: int = 1) -> None:
+        self._similarity = similarity
+        self._frames = frames
+
+    async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
+        """One label per pair, in order. Raises UserInputError if the pairs have no pictures."""
+        if not pairs:
+            return []
+        started = time.monotonic()
+        shown = np.stack([picture_of(part, self._frames) for pair in pairs for part in (pair.first, pair.second)])
+        found = await asyncio.to_thread(self._similarity.similarities, shown)
+        seconds = time.monotonic() - started
+        return [
+            Label(_larger(first, second), text=f"{first:.4f} against {second:.4f}", seconds=seconds)
+            for first, second in found.reshape(-1, 2).tolist()
+        ]
+
+    async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
+        """One score per picture, in order: the similarity, negative ones as 0."""
+        if not len(frames):
+            return []
+        found = await asyncio.to_thread(self._similarity.similarities, np.stack(frames))
+        return [Score(max(value, 0.0)) for value in found.tolist()]
+
+
+def _larger(first: float, second: float) -> LabelValue:
+    return 0 if first > second else 1 if second > first else -1
+
+
+class SimilarityReward:
+    """Similarity s as reward 2 s - 1, in the range of a reward model's tanh. Implements `RewardModel`."""
+
+    def __init__(self, similarity: Similarity) -> None:
+        self._similarity = similarity
+
+    @property
+    def input_kind(self) -> Literal["image", "state_action"]:
+        """It looks at pictures."""
+        return "image"
+
+    def rewards(self, inputs: np.ndarray) -> np.ndarray:
+        """float32 [N] for uint8 [N, H, W, 3]."""
+        return np.asarray(2 * self._similarity.similarities(inputs) - 1, dtype=np.float32)
+
+
+def _load_pretrained(name: str | Path, families: tuple[str, ...]) -> tuple[Any, Any]:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from transformers import AutoConfig, AutoModel, AutoProcessor, Blip2ForImageTextRetrieval
+
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(str(name), local_files_only=True))
+        except (LocalEntryNotFoundError, HFValidationError) as error:
+            raise UserInputError(
+                f"The model {name} is not on this machine: give a folder, or run `rl-vlm fetch {name}` once while online."
+            ) from error
+    family = AutoConfig.from_pretrained(folder).model_type
+    if family not in families:
+        raise UserInputError(f"The model {name} is of type {family!r}; this labeller needs {' or '.join(families)}.")
+    kind = AutoModel if family == "clip" else Blip2ForImageTextRetrieval
+    return kind.from_pretrained(folder).eval().requires_grad_(False), AutoProcessor.from_pretrained(folder)

@@ -1,0 +1,186 @@
+"""Endpoints over HTTP: what is sent, what is read, and what is an error."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import math
+import re
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from label_support import pair, random_pairs
+from PIL import Image
+
+from rl_vlm.preference.backends import EndpointBackend, GenerateBackend, choice_probabilities, server_url
+from rl_vlm.preference.labeller import QueryOptions, VLMLabeller
+from rl_vlm.preference.prompts import task_prompts
+from rl_vlm.preference.types import Label
+from rl_vlm.types import UserInputError
+
+PROMPTS = task_prompts("cartpole")
+ONE = QueryOptions(steps=1, both_orders=False)
+
+
+class Server:
+    """An ASGI application that keeps what it was sent and replies what it was told."""
+
+    def __init__(self, *replies: Any) -> None:
+        self.replies = list(replies)
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.paths: list[str] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        self.paths.append(scope["path"])
+        self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
+        self.requests.append(json.loads(body))
+        reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        status, content = reply if isinstance(reply, tuple) else (200, reply)
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": data})
+
+
+def completion(text: str, top: dict[str, float] | None = None, finish: str = "stop") -> dict[str, Any]:
+    entries = [{"token": token, "logprob": math.log(share)} for token, share in (top or {}).items()]
+    logprobs = {"content": [{"token": text, "logprob": 0.0, "top_logprobs": entries}]} if top else None
+    return {
+        "choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": finish, "logprobs": logprobs}],
+        "usage": {"prompt_tokens": 11, "completion_tokens": 2},
+    }
+
+
+def endpoint(server: Server, **more: Any) -> EndpointBackend:
+    return EndpointBackend("http://vlm/v1/", "qwen", transport=httpx.ASGITransport(server), **more)
+
+
+def asked(backend: Any, options: QueryOptions = ONE) -> tuple[Label, VLMLabeller]:
+    labeller = VLMLabeller(backend, PROMPTS, options)
+    (label,) = asyncio.run(labeller.label([pair(3, 20)]))
+    return label, labeller
+
+
+def test_an_openai_endpoint_gets_images_as_data_uris_and_the_token() -> None:
+    server = Server(completion("0", {"0": 0.6, " 1": 0.1, "-": 0.2, "The": 0.1}))
+    label, labeller = asked(endpoint(server, token="secret", guidance="structured_outputs"))
+    (sent,) = server.requests
+    assert server.paths == ["/v1/chat/completions"] and server.headers[0]["authorization"] == "Bearer secret"
+    assert sent["model"] == "qwen" and sent["temperature"] == 0 and sent["max_tokens"] == 16
+    assert sent["structured_outputs"] == {"choice": ["0", "1", "-1"]} and sent["top_logprobs"] == 20
+    uris = [part["image_url"]["url"] for part in sent["messages"][0]["content"] if part["type"] == "image_url"]
+    shown = [np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.split(",")[1])))) for uri in uris]
+    expected = pair(3, 20)
+    assert (shown[0] == expected.first.frames).all() and (shown[1] == expected.second.frames).all()
+    assert label.value == 0 and label.probabilities == pytest.approx((0.6 / 0.9, 0.1 / 0.9, 0.2 / 0.9))
+    assert (labeller.stats.prompt_tokens, labeller.stats.sampled_tokens) == (11, 2)
+
+
+def test_without_guidance_the_text_is_read() -> None:
+    server = Server(completion("I prefer Image 2.", {"I": 0.9, "0": 0.1}))
+    label, _ = asked(endpoint(server))
+    assert "structured_outputs" not in server.requests[0] and "guided_choice" not in server.requests[0]
+    assert label.value == 1 and label.probabilities is None  # of another answer than the one that was given
+
+
+def test_the_old_field_of_guided_choice() -> None:
+    server = Server(completion("1"))
+    asked(endpoint(server, guidance="guided_choice", logprobs=False))
+    assert server.requests[0]["guided_choice"] == ["0", "1", "-1"] and "logprobs" not in server.requests[0]
+
+
+def test_the_plain_generate_of_the_fork() -> None:
+    server = Server({"text": "<think>hm</think>Image 2 is better."}, {"text": "1"})
+    backend = GenerateBackend("http://vlm:8001/generate", transport=httpx.ASGITransport(server))
+    label, _ = asked(backend, QueryOptions(both_orders=False))
+    describe, summarise = server.requests
+    assert server.paths == ["/generate"] * 2
+    kinds = [part["type"] for part in describe["messages"][0]["content"]]
+    assert kinds == ["text", "image", "text", "image", "text"] and describe["max_tokens"] == 512
+    assert describe["messages"][0]["content"][1]["image"].startswith("data:image/png;base64,")
+    assert summarise["max_tokens"] == 16 and "Image 2 is better." in summarise["messages"][0]["content"][0]["text"]
+    assert label.value == 1
+
+
+def test_a_busy_server_is_asked_again() -> None:
+    server = Server((503, b"busy"), (429, b"slow down"), completion("1"))
+    label, labeller = asked(endpoint(server))
+    assert label.value == 1 and labeller.stats.retries == 2
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ((401, {"detail": "no token"}), "HTTP 401.*no token"),
+        ((400, b"bad"), "HTTP 400: bad"),
+        ({"choices": []}, "no chat completion"),
+        ({"error": "x"}, "no chat completion"),
+        ([1], "answered with a list"),
+    ],
+)
+def test_what_is_no_answer_is_an_error_at_once(reply: Any, message: str) -> None:
+    server = Server(reply)
+    label, labeller = asked(endpoint(server))
+    assert len(server.requests) == 1 and label.answers == ()
+    assert re.search(message, label.error)
+    assert labeller.stats.errors == 1
+
+
+@pytest.mark.parametrize("reply", [(500, b"oops"), b"not json"])
+def test_failures_that_may_pass_are_errors_after_all_attempts(reply: Any) -> None:
+    server = Server(reply)
+    label, _ = asked(endpoint(server), QueryOptions(steps=1, both_orders=False, attempts=2))
+    assert len(server.requests) == 2 and "no answer within" in label.error
+
+
+def test_a_server_that_is_not_there_is_an_error() -> None:
+    backend = EndpointBackend("http://127.0.0.1:9/v1", "qwen", timeout_s=1)
+    label, _ = asked(backend, QueryOptions(steps=1, both_orders=False, attempts=1))
+    assert "127.0.0.1:9" in label.error
+
+
+def test_all_pairs_go_out_at_once() -> None:
+    inside = 0
+    most = 0
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await asyncio.sleep(0.05)
+        inside -= 1
+        await Server(completion("0"))(scope, receive, send)
+
+    backend = EndpointBackend("http://vlm/v1", "qwen", transport=httpx.ASGITransport(slow))
+    asyncio.run(VLMLabeller(backend, PROMPTS, QueryOptions(steps=1)).label(random_pairs(20)))
+    assert most == 40
+
+
+def test_an_address_must_be_http() -> None:
+    with pytest.raises(UserInputError, match="must be an http"):
+        EndpointBackend("file:///etc/passwd", "qwen")
+
+
+def test_the_forks_variables_name_the_server() -> None:
+    assert server_url({}) == "http://localhost:8000/generate"
+    assert server_url({"SERVER_HOST": "gpu1", "SERVER_PORT": "8001"}) == "http://gpu1:8001/generate"
+    assert server_url({"SERVER_URL": "http://x/generate", "SERVER_PORT": "1"}) == "http://x/generate"
+
+
+def test_probabilities_of_choices_from_first_tokens() -> None:
+    log = math.log
+    found = choice_probabilities([("0", log(0.5)), ("-", log(0.2)), ("1", log(0.1)), ("x", log(0.2))], ("0", "1", "-1"))
+    assert found == pytest.approx({"0": 0.625, "1": 0.125, "-1": 0.25})
+    assert choice_probabilities([("yes", 0.0)], ("0", "1")) is None
+    assert choice_probabilities([("0", 0.0)], ("0.1", "0.2")) is None
+    assert choice_probabilities([("", 0.0), ("1", -1.0)], ("0", "1")) == {"0": 0.0, "1": 1.0}

@@ -1,0 +1,185 @@
+"""Labels on disk: nothing is lost, a kill leaves no half session, replay needs nobody."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from label_support import pair, random_pairs, segment
+
+from rl_vlm.preference.query_log import COLUMNS, QueryLog
+from rl_vlm.preference.store import LabelReplay, LabelStore, label_cache
+from rl_vlm.preference.types import SKIPPED, Label, Segment, SegmentPair
+from rl_vlm.types import UserInputError
+
+LABELS = [
+    Label(0, (0.7, 0.2, 0.1), "[given] 0\n[swapped] 1", 0.5, answers=(0, 0)),
+    Label(-1, error="HTTP 503"),
+    Label(-1, (0.1, 0.1, 0.8), "tie", 0.1, answers=(-1, 1)),
+    Label(1, text="lone surrogate \ud800"),
+]
+
+
+def same(a: Segment, b: Segment) -> bool:
+    frames = (a.frames is None) == (b.frames is None) and (a.frames is None or bool((a.frames == b.frames).all()))
+    arrays = ("observations", "actions", "true_rewards")
+    return frames and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in arrays)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    pairs = [*random_pairs(3), SegmentPair(segment([1, 2, 3]), segment([4, 5, 6]))]
+    store = LabelStore(tmp_path / "labels")
+    assert len(store) == 0
+    assert store.append(pairs, LABELS, step=2000, time=12.5) == 1
+    assert store.append([], [], step=4000, time=13.0) == 2
+    found = LabelStore(tmp_path / "labels").read(1)
+    assert (found.number, found.step, found.time) == (1, 2000, 12.5)
+    for read, written in zip(found.pairs, pairs, strict=True):
+        assert same(read.first, written.first) and same(read.second, written.second)
+    for read_label, written_label in zip(found.labels, LABELS, strict=True):
+        assert (read_label.value, read_label.error) == (written_label.value, written_label.error)
+        assert read_label.answers == written_label.answers and read_label.seconds == written_label.seconds
+        assert read_label.probabilities == (
+            None if written_label.probabilities is None else pytest.approx(written_label.probabilities)
+        )
+    assert [label.text for label in found.labels] == [label.text.replace("\ud800", "?") for label in LABELS]
+    assert LabelStore(tmp_path / "labels").read(2).pairs == []
+
+
+def test_equal_pictures_are_kept_once(tmp_path: Path) -> None:
+    store = LabelStore(tmp_path)
+    store.append([pair(1, 2), pair(2, 1)], [Label(0), Label(1)], step=0, time=0)
+    assert len(list((tmp_path / "images").iterdir())) == 2
+
+
+def test_segments_without_pictures_are_kept(tmp_path: Path) -> None:
+    bare = segment([3, 4])
+    without = Segment(bare.observations, bare.actions, bare.true_rewards)
+    LabelStore(tmp_path).append([SegmentPair(without, without)], [Label(0)], step=0, time=0)
+    assert LabelStore(tmp_path).read(1).pairs[0].first.frames is None
+
+
+def test_a_session_is_replayed_as_it_was(tmp_path: Path) -> None:
+    store = LabelStore(tmp_path)
+    for number in range(3):
+        store.append(random_pairs(2, seed=number), LABELS[:2], step=number, time=0)
+    replay = LabelReplay(tmp_path)
+    first = replay.next_session()
+    assert first is not None and same(first.pairs[1].second, random_pairs(2, seed=0)[1].second)
+    resumed = LabelReplay(tmp_path)
+    resumed.set_state(replay.state())
+    steps = [session.step for session in iter(resumed.next_session, None) if session is not None]
+    assert steps == [1, 2] and resumed.next_session() is None
+    assert [session.number for session in store.sessions(start=2)] == [2, 3]
+
+
+def test_a_resumed_run_goes_back_and_loses_nothing(tmp_path: Path) -> None:
+    store = LabelStore(tmp_path)
+    for number in range(3):
+        store.append(random_pairs(1, seed=number), [Label(0)], step=number, time=0)
+    assert store.rewind(1) == 2 and len(store) == 1
+    assert store.append(random_pairs(1, seed=9), [Label(1)], step=9, time=0) == 2
+    assert store.rewind(1) == 1 and store.rewind(5) == 0
+    assert len(list((tmp_path / "superseded").iterdir())) == 3
+
+
+@pytest.mark.parametrize("value", [None, "None", "null", "", " none ", "NULL"])
+def test_no_cache_has_many_names(value: str | None) -> None:
+    assert label_cache(value) is None
+
+
+def test_a_cache_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
+    assert label_cache(str(tmp_path)) == tmp_path
+    with pytest.raises(UserInputError, match="no label cache .*elsewhere"):
+        label_cache(tmp_path / "elsewhere")
+    with pytest.raises(UserInputError, match="holds no sessions"):
+        LabelReplay(tmp_path)
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    store = LabelStore(tmp_path)
+    store.append([pair(1, 2)], [Label(0)], step=0, time=0)
+    next(iter((tmp_path / "images").iterdir())).unlink()
+    with pytest.raises(UserInputError, match="Cannot read the labels"):
+        store.read(1)
+    (tmp_path / "session-000001.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(UserInputError, match="Cannot read the labels"):
+        store.read(1)
+    os.replace(tmp_path / "session-000001.parquet", tmp_path / "session-000003.parquet")
+    with pytest.raises(UserInputError, match="lacks sessions"):
+        len(store)
+
+
+WRITER = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from label_support import random_pairs
+from rl_vlm.preference.store import LabelStore
+from rl_vlm.preference.query_log import QueryLog
+from rl_vlm.preference.types import Label
+store, log = LabelStore(sys.argv[1]), QueryLog(sys.argv[1] + "/log.csv")
+pairs = random_pairs(8)
+for number in range(1, 100000):
+    labels = [Label(number % 2, text="text " * 200)] * 8
+    store.append(pairs, labels, step=number, time=0.0)
+    log.append(pairs, labels, iteration=number, time=0.0)
+    print(number, flush=True)
+"""
+
+
+def test_a_kill_in_the_middle_of_writing_leaves_whole_sessions(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITER, str(tmp_path), str(Path(__file__).parent)]
+    for number in range(2):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        process.stdout.readline()  # it is writing
+        time.sleep(0.03 + 0.017 * number)
+        process.send_signal(signal.SIGKILL)
+        written = [int(line) for line in process.stdout.read().split()]
+        process.wait(timeout=30)
+        process.stdout.close()
+        sessions = list(LabelStore(tmp_path).sessions())
+        assert len(sessions) >= max(written, default=1)
+        assert all(len(session.pairs) == len(session.labels) == 8 for session in sessions)
+        rows = list(csv.DictReader((tmp_path / "log.csv").open()))
+        assert len(rows) >= 8 * max(written, default=1) - 8
+        os.truncate(tmp_path / "log.csv", 0)
+        LabelStore(tmp_path).rewind(0)
+
+
+def test_the_log_has_the_originals_columns_first(tmp_path: Path) -> None:
+    log = QueryLog(tmp_path / "vlm_query_log.csv")
+    pairs = [SegmentPair(segment([1, 2]), segment([3, 4])), pair(5, 6), pair(7, 8), pair(1, 30)]
+    log.append(pairs, LABELS, iteration=3, time=1.7e9)
+    log.append(pairs[:1], [Label(-1, error=SKIPPED)], iteration=4, time=1.7e9)
+    text = (tmp_path / "vlm_query_log.csv").read_text()
+    assert text.startswith("ground_truth_score_1,ground_truth_score_2,vlm_predicted_label,timestamp,train_iter,")
+    rows = list(csv.DictReader(text.splitlines()))
+    assert len(text.splitlines()) == 6 and tuple(rows[0]) == COLUMNS
+    assert [row["vlm_predicted_label"] for row in rows] == ["0", "", "-1", "1", ""]
+    assert (float(rows[0]["ground_truth_score_1"]), float(rows[0]["ground_truth_score_2"])) == (-3, -7)
+    assert rows[0]["timestamp"] == "2023-11-14T22:13:20Z" and rows[0]["train_iter"] == "3"
+    assert (
+        rows[0]["raw_text"] == "[given] 0\\n[swapped] 1" and rows[0]["order"] == "both" and rows[2]["answers"] == "-1 1"
+    )
+    assert rows[1]["error"] == "HTTP 503" and float(rows[0]["probability_first"]) == 0.7
+
+
+def test_a_resumed_run_repeats_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    for iteration in (1, 2, 3):
+        QueryLog(path).append([pair(1, 2)], [Label(0)], iteration=iteration, time=0)
+    QueryLog(path, keep_until=1).append([pair(1, 2)], [Label(1)], iteration=2, time=0)
+    assert [(row["train_iter"], row["vlm_predicted_label"]) for row in csv.DictReader(path.open())] == [
+        ("1", "0"),
+        ("2", "1"),
+    ]
+    QueryLog(tmp_path / "none.csv", keep_until=5)
+    assert not (tmp_path / "none.csv").exists()

@@ -1,0 +1,280 @@
+"""The VLM labeller over a real engine: orders, steps, probabilities, deadlines, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from core_support import plain_model, processor, text_side
+from label_support import pair, random_pairs, segment
+from PIL import Image
+
+from rl_vlm.chat import expand_image_tokens, mrope_positions
+from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.models.images import patchify
+from rl_vlm.preference.backends import Answer, Ask, BackendError, EngineClient, Question, ServedBackend
+from rl_vlm.preference.labeller import QueryOptions, VLMLabeller, _encode, picture_of
+from rl_vlm.preference.prompts import task_prompts
+from rl_vlm.preference.session import LabellerDownError, label_session
+from rl_vlm.preference.types import Label, SegmentPair
+from rl_vlm.types import Message, UserInputError
+
+PROMPTS = task_prompts("cartpole")
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine(tiny_folder, max_context=2048)
+    yield engine
+    asyncio.run(engine.close())
+
+
+@pytest.fixture(scope="module")
+def backend(engine: TransformersEngine, tiny_folder: Path) -> ServedBackend:
+    return ServedBackend(EngineClient(engine), text_side(tiny_folder))
+
+
+def one_step(**more: object) -> QueryOptions:
+    return QueryOptions(**{"steps": 1, **more})  # type: ignore[arg-type]
+
+
+def asked(labeller: VLMLabeller, *pairs: SegmentPair) -> list[Label]:
+    return asyncio.run(labeller.label(pairs))
+
+
+class Scripted:
+    """A backend that answers by a function: for what no model can be made to say on demand."""
+
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+        self.questions: list[Question] = []
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[Ask]:
+        async def ask(question: Question) -> Answer:
+            self.questions.append(question)
+            found = self.answer(question)  # type: ignore[operator]
+            if asyncio.iscoroutine(found):
+                found = await found
+            return found if isinstance(found, Answer) else Answer(found)
+
+        yield ask
+
+
+def test_probabilities_are_the_models_own(backend: ServedBackend, tiny_folder: Path) -> None:
+    shown = pair(3, 20)
+    (label,) = asked(VLMLabeller(backend, PROMPTS, one_step(both_orders=False)), shown)
+    first, second = (Image.fromarray(part.frames[0]) for part in (shown.first, shown.second))  # type: ignore[index]
+    templates = PROMPTS.templates
+    asked_for = PROMPTS.fill(templates.decide)
+    message = Message.of("user", templates.first, first, templates.second, second, asked_for)
+    # An independent way to the same numbers: the logits that the model gives to the first tokens of the three labels.
+    logits = next_logits(tiny_folder, message, [first, second])
+    starts = [processor(tiny_folder).tokenizer(choice)["input_ids"][0] for choice in ("0", "1", "-1")]
+    expected = torch.softmax(logits[starts], 0).tolist()
+    assert label.error == "" and label.probabilities == pytest.approx(expected, abs=1e-5)
+    assert label.value == [0, 1, -1][int(np.argmax(expected))]
+
+
+def next_logits(folder: Path, message: Message, images: list[Image.Image]) -> torch.Tensor:
+    """float32 [V]: the plain model's logits after the prompt."""
+    text = text_side(folder)
+    parts = [patchify(text.images, image) for image in images]
+    grids = tuple(grid for _, grid in parts)
+    counts = [text.images.num_image_tokens(grid) for grid in grids]
+    image_id = text.codec.image_token_id
+    ids = expand_image_tokens(text.codec.encode_prompt([message]).token_ids, image_id, counts)
+    positions = mrope_positions(ids, image_id, grids, text.images.merge_size)
+    with torch.no_grad():
+        out = plain_model(folder)(
+            input_ids=torch.from_numpy(ids.astype(np.int64))[None],
+            position_ids=torch.from_numpy(positions)[:, None],
+            pixel_values=torch.from_numpy(np.concatenate([patches for patches, _ in parts])),
+            image_grid_thw=torch.tensor(grids),
+        )
+    return out.logits[0, -1]
+
+
+def test_both_orders_are_asked_and_averaged(backend: ServedBackend) -> None:
+    there, back = pair(3, 20), pair(20, 3)
+    single = VLMLabeller(backend, PROMPTS, one_step(both_orders=False))
+    given, swapped = asked(single, there, back)
+    labeller = VLMLabeller(backend, PROMPTS, one_step())
+    (both,) = asked(labeller, there)
+    flipped = {0: 1, 1: 0, -1: -1}[swapped.value]
+    assert both.answers == (given.value, flipped)
+    assert both.value == (given.value if given.value == flipped else -1)
+    assert given.probabilities is not None and swapped.probabilities is not None
+    mean = [(a + b) / 2 for a, b in zip(given.probabilities, np.array(swapped.probabilities)[[1, 0, 2]], strict=True)]
+    assert both.probabilities == pytest.approx(mean, abs=1e-6) and sum(mean) == pytest.approx(1)
+    assert labeller.stats.questions == 2 and labeller.stats.disagreements == (given.value != flipped)
+    assert labeller.stats.prompt_tokens > 100 and labeller.stats.sampled_tokens >= 4
+
+
+def test_two_steps_describe_and_then_summarise(backend: ServedBackend) -> None:
+    labeller = VLMLabeller(backend, PROMPTS, QueryOptions(both_orders=False, describe_tokens=12))
+    (label,) = asked(labeller, pair(3, 20))
+    assert labeller.stats.questions == 2
+    if not label.error:  # the tiny model may describe with an empty text
+        assert label.value in (0, 1, -1) and " => " in label.text and label.probabilities is not None
+
+
+def test_scores_come_from_the_same_model(backend: ServedBackend) -> None:
+    labeller = VLMLabeller(backend, PROMPTS, one_step())
+    scores = asyncio.run(labeller.score([segment([angle]).frames[0] for angle in (0, 15, 30)]))  # type: ignore[index]
+    assert all(score.error == "" for score in scores)
+    assert all(score.value is None or 0 <= score.value <= 1 for score in scores)
+
+
+def test_all_pairs_are_in_flight_at_once() -> None:
+    waiting = 0
+    everyone = asyncio.Event()
+
+    async def answer(question: Question) -> str:
+        nonlocal waiting
+        waiting += 1
+        if waiting == 80:
+            everyone.set()
+        async with asyncio.timeout(5):
+            await everyone.wait()
+        return "0"
+
+    labels = asked(VLMLabeller(Scripted(answer), PROMPTS, one_step()), *random_pairs(40))
+    assert waiting == 80
+    # It always answers for the first picture: blind to what is shown.
+    assert [label.value for label in labels] == [-1] * 40 and not any(label.error for label in labels)
+
+
+def test_position_bias_is_measured() -> None:
+    labeller = VLMLabeller(Scripted(lambda question: "0"), PROMPTS, one_step())
+    asked(labeller, *random_pairs(5))
+    assert labeller.stats.position_bias == 1.0 and labeller.stats.disagreements == 5
+    assert "position bias +1.00" in labeller.stats.summary()
+
+
+def test_two_steps_ask_the_second_in_text_only() -> None:
+    script = Scripted(lambda question: "1" if question.choices else "<think>hm {x}</think>Image 2 is {better}.")
+    (label,) = asked(VLMLabeller(script, PROMPTS, QueryOptions(both_orders=False)), pair(20, 3))
+    describe, summarise = script.questions
+    assert len(describe.messages[0].images) == 2 and describe.choices == () and describe.max_new_tokens == 512
+    assert not summarise.messages[0].images and "Image 2 is {better}." in summarise.messages[0].text
+    assert "hm" not in summarise.messages[0].text and summarise.choices == ("0", "1", "-1")
+    assert label.value == 1
+
+
+def test_free_text_is_read() -> None:
+    script = Scripted(lambda question: "The goal is better achieved in Image 1.")
+    (label,) = asked(VLMLabeller(script, PROMPTS, one_step(guided=False, both_orders=False)), pair(3, 20))
+    assert label.value == 0 and label.probabilities is None and script.questions[0].choices == ()
+
+
+@pytest.mark.parametrize("text", ["0.7", "", "The robot is an arm."])
+def test_an_answer_without_a_decision_is_an_error_and_no_label(text: str) -> None:
+    labeller = VLMLabeller(Scripted(lambda question: text), PROMPTS, one_step(guided=False))
+    (label,) = asked(labeller, pair(3, 20))
+    assert "decides nothing" in label.error and label.answers == () and labeller.stats.errors == 1
+
+
+def test_identical_pictures_are_not_asked_about() -> None:
+    script = Scripted(lambda question: "0")
+    (label,) = asked(VLMLabeller(script, PROMPTS), pair(5, 5))
+    assert label.value == -1 and not label.error and script.questions == []
+
+
+def test_what_fails_is_asked_again() -> None:
+    failures = iter([BackendError("busy"), BackendError("busy")])
+
+    def answer(question: Question) -> str:
+        for error in failures:
+            raise error
+        return "1"
+
+    labeller = VLMLabeller(Scripted(answer), PROMPTS, one_step(both_orders=False))
+    (label,) = asked(labeller, pair(20, 3))
+    assert label.value == 1 and labeller.stats.retries == 2 and labeller.stats.questions == 1
+
+
+def test_one_failure_leaves_the_other_labels() -> None:
+    def answer(question: Question) -> str:
+        if broken.sha256 in [image.sha256 for image in question.messages[0].images]:  # type: ignore[union-attr]
+            raise BackendError("refused", retryable=False)
+        return "0"
+
+    pairs = random_pairs(3)
+    broken = _encode(picture_of(pairs[1].first))
+    labels = asked(VLMLabeller(Scripted(answer), PROMPTS, one_step(both_orders=False)), *pairs)
+    assert [label.error for label in labels] == ["", "refused", ""]
+    assert [label.value for label in labels if not label.error] == [0, 0]
+
+
+def test_a_deadline_ends_a_question() -> None:
+    async def never(question: Question) -> str:
+        await asyncio.sleep(60)
+        return "0"
+
+    (label,) = asked(VLMLabeller(Scripted(never), PROMPTS, one_step(deadline_s=0.05)), pair(3, 20))
+    assert "no answer within 0.05 s" in label.error and label.seconds < 5
+
+
+def test_a_labeller_that_is_down_stops_the_session() -> None:
+    def down(question: Question) -> str:
+        raise BackendError("connection refused", retryable=False)
+
+    labeller = VLMLabeller(Scripted(down), PROMPTS, one_step())
+    with pytest.raises(LabellerDownError, match="None of 3 pairs could be labelled: connection refused"):
+        asyncio.run(label_session(labeller, lambda count: random_pairs(count), 3))
+
+
+def test_undecided_pairs_are_topped_up() -> None:
+    draws: list[int] = []
+
+    def draw(count: int) -> list[SegmentPair]:
+        draws.append(count)
+        # Half of every draw is two times the same picture.
+        return [pair(3, 20) if k % 2 else pair(7, 7) for k in range(count)]
+
+    class Upright:
+        async def label(self, pairs: list[SegmentPair]) -> list[Label]:
+            return [Label(-1 if p.first.true_rewards.sum() == p.second.true_rewards.sum() else 0) for p in pairs]
+
+    session = asyncio.run(label_session(Upright(), draw, 8))
+    assert draws == [8, 4, 2, 1] and session.num_decided == 7 and len(session) == 15
+    once = asyncio.run(label_session(Upright(), draw, 8, max_rounds=1))
+    assert len(once) == 8 and once.num_decided == 4
+
+
+def test_pictures_of_a_segment_stand_side_by_side() -> None:
+    long = segment([0, 1, 2, 3, 4, 5, 6, 7], size=32)
+    assert long.frames is not None
+    assert (picture_of(long) == long.frames[7]).all()
+    # As in the original: every (8 // 3)-th frame, counted back from the last.
+    assert (picture_of(long, 3) == np.concatenate([long.frames[3], long.frames[5], long.frames[7]], axis=1)).all()
+    short = segment([1, 2], size=32)
+    assert (picture_of(short, 3) == np.concatenate([short.frames[1]] * 3, axis=1)).all()  # type: ignore[index]
+
+
+def test_segments_without_pictures_are_refused() -> None:
+    bare = segment([1])
+    nothing = type(bare)(bare.observations, bare.actions, bare.true_rewards)
+    with pytest.raises(UserInputError, match="have no pictures"):
+        asked(VLMLabeller(Scripted(lambda question: "0"), PROMPTS), SegmentPair(nothing, nothing))
+
+
+def test_seeds_differ_by_session_pair_order_and_step_and_come_back_after_a_restart() -> None:
+    script = Scripted(lambda question: "0" if question.choices else "text")
+    labeller = VLMLabeller(script, PROMPTS, QueryOptions(seed=5))
+    asked(labeller, *random_pairs(2))
+    state = labeller.state()
+    asked(labeller, *random_pairs(2))
+    seeds = [question.seed for question in script.questions]
+    assert len(set(seeds)) == 16
+    again = Scripted(script.answer)
+    resumed = VLMLabeller(again, PROMPTS, QueryOptions(seed=5))
+    resumed.set_state(state)
+    asked(resumed, *random_pairs(2))
+    assert sorted(question.seed for question in again.questions) == sorted(seeds[8:])

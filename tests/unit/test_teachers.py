@@ -1,0 +1,205 @@
+"""Labellers without a chat model: the scripted teacher keeps B-Pref's rules, similarity is the model's own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from label_support import pair, random_pairs
+from scipy.special import expit
+from scipy.stats import binomtest
+
+from rl_vlm.preference.teachers import (
+    ClipSimilarity,
+    CoinFlips,
+    MatchingSimilarity,
+    ScriptedTeacher,
+    SimilarityLabeller,
+    SimilarityReward,
+    TeacherOptions,
+)
+from rl_vlm.preference.types import SKIPPED, Label, Segment, SegmentPair
+from rl_vlm.types import UserInputError
+
+
+def by_rewards(first: list[float], second: list[float]) -> SegmentPair:
+    def part(rewards: list[float]) -> Segment:
+        steps = len(rewards)
+        return Segment(
+            np.zeros((steps, 2), np.float32), np.zeros((steps, 1), np.float32), np.array(rewards, np.float32)
+        )
+
+    return SegmentPair(part(first), part(second))
+
+
+def labels(teacher: Any, *pairs: SegmentPair) -> list[Label]:
+    return asyncio.run(teacher.label(list(pairs)))
+
+
+def test_a_rational_teacher_prefers_the_higher_return() -> None:
+    found = labels(
+        ScriptedTeacher(), by_rewards([1, 2], [2, 2]), by_rewards([5, 0], [1, 1]), by_rewards([1, 2], [2, 1])
+    )
+    assert [label.value for label in found] == [1, 0, -1]
+
+
+def test_gamma_discounts_earlier_steps() -> None:
+    # 0.5 · 4 + 1 = 3 against 0.5 · 1 + 3 = 3.5, although the plain sums are 5 and 4.
+    discounting = ScriptedTeacher(TeacherOptions(gamma=0.5))
+    assert [label.value for label in labels(discounting, by_rewards([4, 1], [1, 3]))] == [1]
+    assert [label.value for label in labels(ScriptedTeacher(), by_rewards([4, 1], [1, 3]))] == [0]
+
+
+@pytest.mark.parametrize("difference", [-2.0, 0.0, 0.7])
+def test_beta_makes_a_bradley_terry_teacher(difference: float) -> None:
+    teacher = ScriptedTeacher(TeacherOptions(beta=1.5), seed=3)
+    found = labels(teacher, *[by_rewards([1.0], [1.0 + difference])] * 2000)
+    seconds = sum(label.value == 1 for label in found)
+    assert binomtest(seconds, 2000, expit(1.5 * difference)).pvalue > 1e-3
+
+
+def test_mistakes_come_at_their_rate() -> None:
+    found = labels(ScriptedTeacher(TeacherOptions(eps_mistake=0.2), seed=1), *[by_rewards([0], [1])] * 2000)
+    assert binomtest(sum(label.value == 0 for label in found), 2000, 0.2).pvalue > 1e-3
+
+
+def test_thresholds_scale_with_the_policys_return() -> None:
+    teacher = ScriptedTeacher(TeacherOptions(eps_skip=0.5, eps_equal=0.1))
+    cases = [by_rewards([1, 1], [0, 1]), by_rewards([4, 4], [4, 4.5]), by_rewards([4, 4], [9, 0])]
+    assert [label.value for label in labels(teacher, *cases)] == [0, 1, 1]  # no margin yet
+    teacher.set_margin(mean_return=500, segment_length=2, horizon=100)  # 10 per segment
+    poor, near, clear = labels(teacher, *cases)
+    assert poor.error == SKIPPED and (near.value, near.error) == (-1, "") and clear.value == 1 and not clear.error
+
+
+def test_a_negative_return_switches_thresholds_off() -> None:
+    teacher = ScriptedTeacher(TeacherOptions(eps_skip=0.5, eps_equal=0.5))
+    teacher.set_margin(mean_return=-500, segment_length=1, horizon=100)
+    assert [label.value for label in labels(teacher, by_rewards([-1], [-2]))] == [0]
+
+
+@pytest.mark.parametrize(
+    "teacher", [lambda: ScriptedTeacher(TeacherOptions(eps_mistake=0.3), seed=7), lambda: CoinFlips(7)]
+)
+def test_a_resumed_teacher_goes_on_where_it_stopped(teacher: Any) -> None:
+    first = teacher()
+    labels(first, *random_pairs(5))
+    state = json.loads(json.dumps(first.state()))
+    expected = labels(first, *random_pairs(20, seed=1))
+    resumed = teacher()
+    resumed.set_state(state)
+    assert labels(resumed, *random_pairs(20, seed=1)) == expected
+
+
+def test_coin_flips_know_nothing() -> None:
+    found = labels(CoinFlips(0), *[by_rewards([0], [1])] * 1000)
+    assert binomtest(sum(label.value for label in found), 1000, 0.5).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("wrong", [{"eps_mistake": 1.5}, {"gamma": 0.0}])
+def test_wrong_options_are_named(wrong: dict[str, float]) -> None:
+    with pytest.raises(UserInputError, match="eps_mistake"):
+        TeacherOptions(**wrong)
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CLIP of a few thousand random weights, with a tokenizer of letters."""
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+
+    letters = [*"abcdefghijklmnopqrstuvwxyz."]
+    tokens = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    tokenizer = CLIPTokenizer(vocab={token: place for place, token in enumerate(tokens)}, merges=[])
+    text = {"vocab_size": len(tokens), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    torch.manual_seed(0)
+    model = CLIPModel(
+        CLIPConfig(
+            text_config={**text, "intermediate_size": 32, "eos_token_id": len(tokens) - 1, "pad_token_id": 0},
+            vision_config={**vision, "intermediate_size": 32},
+            projection_dim=8,
+        )
+    )
+    folder = tmp_path_factory.mktemp("clip")
+    model.save_pretrained(folder)
+    images = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    CLIPProcessor(images, tokenizer).save_pretrained(folder)
+    return folder
+
+
+def test_clip_similarity_is_the_models_own(clip_folder: Path) -> None:
+    from transformers import CLIPModel, CLIPProcessor
+
+    pairs = random_pairs(3, seed=2)
+    frames = np.stack([part.frames[0] for one in pairs for part in (one.first, one.second)])  # type: ignore[index]
+    similarity = ClipSimilarity(clip_folder, "the pole is upright.")
+    found = similarity.similarities(frames)
+    model, processor = CLIPModel.from_pretrained(clip_folder), CLIPProcessor.from_pretrained(clip_folder)
+    inputs = processor(text=["the pole is upright."], images=list(frames), return_tensors="pt")
+    with torch.no_grad():
+        logits = model(**inputs).logits_per_image[:, 0] / model.logit_scale.exp()
+    np.testing.assert_allclose(found, logits.numpy(), atol=1e-5)
+    labelled = labels(SimilarityLabeller(similarity), *pairs)
+    assert [label.value for label in labelled] == [int(b > a) for a, b in found.reshape(-1, 2)]
+    reward = SimilarityReward(similarity)
+    np.testing.assert_allclose(reward.rewards(frames), 2 * found - 1, atol=1e-6)
+    assert reward.input_kind == "image"
+    scores = asyncio.run(SimilarityLabeller(similarity).score(list(frames)))
+    assert [score.value for score in scores] == pytest.approx(np.maximum(found, 0).tolist())
+
+
+def test_image_text_matching_is_the_models_own(tmp_path: Path) -> None:
+    from transformers import (
+        BertTokenizer,
+        Blip2Config,
+        Blip2ForImageTextRetrieval,
+        Blip2Processor,
+        BlipImageProcessor,
+    )
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "pole", "is", "upright", "."]
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    qformer = {"vocab_size": len(words), "use_qformer_text_input": True, "encoder_hidden_size": 16}
+    torch.manual_seed(0)
+    config = Blip2Config(
+        vision_config={**vision, "image_size": 32, "patch_size": 8},
+        qformer_config={**vision, **qformer, "cross_attention_frequency": 1},
+        num_query_tokens=4,
+        image_text_hidden_size=8,
+    )
+    Blip2ForImageTextRetrieval(config).save_pretrained(tmp_path)
+    tokenizer = BertTokenizer(vocab={word: place for place, word in enumerate(words)})
+    images = BlipImageProcessor(size={"height": 32, "width": 32})
+    Blip2Processor(images, tokenizer).save_pretrained(tmp_path)
+    frames = np.stack([part.frames[0] for one in random_pairs(2) for part in (one.first, one.second)])  # type: ignore[index]
+    found = MatchingSimilarity(tmp_path, "the pole is upright.").similarities(frames)
+    model = Blip2ForImageTextRetrieval.from_pretrained(tmp_path).eval()
+    processor = Blip2Processor.from_pretrained(tmp_path)
+    for frame, probability in zip(frames, found, strict=True):
+        inputs = processor(images=frame, text="the pole is upright.", return_tensors="pt")
+        with torch.no_grad():
+            logits = model(**inputs, use_image_text_matching_head=True).logits_per_image
+        assert probability == pytest.approx(torch.softmax(logits, 1)[0, 1].item(), abs=1e-5)
+
+
+def test_a_model_that_is_missing_or_of_another_kind_is_named(tmp_path: Path, tiny_folder: Path) -> None:
+    with pytest.raises(UserInputError, match="rl-vlm fetch openai/clip"):
+        ClipSimilarity("openai/clip-vit-none", "x")
+    with pytest.raises(UserInputError, match="of type 'qwen3_vl'"):
+        ClipSimilarity(tiny_folder, "x")
+    with pytest.raises(UserInputError, match="needs a description"):
+        ClipSimilarity(tiny_folder, " ")
+
+
+def test_equal_similarity_is_no_preference() -> None:
+    class Constant:
+        def similarities(self, frames: np.ndarray) -> np.ndarray:
+            return np.full(len(frames), 0.25, np.float32)
+
+    (label,) = labels(SimilarityLabeller(Constant()), pair(1, 2))
+    assert label.value == -1 and not label.error
