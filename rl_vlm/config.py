@@ -12,17 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from rl_vlm.config_section import Section
+from rl_vlm.preference.settings import PreferenceSection
 from rl_vlm.types import UserInputError
 
 _SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are not changed after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class LoraSection(Section):
@@ -118,9 +114,9 @@ class RolloutSection(Section):
 
 
 class AlgorithmSection(Section):
-    """GRPO. Defaults are the published multi-turn geo3k recipe: clip 0.2 / 0.28, no KL, no entropy bonus, std-normalised."""
+    """`preference_sac` is set by `preference`; all else here is GRPO's. Defaults are the published multi-turn geo3k recipe: clip 0.2 / 0.28, no KL, no entropy bonus, std-normalised."""
 
-    name: Literal["grpo"] = "grpo"
+    name: Literal["grpo", "preference_sac"] = "grpo"
     iterations: int = Field(100, ge=1)
     loss: Literal["grpo", "dapo", "dr_grpo"] = "grpo"
     advantage_normalization: Literal["std", "none"] = "std"
@@ -202,6 +198,7 @@ class RunConfig(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     learner: LearnerSection = LearnerSection()
     evaluation: EvaluationSection = EvaluationSection()
+    preference: PreferenceSection = PreferenceSection()
     logging: LoggingSection = LoggingSection()
     resources: ResourcesSection = ResourcesSection()
 

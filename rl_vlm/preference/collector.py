@@ -77,9 +77,7 @@ class Collector:
         self._envs: list[ControlEnv] = []
         self._open: list[_OpenEpisode] = []
 
-    def collect(
-        self, actor: NumpyActor | None, steps: int, episode_counts: Sequence[int] | None = None
-    ) -> StepBatch:
+    def collect(self, actor: NumpyActor | None, steps: int, episode_counts: Sequence[int] | None = None) -> StepBatch:
         """Take `steps` steps in every environment; the rows of one moment stand together.
 
         `actor` None acts uniformly at random. `episode_counts` [count] says with which episode a collector that is new

@@ -179,7 +179,9 @@ class ReplayBuffer:
             rows = rows.reshape(-1, 2, length)[usable]
             frames = self._segment_frames(rows)
             pairs += [
-                SegmentPair(*(self._segment(rows[k, side], None if frames is None else frames[k, side]) for side in (0, 1)))
+                SegmentPair(
+                    *(self._segment(rows[k, side], None if frames is None else frames[k, side]) for side in (0, 1))
+                )
                 for k in range(len(rows))
             ]
         return pairs

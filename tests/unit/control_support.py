@@ -20,7 +20,13 @@ def number_of(frame: np.ndarray) -> int:
 
 
 def steps(
-    first: int, count: int, episode: int = 0, start: int = 0, done: str = "", size: int = 0, numbers: list[int] | None = None
+    first: int,
+    count: int,
+    episode: int = 0,
+    start: int = 0,
+    done: str = "",
+    size: int = 0,
+    numbers: list[int] | None = None,
 ) -> StepBatch:
     """Steps number `first`, first + 1, ... of an episode from time `start` on; `done` says how the last one ends."""
     ids = np.array(numbers if numbers is not None else range(first, first + count))
