@@ -205,7 +205,7 @@ class Evaluator:
             for place, action in zip(running, actions, strict=True):
                 env, result = self._envs[place], results[place]
                 observation, reward, terminated, truncated, info = env.step(action)
-                result.true_return += reward
+                result.true_return += float(reward)
                 result.length += 1
                 result.success_last = env.success(info)
                 result.success_best = max(result.success_best, result.success_last)

@@ -44,7 +44,7 @@ class StepBatch:
         """One batch of all rows, in order."""
         if len(batches) == 1:
             return batches[0]
-        values = {}
+        values: dict[str, Any] = {}
         for field in fields(cls):
             parts = [getattr(batch, field.name) for batch in batches]
             values[field.name] = None if parts[0] is None else np.concatenate(parts)
