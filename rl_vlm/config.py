@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from rl_vlm.config_section import Section
-from rl_vlm.preference.settings import PreferenceSection
+from rl_vlm.preference.loop_settings import PreferenceSection
 from rl_vlm.types import UserInputError
 
 _SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")

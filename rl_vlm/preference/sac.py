@@ -22,7 +22,7 @@ from rl_vlm.preference.networks import (
     policy_gradient,
     sample_actions,
 )
-from rl_vlm.preference.settings import SACSection
+from rl_vlm.preference.loop_settings import SACSection
 
 logger = logging.getLogger(__name__)
 
