@@ -61,9 +61,14 @@ class StoredSession:
     labels: list[Label]
 
 
+def names_no_cache(value: str | Path | None) -> bool:
+    """None, "None", "null" and "" mean that there is no label cache."""
+    return value is None or str(value).strip().lower() in _NO_CACHE
+
+
 def label_cache(value: str | Path | None) -> Path | None:
-    """The folder of a label cache; None, "None", "null" and "" mean that there is none. Raises UserInputError."""
-    if value is None or str(value).strip().lower() in _NO_CACHE:
+    """The folder of a label cache, or None if `value` names none. Raises UserInputError if there is no such folder."""
+    if value is None or names_no_cache(value):
         return None
     folder = Path(value).expanduser()
     if not folder.is_dir():

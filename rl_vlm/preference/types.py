@@ -12,7 +12,7 @@ import numpy as np
 LabelValue = Literal[0, 1, -1]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity: arrays have no one truth value
 class Segment:
     """T consecutive steps of one episode.
 
@@ -29,7 +29,7 @@ class Segment:
         return len(self.actions)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SegmentPair:
     """Two segments of equal length, to be compared."""
 

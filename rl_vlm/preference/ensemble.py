@@ -1,0 +1,289 @@
+"""The reward ensemble: several networks learn from preferences (Bradley-Terry) or scores, their mean is the reward."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_safetensors
+from torch import Tensor, nn
+
+from rl_vlm.monitoring.files import write_atomic
+from rl_vlm.preference.examples import Examples, InputKind, TargetOptions, inputs_of
+from rl_vlm.preference.reward_networks import Architecture, ImageCNN, ImageMembers, MLPMembers, Squash, resnet18
+from rl_vlm.preference.types import Label, Score, Segment, SegmentPair
+from rl_vlm.types import UserInputError
+
+_INFERENCE_ROWS = {"image": 128, "state_action": 8192}
+
+
+@dataclass(frozen=True, slots=True)
+class EnsembleOptions:
+    """The reward model and how it is trained. Defaults are RL-VLM-F's, `min_gradient_steps` apart.
+
+    architecture: "cnn" and "resnet18" look at pictures, "mlp" at states and actions.
+    size: members. lr: of one Adam for all. batch: pairs per gradient step and member; None: 64 (ResNet 32, MLP 128).
+    stride: every stride-th pixel of a picture is seen.
+    epochs: passes over all pairs per session; they end early above `stop_accuracy`, but not before
+    `min_gradient_steps` in a session: with few pairs the accuracy on them is high long before the reward is right.
+    capacity: pairs that are kept.
+    """
+
+    architecture: Architecture = "cnn"
+    size: int = 3
+    lr: float = 3e-4
+    batch: int | None = None
+    epochs: int = 10
+    stop_accuracy: float = 0.97
+    min_gradient_steps: int = 60
+    targets: TargetOptions = field(default_factory=TargetOptions)
+    capacity: int = 20_000
+    stride: int = 1
+    kernels: tuple[int, ...] = (5, 3, 3, 3)
+    channels: tuple[int, ...] = (16, 32, 64, 128)
+    strides: tuple[int, ...] = (3, 2, 2, 2)
+    hidden: int = 256
+    layers: int = 3
+    squash: Squash = "tanh"
+    weights: str | None = None
+    device: str = "cpu"
+
+    @property
+    def batch_size(self) -> int:
+        """Pairs per gradient step and member."""
+        return self.batch or {"cnn": 64, "resnet18": 32, "mlp": 128}[self.architecture]
+
+
+@dataclass(slots=True)
+class FitReport:
+    """One session of training. `accuracy` is over the last epoch, measured before each step; nan for scores."""
+
+    examples: int = 0
+    epochs: int = 0
+    gradient_steps: int = 0
+    loss: float = float("nan")
+    accuracy: float = float("nan")
+    losses: list[float] = field(default_factory=list)  # per gradient step, mean over the members
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class RewardEnsemble:
+    """Implements `RewardModel`.
+
+    Args:
+        input_shape: (H, W, 3) of the pictures, or (O + A,).
+        options: see `EnsembleOptions`.
+        seed: of the initial weights and of the order of examples.
+    """
+
+    def __init__(self, input_shape: Sequence[int], options: EnsembleOptions | None = None, seed: int = 0) -> None:
+        self.options = options or EnsembleOptions()
+        self._shape = _seen_shape(tuple(input_shape), self.options)
+        self._rng = np.random.default_rng(seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self._members = _build(self._shape, self.options).to(self.options.device)
+        self._optimizer = torch.optim.Adam(self._members.parameters(), lr=self.options.lr)
+        self.pairs = Examples(self.input_kind, 2, self.options.capacity)
+        self.scores = Examples(self.input_kind, 1, self.options.capacity)
+
+    @property
+    def input_kind(self) -> InputKind:
+        """What it looks at."""
+        return "state_action" if self.options.architecture == "mlp" else "image"
+
+    @property
+    def num_parameters(self) -> int:
+        """Of all members."""
+        return sum(parameter.numel() for parameter in self._members.parameters())
+
+    def rewards(self, inputs: np.ndarray) -> np.ndarray:
+        """float32 [N], the mean of the members; inputs uint8 [N, H, W, 3] or float32 [N, O + A]."""
+        return self.member_rewards(inputs).mean(0)
+
+    def member_rewards(self, inputs: np.ndarray) -> np.ndarray:
+        """float32 [E, N]."""
+        inputs = self._seen(inputs)
+        rows = _INFERENCE_ROWS[self.input_kind]
+        self._members.eval()
+        found = []
+        with torch.inference_mode():
+            for start in range(0, len(inputs), rows):
+                batch = self._tensor(inputs[start : start + rows])
+                found.append(self._members([batch] * self.options.size).float().cpu())
+        return torch.cat(found, 1).numpy() if found else np.empty((self.options.size, 0), np.float32)
+
+    def segment_returns(self, segments: Sequence[Segment]) -> np.ndarray:
+        """float32 [E, N]: the sum of each member's rewards over each segment. All segments are equally long."""
+        if not segments:
+            return np.empty((self.options.size, 0), np.float32)
+        steps = len(segments[0])
+        flat = np.concatenate([inputs_of(segment, self.input_kind) for segment in segments])
+        return self.member_rewards(flat).reshape(self.options.size, -1, steps).sum(-1)
+
+    def preferences(self, pairs: Sequence[SegmentPair]) -> np.ndarray:
+        """float32 [E, N]: each member's probability that the first segment is better (Bradley-Terry)."""
+        returns = self.segment_returns([part for pair in pairs for part in (pair.first, pair.second)])
+        difference = returns[:, 0::2] - returns[:, 1::2]
+        return torch.sigmoid(torch.from_numpy(difference)).numpy()
+
+    def add_pairs(self, pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> int:
+        """Keep what may be trained on; returns how many pairs that are."""
+        for pair in pairs[:1]:
+            self._seen(inputs_of(pair.first, self.input_kind))  # before anything is kept
+        return self.pairs.add_pairs(pairs, labels, self.options.targets)
+
+    def add_scores(self, segments: Sequence[Segment], scores: Sequence[Score]) -> int:
+        """Keep the segments that have a score; returns how many."""
+        for segment in segments[:1]:
+            self._seen(inputs_of(segment, self.input_kind))
+        return self.scores.add_scores(segments, scores)
+
+    def fit(self) -> FitReport:
+        """One session of training on all pairs that are kept."""
+        return self._fit(self.pairs, preference_loss)
+
+    def fit_scores(self) -> FitReport:
+        """One session of training on all scores that are kept: squared error, no early stop."""
+        return self._fit(self.scores, score_loss)
+
+    def _fit(self, examples: Examples, loss_of: Loss) -> FitReport:
+        options = self.options
+        report = FitReport(examples=len(examples))
+        if not len(examples):
+            return report
+        targets = torch.from_numpy(examples.targets).to(options.device)
+        decided = examples.parts == 2
+        self._members.train()
+        while True:
+            # Every member sees the examples in an order of its own.
+            orders = np.stack([self._rng.permutation(len(examples)) for _ in range(options.size)])
+            right = total = 0
+            for start in range(0, len(examples), options.batch_size):
+                places = orders[:, start : start + options.batch_size]
+                returns = self._returns(examples, places)
+                wanted = targets[torch.from_numpy(places).to(options.device)]  # [E, B, parts]
+                losses = loss_of(returns, wanted)
+                self._optimizer.zero_grad(set_to_none=True)
+                losses.sum().backward()
+                self._optimizer.step()
+                report.losses.append(float(losses.detach().mean()))
+                if decided:
+                    hits, count = _hits(returns.detach(), wanted)
+                    right, total = right + hits, total + count
+            report.epochs += 1
+            report.gradient_steps = len(report.losses)
+            report.accuracy = right / total if total else float("nan")
+            report.loss = report.losses[-1]
+            enough = report.gradient_steps >= options.min_gradient_steps
+            if enough and (report.epochs >= options.epochs or report.accuracy > options.stop_accuracy):
+                return report
+
+    def _returns(self, examples: Examples, places: np.ndarray) -> Tensor:
+        """[E, B, parts]: the members' returns of the segments at places [E, B]."""
+        batches = []
+        for row in places:
+            inputs = examples.batch(row)  # [B, parts, T, ...]
+            batches.append(self._tensor(self._seen(inputs.reshape(-1, *inputs.shape[3:]))))
+        members, rows = places.shape
+        return self._members(batches).reshape(members, rows, examples.parts, -1).sum(-1)  # type: ignore[no-any-return]
+
+    def _seen(self, inputs: np.ndarray) -> np.ndarray:
+        """The inputs as the networks take them. Raises UserInputError if they have another size."""
+        stride = self.options.stride
+        if self.input_kind == "image" and stride > 1 and inputs.shape[1:] != self._shape:
+            inputs = inputs[:, ::stride, ::stride]
+        if inputs.shape[1:] != self._shape:
+            raise UserInputError(f"The reward model sees inputs of {self._shape}, not of {inputs.shape[1:]}.")
+        return inputs
+
+    def _tensor(self, inputs: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(inputs)).to(self.options.device)
+
+    def save(self, path: str | Path) -> None:
+        """Write weights, optimiser and random state as one safetensors file. The examples are in the label store."""
+        tensors = {f"members.{name}": tensor for name, tensor in self._members.state_dict().items()}
+        for number, state in self._optimizer.state_dict()["state"].items():
+            tensors |= {f"adam.{number}.{name}": torch.as_tensor(value) for name, value in state.items()}
+        metadata = {"rng": json.dumps(self._rng.bit_generator.state), "architecture": self.options.architecture}
+        # Copies: safetensors takes no tensors that share memory, and none in the channels-last layout.
+        plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        write_atomic(path, to_safetensors(plain, metadata))
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a file that `save` wrote. Raises UserInputError if it does not fit this ensemble."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+            weights = {name.removeprefix("members."): t for name, t in tensors.items() if name.startswith("members.")}
+            self._members.load_state_dict(weights)
+            self._optimizer.load_state_dict(
+                {"state": _adam_state(tensors), "param_groups": self._optimizer.state_dict()["param_groups"]}
+            )
+            self._rng.bit_generator.state = json.loads(metadata["rng"])
+        except (SafetensorError, OSError, RuntimeError, KeyError, ValueError) as error:
+            raise UserInputError(f"The reward model in {path} does not fit this configuration: {error}") from error
+
+
+def preference_loss(returns: Tensor, targets: Tensor) -> Tensor:
+    """[E]: cross-entropy of the Bradley-Terry model, mean over the pairs (Christiano et al. 2017, equation 1).
+
+    returns float32 [E, B, 2] of the two segments, targets float32 [E, B, 2] summing to 1.
+    """
+    return -(targets * torch.log_softmax(returns, dim=-1)).sum(-1).mean(-1)
+
+
+def score_loss(returns: Tensor, targets: Tensor) -> Tensor:
+    """[E]: squared error, mean over the examples; both float32 [E, B, 1]."""
+    return (returns - targets).square().mean((-1, -2))
+
+
+def _hits(returns: Tensor, targets: Tensor) -> tuple[int, int]:
+    """Over all members: pairs whose preferred segment has the higher return, and pairs that have a preferred segment."""
+    wanted = (targets[..., 1] - targets[..., 0]).sign()
+    found = (returns[..., 1] - returns[..., 0]).sign()
+    return int(((wanted == found) & (wanted != 0)).sum()), int((wanted != 0).sum())
+
+
+def _adam_state(tensors: dict[str, Tensor]) -> dict[int, dict[str, Any]]:
+    state: dict[int, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("adam."):
+            _, number, key = name.split(".")
+            state.setdefault(int(number), {})[key] = tensor
+    return state
+
+
+def _seen_shape(shape: tuple[int, ...], options: EnsembleOptions) -> tuple[int, ...]:
+    if options.architecture == "mlp":
+        if len(shape) != 1:
+            raise UserInputError(
+                f"A reward MLP sees states and actions, one row of numbers each, not inputs of {shape}."
+            )
+        return shape
+    if len(shape) != 3 or shape[2] != 3:
+        raise UserInputError(f"The reward model {options.architecture} sees pictures (H, W, 3), not inputs of {shape}.")
+    return -(-shape[0] // options.stride), -(-shape[1] // options.stride), 3
+
+
+def _build(shape: tuple[int, ...], options: EnsembleOptions) -> nn.Module:
+    if options.architecture == "mlp":
+        return MLPMembers(options.size, shape[0], options.hidden, options.layers, options.squash)
+    networks: list[nn.Module] = []
+    for _ in range(options.size):
+        if options.architecture == "resnet18":
+            networks.append(resnet18(options.weights))
+        else:
+            networks.append(
+                ImageCNN(shape[0], shape[1], options.kernels, options.channels, options.strides, options.squash)
+            )
+    return ImageMembers(networks)

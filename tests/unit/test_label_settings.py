@@ -1,0 +1,85 @@
+"""The configuration of labels and reward model: defaults, mistakes, and what is built from it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from label_support import pair
+from pydantic import ValidationError
+
+from rl_vlm.preference.ensemble import EnsembleOptions
+from rl_vlm.preference.labeller import QueryOptions, VLMLabeller
+from rl_vlm.preference.selection import RULES
+from rl_vlm.preference.settings import LabelsSection, RewardModelSection
+from rl_vlm.preference.sources import FlippedLabels, build_labeller, prompts_of
+from rl_vlm.preference.teachers import CoinFlips, ScriptedTeacher
+from rl_vlm.preference.types import Label
+from rl_vlm.types import UserInputError
+
+
+def test_the_sections_have_the_defaults_of_the_code() -> None:
+    assert LabelsSection().query_options(seed=0) == QueryOptions()
+    assert RewardModelSection().options(capacity=20_000) == EnsembleOptions()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_can_be_configured(rule: Any) -> None:
+    assert LabelsSection(rule=rule).rule == rule
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"steps": 3}, "steps"),
+        ({"source": "endpoint"}, "endpoint.url is needed"),
+        ({"source": "cache"}, "must name a label store"),
+        ({"source": "cache", "cache": "None"}, "must name a label store"),
+        ({"teacher": {"eps_mistake": 2}}, "eps_mistake"),
+        ({"orders": 1}, "orders"),
+    ],
+)
+def test_what_is_wrong_is_named(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        LabelsSection(**wrong)
+
+
+def test_prompts_follow_the_section() -> None:
+    assert prompts_of(LabelsSection(), "metaworld_drawer-open-v2").goal == "to open the drawer"
+    assert prompts_of(LabelsSection(task="soccer"), "whatever").name == "soccer"
+    assert prompts_of(LabelsSection(goal="to win"), "Unknown-v0").goal == "to win"
+    changed = prompts_of(LabelsSection(task="soccer", goal="to win", description="Won."))
+    assert (changed.name, changed.goal, changed.description) == ("soccer", "to win", "Won.")
+    with pytest.raises(UserInputError, match="no prompts for the task"):
+        prompts_of(LabelsSection(), "Unknown-v0")
+
+
+def test_labellers_are_built_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = build_labeller(LabelsSection(source="scripted", teacher={"eps_mistake": 1.0}))  # type: ignore[arg-type]
+    assert isinstance(teacher, ScriptedTeacher)
+    assert asyncio.run(teacher.label([pair(3, 20)]))[0].value == 1  # always mistaken
+    assert isinstance(build_labeller(LabelsSection(source="random")), CoinFlips)
+    generate = build_labeller(LabelsSection(source="generate"), env_id="CartPole-v1")
+    assert isinstance(generate, VLMLabeller)
+    endpoint = {"url": "http://h/v1", "token_env": "TOKEN_OF_TEST"}
+    monkeypatch.setenv("TOKEN_OF_TEST", "t")
+    assert isinstance(build_labeller(LabelsSection(source="endpoint", endpoint=endpoint), env_id="soccer"), VLMLabeller)  # type: ignore[arg-type]
+    with pytest.raises(UserInputError, match="need a served model"):
+        build_labeller(LabelsSection(), env_id="soccer")
+    with pytest.raises(UserInputError, match="labels nothing new"):
+        build_labeller(LabelsSection(source="cache", cache="x"))
+
+
+def test_flipped_labels_say_the_opposite() -> None:
+    flipped = build_labeller(LabelsSection(source="scripted", flip=True))
+    assert isinstance(flipped, FlippedLabels)
+    found = asyncio.run(flipped.label([pair(3, 20), pair(20, 3), pair(4, 4)]))
+    assert [label.value for label in found] == [1, 0, -1]
+
+    class Sure:
+        async def label(self, pairs: Any) -> list[Label]:
+            return [Label(0, (0.7, 0.2, 0.1), answers=(0, -1))]
+
+    (label,) = asyncio.run(FlippedLabels(Sure()).label([pair(1, 2)]))
+    assert label.value == 1 and label.probabilities == (0.2, 0.7, 0.1) and label.answers == (1, -1)

@@ -1,0 +1,285 @@
+"""The reward ensemble: its losses and networks against independent computations, what it learns, and exact restarts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from label_support import pair, random_pairs, segment
+from safetensors.torch import save_file
+from scipy.special import expit, log_expit
+from scipy.stats import spearmanr
+
+from rl_vlm.preference.ensemble import EnsembleOptions, RewardEnsemble, preference_loss, score_loss
+from rl_vlm.preference.examples import Examples, TargetOptions, target_of
+from rl_vlm.preference.reward_networks import ImageCNN, ImageMembers, MLPMembers, resnet18
+from rl_vlm.preference.types import SKIPPED, Label, Score, Segment, SegmentPair
+from rl_vlm.types import UserInputError
+
+SMALL = {"channels": (4, 8, 8, 8), "size": 2}
+
+
+def image_ensemble(seed: int = 0, size: int = 48, **more: Any) -> RewardEnsemble:
+    return RewardEnsemble((size, size, 3), EnsembleOptions(**{**SMALL, **more}), seed)
+
+
+def state_pairs(count: int, steps: int = 3, seed: int = 0) -> list[SegmentPair]:
+    """Segments with the true reward 2 o₀ - a."""
+    rng = np.random.default_rng(seed)
+
+    def one() -> Segment:
+        observations = rng.normal(size=(steps, 4)).astype(np.float32)
+        actions = rng.normal(size=(steps, 1)).astype(np.float32)
+        return Segment(observations, actions, 2 * observations[:, 0] - actions[:, 0])
+
+    return [SegmentPair(one(), one()) for _ in range(count)]
+
+
+def truth(pairs: list[SegmentPair]) -> list[Label]:
+    return [Label(int(p.first.true_rewards.sum() < p.second.true_rewards.sum())) for p in pairs]  # type: ignore[arg-type]
+
+
+def test_the_loss_is_the_bradley_terry_likelihood() -> None:
+    rng = np.random.default_rng(0)
+    returns = rng.normal(size=(3, 7, 2)).astype(np.float32)
+    first = rng.uniform(size=(3, 7)).astype(np.float32)
+    targets = np.stack([first, 1 - first], -1)
+    difference = (returns[..., 0] - returns[..., 1]).astype(np.float64)
+    expected = -(first * log_expit(difference) + (1 - first) * log_expit(-difference)).mean(1)
+    found = preference_loss(torch.from_numpy(returns), torch.from_numpy(targets))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_the_loss_of_scores_is_their_squared_error() -> None:
+    returns, targets = torch.tensor([[[0.5], [0.0]]]), torch.tensor([[[1.0], [-1.0]]])
+    assert score_loss(returns, targets).tolist() == [pytest.approx((0.25 + 1.0) / 2)]
+
+
+@pytest.mark.parametrize(
+    ("label", "options", "target"),
+    [
+        (Label(0), TargetOptions(), (1, 0)),
+        (Label(1), TargetOptions(), (0, 1)),
+        (Label(1), TargetOptions(margin=0.1), (0.1, 0.9)),
+        (Label(-1), TargetOptions(), None),
+        (Label(-1), TargetOptions(ties="half"), (0.5, 0.5)),
+        (Label(-1, error="HTTP 500"), TargetOptions(ties="half"), None),
+        (Label(-1, error=SKIPPED), TargetOptions(ties="half", soft=True), None),
+        (Label(0, (0.6, 0.2, 0.2)), TargetOptions(), (1, 0)),
+        (Label(0, (0.6, 0.2, 0.2)), TargetOptions(soft=True), (0.7, 0.3)),
+        (Label(-1, (0.4, 0.2, 0.4)), TargetOptions(soft=True), None),
+        (Label(-1, (0.4, 0.2, 0.4)), TargetOptions(soft=True, ties="half"), (0.6, 0.4)),
+        (Label(1), TargetOptions(soft=True, margin=0.2), (0.2, 0.8)),
+    ],
+)
+def test_labels_become_targets(label: Label, options: TargetOptions, target: tuple[float, float] | None) -> None:
+    assert target_of(label, options) == (None if target is None else pytest.approx(target))
+
+
+def test_the_stacked_perceptrons_are_perceptrons() -> None:
+    torch.manual_seed(0)
+    members = MLPMembers(2, inputs=5, hidden=8, layers=3)
+    x = torch.randn(4, 5)
+    for number, found in enumerate(members([x, x])):
+        hidden = x
+        for layer in range(4):
+            linear = torch.nn.Linear(members.weights[layer].shape[1], members.weights[layer].shape[2])
+            linear.weight.data, linear.bias.data = members.weights[layer][number].T, members.biases[layer][number, 0]
+            hidden = linear(hidden) if layer == 3 else torch.nn.LeakyReLU()(linear(hidden))
+        torch.testing.assert_close(found, torch.tanh(hidden)[:, 0])
+
+
+def test_the_cnn_is_the_originals() -> None:
+    network = ImageCNN(200, 200)
+    convolutions = [layer for layer in network.features if isinstance(layer, torch.nn.Conv2d)]
+    assert [layer.kernel_size[0] for layer in convolutions] == [5, 3, 3, 3]
+    assert [layer.stride[0] for layer in convolutions] == [3, 2, 2, 2]
+    assert [layer.out_channels for layer in convolutions] == [16, 32, 64, 128]
+    # 200 → 66 → 32 → 15 → 7
+    assert network.last.in_features == 128 * 7 * 7
+    assert network.last.weight.abs().max() <= 1e-3 < convolutions[0].weight.abs().max()
+    assert all(layer.bias is not None and not layer.bias.any() for layer in convolutions)
+    images = torch.rand(2, 3, 200, 200)
+    expected = torch.tanh(network.features(images).flatten(1) @ network.last.weight.T + network.last.bias)[:, 0]
+    torch.testing.assert_close(network(images), expected)
+
+
+def test_members_see_pixels_between_0_and_1() -> None:
+    network = ImageCNN(48, 48, channels=(2, 2, 2, 2))
+    frames = torch.randint(0, 256, (3, 48, 48, 3), dtype=torch.uint8)
+    found = ImageMembers([network])([frames])[0]
+    torch.testing.assert_close(found, network(frames.permute(0, 3, 1, 2).contiguous() / 255.0), atol=1e-6, rtol=1e-4)
+
+
+def test_the_reward_is_the_mean_of_the_members_and_a_preference_their_sigmoid() -> None:
+    ensemble = RewardEnsemble((5,), EnsembleOptions(architecture="mlp", hidden=16))
+    pairs = state_pairs(6)
+    inputs = np.concatenate([np.concatenate([p.first.observations, p.first.actions], 1) for p in pairs])
+    members = ensemble.member_rewards(inputs)
+    assert members.shape == (3, 18) and ensemble.input_kind == "state_action"
+    np.testing.assert_allclose(ensemble.rewards(inputs), members.mean(0), rtol=1e-6)
+    first = members.reshape(3, 6, 3).sum(-1)
+    second = ensemble.segment_returns([p.second for p in pairs])
+    np.testing.assert_allclose(ensemble.preferences(pairs), expit(first - second), rtol=1e-5)
+    assert ensemble.rewards(inputs[:0]).shape == (0,)
+
+
+def test_members_begin_different_and_seeds_decide_everything() -> None:
+    frames = np.concatenate([p.first.frames for p in random_pairs(4, size=48)])  # type: ignore[misc]
+    one, again, other = image_ensemble(1), image_ensemble(1), image_ensemble(2)
+    assert len({tuple(row) for row in one.member_rewards(frames).tolist()}) == 2
+    assert (one.rewards(frames) == again.rewards(frames)).all() and (one.rewards(frames) != other.rewards(frames)).all()
+
+
+def test_states_and_actions_are_ranked_after_some_hundred_pairs() -> None:
+    ensemble = RewardEnsemble((5,), EnsembleOptions(architecture="mlp", hidden=32, min_gradient_steps=150))
+    pairs = state_pairs(300)
+    assert ensemble.add_pairs(pairs, truth(pairs)) == 300
+    report = ensemble.fit()
+    fresh = [p.first for p in state_pairs(100, seed=9)]
+    found = ensemble.segment_returns(fresh).mean(0)
+    assert spearmanr(found, [s.true_rewards.sum() for s in fresh]).statistic > 0.9
+    assert (
+        report.accuracy > 0.9 and report.gradient_steps >= 150 and report.losses[0] == pytest.approx(np.log(2), abs=0.2)
+    )
+
+
+def test_pictures_are_ranked_segments_of_several_frames_included() -> None:
+    rng = np.random.default_rng(0)
+
+    def one() -> Segment:
+        return segment(rng.uniform(-30, 30) + np.array([0.0, 1.0]), size=48)
+
+    pairs = [SegmentPair(one(), one()) for _ in range(60)]
+    ensemble = image_ensemble(lr=2e-3, batch=20, min_gradient_steps=60)
+    ensemble.add_pairs(pairs, truth(pairs))
+    ensemble.fit()
+    fresh = [segment([angle], size=48) for angle in np.linspace(-30, 30, 31)]
+    assert spearmanr(ensemble.segment_returns(fresh).mean(0), [s.true_rewards[0] for s in fresh]).statistic > 0.8
+
+
+def test_training_stops_early_but_not_before_its_gradient_steps() -> None:
+    pairs = state_pairs(64)
+    options: dict[str, Any] = {"architecture": "mlp", "hidden": 32, "lr": 3e-3, "batch": 32, "epochs": 200}
+    eager = RewardEnsemble((5,), EnsembleOptions(**options, min_gradient_steps=0))
+    eager.add_pairs(pairs, truth(pairs))
+    found = eager.fit()
+    assert found.accuracy > 0.97 and found.epochs < 200
+    patient = RewardEnsemble((5,), EnsembleOptions(**options, min_gradient_steps=300))
+    patient.add_pairs(pairs, truth(pairs))
+    assert patient.fit().gradient_steps == 300
+    short = RewardEnsemble((5,), EnsembleOptions(**{**options, "epochs": 2}, min_gradient_steps=0, stop_accuracy=2))
+    short.add_pairs(pairs, truth(pairs))
+    assert short.fit().epochs == 2
+    # Fewer pairs than a batch: epochs are added until there were enough steps.
+    few = RewardEnsemble((5,), EnsembleOptions(**{**options, "epochs": 2}, min_gradient_steps=10))
+    few.add_pairs(pairs[:5], truth(pairs[:5]))
+    assert few.fit().epochs == 10
+
+
+def test_without_examples_nothing_is_trained() -> None:
+    ensemble = RewardEnsemble((5,), EnsembleOptions(architecture="mlp"))
+    assert ensemble.add_pairs(state_pairs(2), [Label(-1), Label(0, error="down")]) == 0
+    assert ensemble.fit().gradient_steps == 0
+
+
+def test_scores_are_learned() -> None:
+    ensemble = RewardEnsemble((5,), EnsembleOptions(architecture="mlp", hidden=32, lr=3e-3, min_gradient_steps=300))
+    segments = [p.first for p in state_pairs(200, steps=1)]
+    wanted = expit([float(s.true_rewards[0]) for s in segments])
+    kept = ensemble.add_scores(segments, [Score(float(value)) for value in wanted[:199]] + [Score(None)])
+    assert kept == 199
+    report = ensemble.fit_scores()
+    assert report.loss < 0.05 and np.isnan(report.accuracy)
+    found = ensemble.segment_returns(segments).mean(0)
+    assert np.abs(found - (2 * wanted - 1)).mean() < 0.15
+
+
+@pytest.mark.parametrize("architecture", ["cnn", "mlp", "resnet18"])
+def test_a_restart_changes_nothing(tmp_path: Path, architecture: str) -> None:
+    if architecture == "mlp":
+        pairs = state_pairs(12)
+        shape: tuple[int, ...] = (5,)
+    else:
+        pairs = random_pairs(6, size=48)
+        shape = (48, 48, 3)
+    small = {**SMALL, "size": 1 if architecture == "resnet18" else 2}
+    options = EnsembleOptions(architecture=architecture, **small, batch=3, epochs=1, min_gradient_steps=2)  # type: ignore[arg-type]
+    straight = RewardEnsemble(shape, options, seed=1)
+    straight.add_pairs(pairs, truth(pairs))
+    straight.fit()
+    straight.save(tmp_path / "reward.safetensors")
+    resumed = RewardEnsemble(shape, options, seed=2)
+    resumed.load(tmp_path / "reward.safetensors")
+    resumed.add_pairs(pairs, truth(pairs))
+    assert resumed.fit().losses == straight.fit().losses
+    inputs = np.concatenate([p.first.frames for p in pairs]) if architecture != "mlp" else np.ones((3, 5), np.float32)  # type: ignore[misc]
+    assert (resumed.member_rewards(inputs) == straight.member_rewards(inputs)).all()
+
+
+def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    image_ensemble().save(tmp_path / "a")
+    with pytest.raises(UserInputError, match="does not fit"):
+        image_ensemble(channels=(4, 8, 8, 16)).load(tmp_path / "a")
+    (tmp_path / "b").write_bytes(b"nothing")
+    with pytest.raises(UserInputError, match="does not fit"):
+        image_ensemble().load(tmp_path / "b")
+
+
+def test_inputs_of_another_size_are_refused() -> None:
+    ensemble = image_ensemble()
+    with pytest.raises(UserInputError, match=r"sees inputs of \(48, 48, 3\), not of \(64, 64, 3\)"):
+        ensemble.rewards(np.zeros((1, 64, 64, 3), np.uint8))
+    with pytest.raises(UserInputError, match="sees inputs of"):
+        ensemble.add_pairs([pair(1, 2, size=64)], [Label(0)])
+    with pytest.raises(UserInputError, match="needs segments with pictures"):
+        ensemble.add_pairs(state_pairs(1), [Label(0)])
+    with pytest.raises(UserInputError, match="too small for the reward CNN"):
+        image_ensemble(size=20)
+    with pytest.raises(UserInputError, match="as many kernels"):
+        image_ensemble(kernels=(3,))
+    with pytest.raises(UserInputError, match="sees states and actions"):
+        RewardEnsemble((48, 48, 3), EnsembleOptions(architecture="mlp"))
+    with pytest.raises(UserInputError, match="sees pictures"):
+        RewardEnsemble((5,), EnsembleOptions())
+
+
+def test_a_stride_is_the_originals_resize_factor() -> None:
+    frames = np.random.default_rng(0).integers(0, 256, (3, 144, 144, 3), dtype=np.uint8)
+    strided, plain = image_ensemble(size=144, stride=3), image_ensemble(size=48)
+    assert (strided.rewards(frames) == plain.rewards(frames[:, ::3, ::3])).all()
+    assert (strided.rewards(frames[:, ::3, ::3]) == plain.rewards(frames[:, ::3, ::3])).all()  # a ring may hold them so
+
+
+def test_resnet_takes_local_weights(tmp_path: Path) -> None:
+    import torchvision
+
+    torch.manual_seed(3)
+    state = torchvision.models.resnet18(num_classes=10).state_dict()
+    torch.save(state, tmp_path / "resnet.pth")
+    save_file(state, tmp_path / "resnet.safetensors")
+    for name in ("resnet.pth", "resnet.safetensors"):
+        network = resnet18(tmp_path / name)
+        assert (network.layer4[1].conv2.weight == state["layer4.1.conv2.weight"]).all()  # type: ignore[index, union-attr]
+        assert network.fc.out_features == 1  # type: ignore[union-attr]
+    save_file({"conv1.weight": torch.zeros(1)}, tmp_path / "wrong.safetensors")
+    with pytest.raises(UserInputError, match="not those of a ResNet-18"):
+        resnet18(tmp_path / "wrong.safetensors")
+    with pytest.raises(UserInputError, match="Cannot read the weights"):
+        resnet18(tmp_path / "none.pth")
+
+
+def test_large_pictures_are_compressed_without_loss_and_old_pairs_make_room() -> None:
+    examples = Examples("image", 2, capacity=3)
+    pairs = random_pairs(5, size=200)
+    assert examples.add_pairs(pairs, [Label(0)] * 5, TargetOptions()) == 5 and len(examples) == 3
+    for place, one in enumerate(pairs[2:]):
+        (found,) = examples.batch(np.array([place]))
+        assert (found[0] == one.first.frames).all() and (found[1] == one.second.frames).all()
+    assert examples.nbytes < 3 * 2 * 200 * 200 * 3 / 20
+    small = Examples("image", 2, capacity=3)
+    small.add_pairs(random_pairs(1, size=48), [Label(0)], TargetOptions())
+    assert small.nbytes == 2 * 48 * 48 * 3
