@@ -222,6 +222,10 @@ class RunConfig(Section):
             raise ValueError(
                 "deterministic: true needs serving.engine transformers, model.dtype float32 and rollout.max_policy_lag 0"
             )
+        if self.algorithm.name == "preference_sac" and self.learner.num_learners > 1:
+            raise ValueError("learner.num_learners must be 0 or 1 for preference_sac: its networks are small")
+        if self.algorithm.name == "preference_sac" and self.env.isolation != "thread":
+            raise ValueError("env.isolation process is for vision environments: use preference.collection.num_env_runners")
         if self.model.train == "full":
             raise ValueError(
                 "model.train: full is not available yet, because full weights cannot be sent to running replicas: "
@@ -232,6 +236,14 @@ class RunConfig(Section):
     @property
     def needed_cpus(self) -> float:
         """Logical CPUs that all actors of the run hold together."""
+        if self.algorithm.name == "preference_sac":
+            collection = self.preference.collection
+            replicas = self.serving.num_replicas if self.preference.asks_served_model else 0
+            return (
+                replicas * self.serving.cpus_per_replica
+                + collection.num_env_runners * collection.cpus_per_env_runner
+                + self.learner.num_learners * self.learner.cpus_per_learner
+            )
         return (
             self.serving.num_replicas * self.serving.cpus_per_replica
             + self.rollout.num_env_runners * self.rollout.cpus_per_env_runner
@@ -242,6 +254,8 @@ class RunConfig(Section):
     def needed_gpus(self) -> float:
         """GPUs that all actors of the run hold together; a learner inside the driver counts as one actor."""
         learners = max(self.learner.num_learners, 1 if self.learner.gpus_per_learner else 0)
+        if self.algorithm.name == "preference_sac" and not self.preference.asks_served_model:
+            return learners * self.learner.gpus_per_learner
         return self.serving.num_replicas * self.serving.gpus_per_replica + learners * self.learner.gpus_per_learner
 
 

@@ -29,28 +29,44 @@ def register_control_env(env_id: str, factory: ControlEnvFactory | str) -> None:
     _REGISTRY[env_id] = factory
 
 
-def make_control_env(env_id: str, **kwargs: Any) -> ControlEnv:
-    """Make a control environment.
+def make_control_env(env_id: str, *, image_size: int | None = None, **kwargs: Any) -> ControlEnv:
+    """Make a control environment whose pictures are `image_size` pixels high and wide (None: as it likes).
 
     `env_id` is, in this order: an id registered here; "metaworld/TASK"; an id that an installed package provides through the
     entry-point group `rl_vlm.control_envs`; a gymnasium id; "package.module:Class" or "path/to/file.py:Class". Raises
     UserInputError with the nearest known id.
     """
     factory = _find(env_id)
+    size = {"image_size": image_size} if image_size is not None else {}
     try:
-        inspect.signature(factory).bind(**kwargs)
+        signature = inspect.signature(factory)
+        takes_size = size and _takes(signature, "image_size")
+        arguments = {**kwargs, **size} if takes_size else kwargs
+        signature.bind(**arguments)
     except TypeError as error:
         raise UserInputError(
             f"Environment {env_id} does not take these arguments ({error}): correct env.kwargs."
         ) from error
-    env = factory(**kwargs)
-    if isinstance(env, ControlEnv):
-        return env
-    if isinstance(env, gymnasium.Env):
+    env = factory(**arguments)
+    if isinstance(env, gymnasium.Env) and not isinstance(env, ControlEnv):
         from rl_vlm.control_envs.gymnasium_env import GymnasiumControlEnv
 
-        return GymnasiumControlEnv(env)
-    raise UserInputError(f"{env_id} made a {type(env).__name__}, which is neither a ControlEnv nor a gymnasium.Env.")
+        if image_size is None or takes_size:
+            env = GymnasiumControlEnv(env)
+        else:
+            env = GymnasiumControlEnv(env, image_size=image_size)
+    if not isinstance(env, ControlEnv):
+        raise UserInputError(
+            f"{env_id} made a {type(env).__name__}, which is neither a ControlEnv nor a gymnasium.Env."
+        )
+    if image_size is not None and env.image_size != image_size:
+        raise UserInputError(f"{env_id} draws pictures of {env.image_size} pixels, not of {image_size}: ask for those.")
+    return env
+
+
+def _takes(signature: inspect.Signature, name: str) -> bool:
+    parameters = signature.parameters.values()
+    return any(one.name == name or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
 def known_control_envs() -> list[str]:

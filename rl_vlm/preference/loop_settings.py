@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rl_vlm.config_section import Section
+from rl_vlm.preference.settings import LabelsSection, RewardModelSection
 
 
 class SACSection(Section):
@@ -68,14 +69,7 @@ class PreferenceSection(Section):
     num_interact: int = Field(4000, ge=1, description="Steps between labelling sessions.")
     max_feedback: int = Field(20_000, ge=0)
     session_pairs: int = Field(40, ge=1)
-    session_rounds: int = Field(
-        1, ge=1, description="Above 1: while pairs are undecided, as many again are drawn and asked."
-    )
     feedback_schedule: Literal[0, 1, 2] = Field(0, description="0: constant; 1: sessions shrink; 2: they grow.")
-    query_selection: Literal[
-        "uniform", "disagreement", "entropy", "kcenter", "kcenter_disagreement", "kcenter_entropy"
-    ] = "uniform"
-    query_candidates: int = Field(10, ge=1, description="Candidates per pair for all selections but uniform.")
     query_episodes: int = Field(100, ge=1, description="Pairs are drawn from that many newest episodes.")
     segment_length: int = Field(1, ge=1)
     reset_updates: int = Field(100, ge=0, description="Updates at once after the critics are reset.")
@@ -89,8 +83,42 @@ class PreferenceSection(Section):
     sac: SACSection = SACSection()
     collection: CollectionSection = CollectionSection()
     evaluation: ControlEvaluationSection = ControlEvaluationSection()
+    labels: LabelsSection = LabelsSection()
+    reward_model: RewardModelSection = RewardModelSection()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PreferenceSection:
+        if self.learns_reward and not self.max_feedback:
+            raise ValueError("preference.max_feedback must be above 0 where the reward is learned from labels")
+        if self.reward == "learn_from_score" and self.labels.source in ("scripted", "random", "cache"):
+            raise ValueError(
+                "preference.reward learn_from_score needs labels.source vlm, endpoint, generate, clip or itm"
+            )
+        if self.learns_reward and self.random_steps + self.exploration_steps < 2 * self.segment_length:
+            raise ValueError(
+                "preference.random_steps + exploration_steps must give the first session something to show"
+            )
+        return self
 
     @property
     def learns_reward(self) -> bool:
         """Whether labels are asked for."""
         return self.reward in ("learn_from_preference", "learn_from_score")
+
+    @property
+    def rewards_images(self) -> bool:
+        """Whether the agent's reward is computed from pictures."""
+        if self.learns_reward:
+            return self.reward_model.architecture != "mlp"
+        return self.reward in ("clip_image_text_matching", "blip2_image_text_matching")
+
+    @property
+    def draws_frames(self) -> bool:
+        """Whether a picture is drawn after every step: for the reward, or for who labels."""
+        looked_at = self.learns_reward and self.labels.source not in ("scripted", "random")
+        return self.rewards_images or looked_at
+
+    @property
+    def asks_served_model(self) -> bool:
+        """Whether labels come from the model that the run serves itself."""
+        return self.learns_reward and self.labels.source == "vlm"

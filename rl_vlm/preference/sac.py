@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rl_vlm.preference.loop_settings import SACSection
 from rl_vlm.preference.networks import (
     SACNetworks,
     backward,
@@ -22,7 +23,6 @@ from rl_vlm.preference.networks import (
     policy_gradient,
     sample_actions,
 )
-from rl_vlm.preference.loop_settings import SACSection
 
 logger = logging.getLogger(__name__)
 

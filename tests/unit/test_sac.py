@@ -14,9 +14,9 @@ from stable_baselines3.common.distributions import SquashedDiagGaussianDistribut
 from stable_baselines3.sac.policies import SACPolicy
 
 from rl_vlm.preference.collector import NumpyActor
+from rl_vlm.preference.loop_settings import SACSection
 from rl_vlm.preference.networks import SACNetworks, layers_of, sample_actions
 from rl_vlm.preference.sac import Batch, SACUpdater, actor_loss, alpha_loss, critic_loss, critic_target
-from rl_vlm.preference.loop_settings import SACSection
 
 O, A, B = 5, 2, 40  # noqa: E741  (observation, action and batch size, as in the shapes)
 SETTINGS = SACSection(hidden=16, depth=2, batch_size=B, target_update_every=1, compile="off")
