@@ -1,4 +1,4 @@
-"""The command line: `rl-vlm train | eval | rollout | export | fetch | doctor | envs | model`.
+"""The command line: `rl-vlm train | eval | rollout | label | plot | export | fetch | doctor | envs | model`.
 
 Exit codes: 0 done, 1 failed while running, 2 bad input, 130 and 143 interrupted. Commands import what they need when
 they run, so that `rl-vlm --help` is there at once.
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from rl_vlm import cli_labels
 from rl_vlm.cli_errors import ErrorReport, log_to_stderr
 
 if TYPE_CHECKING:
@@ -30,6 +31,13 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Build models.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+app.add_typer(cli_labels.plot_app, name="plot")
+app.command(epilog="Example: rl-vlm label pairs/ --goal 'to open the drawer' --model Qwen/Qwen3-VL-8B-Instruct")(
+    cli_labels.label
+)
+app.command(epilog="Example: rl-vlm import-labels cached_labels/Drawer/seed_0 labels --observations 39")(
+    cli_labels.import_labels
+)
 
 Config = Annotated[Path, typer.Argument(help="A YAML configuration, or a run folder, whose config.yaml is used.")]
 Overrides = Annotated[

@@ -108,6 +108,7 @@ class TaskPrompts:
 _REGISTRY: dict[str, TaskPrompts] = {}
 # What the tasks are called in RL-VLM-F, where that differs by more than prefix and version.
 _ALIASES = {
+    "continuouscartpole": "cartpole",
     "ropeflatteneasy": "rope-flatten",
     "ropeflatten": "rope-flatten",
     "passwater": "pass-water",

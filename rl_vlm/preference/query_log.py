@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,11 +49,29 @@ class QueryLog:
 
     def append(self, pairs: Sequence[SegmentPair], labels: Sequence[Label], *, iteration: int, time: float) -> None:
         """One line per pair; `time` in seconds since 1970."""
-        stamp = datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        rows = [_row(pair, label, stamp, iteration) for pair, label in zip(pairs, labels, strict=True)]
-        header = [] if self._path.exists() and self._path.stat().st_size else [COLUMNS]
+        started = self._path.exists() and self._path.stat().st_size > 0
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        append_whole(self._path, _csv([*header, *rows]))
+        append_whole(self._path, log_csv(pairs, labels, iteration, time, header=not started))
+
+
+def log_csv(
+    pairs: Sequence[SegmentPair],
+    labels: Sequence[Label],
+    iteration: int,
+    time: float,
+    more_columns: Sequence[str] = (),
+    more: Sequence[Sequence[str]] | None = None,
+    header: bool = True,
+) -> bytes:
+    """The lines of the log, with more columns at the end if they are given (one sequence per pair)."""
+    stamp = datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    if header:
+        writer.writerow([*COLUMNS, *more_columns])
+    for pair, label, extra in zip(pairs, labels, more or [()] * len(pairs), strict=True):
+        writer.writerow([*_row(pair, label, stamp, iteration), *extra])
+    return buffer.getvalue().encode("utf-8", "replace")
 
 
 def true_return(segment: Segment) -> float:
@@ -63,8 +82,8 @@ def true_return(segment: Segment) -> float:
 def _row(pair: SegmentPair, label: Label, stamp: str, iteration: int) -> Sequence[object]:
     probabilities = ["", "", ""] if label.probabilities is None else [f"{p:.6g}" for p in label.probabilities]
     return (
-        true_return(pair.first),
-        true_return(pair.second),
+        _known(true_return(pair.first)),
+        _known(true_return(pair.second)),
         "" if label.error else label.value,
         stamp,
         iteration,
@@ -77,15 +96,14 @@ def _row(pair: SegmentPair, label: Label, stamp: str, iteration: int) -> Sequenc
     )
 
 
+def _known(value: float) -> float | str:
+    """Empty where the true return is not known."""
+    return value if math.isfinite(value) else ""
+
+
 def _one_line(text: str) -> str:
     """Line ends as \\n in two characters: a line of the file is a row, for us and for `wc`."""
     return text.replace("\\", "\\\\").replace("\r", "").replace("\n", "\\n").replace("\0", "")
-
-
-def _csv(rows: Sequence[Sequence[object]]) -> bytes:
-    buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="\n").writerows(rows)
-    return buffer.getvalue().encode("utf-8", "replace")
 
 
 def _iteration(line: bytes) -> int:

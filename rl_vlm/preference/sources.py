@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -98,6 +98,10 @@ class FlippedLabels:
 
     def __init__(self, labeller: Labeller) -> None:
         self.inner = labeller
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the inner labeller can do: its state, its margin."""
+        return getattr(self.inner, name)
 
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
         """One label per pair, in order."""

@@ -12,6 +12,8 @@ from rl_vlm.types import UserInputError
     ("original", "ours"),
     [
         ("CartPole-v1", "cartpole"),
+        ("ContinuousCartPole-v0", "cartpole"),
+        ("metaworld/drawer-open-v3", "drawer-open"),
         ("metaworld_drawer-open-v2", "drawer-open"),
         ("metaworld_sweep-into-v2", "sweep-into"),
         ("metaworld_soccer-v2", "soccer"),

@@ -77,6 +77,8 @@ def test_flipped_labels_say_the_opposite() -> None:
     found = asyncio.run(flipped.label([pair(3, 20), pair(20, 3), pair(4, 4)]))
     assert [label.value for label in found] == [1, 0, -1]
 
+    flipped.set_state(flipped.state())  # those of the teacher inside
+
     class Sure:
         async def label(self, pairs: Any) -> list[Label]:
             return [Label(0, (0.7, 0.2, 0.1), answers=(0, -1))]

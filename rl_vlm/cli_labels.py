@@ -1,0 +1,164 @@
+"""The commands around labels: `rl-vlm label`, `rl-vlm import-labels` and `rl-vlm plot`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+plot_app = typer.Typer(help="Draw figures from the files that runs write, RL-VLM-F's included.", no_args_is_help=True)
+
+Outputs = Annotated[
+    list[Path] | None, typer.Option("--out", "--output", help="A .png or .svg file; may be given several times.")
+]
+Title = Annotated[str, typer.Option(help="Above the figure.")]
+
+
+def label(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            help="Pictures first_X and second_X, or X_1 and X_2, or a pairs.csv that lists them, or a label store."
+        ),
+    ],
+    task: Annotated[str | None, typer.Option(help="A task whose prompts are known, such as drawer-open.")] = None,
+    goal: Annotated[str | None, typer.Option(help="The goal in words, such as 'to open the drawer'.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A YAML file of own prompts.")] = None,
+    model: Annotated[
+        str, typer.Option(help="tiny-labeller, a Hugging Face folder, or a hub name that was fetched.")
+    ] = "tiny-labeller",
+    endpoint: Annotated[
+        str | None, typer.Option(help="An OpenAI-compatible base URL to ask instead of a model here.")
+    ] = None,
+    endpoint_model: Annotated[str, typer.Option(help="The model's name at the endpoint.")] = "default",
+    generate: Annotated[str | None, typer.Option(help="The URL of a plain /generate server to ask instead.")] = None,
+    steps: Annotated[int, typer.Option(min=1, max=2, help="1: the label at once. 2: describe, then summarise.")] = 2,
+    one_order: Annotated[bool, typer.Option("--one-order", help="Ask in the given order only.")] = False,
+    free_text: Annotated[bool, typer.Option("--free-text", help="Do not restrict the answer; read the text.")] = False,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds for one question, retries included.")] = 120.0,
+    out: Annotated[Path | None, typer.Option(help="The CSV to write; FOLDER/vlm_query_log.csv by default.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+) -> None:
+    """Label a folder of picture pairs: which is nearer to the goal? Writes a CSV and prints a summary as JSON."""
+    from rl_vlm.preference.label_folder import label_folder
+    from rl_vlm.preference.query_log import FILE_NAME
+    from rl_vlm.preference.settings import EndpointSection, LabelsSection
+    from rl_vlm.preference.sources import prompts_of
+    from rl_vlm.types import UserInputError
+
+    if endpoint and generate:
+        raise UserInputError("--endpoint and --generate both name a labeller: give one of them.")
+    if not (task or goal):
+        raise UserInputError("Say what is to be achieved: --goal 'to open the drawer', or --task drawer-open.")
+    target = out or folder / FILE_NAME
+    if target.exists() and not overwrite:
+        raise UserInputError(f"{target} exists already: add --overwrite or choose another --out.")
+    section = LabelsSection(
+        source="endpoint" if endpoint else "generate" if generate else "vlm",
+        task=task,
+        goal=goal,
+        prompts=str(prompts) if prompts else None,
+        steps=1 if steps == 1 else 2,
+        both_orders=not one_order,
+        guided=not free_text,
+        deadline_s=deadline,
+        endpoint=EndpointSection(url=endpoint or generate or "", model=endpoint_model),
+    )
+    prompts_of(section)  # before a model is loaded
+    labeller, close = _labeller(section, model)
+    summary = label_folder(folder, labeller, target, close)
+    typer.echo(json.dumps(summary, indent=2))
+    if summary["errors"] == summary["pairs"]:
+        raise typer.Exit(1)
+
+
+def _labeller(section: Any, model: str) -> tuple[Any, Any]:
+    """The labeller, and what closes its engine (None without one)."""
+    from rl_vlm.preference.sources import build_labeller
+
+    if section.source != "vlm":
+        return build_labeller(section), None
+    import torch
+
+    from rl_vlm.config import parse_config
+    from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
+    from rl_vlm.preference.backends import EngineClient
+    from rl_vlm.serving.server import build_engine
+
+    quiet_libraries()
+    folder = resolve_model(model)
+    gpu = torch.cuda.is_available()
+    run = parse_config(
+        {
+            "model": {"path": str(folder), "dtype": "bfloat16" if gpu else "float32"},
+            "serving": {"gpus_per_replica": 1.0 if gpu else 0.0, "max_context": 8192},
+        }
+    )
+    engine = build_engine(folder, run)
+    return build_labeller(section, client=EngineClient(engine), text=load_text_side(folder)), engine.close
+
+
+def import_labels(
+    source: Annotated[Path, typer.Argument(help="A folder of RL-VLM-F's .pkl label caches, or one of them.")],
+    target: Annotated[Path, typer.Argument(help="The label store to write.")],
+    observations: Annotated[int, typer.Option(min=1, help="Numbers in an observation; the actions follow them.")],
+    image_size: Annotated[int | None, typer.Option(min=8, help="Resize the pictures to this many pixels.")] = None,
+) -> None:
+    """Convert RL-VLM-F's label caches. Pickles may run code: this reader takes plain arrays and refuses all else."""
+    from rl_vlm.preference.import_labels import import_labels as convert
+
+    sessions, pairs = convert(source, target, observation_size=observations, image_size=image_size)
+    typer.echo(f"Wrote {pairs} pairs of {sessions} sessions to {target}; use it as preference.labels.cache={target}")
+
+
+@plot_app.command("learning-curve", epilog="Example: rl-vlm plot learning-curve vlm=runs/a vlm=runs/b teacher=runs/c")
+def learning_curve(
+    runs: Annotated[
+        list[str], typer.Argument(help="Run folders or eval.csv files. NAME=PATH puts runs of one NAME into one curve.")
+    ],
+    out: Outputs = None,
+    window: Annotated[
+        int, typer.Option("--window", "--smooth-window", min=1, help="Evaluations in the trailing mean; 1: none.")
+    ] = 5,
+    title: Title = "",
+    column: Annotated[str | None, typer.Option(help="What is drawn; success_rate, else true_episode_reward.")] = None,
+    unit: Annotated[
+        Literal["auto", "percent", "fraction"], typer.Option(help="Of the success rate in the files.")
+    ] = "auto",
+) -> None:
+    """Success rate, or return, over environment steps; mean and 95 % interval where a curve has several runs."""
+    from rl_vlm.reporting.learning_curve import DEFAULT_FILE, draw_learning_curve
+
+    kinds: dict[str, list[str]] = {}
+    for run in runs:
+        name, separator, path = run.partition("=")
+        # A path may hold an equals sign itself.
+        named = bool(separator) and not Path(run).exists()
+        kinds.setdefault(name if named else _run_name(run), []).append(path if named else run)
+    outputs = out or [Path(DEFAULT_FILE)]
+    bands = draw_learning_curve(kinds, outputs, window=window, title=title, column=column, unit=unit)
+    for name, band in bands.items():
+        typer.echo(f"{name}: {band.mean[-1]:.3f} at step {band.steps[-1]:.0f}, {band.runs} run(s)")
+    typer.echo(f"Wrote {', '.join(map(str, outputs))}")
+
+
+@plot_app.command("label-accuracy", epilog="Example: rl-vlm plot label-accuracy runs/a --out accuracy.svg")
+def label_accuracy(
+    logs: Annotated[list[Path], typer.Argument(help="Run folders or vlm_query_log.csv files, counted together.")],
+    out: Outputs = None,
+    bins: Annotated[int, typer.Option("--bins", "--num-bins", min=1, help="Bins of the difference of returns.")] = 10,
+    title: Title = "",
+) -> None:
+    """How often labels are right, wrong or undecided, by how far apart the true returns are."""
+    from rl_vlm.reporting.label_accuracy import DEFAULT_FILE, draw_label_accuracy
+
+    outputs = out or [Path(DEFAULT_FILE)]
+    typer.echo(json.dumps(draw_label_accuracy(logs, outputs, bins=bins, title=title), indent=2))
+    typer.echo(f"Wrote {', '.join(map(str, outputs))}", err=True)
+
+
+def _run_name(path: str) -> str:
+    found = Path(path)
+    return found.resolve().parent.name if found.suffix else found.resolve().name

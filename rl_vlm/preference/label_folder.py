@@ -1,0 +1,179 @@
+"""`rl-vlm label FOLDER`: labels pairs of pictures that lie in a folder.
+
+What is a pair, in this order: the rows of `pairs.csv` (columns first, second, and the true returns if they are known);
+the sessions of a label store; files called first_NAME and second_NAME, or NAME_1 and NAME_2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import re
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from rl_vlm.monitoring.files import write_atomic
+from rl_vlm.preference.labeller import VLMLabeller
+from rl_vlm.preference.query_log import FILE_NAME, log_csv
+from rl_vlm.preference.store import LabelStore
+from rl_vlm.preference.types import Label, Labeller, Segment, SegmentPair
+from rl_vlm.types import UserInputError
+
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+_PREFIXED = re.compile(r"^(first|second)[_-](.+)$", re.IGNORECASE)
+_NUMBERED = re.compile(r"^(.+)[_-]([12])$")
+Close = Callable[[], Awaitable[None]]
+_AT_ONCE = 64  # pairs in flight: a folder may hold thousands, and their pictures must fit into memory
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPair:
+    """A pair and what its sides are called."""
+
+    pair: SegmentPair
+    first: str
+    second: str
+
+
+def find_pairs(folder: str | Path) -> list[NamedPair]:
+    """All pairs of a folder. Raises UserInputError if there are none, or one of them cannot be read."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserInputError(f"There is no folder {folder}.")
+    if (folder / "pairs.csv").is_file():
+        found = _listed(folder)
+    elif list(folder.glob("session-*.parquet")):
+        found = _stored(folder)
+    else:
+        found = [NamedPair(_pair(folder / a, folder / b), a, b) for a, b in _by_name(folder)]
+    if not found:
+        raise UserInputError(
+            f"{folder} holds no pairs: name pictures first_X and second_X, or X_1 and X_2, or list them in pairs.csv with "
+            "the columns first and second."
+        )
+    return found
+
+
+def label_folder(
+    folder: str | Path, labeller: Labeller, out: Path | None = None, close: Close | None = None
+) -> dict[str, Any]:
+    """Label all pairs, write the query log with the names of the pictures, and return a summary.
+
+    `close` is awaited at the end, in the same event loop.
+    """
+    pairs = find_pairs(folder)
+    out = out or Path(folder) / FILE_NAME
+    started = time.time()
+    labels = asyncio.run(_label_all(labeller, [named.pair for named in pairs], close))
+    names = [(named.first, named.second) for named in pairs]
+    write_atomic(out, log_csv([named.pair for named in pairs], labels, 0, started, ("first", "second"), names))
+    return {"out": str(out), **summary(pairs, labels), **_behaviour(labeller)}
+
+
+async def _label_all(labeller: Labeller, pairs: Sequence[SegmentPair], close: Close | None) -> list[Label]:
+    labels: list[Label] = []
+    try:
+        for start in range(0, len(pairs), _AT_ONCE):
+            labels += await labeller.label(pairs[start : start + _AT_ONCE])
+    finally:
+        if close is not None:
+            await close()
+    return labels
+
+
+def summary(pairs: Sequence[NamedPair], labels: Sequence[Label]) -> dict[str, Any]:
+    """Counts, and the accuracy on pairs whose true returns are known and differ."""
+    known = [
+        (returns, label)
+        for named, label in zip(pairs, labels, strict=True)
+        for returns in [[float(part.true_rewards.sum()) for part in (named.pair.first, named.pair.second)]]
+        if not label.error and np.isfinite(returns).all() and returns[0] != returns[1]
+    ]
+    decided = [(returns, label) for returns, label in known if label.value != -1]
+    right = sum(label.value == int(returns[0] < returns[1]) for returns, label in decided)
+    answered = [label.value for label in labels if not label.error]
+    return {
+        "pairs": len(labels),
+        "labels": {str(value): answered.count(value) for value in (0, 1, -1)},  # type: ignore[arg-type]
+        "errors": len(labels) - len(answered),
+        "accuracy": right / len(decided) if decided else None,
+        "accuracy_of_non_ties": right / len(known) if known else None,
+    }
+
+
+def _behaviour(labeller: Labeller) -> dict[str, Any]:
+    if not isinstance(labeller, VLMLabeller):
+        return {}
+    stats = labeller.stats
+    return {
+        "contradictions": stats.disagreements,
+        "position_bias": round(stats.position_bias, 4),
+        "questions": stats.questions,
+        "prompt_tokens": stats.prompt_tokens,
+        "sampled_tokens": stats.sampled_tokens,
+        "seconds": round(stats.seconds, 3),
+    }
+
+
+def _listed(folder: Path) -> list[NamedPair]:
+    found = []
+    with (folder / "pairs.csv").open(newline="", encoding="utf-8") as stream:
+        reader = csv.DictReader(stream)
+        if not {"first", "second"} <= set(reader.fieldnames or ()):
+            raise UserInputError(f"{folder / 'pairs.csv'} needs the columns first and second.")
+        for row in reader:
+            returns = [_number(row.get(f"ground_truth_score_{side}")) for side in (1, 2)]
+            pair = _pair(folder / row["first"], folder / row["second"], returns)
+            found.append(NamedPair(pair, row["first"], row["second"]))
+    return found
+
+
+def _stored(folder: Path) -> list[NamedPair]:
+    return [
+        NamedPair(
+            pair, f"session {session.number} pair {number} first", f"session {session.number} pair {number} second"
+        )
+        for session in LabelStore(folder).sessions()
+        for number, pair in enumerate(session.pairs)
+    ]
+
+
+def _by_name(folder: Path) -> list[tuple[str, str]]:
+    sides: dict[str, dict[str, str]] = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix.lower() not in _SUFFIXES:
+            continue
+        if match := _PREFIXED.match(path.stem):
+            sides.setdefault(f"first {match[2]}", {})[match[1].lower()] = path.name
+        elif match := _NUMBERED.match(path.stem):
+            sides.setdefault(f"number {match[1]}", {})["first" if match[2] == "1" else "second"] = path.name
+    alone = [name for both in sides.values() if len(both) < 2 for name in both.values()]
+    if alone:
+        raise UserInputError(f"The other picture of {alone[0]} is missing in {folder}.")
+    return [(both["first"], both["second"]) for both in sides.values()]
+
+
+def _pair(first: Path, second: Path, returns: Sequence[float] = (np.nan, np.nan)) -> SegmentPair:
+    return SegmentPair(*(_single_frame(path, value) for path, value in zip((first, second), returns, strict=True)))
+
+
+def _single_frame(path: Path, true_return: float) -> Segment:
+    try:
+        picture = np.asarray(Image.open(path).convert("RGB"))
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise UserInputError(f"Cannot read the picture {path}: {error}") from error
+    empty = np.zeros((1, 0), np.float32)
+    return Segment(empty, empty, np.array([true_return], np.float32), picture[None])
+
+
+def _number(text: str | None) -> float:
+    try:
+        return float(text) if text else np.nan
+    except ValueError:
+        return np.nan

@@ -1,0 +1,206 @@
+"""Figures from our files and from those of RL-VLM-F and its fork, and videos that can be read back."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import imageio_ffmpeg
+import numpy as np
+import pytest
+from PIL import Image, ImageSequence
+from scipy.stats import t as student_t
+from test_cli import output, run
+
+from rl_vlm.reporting.label_accuracy import Labelled, draw_label_accuracy, histogram, read_labels, summarise
+from rl_vlm.reporting.learning_curve import Curve, combine, draw_learning_curve, read_curve, trailing_mean
+from rl_vlm.reporting.video import write_video
+from rl_vlm.types import UserInputError
+
+
+def eval_csv(
+    path: Path, rows: str, header: str = "episode,episode_reward,step,success_rate,true_episode_reward"
+) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(header + "\n" + rows)
+    return path
+
+
+def test_the_originals_file_is_in_percent(tmp_path: Path) -> None:
+    file = eval_csv(tmp_path / "eval.csv", "1,-3.5,10000,0.0,80\n2,-2,20000,5.0,90\n3,-1,30000,100.0,95\n")
+    curve = read_curve(file)
+    assert curve.steps.tolist() == [10000, 20000, 30000] and curve.values.tolist() == [0, 0.05, 1]
+    assert read_curve(tmp_path).column == "success_rate"
+    assert read_curve(file, column="true_episode_reward").values.tolist() == [80, 90, 95]
+
+
+def test_fractions_stay_fractions_unless_told(tmp_path: Path) -> None:
+    file = eval_csv(tmp_path / "eval.csv", "1,0,1,0.5,0\n2,0,2,1.0,0\n")
+    assert read_curve(file).values.tolist() == [0.5, 1.0]
+    assert read_curve(file, unit="percent").values.tolist() == [0.005, 0.01]
+    high = eval_csv(tmp_path / "b.csv", "1,0,1,1.5,0\n")
+    assert read_curve(high, unit="fraction").values.tolist() == [1.5]
+
+
+def test_lines_without_numbers_are_left_out_and_the_last_of_a_step_counts(tmp_path: Path) -> None:
+    file = eval_csv(tmp_path / "eval.csv", "1,0,2,50,0\n2,0,1,10,0\n3,0,2,70,0\n4,0,3,,0\n5,0,x,9,0\n6,0,4,nan,0\n")
+    curve = read_curve(file)
+    assert curve.steps.tolist() == [1, 2] and curve.values == pytest.approx([0.1, 0.7])
+
+
+def test_without_success_the_return_is_drawn(tmp_path: Path) -> None:
+    file = eval_csv(tmp_path / "eval.csv", "1000,-50,-900\n2000,-10,-100\n", "step,episode_reward,true_episode_reward")
+    assert read_curve(file).column == "true_episode_reward" and read_curve(file).values.tolist() == [-900, -100]
+
+
+@pytest.mark.parametrize(
+    ("header", "rows", "message"),
+    [
+        ("a,b", "1,2\n", "needs the columns step"),
+        ("step,success_rate", "x,y\n", "no line with a number"),
+        ("", "", "none"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, header: str, rows: str, message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
+        read_curve(eval_csv(tmp_path / "eval.csv", rows, header))
+    with pytest.raises(UserInputError, match="Cannot read"):
+        read_curve(tmp_path / "none.csv")
+
+
+def test_the_trailing_mean_looks_back_only() -> None:
+    values = np.array([1.0, 2, 3, 4, 5, 6, 7])
+    expected = [np.mean(values[max(k - 4, 0) : k + 1]) for k in range(7)]
+    np.testing.assert_allclose(trailing_mean(values, 5), expected)
+    assert trailing_mean(values, 1).tolist() == values.tolist()
+    np.testing.assert_allclose(trailing_mean(values, 99), [np.mean(values[: k + 1]) for k in range(7)])
+
+
+def test_runs_are_combined_with_students_interval() -> None:
+    steps = np.array([0.0, 10, 20])
+    curves = [Curve(steps, np.array([0.0, v, 1]), "success_rate") for v in (0.2, 0.4, 0.9)]
+    band = combine(curves)
+    low, high = student_t.interval(0.95, 2, np.mean([0.2, 0.4, 0.9]), np.std([0.2, 0.4, 0.9], ddof=1) / np.sqrt(3))
+    assert band.low is not None and band.high is not None
+    assert (band.mean[1], band.low[1], band.high[1]) == pytest.approx((0.5, low, high))
+    assert combine(curves[:1]).low is None
+
+
+def test_runs_of_different_steps_meet_where_all_reach() -> None:
+    a = Curve(np.array([0.0, 10, 20, 30]), np.array([0.0, 1, 2, 3]), "x")
+    b = Curve(np.array([5.0, 25]), np.array([10.0, 30]), "x")
+    band = combine([a, b])
+    assert band.steps.tolist() == [5, 10, 20, 25] and band.mean.tolist() == [5.25, 8, 13.5, 16.25]
+    with pytest.raises(UserInputError, match="no steps in common"):
+        combine([a, Curve(np.array([90.0]), np.array([0.0]), "x")])
+
+
+def test_curves_are_drawn_as_png_and_svg(tmp_path: Path) -> None:
+    for number in range(3):
+        eval_csv(tmp_path / f"vlm{number}" / "eval.csv", "".join(f"0,0,{k}00,{k * 5 + number},0\n" for k in range(12)))
+    outputs = [tmp_path / "curve.png", tmp_path / "curve.svg"]
+    runs = [tmp_path / f"vlm{number}" for number in range(3)]
+    bands = draw_learning_curve({"vlm $x$": runs, "one": runs[:1]}, outputs, title="$title")
+    assert bands["vlm $x$"].runs == 3 and bands["vlm $x$"].mean[-1] == pytest.approx(0.46)
+    assert Image.open(outputs[0]).size == (1800, 1000)
+    assert ElementTree.parse(outputs[1]).getroot().tag.endswith("svg")
+    with pytest.raises(UserInputError, match=r"written as \.png or \.svg"):
+        draw_learning_curve({"a": runs}, [tmp_path / "curve.pdf"])
+    with pytest.raises(UserInputError, match="folder that exists"):
+        draw_learning_curve({"a": runs}, [tmp_path / "none" / "curve.png"])
+    other = eval_csv(tmp_path / "r.csv", "1,2\n", "step,episode_reward")
+    with pytest.raises(UserInputError, match="different measures"):
+        draw_learning_curve({"a": runs, "b": [other]}, outputs)
+
+
+LOG = "ground_truth_score_1,ground_truth_score_2,vlm_predicted_label,timestamp,train_iter\n"
+
+
+def log_csv(path: Path, *rows: tuple[object, object, object]) -> Path:
+    path.write_text(LOG + "".join(f"{a},{b},{label},2026-01-01,1\n" for a, b, label in rows))
+    return path
+
+
+def test_labels_are_right_wrong_or_undecided_and_true_ties_are_ties(tmp_path: Path) -> None:
+    file = log_csv(
+        tmp_path / "vlm_query_log.csv",
+        (2, 1, 0), (1, 2, 1.0), (1, 2, 0), (1, 2, -1), (3, 3, -1), (3, 3, 1), (1, 2, ""), ("", 2, 0), (1, 2, "nan"), (1, 2, 7),
+    )  # fmt: skip
+    labels = read_labels(tmp_path)
+    expected = ["correct", "correct", "incorrect", "no preference", "correct", "incorrect"]
+    assert [entry.category for entry in labels] == expected
+    found = summarise(labels)
+    assert (found["labels"], found["true_ties"], found["no_preference"], found["decided"]) == (6, 2, 2, 3)
+    assert found["accuracy"] == pytest.approx(2 / 3) and found["accuracy_low"] < 2 / 3 < found["accuracy_high"]
+    file.write_text(LOG)
+    with pytest.raises(UserInputError, match="no line with two returns"):
+        read_labels(file)
+    file.write_text("a,b\n1,2\n")
+    with pytest.raises(UserInputError, match="lacks the columns ground_truth_score_1"):
+        read_labels(file)
+
+
+def test_bins_are_linear_and_the_last_holds_the_largest_difference() -> None:
+    differences = np.array([0, 0.1, 0.99, 1.0, 5.5, 9.99, 10.0])
+    labels = [Labelled(0, d, 1) for d in differences]
+    found = histogram(labels)
+    np.testing.assert_array_equal(found.counts.sum(1), np.histogram(differences, bins=10, range=(0, 10))[0])
+    assert found.counts[0].tolist() == [2, 1, 0]  # the true tie was given a preference
+    assert histogram([Labelled(1, 1, -1)]).counts[0].tolist() == [1, 0, 0]
+
+
+def test_label_accuracy_is_drawn(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = [(a, b, int(a < b) if rng.random() < 0.8 else -1) for a, b in rng.normal(size=(60, 2))]
+    files = [log_csv(tmp_path / f"{k}.csv", *rows[k::2]) for k in range(2)]
+    found = draw_label_accuracy(files, [tmp_path / "a.png", tmp_path / "a.svg"])
+    assert found["labels"] == 60 and found["accuracy"] == 1.0
+    assert Image.open(tmp_path / "a.png").size == (1800, 1000)
+
+
+def test_the_commands_write_the_originals_file_names(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    eval_csv(tmp_path / "run=1" / "eval.csv", "1,0,100,50,0\n2,0,200,100,0\n")
+    log_csv(tmp_path / "run=1" / "vlm_query_log.csv", (1, 2, 1), (2, 1, 0))
+    assert run("plot", "learning-curve", "run=1", "--smooth-window", 1) == 0
+    assert "run=1: 1.000 at step 200, 1 run(s)" in output(capsys)
+    assert run("plot", "learning-curve", "a=run=1", "a=run=1/eval.csv", "--output", "x.svg") == 0
+    assert "a: 0.750 at step 200, 2 run(s)" in output(capsys)
+    assert run("plot", "label-accuracy", "run=1", "--num-bins", 4) == 0
+    assert '"accuracy": 1.0' in output(capsys)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"run=1", "figure4_learning_curve.png", "x.svg", "figure6_query_accuracy.png"}
+    assert run("plot", "label-accuracy", "nowhere.csv") == 2
+
+
+def read_gif(path: Path) -> np.ndarray:
+    return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(Image.open(path))])
+
+
+def read_mp4(path: Path) -> np.ndarray:
+    frames = imageio_ffmpeg.read_frames(str(path))
+    width, height = next(frames)["size"]
+    return np.stack([np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in frames])
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".mp4"])
+def test_a_video_shows_what_was_written(tmp_path: Path, suffix: str) -> None:
+    frames = np.zeros((6, 33, 47, 3), np.uint8)
+    for number, frame in enumerate(frames):
+        frame[:, : 7 * number + 5] = (200, 60, 30)
+    path = tmp_path / f"episode{suffix}"
+    write_video(path, frames, fps=10)
+    read = read_gif(path) if suffix == ".gif" else read_mp4(path)
+    assert len(read) == 6
+    reds = [(frame[..., 0] > 120).mean() for frame in read[:, :33, :47, :3]]
+    assert reds == pytest.approx([(7 * number + 5) / 47 for number in range(6)], abs=0.05)
+    assert [item.name for item in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("name", "frames", "fps", "message"),
+    [("a.avi", 1, 10, "as .gif or .mp4"), ("a.gif", 0, 10, "has no pictures"), ("a.gif", 1, 0, "must be more than 0")],
+)
+def test_a_video_that_cannot_be_is_refused(tmp_path: Path, name: str, frames: int, fps: float, message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
+        write_video(tmp_path / name, np.zeros((frames, 8, 8, 3), np.uint8), fps)

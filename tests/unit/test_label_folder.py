@@ -1,0 +1,130 @@
+"""`rl-vlm label`: which files are pairs, what is written, and how it ends."""
+
+from __future__ import annotations
+
+import csv
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from label_support import random_pairs, segment
+from PIL import Image
+from test_cli import failure, output, run
+
+from rl_vlm.preference.label_folder import find_pairs, label_folder
+from rl_vlm.preference.store import LabelStore
+from rl_vlm.preference.teachers import ScriptedTeacher
+from rl_vlm.preference.types import Label
+from rl_vlm.reporting.label_accuracy import read_labels
+from rl_vlm.types import UserInputError
+
+
+def save(path: Path, angle: float) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(segment([angle]).frames[0]).save(path)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("first_000001.png", "second_000001.png"), ("image_6_1.png", "image_6_2.png"), ("First-a.PNG", "Second-a.PNG")],
+)
+def test_pictures_are_paired_by_their_names(tmp_path: Path, first: str, second: str) -> None:
+    save(tmp_path / second, 20)
+    save(tmp_path / first, 3)
+    (tmp_path / "notes.txt").write_text("x")
+    (found,) = find_pairs(tmp_path)
+    assert (found.first, found.second) == (first, second)
+    assert (found.pair.first.frames == segment([3]).frames).all() and np.isnan(found.pair.first.true_rewards).all()
+
+
+def test_pairs_are_listed_with_their_returns(tmp_path: Path) -> None:
+    save(tmp_path / "a" / "x.png", 3)
+    save(tmp_path / "y.jpg", 20)
+    (tmp_path / "pairs.csv").write_text(
+        "first,second,ground_truth_score_1,ground_truth_score_2\na/x.png,y.jpg,-3,-20\ny.jpg,a/x.png,-20,-3\n"
+    )
+    summary = label_folder(tmp_path, ScriptedTeacher())
+    assert summary["labels"] == {"0": 1, "1": 1, "-1": 0} and summary["accuracy"] == 1.0
+    assert summary["accuracy_of_non_ties"] == 1.0 and summary["errors"] == 0
+    rows = list(csv.DictReader((tmp_path / "vlm_query_log.csv").open()))
+    assert [(row["first"], row["second"], row["vlm_predicted_label"]) for row in rows] == [
+        ("a/x.png", "y.jpg", "0"),
+        ("y.jpg", "a/x.png", "1"),
+    ]
+    assert [entry.category for entry in read_labels(tmp_path)] == ["correct", "correct"]
+
+
+def test_a_label_store_can_be_labelled_anew(tmp_path: Path) -> None:
+    LabelStore(tmp_path).append(random_pairs(5), [Label(-1)] * 5, step=0, time=0)
+    summary = label_folder(tmp_path, ScriptedTeacher(), tmp_path / "new.csv")
+    assert summary["pairs"] == 5 and summary["accuracy"] == 1.0 and summary["out"].endswith("new.csv")
+
+
+def test_unknown_returns_stay_unknown(tmp_path: Path) -> None:
+    save(tmp_path / "p_1.png", 3)
+    save(tmp_path / "p_2.png", 20)
+    assert label_folder(tmp_path, ScriptedTeacher())["accuracy"] is None
+    (row,) = csv.DictReader((tmp_path / "vlm_query_log.csv").open())
+    assert row["ground_truth_score_1"] == row["ground_truth_score_2"] == ""
+
+
+def test_what_is_no_pair_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match="There is no folder"):
+        find_pairs(tmp_path / "none")
+    with pytest.raises(UserInputError, match="holds no pairs"):
+        find_pairs(tmp_path)
+    save(tmp_path / "first_1.png", 3)
+    with pytest.raises(UserInputError, match=r"other picture of first_1\.png is missing"):
+        find_pairs(tmp_path)
+    (tmp_path / "second_1.png").write_bytes(b"no picture")
+    with pytest.raises(UserInputError, match=r"Cannot read the picture .*second_1\.png"):
+        find_pairs(tmp_path)
+    (tmp_path / "pairs.csv").write_text("a,b\n")
+    with pytest.raises(UserInputError, match="needs the columns first and second"):
+        find_pairs(tmp_path)
+
+
+def test_the_command_checks_before_it_works(tmp_path: Path, capsys) -> None:
+    save(tmp_path / "first_1.png", 3)
+    save(tmp_path / "second_1.png", 20)
+    for arguments, message in [
+        ([], "--goal"),
+        (["--goal", "x", "--endpoint", "http://a", "--generate", "http://b"], "give one of them"),
+        (["--task", "drawr-open"], "Did you mean drawer-open"),
+        (["--goal", "x", "--endpoint", "ftp://a"], "must be an http"),
+    ]:
+        assert run("label", tmp_path, *arguments) == 2
+        assert message in failure(capsys)
+    (tmp_path / "vlm_query_log.csv").write_text("x")
+    assert run("label", tmp_path, "--goal", "x") == 2 and "exists already" in failure(capsys)
+
+
+def test_a_labeller_that_is_down_ends_with_1_and_errors_in_the_log(tmp_path: Path, capsys) -> None:
+    save(tmp_path / "first_1.png", 3)
+    save(tmp_path / "second_1.png", 20)
+    code = run("label", tmp_path, "--goal", "x", "--generate", "http://127.0.0.1:9/generate", "--deadline", 0.3)
+    assert code == 1 and '"errors": 1' in output(capsys)
+    (row,) = csv.DictReader((tmp_path / "vlm_query_log.csv").open())
+    assert row["vlm_predicted_label"] == "" and "127.0.0.1:9" in row["error"]
+
+
+def test_the_tiny_model_labels_a_folder(tmp_path: Path, tiny_folder: Path, capsys) -> None:
+    for number, (a, b) in enumerate([(3, 20), (30, 5)]):
+        save(tmp_path / f"first_{number}.png", a)
+        save(tmp_path / f"second_{number}.png", b)
+    assert run("label", tmp_path, "--task", "CartPole-v1", "--model", tiny_folder, "--steps", 1) == 0
+    text = output(capsys)
+    summary = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    assert summary["errors"] == 0 and summary["questions"] == 4 and -1 <= summary["position_bias"] <= 1
+
+
+def test_caches_are_imported_on_request(tmp_path: Path, capsys) -> None:
+    rng = np.random.default_rng(0)
+    data = [rng.integers(0, 256, (3, 16, 32, 3), dtype=np.uint8), np.zeros((3, 1)), np.ones((3, 1))]
+    data += [rng.normal(size=(3, 1, 5)), rng.normal(size=(3, 1, 5)), np.zeros((3, 1, 1)), np.ones((3, 1, 1))]
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(data))
+    assert run("import-labels", tmp_path, tmp_path / "store", "--observations", 4) == 0
+    assert "Wrote 3 pairs of 1 sessions" in output(capsys)
+    assert [label.value for label in LabelStore(tmp_path / "store").read(1).labels] == [1, 1, 1]
