@@ -12,18 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from rl_vlm.config_section import Section
 from rl_vlm.models.images import PixelLimits
+from rl_vlm.preference.loop_settings import PreferenceSection
 from rl_vlm.types import UserInputError
 
 _SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are not changed after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class LoraSection(Section):
@@ -164,9 +160,9 @@ class RolloutSection(Section):
 
 
 class AlgorithmSection(Section):
-    """GRPO. Defaults are the published multi-turn geo3k recipe: clip 0.2 / 0.28, no KL, no entropy bonus, std-normalised."""
+    """`preference_sac` is set by `preference`; all else here is GRPO's. Defaults are the published multi-turn geo3k recipe: clip 0.2 / 0.28, no KL, no entropy bonus, std-normalised."""
 
-    name: Literal["grpo"] = "grpo"
+    name: Literal["grpo", "preference_sac"] = "grpo"
     iterations: int = Field(100, ge=1)
     loss: Literal["grpo", "dapo", "dr_grpo"] = "grpo"
     advantage_normalization: Literal["std", "none"] = "std"
@@ -275,6 +271,7 @@ class RunConfig(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     learner: LearnerSection = LearnerSection()
     evaluation: EvaluationSection = EvaluationSection()
+    preference: PreferenceSection = PreferenceSection()
     logging: LoggingSection = LoggingSection()
     resources: ResourcesSection = ResourcesSection()
     http: HTTPSection = HTTPSection()
@@ -304,6 +301,12 @@ class RunConfig(Section):
             raise ValueError(
                 "deterministic: true needs serving.engine transformers, model.dtype float32 and rollout.max_policy_lag 0"
             )
+        if self.algorithm.name == "preference_sac" and self.learner.num_learners > 1:
+            raise ValueError("learner.num_learners must be 0 or 1 for preference_sac: its networks are small")
+        if self.algorithm.name == "preference_sac" and self.env.isolation != "thread":
+            raise ValueError(
+                "env.isolation process is for vision environments: use preference.collection.num_env_runners"
+            )
         if self.model.train == "full":
             raise ValueError(
                 "model.train: full is not available yet, because full weights cannot be sent to running replicas: "
@@ -320,6 +323,14 @@ class RunConfig(Section):
     @property
     def needed_cpus(self) -> float:
         """Logical CPUs that all actors of the run hold together."""
+        if self.algorithm.name == "preference_sac":
+            collection = self.preference.collection
+            replicas = self.serving.num_replicas if self.preference.asks_served_model else 0
+            return (
+                replicas * self.serving.cpus_per_replica
+                + collection.num_env_runners * collection.cpus_per_env_runner
+                + self.learner.num_learners * self.learner.cpus_per_learner
+            )
         return (
             self.serving.num_replicas * self.serving.cpus_per_replica
             + self.rollout.num_env_runners * self.rollout.cpus_per_env_runner
@@ -330,6 +341,8 @@ class RunConfig(Section):
     def needed_gpus(self) -> float:
         """GPUs that all actors of the run hold together; a learner inside the driver counts as one actor."""
         learners = max(self.learner.num_learners, 1 if self.learner.gpus_per_learner else 0)
+        if self.algorithm.name == "preference_sac" and not self.preference.asks_served_model:
+            return learners * self.learner.gpus_per_learner
         return self.serving.num_replicas * self.serving.gpus_per_replica + learners * self.learner.gpus_per_learner
 
 

@@ -108,6 +108,10 @@ def train(
         check_resources(run)
     folder = (run_dir or default_run_dir(run)).absolute()
     prepare_run_dir(folder, resume, overwrite)
+    if run.algorithm.name == "preference_sac":
+        from rl_vlm.preference.training import PreferenceRun
+
+        return PreferenceRun(run, folder, resume).execute()
     return _Run(run, folder, resume).execute()
 
 
@@ -166,7 +170,7 @@ class _Run:
         with ray_cluster(self.run):
             config = GRPOConfig.from_run_config(self.run, self.folder)
             try:
-                with _stderr_to(self.folder / "startup.log"):
+                with stderr_to(self.folder / "startup.log"):
                     self.algorithm = algorithm = config.build_algo()
                 algorithm.stop_requested = lambda: bool(self.stop)
                 if self.start_from is not None:
@@ -276,7 +280,7 @@ class _Run:
 
 
 @contextmanager
-def _stderr_to(path: Path) -> Iterator[None]:
+def stderr_to(path: Path) -> Iterator[None]:
     """Ray's C++ side and RLlib write notes about their own plumbing to stderr while they start; keep them in a file.
 
     What really fails is raised as an exception.

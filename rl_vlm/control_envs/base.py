@@ -1,0 +1,56 @@
+"""ControlEnv: what the preference loop steps. Vectors in, vectors out, a picture of the moment, and whether the task is done."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box
+
+from rl_vlm.types import UserInputError
+
+Observation = np.ndarray  # float32 [O]
+StepResult = tuple[np.ndarray, float, bool, bool, dict[str, Any]]
+
+
+class ControlEnv(gymnasium.Env[np.ndarray, np.ndarray]):
+    """A continuous control task.
+
+    `observation_space` is a float32 Box [O], `action_space` a float32 Box [A] from -1 to 1. The reward of `step` is the
+    task's own: agents that learn from preferences never see it, scripted teachers and evaluation do. Episodes that start
+    with the same seed and get the same actions are the same: exact resume replays them.
+    """
+
+    observation_space: Box
+    action_space: Box
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}  # noqa: RUF012  (gymnasium's own declaration)
+    render_mode = "rgb_array"
+    horizon: int  # steps after which `step` truncates
+    image_size: int
+
+    @abstractmethod
+    def frame(self) -> np.ndarray:
+        """uint8 [image_size, image_size, 3]: the picture of now."""
+
+    def success(self, info: Mapping[str, Any]) -> float:
+        """1.0 where the `info` of a step says that the task is done at this moment, else 0.0."""
+        return float(bool(info.get("success", info.get("is_success", False))))
+
+    def render(self) -> np.ndarray:  # type: ignore[override]
+        """gymnasium's name for `frame`."""
+        return self.frame()
+
+
+def unit_box(size: int) -> Box:
+    """Actions: float32 [size] from -1 to 1."""
+    return Box(-1.0, 1.0, (size,), np.float32)
+
+
+def check_image_size(image_size: int) -> int:
+    """Raises UserInputError for sizes that nothing can be seen in."""
+    if not 16 <= image_size <= 1024:
+        raise UserInputError(f"image_size is {image_size}: it must be between 16 and 1024 pixels.")
+    return image_size

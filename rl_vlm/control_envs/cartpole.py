@@ -1,0 +1,71 @@
+"""Continuous CartPole as RL-VLM-F defines it: a real-valued force, 100 steps whatever happens, the angle is the reward."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from gymnasium.spaces import Box
+
+from rl_vlm.control_envs.base import ControlEnv, StepResult, check_image_size, unit_box
+from rl_vlm.control_envs.cartpole_drawing import draw_cartpole
+
+_GRAVITY, _CART_MASS, _POLE_MASS, _HALF_LENGTH = 9.8, 1.0, 0.1, 0.5
+_FORCE, _SECONDS = 10.0, 0.02
+_TRACK = 1.92  # metres on either side
+_MAX_ANGLE = math.radians(30)
+_SUCCESS_DEGREES = 5.0
+
+
+class ContinuousCartPole(ControlEnv):
+    """Keep a pole upright on a cart; the reward is minus the angle in degrees, and an angle below 5° is success.
+
+    Observation: place, velocity, angle, angular velocity. The pole never falls below 30°, so an episode never ends early
+    and 0 is a perfect return. Not gymnasium's `CartPole-v1`, which is discrete and ends when the pole falls.
+    """
+
+    def __init__(self, horizon: int = 100, image_size: int = 200) -> None:
+        self.horizon = horizon
+        self.image_size = check_image_size(image_size)
+        high = np.array([_TRACK, np.inf, _MAX_ANGLE, np.inf], dtype=np.float32)
+        self.observation_space = Box(-high, high, dtype=np.float32)
+        self.action_space = unit_box(1)
+        self._state = (0.0, 0.0, 0.0, 0.0)
+        self._steps = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Start within ±0.05 of rest in each of the four numbers."""
+        super().reset(seed=seed)
+        self._state = tuple(self.np_random.uniform(-0.05, 0.05, 4).tolist())
+        self._steps = 0
+        return self._observe(), {}
+
+    def step(self, action: np.ndarray) -> StepResult:
+        """Push with 10 N times the action for 0.02 s (explicit Euler; Barto, Sutton and Anderson, 1983)."""
+        x, x_dot, angle, angle_dot = self._state
+        force = _FORCE * float(np.clip(action[0], -1.0, 1.0))
+        sine, cosine = math.sin(angle), math.cos(angle)
+        mass = _CART_MASS + _POLE_MASS
+        push = (force + _POLE_MASS * _HALF_LENGTH * angle_dot**2 * sine) / mass
+        angle_acc = (_GRAVITY * sine - cosine * push) / (_HALF_LENGTH * (4 / 3 - _POLE_MASS * cosine**2 / mass))
+        x_acc = push - _POLE_MASS * _HALF_LENGTH * angle_acc * cosine / mass
+        x, x_dot = x + _SECONDS * x_dot, x_dot + _SECONDS * x_acc
+        angle, angle_dot = angle + _SECONDS * angle_dot, angle_dot + _SECONDS * angle_acc
+        # Only the places are held back, as in the original: the velocities go on.
+        x = min(max(x, -_TRACK), _TRACK)
+        angle = min(max(angle, -_MAX_ANGLE), _MAX_ANGLE)
+        self._state = (x, x_dot, angle, angle_dot)
+        self._steps += 1
+        degrees = abs(math.degrees(angle))
+        info = {"success": degrees < _SUCCESS_DEGREES, "degrees": degrees}
+        return self._observe(), -degrees, False, self._steps >= self.horizon, info
+
+    def frame(self) -> np.ndarray:
+        """The cart in the middle, the pole at its angle."""
+        return draw_cartpole(self._state[2], self.image_size)
+
+    def _observe(self) -> np.ndarray:
+        return np.array(self._state, dtype=np.float32)

@@ -1,0 +1,141 @@
+"""Any Gymnasium control environment by its id, seen through its own camera or a function of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box
+from PIL import Image
+
+from rl_vlm.control_envs.base import ControlEnv, StepResult, check_image_size, unit_box
+from rl_vlm.envs.loading import load_object
+from rl_vlm.types import UserInputError
+
+Render = Callable[[gymnasium.Env[Any, Any]], np.ndarray]
+
+
+class GymnasiumControlEnv(ControlEnv):
+    """Wraps a gymnasium environment with a vector observation and Box actions, which are rescaled to [-1, 1].
+
+    Args:
+        env: the environment, or its gymnasium id.
+        horizon: steps after which an episode is truncated; by default what the id was registered with.
+        image_size: pictures are resized to this.
+        render: `module:function` or `file.py:function` that takes the unwrapped environment and returns uint8 [H, W, 3];
+            by default the environment's own `render()`.
+        success: info key that says whether the task is done; by default `success` or `is_success`.
+        **kwargs: passed to `gymnasium.make`, such as a camera's name.
+    """
+
+    def __init__(
+        self,
+        env: gymnasium.Env[Any, Any] | str,
+        *,
+        horizon: int | None = None,
+        image_size: int = 200,
+        render: str | Render | None = None,
+        success: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.image_size = check_image_size(image_size)
+        self._render: Render | None = load_object(render) if isinstance(render, str) else render
+        self._success_key = success
+        if isinstance(env, str):
+            mode = {} if self._render is not None else {"render_mode": "rgb_array"}
+            env = _make(env, {**mode, **kwargs})
+        name = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
+        limit = env.spec.max_episode_steps if env.spec is not None else None
+        if horizon is None and limit is None:
+            raise UserInputError(f"{name} has no limit of steps: set env.kwargs.horizon.")
+        # Not TimeLimit: the wrapper's count and ours would have to agree.
+        self.horizon = min(filter(None, (horizon, limit)))
+        actions = env.action_space
+        if not isinstance(actions, Box) or not actions.is_bounded():
+            raise UserInputError(f"{name} takes {actions}: the agent needs a bounded Box of real-valued actions.")
+        if not isinstance(env.observation_space, Box):
+            env = _flatten(env, name)
+        observations = env.observation_space
+        assert isinstance(observations, Box)
+        if observations.dtype == np.uint8:
+            raise UserInputError(f"{name} observes pictures: the agent needs a vector of numbers.")
+        self.env = env
+        self.action_space = unit_box(int(np.prod(actions.shape)))
+        self._low, self._high = actions.low.reshape(-1), actions.high.reshape(-1)
+        self._action_shape = actions.shape
+        low, high = (np.asarray(bound, np.float32).reshape(-1) for bound in (observations.low, observations.high))
+        self.observation_space = Box(low, high, dtype=np.float32)
+        self._steps = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Start an episode."""
+        super().reset(seed=seed)
+        observation, info = self.env.reset(seed=seed, options=options)
+        self._steps = 0
+        return self._vector(observation), info
+
+    def step(self, action: np.ndarray) -> StepResult:
+        """One step; the action goes from [-1, 1] to the environment's own bounds."""
+        share = (np.clip(action, -1.0, 1.0).astype(np.float32) + 1) / 2
+        native = (self._low + share * (self._high - self._low)).reshape(self._action_shape)
+        observation, reward, terminated, truncated, info = self.env.step(native.astype(self.env.action_space.dtype))
+        self._steps += 1
+        truncated = bool(truncated) or self._steps >= self.horizon
+        return self._vector(observation), float(reward), bool(terminated), truncated, info
+
+    def frame(self) -> np.ndarray:
+        """The environment's own picture, resized."""
+        try:
+            picture = self._render(self.env.unwrapped) if self._render is not None else self.env.render()
+        except gymnasium.error.DependencyNotInstalled as error:
+            raise UserInputError(f"This environment cannot draw itself here: {error}.") from error
+        array = np.asarray(picture)
+        if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
+            raise UserInputError(
+                f"The picture is a {type(picture).__name__} of shape {getattr(array, 'shape', ())}: the render function "
+                "must return uint8 [height, width, 3]. Name one with env.kwargs.render."
+            )
+        return resize_frame(array, self.image_size)
+
+    def success(self, info: Any) -> float:
+        """See `ControlEnv.success`."""
+        if self._success_key is None:
+            return super().success(info)
+        return float(bool(info.get(self._success_key, False)))
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close()
+
+    @staticmethod
+    def _vector(observation: Any) -> np.ndarray:
+        return np.asarray(observation, np.float32).reshape(-1)
+
+
+def resize_frame(frame: np.ndarray, size: int) -> np.ndarray:
+    """uint8 [size, size, 3]; every pixel is the mean of what it covers."""
+    if frame.shape[:2] == (size, size):
+        return frame
+    return np.asarray(Image.fromarray(frame).resize((size, size), Image.Resampling.BOX))
+
+
+def _make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+    try:
+        return gymnasium.make(env_id, **kwargs)
+    except gymnasium.error.Error as error:
+        raise UserInputError(f"gymnasium cannot make {env_id} ({error}).") from error
+    except (TypeError, ImportError) as error:
+        raise UserInputError(
+            f"gymnasium cannot make {env_id} with these arguments ({error}): see env.kwargs."
+        ) from error
+
+
+def _flatten(env: gymnasium.Env[Any, Any], name: str) -> gymnasium.Env[Any, Any]:
+    try:
+        return gymnasium.wrappers.FlattenObservation(env)
+    except (NotImplementedError, TypeError) as error:
+        raise UserInputError(f"The observations of {name} cannot be made a vector ({error}).") from error

@@ -1,0 +1,135 @@
+"""Control environments by id: our own, MetaWorld's, other packages' through entry points, and gymnasium's."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import gymnasium
+
+from rl_vlm.control_envs.base import ControlEnv
+from rl_vlm.envs.loading import is_spec, load_object
+from rl_vlm.types import UserInputError
+
+ENTRY_POINT_GROUP = "rl_vlm.control_envs"
+ControlEnvFactory = Callable[..., Any]
+
+# Factories by id; a string names "module:attribute" and is imported on first use.
+_REGISTRY: dict[str, ControlEnvFactory | str] = {
+    "ContinuousCartPole-v0": "rl_vlm.control_envs.cartpole:ContinuousCartPole",
+}
+
+
+def register_control_env(env_id: str, factory: ControlEnvFactory | str) -> None:
+    """Make `factory(**kwargs)` known as `env_id`; it returns a ControlEnv or a gymnasium environment."""
+    _REGISTRY[env_id] = factory
+
+
+def make_control_env(env_id: str, *, image_size: int | None = None, **kwargs: Any) -> ControlEnv:
+    """Make a control environment whose pictures are `image_size` pixels high and wide (None: as it likes).
+
+    `env_id` is, in this order: an id registered here; "metaworld/TASK"; an id that an installed package provides through the
+    entry-point group `rl_vlm.control_envs`; a gymnasium id; "package.module:Class" or "path/to/file.py:Class". Raises
+    UserInputError with the nearest known id.
+    """
+    factory = _find(env_id)
+    size = {"image_size": image_size} if image_size is not None else {}
+    try:
+        signature = inspect.signature(factory)
+        takes_size = size and _takes(signature, "image_size")
+        arguments = {**kwargs, **size} if takes_size else kwargs
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise UserInputError(
+            f"Environment {env_id} does not take these arguments ({error}): correct env.kwargs."
+        ) from error
+    env = factory(**arguments)
+    if isinstance(env, gymnasium.Env) and not isinstance(env, ControlEnv):
+        from rl_vlm.control_envs.gymnasium_env import GymnasiumControlEnv
+
+        if image_size is None or takes_size:
+            env = GymnasiumControlEnv(env)
+        else:
+            env = GymnasiumControlEnv(env, image_size=image_size)
+    if not isinstance(env, ControlEnv):
+        raise UserInputError(
+            f"{env_id} made a {type(env).__name__}, which is neither a ControlEnv nor a gymnasium.Env."
+        )
+    if image_size is not None and env.image_size != image_size:
+        raise UserInputError(f"{env_id} draws pictures of {env.image_size} pixels, not of {image_size}: ask for those.")
+    return env
+
+
+def _takes(signature: inspect.Signature, name: str) -> bool:
+    parameters = signature.parameters.values()
+    return any(one.name == name or one.kind is one.VAR_KEYWORD for one in parameters)
+
+
+def known_control_envs() -> list[str]:
+    """Ids that can be named here and now, gymnasium's own left out; MetaWorld's only where it is installed."""
+    from rl_vlm.control_envs.metaworld import list_tasks
+
+    try:
+        tasks = [f"metaworld/{task}-v3" for task in list_tasks()]
+    except UserInputError:
+        tasks = []
+    return sorted({*_REGISTRY, *_entry_points(), *tasks})
+
+
+def _find(env_id: str) -> ControlEnvFactory:
+    found: Any = _REGISTRY.get(env_id)
+    if found is not None:
+        return _callable(load_object(found) if isinstance(found, str) else found, env_id)
+    from rl_vlm.control_envs.metaworld import MetaWorldEnv, task_name
+
+    task = task_name(env_id)
+    if task is not None:
+        return functools.partial(MetaWorldEnv, task)
+    provided = _entry_points().get(env_id)
+    if provided is not None:
+        return _callable(_load(provided), env_id)
+    if env_id in gymnasium.registry:
+        from rl_vlm.control_envs.gymnasium_env import GymnasiumControlEnv
+
+        return functools.partial(GymnasiumControlEnv, env_id)
+    if is_spec(env_id):
+        return _callable(load_object(env_id), env_id)
+    raise UserInputError(_unknown(env_id))
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _load(point: EntryPoint) -> Any:
+    try:
+        return point.load()
+    except Exception as error:  # whatever another package raises while it is imported
+        raise UserInputError(
+            f"{point.name} comes from {point.value}, which cannot be imported ({type(error).__name__}: {error})."
+        ) from error
+
+
+def _callable(found: Any, env_id: str) -> ControlEnvFactory:
+    if not callable(found):
+        raise UserInputError(f"{env_id} names a {type(found).__name__}, which cannot make an environment.")
+    return found  # type: ignore[no-any-return]
+
+
+def _unknown(env_id: str) -> str:
+    known = known_control_envs()
+    nearest = difflib.get_close_matches(env_id, [*known, *gymnasium.registry], n=1, cutoff=0.5)
+    hint = f" Did you mean {nearest[0]}?" if nearest else ""
+    if env_id.lower().startswith("softgym"):
+        hint = (
+            f" SoftGym is not part of this package: install one that provides {env_id!r} in the entry-point group "
+            f"{ENTRY_POINT_GROUP} (see rl_vlm.control_envs.softgym)."
+        )
+    return (
+        f"Unknown control environment {env_id!r}.{hint} Known: {', '.join(known[:8])}"
+        f"{', ...' if len(known) > 8 else ''}, every gymnasium id with real-valued actions, or package.module:Class."
+    )

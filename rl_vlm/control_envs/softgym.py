@@ -1,0 +1,111 @@
+"""SoftGym and other simulators of the old gym interface, behind ControlEnv. Nothing here imports them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from gymnasium.spaces import Box
+
+from rl_vlm.control_envs.base import ControlEnv, StepResult, check_image_size, unit_box
+from rl_vlm.control_envs.gymnasium_env import resize_frame
+from rl_vlm.types import UserInputError
+
+
+class OldGymEnv(Protocol):
+    """The old interface: `reset` returns an observation, `step` four values, `render(mode)` a picture."""
+
+    observation_space: Any
+    action_space: Any
+
+    def reset(self) -> np.ndarray:
+        """Start an episode."""
+        ...
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, dict[str, Any]]:
+        """Observation, reward, done, info."""
+        ...
+
+    def render(self, mode: str = "rgb_array", **kwargs: Any) -> np.ndarray:
+        """uint8 [H, W, 3]."""
+        ...
+
+
+class SoftGymControlEnv(ControlEnv):
+    """Wraps an environment of the old gym interface.
+
+    Args:
+        env: the simulator's environment.
+        horizon: steps of an episode; by default the environment's own `horizon`.
+        success_key, success_above: a moment is a success where `info[success_key]` exceeds `success_above`: rope
+            `normalized_length` .95, cloth `normalized_performance` .9, pass-water `reward` -.36.
+        image_size: pictures are resized to this.
+        render_kwargs: passed to `render`, such as `hide_picker=True`.
+
+    A package makes it known by an entry point, and nothing here has to be changed:
+
+        [project.entry-points."rl_vlm.control_envs"]
+        "softgym/RopeFlattenEasy" = "my_package:make_rope"
+
+    where `make_rope(**kwargs)` returns `SoftGymControlEnv(...)` around its own environment.
+    """
+
+    def __init__(
+        self,
+        env: OldGymEnv,
+        *,
+        horizon: int | None = None,
+        success_key: str = "normalized_performance",
+        success_above: float = 0.9,
+        image_size: int = 360,
+        render_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        self.image_size = check_image_size(image_size)
+        found = horizon or getattr(env, "horizon", None)
+        if not found:
+            raise UserInputError(f"{type(env).__name__} has no horizon of its own: set env.kwargs.horizon.")
+        self.env, self.horizon = env, int(found)
+        self._success_key, self._success_above = success_key, success_above
+        self._render_kwargs = render_kwargs or {}
+        low, high = (np.asarray(bound, np.float32) for bound in (env.action_space.low, env.action_space.high))
+        self._low, self._high = low.reshape(-1), high.reshape(-1)
+        self._action_shape = low.shape
+        self.action_space = unit_box(self._low.size)
+        shape = (int(np.prod(env.observation_space.shape)),)
+        self.observation_space = Box(-np.inf, np.inf, shape, np.float32)
+        self._steps = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Start an episode. These simulators draw from numpy's global generator, so the seed goes there."""
+        super().reset(seed=seed)
+        if seed is not None:
+            np.random.seed(seed % 2**32)
+        self._steps = 0
+        return self._vector(self.env.reset()), {}
+
+    def step(self, action: np.ndarray) -> StepResult:
+        """One step; `done` before the horizon is a termination, at the horizon a truncation."""
+        share = (np.clip(action, -1.0, 1.0).astype(np.float32) + 1) / 2
+        native = (self._low + share * (self._high - self._low)).reshape(self._action_shape)
+        observation, reward, done, info = self.env.step(native)
+        self._steps += 1
+        truncated = self._steps >= self.horizon
+        measured = {"reward": float(reward), **info}.get(self._success_key)
+        extra = {"success": measured is not None and float(measured) > self._success_above}
+        return self._vector(observation), float(reward), bool(done) and not truncated, truncated, {**info, **extra}
+
+    def frame(self) -> np.ndarray:
+        """The simulator's picture, resized."""
+        return resize_frame(np.asarray(self.env.render(mode="rgb_array", **self._render_kwargs)), self.image_size)
+
+    def close(self) -> None:
+        """Close the simulator."""
+        close = getattr(self.env, "close", None)
+        if callable(close):
+            close()
+
+    @staticmethod
+    def _vector(observation: Any) -> np.ndarray:
+        return np.asarray(observation, np.float32).reshape(-1)

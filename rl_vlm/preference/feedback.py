@@ -1,0 +1,312 @@
+"""Labelling sessions: pairs from the replay buffer, labels, the reward model. What PEBBLE calls feedback. No Ray here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
+
+import numpy as np
+
+from rl_vlm.preference.ensemble import FitReport, RewardEnsemble
+from rl_vlm.preference.examples import Examples
+from rl_vlm.preference.loop_settings import PreferenceSection
+from rl_vlm.preference.query_log import FILE_NAME, QueryLog, true_return
+from rl_vlm.preference.replay import ReplayBuffer
+from rl_vlm.preference.selection import num_candidates, select_pairs
+from rl_vlm.preference.session import LabelledSession, LabellerDownError, is_answer, is_decided, label_session
+from rl_vlm.preference.store import LabelReplay, LabelStore
+from rl_vlm.preference.types import SKIPPED, Label, Labeller, Score, Scorer, Segment, SegmentPair
+
+logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class KnowsMargin(Protocol):
+    """A labeller whose thresholds follow the policy's returns."""
+
+    def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
+        """The recent mean return of episodes, and how long segments and episodes are."""
+        ...
+
+
+@runtime_checkable
+class HasState(Protocol):
+    """A labeller that an exact resume must restore."""
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        ...
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        ...
+
+
+@dataclass(slots=True)
+class SessionReport:
+    """What a session brought."""
+
+    asked: int = 0
+    usable: int = 0  # pairs (or scores) that the reward model took
+    undecided: int = 0
+    errors: int = 0
+    right: float = float("nan")  # share of the decided labels that agree with the true rewards
+    seconds: float = 0.0
+    fit_seconds: float = 0.0
+    fit: FitReport | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """As figures of a run."""
+        figures = {
+            "labels/asked": float(self.asked),
+            "labels/usable": float(self.usable),
+            "labels/undecided": float(self.undecided),
+            "labels/errors": float(self.errors),
+            "labels/seconds": self.seconds,
+            "time/fit": self.fit_seconds,
+        }
+        if np.isfinite(self.right):
+            figures["labels/accuracy"] = self.right
+        if self.fit is not None and self.fit.examples:
+            figures |= {
+                "reward_model/examples": float(self.fit.examples),
+                "reward_model/gradient_steps": float(self.fit.gradient_steps),
+                "reward_model/loss": self.fit.loss,
+            }
+            if np.isfinite(self.fit.accuracy):
+                figures["reward_model/accuracy"] = self.fit.accuracy
+        return figures
+
+
+class Feedback:
+    """Owns labeller, label store and reward model of a run.
+
+    Args:
+        settings: `preference` of the configuration.
+        model: the reward ensemble.
+        labeller: who answers; None where only a label cache is replayed.
+        cache: labels of an earlier run, which are used up first.
+        folder: `labels/` and the query log go there.
+    """
+
+    def __init__(
+        self,
+        settings: PreferenceSection,
+        model: RewardEnsemble,
+        labeller: Labeller | None,
+        folder: Path,
+        cache: LabelReplay | None = None,
+    ) -> None:
+        self.settings, self.model = settings, model
+        self.store = LabelStore(folder / "labels")
+        self.asked = self.usable = self.sessions = 0
+        self.stop_requested: Callable[[], bool] = lambda: False
+        self._labeller, self._cache = labeller, cache
+        self._log_path = folder / FILE_NAME
+        self._known: list[SegmentPair] = []  # for selections that keep away from what was asked before
+        # One loop for all sessions: clients of served models belong to the loop that they were first used in.
+        self._loop = asyncio.new_event_loop()
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether there is nobody left to ask."""
+        return self._labeller is None and (self._cache is None or self._cache_is_used_up)
+
+    _cache_is_used_up = False
+
+    def session(
+        self, replay: ReplayBuffer, count: int, step: int, rng: np.random.Generator, mean_return: float, horizon: int
+    ) -> SessionReport | None:
+        """Have `count` pairs labelled and train the reward model on all that are known.
+
+        The first session's pairs are drawn uniformly: the untrained model knows nothing. A labeller that is down is waited
+        for; nothing of a failed attempt is kept. Returns None if the user wants to stop, or a cache has run out with
+        nobody to ask. Raises LabellerDownError when the patience is over.
+        """
+        if isinstance(self._labeller, KnowsMargin):
+            self._labeller.set_margin(mean_return, self.settings.segment_length, horizon)
+        started = time.monotonic()
+        if self.settings.reward == "learn_from_score":
+            report = self._score(replay, count, step, rng)
+        else:
+            report = self._label(replay, count, step, rng, horizon)
+        if report is None:
+            return None
+        report.seconds = time.monotonic() - started
+        self.sessions += 1
+        self.asked += report.asked
+        self.usable += report.usable
+        started = time.monotonic()
+        report.fit = self.model.fit_scores() if self.settings.reward == "learn_from_score" else self.model.fit()
+        report.fit_seconds = time.monotonic() - started
+        return report
+
+    def _label(
+        self, replay: ReplayBuffer, count: int, step: int, rng: np.random.Generator, horizon: int
+    ) -> SessionReport | None:
+        session = self._cached()
+        if session is None:
+            if self._labeller is None:
+                return None
+            labeller, labels = self._labeller, self.settings.labels
+
+            def draw(wanted: int) -> list[SegmentPair]:
+                rule = labels.rule if self.sessions else "uniform"
+                candidates = replay.sample_pairs(
+                    num_candidates(rule, wanted, labels.large_batch),
+                    self.settings.segment_length,
+                    rng,
+                    self.settings.query_episodes * horizon,
+                )
+                return select_pairs(rule, candidates, wanted, self.model, self._known)
+
+            session = self._patiently(lambda: label_session(labeller, draw, count, labels.rounds), rng)
+            if session is None:
+                return None
+        session.labels = [_as_stored(label) for label in session.labels]
+        now = time.time()
+        self.store.append(session.pairs, session.labels, step=step, time=now)
+        QueryLog(self._log_path).append(session.pairs, session.labels, iteration=self.sessions + 1, time=now)
+        self._remember(session.pairs)
+        return SessionReport(
+            asked=len(session),
+            usable=self.model.add_pairs(session.pairs, session.labels),
+            undecided=sum(is_answer(label) and label.value == -1 for label in session.labels),
+            errors=sum(bool(label.error) and label.error != SKIPPED for label in session.labels),
+            right=label_accuracy(session.pairs, session.labels),
+        )
+
+    def _score(self, replay: ReplayBuffer, count: int, step: int, rng: np.random.Generator) -> SessionReport | None:
+        scorer = cast(Scorer, self._labeller)
+
+        async def ask() -> tuple[list[Segment], list[Score]]:
+            segments = [pair.first for pair in replay.sample_pairs(count, 1, rng)]
+            scores = await scorer.score([cast(np.ndarray, segment.frames)[-1] for segment in segments])
+            if scores and all(score.error for score in scores):
+                raise LabellerDownError(f"None of {len(scores)} pictures could be scored: {scores[0].error}")
+            return segments, scores
+
+        found = self._patiently(ask, rng)
+        if found is None:
+            return None
+        segments, scores = found
+        scores = [_label_as_score(_as_stored(_score_as_label(score))) for score in scores]
+        # The store holds pairs; a scored picture is kept as a pair with itself, its score in the probabilities.
+        pairs = [SegmentPair(segment, segment) for segment in segments]
+        self.store.append(pairs, [_score_as_label(score) for score in scores], step=step, time=time.time())
+        return SessionReport(
+            asked=len(scores),
+            usable=self.model.add_scores(segments, scores),
+            undecided=sum(score.value is None and not score.error for score in scores),
+            errors=sum(bool(score.error) for score in scores),
+        )
+
+    def _cached(self) -> LabelledSession | None:
+        if self._cache is None or self._cache_is_used_up:
+            return None
+        stored = self._cache.next_session()
+        if stored is None:
+            self._cache_is_used_up = True
+            return None
+        return LabelledSession(stored.pairs, stored.labels)
+
+    def _patiently(self, ask: Callable[[], Any], rng: np.random.Generator) -> Any:
+        """The result of `ask()`, tried again while the labeller is down. Each attempt draws the same pairs."""
+        deadline = time.monotonic() + self.settings.labeller_patience_s
+        drawn, labeller = rng.bit_generator.state, self._labeller
+        before = labeller.state() if isinstance(labeller, HasState) else None
+        pause, warned = 0.5, False
+        while not self.stop_requested():
+            try:
+                return self._loop.run_until_complete(ask())
+            except LabellerDownError as error:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise
+                if not warned:
+                    logger.warning("%s Waiting up to %.0f s for it.", error, left)
+                    warned = True
+                rng.bit_generator.state = drawn
+                if isinstance(labeller, HasState) and before is not None:
+                    labeller.set_state(before)
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, 10.0)
+        return None
+
+    def _remember(self, pairs: Sequence[SegmentPair]) -> None:
+        if self.settings.labels.rule.startswith("kcenter"):
+            self._known += pairs
+
+    # Saving.
+
+    def state(self) -> dict[str, Any]:
+        """What is in neither the label store nor the reward model's file, as JSON."""
+        return {
+            "asked": self.asked,
+            "usable": self.usable,
+            "sessions": self.sessions,
+            "labeller": self._labeller.state() if isinstance(self._labeller, HasState) else None,
+            "cache": self._cache.state() if self._cache is not None else None,
+            "cache_used_up": self._cache_is_used_up,
+        }
+
+    def load(self, state: Mapping[str, Any], model_file: Path) -> None:
+        """Go on from a saved state; the label store must hold its sessions, later ones are set aside."""
+        self.asked, self.usable = int(state["asked"]), int(state["usable"])
+        self.sessions = int(state["sessions"])
+        if isinstance(self._labeller, HasState) and state["labeller"] is not None:
+            self._labeller.set_state(state["labeller"])
+        if self._cache is not None and state["cache"] is not None:
+            self._cache.set_state(state["cache"])
+        self._cache_is_used_up = bool(state["cache_used_up"])
+        self.store.rewind(self.sessions)
+        QueryLog(self._log_path, keep_until=self.sessions)
+        self.model.load(model_file)
+        options = self.model.options
+        self.model.pairs = Examples(self.model.input_kind, 2, options.capacity)
+        self.model.scores = Examples(self.model.input_kind, 1, options.capacity)
+        self._known = []
+        for stored in self.store.sessions():
+            if self.settings.reward == "learn_from_score":
+                scores = [_label_as_score(label) for label in stored.labels]
+                self.model.add_scores([pair.first for pair in stored.pairs], scores)
+            else:
+                self.model.add_pairs(stored.pairs, stored.labels)
+                self._remember(stored.pairs)
+
+    def close(self) -> None:
+        """End the event loop."""
+        self._loop.close()
+
+
+def label_accuracy(pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> float:
+    """Share of the decided labels, of pairs whose true returns differ, that prefer the higher return; nan without any."""
+    found = []
+    for pair, label in zip(pairs, labels, strict=True):
+        difference = true_return(pair.second) - true_return(pair.first)
+        if is_decided(label) and difference != 0:
+            found.append((difference > 0) == (label.value == 1))
+    return float(np.mean(found)) if found else float("nan")
+
+
+def _as_stored(label: Label) -> Label:
+    """With probabilities as exact as the label store keeps them, so that a resumed run trains on the same numbers."""
+    if label.probabilities is None:
+        return label
+    first, second, neither = np.asarray(label.probabilities, np.float32).tolist()
+    return replace(label, probabilities=(first, second, neither))
+
+
+def _score_as_label(score: Score) -> Label:
+    known = None if score.value is None else (score.value, 1 - score.value, 0.0)
+    return Label(-1, known, score.text, score.seconds, score.error)
+
+
+def _label_as_score(label: Label) -> Score:
+    value = None if label.probabilities is None else label.probabilities[0]
+    return Score(value, label.text, label.seconds, label.error)

@@ -1,0 +1,124 @@
+"""The `preference` section of the run configuration."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rl_vlm.config_section import Section
+from rl_vlm.preference.settings import LabelsSection, RewardModelSection
+
+
+class SACSection(Section):
+    """The agent of the preference loop. Defaults are RL-VLM-F's for MetaWorld."""
+
+    lr: float = Field(3e-4, gt=0, description="Of actor and critics.")
+    alpha_lr: float = Field(1e-4, gt=0)
+    init_alpha: float = Field(0.1, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    gamma: float = Field(0.99, ge=0, le=1)
+    tau: float = Field(0.005, gt=0, le=1)
+    target_update_every: int = Field(2, ge=1)
+    actor_update_every: int = Field(1, ge=1)
+    batch_size: int = Field(512, ge=1)
+    hidden: int = Field(256, ge=1)
+    depth: int = Field(3, ge=1, description="Hidden layers.")
+    log_std_bounds: tuple[float, float] = (-5.0, 2.0)
+    target_entropy: float | None = Field(None, description="null: minus the number of actions.")
+    updates_per_step: int = Field(1, ge=1)
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto", description="torch.compile, with a fallback. auto: where the run makes enough updates to pay for it."
+    )
+
+
+class CollectionSection(Section):
+    """Who steps the control environments."""
+
+    num_env_runners: int = Field(0, ge=0, description="0: the driver itself.")
+    cpus_per_env_runner: float = Field(0.5, ge=0)
+    envs_per_runner: int = Field(1, ge=1)
+    steps: int = Field(1, ge=1, description="Steps per environment between updates, which then are as many.")
+    timeout_s: float = Field(300.0, gt=0)
+
+
+class ControlEvaluationSection(Section):
+    """Evaluation of the agent on episodes from random starts, always the same ones."""
+
+    every: int = Field(10_000, ge=0, description="Environment steps between evaluations; 0: only before and after.")
+    episodes: int = Field(20, ge=1)
+    parallel: int = Field(20, ge=1, description="Episodes that one process steps side by side.")
+    film: int = Field(1, ge=0, description="Episodes of which a GIF is kept.")
+
+
+class PreferenceSection(Section):
+    """The preference loop (PEBBLE as in RL-VLM-F). Defaults are its MetaWorld drawer-open."""
+
+    reward: Literal[
+        "learn_from_preference",
+        "learn_from_score",
+        "clip_image_text_matching",
+        "blip2_image_text_matching",
+        "gt_task_reward",
+        "sparse_task_reward",
+    ] = "learn_from_preference"
+    total_steps: int = Field(1_000_000, ge=1)
+    random_steps: int = Field(1000, ge=0)
+    exploration_steps: int = Field(9000, ge=0, description="After the random ones; rewarded by the states' entropy.")
+    exploration_k: int = Field(5, ge=1)
+    num_interact: int = Field(4000, ge=1, description="Steps between labelling sessions.")
+    max_feedback: int = Field(20_000, ge=0)
+    session_pairs: int = Field(40, ge=1)
+    feedback_schedule: Literal[0, 1, 2] = Field(0, description="0: constant; 1: sessions shrink; 2: they grow.")
+    query_episodes: int = Field(100, ge=1, description="Pairs are drawn from that many newest episodes.")
+    segment_length: int = Field(1, ge=1)
+    reset_updates: int = Field(100, ge=0, description="Updates at once after the critics are reset.")
+    replay_capacity: int = Field(1_000_000, ge=1, description="Steps; at most frame_capacity if images are the input.")
+    frame_capacity: int = Field(200_000, ge=1)
+    image_size: int = Field(300, ge=16, le=1024)
+    labeller_patience_s: float = Field(
+        600.0, ge=0, description="How long a session waits for a labeller that is down before the run stops."
+    )
+    steps_per_iteration: int = Field(1000, ge=1, description="Environment steps per row of figures.")
+    sac: SACSection = SACSection()
+    collection: CollectionSection = CollectionSection()
+    evaluation: ControlEvaluationSection = ControlEvaluationSection()
+    labels: LabelsSection = LabelsSection()
+    reward_model: RewardModelSection = RewardModelSection()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PreferenceSection:
+        if self.learns_reward and not self.max_feedback:
+            raise ValueError("preference.max_feedback must be above 0 where the reward is learned from labels")
+        if self.reward == "learn_from_score" and self.labels.source in ("scripted", "random", "cache"):
+            raise ValueError(
+                "preference.reward learn_from_score needs labels.source vlm, endpoint, generate, clip or itm"
+            )
+        if self.learns_reward and self.random_steps + self.exploration_steps < 2 * self.segment_length:
+            raise ValueError(
+                "preference.random_steps + exploration_steps must give the first session something to show"
+            )
+        return self
+
+    @property
+    def learns_reward(self) -> bool:
+        """Whether labels are asked for."""
+        return self.reward in ("learn_from_preference", "learn_from_score")
+
+    @property
+    def rewards_images(self) -> bool:
+        """Whether the agent's reward is computed from pictures."""
+        if self.learns_reward:
+            return self.reward_model.architecture != "mlp"
+        return self.reward in ("clip_image_text_matching", "blip2_image_text_matching")
+
+    @property
+    def draws_frames(self) -> bool:
+        """Whether a picture is drawn after every step: for the reward, or for who labels."""
+        looked_at = self.learns_reward and self.labels.source not in ("scripted", "random")
+        return self.rewards_images or looked_at
+
+    @property
+    def asks_served_model(self) -> bool:
+        """Whether labels come from the model that the run serves itself."""
+        return self.learns_reward and self.labels.source == "vlm"

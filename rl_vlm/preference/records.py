@@ -1,0 +1,141 @@
+"""Episodes as they end, and the CSV files that RL-VLM-F's users know: `train.csv` and `eval.csv`."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_vlm.monitoring.files import append_whole, whole_lines, write_atomic
+from rl_vlm.preference.collector import EpisodeResult
+from rl_vlm.preference.replay import StepBatch
+
+# The original's columns in one order; `step` is the environment step, success is 0 or 1 here and percent in eval.csv.
+TRAIN_COLUMNS = (
+    "episode", "step", "episode_reward", "true_episode_reward", "true_episode_success", "duration", "total_feedback",
+    "labeled_feedback", "reward_learning_acc", "vlm_acc", "batch_reward", "critic_loss", "actor_loss", "actor_entropy",
+    "actor_target_entropy", "alpha_loss", "alpha_value",
+)  # fmt: skip
+EVAL_COLUMNS = (
+    "episode", "step", "episode_reward", "true_episode_reward", "success_rate",
+    "success_rate_low", "success_rate_high", "success_last", "episodes", "true_episode_reward_std",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Sums:
+    learned: float = 0.0
+    true: float = 0.0
+    success: float = 0.0
+    length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedEpisode:
+    """Returns by the learned and by the true reward, the best success of any moment (0 or 1), and the steps."""
+
+    learned_return: float
+    true_return: float
+    success: float
+    length: int
+
+
+class EpisodeTracker:
+    """Adds up the steps of every episode, of many environments at once."""
+
+    def __init__(self) -> None:
+        self.finished = 0
+        self._open: dict[int, _Sums] = {}
+        self._returns: deque[float] = deque(maxlen=10)
+
+    def add(self, batch: StepBatch, rewards: np.ndarray) -> list[FinishedEpisode]:
+        """Take in steps with the rewards that the agent got; returns the episodes that ended, in order."""
+        done = batch.terminated | batch.truncated
+        ended = []
+        for row, episode in enumerate(batch.episodes.tolist()):
+            sums = self._open.setdefault(episode, _Sums())
+            sums.learned += float(rewards[row])
+            sums.true += float(batch.true_rewards[row])
+            sums.success = max(sums.success, float(batch.successes[row]))
+            sums.length += 1
+            if done[row]:
+                del self._open[episode]
+                self.finished += 1
+                self._returns.append(sums.true)
+                ended.append(FinishedEpisode(sums.learned, sums.true, sums.success, sums.length))
+        return ended
+
+    @property
+    def mean_true_return(self) -> float:
+        """Over the last ten episodes; 0 before the first ends."""
+        return float(np.mean(self._returns)) if self._returns else 0.0
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "finished": self.finished,
+            "returns": list(self._returns),
+            "open": {str(episode): asdict(sums) for episode, sums in self._open.items()},
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.finished = int(state["finished"])
+        self._returns = deque(state["returns"], maxlen=10)
+        self._open = {int(episode): _Sums(**sums) for episode, sums in state["open"].items()}
+
+
+class StepCsv:
+    """A CSV file with a `step` column. It continues after a step; later rows are removed."""
+
+    def __init__(self, path: Path, columns: Sequence[str], keep_until: int) -> None:
+        """`keep_until` -1 starts anew."""
+        self._path, self._columns = path, tuple(columns)
+        lines = whole_lines(path)
+        header = self._line(self._columns)
+        rows = [line + b"\n" for line in lines[1:] if self._step(line) <= keep_until]
+        write_atomic(path, b"".join([header, *rows]))
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Append a row; what it lacks is empty."""
+        append_whole(self._path, self._line([row.get(name, "") for name in self._columns]))
+
+    def _step(self, line: bytes) -> float:
+        cells = next(csv.reader([line.decode("utf-8", "replace")]))
+        try:
+            return int(cells[self._columns.index("step")])
+        except (IndexError, ValueError):
+            return float("inf")
+
+    @staticmethod
+    def _line(cells: Sequence[Any]) -> bytes:
+        buffer = io.StringIO()
+        csv.writer(buffer, lineterminator="\n").writerow(cells)
+        return buffer.getvalue().encode()
+
+
+def evaluation_row(results: Sequence[EpisodeResult], step: int, episode: int) -> dict[str, float]:
+    """A row of eval.csv: success in percent, with the 95 % interval of a proportion (Wilson, 1927)."""
+    from rl_vlm.evaluation.statistics import wilson_interval
+
+    best = [result.success_best for result in results]
+    returns = [result.true_return for result in results]
+    low, high = wilson_interval(round(sum(best)), len(best))
+    return {
+        "episode": episode,
+        "step": step,
+        "episode_reward": float(np.mean(returns)),
+        "true_episode_reward": float(np.mean(returns)),
+        "success_rate": 100 * float(np.mean(best)),
+        "success_rate_low": 100 * low,
+        "success_rate_high": 100 * high,
+        "success_last": 100 * float(np.mean([result.success_last for result in results])),
+        "episodes": len(results),
+        "true_episode_reward_std": float(np.std(returns)),
+    }

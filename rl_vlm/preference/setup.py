@@ -1,0 +1,81 @@
+"""What a run's configuration makes of the labeller's side: the served model, the labeller, the reward model."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_vlm.config import RunConfig
+from rl_vlm.engines.base import derive_seed
+from rl_vlm.preference.ensemble import RewardEnsemble
+from rl_vlm.preference.feedback import Feedback
+from rl_vlm.preference.store import LabelReplay, label_cache
+
+if TYPE_CHECKING:
+    from rl_vlm.serving.publisher import PolicyService
+
+
+class LabellingSide:
+    """The served model that labels, where the run asks for one. It starts while the rest of the run does."""
+
+    def __init__(self, run: RunConfig, folder: Path) -> None:
+        self._run, self._run_id = run, f"{run.name}-{uuid.uuid4().hex[:8]}"
+        self._service: PolicyService | None = None
+        if run.preference.asks_served_model:
+            from rl_vlm.models.loading import resolve_model
+            from rl_vlm.serving.publisher import PolicyService
+
+            self._model = resolve_model(run.model.path)
+            self._service = PolicyService(run, self._run_id, self._model, folder / "serving")
+
+    def client_and_text(self) -> tuple[Any, Any]:
+        """A client of the served model and its text side, once it is ready; (None, None) where nothing is served."""
+        if self._service is None:
+            return None, None
+        from rl_vlm.models.loading import load_text_side
+        from rl_vlm.serving.client import PolicyClient
+
+        self._service.wait_until_ready()
+        serving = self._run.serving
+        client = PolicyClient(
+            self._run_id, deadline_s=serving.request_timeout_s, homes=tuple(range(serving.num_replicas))
+        )
+        return client, load_text_side(self._model)
+
+    def stop(self) -> None:
+        """Stop serving. A second call does nothing."""
+        service, self._service = self._service, None
+        if service is not None:
+            service.stop()
+
+
+def build_feedback(run: RunConfig, folder: Path, side: LabellingSide, sizes: tuple[int, int]) -> Feedback | None:
+    """Labeller, reward model and label store of a run whose reward is learned; None for others.
+
+    `sizes` are those of observation and action.
+    """
+    settings = run.preference
+    if not settings.learns_reward:
+        return None
+    from rl_vlm.preference.sources import build_labeller
+
+    cache = label_cache(settings.labels.cache)
+    labeller = None
+    if settings.labels.source != "cache":
+        client, text = side.client_and_text()
+        labeller = build_labeller(
+            settings.labels, env_id=run.env.id, seed=derive_seed(run.seed, 50) % 2**31, client=client, text=text
+        )
+    shape = (settings.image_size, settings.image_size, 3) if settings.rewards_images else (sum(sizes),)
+    options = settings.reward_model.options(settings.max_feedback, _device(run))
+    model = RewardEnsemble(shape, options, seed=derive_seed(run.seed, 51) % 2**31)
+    if settings.reward_model.load:
+        model.load(Path(settings.reward_model.load))
+    return Feedback(settings, model, labeller, folder, LabelReplay(cache) if cache is not None else None)
+
+
+def _device(run: RunConfig) -> str:
+    import torch
+
+    return "cuda" if run.learner.gpus_per_learner > 0 and torch.cuda.is_available() else "cpu"

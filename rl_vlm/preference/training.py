@@ -1,0 +1,243 @@
+"""`rl-vlm train` for the preference loop: one run from its configuration to its result, with the files that its users know."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_vlm.cluster import ray_cluster
+from rl_vlm.config import RunConfig, save_config
+from rl_vlm.monitoring.display import ProgressDisplay
+from rl_vlm.monitoring.recorder import RunRecorder
+from rl_vlm.preference.checkpoints import CheckpointFolders, read_state
+from rl_vlm.preference.collector import EpisodeResult
+from rl_vlm.preference.records import EVAL_COLUMNS, TRAIN_COLUMNS, FinishedEpisode, StepCsv, evaluation_row
+from rl_vlm.reporting.video import write_video
+from rl_vlm.training import InterruptedRun, StopRequest, stderr_to
+from rl_vlm.types import RLVLMError
+
+logger = logging.getLogger("rl_vlm")
+
+
+class PreferenceRun:
+    """The state of one `train` call. `iteration` of the recorded files counts environment steps."""
+
+    def __init__(self, run: RunConfig, folder: Path, resume: bool) -> None:
+        self.run, self.folder, self.settings = run, folder, run.preference
+        self.checkpoints = CheckpointFolders(folder, run.name, run.logging.keep_checkpoints)
+        self.start_from = self.checkpoints.latest() if resume else None
+        state = read_state(self.start_from) if self.start_from else None
+        start = int(state["step"]) if state else 0
+        save_config(run, folder / "config.yaml")
+        self.recorder = RunRecorder(folder, run, resumed_iteration=start if resume else None)
+        keep_until = start if state else -1
+        self.train_csv = StepCsv(folder / "train.csv", TRAIN_COLUMNS, keep_until)
+        self.eval_csv = StepCsv(folder / "eval.csv", EVAL_COLUMNS, keep_until)
+        self.display = ProgressDisplay(self.settings.total_steps, start)
+        self.stop = StopRequest()
+        self.algorithm: Any = None
+        self.started = time.monotonic()
+        self.train_seconds = self.startup_seconds = 0.0
+        self.write_errors = 0
+        self.session_figures: dict[str, float] = {}
+        self.episode_started = time.monotonic()
+        self.saved_step = -1
+
+    def execute(self) -> dict[str, Any]:
+        """Run to the end and return the content of `result.json`. Raises InterruptedRun and RLVLMError."""
+        status, error = "failed", ""
+        try:
+            with self.display, self.stop.installed(self.display.message):
+                try:
+                    self._loop()
+                    status = "interrupted" if self.stop else "done"
+                except KeyboardInterrupt:
+                    self.stop.signal = self.stop.signal or signal.SIGINT
+                    status = "interrupted"
+                except RLVLMError as failure:
+                    error = str(failure)
+                    raise
+                except Exception as failure:
+                    error = f"{type(failure).__name__}: {failure}"
+                    raise
+                finally:
+                    result = self._finish(status, error)
+        finally:
+            self.recorder.close()
+        if status == "interrupted":
+            raise InterruptedRun(self.stop.signal or signal.SIGINT)
+        return result
+
+    def _loop(self) -> None:
+        from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
+
+        self.display.message(f"Starting Ray and {self.run.env.id} ...")
+        with ray_cluster(self.run):
+            config = PreferenceSACConfig.from_run_config(self.run, self.folder)
+            try:
+                with stderr_to(self.folder / "startup.log"):
+                    self.algorithm = algorithm = config.build_algo()
+                algorithm.stop_requested = lambda: bool(self.stop)
+                algorithm.on_episode, algorithm.on_session = self._log_episode, self._log_session
+                if self.start_from is not None:
+                    algorithm.load_checkpoint(str(self.start_from))
+                    self.saved_step = algorithm.env_steps
+                    self.display.message(f"Resumed at step {algorithm.env_steps}.")
+                self.startup_seconds = time.monotonic() - self.started
+                self.stop.starting = False
+                begun = time.monotonic()
+                try:
+                    self._train()
+                finally:
+                    self.train_seconds = time.monotonic() - begun
+                    # After an error too: hours of experience are worth a checkpoint, and its labels are paid for.
+                    self._checkpoint()
+            finally:
+                if self.algorithm is not None:
+                    self.algorithm.stop()
+
+    def _train(self) -> None:
+        algorithm, settings = self.algorithm, self.settings
+        if not self.recorder.has_evaluation(algorithm.env_steps):
+            self._evaluate()
+        every, evaluations = self.run.logging.checkpoint_every, settings.evaluation.every
+        while algorithm.env_steps < settings.total_steps and not self.stop:
+            before = algorithm.env_steps
+            algorithm.train()
+            step = algorithm.env_steps
+            if step == before:
+                continue
+            self.recorder.log_iteration(step, algorithm.last_metrics)
+            self.display.update(step, algorithm.last_metrics)
+            # `checkpoint_every` counts rows of figures, as everywhere.
+            if _passed(before, step, every * settings.steps_per_iteration):
+                self._checkpoint()
+            if step >= settings.total_steps or (evaluations and _passed(before, step, evaluations)):
+                self._evaluate()
+
+    def _evaluate(self) -> None:
+        algorithm = self.algorithm
+        started = time.monotonic()
+        results: list[EpisodeResult] = algorithm.evaluate_policy()
+        row = evaluation_row(results, algorithm.env_steps, algorithm.tracker.finished)
+        self.eval_csv.add(row)
+        figures = {
+            "accuracy/success": row["success_rate"] / 100,
+            "accuracy_low/success": row["success_rate_low"] / 100,
+            "accuracy_high/success": row["success_rate_high"] / 100,
+            "reward/success": row["true_episode_reward"],
+            "evaluation/reward_std": row["true_episode_reward_std"],
+            "evaluation/success_last": row["success_last"] / 100,
+            "items/success": len(results),
+            "seconds": time.monotonic() - started,
+        }
+        self.recorder.log_evaluation(algorithm.env_steps, figures)
+        self.display.evaluation(algorithm.env_steps, figures)
+        self._film(results)
+
+    def _film(self, results: list[EpisodeResult]) -> None:
+        folder = self.checkpoints.videos or self.folder / "videos"
+        for number, result in enumerate(results):
+            if result.frames is None:
+                continue
+            name = f"step{self.algorithm.env_steps:07}_episode{number:02}_{round(result.true_return, 2)}.gif"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_video(folder / name, result.frames)
+            except OSError as error:
+                self._cannot_write("a video", error)
+
+    def _log_session(self, figures: dict[str, float]) -> None:
+        self.session_figures = figures
+        if "labels/asked" in figures:
+            accuracy = figures.get("labels/accuracy")
+            agree = f", {accuracy:.0%} of the decided agree with the true reward" if accuracy is not None else ""
+            self.display.message(
+                f"Step {self.algorithm.env_steps}: {figures['labels/asked']:.0f} labels in {figures['labels/seconds']:.1f} s, "
+                f"{figures['labels/usable']:.0f} usable{agree}; reward model accuracy "
+                f"{figures.get('reward_model/accuracy', float('nan')):.2f}."
+            )
+
+    def _log_episode(self, episode: FinishedEpisode) -> None:
+        algorithm, now = self.algorithm, time.monotonic()
+        figures = algorithm.running_figures()
+        feedback = algorithm.feedback
+        names = {
+            "batch_reward": "critic/reward", "critic_loss": "critic/loss", "actor_loss": "policy/loss",
+            "actor_entropy": "policy/entropy", "alpha_loss": "policy/alpha_loss", "alpha_value": "policy/alpha",
+        }  # fmt: skip
+        row: dict[str, Any] = {
+            "episode": algorithm.tracker.finished,
+            "step": algorithm.env_steps,
+            "episode_reward": episode.learned_return,
+            "true_episode_reward": episode.true_return,
+            "true_episode_success": episode.success,
+            "duration": now - self.episode_started,
+            "total_feedback": feedback.asked if feedback is not None else 0,
+            "labeled_feedback": feedback.usable if feedback is not None else 0,
+            "reward_learning_acc": self.session_figures.get("reward_model/accuracy", ""),
+            "vlm_acc": self.session_figures.get("labels/accuracy", ""),
+            "actor_target_entropy": algorithm.target_entropy,
+            **{column: figures[name] for column, name in names.items() if name in figures},
+        }
+        self.episode_started = now
+        try:
+            self.train_csv.add(row)
+        except OSError as error:
+            self._cannot_write("train.csv", error)
+
+    def _checkpoint(self) -> None:
+        """Save a checkpoint. A full disk costs this checkpoint, not the run; the older ones stay."""
+        step = self.algorithm.env_steps
+        if step == self.saved_step:
+            return
+        try:
+            self.checkpoints.save(step, lambda folder: self.algorithm.save_checkpoint(str(folder)))
+        except OSError as error:
+            self._cannot_write("a checkpoint", error)
+            return
+        self.saved_step = step
+
+    def _cannot_write(self, what: str, error: OSError) -> None:
+        self.write_errors += 1
+        self.display.message(f"Could not write {what} ({error.strerror or error}); going on without it.")
+
+    def _finish(self, status: str, error: str) -> dict[str, Any]:
+        algorithm = self.algorithm
+        evaluations = self.recorder.evaluations()
+        success = [entry["accuracy/success"] for entry in evaluations]
+        returns = [entry["reward/success"] for entry in evaluations]
+        rewards = self.recorder.rewards()
+        window = max(1, min(5, len(rewards)))
+        feedback = getattr(algorithm, "feedback", None)
+        result = {
+            "status": status,
+            "iterations": getattr(algorithm, "env_steps", 0),
+            "train_seconds": round(self.train_seconds, 3),
+            "startup_seconds": round(self.startup_seconds, 3),
+            "accuracy_before": success[0] if success else None,
+            "accuracy_after": success[-1] if success else None,
+            "reward_before": float(np.mean(rewards[:window])) if rewards else None,
+            "reward_after": float(np.mean(rewards[-window:])) if rewards else None,
+            "evaluation_reward_before": returns[0] if returns else None,
+            "evaluation_reward_after": returns[-1] if returns else None,
+            "labels": {"asked": feedback.asked, "usable": feedback.usable, "sessions": feedback.sessions}
+            if feedback is not None
+            else {},
+            "restarts": {"env_runner": algorithm.sampler.restarts} if hasattr(algorithm, "sampler") else {},
+            "write_errors": self.write_errors + self.recorder.write_errors,
+        }
+        if error:
+            result["error"] = error
+        self.recorder.finish(result)
+        return result
+
+
+def _passed(before: int, now: int, every: int) -> bool:
+    """Whether a multiple of `every` lies in (before, now]."""
+    return now // every > before // every

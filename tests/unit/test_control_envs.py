@@ -1,0 +1,190 @@
+"""Control environments: gymnasium's own checker, RL-VLM-F's CartPole, ids and their errors."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.envs.classic_control.cartpole import CartPoleEnv
+from gymnasium.utils.env_checker import check_env
+
+from rl_vlm.control_envs import registry
+from rl_vlm.control_envs.base import ControlEnv
+from rl_vlm.control_envs.registry import known_control_envs, make_control_env, register_control_env
+from rl_vlm.control_envs.softgym import SoftGymControlEnv
+from rl_vlm.types import UserInputError
+
+CARTPOLE = "ContinuousCartPole-v0"
+
+
+def play(env: ControlEnv, seed: int, steps: int) -> np.ndarray:
+    """Observations and rewards of an episode of random actions, one row per step."""
+    rng = np.random.default_rng(seed)
+    env.reset(seed=seed)
+    rows = []
+    for _ in range(steps):
+        observation, reward, *_ = env.step(rng.uniform(-1, 1, env.action_space.shape).astype(np.float32))
+        rows.append([*observation, reward])
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("env_id", [CARTPOLE, "Pendulum-v1", "MountainCarContinuous-v0"])
+def test_gymnasiums_checker_accepts_it(env_id: str) -> None:
+    env = make_control_env(env_id)
+    check_env(env, skip_render_check=True)
+    frame = env.frame()
+    assert frame.dtype == np.uint8 and frame.shape == (env.image_size, env.image_size, 3)
+    env.close()
+
+
+@pytest.mark.parametrize("env_id", [CARTPOLE, "Pendulum-v1"])
+def test_the_same_seed_and_actions_give_the_same_episode_also_after_others(env_id: str) -> None:
+    env, other = make_control_env(env_id), make_control_env(env_id)
+    play(env, 3, 20)
+    assert np.array_equal(play(env, 7, 30), play(other, 7, 30))
+
+
+def test_cartpole_moves_as_gymnasiums_does_under_full_force() -> None:
+    env, reference = make_control_env(CARTPOLE), CartPoleEnv()
+    env.reset(seed=0)
+    reference.reset(seed=0)
+    state = np.array([0.02, -0.04, 0.03, 0.01])
+    env._state, reference.state = tuple(state), state.copy()  # type: ignore[attr-defined]
+    for push in (1, 1, -1, 1, -1, -1, -1, 1):
+        ours, reward, *_ = env.step(np.array([push], np.float32))
+        theirs = reference.step(int(push > 0))[0]
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)
+        assert reward == pytest.approx(-abs(math.degrees(theirs[2])), rel=1e-5)
+
+
+def test_cartpole_never_falls_and_lasts_a_hundred_steps() -> None:
+    env = make_control_env(CARTPOLE)
+    env.reset(seed=1)
+    for number in range(1, 101):
+        observation, reward, terminated, truncated, info = env.step(np.ones(1, np.float32))
+        assert not terminated and truncated == (number == 100)
+        assert env.success(info) == (reward > -5)
+    assert abs(observation[2]) == pytest.approx(math.radians(30)) and abs(observation[0]) <= np.float32(1.92)
+    assert reward == pytest.approx(-30)
+
+
+def test_cartpole_shows_the_angle_to_either_side() -> None:
+    env = make_control_env(CARTPOLE, image_size=64)
+    columns = []
+    for push in (-1.0, 1.0):
+        env.reset(seed=0)
+        for _ in range(20):
+            env.step(np.array([push], np.float32))
+        brown = np.abs(env.frame()[:20].astype(int) - (202, 152, 101)).sum(-1) < 60
+        columns.append(np.nonzero(brown)[1].mean())
+    assert columns[0] > 40 and columns[1] < 24  # the cart goes left, the pole falls right
+
+
+def test_gymnasium_actions_are_rescaled_to_the_environments_bounds() -> None:
+    env, plain = make_control_env("Pendulum-v1"), gymnasium.make("Pendulum-v1")
+    assert env.action_space.high == 1.0
+    env.reset(seed=4)
+    plain.reset(seed=4)
+    for share in (0.5, -1.0, 0.25):
+        ours = env.step(np.array([share], np.float32))
+        theirs = plain.step(np.array([2.0 * share], np.float32))
+        assert ours[0] == pytest.approx(theirs[0]) and ours[1] == pytest.approx(theirs[1])
+    assert env.horizon == 200
+
+
+def test_a_render_function_replaces_the_environments_camera() -> None:
+    env = make_control_env("Pendulum-v1", render=__name__ + ":checkerboard", image_size=32)
+    env.reset(seed=0)
+    assert env.frame().shape == (32, 32, 3)
+    assert set(np.unique(env.frame())) <= {127, 128}  # every pixel is the mean of the two by two that it covers
+
+
+def checkerboard(env: Any) -> np.ndarray:
+    assert hasattr(env, "max_torque")  # the pendulum itself, unwrapped
+    return np.repeat((np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8)[..., None], 3, axis=2)
+
+
+class OldSimulator:
+    """The old gym interface, as SoftGym's environments have it."""
+
+    horizon = 3
+
+    def __init__(self) -> None:
+        self.action_space = gymnasium.spaces.Box(np.array([-2.0, 0.0]), np.array([2.0, 4.0]))
+        self.observation_space = gymnasium.spaces.Box(-1, 1, (2, 2))
+        self.actions: list[np.ndarray] = []
+
+    def reset(self) -> np.ndarray:
+        return np.random.rand(2, 2)
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, dict[str, Any]]:
+        self.actions.append(action)
+        count = len(self.actions)
+        return np.ones((2, 2)), -1.0, count == 3, {"normalized_performance": 0.5 * count}
+
+    def render(self, mode: str = "rgb_array", hide_picker: bool = False) -> np.ndarray:
+        return np.full((720, 720, 3), 9 if hide_picker else 1, np.uint8)
+
+
+def make_old_simulator(**kwargs: Any) -> SoftGymControlEnv:
+    return SoftGymControlEnv(OldSimulator(), render_kwargs={"hide_picker": True}, **kwargs)
+
+
+def test_simulators_of_the_old_interface_run_through_an_adapter() -> None:
+    register_control_env("softgym/Test-v0", make_old_simulator)
+    env = make_control_env("softgym/Test-v0", image_size=90)
+    first, _ = env.reset(seed=5)
+    again, _ = env.reset(seed=5)
+    assert first.shape == (4,) and np.array_equal(first, again)
+    results = [env.step(np.array([-0.5, 0.5], np.float32)) for _ in range(3)]
+    assert env.env.actions[0] == pytest.approx([-1.0, 3.0])  # type: ignore[attr-defined]
+    assert [(terminated, truncated) for _, _, terminated, truncated, _ in results] == [(False, False)] * 2 + [
+        (False, True)
+    ]
+    assert [env.success(info) for *_, info in results] == [0.0, 1.0, 1.0]
+    assert env.frame().shape == (90, 90, 3) and (env.frame() == 9).all()
+
+
+def test_installed_packages_provide_environments_through_an_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rope_simulator.py").write_text(
+        "from rl_vlm.control_envs.cartpole import ContinuousCartPole\n"
+        "def make_rope(**kwargs):\n    return ContinuousCartPole(**kwargs)\n"
+    )
+    information = tmp_path / "rope_simulator-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: rope-simulator\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(
+        f"[{registry.ENTRY_POINT_GROUP}]\nropes/Flatten = rope_simulator:make_rope\nropes/Broken = no_such_module:make\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert make_control_env("ropes/Flatten", horizon=7).horizon == 7
+    assert "ropes/Flatten" in known_control_envs()
+    with pytest.raises(UserInputError, match=r"ropes/Broken comes from no_such_module:make, which cannot be imported"):
+        make_control_env("ropes/Broken")
+
+
+@pytest.mark.parametrize(
+    ("env_id", "kwargs", "sentence"),
+    [
+        ("ContinuousCartPole-v1", {}, "Did you mean ContinuousCartPole-v0"),
+        ("Pendulm-v1", {}, "Did you mean Pendulum-v1"),
+        ("CartPole-v1", {}, "bounded Box of real-valued actions"),
+        ("softgym/RopeFlattenEasy", {}, "entry-point group rl_vlm.control_envs"),
+        (CARTPOLE, {"horizont": 3}, "correct env.kwargs"),
+        (CARTPOLE, {"image_size": 3}, "between 16 and 1024"),
+        ("Pendulum-v1", {"gravity": 9.8, "colour": 1}, "see env.kwargs"),
+        ("no_such_package.module:Env", {}, "cannot be imported"),
+        ("collections:UserDict", {}, "neither a ControlEnv nor a gymnasium.Env"),
+    ],
+)
+def test_what_is_wrong_with_an_environment_is_said_in_one_sentence(
+    env_id: str, kwargs: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UserInputError, match=sentence):
+        make_control_env(env_id, **kwargs)

@@ -1,0 +1,130 @@
+"""MetaWorld behind ControlEnv: starts, goals, views. It is part of the development install."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from rl_vlm.control_envs.metaworld import MetaWorldEnv
+from rl_vlm.control_envs.registry import make_control_env
+from rl_vlm.types import UserInputError
+
+
+@pytest.fixture
+def drawer() -> Iterator[MetaWorldEnv]:
+    env = make_control_env("metaworld/drawer-open-v3", image_size=100)
+    assert isinstance(env, MetaWorldEnv)
+    yield env
+    env.close()
+
+
+def rollout(env: MetaWorldEnv, seed: int, steps: int = 10) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    rows = [np.append(env.reset(seed=seed)[0], 0.0)]
+    for _ in range(steps):
+        observation, reward, *_ = env.step(rng.uniform(-1, 1, 4).astype(np.float32))
+        rows.append(np.append(observation, reward))
+    return np.array(rows)
+
+
+def test_gymnasiums_checker_accepts_it(drawer: MetaWorldEnv) -> None:
+    check_env(drawer, skip_render_check=True)
+
+
+def test_an_episode_follows_from_its_seed_also_after_others(drawer: MetaWorldEnv) -> None:
+    rollout(drawer, 1)
+    other = make_control_env("metaworld_drawer-open-v2")  # the original's name for it
+    assert np.array_equal(rollout(drawer, 2), rollout(other, 2))
+    other.close()
+
+
+def test_random_starts_differ_and_fixed_ones_do_not() -> None:
+    random, fixed = MetaWorldEnv("drawer-open"), MetaWorldEnv("drawer-open", starts="fixed")
+    places = {env: [env.reset(seed=seed)[0][4:7] for seed in range(3)] for env in (random, fixed)}
+    assert not np.array_equal(places[random][0], places[random][1])
+    assert all(np.array_equal(places[fixed][0], place) for place in places[fixed])
+
+
+def test_the_goal_is_hidden_unless_it_is_asked_for() -> None:
+    hidden, shown = MetaWorldEnv("reach"), MetaWorldEnv("reach", observe_goal=True)
+    for env in (hidden, shown):
+        env.reset(seed=0)
+    action = np.zeros(4, np.float32)
+    assert not hidden.step(action)[0][-3:].any()
+    goal = shown.step(action)[0][-3:]
+    assert goal == pytest.approx(shown._inner._target_pos, abs=1e-6) and goal.any()
+
+
+def test_it_truncates_at_the_horizon_and_success_does_not_end_it() -> None:
+    env = MetaWorldEnv("drawer-open", horizon=5)
+    env.reset(seed=0)
+    ends = [env.step(np.zeros(4, np.float32))[2:4] for _ in range(5)]
+    assert ends == [(False, False)] * 4 + [(False, True)]
+    env.reset(seed=1)
+    assert env.step(np.zeros(4, np.float32))[2:4] == (False, False)
+
+
+def test_the_picture_shows_the_object_and_not_the_robot(drawer: MetaWorldEnv) -> None:
+    with_arm = MetaWorldEnv("drawer-open", image_size=100, hide_arm=False)
+    frames = {}
+    for env in (drawer, with_arm):
+        env.reset(seed=0)
+        for _ in range(40):
+            env.step(np.array([0, 1, 0, -1], np.float32))  # towards the drawer
+        frames[env] = env.frame().astype(int)
+    red = {env: ((f[..., 0] > 90) & (f[..., 1] < 50) & (f[..., 2] < 60)).sum() for env, f in frames.items()}
+    green = (frames[drawer][..., 1] > frames[drawer][..., 0] + 30).sum()
+    assert red[drawer] == 0 and red[with_arm] > 50
+    assert green > 1000  # the drawer takes a tenth of the picture or more
+    with_arm.close()
+
+
+def test_the_cube_of_sweep_into_is_green() -> None:
+    env = MetaWorldEnv("sweep-into", image_size=150)
+    env.reset(seed=0)
+    frame = env.frame().astype(int)
+    green = (frame[..., 1] > 1.5 * frame[..., 0]) & (frame[..., 1] > 1.5 * frame[..., 2])
+    assert 20 < green.sum() < 2000
+    env.close()
+
+
+def test_a_window_is_drawn_as_it_would_be_cut_out_of_the_whole_picture() -> None:
+    import mujoco
+
+    env = MetaWorldEnv("drawer-open", image_size=300)
+    env.reset(seed=0)
+    frame = env.frame()
+    inner, view = env._inner, env._view
+    inner.model.vis.global_.offwidth = inner.model.vis.global_.offheight = 480
+    with mujoco.Renderer(inner.model, 480, 480) as whole:
+        whole.update_scene(inner.data, "corner2")
+        whole.scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = whole.scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
+        first_row, last_row, first_column, last_column = view.window
+        cut = whole.render()[first_row:last_row, first_column:last_column][::-1, ::-1]
+    difference = np.abs(frame.astype(int) - cut).max(-1)
+    assert (difference > 8).mean() < 0.01
+    env.close()
+
+
+@pytest.mark.parametrize(
+    ("env_id", "kwargs", "sentence"),
+    [
+        ("metaworld/draw-open-v3", {}, "Did you mean metaworld/drawer-open-v3"),
+        ("metaworld/reach", {"horizon": 501}, "1 to 500"),
+        ("metaworld/reach", {"starts": "some"}, "random or fixed"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(env_id: str, kwargs: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserInputError, match=sentence):
+        make_control_env(env_id, **kwargs)
+
+
+def test_an_unknown_camera_is_named_with_the_known_ones() -> None:
+    env = MetaWorldEnv("reach", camera="corner9")
+    env.reset(seed=0)
+    with pytest.raises(UserInputError, match="no camera 'corner9'. Known: original, topview, corner,"):
+        env.frame()
