@@ -55,9 +55,9 @@ def select_pairs(
         keep = count if rule in ("disagreement", "entropy") else max(len(candidates) // 2, count)
         places = np.argsort(-uncertainty, kind="stable")[:keep]
     if rule.startswith("kcenter"):
-        features = pair_features([candidates[place] for place in places], model.input_kind)
+        features = pair_features([candidates[int(place)] for place in places], model.input_kind)
         places = places[k_center(features, pair_features(known, model.input_kind), count)]
-    return [candidates[place] for place in places]
+    return [candidates[int(place)] for place in places]
 
 
 def disagreement(preferences: np.ndarray) -> np.ndarray:
