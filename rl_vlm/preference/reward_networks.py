@@ -11,15 +11,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from rl_vlm.preference.reward_options import Squash
 from rl_vlm.types import UserInputError
 
-Architecture = Literal["cnn", "resnet18", "mlp"]
-Squash = Literal["tanh", "sigmoid", "relu"]
 _SQUASH: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "relu": nn.ReLU}
 _LAST_LAYER = 1e-3  # bound of the last layer's initial weights: rewards begin near 0 and near each other
 

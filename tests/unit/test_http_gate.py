@@ -159,7 +159,7 @@ def test_a_client_that_goes_away_frees_its_rows(
     never_ending: EngineBackend, engine: TransformersEngine, tiny_folder: Path, stream: bool
 ) -> None:
     with serving(never_ending, tiny_folder) as server:
-        body = {"model": "tiny", **HI, "max_tokens": 900, "n": 4, "stream": stream}
+        body = {"model": "tiny", **HI, "max_tokens": 900, "n": 64, "stream": stream}
         with (
             pytest.raises(httpx.ReadTimeout),
             httpx.stream("POST", server.url + CHAT, json=body, timeout=0.15) as reply,
@@ -196,9 +196,10 @@ def test_a_stopping_server_finishes_what_runs_and_refuses_the_rest(
             for path, body in (("/generate", HI), (CHAT, {**STREAM, "max_tokens": 400}))
         ]
         wait_until(lambda: server.gate.in_flight == 2)
-        server.stop(wait=False)
+        server._loop.call_soon_threadsafe(server.gate.drain)  # the first part of a stop, while it still listens
         wait_until(lambda: server.gate.draining)
         refused = other.post("/generate", json=HI)
+        server._server._server.should_exit = True  # the second part
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         wait_until(lambda: not listens(server.url))
         replies = [future.result() for future in running]

@@ -9,8 +9,8 @@ import pytest
 from label_support import pair
 from pydantic import ValidationError
 
-from rl_vlm.preference.ensemble import EnsembleOptions
 from rl_vlm.preference.labeller import QueryOptions, VLMLabeller
+from rl_vlm.preference.reward_options import EnsembleOptions
 from rl_vlm.preference.selection import RULES
 from rl_vlm.preference.settings import LabelsSection, RewardModelSection
 from rl_vlm.preference.sources import FlippedLabels, build_labeller, prompts_of

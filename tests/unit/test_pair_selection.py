@@ -10,7 +10,8 @@ from label_support import pair, random_pairs
 from scipy.spatial.distance import cdist
 from scipy.stats import entropy as scipy_entropy
 
-from rl_vlm.preference.ensemble import EnsembleOptions, RewardEnsemble
+from rl_vlm.preference.ensemble import RewardEnsemble
+from rl_vlm.preference.reward_options import EnsembleOptions
 from rl_vlm.preference.selection import (
     RULES,
     disagreement,
