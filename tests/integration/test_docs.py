@@ -34,7 +34,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_configurations_that_are_named_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = page.read_text()
-    for command in set(re.findall(r"rl-vlm ([a-z]+)", text)):
+    for command in set(re.findall(r"rl-vlm ([a-z-]+)", text)):
         assert rl_vlm([command, "--help"]) == 0, command
     for config in re.findall(r"configs/[a-z0-9_]+\.yaml", text):
         assert (ROOT / config).is_file(), config
