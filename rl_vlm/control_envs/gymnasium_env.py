@@ -137,5 +137,5 @@ def _make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
 def _flatten(env: gymnasium.Env[Any, Any], name: str) -> gymnasium.Env[Any, Any]:
     try:
         return gymnasium.wrappers.FlattenObservation(env)
-    except (NotImplementedError, TypeError) as error:  # gymnasium leaves `render` abstract
+    except (NotImplementedError, TypeError) as error:  # flattening is abstract for unknown spaces
         raise UserInputError(f"The observations of {name} cannot be made a vector ({error}).") from error
