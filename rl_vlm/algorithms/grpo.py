@@ -311,8 +311,7 @@ class GRPO(Algorithm):
         return stats
 
     def _publish(self, adapter: AdapterPayload) -> None:
-        # The next round's environments open while the registry takes it; requests carry the version that they need.
-        previous = self._service.publish(adapter, wait=False)
+        previous = self._service.publish(adapter)
         if previous is not None:
             self._weights = {"weights/publish_s": previous.seconds, "weights/acked": float(len(previous.acked))}
         self.version = adapter.version
