@@ -24,8 +24,8 @@ from rl_vlm.learning.module import Policy
 from rl_vlm.models.adapter import AdapterPayload
 
 HI: list[Any] = [{"role": "user", "content": "How many shapes are there?"}]
-# Longer than any test waits: hot samples of a random adapter end their turns rarely, and these are many.
-LONG: dict[str, Any] = {"messages": HI, "max_tokens": 2000, "temperature": 2.0, "n": 32}
+# Seconds of work on any machine: hot samples of a random adapter end their turns rarely, and these are many.
+LONG: dict[str, Any] = {"messages": HI, "max_tokens": 2000, "temperature": 2.0, "n": 256}
 
 
 class ServeProcess(CommandProcess):
@@ -58,7 +58,7 @@ def adapter(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def server(tiny_folder: Path, adapter: Path) -> Iterator[ServeProcess]:
-    arguments = ("serving.num_replicas=1", "http.model_name=base", "http.drain_s=20", "--adapter", adapter)
+    arguments = ("http.max_samples=256", "http.model_name=base", "http.drain_s=20", "--adapter", adapter)
     changes = {"LOCAL_MODEL_PATH": str(tiny_folder), "RL_VLM_API_TOKEN": "s3cret"}
     with ServeProcess(*arguments, **changes) as server:
         yield server
@@ -112,14 +112,14 @@ def test_openais_client_works_unchanged(server: ServeProcess, client: openai.Ope
 
 def test_a_client_that_goes_away_frees_the_replica(server: ServeProcess, client: openai.OpenAI) -> None:
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(client.with_options(timeout=4.0).chat.completions.create, model="policy", **LONG)
-        server.wait_until(lambda: server.busy() > 0.2, "work", timeout=4)
+        waiting = pool.submit(client.with_options(timeout=2.5).chat.completions.create, model="policy", **LONG)
+        server.wait_until(lambda: server.busy(0.2) > 0.1, "work", timeout=4)
         with pytest.raises(openai.APITimeoutError):
             waiting.result()
     server.wait_until(lambda: server.busy() < 0.1, "an idle replica", timeout=10)
     with client.chat.completions.create(model="policy", stream=True, **LONG) as stream:
         next(stream)
-        server.wait_until(lambda: server.busy() > 0.2, "work", timeout=4)
+        server.wait_until(lambda: server.busy(0.2) > 0.1, "work", timeout=4)
     server.wait_until(lambda: server.busy() < 0.1, "an idle replica", timeout=10)
 
 
@@ -137,12 +137,12 @@ def test_a_stream_whose_replica_dies_ends_with_an_error_and_other_requests_are_t
 
 def test_sigterm_lets_running_requests_finish(server: ServeProcess, client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
-        model="policy", messages=HI, max_tokens=300, temperature=2.0, n=16, stream=True
+        model="policy", messages=HI, max_tokens=400, temperature=2.0, n=64, stream=True
     )
     next(stream)
     server.process.send_signal(signal.SIGTERM)
     reasons = [choice.finish_reason for chunk in stream for choice in chunk.choices if choice.finish_reason]
-    assert len(reasons) == 16
+    assert len(reasons) == 64
     assert server.wait(timeout=60) == 128 + signal.SIGTERM, server.output()
     assert server.survivors() == []
     assert "Traceback" not in server.output()

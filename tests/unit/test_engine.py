@@ -341,19 +341,19 @@ def test_running_samples_finish_with_the_version_they_began_with(
     engine: TransformersEngine, text: TextSide, payload: AdapterPayload
 ) -> None:
     async def swap() -> tuple[Completion, Completion]:
-        running = asyncio.ensure_future(one(engine, fixed(text, max_new_tokens=150)))
+        running = asyncio.ensure_future(one(engine, fixed(text, max_new_tokens=600)))
         await until(lambda: rows(engine) > 0)
         await engine.load_adapter(payload)
         assert rows(engine) > 0  # the new weights are formed beside the running samples
-        following = asyncio.ensure_future(one(engine, fixed(text, max_new_tokens=150)))
+        following = asyncio.ensure_future(one(engine, fixed(text, max_new_tokens=600)))
         return await running, await following
 
     with endless(engine, text):
-        alone = asyncio.run(one(engine, fixed(text, max_new_tokens=150)))
+        alone = asyncio.run(one(engine, fixed(text, max_new_tokens=600)))
         running, following = asyncio.run(swap())
         assert (running.policy_version, following.policy_version) == (0, 1)
         assert words(running) == words(alone)
-        assert words(following) == words(asyncio.run(one(engine, fixed(text, max_new_tokens=150))))
+        assert words(following) == words(asyncio.run(one(engine, fixed(text, max_new_tokens=600))))
         assert words(following) != words(running)
 
 
@@ -363,14 +363,14 @@ def test_a_call_of_many_parts_says_for_each_part_which_version_sampled_it(
     narrow = TransformersEngine(tiny_folder, max_context=CONTEXT, max_rows=2)
 
     async def swap() -> list[Completion]:
-        call = asyncio.ensure_future(narrow.generate([fixed(text, name=str(k), max_new_tokens=100) for k in range(3)]))
+        call = asyncio.ensure_future(narrow.generate([fixed(text, name=str(k), max_new_tokens=400) for k in range(3)]))
         await until(lambda: rows(narrow) > 0)
         await narrow.load_adapter(payload)
         return await call
 
     with endless(narrow, text):
         answers = asyncio.run(swap())
-        new = asyncio.run(one(narrow, fixed(text, max_new_tokens=100)))
+        new = asyncio.run(one(narrow, fixed(text, max_new_tokens=400)))
     versions = [answer.policy_version for answer in answers]
     assert versions == sorted(versions)
     assert versions[0] == 0
