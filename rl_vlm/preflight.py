@@ -14,6 +14,8 @@ from rl_vlm.types import RLVLMError, UserInputError
 
 def inspect_run(run: RunConfig) -> dict[str, Any]:
     """Open one item of each split and encode it; returns figures for people. Raises UserInputError."""
+    if run.algorithm.name == "preference_sac":
+        return inspect_preference_run(run)
     env_kwargs = run.env.make_kwargs()
     env = make(run.env.id, **env_kwargs)
     try:
@@ -50,6 +52,39 @@ def inspect_run(run: RunConfig) -> dict[str, Any]:
         except UserInputError as error:
             raise UserInputError(f"evaluation.variants.{variant}: {error}") from error
     return found | _memory(run, folder)
+
+
+def inspect_preference_run(run: RunConfig) -> dict[str, Any]:
+    """Step the control environment once, look at its picture, and find the labeller. Raises UserInputError."""
+    from rl_vlm.preference.env_runner import make_run_env
+    from rl_vlm.preference.sources import prompts_of
+    from rl_vlm.preference.store import label_cache
+
+    settings = run.preference
+    env = make_run_env(run)
+    try:
+        env.reset(seed=0)
+        env.step(env.action_space.sample())
+        found: dict[str, Any] = {
+            "env": run.env.id,
+            "observation_size": env.observation_space.shape[0],
+            "action_size": env.action_space.shape[0],
+            "horizon": env.horizon,
+            "reward": settings.reward,
+        }
+        if settings.draws_frames or settings.evaluation.film:
+            found["frame"] = "×".join(map(str, env.frame().shape))
+    finally:
+        env.close()
+    if settings.learns_reward:
+        label_cache(settings.labels.cache)
+        found["labels"] = settings.labels.source
+    if settings.learns_reward and settings.labels.source in ("vlm", "endpoint", "generate", "clip", "itm"):
+        found["goal"] = prompts_of(settings.labels, run.env.id).goal
+    if settings.asks_served_model:
+        folder = resolve_model(run.model.path)
+        found |= {"model": str(folder)} | _memory(run, folder)
+    return found
 
 
 def _memory(run: RunConfig, folder: Path) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class PreferenceRun:
 
     def _train(self) -> None:
         algorithm, settings = self.algorithm, self.settings
-        if not self.recorder.has_evaluation(algorithm.env_steps):
+        if algorithm.env_steps == 0:
             self._evaluate()
         every, evaluations = self.run.logging.checkpoint_every, settings.evaluation.every
         while algorithm.env_steps < settings.total_steps and not self.stop:

@@ -1,0 +1,88 @@
+"""Proofs that the preference loop learns, and that a killed run goes on: minutes each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from preference_loop import build, content, train_to
+from runs import TrainingProcess
+
+from rl_vlm.algorithms.preference_sac import PreferenceSAC
+from rl_vlm.cluster import ray_cluster
+from rl_vlm.config import RunConfig, load_config, parse_config
+
+ROOT = Path(__file__).resolve().parents[2]
+CARTPOLE = ROOT / "configs" / "rl_vlm_f" / "cartpole_tiny.yaml"
+SOLVED = -800.0  # true return of 100 steps; 0 is perfect, a fallen pole -2800
+
+
+def evaluate(run: RunConfig, folder: Path) -> float:
+    """Train to the end; the mean true return of the evaluation episodes."""
+    with ray_cluster(run):
+        algorithm: Any = build(run, folder)
+        assert isinstance(algorithm, PreferenceSAC)
+        train_to(algorithm, run.preference.total_steps)
+        results = algorithm.evaluate_policy(film=False)
+        algorithm.stop()
+    return sum(result.true_return for result in results) / len(results)
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_sac_alone_swings_the_pendulum_up(seed: int, tmp_path: Path) -> None:
+    run = parse_config(
+        {
+            "seed": seed,
+            "algorithm": {"name": "preference_sac"},
+            "env": {"id": "Pendulum-v1"},
+            "preference": {
+                "reward": "gt_task_reward", "total_steps": 6000, "random_steps": 500, "exploration_steps": 0,
+                "sac": {"hidden": 128, "depth": 2, "batch_size": 256, "lr": 1e-3, "alpha_lr": 1e-3, "compile": "off"},
+            },
+        }
+    )  # fmt: skip
+    assert evaluate(run, tmp_path) > -250  # random actions: about -1200
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("teacher", ["labels.teacher.eps_mistake=0.2", "labels.teacher.eps_mistake=0"])
+def test_cartpole_is_balanced_from_the_pictures_that_a_teacher_prefers(seed: int, teacher: str, tmp_path: Path) -> None:
+    settings = [f"seed={seed}", "preference.labels.source=scripted", f"preference.{teacher}"]
+    assert evaluate(load_config(CARTPOLE, settings), tmp_path) > SOLVED
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(1200)
+def test_cartpole_is_not_balanced_from_coin_flips(tmp_path: Path) -> None:
+    assert evaluate(load_config(CARTPOLE, ["preference.labels.source=random"]), tmp_path) < -1000
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(1200)
+def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    settings = (
+        "deterministic=true", "preference.labels.source=scripted", "preference.total_steps=1500",
+        "preference.steps_per_iteration=50", "logging.checkpoint_every=2", "preference.evaluation.every=0",
+        "logging.keep_checkpoints=99",
+    )  # fmt: skip
+    with TrainingProcess(tmp_path / "straight", *settings, config=CARTPOLE) as run:
+        assert run.wait() == 0, run.output()[-3000:]
+    for round_, rows in enumerate((4, 12, 18, 22, 26)):
+        resume = ("--resume",) if round_ else ()
+        with TrainingProcess(tmp_path / "killed", *settings, *resume, config=CARTPOLE) as run:
+            run.wait_for_iteration(rows)
+            run.process.kill()
+            run.process.wait()
+    with TrainingProcess(tmp_path / "killed", *settings, "--resume", config=CARTPOLE) as run:
+        assert run.wait() == 0, run.output()[-3000:]
+    last = "checkpoints/step-00001500"
+    assert content(tmp_path / "straight" / last) == content(tmp_path / "killed" / last)
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("straight", "killed")]
+    assert results[0]["evaluation_reward_after"] == results[1]["evaluation_reward_after"]
+    assert (tmp_path / "straight" / "eval.csv").read_text() == (tmp_path / "killed" / "eval.csv").read_text()

@@ -1,0 +1,233 @@
+"""Labelling sessions: pairs, labels, reward model, log and store; a labeller that is down; exact restarts."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from control_support import steps
+
+from rl_vlm.preference.ensemble import EnsembleOptions, RewardEnsemble
+from rl_vlm.preference.feedback import Feedback, label_accuracy
+from rl_vlm.preference.loop_settings import PreferenceSection
+from rl_vlm.preference.replay import ReplayBuffer
+from rl_vlm.preference.session import LabellerDownError
+from rl_vlm.preference.store import LabelReplay, LabelStore
+from rl_vlm.preference.teachers import ScriptedTeacher, TeacherOptions
+from rl_vlm.preference.types import Label, Labeller, Score, Segment, SegmentPair
+
+HORIZON = 7
+
+
+def settings(**changes: Any) -> PreferenceSection:
+    labels = {"source": "scripted", "rounds": 1, **changes.pop("labels", {})}
+    base = {"session_pairs": 10, "max_feedback": 100, "labeller_patience_s": 0.0, "labels": labels}
+    return PreferenceSection(**{**base, **changes})
+
+
+def replay() -> ReplayBuffer:
+    buffer = ReplayBuffer(200, 2, 1)
+    for first in range(0, 140, HORIZON):
+        buffer.add(steps(first, HORIZON, episode=first // HORIZON, done="truncated"), np.zeros(HORIZON))
+    return buffer
+
+
+def feedback(folder: Path, labeller: Labeller | None, **changes: Any) -> Feedback:
+    options = EnsembleOptions(
+        architecture="mlp", size=2, hidden=8, layers=1, epochs=2, min_gradient_steps=0, capacity=99
+    )
+    cache = changes.pop("cache", None)
+    return Feedback(settings(**changes), RewardEnsemble((3,), options, seed=1), labeller, folder, cache)
+
+
+def run(one: Feedback, seed: int = 0, count: int = 10) -> Any:
+    return one.session(replay(), count, 140, np.random.default_rng(seed), mean_return=-50.0, horizon=HORIZON)
+
+
+def test_a_session_is_stored_logged_and_learned_from(tmp_path: Path) -> None:
+    one = feedback(tmp_path, ScriptedTeacher())
+    before = one.model.rewards(np.eye(3, dtype=np.float32))
+    report = run(one)
+    assert (report.asked, report.usable, report.errors, report.right) == (10, 10, 0, 1.0)
+    assert (one.asked, one.usable, one.sessions) == (10, 10, 1)
+    assert not np.array_equal(one.model.rewards(np.eye(3, dtype=np.float32)), before)
+    (stored,) = LabelStore(tmp_path / "labels").sessions()
+    assert stored.step == 140 and len(stored.pairs) == 10
+    rows = list(csv.DictReader((tmp_path / "vlm_query_log.csv").open()))
+    assert len(rows) == 10 and {row["train_iter"] for row in rows} == {"1"}
+    for row in rows:
+        better = float(row["ground_truth_score_2"]) > float(row["ground_truth_score_1"])
+        assert row["vlm_predicted_label"] == str(int(better))
+    metrics = report.metrics()
+    assert metrics["labels/accuracy"] == 1.0 and metrics["reward_model/examples"] == 10
+
+
+class Margins(ScriptedTeacher):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[float, int, int]] = []
+
+    def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
+        self.seen.append((mean_return, segment_length, horizon))
+
+
+def test_the_teacher_learns_of_the_policys_returns(tmp_path: Path) -> None:
+    teacher = Margins()
+    run(feedback(tmp_path, teacher, segment_length=2))
+    assert teacher.seen == [(-50.0, 2, HORIZON)]
+
+
+class Flaky:
+    """Down for the first calls; remembers what it was asked."""
+
+    def __init__(self, down: int) -> None:
+        self.down, self.asked = down, []  # type: ignore[var-annotated]
+
+    async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
+        self.asked.append([float(pair.first.observations[0, 0]) for pair in pairs])
+        if len(self.asked) <= self.down:
+            return [Label(-1, error="connection refused") for _ in pairs]
+        return [Label(0) for _ in pairs]
+
+
+def test_a_labeller_that_is_down_stops_the_session_without_a_label(tmp_path: Path) -> None:
+    one = feedback(tmp_path, Flaky(down=9))
+    with pytest.raises(LabellerDownError, match="connection refused"):
+        run(one)
+    assert one.sessions == one.asked == 0 and len(one.model.pairs) == 0
+    assert not (tmp_path / "labels").exists() and not (tmp_path / "vlm_query_log.csv").exists()
+
+
+def test_a_session_waits_for_the_labeller_and_asks_the_same_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rl_vlm.preference.feedback.time.sleep", lambda _: None)
+    labeller = Flaky(down=2)
+    with caplog.at_level(logging.WARNING):
+        report = run(feedback(tmp_path, labeller, labeller_patience_s=60.0))
+    assert report.usable == 10
+    assert len(labeller.asked) == 3 and labeller.asked[0] == labeller.asked[1] == labeller.asked[2]
+    assert caplog.text.count("Waiting up to") == 1
+
+
+def test_waiting_ends_when_the_user_wants_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = feedback(tmp_path, Flaky(down=99), labeller_patience_s=60.0)
+    monkeypatch.setattr("rl_vlm.preference.feedback.time.sleep", lambda _: setattr(one, "stop_requested", lambda: True))
+    assert run(one) is None and one.sessions == 0
+
+
+class Half:
+    async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
+        kinds = [Label(1), Label(-1), Label(-1, error="timeout")]
+        return [kinds[k % 3] for k in range(len(pairs))]
+
+
+def test_errors_and_ties_are_counted_and_not_trained_on(tmp_path: Path) -> None:
+    report = run(feedback(tmp_path, Half()))
+    assert (report.asked, report.usable, report.undecided, report.errors) == (10, 4, 3, 3)
+
+
+def test_a_cache_is_replayed_first_and_then_the_labeller_is_asked(tmp_path: Path) -> None:
+    run(feedback(tmp_path / "old", ScriptedTeacher()), seed=3)
+    labeller = Flaky(down=0)
+    one = feedback(tmp_path / "new", labeller, cache=LabelReplay(tmp_path / "old" / "labels"))
+    run(one)
+    assert labeller.asked == [] and len(one.model.pairs) == 10
+    run(one)
+    assert len(labeller.asked) == 1
+    alone = feedback(tmp_path / "alone", None, cache=LabelReplay(tmp_path / "old" / "labels"))
+    assert not alone.exhausted
+    run(alone)
+    assert run(alone) is None and alone.exhausted
+    old = (tmp_path / "old" / "labels" / "session-000001.parquet").read_bytes()
+    assert (
+        len(old)
+        and LabelStore(tmp_path / "alone" / "labels").read(1).labels
+        == LabelStore(tmp_path / "old" / "labels").read(1).labels
+    )
+
+
+@pytest.mark.parametrize("rule", ["uniform", "kcenter_disagreement"])
+def test_a_restored_feedback_goes_on_exactly(tmp_path: Path, rule: str) -> None:
+    def fresh() -> Feedback:
+        teacher = ScriptedTeacher(TeacherOptions(beta=0.1, eps_mistake=0.2), seed=4)
+        return feedback(tmp_path, teacher, labels={"rule": rule})
+
+    straight = fresh()
+    run(straight, seed=1)
+    run(straight, seed=2)
+    state = json.loads(json.dumps(straight.state()))
+    straight.model.save(tmp_path / "model.safetensors")
+    run(straight, seed=3)
+    expected = straight.model.rewards(np.eye(3, dtype=np.float32)), straight.state()
+    last = LabelStore(tmp_path / "labels").read(3)
+
+    resumed = fresh()
+    resumed.load(state, tmp_path / "model.safetensors")
+    assert len(LabelStore(tmp_path / "labels")) == 2
+    run(resumed, seed=3)
+    assert np.array_equal(resumed.model.rewards(np.eye(3, dtype=np.float32)), expected[0])
+    assert resumed.state() == expected[1]
+    again = LabelStore(tmp_path / "labels").read(3)
+    assert again.labels == last.labels
+    assert len(list(csv.DictReader((tmp_path / "vlm_query_log.csv").open()))) == 30
+
+
+class Scorer:
+    async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
+        raise AssertionError("only scores are asked for")
+
+    async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
+        values = [float(frame[0, 0, 0]) / 256 + 1e-9 for frame in frames]
+        return [Score(None) if k == 0 else Score(value) for k, value in enumerate(values)]
+
+
+def test_scores_are_learned_and_come_back_from_the_store(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(50, 2, 1, frame_capacity=50, image_size=16)
+    buffer.add(steps(0, 40, size=16), np.zeros(40))
+    options = EnsembleOptions(
+        architecture="cnn",
+        size=2,
+        epochs=1,
+        min_gradient_steps=0,
+        capacity=99,
+        kernels=(3,),
+        channels=(4,),
+        strides=(2,),
+    )
+    section = PreferenceSection(reward="learn_from_score", labels={"source": "vlm"}, image_size=16)
+
+    def fresh() -> Feedback:
+        return Feedback(section, RewardEnsemble((16, 16, 3), options, seed=0), Scorer(), tmp_path)
+
+    def session(one: Feedback, seed: int) -> Any:
+        return one.session(buffer, 8, 40, np.random.default_rng(seed), 0.0, 40)
+
+    one = fresh()
+    report = session(one, 0)
+    assert (report.asked, report.usable, report.undecided) == (8, 7, 1)
+    assert one.model.scores.targets.shape == (7, 1) and abs(one.model.scores.targets).max() <= 1
+    state = json.loads(json.dumps(one.state()))
+    one.model.save(tmp_path / "model.safetensors")
+    session(one, 1)
+    other = fresh()
+    other.load(state, tmp_path / "model.safetensors")
+    session(other, 1)
+    frames = np.random.default_rng(0).integers(0, 256, (5, 16, 16, 3), dtype=np.uint8)
+    assert np.array_equal(one.model.rewards(frames), other.model.rewards(frames))
+
+
+def test_label_accuracy_counts_decided_pairs_that_differ() -> None:
+    def segment(value: float) -> Segment:
+        return Segment(np.zeros((1, 1)), np.zeros((1, 1)), np.array([value]))
+
+    pairs = [SegmentPair(segment(a), segment(b)) for a, b in ((1, 2), (2, 1), (1, 1), (1, 2), (1, 2))]
+    labels = [Label(1), Label(1), Label(0), Label(-1), Label(1, error="x")]
+    assert label_accuracy(pairs, labels) == 0.5
+    assert np.isnan(label_accuracy(pairs[:0], []))

@@ -1,0 +1,114 @@
+"""Episodes and CSV files of the preference loop."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from control_support import steps
+
+from rl_vlm.preference.checkpoints import CheckpointFolders, list_checkpoints, read_state, write_state
+from rl_vlm.preference.collector import EpisodeResult
+from rl_vlm.preference.records import EVAL_COLUMNS, EpisodeTracker, StepCsv, evaluation_row
+from rl_vlm.preference.replay import StepBatch
+from rl_vlm.types import UserInputError
+
+
+def test_returns_are_added_per_episode_of_many_environments() -> None:
+    tracker = EpisodeTracker()
+    first = StepBatch.concatenate([steps(1, 2, episode=0), steps(10, 2, episode=1)])
+    assert tracker.add(first, np.full(4, 0.5)) == []
+    state = json.loads(json.dumps(tracker.state()))
+    tracker = EpisodeTracker()
+    tracker.load(state)
+    second = StepBatch.concatenate(
+        [steps(3, 1, episode=0, done="truncated"), steps(12, 1, episode=1, done="terminated")]
+    )
+    one, other = tracker.add(second, np.full(2, 2.0))
+    assert (one.true_return, one.learned_return, one.success, one.length) == (-6.0, 3.0, 1.0, 3)
+    assert (other.true_return, other.learned_return, other.length) == (-33.0, 3.0, 3)
+    assert tracker.finished == 2 and tracker.mean_true_return == pytest.approx(-19.5)
+
+
+def test_only_the_last_ten_returns_count_for_the_margin() -> None:
+    tracker = EpisodeTracker()
+    assert tracker.mean_true_return == 0.0
+    for number in range(15):
+        tracker.add(steps(number, 1, episode=number, done="truncated"), np.zeros(1))
+    assert tracker.mean_true_return == pytest.approx(-np.mean(range(5, 15)))
+
+
+def test_a_csv_goes_on_after_the_checkpoint_and_loses_what_came_later(tmp_path: Path) -> None:
+    path = tmp_path / "eval.csv"
+    log = StepCsv(path, EVAL_COLUMNS, -1)
+    for step in (0, 100, 200):
+        log.add({"step": step, "success_rate": step / 2, "unknown": 1})
+    with open(path, "a") as file:
+        file.write("7,30")  # a line that a crash cut short
+    StepCsv(path, EVAL_COLUMNS, 100).add({"step": 150, "success_rate": 33.0})
+    rows = list(csv.DictReader(path.open()))
+    assert [(row["step"], row["success_rate"]) for row in rows] == [("0", "0.0"), ("100", "50.0"), ("150", "33.0")]
+    assert StepCsv(path, EVAL_COLUMNS, -1) and len(path.read_text().splitlines()) == 1
+
+
+def test_success_rates_are_percent_of_episodes_with_a_success() -> None:
+    results = [EpisodeResult(k, -10.0 * k, 5, float(k > 0), float(k > 2)) for k in range(4)]
+    row = evaluation_row(results, step=500, episode=9)
+    assert (row["success_rate"], row["success_last"], row["true_episode_reward"]) == (75.0, 25.0, -15.0)
+    assert row["success_rate_low"] == pytest.approx(30.06, abs=0.01)  # Wilson's interval of 3 in 4
+    assert row["success_rate_high"] == pytest.approx(95.44, abs=0.01)
+    assert set(row) == set(EVAL_COLUMNS)
+
+
+def save(folders: CheckpointFolders, step: int, fail: bool = False) -> Path:
+    def write(folder: Path) -> None:
+        (folder / "agent.safetensors").write_bytes(b"x" * step)
+        if fail:
+            raise OSError("disk full")
+        write_state(folder, {"step": step})
+
+    return folders.save(step, write)
+
+
+def test_the_run_folder_keeps_the_newest_checkpoints(tmp_path: Path) -> None:
+    folders = CheckpointFolders(tmp_path, "run", keep=2, artifact_root="")
+    for step in (10, 20, 30):
+        save(folders, step)
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000020", "step-00000030"]
+    latest = folders.latest()
+    assert latest is not None and read_state(latest) == {"step": 30}
+
+
+def test_scratch_keeps_all_checkpoints_and_the_run_folder_the_latest(tmp_path: Path) -> None:
+    folders = CheckpointFolders(tmp_path / "run", "mine", keep=5, artifact_root=str(tmp_path / "scratch"))
+    for step in (10, 20, 30):
+        save(folders, step)
+    history = list_checkpoints(tmp_path / "scratch" / "mine" / "checkpoints")
+    assert [read_state(path)["step"] for path in history] == [10, 20, 30]
+    (only,) = list_checkpoints(tmp_path / "run" / "checkpoints")
+    assert only.name == "step-00000030" and (only / "agent.safetensors").read_bytes() == b"x" * 30
+    assert folders.videos == tmp_path / "scratch" / "mine" / "videos"
+
+
+def test_a_failed_write_leaves_the_older_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    folders = CheckpointFolders(tmp_path, "run", keep=2, artifact_root="")
+    save(folders, 10)
+    with pytest.raises(OSError, match="disk full"):
+        save(folders, 20, fail=True)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
+
+
+def test_an_incomplete_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    folders = CheckpointFolders(tmp_path, "run", keep=3, artifact_root="")
+    save(folders, 10)
+    (tmp_path / "checkpoints" / "step-00000020").mkdir()
+    (tmp_path / "checkpoints" / ".writing-abc").mkdir()
+    folders = CheckpointFolders(tmp_path, "run", keep=3, artifact_root="")
+    latest = folders.latest()
+    assert latest is not None and latest.name == "step-00000010"
+    assert not (tmp_path / "checkpoints" / ".writing-abc").exists()
+    with pytest.raises(UserInputError, match="use an older one"):
+        read_state(tmp_path / "checkpoints" / "step-00000020")

@@ -1,0 +1,79 @@
+"""When what happens in the preference loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rl_vlm.config import parse_config
+from rl_vlm.preference.loop_settings import PreferenceSection
+from rl_vlm.preference.schedule import first_session_step, next_boundary, phase, session_size
+from rl_vlm.types import UserInputError
+
+
+def settings(**changes: Any) -> PreferenceSection:
+    base = {"total_steps": 1000, "random_steps": 100, "exploration_steps": 50, "session_pairs": 40, "max_feedback": 100}
+    return PreferenceSection(**{**base, **changes})
+
+
+def test_random_steps_come_first_then_exploration_then_learning() -> None:
+    assert [phase(settings(), step) for step in (0, 99, 100, 149, 150, 999)] == [
+        "random", "random", "explore", "explore", "learn", "learn",
+    ]  # fmt: skip
+    assert first_session_step(settings()) == 150
+    assert phase(settings(exploration_steps=0), 100) == "learn"
+
+
+def test_collecting_stops_where_something_changes() -> None:
+    assert next_boundary(settings(), 0, 150) == 100
+    assert next_boundary(settings(), 100, 150) == 150
+    assert next_boundary(settings(), 150, 400) == 400
+    assert next_boundary(settings(), 400, None) == 1000
+
+
+def test_constant_sessions_end_at_max_feedback() -> None:
+    assert [session_size(settings(), 500, asked) for asked in (0, 40, 80, 100, 130)] == [40, 40, 20, 0, 0]
+
+
+def test_schedule_1_shrinks_with_the_remaining_steps() -> None:
+    one = settings(feedback_schedule=1)
+    assert [session_size(one, step, 0) for step in (0, 500, 750, 1000)] == [40, 20, 10, 1]
+
+
+def test_schedule_2_grows() -> None:
+    two = settings(feedback_schedule=2, max_feedback=10_000)
+    assert [session_size(two, step, 0) for step in (1, 501, 901)] == [40, 80, 400]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"preference": {"max_feedback": 0}}, "preference.max_feedback must be above 0"),
+        ({"preference": {"reward": "learn_from_score", "labels": {"source": "scripted"}}}, "needs labels.source vlm"),
+        ({"preference": {"random_steps": 0, "exploration_steps": 0}}, "something to show"),
+        ({"preference": {"sac": {"btach_size": 3}}}, "Did you mean preference.sac.batch_size"),
+        ({"preference": {"reward": "learn"}}, "preference.reward"),
+        (
+            {"algorithm": {"name": "preference_sac"}, "learner": {"num_learners": 2}},
+            "learner.num_learners must be 0 or 1",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(data: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserInputError, match=words):
+        parse_config(data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "frames"),
+    [
+        ({"labels": {"source": "scripted"}, "reward_model": {"architecture": "mlp"}}, False),
+        ({"labels": {"source": "scripted"}}, True),  # for the reward model
+        ({"labels": {"source": "vlm"}, "reward_model": {"architecture": "mlp"}}, True),  # for the labeller
+        ({"reward": "gt_task_reward"}, False),
+        ({"reward": "clip_image_text_matching"}, True),
+    ],
+)
+def test_pictures_are_drawn_only_where_somebody_looks(changes: dict[str, Any], frames: bool) -> None:
+    assert settings(**changes).draws_frames is frames
