@@ -40,7 +40,7 @@ def label(
     steps: Annotated[int, typer.Option(min=1, max=2, help="1: the label at once. 2: describe, then summarise.")] = 2,
     one_order: Annotated[bool, typer.Option("--one-order", help="Ask in the given order only.")] = False,
     free_text: Annotated[bool, typer.Option("--free-text", help="Do not restrict the answer; read the text.")] = False,
-    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds for one question, retries included.")] = 120.0,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds for one question, retries included.")] = 300.0,
     out: Annotated[Path | None, typer.Option(help="The CSV to write; FOLDER/vlm_query_log.csv by default.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
 ) -> None:

@@ -5,6 +5,7 @@ A backend answers one question; many are in flight at once. What goes wrong is a
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import itertools
@@ -37,11 +38,12 @@ _RETRYABLE_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 
 
 class BackendError(RLVLMError):
-    """A question got no answer. `retryable` says whether asking again may help."""
+    """A question got no answer. `retryable` says whether asking again may help, `retry_after_s` how soon at the earliest."""
 
-    def __init__(self, message: str, retryable: bool = True) -> None:
+    def __init__(self, message: str, retryable: bool = True, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
         self.retryable = retryable
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,7 @@ class EndpointBackend:
         guidance: how choices are enforced there: `structured_outputs` and `guided_choice` are vLLM's new and old field,
             `none` leaves the answer free and reads it as text.
         logprobs: ask for log-probabilities of the first token of an answer among choices.
+        max_in_flight: questions at once, for endpoints with a rate limit; None: all of a session.
     """
 
     def __init__(
@@ -181,8 +184,10 @@ class EndpointBackend:
         timeout_s: float = 60.0,
         guidance: Literal["structured_outputs", "guided_choice", "none"] = "none",
         logprobs: bool = True,
+        max_in_flight: int | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        self._max_in_flight = max_in_flight
         self._url = _checked_url(url).rstrip("/")
         if not self._url.endswith("/chat/completions"):
             self._url += "/chat/completions"
@@ -196,10 +201,12 @@ class EndpointBackend:
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Ask]:
         """See `Backend.open`."""
+        gate = asyncio.Semaphore(self._max_in_flight) if self._max_in_flight else contextlib.nullcontext()
         async with _http(self._token, self._timeout_s, self._transport) as client:
 
             async def ask(question: Question) -> Answer:
-                return _read_completion(await _post(client, self._url, self._body(question)), question)
+                async with gate:
+                    return _read_completion(await _post(client, self._url, self._body(question)), question)
 
             yield ask
 
@@ -284,6 +291,7 @@ async def _post(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> di
         raise BackendError(
             f"{url} answered with HTTP {response.status_code}: {response.text[:300]}",
             retryable=response.status_code in _RETRYABLE_STATUS,
+            retry_after_s=_seconds(response.headers.get("retry-after", "")),
         )
     try:
         reply = response.json()
@@ -292,6 +300,11 @@ async def _post(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> di
     if not isinstance(reply, dict):
         raise BackendError(f"{url} answered with a {type(reply).__name__}, not an object.", retryable=False)
     return reply
+
+
+def _seconds(text: str) -> float:
+    """A Retry-After in seconds; 0 where there is none, or a date."""
+    return float(text) if text.isdecimal() else 0.0
 
 
 def _read_completion(reply: dict[str, Any], question: Question) -> Answer:

@@ -177,7 +177,8 @@ class RewardEnsemble:
         tensors = {f"members.{name}": tensor for name, tensor in self._members.state_dict().items()}
         for number, state in self._optimizer.state_dict()["state"].items():
             tensors |= {f"adam.{number}.{name}": torch.as_tensor(value) for name, value in state.items()}
-        metadata = {"rng": json.dumps(self._rng.bit_generator.state), "architecture": self.options.architecture}
+        # One key: safetensors writes several in an order that differs from call to call, and equal states are equal files.
+        metadata = {"rng": json.dumps(self._rng.bit_generator.state)}
         # Copies: safetensors takes no tensors that share memory, and none in the channels-last layout.
         plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
         write_atomic(path, to_safetensors(plain, metadata))

@@ -48,7 +48,7 @@ class QueryOptions:
     temperature: float = 0.0
     describe_tokens: int = 512
     answer_tokens: int = 16
-    deadline_s: float = 120.0
+    deadline_s: float = 300.0
     attempts: int = 3
     frames: int = 1
     seed: int = 0
@@ -246,6 +246,7 @@ class VLMLabeller:
                 if isinstance(error, BackendError) and not error.retryable:
                     raise
                 reason = str(error)
+                pause = error.retry_after_s if isinstance(error, BackendError) else 0.0
             else:
                 self.stats.questions += 1
                 self.stats.prompt_tokens += answer.prompt_tokens
@@ -254,7 +255,8 @@ class VLMLabeller:
             if attempt + 1 < options.attempts:
                 self.stats.retries += 1
                 # Full jitter keeps the questions of a session from coming back together.
-                await asyncio.sleep(min(random.uniform(0.5, 1) * _FIRST_PAUSE_S * 2**attempt, deadline - loop.time()))
+                pause = max(pause, random.uniform(0.5, 1) * _FIRST_PAUSE_S * 2**attempt)
+                await asyncio.sleep(max(min(pause, deadline - loop.time()), 0.0))
         raise BackendError(
             f"The labeller gave no answer within {options.deadline_s:g} s and {options.attempts} attempts: {reason}"
         )

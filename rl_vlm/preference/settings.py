@@ -50,6 +50,7 @@ class EndpointSection(_Section):
         "none", description="How choices are enforced there; the first two are vLLM's new and old field."
     )
     logprobs: bool = True
+    max_in_flight: int | None = Field(None, ge=1, description="Questions at once; null: all of a session.")
 
 
 class LabelsSection(_Section):
@@ -75,7 +76,7 @@ class LabelsSection(_Section):
     describe_tokens: int = Field(512, ge=1)
     answer_tokens: int = Field(16, ge=1)
     frames: int = Field(1, ge=1, description="Pictures of a segment that are shown side by side. [vlm_label]")
-    deadline_s: float = Field(120.0, gt=0, description="How long one question may take, retries included.")
+    deadline_s: float = Field(300.0, gt=0, description="How long one question may take, retries included.")
     attempts: int = Field(3, ge=1)
     flip: bool = Field(False, description="Swap labels 0 and 1, as a control. [flip_vlm_label]")
     rule: Rule = Field("uniform", description="Which pairs are asked about. [feed_type 0 to 5, in this order]")

@@ -85,6 +85,7 @@ def _backend(section: LabelsSection, client: Client | None, text: TextSide | Non
             timeout_s=endpoint.timeout_s,
             guidance=endpoint.guidance if section.guided else "none",
             logprobs=endpoint.logprobs,
+            max_in_flight=endpoint.max_in_flight,
         )
     if section.source == "generate":
         return GenerateBackend(endpoint.url or server_url(), token=token, timeout_s=endpoint.timeout_s)

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import re
+import time
 from typing import Any
 
 import httpx
@@ -46,9 +47,9 @@ class Server:
         self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
         self.requests.append(json.loads(body))
         reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
-        status, content = reply if isinstance(reply, tuple) else (200, reply)
+        status, content, *headers = reply if isinstance(reply, tuple) else (200, reply)
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
-        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.start", "status": status, "headers": [*headers] and headers[0]})
         await send({"type": "http.response.body", "body": data})
 
 
@@ -118,6 +119,13 @@ def test_a_busy_server_is_asked_again() -> None:
     assert label.value == 1 and labeller.stats.retries == 2
 
 
+def test_a_server_says_when_to_come_back() -> None:
+    server = Server((429, b"slow down", [(b"retry-after", b"1")]), completion("1"))
+    started = time.monotonic()
+    label, _ = asked(endpoint(server))
+    assert label.value == 1 and time.monotonic() - started >= 1
+
+
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
@@ -149,7 +157,8 @@ def test_a_server_that_is_not_there_is_an_error() -> None:
     assert "127.0.0.1:9" in label.error
 
 
-def test_all_pairs_go_out_at_once() -> None:
+@pytest.mark.parametrize(("limit", "expected"), [(None, 40), (7, 7)])
+def test_all_pairs_go_out_at_once_unless_that_is_limited(limit: int | None, expected: int) -> None:
     inside = 0
     most = 0
 
@@ -157,13 +166,13 @@ def test_all_pairs_go_out_at_once() -> None:
         nonlocal inside, most
         inside += 1
         most = max(most, inside)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05 if limit is None else 0.005)
         inside -= 1
         await Server(completion("0"))(scope, receive, send)
 
-    backend = EndpointBackend("http://vlm/v1", "qwen", transport=httpx.ASGITransport(slow))
+    backend = EndpointBackend("http://vlm/v1", "qwen", max_in_flight=limit, transport=httpx.ASGITransport(slow))
     asyncio.run(VLMLabeller(backend, PROMPTS, QueryOptions(steps=1)).label(random_pairs(20)))
-    assert most == 40
+    assert most == expected
 
 
 def test_an_address_must_be_http() -> None:
