@@ -37,7 +37,7 @@ unit: install ## Tests without Ray, in seconds
 	$(TEST) tests/unit
 
 test: lint ## Lint, types, and the tests that CI runs (both engines, one real learning run)
-	$(TEST) -m "not acceptance" tests/unit tests/integration tests/e2e
+	$(TEST) -m "not acceptance" --durations=25 tests/unit tests/integration tests/e2e
 
 acceptance: install ## Everything else: learning on several seeds, fault drills, benchmarks (hours)
 	$(TEST) -m acceptance tests

@@ -18,6 +18,9 @@ from rl_vlm.serving.registry import Published, PublishReport, start_registry
 from rl_vlm.serving.server import app_name, build_app
 from rl_vlm.types import RLVLMError
 
+# A call that a dying registry swallowed is repeated after this long; the registry takes repeated calls.
+_ATTEMPT_S = 15.0
+
 
 class ServingError(RLVLMError):
     """The served policy could not be started, or a version could not be published."""
@@ -38,6 +41,7 @@ class PolicyService:
         # What is in there outlives the registry's own deaths, not the run: a resumed run publishes its checkpoint anew.
         shutil.rmtree(folder, ignore_errors=True)
         self._registry = start_registry(run_id, self._namespace, folder)
+        self._newest: Published | None = None
         self._report: ray.ObjectRef | None = None  # on its way
         self._last_report: PublishReport | None = None
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="publisher")
@@ -74,7 +78,8 @@ class PolicyService:
         publication went that is over; None before there is one, or when the registry died meanwhile.
         """
         self.settle()
-        published = Published(payload.version, payload.sha256, ray.put(payload))
+        # Held here while it is the newest: the registry that also holds it may die before it has told its replicas.
+        published = self._newest = Published(payload.version, payload.sha256, ray.put(payload))
         self._publishing = self._publisher.submit(self._hand_over, published)
         if wait:
             self.settle()
@@ -91,7 +96,7 @@ class PolicyService:
         deadline = time.monotonic() + self._serving.publish_timeout_s
         while True:
             try:
-                ray.get(self._registry.publish.remote(published), timeout=self._serving.publish_timeout_s)
+                ray.get(self._registry.publish.remote(published), timeout=_ATTEMPT_S)
                 break
             except (ActorDiedError, ActorUnavailableError, RayActorError, GetTimeoutError) as error:
                 if time.monotonic() > deadline:

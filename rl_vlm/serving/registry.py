@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 LIVE_WINDOW_S = 15.0
 # How long one open `wait_newer` call lasts before the replica asks again.
 POLL_S = 5.0
+# How long the bytes of a version may take to reach the registry's node.
+FETCH_S = 60.0
 
 
 class PublishError(RLVLMError):
@@ -106,7 +108,8 @@ class AdapterRegistry:
             self._changed.notify_all()
         # Replicas load while the disk writes. A full disk costs only the copy that a restarted registry would read.
         try:
-            payload: AdapterPayload = await published.ref
+            async with asyncio.timeout(FETCH_S):
+                payload: AdapterPayload = await published.ref
             await asyncio.to_thread(self._persist, payload)
         except (OSError, RayError) as error:
             logger.warning("version %d is not on disk: %s", published.version, error)

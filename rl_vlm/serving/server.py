@@ -22,13 +22,14 @@ from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.serving.lifecycle import Admission, Lifecycle, ReplicaState
 from rl_vlm.serving.metrics import RayMetrics, ReplicaTally
-from rl_vlm.serving.registry import registry_name
+from rl_vlm.serving.registry import POLL_S, registry_name
 from rl_vlm.types import Completion, GenerationRequest, Message, RLVLMError, SampleChunk, SamplingParams
 
 logger = logging.getLogger("ray.serve")
 
 _HEALTH_CHECK_S = 5.0
 _LAST_WORDS_S = 0.5  # for the reason to reach Serve's log
+_REGISTRY_ANSWER_S = 10.0  # how long the registry may take for an answer that it need not wait for
 _REPORT_S = 2.0  # how often counts go to Ray's metrics
 
 
@@ -129,15 +130,20 @@ class VLMServer:
         while True:
             try:
                 registry = self._registry()
-                published = await registry.wait_newer.remote(self.replica_id, self._engine.version, self._status())
+                # Each wait ends: what a dead process owned may never come, and nobody would say so.
+                async with asyncio.timeout(POLL_S + _REGISTRY_ANSWER_S):
+                    published = await registry.wait_newer.remote(self.replica_id, self._engine.version, self._status())
                 if published is not None:
                     self._life.announce(published.version)
-                    await self._load(await published.ref)
-                    self._tally.publish_s = await registry.ack.remote(
-                        self.replica_id, published.version, published.sha256
-                    )
+                    async with asyncio.timeout(self._serving.publish_timeout_s):
+                        payload = await published.ref
+                    await self._load(payload)
+                    async with asyncio.timeout(_REGISTRY_ANSWER_S):
+                        self._tally.publish_s = await registry.ack.remote(
+                            self.replica_id, published.version, published.sha256
+                        )
                 delay = 0.1
-            except (RayError, ValueError, RLVLMError) as error:
+            except (RayError, ValueError, RLVLMError, TimeoutError) as error:
                 # ValueError: the registry's name is not known while it restarts.
                 logger.warning("replica %s cannot follow the registry: %s", self.replica_id, error)
                 await asyncio.sleep(delay)
