@@ -196,6 +196,7 @@ class PreferenceSAC(Algorithm):
         self.on_session: Callable[[dict[str, float]], None] = lambda _: None
         self._rng = np.random.default_rng(derive_seed(self.run.seed, 10))
         self._actor = self._actor_of(self._on_learner(lambda learner: learner.actor_layers()))
+        self.target_entropy: float = self._on_learner(lambda learner: learner.updater.target_entropy)
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._clock: defaultdict[str, float] = defaultdict(float)
         self._episodes: list[FinishedEpisode] = []
@@ -325,7 +326,7 @@ class PreferenceSAC(Algorithm):
             if report is None and self.stop_requested():
                 return None
             if report is not None:
-                figures = {**report.metrics(), "labels/total": float(self.feedback.asked)}
+                figures = report.metrics()
                 with self._timed("relabel"):
                     self.reward.relabel(self.replay)
         if first:
@@ -336,17 +337,13 @@ class PreferenceSAC(Algorithm):
 
     # Figures.
 
+    def running_figures(self) -> dict[str, float]:
+        """Means over the updates of the running iteration; empty before the first."""
+        updates = self._sums.get("updates", 0.0)
+        return {name: self._sums[sum_] / updates for sum_, name in _FIGURES.items()} if updates else {}
+
     def _figures(self, seconds: float, steps: int) -> dict[str, float]:
-        sums = dict(self._sums)
-        updates = sums.pop("updates", 0.0)
-        names = {
-            "critic_loss": "critic/loss",
-            "q": "critic/q",
-            "batch_reward": "critic/reward",
-            "alpha": "policy/alpha",
-        }
-        names |= {"actor_loss": "policy/loss", "entropy": "policy/entropy", "alpha_loss": "policy/alpha_loss"}
-        figures = {names[name]: value / updates for name, value in sums.items()} if updates else {}
+        figures = self.running_figures()
         if self._episodes:
             figures |= {
                 "reward/mean": float(np.mean([episode.true_return for episode in self._episodes])),
@@ -354,6 +351,8 @@ class PreferenceSAC(Algorithm):
                 "rollout/success": float(np.mean([episode.success for episode in self._episodes])),
                 "rollout/length": float(np.mean([episode.length for episode in self._episodes])),
             }
+        if self.feedback is not None:
+            figures["labels/total"] = float(self.feedback.asked)
         return {
             **figures,
             "rollout/episodes": float(self.tracker.finished),

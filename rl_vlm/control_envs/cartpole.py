@@ -19,7 +19,7 @@ _SUCCESS_DEGREES = 5.0
 
 
 class ContinuousCartPole(ControlEnv):
-    """Keep a pole upright on a cart; the reward is minus the angle in degrees, and an angle below 5° is success.
+    """Keep a pole upright on a cart; the reward is minus the angle in degrees; success is an angle below 5° at the end.
 
     Observation: place, velocity, angle, angular velocity. The pole never falls below 30°, so an episode never ends early
     and 0 is a perfect return. Not gymnasium's `CartPole-v1`, which is discrete and ends when the pole falls.
@@ -60,8 +60,9 @@ class ContinuousCartPole(ControlEnv):
         self._state = (x, x_dot, angle, angle_dot)
         self._steps += 1
         degrees = abs(math.degrees(angle))
-        info = {"success": degrees < _SUCCESS_DEGREES, "degrees": degrees}
-        return self._observe(), -degrees, False, self._steps >= self.horizon, info
+        ended = self._steps >= self.horizon
+        info = {"success": ended and degrees < _SUCCESS_DEGREES, "degrees": degrees}
+        return self._observe(), -degrees, False, ended, info
 
     def frame(self) -> np.ndarray:
         """The cart in the middle, the pole at its angle."""

@@ -45,6 +45,8 @@ class ProgressDisplay:
     Use it as a context manager; other output of the process (warnings, prints) appears above the live panel.
     """
 
+    unit = "iteration"
+
     def __init__(
         self, total: int, start: int = 0, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
@@ -85,7 +87,7 @@ class ProgressDisplay:
         elif iteration % PLAIN_EVERY == 0 or iteration >= self._total or now - self._printed >= PLAIN_SECONDS:
             self._printed = now
             facts = [value if name in ("speed", "policy") else f"{name} {value}" for name, value in self._facts()]
-            self._plain(" | ".join([f"iteration {iteration}/{self._total}", *facts, *filter(None, [self._left()])]))
+            self._plain(" | ".join([f"{self.unit} {iteration}/{self._total}", *facts, *filter(None, [self._left()])]))
 
     def evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
         """Show held-out accuracy, `accuracy/<variant>` of `results`."""

@@ -12,10 +12,10 @@ import numpy as np
 
 from rl_vlm.cluster import ray_cluster
 from rl_vlm.config import RunConfig, save_config
-from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.preference.checkpoints import CheckpointFolders, read_state
 from rl_vlm.preference.collector import EpisodeResult
+from rl_vlm.preference.display import PreferenceDisplay
 from rl_vlm.preference.records import EVAL_COLUMNS, TRAIN_COLUMNS, FinishedEpisode, StepCsv, evaluation_row
 from rl_vlm.reporting.video import write_video
 from rl_vlm.training import InterruptedRun, StopRequest, stderr_to
@@ -38,7 +38,7 @@ class PreferenceRun:
         keep_until = start if state else -1
         self.train_csv = StepCsv(folder / "train.csv", TRAIN_COLUMNS, keep_until)
         self.eval_csv = StepCsv(folder / "eval.csv", EVAL_COLUMNS, keep_until)
-        self.display = ProgressDisplay(self.settings.total_steps, start)
+        self.display = PreferenceDisplay(self.settings.total_steps, start)
         self.stop = StopRequest()
         self.algorithm: Any = None
         self.started = time.monotonic()
