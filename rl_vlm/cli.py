@@ -318,11 +318,13 @@ def _check_out(out: Path | None) -> None:
 
 
 def _summary(result: dict[str, Any], folder: Path) -> str:
-    parts = [f"{result.get('status')} after {result.get('iterations')} iterations"]
-    for name in ("accuracy", "reward"):
+    parts = [f"{result.get('status')} after {result.get('iterations')} {result.get('unit', 'iterations')}"]
+    # A preference run's own reward is learned and changes its scale: its evaluation tells how it went.
+    reward = "evaluation_reward" if "evaluation_reward_after" in result else "reward"
+    for label, name in (("accuracy", "accuracy"), ("reward", reward)):
         before, after = result.get(f"{name}_before"), result.get(f"{name}_after")
         if before is not None and after is not None:
-            parts.append(f"{name} {before:.3f} → {after:.3f}")
+            parts.append(f"{label} {before:.3f} → {after:.3f}")
     return f"{', '.join(parts)}; see {folder / 'curve.png'}"
 
 

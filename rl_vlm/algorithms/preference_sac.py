@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import ray
+import torch
 from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core.learner.training_data import TrainingData
@@ -173,6 +174,8 @@ class PreferenceSAC(Algorithm):
             raise
 
     def _prepare(self) -> None:
+        # Small products: more threads win little, and lose much where others use the same cores.
+        torch.set_num_threads(self.run.learner.num_threads)
         settings = self.settings = self.run.preference
         observations, actions = (self.config.observation_space.shape[0], self.config.action_space.shape[0])
         capacity = settings.replay_capacity

@@ -119,6 +119,12 @@ class Feedback:
 
     _cache_is_used_up = False
 
+    @property
+    def cost(self) -> str:
+        """What labelling has cost so far and how the labeller behaves, for people; empty for one that costs nothing."""
+        stats = getattr(self._labeller, "stats", None)
+        return stats.summary() if stats is not None else ""
+
     def session(
         self, replay: ReplayBuffer, count: int, step: int, rng: np.random.Generator, mean_return: float, horizon: int
     ) -> SessionReport | None:

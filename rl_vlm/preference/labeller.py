@@ -142,7 +142,7 @@ class VLMLabeller:
         self._sessions += 1
         self.stats.pairs += count
         self.stats.seconds += time.monotonic() - started
-        logger.info("labels: %s", self.stats.summary())
+        logger.debug("labels: %s", self.stats.summary())
 
     async def _label_one(self, ask: Ask, number: int, first: EncodedImage, second: EncodedImage) -> Label:
         if first.sha256 == second.sha256:

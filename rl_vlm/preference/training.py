@@ -162,6 +162,8 @@ class PreferenceRun:
                 f"{figures['labels/usable']:.0f} usable{agree}; reward model accuracy "
                 f"{figures.get('reward_model/accuracy', float('nan')):.2f}."
             )
+            if cost := self.algorithm.feedback.cost:
+                self.display.message(f"Labels so far: {cost}.")
 
     def _log_episode(self, episode: FinishedEpisode) -> None:
         algorithm, now = self.algorithm, time.monotonic()
@@ -218,6 +220,7 @@ class PreferenceRun:
         result = {
             "status": status,
             "iterations": getattr(algorithm, "env_steps", 0),
+            "unit": "steps",
             "train_seconds": round(self.train_seconds, 3),
             "startup_seconds": round(self.startup_seconds, 3),
             "accuracy_before": success[0] if success else None,

@@ -59,8 +59,21 @@ def test_cartpole_is_balanced_from_the_pictures_that_a_teacher_prefers(seed: int
 
 @pytest.mark.acceptance
 @pytest.mark.timeout(1200)
-def test_cartpole_is_not_balanced_from_coin_flips(tmp_path: Path) -> None:
-    assert evaluate(load_config(CARTPOLE, ["preference.labels.source=random"]), tmp_path) < -1000
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_cartpole_is_balanced_from_the_tiny_vlms_labels(seed: int, tmp_path: Path) -> None:
+    with TrainingProcess(tmp_path / "run", f"seed={seed}", config=CARTPOLE) as run:
+        assert run.wait() == 0, run.output()[-3000:]
+    result = run.result()
+    print(f"seed {seed}: {result['evaluation_reward_after']:.0f} in {result['train_seconds']:.0f} s")
+    assert result["evaluation_reward_after"] > SOLVED
+    assert result["labels"]["usable"] > 100
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_cartpole_is_not_balanced_from_coin_flips(seed: int, tmp_path: Path) -> None:
+    assert evaluate(load_config(CARTPOLE, [f"seed={seed}", "preference.labels.source=random"]), tmp_path) < -1000
 
 
 @pytest.mark.acceptance

@@ -91,7 +91,7 @@ def test_the_warm_start_depends_on_its_seed_alone(processor: Any, encoder: Dialo
     losses = []
     for seed in (0, 0, 1):
         model = tiny.build_model(0, processor.tokenizer, "labeller")
-        losses.append(warm_start(model, encoder, seed, steps=3, batch=8))
+        losses.append(warm_start(model, encoder, seed, steps=3, batch=8, rounds=1))
     assert losses[0] == losses[1] != losses[2]
     found = labels_of(model, encoder, [(3.0, 20.0), (20.0, 3.0)])
     assert set(found.tolist()) <= {0, 1, -1}
@@ -100,6 +100,7 @@ def test_the_warm_start_depends_on_its_seed_alone(processor: Any, encoder: Dialo
 def test_the_variant_is_built_and_cached_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RL_VLM_CACHE", str(tmp_path))
     monkeypatch.setattr(tiny_labeller, "STEPS", 1)
+    monkeypatch.setattr(tiny_labeller, "ROUNDS", 1)
     monkeypatch.setattr(tiny_labeller, "log_accuracy", lambda *_: None)
     folder = resolve_model("tiny-labeller")
     assert folder.name.startswith("tiny-labeller-0-") and (folder / "model.safetensors").is_file()
