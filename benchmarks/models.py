@@ -12,14 +12,40 @@ SIX_MILLION = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads"
 SIX_MILLION_VISION = {
     "depth": 3, "hidden_size": 192, "num_heads": 6, "intermediate_size": 384, "num_position_embeddings": 196
 }  # fmt: skip
+# The shapes in the published configuration files.
+_QWEN3_VL_TEXT = {
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 262144,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 5000000, "mrope_section": [24, 20, 20], "mrope_interleaved": True
+    },
+}  # fmt: skip
+_QWEN3_VL_VISION = {
+    "hidden_size": 1024, "depth": 24, "num_heads": 16, "intermediate_size": 4096, "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [5, 11, 17],
+}  # fmt: skip
+QWEN3_VL: dict[str, dict[str, Any]] = {
+    "2b": {
+        "vision": _QWEN3_VL_VISION, "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "intermediate_size": 6144, **_QWEN3_VL_TEXT,
+    },
+    "4b": {
+        "vision": _QWEN3_VL_VISION, "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "intermediate_size": 9728, **_QWEN3_VL_TEXT,
+    },
+}  # fmt: skip
 
 
 def random_model(
-    folder: Path, vision: dict[str, Any] | None = None, max_pixels: int | None = None, **text: Any
+    folder: Path,
+    vision: dict[str, Any] | None = None,
+    max_pixels: int | None = None,
+    device: str = "cpu",
+    dtype: str = "float32",
+    **text: Any,
 ) -> Path:
     """Write a Qwen3-VL with the tiny model's tokenizer, its configuration changed by `text` and `vision`.
 
-    End-of-turn is made unlikely, so that greedy samples run to their limit.
+    End-of-turn is made unlikely, so that greedy samples run to their limit. Large models are made faster on a GPU.
     """
     import torch
     from transformers import Qwen3VLForConditionalGeneration
@@ -38,7 +64,8 @@ def random_model(
     # The vision tower writes into the language model's width.
     config.vision_config.out_hidden_size = config.text_config.hidden_size
     torch.manual_seed(0)
-    model = Qwen3VLForConditionalGeneration(config)
+    with torch.device(device):
+        model = Qwen3VLForConditionalGeneration(config).to(getattr(torch, dtype))
     with torch.no_grad():
         model.get_input_embeddings().weight[config.text_config.eos_token_id] = 0
     model.generation_config = like.generation_config

@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,34 @@ from report import Report
 HERE = Path(__file__).parent
 
 
+LABELS = {
+    "generate": "transformers.generate", "one": "one at a time", "raw": "raw engine", "handle": "one Serve replica",
+    "http": "HTTP",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A model folder, an engine, changes of the configuration, and how much is measured."""
+
+    folder: Path
+    engine: str
+    options: tuple[str, ...] = ()
+    counts: tuple[int, ...] = (1, 8, 32, 64)
+    rounds: int = 7
+    kinds: tuple[str, ...] = tuple(LABELS)
+
+
 class Contender:
     """A contender's process."""
 
-    def __init__(self, label: str, folder: Path, kind: str, engine: str) -> None:
-        self.label, self.kind = label, kind
+    def __init__(self, kind: str, setup: Setup) -> None:
+        self.label, self.kind = LABELS[kind], kind
         self.rates: dict[int, list[float]] = {}
         self.first: list[float] = []
         self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115  # closed with the process
-        command = [sys.executable, str(HERE / "serving_contender.py"), kind, str(folder), "--engine", engine]
+        command = [sys.executable, str(HERE / "serving_contender.py"), kind, str(setup.folder), *setup.options]
+        command += ["--engine", setup.engine]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment
@@ -74,37 +94,28 @@ class Contender:
         self._errors.close()
 
 
-def measure(quick: bool, engine: str) -> Report:
-    """Run everything and return the report."""
-    report = Report(f"Serving, engine {engine}")
-    counts, rounds = ((8, 32), 2) if quick else ((1, 8, 32, 64), 7)
-    with tempfile.TemporaryDirectory(prefix="rl-vlm-bench-") as scratch:
-        folder = random_model(
-            Path(scratch) / "model", SIX_MILLION_VISION, 512 * 512, intermediate_size=704, head_dim=32, **SIX_MILLION
-        )
-        kinds = {"raw": "raw engine", "handle": "one Serve replica", "http": "HTTP"}
-        if not quick:
-            kinds = {"generate": "transformers.generate", "one": "one at a time", **kinds}
-        contenders = {kind: Contender(label, folder, kind, engine) for kind, label in kinds.items()}
-        try:
+def measure(setup: Setup, report: Report) -> None:
+    """Run everything and put it into the report."""
+    contenders: dict[str, Contender] = {}
+    try:
+        for kind in setup.kinds:  # one after the other: each may load a large model
+            contenders[kind] = Contender(kind, setup)
+            contenders[kind].answer()
+        for count in setup.counts:
             for contender in contenders.values():
-                contender.answer()
-            for count in counts:
+                contender.run(count, keep=False)
+            for _ in range(setup.rounds):
                 for contender in contenders.values():
-                    contender.run(count, keep=False)
-                for _ in range(rounds):
-                    for contender in contenders.values():
-                        # One after the other takes its time, and its rate is the same at any count.
-                        if contender.kind != "one" or count <= 32:
-                            contender.run(count)
-                for contender in contenders.values():
-                    if count in contender.rates:
-                        report.add(f"{count} × {contender.label}", contender.rates[count], "tokens/s")
-            _ratios(report, contenders, counts)
-        finally:
+                    # One after the other takes its time, and its rate is the same at any count.
+                    if contender.kind != "one" or count <= 32:
+                        contender.run(count)
             for contender in contenders.values():
-                contender.close()
-    return report
+                if count in contender.rates:
+                    report.add(f"{count} × {contender.label}", contender.rates[count], "tokens/s")
+        _ratios(report, contenders, setup.counts)
+    finally:
+        for contender in contenders.values():
+            contender.close()
 
 
 def _ratios(report: Report, contenders: dict[str, Contender], counts: tuple[int, ...]) -> None:
@@ -115,7 +126,7 @@ def _ratios(report: Report, contenders: dict[str, Contender], counts: tuple[int,
             report.ratios[f"{label} / raw engine at {count}"] = contenders[kind].rate(count) / raw.rate(count)
         if "generate" in contenders:
             report.ratios[f"raw engine / generate at {count}"] = raw.rate(count) / contenders["generate"].rate(count)
-    if "one" in contenders:
+    if "one" in contenders and 32 in counts:
         report.ratios["raw engine / one at a time at 32"] = raw.rate(32) / contenders["one"].rate(32)
     for contender in contenders.values():
         if contender.first:
@@ -129,7 +140,14 @@ def main() -> None:
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--out", type=Path, help="write JSON here")
     args = parser.parse_args()
-    measure(args.quick, args.engine).finish(args.out)
+    report = Report(f"Serving, engine {args.engine}")
+    quick: dict[str, Any] = {"counts": (8, 32), "rounds": 2, "kinds": ("raw", "handle", "http")} if args.quick else {}
+    with tempfile.TemporaryDirectory(prefix="rl-vlm-bench-") as scratch:
+        folder = random_model(
+            Path(scratch) / "model", SIX_MILLION_VISION, 512 * 512, intermediate_size=704, head_dim=32, **SIX_MILLION
+        )
+        measure(Setup(folder, args.engine, **quick), report)
+    report.finish(args.out)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from PIL import Image
 
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig, load_config
-from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries
+from rl_vlm.models.loading import TextSide, load_model, load_text_side, quiet_libraries
 from rl_vlm.types import EncodedImage, GenerationRequest, Message, SampleChunk, SamplingParams
 
 NEW_TOKENS, PROMPT_TOKENS, SIDE = 64, 116, 224
@@ -78,12 +78,13 @@ class Prompts:
 class Generate:
     """`transformers.generate`, all requests in one batch or one after the other; images go through the processor."""
 
-    def __init__(self, folder: Path, text: TextSide, batched: bool) -> None:
+    def __init__(self, folder: Path, text: TextSide, run: RunConfig, batched: bool) -> None:
         import torch
-        from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+        from transformers import AutoProcessor
 
         self._torch, self._text, self._batched = torch, text, batched
-        self._model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype="float32").eval()
+        self._device = "cuda" if run.serving.gpus_per_replica else "cpu"
+        self._model = load_model(folder, run.model.dtype, self._device)
         self._processor = AutoProcessor.from_pretrained(folder).image_processor
         self._suppressed = text.codec.suppressed_token_ids(text.vocab_size).tolist()
 
@@ -95,15 +96,15 @@ class Generate:
         torch, codec = self._torch, self._text.codec
         counts = [self._text.count_image_tokens(SIDE, SIDE)]
         rows = [expand_image_tokens(request.prompt_ids, codec.image_token_id, counts) for request in requests]
-        ids = torch.from_numpy(np.stack(rows).astype(np.int64))
+        ids = torch.from_numpy(np.stack(rows).astype(np.int64)).to(self._device)
         images = [image.to_pil() for request in requests for image in request.images]
-        pixels = self._processor(images=images, return_tensors="pt")
+        pixels = self._processor(images=images, return_tensors="pt").to(self._device)
         with torch.inference_mode():
             out = self._model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 mm_token_type_ids=(ids == codec.image_token_id).int(),
-                pixel_values=pixels["pixel_values"],
+                pixel_values=pixels["pixel_values"].to(self._model.dtype),
                 image_grid_thw=pixels["image_grid_thw"],
                 do_sample=False,
                 max_new_tokens=NEW_TOKENS,
@@ -195,24 +196,23 @@ async def time_to_first(chunks: AsyncIterator[SampleChunk]) -> float:
     return first
 
 
-def configuration(folder: Path, engine: str) -> RunConfig:
+def options_of(engine: str, changes: Sequence[str]) -> list[str]:
+    """What the run and `rl-vlm serve` are configured with."""
+    return [f"serving.engine={engine}", "serving.num_replicas=1", "serving.max_context=256", *changes]
+
+
+def configuration(folder: Path, options: Sequence[str]) -> RunConfig:
     """One replica."""
-    return load_config(
-        None,
-        [
-            f"model.path={folder}", f"serving.engine={engine}", "serving.num_replicas=1", "serving.cpus_per_replica=1",
-            "serving.max_context=256", "rollout.cpus_per_env_runner=0",
-        ],
-    )  # fmt: skip
+    placed = ["serving.cpus_per_replica=1", "rollout.cpus_per_env_runner=0"]
+    return load_config(None, [f"model.path={folder}", *placed, *options])
 
 
 @contextlib.contextmanager
-def served(folder: Path, engine: str) -> Iterator[str]:
+def served(folder: Path, run: RunConfig) -> Iterator[str]:
     """A Serve application; gives its run id."""
     from rl_vlm.cluster import ray_cluster
     from rl_vlm.serving.publisher import PolicyService
 
-    run = configuration(folder, engine)
     with tempfile.TemporaryDirectory() as scratch, ray_cluster(run):
         service = PolicyService(run, "bench", folder, Path(scratch))
         try:
@@ -223,7 +223,7 @@ def served(folder: Path, engine: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def http_server(folder: Path, engine: str) -> Iterator[int]:
+def http_server(folder: Path, options: Sequence[str]) -> Iterator[int]:
     """`rl-vlm serve`; gives its port."""
     import socket
     import subprocess
@@ -231,8 +231,8 @@ def http_server(folder: Path, engine: str) -> Iterator[int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "rl_vlm.cli", "serve", str(folder), f"serving.engine={engine}"]
-    command += ["serving.max_context=256", "http.model_name=bench", "--port", str(port)]
+    command = [sys.executable, "-m", "rl_vlm.cli", "serve", str(folder), *options, "http.model_name=bench"]
+    command += ["--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 300
@@ -254,6 +254,7 @@ def main() -> None:
     parser.add_argument("kind", choices=("generate", "one", "raw", "handle", "http"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--engine", default="transformers")
+    parser.add_argument("options", nargs="*", help="section.key=value")
     args = parser.parse_args()
     answers, sys.stdout = sys.stdout, sys.stderr
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -261,18 +262,20 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
+    options = options_of(args.engine, args.options)
+    run = configuration(args.folder, options)
     text = load_text_side(args.folder)
     prompts = Prompts(text)
     with contextlib.ExitStack() as stack:
         contender: Contender
         if args.kind in ("generate", "one"):
-            contender = Generate(args.folder, text, args.kind == "generate")
+            contender = Generate(args.folder, text, run, args.kind == "generate")
         elif args.kind == "raw":
-            contender = RawEngine(args.folder, configuration(args.folder, args.engine))
+            contender = RawEngine(args.folder, run)
         elif args.kind == "handle":
-            contender = Handle(stack.enter_context(served(args.folder, args.engine)))
+            contender = Handle(stack.enter_context(served(args.folder, run)))
         else:
-            contender = HTTP(stack.enter_context(http_server(args.folder, args.engine)), prompts.words)
+            contender = HTTP(stack.enter_context(http_server(args.folder, options)), prompts.words)
         loop = asyncio.new_event_loop()
         print(json.dumps({"ready": True}), file=answers, flush=True)
         for line in sys.stdin:

@@ -8,7 +8,7 @@ tower is frozen under LoRA.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from rl_vlm.models.images import ImageProcessorSpec, patchify
 from rl_vlm.models.vision import fast_vision
 from rl_vlm.types import EncodedImage
+
+_VISION_PATCHES = 32_768  # in one pass of the vision tower; 8 million pixels
 
 
 @dataclass(slots=True)
@@ -68,12 +70,14 @@ class Backbone:
 
     @torch.no_grad()
     def image_features(self, images: Sequence[EncodedImage]) -> list[ImageFeatures]:
-        """Features of each image, in order; the images that are not cached go through the vision tower in one batch."""
+        """Features of each image, in order; images that are not cached go through the vision tower in large batches."""
         wanted = {image.sha256: image for image in images}
         missing = [image for key, image in wanted.items() if key not in self._cache]
         self.cache_misses += len(missing)
         self.cache_hits += len(images) - len(missing)
-        fresh = self._encode(missing) if missing else {}
+        fresh: dict[str, ImageFeatures] = {}
+        for batch in self._vision_batches(missing):
+            fresh |= self._encode(batch)
         found = {key: fresh[key] if key in fresh else self._cache[key] for key in wanted}
         for key, features in fresh.items():
             self._cache[key] = features
@@ -83,6 +87,20 @@ class Backbone:
         while self._cached_bytes > self._cache_bytes and self._cache:
             self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
         return [found[image.sha256] for image in images]
+
+    def _vision_batches(self, images: Sequence[EncodedImage]) -> Iterator[list[EncodedImage]]:
+        """The images in batches of bounded size: the memory of a forward pass grows with its patches."""
+        batch: list[EncodedImage] = []
+        patches = 0
+        for image in images:
+            _, rows, columns = self.images.grid_thw(image.width, image.height, image.sha256[:12])
+            if batch and patches + rows * columns > _VISION_PATCHES:
+                yield batch
+                batch, patches = [], 0
+            batch.append(image)
+            patches += rows * columns
+        if batch:
+            yield batch
 
     def _encode(self, images: Sequence[EncodedImage]) -> dict[str, ImageFeatures]:
         pixels, grids = zip(*(patchify(self.images, image) for image in images), strict=True)

@@ -36,7 +36,7 @@ _SMALL_HEADS: dict[str, Any] = {"head_dim": 16, "mrope_section": [4, 2, 2]}
 _WIDE_HEADS: dict[str, Any] = {"head_dim": 32, "mrope_section": [8, 4, 4]}
 # "wide" has attention heads of 32, the least that vLLM's kernels take. "labeller" compares pictures of poles.
 _HEADS = {"small": _SMALL_HEADS, "wide": _WIDE_HEADS, "labeller": _WIDE_HEADS}
-_LABELLER_VERSION = 1  # as RECIPE_VERSION, for its lessons
+_LABELLER_VERSION = 2  # as RECIPE_VERSION, for its lessons
 
 logger = logging.getLogger(__name__)
 

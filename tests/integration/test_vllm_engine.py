@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import importlib.util
-import inspect
-import os
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +15,17 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from PIL import Image
-from safetensors.torch import load_file, save_file
+from vllm_support import (
+    TeacherForcing,
+    ask,
+    converse,
+    generate,
+    hostile_model,
+    picture,
+    random_adapters,
+    read_stream,
+    request_like,
+)
 
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import ServingSection, VLLMSection
@@ -29,25 +33,19 @@ from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.vllm_adapters import AdapterShelf
 from rl_vlm.engines.vllm_engine import VLLMEngine
-from rl_vlm.models import tiny, tiny_tokenizer, tiny_warmstart
 from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.images import PixelLimits
 from rl_vlm.models.loading import TextSide, load_model, load_text_side
-from rl_vlm.models.lora import inject_lora, load_lora_state, lora_config, lora_state
-from rl_vlm.types import (
-    Completion,
-    EncodedImage,
-    GenerationRequest,
-    Message,
-    SamplingParams,
-    StopReason,
-    UserInputError,
-)
+from rl_vlm.models.lora import inject_lora, lora_config, lora_state
+from rl_vlm.types import Completion, GenerationRequest, SampleChunk, SamplingParams, StopReason, UserInputError
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 pytestmark = [needs_vllm, pytest.mark.timeout(600)]
 
 SERVING = ServingSection(max_context=1024, vllm=VLLMSection(max_num_seqs=32))
+PIXELS = PixelLimits(64 * 64, 72 * 96)  # not the processor's own: pictures become larger and smaller by them
 TOLERANCE = 1e-4
+CHOICES = ("red", "red square", "redder", "0", "1", "-1")
 
 # An owner that is killed; the test file's own process must survive.
 OWNER = """
@@ -64,32 +62,12 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="session")
 def model() -> Path:
-    """A tiny model in which `<|image_pad|>` has by far the largest logit, whatever the context."""
-    sources = [inspect.getsource(maker) for maker in (tiny, tiny_tokenizer, tiny_warmstart, _make_hostile)]
-    key = hashlib.sha256("".join(sources).encode()).hexdigest()[:12]
-    # Kept between runs: building it takes longer than most tests here.
-    folder = Path(tempfile.gettempdir()) / f"rl-vlm-tests-{os.getuid()}" / f"tiny-hostile-{key}"
-    if not folder.is_dir():
-        draft = tiny.make_tiny(folder.with_name(f"draft-{time.time_ns()}"), variant="wide", steps=5)
-        _make_hostile(draft)
-        draft.rename(folder)
-    return folder
-
-
-def _make_hostile(folder: Path) -> None:
-    """Point the placeholder's row of the tied output matrix along the mean hidden state, many times its length."""
-    text, hf = load_text_side(folder), load_model(folder)
-    ids = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (8, 64)))
-    hidden = hf.model(input_ids=ids).last_hidden_state.flatten(0, 1)  # type: ignore[operator]
-    weights = load_file(folder / "model.safetensors")
-    mean = hidden.mean(0)
-    weights["model.language_model.embed_tokens.weight"][text.codec.image_token_id] = 40 * mean / mean.norm() ** 2
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return hostile_model()
 
 
 @pytest.fixture(scope="session")
 def text(model: Path) -> TextSide:
-    return load_text_side(model)
+    return load_text_side(model, PIXELS)
 
 
 @pytest.fixture(scope="module")
@@ -106,65 +84,21 @@ def owner(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[sub
 @pytest.fixture(scope="module")
 def engine(model: Path, owner: subprocess.Popen[str]) -> Iterator[VLLMEngine]:
     del owner  # only started
-    engine = VLLMEngine(model, dtype="float32", serving=SERVING, max_lora_rank=8)
+    engine = VLLMEngine(model, dtype="float32", serving=SERVING, max_lora_rank=8, pixels=PIXELS)
+    yield engine
+    asyncio.run(engine.close())
+
+
+@pytest.fixture(scope="module")
+def other_engine(model: Path) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine(model, max_context=SERVING.max_context, pixels=PIXELS)
     yield engine
     asyncio.run(engine.close())
 
 
 @pytest.fixture(scope="module")
 def adapters(model: Path) -> dict[int, AdapterPayload]:
-    """Versions 1 to 6 of an adapter with random weights in A and B."""
-    hf = load_model(model)
-    config = lora_config(rank=4, alpha=16, target_modules="all")
-    inject_lora(hf, config)
-    payloads = {}
-    for version in range(1, 7):
-        generator = torch.Generator().manual_seed(version)
-        for name, parameter in hf.named_parameters():
-            if "lora_" in name:
-                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-        payloads[version] = AdapterPayload.build(version, lora_state(hf), config)
-    return payloads
-
-
-class TeacherForcing:
-    """Log-probabilities of sampled tokens by plain transformers, with peft's own LoRA layers and HF's processor."""
-
-    def __init__(self, model: Path, text: TextSide, payload: AdapterPayload | None = None) -> None:
-        from transformers import AutoProcessor
-
-        self._model: Any = load_model(model)
-        self._processor = AutoProcessor.from_pretrained(model).image_processor
-        self._text = text
-        if payload is not None:
-            inject_lora(self._model, lora_config(rank=4, alpha=16, target_modules="all"))
-            load_lora_state(self._model, payload.state())
-
-    @torch.no_grad()
-    def logits(self, request: GenerationRequest, completion: Completion, sample: int) -> torch.Tensor:
-        """Raw logits [T, V] that the tokens of one sample were drawn from."""
-        tokens = completion.samples[sample].token_ids
-        ids = torch.from_numpy(np.concatenate([completion.prompt_ids, tokens]).astype(np.int64))[None]
-        extra = {"mm_token_type_ids": (ids == self._text.codec.image_token_id).int()}
-        if request.images:
-            extra |= self._processor(images=[image.to_pil() for image in request.images], return_tensors="pt")
-        logits = self._model(input_ids=ids, **extra).logits[0]
-        return logits[len(completion.prompt_ids) - 1 : -1]
-
-    def logprobs(self, request: GenerationRequest, completion: Completion, sample: int) -> np.ndarray:
-        logits = self.logits(request, completion, sample)
-        logits[:, torch.from_numpy(self._text.codec.suppressed_token_ids(self._text.vocab_size))] = float("-inf")
-        temperature = request.sampling.temperature or 1.0
-        tokens = torch.from_numpy(completion.samples[sample].token_ids.astype(np.int64))
-        return torch.log_softmax(logits / temperature, -1).gather(1, tokens[:, None])[:, 0].numpy()
-
-    def error(self, requests: Sequence[GenerationRequest], completions: Sequence[Completion]) -> float:
-        """The largest difference over all tokens of all samples."""
-        return max(
-            float(np.abs(sample.logprobs - self.logprobs(request, completion, number)).max())
-            for request, completion in zip(requests, completions, strict=True)
-            for number, sample in enumerate(completion.samples)
-        )
+    return random_adapters(model, 6)
 
 
 @pytest.fixture(scope="module")
@@ -172,53 +106,31 @@ def base_forcing(model: Path, text: TextSide) -> TeacherForcing:
     return TeacherForcing(model, text)
 
 
-def picture(seed: int, width: int = 96, height: int = 64) -> EncodedImage:
-    noise = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    return EncodedImage.from_pil(Image.fromarray(noise))
-
-
-def ask(text: TextSide, name: str, *images: EncodedImage, **sampling: Any) -> GenerationRequest:
-    span = text.codec.encode_prompt([Message.of("user", *images, f"What is in the picture, {name}?")])
-    params = SamplingParams(**{"max_new_tokens": 24, **sampling})
-    return GenerationRequest(name, span.token_ids, params, span.images)
-
-
-def generate(engine: Any, *requests: GenerationRequest) -> list[Completion]:
-    return asyncio.run(engine.generate(list(requests)))
-
-
-def converse(engine: Any, text: TextSide, name: str, *images: EncodedImage, **sampling: Any) -> list[tuple[Any, Any]]:
-    """Three turns, the images in the first one and another one in the second; returns (request, completion) pairs."""
-    request = ask(text, name, *images, **sampling)
-    turns = []
-    for turn in range(3):
-        (completion,) = generate(engine, request)
-        turns.append((request, completion))
-        sample = completion.samples[0]
-        parts = (picture(70, 64, 128), "And here?") if turn == 0 else ("Sure?",)
-        ended = sample.stop_reason is StopReason.END_OF_TURN
-        span = text.codec.encode_continuation([Message.of("user", *parts)], ended)
-        ids = np.concatenate([request.prompt_ids, sample.token_ids, span.token_ids])
-        request = replace(request, prompt_ids=ids, images=request.images + span.images)
-    return turns
-
-
-def test_greedy_tokens_equal_the_transformers_engine(engine: VLLMEngine, model: Path, text: TextSide) -> None:
-    other = TransformersEngine(model, max_context=SERVING.max_context)
+def test_greedy_tokens_equal_the_transformers_engine(
+    engine: VLLMEngine, other_engine: TransformersEngine, text: TextSide
+) -> None:
     requests = [
         ask(text, "none", temperature=0.0),
         ask(text, "one", picture(1), temperature=0.0),
         ask(text, "two", picture(2), picture(3, 128, 32), temperature=0.0),
+        ask(text, "small and large", picture(4, 20, 30), picture(5, 300, 200), picture(6), temperature=0.0),
     ]
-    ours, theirs = generate(engine, *requests), generate(other, *requests)
-    asyncio.run(other.close())
-    for one, two in zip(ours, theirs, strict=True):
+    for one, two in zip(generate(engine, *requests), generate(other_engine, *requests), strict=True):
         assert one.request_id == two.request_id and one.policy_version == two.policy_version == 0
         np.testing.assert_array_equal(one.prompt_ids, two.prompt_ids)
         np.testing.assert_array_equal(one.samples[0].token_ids, two.samples[0].token_ids)
         assert one.prompt_ids.dtype == one.samples[0].token_ids.dtype == np.int32
         np.testing.assert_allclose(one.samples[0].logprobs, two.samples[0].logprobs, atol=TOLERANCE)
         assert one.samples[0].stop_reason is two.samples[0].stop_reason
+
+
+def mixed_batch(text: TextSide, **sampling: Any) -> list[GenerationRequest]:
+    """Prompts of many lengths with none to three images, as one call."""
+    sizes = [(96, 64), (64, 64), (40, 90)]
+    return [
+        ask(text, "words " * (3 * k), *(picture(10 * k + i, *sizes[i]) for i in range(k % 4)), **sampling)
+        for k in range(8)
+    ]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -231,6 +143,8 @@ def test_base_logprobs_equal_teacher_forcing_over_three_turns(
         error = base_forcing.error(*zip(*turns, strict=True))
         print(f"base, T={temperature}, {len(images)} images: largest difference {error:.1e}")
         assert error < TOLERANCE
+    requests = mixed_batch(text, temperature=temperature, seeds=(9,))
+    assert base_forcing.error(requests, generate(engine, *requests)) < TOLERANCE
 
 
 def test_the_mask_holds_against_a_policy_that_wants_the_placeholder(
@@ -305,6 +219,105 @@ def test_a_turn_ends_with_its_end_token_a_stop_string_or_its_limit(engine: VLLME
     assert stopped.samples[0].stop_reason is StopReason.STOP
     np.testing.assert_array_equal(stopped.samples[0].token_ids, free.samples[0].token_ids[: first + 1])
     np.testing.assert_allclose(stopped.samples[0].logprobs, free.samples[0].logprobs[: first + 1], atol=TOLERANCE)
+
+
+def test_choices_have_the_distribution_of_the_transformers_engine(
+    engine: VLLMEngine, other_engine: TransformersEngine, text: TextSide
+) -> None:
+    def drawn(engine: Any, **sampling: Any) -> dict[str, np.ndarray]:
+        (answer,) = generate(engine, ask(text, "choose", picture(20), choices=CHOICES, **sampling))
+        for sample in answer.samples:
+            assert sample.stop_reason is StopReason.END_OF_TURN
+            choice = text.codec.decode(sample.token_ids)
+            assert sample.token_ids[:-1].tolist() == text.codec.encode_text(choice).tolist()
+        return {text.codec.decode(sample.token_ids): sample.logprobs for sample in answer.samples}
+
+    common: dict[str, Any] = {"temperature": 2.0, "n": 48, "seeds": tuple(range(48))}
+    ours, theirs = drawn(engine, **common), drawn(other_engine, **common)
+    assert ours.keys() | theirs.keys() <= set(CHOICES)
+    both = ours.keys() & theirs.keys()
+    assert len(both) >= 4 and len(both & {"red", "red square", "redder"}) >= 1
+    for choice in both:
+        np.testing.assert_allclose(ours[choice], theirs[choice], rtol=0, atol=TOLERANCE)
+    (greedy,) = drawn(engine, temperature=0.0)
+    assert (greedy,) == tuple(drawn(other_engine, temperature=0.0))
+    with pytest.raises(EngineError, match="max_new_tokens is 2"):
+        drawn(engine, max_new_tokens=2)
+
+
+def test_alternatives_equal_those_of_the_transformers_engine(
+    engine: VLLMEngine, other_engine: TransformersEngine, text: TextSide
+) -> None:
+    forbidden = set(text.codec.suppressed_token_ids(text.vocab_size).tolist())
+    for sampling in ({}, {"top_k": 3}, {"choices": ("12", "13", "no")}):
+        request = ask(text, "alternatives", picture(21), temperature=0.0, top_logprobs=6, **sampling)
+        (ours,), (theirs,) = generate(engine, request), generate(other_engine, request)
+        np.testing.assert_array_equal(ours.samples[0].token_ids, theirs.samples[0].token_ids)
+        assert len(ours.samples[0].top_logprobs) == len(ours.samples[0].token_ids)
+        for one, two in zip(ours.samples[0].top_logprobs, theirs.samples[0].top_logprobs, strict=True):
+            assert [token for token, _ in one] == [token for token, _ in two]
+            assert forbidden.isdisjoint(token for token, _ in one) and len(one) >= 1
+            np.testing.assert_allclose([value for _, value in one], [value for _, value in two], atol=TOLERANCE)
+    (plain,) = generate(engine, ask(text, "plain"))
+    assert plain.samples[0].top_logprobs == ()
+
+
+@pytest.mark.parametrize("more", [{"top_logprobs": 2}, {"stop": ("e", "t")}, {"choices": CHOICES}])
+def test_a_stream_gives_what_generate_gives_token_by_token(
+    engine: VLLMEngine, text: TextSide, more: dict[str, Any]
+) -> None:
+    request = ask(text, "streamed", picture(22), n=2, seeds=(1, 2), **more)
+    (whole,) = generate(engine, request)
+    chunks = asyncio.run(read_stream(engine, request))
+    assert {chunk.policy_version for chunk in chunks} == {whole.policy_version}
+    for number, sample in enumerate(whole.samples):
+        mine = [chunk for chunk in chunks if chunk.number == number]
+        np.testing.assert_array_equal(np.concatenate([chunk.token_ids for chunk in mine]), sample.token_ids)
+        np.testing.assert_allclose(np.concatenate([chunk.logprobs for chunk in mine]), sample.logprobs, atol=TOLERANCE)
+        assert [chunk.stop_reason for chunk in mine][-1] is sample.stop_reason
+        assert {chunk.stop_reason for chunk in mine[:-1]} <= {None}
+        assert sum(len(chunk.top_logprobs) for chunk in mine) == len(sample.top_logprobs)
+    assert len(chunks) > 2
+
+
+def test_closing_a_stream_aborts_its_requests_and_errors_end_it(engine: VLLMEngine, text: TextSide) -> None:
+    async def leave() -> None:
+        stream = engine.stream(ask(text, "left", n=4, temperature=0.5, max_new_tokens=900))
+        first: SampleChunk = await anext(stream)
+        assert len(first.token_ids) >= 1
+        await stream.aclose()
+        async with asyncio.timeout(10):
+            while engine._llm.get_num_unfinished_requests():
+                await asyncio.sleep(0.01)
+
+    asyncio.run(leave())
+    with pytest.raises(EngineError, match="exceed the context"):
+        asyncio.run(read_stream(engine, ask(text, "long", max_new_tokens=5000)))
+
+
+def test_statistics_count_what_was_done(engine: VLLMEngine, text: TextSide) -> None:
+    image = picture(23)
+    before = engine.stats()
+    request = ask(text, "counted " * 200, image, n=3, max_new_tokens=8, temperature=0.5, seeds=(1, 2, 3))
+    first = generate(engine, request)
+    again = generate(engine, request)
+    stats = engine.stats()
+    assert stats.requests - before.requests == 2
+    prompt = len(first[0].prompt_ids)
+    assert stats.prompt_tokens - before.prompt_tokens == 2 * prompt
+    sampled = sum(len(sample.token_ids) for answer in (*first, *again) for sample in answer.samples)
+    assert stats.generated_tokens - before.generated_tokens == sampled
+    assert stats.prefix_cache_queries - before.prefix_cache_queries == 6 * prompt
+    assert stats.prefix_cache_hits - before.prefix_cache_hits >= 3 * 128  # a block of vLLM's CPU build
+    assert stats.image_cache_misses - before.image_cache_misses >= 1
+    assert stats.image_cache_hits - before.image_cache_hits >= 3
+    assert (stats.running, stats.waiting) == (0, 0) and 1 <= stats.mean_batch <= SERVING.vllm.max_num_seqs
+
+
+def test_an_engine_without_a_gpu_cannot_sleep(engine: VLLMEngine) -> None:
+    for work in (engine.sleep, engine.wake):
+        with pytest.raises(EngineError, match="without a GPU"):
+            asyncio.run(work())
 
 
 def test_what_cannot_be_sampled_is_named_and_leaves_the_engine_working(
@@ -392,11 +405,11 @@ def test_adapters_swap_without_mixing_versions(
     error = forcing[2].error(*zip(*turns, strict=True))
     print(f"adapter 2, T=1, 1 image: largest difference {error:.1e}")
     assert error < TOLERANCE
-
-
-def request_like(completion: Completion, request: GenerationRequest, temperature: float) -> GenerationRequest:
-    """The request as teacher forcing wants it, for a completion at another temperature."""
-    return replace(request, sampling=SamplingParams(1, temperature=temperature, n=len(completion.samples)))
+    requests = mixed_batch(text, seeds=(5,))
+    assert forcing[2].error(requests, generate(engine, *requests)) < TOLERANCE
+    chunks = asyncio.run(read_stream(engine, requests[0]))
+    assert {chunk.policy_version for chunk in chunks} == {2}
+    assert engine.stats().adapter_swaps == 3 and engine.stats().last_swap_s > 0
 
 
 def test_unfit_adapters_are_refused_and_the_engine_keeps_its_version(
@@ -482,6 +495,21 @@ def test_a_dead_engine_core_is_noticed(model: Path, text: TextSide) -> None:
 def test_a_start_that_fails_says_why(model: Path) -> None:
     with pytest.raises(EngineError, match=r"vLLM did not start: .*max_model_len"):
         VLLMEngine(model, dtype="float32", serving=ServingSection(max_context=1_000_000))
+
+
+@pytest.mark.parametrize(
+    ("serving", "message"),
+    [
+        (ServingSection(quantization="nf4"), "vLLM has no NF4"),
+        (ServingSection(quantization="fp8"), "need a GPU"),
+        (ServingSection(vllm=VLLMSection(sleep_mode=True)), "need a GPU"),
+    ],
+)
+def test_what_this_machine_cannot_do_is_refused_before_the_start(
+    model: Path, serving: ServingSection, message: str
+) -> None:
+    with pytest.raises(UserInputError, match=message):
+        VLLMEngine(model, dtype="float32", serving=serving)
 
 
 def test_a_machine_without_vllm_is_told_what_to_install(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
