@@ -2,62 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import shutil
-import signal
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rl_vlm.checkpoint import clean_leftovers, latest_checkpoint, save_checkpoint
 from rl_vlm.cluster import check_resources, joins_cluster, ray_cluster
-from rl_vlm.config import RunConfig, save_config
+from rl_vlm.config import RunConfig
 from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.monitoring.recorder import RunRecorder
+from rl_vlm.run_lifecycle import RunLifecycle
 from rl_vlm.types import RLVLMError, UserInputError
-
-logger = logging.getLogger("rl_vlm")
-
-
-class InterruptedRun(RLVLMError):
-    """SIGINT or SIGTERM ended the run after a checkpoint; `exit_code` is 130 or 143."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"Interrupted by {signal.Signals(number).name}; the checkpoint was saved, --resume goes on.")
-        self.exit_code = 128 + number
-
-
-class StopRequest:
-    """Remembers the first SIGINT or SIGTERM; a second one, or any while starting, raises KeyboardInterrupt at once."""
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        self.starting = True
-
-    def __bool__(self) -> bool:
-        return self.signal is not None
-
-    @contextmanager
-    def installed(self, announce: Callable[[str], None]) -> Iterator[None]:
-        """Catch the signals inside this context."""
-
-        def handle(number: int, _: FrameType | None) -> None:
-            second, self.signal = self.signal is not None, number
-            if second or self.starting:
-                raise KeyboardInterrupt
-            announce("Stopping: saving a checkpoint first. Once more to stop at once.")
-
-        previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
 
 def default_run_dir(run: RunConfig) -> Path:
@@ -115,86 +71,41 @@ def train(
     return _Run(run, folder, resume).execute()
 
 
-class _Run:
-    """The state of one `train` call."""
+class _Run(RunLifecycle):
+    """A GRPO run."""
 
     def __init__(self, run: RunConfig, folder: Path, resume: bool) -> None:
-        self.run, self.folder = run, folder
         self.checkpoints = folder / "checkpoints"
         clean_leftovers(self.checkpoints)
         self.start_from = latest_checkpoint(self.checkpoints) if resume else None
         start = int(self.start_from.name.removeprefix("iteration-")) if self.start_from else 0
-        save_config(run, folder / "config.yaml")
-        self.recorder = RunRecorder(folder, run, resumed_iteration=start if resume else None)
-        self.display = ProgressDisplay(run.algorithm.iterations, start)
-        self.stop = StopRequest()
-        self.rewards: list[float] = []
+        super().__init__(run, folder, start, resume, ProgressDisplay(run.algorithm.iterations, start))
         self.evaluations: list[dict[str, Any]] = []
-        self.algorithm: Any = None
-        self.started = time.monotonic()
-        self.train_seconds = 0.0
-        self.startup_seconds = 0.0
-        self.write_errors = 0
         self.saved_iteration = -1
         self.last_iteration = start
-
-    def execute(self) -> dict[str, Any]:
-        status, error = "failed", ""
-        try:
-            with self.display, self.stop.installed(self.display.message):
-                try:
-                    self._loop()
-                    status = "interrupted" if self.stop else "done"
-                except KeyboardInterrupt:
-                    self.stop.signal = self.stop.signal or signal.SIGINT
-                    status = "interrupted"
-                except RLVLMError as failure:
-                    error = str(failure)
-                    raise
-                except Exception as failure:
-                    error = f"{type(failure).__name__}: {failure}"
-                    raise
-                finally:
-                    result = self._finish(status, error)
-        finally:
-            self.recorder.close()
-        if status == "interrupted":
-            raise InterruptedRun(self.stop.signal or signal.SIGINT)
-        return result
 
     def _loop(self) -> None:
         from rl_vlm.algorithms.grpo import GRPOConfig
         from rl_vlm.rollout.sampler import RoundAbandonedError
 
         self.display.message(f"Starting Ray, {self.run.serving.num_replicas} replicas and the learner ...")
-        with ray_cluster(self.run):
-            config = GRPOConfig.from_run_config(self.run, self.folder)
-            try:
-                with stderr_to(self.folder / "startup.log"):
-                    self.algorithm = algorithm = config.build_algo()
-                algorithm.stop_requested = lambda: bool(self.stop)
-                if self.start_from is not None:
-                    algorithm.load_checkpoint(str(self.start_from))
-                    self.display.message(f"Resumed from iteration {algorithm.updates}.")
-                self.startup_seconds = time.monotonic() - self.started
-                self.stop.starting = False
-                begun = time.monotonic()
-                try:
-                    if self.start_from is None or not self.recorder.has_evaluation(algorithm.updates):
-                        self._evaluate()
-                    begun = time.monotonic()
+        with (
+            ray_cluster(self.run),
+            self._algorithm(GRPOConfig.from_run_config(self.run, self.folder)) as algorithm,
+        ):
+            if self.start_from is not None:
+                algorithm.load_checkpoint(str(self.start_from))
+                self.display.message(f"Resumed from iteration {algorithm.updates}.")
+            self._started()
+            # A signal that comes while sampling ends the round: nothing of it is in the weights.
+            with suppress(RoundAbandonedError):
+                if self.start_from is None or not self.recorder.has_evaluation(algorithm.updates):
+                    self._evaluate()
+                with self._timed():
                     while algorithm.updates < self.run.algorithm.iterations and not self.stop:
                         self._iterate()
-                except RoundAbandonedError:
-                    pass  # the signal came while sampling: nothing of that round is in the weights
-                finally:
-                    self.train_seconds = time.monotonic() - begun
-                self._checkpoint()
-                self._save_adapter()
-            finally:
-                if self.algorithm is not None:
-                    self.counts = _counts(self.algorithm)
-                    self.algorithm.stop()
+            self._checkpoint()
+            self._save_adapter()
 
     def _iterate(self) -> None:
         algorithm, run = self.algorithm, self.run
@@ -236,8 +147,7 @@ class _Run:
                 self.checkpoints, iteration, self.algorithm.checkpoint(), self.run.logging.keep_checkpoints
             )
         except OSError as error:
-            self.write_errors += 1
-            self.display.message(f"Could not save a checkpoint ({error.strerror or error}); going on without it.")
+            self._cannot_write("a checkpoint", error)
             return
         self.saved_iteration = iteration
         self.algorithm.remember_checkpoint(path)
@@ -250,56 +160,19 @@ class _Run:
                 f"Could not write the adapter to {self.folder} ({error.strerror or error}): free some space and --resume."
             ) from error
 
-    def _finish(self, status: str, error: str) -> dict[str, Any]:
-        counts: dict[str, Any] = getattr(self, "counts", {})
+    def _outcome(self) -> dict[str, Any]:
         evaluations = self.recorder.evaluations() or self.evaluations
         variant = next(iter(self.run.evaluation.variants))
         accuracy = [e[f"accuracy/{variant}"] for e in evaluations if f"accuracy/{variant}" in e]
-        rewards = self.recorder.rewards() or self.rewards
-        window = max(1, min(5, len(rewards)))
-        result = {
-            "status": status,
+        counts = _counts(self.algorithm) if self.algorithm is not None else {}
+        return {
             "iterations": counts.get("updates", 0),
-            "train_seconds": round(self.train_seconds, 3),
-            "startup_seconds": round(self.startup_seconds, 3),
             "accuracy_before": accuracy[0] if accuracy else None,
             "accuracy_after": accuracy[-1] if accuracy else None,
-            "reward_before": sum(rewards[:window]) / window if rewards else None,
-            "reward_after": sum(rewards[-window:]) / window if rewards else None,
             "policy_version": counts.get("version", 0),
+            **{name: counts.get(name, {}) for name in ("dropped", "restarts", "requests_by_replica")},
             "trajectories": counts.get("trajectories", 0),
-            "dropped": counts.get("dropped", {}),
-            "restarts": counts.get("restarts", {}),
-            "requests_by_replica": counts.get("requests_by_replica", {}),
-            "write_errors": self.write_errors + self.recorder.write_errors,
         }
-        if error:
-            result["error"] = error
-        self.recorder.finish(result)
-        return result
-
-
-@contextmanager
-def stderr_to(path: Path) -> Iterator[None]:
-    """Ray's C++ side and RLlib write notes about their own plumbing to stderr while they start; keep them in a file.
-
-    What really fails is raised as an exception.
-    """
-    with ExitStack() as stack:
-        try:
-            file = stack.enter_context(open(path, "ab"))
-        except OSError:
-            yield
-            return
-        sys.stderr.flush()
-        saved = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(saved, 2)
-            os.close(saved)
 
 
 def _counts(algorithm: Any) -> dict[str, Any]:

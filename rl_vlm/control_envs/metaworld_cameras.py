@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes.util
 import os
 import sys
@@ -71,6 +72,7 @@ class SceneRenderer:
         if hide_arm:
             arm = model.body_rootid[model.body("right_hand").id]
             model.geom_rgba[np.isin(model.geom_bodyid, np.flatnonzero(model.body_rootid == arm)), 3] = 0.0
+        _load_triton()
         try:
             self._renderer = mujoco.Renderer(model, size, size)
         except Exception as error:  # every GL binding has its own
@@ -111,6 +113,15 @@ def import_mujoco() -> Any:
     except ImportError as error:
         raise UserInputError(f"MetaWorld needs MuJoCo ({error}): run `pip install 'rl-vlm[metaworld]'`.") from error
     return mujoco
+
+
+def _load_triton() -> None:
+    """Mesa draws by LLVM, and torch's compiler (Triton) has an LLVM of its own: loaded after Mesa's it crashes the process.
+
+    torch loads it late, with its first optimiser for instance.
+    """
+    with contextlib.suppress(ImportError):
+        import triton  # noqa: F401
 
 
 def _place_camera(mujoco: Any, model: Any, view: View) -> int:

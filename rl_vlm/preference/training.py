@@ -2,104 +2,57 @@
 
 from __future__ import annotations
 
-import logging
-import signal
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rl_vlm.cluster import ray_cluster
-from rl_vlm.config import RunConfig, save_config
-from rl_vlm.monitoring.recorder import RunRecorder
+from rl_vlm.config import RunConfig
 from rl_vlm.preference.checkpoints import CheckpointFolders, read_state
 from rl_vlm.preference.collector import EpisodeResult
 from rl_vlm.preference.display import PreferenceDisplay
 from rl_vlm.preference.records import EVAL_COLUMNS, TRAIN_COLUMNS, FinishedEpisode, StepCsv, evaluation_row
 from rl_vlm.reporting.video import write_video
-from rl_vlm.training import InterruptedRun, StopRequest, stderr_to
-from rl_vlm.types import RLVLMError
-
-logger = logging.getLogger("rl_vlm")
+from rl_vlm.run_lifecycle import RunLifecycle
 
 
-class PreferenceRun:
-    """The state of one `train` call. `iteration` of the recorded files counts environment steps."""
+class PreferenceRun(RunLifecycle):
+    """A preference run. `iteration` of the recorded files counts environment steps."""
 
     def __init__(self, run: RunConfig, folder: Path, resume: bool) -> None:
-        self.run, self.folder, self.settings = run, folder, run.preference
+        self.settings = run.preference
         self.checkpoints = CheckpointFolders(folder, run.name, run.logging.keep_checkpoints)
         self.start_from = self.checkpoints.latest() if resume else None
         state = read_state(self.start_from) if self.start_from else None
         start = int(state["step"]) if state else 0
-        save_config(run, folder / "config.yaml")
-        self.recorder = RunRecorder(folder, run, resumed_iteration=start if resume else None)
+        super().__init__(run, folder, start, resume, PreferenceDisplay(self.settings.total_steps, start))
         keep_until = start if state else -1
         self.train_csv = StepCsv(folder / "train.csv", TRAIN_COLUMNS, keep_until)
         self.eval_csv = StepCsv(folder / "eval.csv", EVAL_COLUMNS, keep_until)
-        self.display = PreferenceDisplay(self.settings.total_steps, start)
-        self.stop = StopRequest()
-        self.algorithm: Any = None
-        self.started = time.monotonic()
-        self.train_seconds = self.startup_seconds = 0.0
-        self.write_errors = 0
         self.session_figures: dict[str, float] = {}
         self.episode_started = time.monotonic()
         self.saved_step = -1
-
-    def execute(self) -> dict[str, Any]:
-        """Run to the end and return the content of `result.json`. Raises InterruptedRun and RLVLMError."""
-        status, error = "failed", ""
-        try:
-            with self.display, self.stop.installed(self.display.message):
-                try:
-                    self._loop()
-                    status = "interrupted" if self.stop else "done"
-                except KeyboardInterrupt:
-                    self.stop.signal = self.stop.signal or signal.SIGINT
-                    status = "interrupted"
-                except RLVLMError as failure:
-                    error = str(failure)
-                    raise
-                except Exception as failure:
-                    error = f"{type(failure).__name__}: {failure}"
-                    raise
-                finally:
-                    result = self._finish(status, error)
-        finally:
-            self.recorder.close()
-        if status == "interrupted":
-            raise InterruptedRun(self.stop.signal or signal.SIGINT)
-        return result
 
     def _loop(self) -> None:
         from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
 
         self.display.message(f"Starting Ray and {self.run.env.id} ...")
-        with ray_cluster(self.run):
-            config = PreferenceSACConfig.from_run_config(self.run, self.folder)
+        with (
+            ray_cluster(self.run),
+            self._algorithm(PreferenceSACConfig.from_run_config(self.run, self.folder)) as algorithm,
+        ):
+            algorithm.on_episode, algorithm.on_session = self._log_episode, self._log_session
+            if self.start_from is not None:
+                algorithm.load_checkpoint(str(self.start_from))
+                self.saved_step = algorithm.env_steps
+                self.display.message(f"Resumed at step {algorithm.env_steps}.")
+            self._started()
             try:
-                with stderr_to(self.folder / "startup.log"):
-                    self.algorithm = algorithm = config.build_algo()
-                algorithm.stop_requested = lambda: bool(self.stop)
-                algorithm.on_episode, algorithm.on_session = self._log_episode, self._log_session
-                if self.start_from is not None:
-                    algorithm.load_checkpoint(str(self.start_from))
-                    self.saved_step = algorithm.env_steps
-                    self.display.message(f"Resumed at step {algorithm.env_steps}.")
-                self.startup_seconds = time.monotonic() - self.started
-                self.stop.starting = False
-                begun = time.monotonic()
-                try:
+                with self._timed():
                     self._train()
-                finally:
-                    self.train_seconds = time.monotonic() - begun
-                    # After an error too: hours of experience are worth a checkpoint, and its labels are paid for.
-                    self._checkpoint()
             finally:
-                if self.algorithm is not None:
-                    self.algorithm.stop()
+                # After an error too: hours of experience are worth a checkpoint, and its labels are paid for.
+                self._checkpoint()
 
     def _train(self) -> None:
         algorithm, settings = self.algorithm, self.settings
@@ -205,40 +158,24 @@ class PreferenceRun:
             return
         self.saved_step = step
 
-    def _cannot_write(self, what: str, error: OSError) -> None:
-        self.write_errors += 1
-        self.display.message(f"Could not write {what} ({error.strerror or error}); going on without it.")
-
-    def _finish(self, status: str, error: str) -> dict[str, Any]:
+    def _outcome(self) -> dict[str, Any]:
         algorithm = self.algorithm
         evaluations = self.recorder.evaluations()
         success = [entry["accuracy/success"] for entry in evaluations]
         returns = [entry["reward/success"] for entry in evaluations]
-        rewards = self.recorder.rewards()
-        window = max(1, min(5, len(rewards)))
         feedback = getattr(algorithm, "feedback", None)
-        result = {
-            "status": status,
+        return {
             "iterations": getattr(algorithm, "env_steps", 0),
             "unit": "steps",
-            "train_seconds": round(self.train_seconds, 3),
-            "startup_seconds": round(self.startup_seconds, 3),
             "accuracy_before": success[0] if success else None,
             "accuracy_after": success[-1] if success else None,
-            "reward_before": float(np.mean(rewards[:window])) if rewards else None,
-            "reward_after": float(np.mean(rewards[-window:])) if rewards else None,
             "evaluation_reward_before": returns[0] if returns else None,
             "evaluation_reward_after": returns[-1] if returns else None,
             "labels": {"asked": feedback.asked, "usable": feedback.usable, "sessions": feedback.sessions}
             if feedback is not None
             else {},
             "restarts": {"env_runner": algorithm.sampler.restarts} if hasattr(algorithm, "sampler") else {},
-            "write_errors": self.write_errors + self.recorder.write_errors,
         }
-        if error:
-            result["error"] = error
-        self.recorder.finish(result)
-        return result
 
 
 def _passed(before: int, now: int, every: int) -> bool:

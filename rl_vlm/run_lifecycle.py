@@ -1,0 +1,170 @@
+"""What every kind of training run has: signals, a result whatever happens, an algorithm that is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rl_vlm.config import RunConfig, save_config
+from rl_vlm.monitoring.display import ProgressDisplay
+from rl_vlm.monitoring.recorder import RunRecorder
+from rl_vlm.types import RLVLMError
+
+
+class InterruptedRun(RLVLMError):
+    """SIGINT or SIGTERM ended the run after a checkpoint; `exit_code` is 130 or 143."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"Interrupted by {signal.Signals(number).name}; the checkpoint was saved, --resume goes on.")
+        self.exit_code = 128 + number
+
+
+class StopRequest:
+    """Remembers the first SIGINT or SIGTERM; a second one, or any while starting, raises KeyboardInterrupt at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self.starting = True
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    @contextmanager
+    def installed(self, announce: Callable[[str], None]) -> Iterator[None]:
+        """Catch the signals inside this context."""
+
+        def handle(number: int, _: FrameType | None) -> None:
+            second, self.signal = self.signal is not None, number
+            if second or self.starting:
+                raise KeyboardInterrupt
+            announce("Stopping: saving a checkpoint first. Once more to stop at once.")
+
+        previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+class RunLifecycle(ABC):
+    """The state of one `train` call; `start` iterations are done already."""
+
+    def __init__(self, run: RunConfig, folder: Path, start: int, resume: bool, display: ProgressDisplay) -> None:
+        self.run, self.folder, self.display = run, folder, display
+        save_config(run, folder / "config.yaml")
+        self.recorder = RunRecorder(folder, run, resumed_iteration=start if resume else None)
+        self.stop = StopRequest()
+        self.algorithm: Any = None
+        self.started = time.monotonic()
+        self.train_seconds = self.startup_seconds = 0.0
+        self.write_errors = 0
+        self.rewards: list[float] = []  # of this process: what a full disk has kept out of progress.csv
+
+    def execute(self) -> dict[str, Any]:
+        """Run to the end and return the content of `result.json`. Raises InterruptedRun and RLVLMError."""
+        status, error = "failed", ""
+        try:
+            with self.display, self.stop.installed(self.display.message):
+                try:
+                    self._loop()
+                    status = "interrupted" if self.stop else "done"
+                except KeyboardInterrupt:
+                    self.stop.signal = self.stop.signal or signal.SIGINT
+                    status = "interrupted"
+                except RLVLMError as failure:
+                    error = str(failure)
+                    raise
+                except Exception as failure:
+                    error = f"{type(failure).__name__}: {failure}"
+                    raise
+                finally:
+                    result = self._result(status) | self._outcome()
+                    result["write_errors"] = self.write_errors + self.recorder.write_errors
+                    if error:
+                        result["error"] = error
+                    self.recorder.finish(result)
+        finally:
+            self.recorder.close()
+        if status == "interrupted":
+            raise InterruptedRun(self.stop.signal or signal.SIGINT)
+        return result
+
+    @abstractmethod
+    def _loop(self) -> None:
+        """Train."""
+
+    @abstractmethod
+    def _outcome(self) -> dict[str, Any]:
+        """What `result.json` says beyond status, times and the reward of training."""
+
+    @contextmanager
+    def _algorithm(self, config: Any) -> Iterator[Any]:
+        """The algorithm of an RLlib configuration, from its building to its end."""
+        try:
+            with stderr_to(self.folder / "startup.log"):
+                self.algorithm = config.build_algo()
+            self.algorithm.stop_requested = lambda: bool(self.stop)
+            yield self.algorithm
+        finally:
+            if self.algorithm is not None:
+                self.algorithm.stop()
+
+    def _started(self) -> None:
+        """Everything runs: from here on a signal is answered with a checkpoint."""
+        self.startup_seconds = time.monotonic() - self.started
+        self.stop.starting = False
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self.train_seconds = time.monotonic() - begun
+
+    def _cannot_write(self, what: str, error: OSError) -> None:
+        self.write_errors += 1
+        self.display.message(f"Could not write {what} ({error.strerror or error}); going on without it.")
+
+    def _result(self, status: str) -> dict[str, Any]:
+        rewards = self.recorder.rewards() or self.rewards
+        window = max(1, min(5, len(rewards)))
+        return {
+            "status": status,
+            "train_seconds": round(self.train_seconds, 3),
+            "startup_seconds": round(self.startup_seconds, 3),
+            "reward_before": sum(rewards[:window]) / window if rewards else None,
+            "reward_after": sum(rewards[-window:]) / window if rewards else None,
+        }
+
+
+@contextmanager
+def stderr_to(path: Path) -> Iterator[None]:
+    """Ray's C++ side and RLlib write notes about their own plumbing to stderr while they start; keep them in a file.
+
+    What really fails is raised as an exception.
+    """
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(path, "ab"))
+        except OSError:
+            yield
+            return
+        sys.stderr.flush()
+        saved = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(saved, 2)
+            os.close(saved)
