@@ -242,10 +242,10 @@ class PreferenceSAC(Algorithm):
         with self._timed("reward"):
             rewards = self.reward.of(batch)
         self.replay.add(batch, rewards)
+        before, self.env_steps = self.env_steps, self.env_steps + len(batch)
         for episode in self.tracker.add(batch, rewards):
             self._episodes.append(episode)
             self.on_episode(episode)
-        before, self.env_steps = self.env_steps, self.env_steps + len(batch)
         if self._may_overlap(end):
             self._request(end)  # env runners step while the learner learns
         if before > 0 and current != "random":

@@ -45,7 +45,8 @@ class FrameRing:
         """Bytes of all compressed frames, Python's own overhead included."""
         overhead = len(self) * (33 + 8 + 8)  # a bytes object, its place in the list, its episode
         keys = sum(len(key) + 300 for key in self._keys.values())
-        decoded = sum(frame.nbytes for frame in self._decoded.values())
+        # The cache may be full of them; what it holds just now depends on who looked last.
+        decoded = min(len(self._keys), _DECODED_KEYS) * self.image_size**2 * 3
         return sum(map(len, self._payloads)) + overhead + keys + decoded
 
     def add(self, frames: np.ndarray, episodes: Sequence[int] | np.ndarray) -> None:

@@ -69,6 +69,10 @@ class SACModule(TorchRLModule):
             derive_seed(config["seed"], 30),
         )
 
+    def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As RLlib's, but copies: its arrays are views of the weights, which later updates change in place."""
+        return {name: np.array(value) for name, value in super().get_state(*args, **kwargs).items()}
+
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """The mode of the policy for `obs` [B, O], under RLlib's key `actions`."""
         networks = self.networks

@@ -153,13 +153,15 @@ def test_rllibs_own_state_holds_alpha_targets_and_moments(tmp_path: Path) -> Non
     learner = algorithm.learner_group._learner
     before = {name: tensor.clone() for name, tensor in learner.tensors().items() if name != "noise"}
     state = algorithm.learner_group.get_state()
-    train_to(algorithm, 160)
-    learner.set_state(state["learner"])
-    after = learner.tensors()
+    train_to(algorithm, 160)  # what was handed out must not follow
+    other = build(run_config(seed=1), tmp_path / "other")
+    other.learner_group.set_state(state)
+    after = other.learner_group._learner.tensors()
     assert {"log_alpha", "targets.0.0.weight", "moments.critic.exp_avg"} <= before.keys()
     for name, tensor in before.items():
         assert np.array_equal(after[name].numpy(), tensor.numpy()), name
     algorithm.stop()
+    other.stop()
 
 
 def test_tune_saves_and_restores_it_as_it_is(tmp_path: Path) -> None:
