@@ -20,6 +20,8 @@ _WORKER_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0",
     "RAY_DEDUP_LOGS": "1",
+    # RLlib imports JAX where it is installed; nothing here uses it, and it costs every process more than a second.
+    "RLLIB_TEST_NO_JAX_IMPORT": "1",
 }
 
 

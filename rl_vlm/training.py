@@ -85,27 +85,32 @@ class _Run(RunLifecycle):
         self.last_iteration = start
 
     def _loop(self) -> None:
-        from rl_vlm.algorithms.grpo import GRPOConfig
-        from rl_vlm.rollout.sampler import RoundAbandonedError
+        from rl_vlm.serving.publisher import serving_ahead
 
         self.display.message(f"Starting Ray, {self.run.serving.num_replicas} replicas and the learner ...")
-        with (
-            ray_cluster(self.run),
-            self._algorithm(GRPOConfig.from_run_config(self.run, self.folder)) as algorithm,
-        ):
-            if self.start_from is not None:
-                algorithm.load_checkpoint(str(self.start_from))
-                self.display.message(f"Resumed from iteration {algorithm.updates}.")
-            self._started()
-            # A signal that comes while sampling ends the round: nothing of it is in the weights.
-            with suppress(RoundAbandonedError):
-                if self.start_from is None or not self.recorder.has_evaluation(algorithm.updates):
-                    self._evaluate()
-                with self._timed():
-                    while algorithm.updates < self.run.algorithm.iterations and not self.stop:
-                        self._iterate()
-            self._checkpoint()
-            self._save_adapter()
+        with ray_cluster(self.run), serving_ahead(self.run, self.folder / "serving"):
+            from rl_vlm.algorithms.grpo import GRPOConfig
+
+            with self._algorithm(GRPOConfig.from_run_config(self.run, self.folder)):
+                self._train()
+
+    def _train(self) -> None:
+        from rl_vlm.rollout.sampler import RoundAbandonedError
+
+        algorithm = self.algorithm
+        if self.start_from is not None:
+            algorithm.load_checkpoint(str(self.start_from))
+            self.display.message(f"Resumed from iteration {algorithm.updates}.")
+        self._started()
+        # A signal that comes while sampling ends the round: nothing of it is in the weights.
+        with suppress(RoundAbandonedError):
+            if self.start_from is None or not self.recorder.has_evaluation(algorithm.updates):
+                self._evaluate()
+            with self._timed():
+                while algorithm.updates < self.run.algorithm.iterations and not self.stop:
+                    self._iterate()
+        self._checkpoint()
+        self._save_adapter()
 
     def _iterate(self) -> None:
         algorithm, run = self.algorithm, self.run

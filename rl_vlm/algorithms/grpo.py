@@ -9,7 +9,6 @@ rounds runs while the learner learns.
 from __future__ import annotations
 
 import time
-import uuid
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,17 +33,16 @@ from rl_vlm.envs.registry import make
 from rl_vlm.evaluation.heldout import evaluation_tasks, summarize
 from rl_vlm.learning.learner import UpdateBatch, UpdateResult, VLMLearner
 from rl_vlm.learning.losses import get_loss
-from rl_vlm.learning.module import VLMModule
 from rl_vlm.learning.plan import PlanConfig, UpdatePlan, plan_update
 from rl_vlm.learning.update import UpdateStats, linear_schedule
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.models.loading import TextSide, load_text_side, resolve_model
+from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.rollout.cursor import DataCursor
 from rl_vlm.rollout.env_runner import VLMEnvRunner
 from rl_vlm.rollout.retry import FailureBudget
 from rl_vlm.rollout.sampler import RolloutSampler, Round
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.serving.publisher import PolicyService
+from rl_vlm.serving.publisher import PolicyService, start_service
 from rl_vlm.types import RLVLMError, TrajectoryGroup
 
 
@@ -108,15 +106,16 @@ class GRPOConfig(AlgorithmConfig):
         )
         self.debugging(seed=run.seed)
 
-    def prepare(self) -> None:
-        """Fill in what is known only where the algorithm runs: the model folder, the run id, the scratch folder."""
-        self.model_folder = resolve_model(self.run_config.model.path)
-        self.run_id = f"{self.run_config.name}-{uuid.uuid4().hex[:8]}"
+    def prepare(self, service: PolicyService) -> None:
+        """Fill in what is known only where the algorithm runs: the served policy's run id and model folder."""
+        self.run_id, self.model_folder = service.run_id, service.model
         self._apply_run_config()
 
     def get_default_rl_module_spec(self) -> RLModuleSpec:
         """RLlib asks for the module that the learners train."""
         on_gpu = self.run_config.learner.gpus_per_learner > 0 and torch.cuda.is_available()
+        from rl_vlm.learning.module import VLMModule  # where the module is built; env runners need none of it
+
         settings = {
             "folder": self.model_folder,
             "run_config": self.run_config,
@@ -151,14 +150,14 @@ class GRPO(Algorithm):
             config = self.get_default_config().update_from_dict(config)
         assert isinstance(config, GRPOConfig)
         config = config.copy(copy_frozen=False)
-        config.prepare()
-        config.freeze()
-        self.config = config
         self.run: RunConfig = config.run_config
         scratch = config.scratch_folder or Path(self.logdir)
         # Replicas load while env runners and learners start.
-        self._service = PolicyService(self.run, config.run_id, config.model_folder, scratch / "serving")
+        self._service = start_service(self.run, scratch / "serving")
         try:
+            config.prepare(self._service)
+            config.freeze()
+            self.config = config
             super().setup(config)
             self._prepare()
             self._service.wait_until_ready()

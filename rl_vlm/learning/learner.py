@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
@@ -13,7 +13,6 @@ from ray.rllib.core.learner.training_data import TrainingData
 from rl_vlm.config import RunConfig
 from rl_vlm.learning.batching import BatchBuilder, Minibatch
 from rl_vlm.learning.losses import LossConfig
-from rl_vlm.learning.module import Policy, VLMModule
 from rl_vlm.learning.update import (
     PackedMinibatch,
     PolicyUpdater,
@@ -22,6 +21,9 @@ from rl_vlm.learning.update import (
     set_gradients,
 )
 from rl_vlm.models.adapter import AdapterPayload
+
+if TYPE_CHECKING:
+    from rl_vlm.learning.module import Policy, VLMModule  # with peft and all of transformers, for env runners too
 
 
 @dataclass(slots=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rl_vlm.models.backbone import Backbone
+if TYPE_CHECKING:
+    from rl_vlm.models.backbone import Backbone
 
 # Up to this many logits at once are kept for the backward pass; beyond it, chunks are recomputed instead.
 _KEEP_LOGITS = 1 << 22

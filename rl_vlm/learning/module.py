@@ -15,7 +15,7 @@ from rl_vlm.config import RunConfig
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.backbone import Backbone
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
-from rl_vlm.models.lora import inject_lora, load_lora_state, lora_config, lora_state, seed_lora
+from rl_vlm.models.lora_layers import inject_lora, load_lora_state, lora_config, lora_state, seed_lora
 
 
 class Policy:

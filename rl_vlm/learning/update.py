@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,7 +17,10 @@ from torch import Tensor
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
 from rl_vlm.learning.logprobs import token_logprobs
 from rl_vlm.learning.losses import LossConfig, get_loss, kl_estimate, truncated_importance_weights
-from rl_vlm.models.backbone import Backbone
+
+if TYPE_CHECKING:
+    # Env runners import this with the algorithm's configuration, and have no model.
+    from rl_vlm.models.backbone import Backbone
 
 Metrics = dict[str, float]
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
+from transformers import PreTrainedTokenizerBase
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.models.images import DEFAULT_PIXELS, ImageProcessorSpec, PixelLimits
 from rl_vlm.types import UserInputError
+
+if TYPE_CHECKING:
+    # Whoever only encodes need not import every model of transformers, which takes five seconds of CPU.
+    from transformers import PreTrainedModel
 
 DType = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "nf4"]
@@ -76,16 +81,45 @@ def load_text_side(folder: Path, pixels: PixelLimits = DEFAULT_PIXELS) -> TextSi
 
     Whoever counts, shows or encodes images of one run must give the same limits.
     """
-    config = AutoConfig.from_pretrained(folder)
-    if config.model_type not in SUPPORTED_FAMILIES:
+    config = _read_config(folder)
+    if config.get("model_type") not in SUPPORTED_FAMILIES:
         raise UserInputError(
-            f"Model type {config.model_type!r} is not supported: choose one of {', '.join(SUPPORTED_FAMILIES)}."
+            f"Model type {config.get('model_type')!r} is not supported: choose one of {', '.join(SUPPORTED_FAMILIES)}."
         )
-    processor = AutoProcessor.from_pretrained(folder)
-    template = processor.chat_template or processor.tokenizer.chat_template
-    codec = ChatCodec(processor.tokenizer, template, processor.image_token)
-    images = ImageProcessorSpec.from_processor(processor.image_processor).limited(pixels)
-    return TextSide(codec, images, config.text_config.vocab_size)
+    tokenizer = _load_tokenizer(folder)
+    image_token = str(tokenizer.convert_ids_to_tokens(config["image_token_id"]))
+    codec = ChatCodec(tokenizer, _chat_template(folder, tokenizer), image_token)
+    images = ImageProcessorSpec.from_folder(folder).limited(pixels)
+    # Older folders have the language model's settings at the top.
+    return TextSide(codec, images, int(config.get("text_config", config)["vocab_size"]))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise UserInputError(f"Cannot read {folder / 'config.json'}: {error}") from error
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """As AutoTokenizer does it; by the class's own name where transformers knows that, without importing models."""
+    import transformers
+
+    settings = folder / "tokenizer_config.json"
+    name = json.loads(settings.read_text()).get("tokenizer_class", "") if settings.is_file() else ""
+    if name.startswith("Qwen2Tokenizer"):
+        return transformers.Qwen2Tokenizer.from_pretrained(folder)  # type: ignore[no-any-return]
+    return transformers.AutoTokenizer.from_pretrained(folder)  # type: ignore[no-any-return]
+
+
+def _chat_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A processor's own template goes before its tokenizer's. Raises UserInputError if there is none."""
+    older = folder / "chat_template.json"
+    if older.is_file() and not (folder / "chat_template.jinja").is_file():
+        return str(json.loads(older.read_text(encoding="utf-8"))["chat_template"])
+    if not isinstance(tokenizer.chat_template, str):
+        raise UserInputError(f"{folder} has no chat template: is it the folder of an instruction-tuned model?")
+    return tokenizer.chat_template
 
 
 def load_model(
@@ -98,6 +132,8 @@ def load_model(
     """
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserInputError(f"Device {device} was asked for and torch sees no GPU here: set the device to cpu.")
+    from transformers import AutoModelForImageTextToText
+
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
     if quantization == "nf4":
         options |= {"quantization_config": _nf4(options["dtype"]), "device_map": {"": device}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +19,12 @@ class LabellingSide:
     """The served model that labels, where the run asks for one. It starts while the rest of the run does."""
 
     def __init__(self, run: RunConfig, folder: Path) -> None:
-        self._run, self._run_id = run, f"{run.name}-{uuid.uuid4().hex[:8]}"
+        self._run = run
         self._service: PolicyService | None = None
         if run.preference.asks_served_model:
-            from rl_vlm.models.loading import resolve_model
-            from rl_vlm.serving.publisher import PolicyService
+            from rl_vlm.serving.publisher import start_service
 
-            self._model = resolve_model(run.model.path)
-            self._service = PolicyService(run, self._run_id, self._model, folder / "serving")
+            self._service = start_service(run, folder / "serving")
 
     def client_and_text(self) -> tuple[Any, Any]:
         """A client of the served model and its text side, once it is ready; (None, None) where nothing is served."""
@@ -39,9 +36,9 @@ class LabellingSide:
         self._service.wait_until_ready()
         serving = self._run.serving
         client = PolicyClient(
-            self._run_id, deadline_s=serving.request_timeout_s, homes=tuple(range(serving.num_replicas))
+            self._service.run_id, deadline_s=serving.request_timeout_s, homes=tuple(range(serving.num_replicas))
         )
-        return client, load_text_side(self._model)
+        return client, load_text_side(self._service.model)
 
     def stop(self) -> None:
         """Stop serving. A second call does nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,25 +35,33 @@ class PreferenceRun(RunLifecycle):
         self.saved_step = -1
 
     def _loop(self) -> None:
-        from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
+        from rl_vlm.serving.publisher import serving_ahead
 
         self.display.message(f"Starting Ray and {self.run.env.id} ...")
+        serves = self.settings.asks_served_model
         with (
             ray_cluster(self.run),
-            self._algorithm(PreferenceSACConfig.from_run_config(self.run, self.folder)) as algorithm,
+            serving_ahead(self.run, self.folder / "serving") if serves else nullcontext(),
         ):
-            algorithm.on_episode, algorithm.on_session = self._log_episode, self._log_session
-            if self.start_from is not None:
-                algorithm.load_checkpoint(str(self.start_from))
-                self.saved_step = algorithm.env_steps
-                self.display.message(f"Resumed at step {algorithm.env_steps}.")
-            self._started()
-            try:
-                with self._timed():
-                    self._train()
-            finally:
-                # After an error too: hours of experience are worth a checkpoint, and its labels are paid for.
-                self._checkpoint()
+            from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
+
+            with self._algorithm(PreferenceSACConfig.from_run_config(self.run, self.folder)):
+                self._run_algorithm()
+
+    def _run_algorithm(self) -> None:
+        algorithm = self.algorithm
+        algorithm.on_episode, algorithm.on_session = self._log_episode, self._log_session
+        if self.start_from is not None:
+            algorithm.load_checkpoint(str(self.start_from))
+            self.saved_step = algorithm.env_steps
+            self.display.message(f"Resumed at step {algorithm.env_steps}.")
+        self._started()
+        try:
+            with self._timed():
+                self._train()
+        finally:
+            # After an error too: hours of experience are worth a checkpoint, and its labels are paid for.
+            self._checkpoint()
 
     def _train(self) -> None:
         algorithm, settings = self.algorithm, self.settings

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import shutil
 import time
+import uuid
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import ray
@@ -14,6 +17,7 @@ from ray.serve.schema import ApplicationStatus
 
 from rl_vlm.config import RunConfig
 from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.loading import resolve_model
 from rl_vlm.serving.registry import Published, PublishReport, start_registry
 from rl_vlm.serving.server import app_name, build_app
 from rl_vlm.types import RLVLMError
@@ -35,7 +39,7 @@ class PolicyService:
     """One run's served policy. The registry belongs to the process that makes this object and ends with it."""
 
     def __init__(self, run: RunConfig, run_id: str, model: Path, folder: Path) -> None:
-        self._run_id = run_id
+        self.run_id, self.model = run_id, model
         self._serving = run.serving
         self._namespace = ray.get_runtime_context().namespace
         # What is in there outlives the registry's own deaths, not the run: a resumed run publishes its checkpoint anew.
@@ -58,7 +62,7 @@ class PolicyService:
         """Wait for all replicas. Raises ServingError with Serve's own message."""
         deadline = time.monotonic() + self._serving.startup_timeout_s
         while True:
-            application = serve.status().applications.get(app_name(self._run_id))
+            application = serve.status().applications.get(app_name(self.run_id))
             status = application.status if application else None
             if status == ApplicationStatus.RUNNING:
                 return
@@ -118,5 +122,33 @@ class PolicyService:
     def stop(self) -> None:
         """Delete the application and the registry; the cluster's Serve itself stays."""
         self._publisher.shutdown(wait=False, cancel_futures=True)
-        serve.delete(app_name(self._run_id), _blocking=True)
+        serve.delete(app_name(self.run_id), _blocking=True)
         ray.kill(self._registry, no_restart=True)
+
+
+_ahead: dict[Path, PolicyService] = {}
+
+
+@contextmanager
+def serving_ahead(run: RunConfig, folder: Path) -> Iterator[None]:
+    """Start serving before the rest of a run is imported: RLlib takes ten seconds, in which the replicas load.
+
+    The algorithm that asks `start_service` for the same folder takes it over; else it ends with this context.
+    """
+    _ahead[folder] = _new_service(run, folder)
+    try:
+        yield
+    finally:
+        left = _ahead.pop(folder, None)
+        if left is not None:
+            left.stop()
+
+
+def start_service(run: RunConfig, folder: Path) -> PolicyService:
+    """The served policy of a run, which may have been started ahead; `folder` is the registry's."""
+    return _ahead.pop(folder, None) or _new_service(run, folder)
+
+
+def _new_service(run: RunConfig, folder: Path) -> PolicyService:
+    run_id = f"{run.name}-{uuid.uuid4().hex[:8]}"
+    return PolicyService(run, run_id, resolve_model(run.model.path), folder)

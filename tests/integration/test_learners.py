@@ -69,7 +69,7 @@ def groups(folder: Path) -> list[TrajectoryGroup]:
 def update(folder: Path, learners: int, updates: int = 2) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """The adapter and the last statistics after some updates with that many learners."""
     config = GRPOConfig.from_run_config(run_config(folder, learners))
-    config.prepare()
+    config.model_folder = folder
     group = config.build_learner_group(rl_module_spec=config.get_multi_rl_module_spec(spaces={}))
     plan_config = PlanConfig("sequence_mean", minibatches=2, num_learners=max(learners, 1))
     try:

@@ -131,6 +131,7 @@ def test_a_caller_that_goes_away_frees_its_rows(policy: tuple[RunConfig, PolicyS
     asyncio.run(leave())
 
 
+@pytest.mark.acceptance
 def test_a_wedged_engine_is_found_and_replaced(policy: tuple[RunConfig, PolicyService], tiny_folder: Path) -> None:
     """A stopped process answers nothing, neither requests nor health checks; requests end on the other replica."""
     (victim, _), before = replicas(), {process.pid for process in replicas()}

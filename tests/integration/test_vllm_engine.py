@@ -36,7 +36,7 @@ from rl_vlm.engines.vllm_engine import VLLMEngine
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.images import PixelLimits
 from rl_vlm.models.loading import TextSide, load_model, load_text_side
-from rl_vlm.models.lora import inject_lora, lora_config, lora_state
+from rl_vlm.models.lora_layers import inject_lora, lora_config, lora_state
 from rl_vlm.types import Completion, GenerationRequest, SampleChunk, SamplingParams, StopReason, UserInputError
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")

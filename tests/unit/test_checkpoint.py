@@ -28,7 +28,7 @@ from rl_vlm.learning.learner import OptimizerStep, VLMLearner, make_optimizer, m
 from rl_vlm.learning.module import Policy
 from rl_vlm.learning.update import UpdateStats
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.models.lora import load_lora_state
+from rl_vlm.models.lora_layers import load_lora_state
 from rl_vlm.types import UserInputError
 
 FILES = ["state.json", "optimizer.safetensors", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"]

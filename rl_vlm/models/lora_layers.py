@@ -1,0 +1,63 @@
+"""LoRA layers through peft: configuration, injection, state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
+from torch import Tensor, nn
+
+from rl_vlm.models.adapter import PREFIX
+from rl_vlm.models.lora import TARGET_MODULES
+from rl_vlm.types import UserInputError
+
+
+def lora_config(rank: int, alpha: int, target_modules: str) -> LoraConfig:
+    """LoRA on the language model's linear layers; the vision tower stays frozen."""
+    names = TARGET_MODULES[target_modules]
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=0.0,  # noise between the old and the new policy would drown the ratios
+        target_modules=rf".*language_model.*\.({'|'.join(names)})",
+        task_type="CAUSAL_LM",
+    )
+
+
+def inject_lora(model: nn.Module, config: LoraConfig) -> nn.Module:
+    """Put trainable LoRA layers (float32) into `model` in place; everything else is frozen."""
+    model.requires_grad_(False)
+    inject_adapter_in_model(config, model)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+            parameter.requires_grad_(True)
+    return model
+
+
+def lora_state(model: nn.Module) -> dict[str, Tensor]:
+    """peft's state dict of the injected adapter, named as in an adapter file."""
+    state = get_peft_model_state_dict(model)
+    return {name if name.startswith(PREFIX) else PREFIX + name: tensor for name, tensor in state.items()}
+
+
+def load_lora_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy an adapter into the injected LoRA layers; raises if a tensor is missing or has another shape."""
+    own = lora_state(model)
+    if own.keys() != state.keys():
+        difference = sorted(own.keys() ^ state.keys())[:3]
+        raise UserInputError(
+            f"The adapter does not fit the model: tensors differ, for example {', '.join(difference)}."
+        )
+    for name, tensor in state.items():
+        if own[name].shape != tensor.shape:
+            raise UserInputError(
+                f"The adapter does not fit the model: {name} is {tuple(tensor.shape)}, expected {tuple(own[name].shape)}."
+            )
+    set_peft_model_state_dict(model, {name.removeprefix(PREFIX): tensor for name, tensor in state.items()})
+
+
+def seed_lora(seed: int) -> None:
+    """Seed torch before `inject_lora`, so that A is drawn the same in every learner."""
+    torch.manual_seed(seed)
