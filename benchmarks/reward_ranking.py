@@ -24,7 +24,7 @@ from rl_vlm.preference.reward_options import EnsembleOptions
 from rl_vlm.preference.teachers import ScriptedTeacher, TeacherOptions
 from rl_vlm.preference.types import Segment, SegmentPair
 
-NOISE = (0.0, 0.3, 0.7, 1.5)  # standard deviations, in actions of -1 to 1
+NOISE = (0.0, 0.2, 0.5, 1.0)  # standard deviations, in actions of -1 to 1
 EVERY = 4  # of an episode's frames one in this many is kept
 HORIZON = 200
 

@@ -25,8 +25,9 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
+from rl_vlm.algorithms.base_config import RunAlgorithmConfig
 from rl_vlm.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from rl_vlm.config import RunConfig, apply_overrides, parse_config
+from rl_vlm.config import RunConfig
 from rl_vlm.engines.base import derive_seed
 from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.envs.registry import make
@@ -50,42 +51,17 @@ class LearnerDiedError(RLVLMError):
     """A learner died and could not be replaced."""
 
 
-class GRPOConfig(AlgorithmConfig):
-    """RLlib's configuration of GRPO; `run_config` holds everything, RLlib's own fields follow from it."""
+class GRPOConfig(RunAlgorithmConfig):
+    """RLlib's configuration of GRPO."""
 
     def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
-        super().__init__(algo_class=algo_class or GRPO)
-        self.run_config = RunConfig()
         self.run_id = ""
         self.model_folder: Path | None = None
-        self.scratch_folder: Path | None = None
-        self._apply_run_config()
-
-    @classmethod
-    def from_run_config(cls, run: RunConfig, scratch_folder: Path | None = None) -> GRPOConfig:
-        """The RLlib configuration of a run. `scratch_folder` keeps what serving needs on disk."""
-        config = cls()
-        config.run_config = run
-        config.scratch_folder = scratch_folder
-        config._apply_run_config()
-        return config
-
-    def update_from_dict(self, config_dict: dict[str, Any]) -> GRPOConfig:
-        """RLlib's keys, `run_config` (nested), and the run configuration's dotted keys (`learner.lr`), as Tune sends them."""
-        rest = dict(config_dict)
-        run = rest.pop("run_config", None)
-        dotted = {key: rest.pop(key) for key in list(rest) if "." in key}
-        if run is not None or dotted:
-            base = run if run is not None else self.run_config
-            data = base.model_dump() if isinstance(base, RunConfig) else dict(base)
-            self.run_config = parse_config(apply_overrides(data, dotted))
-            self._apply_run_config()
-        super().update_from_dict(rest)
-        return self
+        super().__init__(algo_class or GRPO)
 
     def _apply_run_config(self) -> None:
+        super()._apply_run_config()
         run = self.run_config
-        self.framework("torch")
         self.environment(env=None, observation_space=ObservationSpace(), action_space=TextSpace())
         self.env_runners(
             env_runner_cls=VLMEnvRunner,
@@ -93,18 +69,7 @@ class GRPOConfig(AlgorithmConfig):
             num_cpus_per_env_runner=run.rollout.cpus_per_env_runner,
             create_local_env_runner=False,
         )
-        self.learners(
-            num_learners=run.learner.num_learners,
-            num_cpus_per_learner=run.learner.cpus_per_learner,
-            num_gpus_per_learner=run.learner.gpus_per_learner,
-        )
         self.training(learner_class=VLMLearner, lr=run.learner.lr)
-        self.fault_tolerance(
-            restart_failed_env_runners=True,
-            delay_between_env_runner_restarts_s=0.0,
-            env_runner_health_probe_timeout_s=5.0,
-        )
-        self.debugging(seed=run.seed)
 
     def prepare(self, service: PolicyService) -> None:
         """Fill in what is known only where the algorithm runs: the served policy's run id and model folder."""
@@ -122,15 +87,6 @@ class GRPOConfig(AlgorithmConfig):
             "device": "cuda" if on_gpu else "cpu",
         }
         return RLModuleSpec(module_class=VLMModule, model_config=settings)
-
-    def build_learner_connector(self, *args: Any, **kwargs: Any) -> None:
-        """No connector: the driver plans the batches."""
-
-    def build_env_to_module_connector(self, *args: Any, **kwargs: Any) -> None:
-        """No connector: env runners encode conversations themselves."""
-
-    def build_module_to_env_connector(self, *args: Any, **kwargs: Any) -> None:
-        """No connector."""
 
 
 class GRPO(Algorithm):

@@ -26,7 +26,8 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
-from rl_vlm.config import RunConfig, apply_overrides, parse_config
+from rl_vlm.algorithms.base_config import RunAlgorithmConfig
+from rl_vlm.config import RunConfig
 from rl_vlm.engines.base import derive_seed
 from rl_vlm.preference import checkpoints
 from rl_vlm.preference.agent_reward import AgentReward
@@ -55,62 +56,26 @@ _FIGURES = {
 }
 
 
-class PreferenceSACConfig(AlgorithmConfig):
-    """RLlib's configuration; `run_config` holds everything, RLlib's own fields follow from it."""
+class PreferenceSACConfig(RunAlgorithmConfig):
+    """RLlib's configuration of PreferenceSAC. Labels and logs go to `scratch_folder`."""
 
     def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
-        super().__init__(algo_class=algo_class or PreferenceSAC)
-        self.run_config = RunConfig()
-        self.scratch_folder: Path | None = None
         self.compile_updates = False
         self.horizon = 0
-        self._apply_run_config()
-
-    @classmethod
-    def from_run_config(cls, run: RunConfig, scratch_folder: Path | None = None) -> PreferenceSACConfig:
-        """The RLlib configuration of a run. Labels and logs go to `scratch_folder`."""
-        config = cls()
-        config.run_config = run
-        config.scratch_folder = scratch_folder
-        config._apply_run_config()
-        return config
-
-    def update_from_dict(self, config_dict: dict[str, Any]) -> PreferenceSACConfig:
-        """RLlib's keys, `run_config` (nested), and the run configuration's dotted keys, as Tune sends them."""
-        rest = dict(config_dict)
-        run = rest.pop("run_config", None)
-        dotted = {key: rest.pop(key) for key in list(rest) if "." in key}
-        if run is not None or dotted:
-            base = run if run is not None else self.run_config
-            data = base.model_dump() if isinstance(base, RunConfig) else dict(base)
-            self.run_config = parse_config(apply_overrides(data, dotted))
-            self._apply_run_config()
-        super().update_from_dict(rest)
-        return self
+        super().__init__(algo_class or PreferenceSAC)
 
     def _apply_run_config(self) -> None:
-        run = self.run_config
-        collection, sac = run.preference.collection, run.preference.sac
-        self.framework("torch")
+        super()._apply_run_config()
+        preference = self.run_config.preference
+        collection, sac = preference.collection, preference.sac
         self.env_runners(
             env_runner_cls=ControlEnvRunner,
             num_env_runners=collection.num_env_runners,
             num_cpus_per_env_runner=collection.cpus_per_env_runner,
             create_local_env_runner=collection.num_env_runners == 0,
         )
-        self.learners(
-            num_learners=run.learner.num_learners,
-            num_cpus_per_learner=run.learner.cpus_per_learner,
-            num_gpus_per_learner=run.learner.gpus_per_learner,
-        )
         self.training(learner_class=SACLearner, lr=sac.lr)
-        self.fault_tolerance(
-            restart_failed_env_runners=True,
-            delay_between_env_runner_restarts_s=0.0,
-            env_runner_health_probe_timeout_s=5.0,
-        )
-        self.debugging(seed=run.seed)
-        planned = run.preference.total_steps * sac.updates_per_step
+        planned = preference.total_steps * sac.updates_per_step
         self.compile_updates = sac.compile == "on" or (sac.compile == "auto" and planned >= _WORTH_COMPILING)
 
     def prepare(self) -> None:
@@ -131,15 +96,6 @@ class PreferenceSACConfig(AlgorithmConfig):
             "action_size": self.action_space.shape[0],
         }
         return RLModuleSpec(module_class=SACModule, model_config=settings)
-
-    def build_learner_connector(self, *args: Any, **kwargs: Any) -> None:
-        """No connector: the learner takes columns."""
-
-    def build_env_to_module_connector(self, *args: Any, **kwargs: Any) -> None:
-        """No connector."""
-
-    def build_module_to_env_connector(self, *args: Any, **kwargs: Any) -> None:
-        """No connector."""
 
 
 class PreferenceSAC(Algorithm):

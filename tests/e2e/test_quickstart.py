@@ -76,6 +76,7 @@ def test_eval_of_the_run(run_dir: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "e.json").read_text())["accuracy/default"] >= 0.85
 
 
+@pytest.mark.acceptance
 def test_the_exported_folder_plays_as_well(run_dir: Path, tmp_path: Path) -> None:
     done = rl_vlm("export", run_dir, tmp_path / "merged")
     assert done.returncode == 0, done.stderr

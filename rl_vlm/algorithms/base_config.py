@@ -1,0 +1,67 @@
+"""What both algorithms' RLlib configurations share: they follow from one run configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+from ray.rllib.algorithms.algorithm import Algorithm
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+
+from rl_vlm.config import RunConfig, apply_overrides, parse_config
+
+
+class RunAlgorithmConfig(AlgorithmConfig):
+    """An RLlib configuration whose `run_config` holds everything; `_apply_run_config` sets RLlib's own fields from it."""
+
+    def __init__(self, algo_class: type[Algorithm]) -> None:
+        super().__init__(algo_class=algo_class)
+        self.run_config = RunConfig()
+        self.scratch_folder: Path | None = None
+        self._apply_run_config()
+
+    @classmethod
+    def from_run_config(cls, run: RunConfig, scratch_folder: Path | None = None) -> Self:
+        """The RLlib configuration of a run. `scratch_folder` keeps what the run needs on disk."""
+        config = cls()  # type: ignore[call-arg]  # the algorithms' configurations know their class
+        config.run_config = run
+        config.scratch_folder = scratch_folder
+        config._apply_run_config()
+        return config
+
+    def update_from_dict(self, config_dict: dict[str, Any]) -> Self:
+        """RLlib's keys, `run_config` (nested), and the run configuration's dotted keys (`learner.lr`), as Tune sends them."""
+        rest = dict(config_dict)
+        run = rest.pop("run_config", None)
+        dotted = {key: rest.pop(key) for key in list(rest) if "." in key}
+        if run is not None or dotted:
+            base = run if run is not None else self.run_config
+            data = base.model_dump() if isinstance(base, RunConfig) else dict(base)
+            self.run_config = parse_config(apply_overrides(data, dotted))
+            self._apply_run_config()
+        super().update_from_dict(rest)
+        return self
+
+    def _apply_run_config(self) -> None:
+        learner = self.run_config.learner
+        self.framework("torch")
+        self.learners(
+            num_learners=learner.num_learners,
+            num_cpus_per_learner=learner.cpus_per_learner,
+            num_gpus_per_learner=learner.gpus_per_learner,
+        )
+        self.fault_tolerance(
+            restart_failed_env_runners=True,
+            delay_between_env_runner_restarts_s=0.0,
+            env_runner_health_probe_timeout_s=5.0,
+        )
+        self.debugging(seed=self.run_config.seed)
+
+    def build_learner_connector(self, *args: Any, **kwargs: Any) -> None:
+        """No connector: batches come ready for the learner."""
+
+    def build_env_to_module_connector(self, *args: Any, **kwargs: Any) -> None:
+        """No connector: env runners prepare what the policy sees."""
+
+    def build_module_to_env_connector(self, *args: Any, **kwargs: Any) -> None:
+        """No connector."""
