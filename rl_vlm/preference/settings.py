@@ -79,6 +79,7 @@ class LabelsSection(_Section):
     deadline_s: float = Field(300.0, gt=0, description="How long one question may take, retries included.")
     attempts: int = Field(3, ge=1)
     flip: bool = Field(False, description="Swap labels 0 and 1, as a control. [flip_vlm_label]")
+    coin_flips: bool = Field(False, description="Replace each decided label by a coin flip, as a control.")
     rule: Rule = Field("uniform", description="Which pairs are asked about. [feed_type 0 to 5, in this order]")
     large_batch: int = Field(10, ge=1, description="Candidates per pair for rules other than uniform.")
     rounds: int = Field(

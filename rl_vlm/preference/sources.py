@@ -63,6 +63,8 @@ def build_labeller(
     else:
         backend = _backend(section, client, text, min_version)
         labeller = VLMLabeller(backend, prompts_of(section, env_id), section.query_options(seed))
+    if section.coin_flips:
+        return CoinFlippedLabels(labeller, seed)
     return FlippedLabels(labeller) if section.flip else labeller
 
 
@@ -112,6 +114,40 @@ class FlippedLabels:
         """One score per picture, in order; the inner labeller must be a scorer."""
         scores = await cast(Scorer, self.inner).score(frames)
         return [replace(score, value=None if score.value is None else 1 - score.value) for score in scores]
+
+
+class CoinFlippedLabels:
+    """Another labeller's labels with every 0 and 1 replaced by a coin flip: a control that must not succeed.
+
+    The same pairs are decided and undecided as without it, so nothing but the labels' information is gone. (Flipping a coin
+    for every pair leaves few coins for the pairs that matter, and those few may happen to be right.)
+    """
+
+    def __init__(self, labeller: Labeller, seed: int) -> None:
+        self.inner = labeller
+        self._coins = np.random.default_rng([seed, 1])
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the inner labeller can do: its margin, its figures."""
+        if name == "inner":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
+        """One label per pair, in order."""
+        labels = await self.inner.label(pairs)
+        return [_flipped(label) if label.value != -1 and self._coins.integers(2) else label for label in labels]
+
+    def state(self) -> dict[str, Any]:
+        """Random state and that of the inner labeller, as JSON."""
+        inner = self.inner.state() if hasattr(self.inner, "state") else None
+        return {"coins": self._coins.bit_generator.state, "inner": inner}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        self._coins.bit_generator.state = state["coins"]
+        if state["inner"] is not None:
+            self.inner.set_state(state["inner"])  # type: ignore[attr-defined]
 
 
 def _flipped(label: Label) -> Label:

@@ -27,7 +27,9 @@ def evaluate(run: RunConfig, folder: Path) -> float:
         train_to(algorithm, run.preference.total_steps)
         results = algorithm.evaluate_policy(film=False)
         algorithm.stop()
-    return sum(result.true_return for result in results) / len(results)
+    mean = sum(result.true_return for result in results) / len(results)
+    print(f"{run.name}, seed {run.seed}: true return {mean:.0f} after {run.preference.total_steps} steps")
+    return mean
 
 
 @pytest.mark.acceptance
@@ -73,7 +75,10 @@ def test_cartpole_is_balanced_from_the_tiny_vlms_labels(seed: int, tmp_path: Pat
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_cartpole_is_not_balanced_from_coin_flips(seed: int, tmp_path: Path) -> None:
-    assert evaluate(load_config(CARTPOLE, [f"seed={seed}", "preference.labels.source=random"]), tmp_path) < -1000
+    with TrainingProcess(tmp_path / "run", f"seed={seed}", "preference.labels.coin_flips=true", config=CARTPOLE) as run:
+        assert run.wait() == 0, run.output()[-3000:]
+    print(f"seed {seed}, coin flips: {run.result()['evaluation_reward_after']:.0f}")
+    assert run.result()["evaluation_reward_after"] < -1000
 
 
 @pytest.mark.acceptance

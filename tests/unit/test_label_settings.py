@@ -13,7 +13,7 @@ from rl_vlm.preference.labeller import QueryOptions, VLMLabeller
 from rl_vlm.preference.reward_options import EnsembleOptions
 from rl_vlm.preference.selection import RULES
 from rl_vlm.preference.settings import LabelsSection, RewardModelSection
-from rl_vlm.preference.sources import FlippedLabels, build_labeller, prompts_of
+from rl_vlm.preference.sources import CoinFlippedLabels, FlippedLabels, build_labeller, prompts_of
 from rl_vlm.preference.teachers import CoinFlips, ScriptedTeacher
 from rl_vlm.preference.types import Label
 from rl_vlm.types import UserInputError
@@ -69,6 +69,20 @@ def test_labellers_are_built_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         build_labeller(LabelsSection(), env_id="soccer")
     with pytest.raises(UserInputError, match="labels nothing new"):
         build_labeller(LabelsSection(source="cache", cache="x"))
+
+
+def test_coin_flips_keep_what_was_undecided_and_go_on_after_a_resume() -> None:
+    coins = build_labeller(LabelsSection(source="scripted", coin_flips=True), seed=3)
+    assert isinstance(coins, CoinFlippedLabels)
+    pairs = [pair(3, 20)] * 300 + [pair(4, 4)] * 20
+    found = [label.value for label in asyncio.run(coins.label(pairs))]
+    plain = asyncio.run(build_labeller(LabelsSection(source="scripted"), seed=3).label(pairs))
+    assert all(label.value == -1 for label in plain[300:])
+    assert found[300:] == [-1] * 20 and 110 < found[:300].count(0) < 190 and -1 not in found[:300]
+    state = coins.state()
+    following = [label.value for label in asyncio.run(coins.label(pairs))]
+    coins.set_state(state)
+    assert [label.value for label in asyncio.run(coins.label(pairs))] == following != found
 
 
 def test_flipped_labels_say_the_opposite() -> None:
