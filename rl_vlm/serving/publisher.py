@@ -6,7 +6,6 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,9 +46,6 @@ class PolicyService:
         self._registry = start_registry(run_id, self._namespace, folder)
         self._newest: Published | None = None
         self._report: ray.ObjectRef | None = None  # on its way
-        self._last_report: PublishReport | None = None
-        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="publisher")
-        self._publishing: Future[None] | None = None
         app = build_app(model, run, run_id, self._namespace)
         # From a task of its own: a Tune trial's placement group would claim Serve's controller, which does not fit in it.
         start = ray.remote(_start_serve).options(num_cpus=0, scheduling_strategy="DEFAULT")
@@ -74,29 +70,14 @@ class PolicyService:
                 raise ServingError(f"The policy's replicas {why}. {detail}".strip())
             time.sleep(0.1)
 
-    def publish(self, payload: AdapterPayload, wait: bool = True) -> PublishReport | None:
+    def publish(self, payload: AdapterPayload) -> PublishReport | None:
         """Hand a version to all replicas. A dying registry is waited for; raises ServingError when it does not come back.
 
-        Returns once the registry holds it, or with `wait` off at once: an error then comes with the next call. Nobody
-        waits for the replicas: requests carry the version that they need. The return value tells how the latest
-        publication went that is over; None before there is one, or when the registry died meanwhile.
+        Returns once the registry holds it. Nobody waits for the replicas: requests carry the version that they need. The
+        return value tells how the publication before went; None for the first, or when the registry died meanwhile.
         """
-        self.settle()
         # Held here while it is the newest: the registry that also holds it may die before it has told its replicas.
         published = self._newest = Published(payload.version, payload.sha256, ray.put(payload))
-        self._publishing = self._publisher.submit(self._hand_over, published)
-        if wait:
-            self.settle()
-        return self._last_report
-
-    def settle(self) -> None:
-        """Wait until the registry holds what was published last. Raises ServingError."""
-        if self._publishing is not None:
-            publishing, self._publishing = self._publishing, None
-            publishing.result()
-
-    def _hand_over(self, published: Published) -> None:
-        """On the publisher's thread: publish, then see how the publication before went."""
         deadline = time.monotonic() + self._serving.publish_timeout_s
         while True:
             try:
@@ -110,18 +91,16 @@ class PolicyService:
         previous, self._report = self._report, self._registry.report.remote(published.version, expected, timeout_s)
         try:
             # A report ends as soon as a newer version is out, so this does not wait.
-            self._last_report = ray.get(previous, timeout=5) if previous is not None else None
+            return ray.get(previous, timeout=5) if previous is not None else None
         except (RayActorError, GetTimeoutError):
-            self._last_report = None
+            return None
 
     def newest_version(self) -> int:
         """The version that the registry holds; 0 before the first publication."""
-        self.settle()
         return int(ray.get(self._registry.status.remote(), timeout=self._serving.publish_timeout_s)["version"])
 
     def stop(self) -> None:
         """Delete the application and the registry; the cluster's Serve itself stays."""
-        self._publisher.shutdown(wait=False, cancel_futures=True)
         serve.delete(app_name(self.run_id), _blocking=True)
         ray.kill(self._registry, no_restart=True)
 
