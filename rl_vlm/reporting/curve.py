@@ -16,12 +16,12 @@ import yaml
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from rl_vlm.monitoring.files import whole_lines, write_atomic
+from rl_vlm.reporting.style import GROUND, INK, MUTED, new_figure, style_panel
 from rl_vlm.types import UserInputError
 
-_INK, _MUTED, _GRID, _GROUND = "#1f2933", "#6b7785", "#e4e7eb", "#ffffff"
 _REWARD = "#2a78b8"
 # Told apart by colour-blind readers too (Okabe and Ito), and by their markers.
 _VARIANTS = ("#d55e00", "#009e73", "#8a5fbf", "#a6761d", "#444444")
@@ -40,6 +40,7 @@ class Curves:
     accuracy: dict[str, Series] = field(default_factory=dict)  # by variant
     interval: dict[str, list[tuple[int, float, float]]] = field(default_factory=dict)
     chance: float | None = None
+    of_steps: bool = False  # a preference run: by environment steps, and success instead of accuracy
 
 
 def draw_curve(run_folder: str | Path) -> Path:
@@ -54,7 +55,7 @@ def draw_curve(run_folder: str | Path) -> Path:
         )
     curves = read_curves(folder)
     # Matplotlib's own objects and not pyplot: no global state, so it works beside a user's notebook and in threads.
-    figure = Figure(figsize=(9, 5), dpi=200, facecolor=_GROUND)
+    figure = new_figure()
     canvas = FigureCanvasAgg(figure)
     _draw(figure, curves)
     buffer = io.BytesIO()
@@ -66,7 +67,8 @@ def draw_curve(run_folder: str | Path) -> Path:
 
 def read_curves(folder: Path) -> Curves:
     """Read what `draw_curve` draws."""
-    curves = Curves(_run_name(folder))
+    name, of_steps = _run_name(folder)
+    curves = Curves(name, of_steps=of_steps)
     try:
         rows = csv.DictReader(line.decode() for line in whole_lines(folder / "progress.csv"))
         reward = {int(row["iteration"]): float(row["reward/mean"]) for row in rows if row.get("reward/mean")}
@@ -89,12 +91,14 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.convolve(values, kernel)[reach : reach + len(values)] / weights
 
 
-def _run_name(folder: Path) -> str:
+def _run_name(folder: Path) -> tuple[str, bool]:
+    """The run's name, and whether it is a preference run."""
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text())
-        return str(config["name"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return folder.resolve().name
+        algorithm = config.get("algorithm") or {}
+        return str(config["name"]), algorithm.get("name") == "preference_sac"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
+        return folder.resolve().name, False
 
 
 def _add_evaluation(curves: Curves, entry: dict[str, Any]) -> None:
@@ -123,7 +127,7 @@ def _draw(figure: Figure, curves: Curves) -> None:
     axes = list(figure.subplots(2 if apart else 1, 1, sharex=True, squeeze=False)[:, 0])
     upper, lower = axes[0], axes[-1]
     for panel in axes:
-        _style(panel)
+        style_panel(panel)
     if len(rewards):
         _draw_reward(upper, curves.reward)
     for number, (variant, series) in enumerate(curves.accuracy.items()):
@@ -132,7 +136,7 @@ def _draw(figure: Figure, curves: Curves) -> None:
         label = f"greedy held-out {name}: {change}"
         _draw_accuracy(lower, series, curves.interval[variant], label, number % len(_VARIANTS))
     if curves.chance is not None:
-        lower.axhline(curves.chance, color=_MUTED, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1.5)
+        lower.axhline(curves.chance, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1.5)
         lower.annotate(
             f"chance {curves.chance:.2g}",
             (1, curves.chance),
@@ -140,23 +144,27 @@ def _draw(figure: Figure, curves: Curves) -> None:
             xytext=(-4, 4),
             textcoords="offset points",
             ha="right",
-            color=_MUTED,
+            color=MUTED,
             fontsize=10,
         )
     if curves.accuracy:
         lower.set_ylim(-0.03, 1.03)
         lower.set_yticks(np.linspace(0, 1, 6))
     if not len(rewards) and not curves.accuracy:
-        upper.text(0.5, 0.5, "no iterations yet", transform=upper.transAxes, ha="center", color=_MUTED, fontsize=13)
+        upper.text(0.5, 0.5, "no iterations yet", transform=upper.transAxes, ha="center", color=MUTED, fontsize=13)
         upper.set_xlim(0, 10)
     if apart:
         upper.set_ylabel("reward\n(mean per episode)")
-        lower.set_ylabel("accuracy\n(share correct)")
+        lower.set_ylabel("success\n(share of episodes)" if curves.of_steps else "accuracy\n(share correct)")
+        if np.abs(rewards).max() >= 1000:
+            upper.yaxis.set_major_formatter(
+                EngFormatter(sep="")
+            )  # long numbers would push the label out of the picture
     else:
         labels = ["reward (mean per episode)"] * bool(len(rewards))
         labels += ["accuracy (share correct)"] * bool(curves.accuracy)
         upper.set_ylabel("\n".join(labels))
-    lower.set_xlabel("iteration (policy updates)")
+    lower.set_xlabel("environment steps" if curves.of_steps else "iteration (policy updates)")
     lower.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 2.5, 5, 10]))
     last = [series[-1][0] for series in [curves.reward, *curves.accuracy.values()] if series]
     if last:
@@ -185,31 +193,18 @@ def _draw_accuracy(
     size = 7.0 if len(series) <= 30 else 4.5
     panel.plot(
         iterations, values, color=color, linewidth=1.2, linestyle=(0, (1, 1.5)), marker=_MARKERS[place],
-        markersize=size, markeredgecolor=_GROUND, markeredgewidth=1.0, zorder=4, label=label,
+        markersize=size, markeredgecolor=GROUND, markeredgewidth=1.0, zorder=4, label=label,
     )  # fmt: skip
-
-
-def _style(panel: Axes) -> None:
-    panel.set_facecolor(_GROUND)
-    panel.spines[["top", "right", "left"]].set_visible(False)
-    panel.spines["bottom"].set_color(_MUTED)
-    panel.grid(axis="y", color=_GRID, linewidth=0.9)
-    panel.set_axisbelow(True)
-    panel.tick_params(colors=_MUTED, labelsize=10.5, length=0, pad=6)
-    panel.tick_params(axis="x", length=4, color=_MUTED)
-    for axis in (panel.xaxis, panel.yaxis):
-        axis.label.set(color=_INK, fontsize=11)
-        axis.labelpad = 8
 
 
 def _draw_heads(figure: Figure, axes: Sequence[Axes], curves: Curves) -> float:
     """Title and legend above the panels; returns where the panels may begin."""
     # parse_math: a run may be called by anything, and $ opens a formula.
     figure.text(
-        _LEFT, 0.945, curves.name, fontsize=15, fontweight="bold", color=_INK, va="center", parse_math=False
+        _LEFT, 0.945, curves.name, fontsize=15, fontweight="bold", color=INK, va="center", parse_math=False
     )  # fmt: skip
     if any(curves.interval.values()):
-        figure.text(_RIGHT, 0.945, "bars: 95 % interval", fontsize=10, color=_MUTED, va="center", ha="right")
+        figure.text(_RIGHT, 0.945, "bars: 95 % interval", fontsize=10, color=MUTED, va="center", ha="right")
     found = [panel.get_legend_handles_labels() for panel in axes]
     handles = [handle for some, _ in found for handle in some]
     labels = [label for _, some in found for label in some]
@@ -224,7 +219,7 @@ def _draw_heads(figure: Figure, axes: Sequence[Axes], curves: Curves) -> float:
         ncols=columns,
         frameon=False,
         fontsize=10,
-        labelcolor=_INK,
+        labelcolor=INK,
         handlelength=1.6,
         columnspacing=1.6,
     )
