@@ -156,10 +156,9 @@ def _draw(figure: Figure, curves: Curves) -> None:
     if apart:
         upper.set_ylabel("reward\n(mean per episode)")
         lower.set_ylabel("success\n(share of episodes)" if curves.of_steps else "accuracy\n(share correct)")
-        if np.abs(rewards).max() >= 1000:
-            upper.yaxis.set_major_formatter(
-                EngFormatter(sep="")
-            )  # long numbers would push the label out of the picture
+        if np.abs(rewards).max() >= 1000:  # long numbers would push the label out of the picture
+            upper.yaxis.set_major_formatter(EngFormatter(sep=""))
+            upper.set_ylabel("reward per episode")
     else:
         labels = ["reward (mean per episode)"] * bool(len(rewards))
         labels += ["accuracy (share correct)"] * bool(curves.accuracy)

@@ -118,7 +118,7 @@ def test_rewards_on_another_scale_get_a_panel_of_their_own():
 def test_large_returns_of_a_preference_run_leave_room_for_their_label():
     series = [(500 * k, -2500.0 + 300 * k) for k in range(1, 8)]
     curves = Curves("cartpole", series, {"success": [(0, 0.0), (4000, 1.0)]}, {"success": []}, of_steps=True)
-    figure, texts = drawn(curves)
+    _, texts = drawn(curves)
     shown = [text.get_text() for text in texts]
     assert "environment steps" in shown and "success\n(share of episodes)" in shown
     assert all(text.get_window_extent().x0 >= 0 for text in texts), shown
