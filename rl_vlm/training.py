@@ -144,6 +144,8 @@ class _Run(RunLifecycle):
 
     def _checkpoint(self) -> None:
         """Save a checkpoint. A full disk costs this checkpoint, not the run; the older ones stay."""
+        from rl_vlm.algorithms.learners import LearnerLostError
+
         iteration = self.algorithm.updates
         if iteration == self.saved_iteration:
             return
@@ -153,6 +155,9 @@ class _Run(RunLifecycle):
             )
         except OSError as error:
             self._cannot_write("a checkpoint", error)
+            return
+        except LearnerLostError as error:  # the next update replaces it, from the checkpoint before this one
+            self.display.message(f"No checkpoint at iteration {iteration}. {error}")
             return
         self.saved_iteration = iteration
         self.algorithm.remember_checkpoint(path)

@@ -26,6 +26,7 @@ from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
 from rl_vlm.algorithms.base_config import RunAlgorithmConfig
+from rl_vlm.algorithms.learners import on_every_learner, on_one_learner
 from rl_vlm.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from rl_vlm.config import RunConfig
 from rl_vlm.engines.base import derive_seed
@@ -297,9 +298,7 @@ class GRPO(Algorithm):
         return self._on_learner(lambda learner: learner.adapter(version))
 
     def _on_learner(self, function: Any) -> Any:
-        if self.learner_group.is_local:
-            return function(self.learner_group._learner)
-        return next(iter(self.learner_group.foreach_learner(function, timeout_seconds=300.0))).get()
+        return on_one_learner(self.learner_group, function)
 
     def _publish_restored(self, adapter: AdapterPayload) -> None:
         """Publish old weights under a new version: versions only grow, and one version never has two contents."""
@@ -414,11 +413,7 @@ class GRPO(Algorithm):
             torch.set_rng_state(torch.tensor(torch_rng, dtype=torch.uint8))
             return True
 
-        if self.learner_group.is_local:
-            load(self.learner_group._learner)
-        else:
-            for result in self.learner_group.foreach_learner(load, timeout_seconds=300.0):
-                result.get()
+        on_every_learner(self.learner_group, load)
         self.updates = int(state["updates"])
         self._cursor.restore(state["cursor"])
         self._rng.bit_generator.state = state["rng"]

@@ -27,6 +27,7 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
 from rl_vlm.algorithms.base_config import RunAlgorithmConfig
+from rl_vlm.algorithms.learners import on_one_learner
 from rl_vlm.config import RunConfig
 from rl_vlm.engines.base import derive_seed
 from rl_vlm.preference import checkpoints
@@ -333,9 +334,7 @@ class PreferenceSAC(Algorithm):
             self._clock[name] += time.perf_counter() - started
 
     def _on_learner(self, function: Any) -> Any:
-        if self.learner_group.is_local:
-            return function(self.learner_group._learner)
-        return next(iter(self.learner_group.foreach_learner(function, timeout_seconds=300.0))).get()
+        return on_one_learner(self.learner_group, function)
 
     # Evaluation.
 
