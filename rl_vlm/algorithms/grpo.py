@@ -26,7 +26,7 @@ from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
 from rl_vlm.algorithms.base_config import RunAlgorithmConfig
-from rl_vlm.algorithms.learners import on_every_learner, on_one_learner
+from rl_vlm.algorithms.learners import LearnerLostError, on_every_learner, on_one_learner
 from rl_vlm.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from rl_vlm.config import RunConfig
 from rl_vlm.engines.base import derive_seed
@@ -253,7 +253,9 @@ class GRPO(Algorithm):
             else:
                 data = TrainingData(episodes_refs=[ray.put([batch]) for batch in batches])
             results: list[UpdateResult] = self.learner_group.update(training_data=data)
-        except (RayError, RuntimeError) as error:
+            if len(results) < len(batches):  # RLlib leaves out learners that it knows to be dead
+                raise LearnerLostError(f"{len(batches) - len(results)} of {len(batches)} learners are gone")
+        except (RayError, RuntimeError, LearnerLostError) as error:
             # RuntimeError: the collective of a surviving learner breaks when its peer dies.
             if self.learner_group.is_local:
                 raise

@@ -40,7 +40,8 @@ def check_what_was_lost(run: TrainingProcess) -> None:
 
 
 def test_a_run_survives_the_kill_of_every_kind_of_actor(tmp_path: Path) -> None:
-    short = ("algorithm.iterations=50", "evaluation.num_items=64")
+    # A checkpoint after every iteration: the learner is as likely to die while one is made as anywhere else.
+    short = ("algorithm.iterations=50", "evaluation.num_items=64", "logging.checkpoint_every=1")
     with TrainingProcess(tmp_path / "run", *ONE_LEARNER_ACTOR, *short) as run:
         kill_one_of_each(run, 6)
         assert run.wait() == 0, run.output()[-3000:]
