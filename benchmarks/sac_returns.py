@@ -20,7 +20,7 @@ from report import Report
 
 ENVIRONMENTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "pendulum": ("Pendulum-v1", {}, 10_000),
-    "reach": ("metaworld/reach-v3", {"observe_goal": True}, 30_000),
+    "reach": ("metaworld/reach-v3", {"observe_goal": True}, 20_000),
 }
 _EVALUATION_SEEDS = [100_000 + number for number in range(20)]
 _RANDOM_STEPS = 100

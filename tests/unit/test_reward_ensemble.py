@@ -93,7 +93,8 @@ def test_the_stacked_perceptrons_are_perceptrons() -> None:
         torch.testing.assert_close(found, torch.tanh(hidden)[:, 0])
 
 
-def test_the_cnn_is_the_originals() -> None:
+def test_the_cnn_has_the_originals_layers() -> None:
+    torch.manual_seed(0)
     network = ImageCNN(200, 200)
     convolutions = [layer for layer in network.features if isinstance(layer, torch.nn.Conv2d)]
     assert [layer.kernel_size[0] for layer in convolutions] == [5, 3, 3, 3]
@@ -103,8 +104,10 @@ def test_the_cnn_is_the_originals() -> None:
     assert network.last.in_features == 128 * 7 * 7
     assert network.last.weight.abs().max() <= 1e-3 < convolutions[0].weight.abs().max()
     assert all(layer.bias is not None and not layer.bias.any() for layer in convolutions)
+    for layer in convolutions:  # ours: He's initial weights, variance 2 / inputs
+        assert float(layer.weight.var()) * layer.in_channels * layer.kernel_size[0] ** 2 == pytest.approx(2, rel=0.15)
     images = torch.rand(2, 3, 200, 200)
-    expected = torch.tanh(network.features(images).flatten(1) @ network.last.weight.T + network.last.bias)[:, 0]
+    expected = torch.tanh(network.features(2 * images - 1).flatten(1) @ network.last.weight.T + network.last.bias)[:, 0]
     torch.testing.assert_close(network(images), expected)
 
 
