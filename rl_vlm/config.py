@@ -154,6 +154,10 @@ class RolloutSection(Section):
         True, description="A turn without its end-of-turn token ends the episode without a reward."
     )
     max_policy_lag: int = Field(0, ge=0, description="0: sample, then learn. 1 or more: both at the same time.")
+    open_ahead: bool = Field(
+        True,
+        description="Open the next round's episodes and encode their images while the learner works (max_policy_lag 0).",
+    )
     group_retries: int = Field(2, ge=0, description="How often a failed group is tried again with fresh environments.")
     max_consecutive_failures: int = Field(32, ge=1, description="Lost groups in a row after which the run stops.")
     timeout_s: float = Field(900.0, gt=0, description="Deadline of one round of sampling.")

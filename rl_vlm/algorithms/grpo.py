@@ -134,6 +134,7 @@ class GRPO(Algorithm):
         self._cursor = DataCursor(self._num_train, self.run.seed)
         self._rng = np.random.default_rng(derive_seed(self.run.seed, 1))
         self._rounds: deque[Round] = deque()
+        self._ahead: tuple[list[RolloutTask], dict[str, Any]] | None = None  # tasks whose episodes are being opened
         self._last_checkpoint: Path | None = None
         self._plan_config = self._make_plan_config()
         self._text: TextSide | None = None
@@ -175,6 +176,7 @@ class GRPO(Algorithm):
             with self._timed("advantages"):
                 plan = plan_update(groups, self._plan_config, self._rng)
             metrics |= self._plan_metrics(plan, groups)
+            self._open_next_round()
             with self._timed("learn"):
                 stats = self._learn(plan)
             metrics |= stats.metrics()
@@ -219,8 +221,25 @@ class GRPO(Algorithm):
         return fresh
 
     def _start_round(self) -> None:
-        rollout, number = self.run.rollout, self.updates + len(self._rounds)
-        cursor = self._cursor.state()
+        tasks, cursor = self._ahead or self._next_tasks(self.updates + len(self._rounds))
+        self._ahead = None
+        work = self._sampler.start([replace(task, min_version=self.version) for task in tasks], self.version)
+        work.cursor = cursor
+        self._rounds.append(work)
+
+    def _open_next_round(self) -> None:
+        """Opening episodes and encoding their images does not need the weights that are learned meanwhile."""
+        rollout, number = self.run.rollout, self.updates + 1
+        if not rollout.open_ahead or rollout.max_policy_lag or number >= self.run.algorithm.iterations:
+            return
+        if self.run.deterministic:
+            return  # features of another batch differ in their last bits
+        self._ahead = self._next_tasks(number)
+        self._sampler.prepare(self._ahead[0])
+
+    def _next_tasks(self, number: int) -> tuple[list[RolloutTask], dict[str, Any]]:
+        """The tasks of iteration `number`, and the data cursor before they were taken."""
+        rollout, cursor = self.run.rollout, self._cursor.state()
         every = self.run.logging.trajectories_every
         record = bool(every) and number % every == 0
         tasks = [
@@ -237,9 +256,7 @@ class GRPO(Algorithm):
             )
             for place, index in enumerate(self._cursor.take(rollout.prompts_per_iteration))
         ]
-        work = self._sampler.start(tasks, self.version)
-        work.cursor = cursor
-        self._rounds.append(work)
+        return tasks, cursor
 
     def _learn(self, plan: UpdatePlan) -> UpdateStats:
         learner, algorithm = self.run.learner, self.run.algorithm
@@ -291,6 +308,9 @@ class GRPO(Algorithm):
             self._restore(read_checkpoint(self._last_checkpoint))
         else:
             self.updates = 0
+            if self._ahead is not None:
+                self._cursor.restore(self._ahead[1])
+                self._ahead = None
             self._publish_restored(self._adapter_of_learners())
         self.dropped["iterations_repeated"] += lost - self.updates
         self.updates -= 1  # training_step adds this iteration, which taught nothing
@@ -382,7 +402,7 @@ class GRPO(Algorithm):
         state = {
             "updates": self.updates,
             # Rounds that are still being sampled are sampled anew after a resume: none of their items is skipped.
-            "cursor": self._rounds[0].cursor if self._rounds else self._cursor.state(),
+            "cursor": self._next_cursor(),
             "rng": self._rng.bit_generator.state,
             "torch_rng": self._on_learner(lambda learner: torch.get_rng_state().tolist()),
             "trajectories": self.trajectories,
@@ -391,6 +411,11 @@ class GRPO(Algorithm):
             "requests_by_replica": dict(self.requests_by_replica),
         }
         return Checkpoint(adapter, moments, state)
+
+    def _next_cursor(self) -> dict[str, Any]:
+        if self._rounds:
+            return self._rounds[0].cursor
+        return self._ahead[1] if self._ahead else self._cursor.state()
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Tune's hook; the folder holds safetensors and JSON, no pickle."""
@@ -420,6 +445,7 @@ class GRPO(Algorithm):
         self._cursor.restore(state["cursor"])
         self._rng.bit_generator.state = state["rng"]
         self._rounds.clear()
+        self._ahead = None
         if self.version == 0 and not self._service.newest_version():
             # A fresh process goes on with the numbers of the checkpoint.
             self._service.publish(checkpoint.adapter)

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.types import Completion, GenerationRequest, RLVLMError, SampleChunk
+from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError, SampleChunk
 
 BASE_MODEL = -1  # `min_version` of a request for the model without an adapter
 
@@ -58,6 +58,10 @@ class Engine(Protocol):
 
         Closing the iterator early frees the request's place in the engine. Raises EngineError.
         """
+        ...
+
+    def encode_images(self, images: Sequence[EncodedImage]) -> None:
+        """A hint: coming requests will show these images. Returns at once; an engine may encode them, or do nothing."""
         ...
 
     async def load_adapter(self, payload: AdapterPayload) -> None:

@@ -7,6 +7,7 @@ are finished, so every sample is drawn from one version from its first token to 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -26,8 +27,11 @@ from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.backbone import Backbone
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import DType, Quantization, load_model, load_text_side, quiet_libraries
-from rl_vlm.types import Completion, GenerationRequest, SampleChunk
+from rl_vlm.types import Completion, EncodedImage, GenerationRequest, SampleChunk, UserInputError
 
+logger = logging.getLogger(__name__)
+
+_AHEAD_IMAGES = 8  # encoded ahead in one go; a call that comes meanwhile waits for them
 _NO_SLEEP = "The transformers engine keeps its weights in place: use engine vllm on a GPU to sleep and wake."
 
 
@@ -83,6 +87,7 @@ class TransformersEngine:
         self._active = _Version(BASE_MODEL)  # whose weights are in place
         self._loading = False
         self._open: set[Call] = set()  # calls without an answer
+        self._ahead: deque[EncodedImage] = deque()  # of requests that are still to come
         self._waiting: deque[Call] = deque()  # those of them that are not admitted whole
         self._owners: dict[int, tuple[Call, int]] = {}  # id(job) -> its call and place in it
         self._streams: set[TokenStream] = set()  # of running calls
@@ -133,6 +138,16 @@ class TransformersEngine:
                 yield chunk
         finally:
             self._drop(call)
+
+    def encode_images(self, images: Sequence[EncodedImage]) -> None:
+        """Encode these images when nothing else is to be done; a new list takes the place of an older one.
+
+        Not with lockstep, where features would be of another batch than the call's own.
+        """
+        if not self._lockstep:
+            with self._wake:
+                self._ahead = deque(images)
+                self._wake.notify()
 
     def _enqueue(self, requests: Sequence[GenerationRequest], stream: TokenStream | None = None) -> Call:
         loop = asyncio.get_running_loop()
@@ -218,11 +233,16 @@ class TransformersEngine:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._closed or self._waiting or self._decoder.num_rows):
+                while not (self._closed or self._waiting or self._decoder.num_rows or self._ahead):
                     self._wake.wait()
                 if self._closed:
                     break
+                idle = not (self._waiting or self._decoder.num_rows)
+                ahead = [self._ahead.popleft() for _ in range(min(_AHEAD_IMAGES, len(self._ahead)))] if idle else []
             try:
+                if ahead:
+                    self._encode_ahead(ahead)
+                    continue
                 self._admit()
                 if self._decoder.num_rows:
                     self._finish(self._decoder.step())
@@ -233,6 +253,12 @@ class TransformersEngine:
             except Exception as error:
                 self._fail(error)
         self._fail(EngineError("The engine is closed."))
+
+    def _encode_ahead(self, images: Sequence[EncodedImage]) -> None:
+        try:
+            self.backbone.image_features(images)
+        except UserInputError as error:
+            logger.debug("an image cannot be encoded: %s", error)  # the request that shows it will be told
 
     def _activate(self, base_model: bool) -> None:
         """Put the weights of the base model or of the newest version in place, for samples that start now."""

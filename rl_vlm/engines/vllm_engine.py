@@ -26,7 +26,7 @@ from rl_vlm.engines.vllm_setup import engine_args, prepare_environment, start_ll
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import load_text_side, quiet_libraries
-from rl_vlm.types import Completion, GenerationRequest, SampleChunk
+from rl_vlm.types import Completion, EncodedImage, GenerationRequest, SampleChunk
 
 T = TypeVar("T")
 
@@ -144,6 +144,9 @@ class VLLMEngine:
             adapter_swaps=self._swaps,
             last_swap_s=self._last_swap_s,
         )
+
+    def encode_images(self, images: Sequence[EncodedImage]) -> None:
+        """vLLM keeps no features between requests: nothing is done."""
 
     async def sleep(self) -> None:
         """Wait for the running requests, then move the weights to the machine's memory and drop keys and values.

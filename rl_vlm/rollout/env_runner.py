@@ -36,6 +36,10 @@ class VLMEnvRunner(EnvRunner):
         """Sample all tasks at once. Failures are data in the result, never exceptions."""
         return self._loop.run_until_complete(self._worker.run(tasks))
 
+    def prepare(self, *, tasks: list[RolloutTask]) -> None:
+        """Open the episodes that the next `sample` will be asked for."""
+        self._loop.run_until_complete(self._worker.prepare(tasks))
+
     def assert_healthy(self) -> None:
         """RLlib asks after construction."""
         assert self._worker is not None

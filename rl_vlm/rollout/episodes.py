@@ -7,7 +7,8 @@ From then on every episode goes its own way, at its own speed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -85,14 +86,51 @@ class _Episode:
     replicas: list[str] = field(default_factory=list)
 
 
-async def run_group(
-    task: RolloutTask, pool: EnvPool, policy: Policy, text: TextSide, limits: EpisodeLimits
-) -> TrajectoryGroup:
-    """Sample one group. Raises GroupFailedError when any of its episodes fails."""
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """A group whose episodes are open and have not met the policy: what `open_group` made of a task."""
+
+    envs: list[VisionEnv]
+    openings: list[tuple[Observation, Info]]
+    prompt: EncodedSpan
+    expanded: np.ndarray  # the prompt's ids, one per image token
+
+
+async def open_group(task: RolloutTask, pool: EnvPool, text: TextSide) -> OpenGroup:
+    """Reset the environments of a group and encode what they show. Raises GroupFailedError."""
     envs: list[VisionEnv] = []
+    with _failing(pool, envs):
+        envs += pool.take(task.size)
+        openings = await pool.reset(envs, task.seed, {"index": task.index, "split": task.split})
+        first = openings[0][0]
+        prompt = text.codec.encode_prompt(first.messages)
+        for observation, _ in openings[1:]:
+            _check_same_opening(observation, first, prompt, text)
+        return OpenGroup(envs, openings, prompt, _expand(prompt, text, task.group_id))
+
+
+async def run_group(
+    task: RolloutTask,
+    pool: EnvPool,
+    policy: Policy,
+    text: TextSide,
+    limits: EpisodeLimits,
+    opened: OpenGroup | None = None,
+) -> TrajectoryGroup:
+    """Sample one group, from where `open_group` left it. Raises GroupFailedError when any of its episodes fails."""
+    if opened is None:
+        opened = await open_group(task, pool, text)
+    with _failing(pool, opened.envs):
+        group = await _run_group(task, opened, pool, policy, text, limits)
+    pool.give_back(opened.envs)
+    return group
+
+
+@contextmanager
+def _failing(pool: EnvPool, envs: list[VisionEnv]) -> Iterator[None]:
+    """Whatever goes wrong gives the environments up; a known error leaves as GroupFailedError."""
     try:
-        envs = pool.take(task.size)
-        group = await _run_group(task, envs, pool, policy, text, limits)
+        yield
     except RLVLMError as error:
         pool.discard(envs)
         if isinstance(error, GroupFailedError):
@@ -101,19 +139,13 @@ async def run_group(
     except BaseException:
         pool.discard(envs)
         raise
-    pool.give_back(envs)
-    return group
 
 
 async def _run_group(
-    task: RolloutTask, envs: list[VisionEnv], pool: EnvPool, policy: Policy, text: TextSide, limits: EpisodeLimits
+    task: RolloutTask, opened: OpenGroup, pool: EnvPool, policy: Policy, text: TextSide, limits: EpisodeLimits
 ) -> TrajectoryGroup:
-    openings = await pool.reset(envs, task.seed, {"index": task.index, "split": task.split})
+    envs, openings, prompt, expanded = opened.envs, opened.openings, opened.prompt, opened.expanded
     first = openings[0][0]
-    prompt = text.codec.encode_prompt(first.messages)
-    for observation, _ in openings[1:]:
-        _check_same_opening(observation, first, prompt, text)
-    expanded = _expand(prompt, text, task.group_id)
     room = _room(limits, len(expanded), 0)
     if room < 1:
         raise GroupFailedError(

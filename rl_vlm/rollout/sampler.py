@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,13 +62,22 @@ class RolloutSampler:
     def start(self, tasks: Sequence[RolloutTask], version: int) -> Round:
         """Send tasks to the healthy runners, dealt round so that runner and place in a round always agree."""
         self._revive()
-        runners = self._manager.healthy_actor_ids() or self._manager.actor_ids()
         work = Round(version, time.monotonic())
-        for place in range(len(runners)):
+        for runner, shard in self._deal(tasks):
+            self._send(work, runner, shard)
+        return work
+
+    def prepare(self, tasks: Sequence[RolloutTask]) -> None:
+        """Let the runners open the episodes of a round that `start` will send; nobody waits for it."""
+        for runner, shard in self._deal(tasks):
+            self._manager.actors()[runner].prepare.remote(tasks=shard)
+
+    def _deal(self, tasks: Sequence[RolloutTask]) -> Iterator[tuple[int, list[RolloutTask]]]:
+        runners = self._manager.healthy_actor_ids() or self._manager.actor_ids()
+        for place, runner in enumerate(runners):
             shard = list(tasks[place :: len(runners)])
             if shard:
-                self._send(work, runners[place], shard)
-        return work
+                yield runner, shard
 
     def _send(self, work: Round, runner: int, shard: list[RolloutTask]) -> None:
         ref = self._manager.actors()[runner].sample.remote(tasks=shard)

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from rl_vlm.config import RunConfig
@@ -15,12 +17,14 @@ from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.registry import make
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.rollout.env_pool import EnvPool
-from rl_vlm.rollout.episodes import EpisodeLimits, GroupFailedError, run_group
+from rl_vlm.rollout.episodes import EpisodeLimits, GroupFailedError, OpenGroup, open_group, run_group
 from rl_vlm.rollout.retry import RetryPolicy
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.serving.client import PolicyClient
 from rl_vlm.serving.router import homes
 from rl_vlm.types import TrajectoryGroup
+
+logger = logging.getLogger(__name__)
 
 # Answers up to this many tokens are so short that a Serve call costs more than waiting for the slowest of a batch.
 _COALESCE_UP_TO_TOKENS = 128
@@ -49,6 +53,28 @@ class RolloutWorker:
         self._retry = RetryPolicy(run.rollout.group_retries + 1)
         self._client: PolicyClient | None = None
         self._pools: dict[str, EnvPool] = {}
+        self._counted_env_s = 0.0  # of the pools' busy seconds, what results have told
+        self._opened: dict[str, tuple[RolloutTask, OpenGroup]] = {}
+
+    async def prepare(self, tasks: list[RolloutTask]) -> None:
+        """Open the episodes of tasks that will be run next, and let the replicas encode their images.
+
+        Neither needs the policy's weights, so it is done while the learner works. What fails here is left to `run`.
+        """
+        for task, opened in self._opened.values():  # of a round that never came
+            self._pool(task.variant).give_back(opened.envs)
+        self._opened = {}
+        outcomes = await asyncio.gather(*(self._open(task) for task in tasks))
+        self._opened = {task.group_id: (task, opened) for task, opened in zip(tasks, outcomes, strict=True) if opened}
+        await self._connect().encode_images([opened.prompt.images for _, opened in self._opened.values()])
+
+    async def _open(self, task: RolloutTask) -> OpenGroup | None:
+        try:
+            return await open_group(task, self._pool(task.variant), self._text)
+        except Exception as error:
+            # `run` opens the group anew, and counts what fails then.
+            logger.debug("opening %s ahead failed: %s", task.group_id, error)
+            return None
 
     async def run(self, tasks: list[RolloutTask]) -> RolloutResult:
         """Sample all tasks at once; nothing that an environment or a request does leaves as an exception."""
@@ -56,7 +82,6 @@ class RolloutWorker:
         client = self._connect()
         dropped: Counter[str] = Counter()
         calls, retries = client.stats.calls, client.stats.retries
-        busy = sum(pool.busy_s for pool in self._pools.values())
         outcomes = await asyncio.gather(*(self._attempt(task, client, dropped) for task in tasks))
         result = RolloutResult(dropped=dict(dropped))
         for task, outcome in zip(tasks, outcomes, strict=True):
@@ -65,10 +90,9 @@ class RolloutWorker:
             else:
                 result.lost[task.group_id] = outcome
         result.client = {"calls": client.stats.calls - calls, "retries": client.stats.retries - retries}
-        result.timings = {
-            "sample": time.perf_counter() - started,
-            "env": sum(pool.busy_s for pool in self._pools.values()) - busy,
-        }
+        busy = sum(pool.busy_s for pool in self._pools.values())
+        result.timings = {"sample": time.perf_counter() - started, "env": busy - self._counted_env_s}
+        self._counted_env_s = busy
         result.needs_restart = any(pool.stuck for pool in self._pools.values())
         return result
 
@@ -88,9 +112,10 @@ class RolloutWorker:
     async def _attempt(self, task: RolloutTask, client: PolicyClient, dropped: Counter[str]) -> TrajectoryGroup | str:
         """The group, or why it is lost after all its attempts."""
         attempt = 0
+        opened = self._take_opened(task)
         while True:
             try:
-                return await run_group(task, self._pool(task.variant), client, self._text, self._limits)
+                return await run_group(task, self._pool(task.variant), client, self._text, self._limits, opened)
             except GroupFailedError as error:
                 dropped[error.reason] += 1
                 if not self._retry.again(attempt):
@@ -99,7 +124,18 @@ class RolloutWorker:
                 dropped["unexpected"] += 1
                 if not self._retry.again(attempt):
                     return f"{type(error).__name__}: {error}"
+            opened = None
             attempt += 1
+
+    def _take_opened(self, task: RolloutTask) -> OpenGroup | None:
+        """What `prepare` opened for this task."""
+        if task.group_id not in self._opened:
+            return None
+        prepared, opened = self._opened.pop(task.group_id)
+        if replace(prepared, min_version=task.min_version) != task:  # the same name for other work
+            self._pool(prepared.variant).give_back(opened.envs)
+            return None
+        return opened
 
     def _pool(self, variant: str) -> EnvPool:
         if variant not in self._pools:
@@ -118,6 +154,8 @@ class RolloutWorker:
 
     def close_envs(self) -> None:
         """Forget all environments; new ones are made as tasks need them."""
+        self._opened = {}
+        self._counted_env_s = 0.0
         for pool in self._pools.values():
             pool.close()
         self._pools = {}

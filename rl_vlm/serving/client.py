@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +16,11 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 
 from rl_vlm.serving.router import home_session
 from rl_vlm.serving.server import ReplicaUnavailableError, app_name
-from rl_vlm.types import Completion, GenerationRequest, RLVLMError
+from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError
 
+logger = logging.getLogger(__name__)
+
+_AHEAD_S = 5.0  # how long a replica may take to note which images come next
 _RETRYABLE = (ActorDiedError, ActorUnavailableError, RayActorError, BackPressureError, RayServeException)
 
 
@@ -76,6 +80,20 @@ class PolicyClient:
             loop.call_soon(loop.call_soon, self._flush)
         self._queue.append((request, future))
         return await future
+
+    async def encode_images(self, images: Sequence[Sequence[EncodedImage]]) -> None:
+        """Tell replicas which images the next requests will show, one entry per request in the order of the requests.
+
+        It saves time where it arrives, and nothing depends on it.
+        """
+        targets = tuple(map(home_session, self._homes[: len(images)]))
+        for part, target in enumerate(targets):
+            shown = [image for entry in images[part :: len(targets)] for image in entry]
+            try:
+                async with asyncio.timeout(_AHEAD_S):
+                    await self._handle.options(session_id=target).encode_images.remote(shown)
+            except (*_RETRYABLE, RayTaskError, TaskCancelledError, RLVLMError, TimeoutError) as error:
+                logger.debug("images were not encoded ahead: %s", error)
 
     def _flush(self) -> None:
         queue, self._queue = self._queue, []

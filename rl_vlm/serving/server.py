@@ -23,7 +23,7 @@ from rl_vlm.models.loading import load_text_side
 from rl_vlm.serving.lifecycle import Admission, Lifecycle, ReplicaState
 from rl_vlm.serving.metrics import RayMetrics, ReplicaTally
 from rl_vlm.serving.registry import POLL_S, registry_name
-from rl_vlm.types import Completion, GenerationRequest, Message, RLVLMError, SampleChunk, SamplingParams
+from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Message, RLVLMError, SampleChunk, SamplingParams
 
 logger = logging.getLogger("ray.serve")
 
@@ -177,6 +177,11 @@ class VLMServer:
                     first = first or time.monotonic() - arrived
                     yield replace(chunk, replica_id=self.replica_id)
         self._tally.streamed(first, time.monotonic() - arrived)
+
+    async def encode_images(self, images: list[EncodedImage]) -> None:
+        """Note images that coming requests will show; the engine may encode them while it has nothing else to do."""
+        await self._ensure_started()
+        self._engine.encode_images(images)
 
     async def _admit(self, wanted: int) -> None:
         """Return once a request for version `wanted` may start."""

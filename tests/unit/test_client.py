@@ -56,6 +56,10 @@ class Handle:
     def generate(self) -> Handle:
         return self
 
+    @property
+    def encode_images(self) -> Handle:
+        return self
+
     def options(self, session_id: str) -> Handle:
         self.session = session_id
         return self
