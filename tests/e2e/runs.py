@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -143,3 +144,22 @@ class TrainingProcess(CommandProcess):
     def result(self) -> dict[str, Any]:
         """result.json."""
         return json.loads((self.run_dir / "result.json").read_text())  # type: ignore[no-any-return]
+
+
+class ServeProcess(CommandProcess):
+    """`rl-vlm serve` on a free port."""
+
+    def __init__(self, *arguments: object, **changes: str) -> None:
+        super().__init__("serve", *arguments, "--port", "0", **changes)
+        self.wait_until(lambda: "Serving on" in self.output(), "the server", timeout=180)
+        found = re.search(r"http://\S+", self.output())
+        assert found is not None
+        self.url = found.group()
+
+    def busy(self, seconds: float = 0.5) -> float:
+        """CPUs that the replica uses."""
+        (replica,) = self.actors(REPLICA)
+        before = replica.cpu_times()
+        time.sleep(seconds)
+        after = replica.cpu_times()
+        return float(after.user + after.system - before.user - before.system) / seconds

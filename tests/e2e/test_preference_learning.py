@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from preference_loop import build, content, train_to
-from runs import TrainingProcess
+from runs import ServeProcess, TrainingProcess
 
 from rl_vlm.algorithms.preference_sac import PreferenceSAC
 from rl_vlm.cluster import ray_cluster
 from rl_vlm.config import RunConfig, load_config, parse_config
+from rl_vlm.preference.store import LabelStore
 
 ROOT = Path(__file__).resolve().parents[2]
 CARTPOLE = ROOT / "configs" / "rl_vlm_f" / "cartpole_tiny.yaml"
@@ -104,3 +105,36 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> N
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("straight", "killed")]
     assert results[0]["evaluation_reward_after"] == results[1]["evaluation_reward_after"]
     assert (tmp_path / "straight" / "eval.csv").read_text() == (tmp_path / "killed" / "eval.csv").read_text()
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(1200)
+def test_a_labeller_that_is_down_ends_the_session_and_the_run_goes_on_when_it_is_back(tmp_path: Path) -> None:
+    server, run_dir = ("tiny-labeller", "serving.max_context=512"), tmp_path / "run"
+    settings = (
+        "preference.labels.source=endpoint", "preference.labels.endpoint.guidance=structured_outputs",
+        "preference.labels.endpoint.model=tiny-labeller", "preference.labels.deadline_s=20",
+        "preference.total_steps=2500", "preference.steps_per_iteration=50", "preference.evaluation.every=0",
+    )  # fmt: skip
+
+    def labels() -> int:
+        sessions = LabelStore(run_dir / "labels").sessions()
+        return sum(not label.error for session in sessions for label in session.labels)
+
+    with ServeProcess(*server) as labeller:
+        url = f"preference.labels.endpoint.url={labeller.url}/v1"
+        with TrainingProcess(run_dir, *settings, url, config=CARTPOLE) as run:
+            run.wait_until(lambda: (run_dir / "vlm_query_log.csv").exists(), "the first session")
+            labeller.process.kill()
+            assert run.wait() == 1
+    assert "pairs could be labelled" in run.output() and "then resume" in run.output()
+    assert "Traceback" not in run.output()
+    known = labels()
+    assert known >= 50
+    with ServeProcess(*server) as labeller:
+        url = f"preference.labels.endpoint.url={labeller.url}/v1"
+        with TrainingProcess(run_dir, *settings, url, "--resume", config=CARTPOLE) as run:
+            assert run.wait() == 0, run.output()[-3000:]
+    assert run.result()["status"] == "done" and labels() > known
+    found = [label for session in LabelStore(run_dir / "labels").sessions() for label in session.labels]
+    assert not [label.error for label in found if label.error]

@@ -6,7 +6,6 @@ import base64
 import io
 import re
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,7 @@ import httpx
 import openai
 import pytest
 from PIL import Image
-from runs import REPLICA, CommandProcess
+from runs import REPLICA, ServeProcess
 from safetensors.torch import load, save
 
 from rl_vlm.config import parse_config
@@ -26,25 +25,6 @@ from rl_vlm.models.adapter import AdapterPayload
 HI: list[Any] = [{"role": "user", "content": "How many shapes are there?"}]
 # Seconds of work on any machine: hot samples of a random adapter end their turns rarely, and these are many.
 LONG: dict[str, Any] = {"messages": HI, "max_tokens": 2000, "temperature": 2.0, "n": 256}
-
-
-class ServeProcess(CommandProcess):
-    """`rl-vlm serve` on a free port."""
-
-    def __init__(self, *arguments: object, **changes: str) -> None:
-        super().__init__("serve", *arguments, "--port", "0", **changes)
-        self.wait_until(lambda: "Serving on" in self.output(), "the server", timeout=180)
-        found = re.search(r"http://\S+", self.output())
-        assert found is not None
-        self.url = found.group()
-
-    def busy(self, seconds: float = 0.5) -> float:
-        """CPUs that the replica uses."""
-        (replica,) = self.actors(REPLICA)
-        before = replica.cpu_times()
-        time.sleep(seconds)
-        after = replica.cpu_times()
-        return float(after.user + after.system - before.user - before.system) / seconds
 
 
 @pytest.fixture(scope="module")
