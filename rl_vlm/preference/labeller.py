@@ -23,7 +23,7 @@ from rl_vlm.engines.base import derive_seed
 from rl_vlm.preference.backends import Answer, Ask, Backend, BackendError, Question
 from rl_vlm.preference.parsing import parse_label, parse_score, strip_thoughts
 from rl_vlm.preference.prompts import TaskPrompts
-from rl_vlm.preference.types import Label, LabelValue, Score, Segment, SegmentPair
+from rl_vlm.preference.types import IDENTICAL, Label, LabelValue, Score, Segment, SegmentPair
 from rl_vlm.types import EncodedImage, Message, RLVLMError, UserInputError
 
 CHOICES = ("0", "1", "-1")
@@ -147,7 +147,7 @@ class VLMLabeller:
     async def _label_one(self, ask: Ask, number: int, first: EncodedImage, second: EncodedImage) -> Label:
         if first.sha256 == second.sha256:
             self.stats.identical += 1
-            return Label(-1, (0.0, 0.0, 1.0), "the pictures are identical")
+            return Label(-1, (0.0, 0.0, 1.0), IDENTICAL)
         started = time.monotonic()
         orders = [(first, second), (second, first)][: 1 + self._options.both_orders]
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rl_vlm.preference.types import SKIPPED, Label, Labeller, SegmentPair
+from rl_vlm.preference.types import IDENTICAL, SKIPPED, Label, Labeller, SegmentPair
 from rl_vlm.types import RLVLMError
 
 Draw = Callable[[int], Sequence[SegmentPair]]
@@ -60,10 +60,11 @@ async def label_session(labeller: Labeller, draw: Draw, wanted: int, max_rounds:
         session.pairs += pairs
         session.labels += labels
         failed = [label for label in labels if label.error and label.error != SKIPPED]
-        if len(failed) == len(labels):
+        answered = [label for label in labels if is_answer(label) and label.text != IDENTICAL]
+        if failed and not answered:
             if number == 0:
                 raise LabellerDownError(
-                    f"None of {len(labels)} pairs could be labelled: {failed[0].error} Start the labeller again, then resume."
+                    f"None of {len(failed)} pairs could be labelled: {failed[0].error} Start the labeller again, then resume."
                 )
             break  # what was answered before is kept; the next session asks again
     return session

@@ -55,6 +55,7 @@ class Label:
 
 
 SKIPPED = "skipped"  # the `error` of a pair that a scripted teacher passed over
+IDENTICAL = "the pictures are identical"  # the `text` of a label that nobody was asked for
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,6 +230,15 @@ def test_a_labeller_that_is_down_stops_the_session() -> None:
         asyncio.run(label_session(labeller, lambda count: random_pairs(count), 3))
 
 
+def test_pairs_that_nobody_is_asked_about_do_not_hide_a_labeller_that_is_down() -> None:
+    def down(question: Question) -> str:
+        raise BackendError("connection refused", retryable=False)
+
+    labeller, pairs = VLMLabeller(Scripted(down), PROMPTS, one_step()), [pair(7, 7), *random_pairs(2), pair(9, 9)]
+    with pytest.raises(LabellerDownError, match="None of 2 pairs could be labelled: connection refused"):
+        asyncio.run(label_session(labeller, lambda count: pairs, 4))
+
+
 def test_undecided_pairs_are_topped_up() -> None:
     draws: list[int] = []
 
