@@ -233,7 +233,7 @@ class Feedback:
             except LabellerDownError as error:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise
+                    raise LabellerDownError(f"{error} Then --resume goes on from the last checkpoint.") from error
                 if not warned:
                     logger.warning("%s Waiting up to %.0f s for it.", error, left)
                     warned = True

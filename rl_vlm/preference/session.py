@@ -64,7 +64,7 @@ async def label_session(labeller: Labeller, draw: Draw, wanted: int, max_rounds:
         if failed and not answered:
             if number == 0:
                 raise LabellerDownError(
-                    f"None of {len(failed)} pairs could be labelled: {failed[0].error} Start the labeller again, then resume."
+                    f"None of {len(failed)} pairs could be labelled: {failed[0].error.rstrip('.')}. Start the labeller again."
                 )
             break  # what was answered before is kept; the next session asks again
     return session

@@ -147,10 +147,10 @@ class TrainingProcess(CommandProcess):
 
 
 class ServeProcess(CommandProcess):
-    """`rl-vlm serve` on a free port."""
+    """`rl-vlm serve`, on a free port unless one is given."""
 
-    def __init__(self, *arguments: object, **changes: str) -> None:
-        super().__init__("serve", *arguments, "--port", "0", **changes)
+    def __init__(self, *arguments: object, port: int = 0, **changes: str) -> None:
+        super().__init__("serve", *arguments, "--port", port, **changes)
         self.wait_until(lambda: "Serving on" in self.output(), "the server", timeout=180)
         found = re.search(r"http://\S+", self.output())
         assert found is not None

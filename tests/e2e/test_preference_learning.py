@@ -14,6 +14,7 @@ from rl_vlm.algorithms.preference_sac import PreferenceSAC
 from rl_vlm.cluster import ray_cluster
 from rl_vlm.config import RunConfig, load_config, parse_config
 from rl_vlm.preference.store import LabelStore
+from rl_vlm.preference.types import Label
 
 ROOT = Path(__file__).resolve().parents[2]
 CARTPOLE = ROOT / "configs" / "rl_vlm_f" / "cartpole_tiny.yaml"
@@ -109,32 +110,36 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> N
 
 @pytest.mark.acceptance
 @pytest.mark.timeout(1200)
-def test_a_labeller_that_is_down_ends_the_session_and_the_run_goes_on_when_it_is_back(tmp_path: Path) -> None:
-    server, run_dir = ("tiny-labeller", "serving.max_context=512"), tmp_path / "run"
-    settings = (
-        "preference.labels.source=endpoint", "preference.labels.endpoint.guidance=structured_outputs",
-        "preference.labels.endpoint.model=tiny-labeller", "preference.labels.deadline_s=20",
-        "preference.total_steps=2500", "preference.steps_per_iteration=50", "preference.evaluation.every=0",
+def test_a_run_waits_for_a_labeller_that_is_down_and_one_that_waited_long_enough_is_resumed(tmp_path: Path) -> None:
+    run_dir, settings = (
+        tmp_path / "run",
+        (
+            "preference.labels.source=endpoint", "preference.labels.endpoint.guidance=structured_outputs",
+            "preference.labels.endpoint.model=tiny-labeller", "preference.labels.deadline_s=5",
+            "preference.total_steps=2500", "preference.steps_per_iteration=50", "preference.evaluation.every=0",
+        ),
     )  # fmt: skip
 
-    def labels() -> int:
-        sessions = LabelStore(run_dir / "labels").sessions()
-        return sum(not label.error for session in sessions for label in session.labels)
+    def labels() -> list[Label]:
+        return [label for session in LabelStore(run_dir / "labels").sessions() for label in session.labels]
 
-    with ServeProcess(*server) as labeller:
-        url = f"preference.labels.endpoint.url={labeller.url}/v1"
-        with TrainingProcess(run_dir, *settings, url, config=CARTPOLE) as run:
+    def server(port: int = 0) -> ServeProcess:
+        return ServeProcess("tiny-labeller", "serving.max_context=512", port=port)
+
+    with server() as labeller:
+        port = int(labeller.url.rpartition(":")[2])
+        where = f"preference.labels.endpoint.url={labeller.url}/v1"
+        with TrainingProcess(run_dir, *settings, where, "preference.labeller_patience_s=0", config=CARTPOLE) as run:
             run.wait_until(lambda: (run_dir / "vlm_query_log.csv").exists(), "the first session")
             labeller.process.kill()
             assert run.wait() == 1
-    assert "pairs could be labelled" in run.output() and "then resume" in run.output()
-    assert "Traceback" not in run.output()
-    known = labels()
-    assert known >= 50
-    with ServeProcess(*server) as labeller:
-        url = f"preference.labels.endpoint.url={labeller.url}/v1"
-        with TrainingProcess(run_dir, *settings, url, "--resume", config=CARTPOLE) as run:
+    assert "pairs could be labelled" in run.output() and "Start the labeller again" in run.output()
+    assert "Traceback" not in run.output() and not [label.error for label in labels() if label.error]
+    known = len(labels())
+    with TrainingProcess(run_dir, *settings, where, "--resume", config=CARTPOLE) as run:
+        run.wait_until(lambda: "Waiting up to" in run.output(), "the wait for the labeller")
+        assert len(labels()) <= known
+        with server(port):
             assert run.wait() == 0, run.output()[-3000:]
-    assert run.result()["status"] == "done" and labels() > known
-    found = [label for session in LabelStore(run_dir / "labels").sessions() for label in session.labels]
-    assert not [label.error for label in found if label.error]
+    assert run.result()["status"] == "done" and len(labels()) > known
+    assert not [label.error for label in labels() if label.error]
