@@ -18,9 +18,9 @@ class RunEnvRunner(EnvRunner):
     Weights are in Serve or travel with each call, figures travel with the results, and checkpoints are the driver's.
     """
 
-    def __init__(self, *, config: Any, spaces: Spaces, worker_index: int = 1, **kwargs: Any) -> None:
+    def __init__(self, own_spaces: Spaces, *, config: Any, worker_index: int = 1, **kwargs: Any) -> None:
         super().__init__(config=config, worker_index=worker_index, **kwargs)
-        self._spaces = spaces
+        self._spaces = own_spaces
         self.place = max(worker_index - 1, 0)  # among the runners; RLlib counts remote ones from 1
 
     def assert_healthy(self) -> None:

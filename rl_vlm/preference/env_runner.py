@@ -25,7 +25,7 @@ class ControlEnvRunner(RunEnvRunner):
     """Steps this runner's share of the run's environments; `run_config` says everything."""
 
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
-        super().__init__(config=config, spaces=(config.observation_space, config.action_space), **kwargs)
+        super().__init__((config.observation_space, config.action_space), config=config, **kwargs)
         run: RunConfig = self.config.run_config
         collection = run.preference.collection
         self.collector = Collector(

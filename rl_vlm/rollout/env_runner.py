@@ -16,7 +16,7 @@ class VLMEnvRunner(RunEnvRunner):
     """Samples trajectory groups from the served policy; the algorithm's `run_config` says everything."""
 
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
-        super().__init__(config=config, spaces=(ObservationSpace(), TextSpace()), **kwargs)
+        super().__init__((ObservationSpace(), TextSpace()), config=config, **kwargs)
         quiet_libraries()
         run = self.config.run_config
         num_workers = max(run.rollout.num_env_runners, 1)
