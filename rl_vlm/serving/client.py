@@ -84,8 +84,11 @@ class PolicyClient:
     async def encode_images(self, images: Sequence[Sequence[EncodedImage]]) -> None:
         """Tell replicas which images the next requests will show, one entry per request in the order of the requests.
 
-        It saves time where it arrives, and nothing depends on it.
+        It saves time where it arrives, and nothing depends on it. Long answers go to the replica that has least to do then,
+        which nobody knows yet: nothing is told.
         """
+        if not self._coalesce:
+            return
         targets = tuple(map(home_session, self._homes[: len(images)]))
         for part, target in enumerate(targets):
             shown = [image for entry in images[part :: len(targets)] for image in entry]

@@ -192,6 +192,13 @@ def test_replicas_are_told_what_their_requests_will_show() -> None:
     assert [calls for _, calls in handle.calls] == [[images[0], images[2]], [images[1]]]
 
 
+def test_where_long_answers_will_go_is_not_known_yet() -> None:
+    handle = Handle()
+    image = picture(np.random.default_rng(0), 32, 32)
+    in_loop(lambda: client_of(handle, coalesce=False).encode_images([[image]]))
+    assert not handle.calls
+
+
 def test_a_replica_that_cannot_be_told_is_no_error() -> None:
     image = picture(np.random.default_rng(0), 32, 32)
     handle = Handle(GenerationFailedError("gone"))
