@@ -382,9 +382,12 @@ class GRPO(Algorithm):
         """Greedy (and, with `evaluation.samples` above 1, pass@k) accuracy on the held-out split, per variant."""
         started = time.perf_counter()
         tasks = evaluation_tasks(self.run, self._num_test, self.version)
-        sampler = RolloutSampler(self.env_runner_group, self.run.evaluation.timeout_s)
-        groups, result = sampler.collect(sampler.start(tasks, self.version), self.stop_requested)
+        work = self._sampler.start(tasks, self.version, self.run.evaluation.timeout_s)
+        groups, result = self._sampler.collect(work, self.stop_requested)
         self._failures.record(len(groups), result.lost)
+        self.restarts["env_runner"] = self._sampler.restarts
+        if died := result.dropped.get("runner_died"):
+            self.dropped["runner_died"] += died
         return {
             **summarize(self.run, tasks, groups),
             "lost": len(result.lost),

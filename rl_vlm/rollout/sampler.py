@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,8 @@ from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.types import RLVLMError, TrajectoryGroup
+
+logger = logging.getLogger(__name__)
 
 # How often a wait looks up to see whether the user wants to stop.
 _LOOK_UP_S = 0.5
@@ -33,6 +36,7 @@ class Round:
 
     version: int
     started: float
+    timeout_s: float
     open: dict[ray.ObjectRef, tuple[int, list[RolloutTask]]] = field(default_factory=dict)
     waiting: list[list[RolloutTask]] = field(default_factory=list)  # shards without a runner
     results: list[RolloutResult] = field(default_factory=list)
@@ -45,7 +49,7 @@ class RolloutSampler:
 
     Args:
         group: the env runners; actors that Ray restarts when they die.
-        timeout_s: deadline of a round.
+        timeout_s: deadline of a round for which `start` is given none.
         restart_grace_s: how long to wait for a first runner to come back when all are gone.
     """
 
@@ -53,24 +57,49 @@ class RolloutSampler:
         self._group = group
         self._timeout_s = timeout_s
         self._restart_grace_s = restart_grace_s
+        self._preparing: list[tuple[int, ray.ObjectRef]] = []
+        self._away: set[int] = set()  # runners that died or were killed, are counted, and are not back yet
+        self._deaths = 0  # that no round has told yet
         self.restarts = 0
 
     @property
     def _manager(self) -> Any:
         return self._group._worker_manager
 
-    def start(self, tasks: Sequence[RolloutTask], version: int) -> Round:
+    def start(self, tasks: Sequence[RolloutTask], version: int, timeout_s: float | None = None) -> Round:
         """Send tasks to the healthy runners, dealt round so that runner and place in a round always agree."""
+        self._look_at_preparations()
         self._revive()
-        work = Round(version, time.monotonic())
+        work = Round(version, time.monotonic(), timeout_s or self._timeout_s)
         for runner, shard in self._deal(tasks):
             self._send(work, runner, shard)
         return work
 
     def prepare(self, tasks: Sequence[RolloutTask]) -> None:
         """Let the runners open the episodes of a round that `start` will send; nobody waits for it."""
-        for runner, shard in self._deal(tasks):
-            self._manager.actors()[runner].prepare.remote(tasks=shard)
+        self._preparing = [
+            (runner, self._manager.actors()[runner].prepare.remote(tasks=shard)) for runner, shard in self._deal(tasks)
+        ]
+
+    def _look_at_preparations(self) -> None:
+        """A runner that died while it prepared may be back already; its next call would not tell."""
+        for runner, ref in self._preparing:
+            if ray.wait([ref], timeout=0)[0]:
+                try:
+                    ray.get(ref, timeout=30)
+                except RayTaskError as error:
+                    logger.debug("runner %d could not prepare: %s", runner, error)
+                except (RayActorError, GetTimeoutError, RayError):
+                    self._lost(runner)
+        self._preparing = []
+
+    def _lost(self, runner: int) -> None:
+        """Count a runner that died, once however many of its calls tell, until it is back."""
+        self._manager.set_actor_state(runner, healthy=False)
+        if runner not in self._away:
+            self._away.add(runner)
+            self._deaths += 1
+            self.restarts += 1
 
     def _deal(self, tasks: Sequence[RolloutTask]) -> Iterator[tuple[int, list[RolloutTask]]]:
         runners = self._manager.healthy_actor_ids() or self._manager.actor_ids()
@@ -94,7 +123,7 @@ class RolloutSampler:
         while work.open or work.waiting:
             if stop_requested():
                 raise RoundAbandonedError("Sampling was stopped.")
-            left = self._timeout_s - (time.monotonic() - work.started)
+            left = work.timeout_s - (time.monotonic() - work.started)
             if left <= 0:
                 self._give_up(work)
                 break
@@ -111,9 +140,7 @@ class RolloutSampler:
                     work.results.append(RolloutResult(lost={task.group_id: str(error.cause) for task in shard}))
                     work.dropped["runner_error"] += len(shard)
                 except (RayActorError, GetTimeoutError, RayError):
-                    self._manager.set_actor_state(runner, healthy=False)
-                    self.restarts += 1
-                    work.dropped["runner_died"] += 1
+                    self._lost(runner)
                     work.waiting.append(shard)
                 else:
                     work.results.append(result)
@@ -141,7 +168,7 @@ class RolloutSampler:
         """The deadline has passed: what has not come is lost, and its runners are restarted."""
         for runner, shard in work.open.values():
             work.results.append(
-                RolloutResult(lost={task.group_id: f"no result within {self._timeout_s:g} s" for task in shard})
+                RolloutResult(lost={task.group_id: f"no result within {work.timeout_s:g} s" for task in shard})
             )
             work.dropped["round_timeout"] += len(shard)
             self._restart(runner)
@@ -154,17 +181,26 @@ class RolloutSampler:
         """Kill a runner that an environment hangs in; Ray starts it again."""
         ray.kill(self._manager.actors()[runner], no_restart=False)
         self._manager.set_actor_state(runner, healthy=False)
+        self._away.add(runner)
         self.restarts += 1
 
     def _revive(self) -> None:
-        """Ask the unhealthy runners whether they are back."""
-        if self._manager.num_healthy_actors() < self._manager.num_actors():
+        """Ask the unhealthy runners, those that RLlib has found as well, whether they are back."""
+        for runner in self._unhealthy():
+            self._lost(runner)
+        if self._away:
             self._manager.probe_unhealthy_actors(timeout_seconds=1.0, mark_healthy=True)
+            self._away &= self._unhealthy()
 
-    @staticmethod
-    def _merge(work: Round) -> tuple[list[TrajectoryGroup], RolloutResult]:
+    def _unhealthy(self) -> set[int]:
+        return set(self._manager.actor_ids()) - set(self._manager.healthy_actor_ids())
+
+    def _merge(self, work: Round) -> tuple[list[TrajectoryGroup], RolloutResult]:
         merged = RolloutResult()
         dropped = Counter(work.dropped)
+        if self._deaths:
+            dropped["runner_died"] += self._deaths
+            self._deaths = 0
         client: Counter[str] = Counter()
         timings: dict[str, float] = {}
         for result in work.results:
