@@ -51,7 +51,7 @@ def listens(url: str) -> bool:
     """Whether new connections are taken."""
     try:
         httpx.get(f"{url}/health")
-    except httpx.ConnectError:
+    except httpx.TransportError:  # refused, or reset: the socket was closed before the connection was taken from it
         return False
     return True
 
