@@ -26,6 +26,7 @@ _MARK = re.compile("\ue000(\\d+)\ue001")
 _ASSISTANT_MARK = "\ue002"
 # What the policy may sample besides ordinary text: everything that the tokenizer does not call special.
 _END_OF_TURN = "<|im_end|>"
+_REMEMBERED_CHARACTERS = 2000  # texts up to this length are worth remembering the ids of
 
 Shape = tuple[tuple[str, str], ...]  # per message: role, and its parts as "t" (text) or "i" (image)
 
@@ -65,6 +66,8 @@ class ChatCodec:
         by_length = sorted(self._special_ids, key=len, reverse=True)
         self._special_pattern = re.compile("(" + "|".join(re.escape(token) for token in by_length) + ")")
         self._render = lru_cache(maxsize=512)(self._render_uncached)
+        # Prompts repeat themselves: a task's question, the words between pictures.
+        self._remembered_ids = lru_cache(maxsize=4096)(self._ids_of)
         self._token_bytes: dict[int, bytes] = {}
 
     @property
@@ -141,6 +144,9 @@ class ChatCodec:
         )
         return str(rendered)
 
+    def _ids_of(self, text: str) -> Sequence[int]:
+        return self._plain.encode(text, add_special_tokens=False).ids
+
     def _encode(self, rendered: str, messages: Sequence[Message], first_text: int = 0) -> EncodedSpan:
         texts = [part for message in messages for part in message.parts if isinstance(part, str)]
         images = as_encoded([image for message in messages for image in message.images])
@@ -151,7 +157,7 @@ class ChatCodec:
         def flush() -> None:
             text = "".join(plain)
             if text:
-                ids.extend(self._plain.encode(text, add_special_tokens=False).ids)
+                ids.extend(self._remembered_ids(text) if len(text) <= _REMEMBERED_CHARACTERS else self._ids_of(text))
             plain.clear()
 
         # Odd items are the numbers of text markers, even items belong to the template.
