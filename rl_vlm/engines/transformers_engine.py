@@ -32,6 +32,7 @@ from rl_vlm.types import Completion, EncodedImage, GenerationRequest, SampleChun
 logger = logging.getLogger(__name__)
 
 _AHEAD_IMAGES = 8  # encoded ahead in one go; a call that comes meanwhile waits for them
+_AHEAD_LIMIT = 1024  # images that wait to be
 _NO_SLEEP = "The transformers engine keeps its weights in place: use engine vllm on a GPU to sleep and wake."
 
 
@@ -87,7 +88,7 @@ class TransformersEngine:
         self._active = _Version(BASE_MODEL)  # whose weights are in place
         self._loading = False
         self._open: set[Call] = set()  # calls without an answer
-        self._ahead: deque[EncodedImage] = deque()  # of requests that are still to come
+        self._ahead: deque[EncodedImage] = deque(maxlen=_AHEAD_LIMIT)  # of requests that are still to come
         self._waiting: deque[Call] = deque()  # those of them that are not admitted whole
         self._owners: dict[int, tuple[Call, int]] = {}  # id(job) -> its call and place in it
         self._streams: set[TokenStream] = set()  # of running calls
@@ -140,13 +141,13 @@ class TransformersEngine:
             self._drop(call)
 
     def encode_images(self, images: Sequence[EncodedImage]) -> None:
-        """Encode these images when nothing else is to be done; a new list takes the place of an older one.
+        """Encode these images when nothing else is to be done; of very many the oldest are forgotten.
 
         Not with lockstep, where features would be of another batch than the call's own.
         """
         if not self._lockstep:
             with self._wake:
-                self._ahead = deque(images)
+                self._ahead.extend(images)
                 self._wake.notify()
 
     def _enqueue(self, requests: Sequence[GenerationRequest], stream: TokenStream | None = None) -> Call:
