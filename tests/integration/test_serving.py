@@ -18,6 +18,7 @@ from serving_support import RUN_ID, Adapters, ask, client, replicas, served, unt
 from rl_vlm.config import RunConfig
 from rl_vlm.serving.publisher import PolicyService
 from rl_vlm.serving.registry import registry_name
+from rl_vlm.serving.router import home_session
 from rl_vlm.serving.server import app_name
 from rl_vlm.types import SampleChunk
 
@@ -46,11 +47,9 @@ def engine_counts(name: str) -> list[int]:
 
     async def gather() -> list[int]:
         handle = serve.get_deployment_handle("policy", app_name(RUN_ID))
-        found: dict[str, int] = {}
-        while len(found) < 2:
-            status = await handle.status.remote()
-            found[status["replica_id"]] = status["engine"][name]
-        return list(found.values())
+        # Each replica by its place: the least loaded one alone would never be the one that is busy.
+        found = [await handle.options(session_id=home_session(place)).status.remote() for place in range(2)]
+        return [status["engine"][name] for status in found]
 
     return asyncio.run(asyncio.wait_for(gather(), 30))
 
@@ -117,17 +116,21 @@ def test_a_stream_says_the_same_as_a_whole_answer(policy: tuple[RunConfig, Polic
 
 
 def test_a_caller_that_goes_away_frees_its_rows(policy: tuple[RunConfig, PolicyService], tiny_folder: Path) -> None:
-    # So hot that any token is as likely as the end of a turn: the samples are long.
-    endless = [ask(tiny_folder, "count", str(k), n=64, max_new_tokens=400, temperature=9.0) for k in range(4)]
+    # So hot that any token is as likely as the end of a turn: the samples are long, and all of them take 20 s or more.
+    endless = [ask(tiny_folder, "count", str(k), n=64, max_new_tokens=400, temperature=9.0) for k in range(80)]
+
+    def unfinished() -> int:
+        return sum(engine_counts("running")) + sum(engine_counts("waiting"))
 
     async def leave() -> None:
-        policy_client = client()
+        policy_client = client(deadline_s=200.0)
         tasks = [asyncio.ensure_future(policy_client.generate(request)) for request in endless]
-        await until(lambda: asyncio.to_thread(lambda: sum(engine_counts("running")) > 0), 20)
+        await until(lambda: asyncio.to_thread(lambda: unfinished() > 0), 20)
+        assert not all(task.done() for task in tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await until(lambda: asyncio.to_thread(lambda: sum(engine_counts("running")) == 0), 10)
+        await until(lambda: asyncio.to_thread(lambda: unfinished() == 0), 8)
 
     asyncio.run(leave())
 
