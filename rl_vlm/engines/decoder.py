@@ -13,7 +13,6 @@ from functools import lru_cache
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from rl_vlm.chat import ChatCodec, expand_image_tokens, mrope_positions
 from rl_vlm.engines.base import EngineError, uniforms
@@ -21,7 +20,7 @@ from rl_vlm.engines.choices import ChoiceNode, choice_trie, encode_choices, rest
 from rl_vlm.engines.kv_cache import RowCache
 from rl_vlm.engines.rows import Job, RowTable
 from rl_vlm.engines.sampling import Chosen, choose_tokens, most_likely
-from rl_vlm.engines.text_step import TextStep
+from rl_vlm.engines.text_model import TextModel
 from rl_vlm.models.backbone import Backbone
 from rl_vlm.types import Completion, GenerationRequest, StopReason, UserInputError
 
@@ -53,7 +52,7 @@ class Decoder:
         self._codec = codec
         self._max_context = max_context
         self._device = backbone.device
-        self._text_step = TextStep(backbone.model, max_context)
+        self._text = TextModel(backbone.model, max_context)
         self._trie = lru_cache(maxsize=64)(choice_trie)
         self._random = np.random.default_rng()
         self.counts = DecoderCounts()
@@ -141,23 +140,19 @@ class Decoder:
         for row, job in enumerate(jobs):
             ids[row, : lengths[row]] = job.prompt_ids
             positions[:, row, : lengths[row]] = job.positions
-        # Prompts are padded on the right: causal attention never sees the padding.
-        mask = torch.ones(longest, longest, dtype=torch.bool, device=self._device).tril()[None, None]
-        cache = DynamicCache()
-        hidden = self._backbone.hidden_states(
+        hidden, layers = self._text.prefill(
             torch.from_numpy(ids).to(self._device),
             torch.from_numpy(positions).to(self._device),
-            mask.expand(len(jobs), 1, longest, longest),
+            torch.from_numpy(lengths).to(self._device),
+            self._codec.image_token_id,
             [feature for job in jobs for feature in job.features],
-            cache,
         )
-        last = hidden[torch.arange(len(jobs), device=self._device), torch.from_numpy(lengths - 1).to(self._device)]
-        logits = self._backbone.logits(last)
+        logits = self._backbone.logits(hidden)
 
         source = np.repeat(np.arange(len(jobs)), [job.request.sampling.n for job in jobs])
         source_t = torch.from_numpy(source).to(self._device)
         self._cache.admit(
-            [(layer.keys, layer.values) for layer in cache.layers],  # type: ignore[misc]
+            layers,
             source_t,
             max(len(job.prompt_ids) + job.request.sampling.max_new_tokens for job in jobs),
         )
@@ -184,7 +179,7 @@ class Decoder:
         # The token sampled last has no key and value yet: this step writes them at `length`.
         lengths = torch.from_numpy(rows.length).to(self._device)
         self._cache.begin_step(lengths, int(rows.length.min()), int(rows.length.max()))
-        hidden = self._text_step(
+        hidden = self._text.step(
             torch.from_numpy(last_tokens).to(self._device),
             torch.from_numpy(rows.position).to(self._device),
             self._cache,

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from rl_vlm.models.images import ImageProcessorSpec, patchify
+from rl_vlm.models.images import ImageProcessorSpec, frame_patches
 from rl_vlm.models.vision import fast_vision
 from rl_vlm.types import EncodedImage
 
-_VISION_PATCHES = 32_768  # in one pass of the vision tower; 8 million pixels
+# In one pass of the vision tower: 8 million pixels on a GPU; on a CPU what stays in its caches.
+_VISION_PATCHES = {"cuda": 32_768, "cpu": 2_048}
 
 
 @dataclass(slots=True)
@@ -91,10 +92,10 @@ class Backbone:
     def _vision_batches(self, images: Sequence[EncodedImage]) -> Iterator[list[EncodedImage]]:
         """The images in batches of bounded size: the memory of a forward pass grows with its patches."""
         batch: list[EncodedImage] = []
-        patches = 0
+        patches, most = 0, _VISION_PATCHES[self.device.type]
         for image in images:
             _, rows, columns = self.images.grid_thw(image.width, image.height, image.sha256[:12])
-            if batch and patches + rows * columns > _VISION_PATCHES:
+            if batch and patches + rows * columns > most:
                 yield batch
                 batch, patches = [], 0
             batch.append(image)
@@ -103,7 +104,7 @@ class Backbone:
             yield batch
 
     def _encode(self, images: Sequence[EncodedImage]) -> dict[str, ImageFeatures]:
-        pixels, grids = zip(*(patchify(self.images, image) for image in images), strict=True)
+        pixels, grids = zip(*(frame_patches(self.images, image) for image in images), strict=True)
         pixel_values = torch.from_numpy(np.concatenate(pixels)).to(self.device)
         grid_thw = torch.tensor(grids, dtype=torch.long, device=self.device)
         with fast_vision(self.model):
@@ -120,12 +121,11 @@ class Backbone:
         position_ids: Tensor,
         attention_mask: Tensor,
         features: Sequence[ImageFeatures] = (),
-        cache: Any = None,
     ) -> Tensor:
         """Last hidden states [B, L, D].
 
         input_ids int64 [B, L]; position_ids int64 [3, B, L]; attention_mask bool [B, 1, L, K]; features of the images
-        in the row-major order of their placeholders; cache: a transformers cache, or None.
+        in the row-major order of their placeholders.
         """
         extra: dict[str, Any] = {}
         if features:
@@ -137,8 +137,7 @@ class Backbone:
             input_ids=input_ids,
             position_ids=position_ids,
             attention_mask=attention_mask,
-            past_key_values=cache,
-            use_cache=cache is not None,
+            use_cache=False,
             **extra,
         )
         return out.last_hidden_state  # type: ignore[no-any-return]

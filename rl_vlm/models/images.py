@@ -179,6 +179,15 @@ class ImageProcessorSpec:
 
 def patchify(spec: ImageProcessorSpec, image: Image.Image | EncodedImage, name: str = "") -> tuple[np.ndarray, Grid]:
     """(pixel_values float32 [patches, patch_dim], grid) of one image, in the processor's patch order."""
+    values, grid = frame_patches(spec, image, name)
+    frames = np.repeat(values.reshape(len(values), 3, 1, -1), spec.temporal_patch_size, axis=2)
+    return frames.reshape(len(values), spec.patch_dim), grid
+
+
+def frame_patches(
+    spec: ImageProcessorSpec, image: Image.Image | EncodedImage, name: str = ""
+) -> tuple[np.ndarray, Grid]:
+    """`patchify` with one frame instead of `temporal_patch_size` equal ones: float32 [patches, 3 * patch_size²]."""
     label = name or (image.sha256[:12] if isinstance(image, EncodedImage) else "")
     # Checked before decoding: a forged size must not cost memory.
     new_width, new_height = spec.resized(image.width, image.height, label)
@@ -191,10 +200,10 @@ def patchify(spec: ImageProcessorSpec, image: Image.Image | EncodedImage, name: 
     # -> [row block, column block, row in block, column in block, channel, y, x], still bytes: cheap to move
     patches = np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(rows * columns, 3, patch * patch)
     table = _lookup(spec.rescale_factor, spec.mean, spec.std)
-    values = np.empty((rows * columns, 3, spec.temporal_patch_size, patch * patch), dtype=np.float32)
+    values = np.empty(patches.shape, dtype=np.float32)
     for channel in range(3):
-        values[:, channel] = table[channel][patches[:, channel]][:, None]
-    return values.reshape(rows * columns, spec.patch_dim), (1, rows, columns)
+        values[:, channel] = table[channel][patches[:, channel]]
+    return values.reshape(rows * columns, -1), (1, rows, columns)
 
 
 def _decode(image: Image.Image | EncodedImage, label: str) -> np.ndarray:

@@ -9,29 +9,34 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
-from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision  # Qwen2.5-VL has the same
+
+from rl_vlm.models.rotary import rolled_sin, rotate
 
 
 @contextlib.contextmanager
 def fast_vision(model: Any) -> Iterator[None]:
-    """Within this context the model's vision tower computes the same faster.
+    """Within this context the model's vision tower computes the same faster, of still images only.
 
-    The patch embedding is a 3-D convolution that covers its input, so a matrix product does it. Attention goes image
-    by image in a loop; when all images have the same size, one call does them all.
+    The patch embedding is a 3-D convolution that covers its input, so a matrix product does it; of a still image it may be
+    given one frame (`frame_patches`), because the frames are equal. Attention goes image by image in a loop; when all images
+    have the same size, one call does them all.
     """
     embed = model.model.visual.patch_embed
     attentions = [block.attn for block in model.model.visual.blocks]
 
     def patches(pixels: Tensor) -> Tensor:
-        weight = embed.proj.weight
-        return functional.linear(pixels.to(weight.dtype), weight.flatten(1), embed.proj.bias)
+        weight = embed.proj.weight  # [D, channels, frames, height, width]
+        one_frame = pixels.shape[1] * weight.shape[2] == weight[0].numel()
+        kernel = (weight.sum(2) if one_frame else weight).flatten(1)
+        return functional.linear(pixels.to(weight.dtype), kernel, embed.proj.bias)
 
     def attend(attention: Any, hidden: Tensor, cu_seqlens: Tensor, position_embeddings: Any, **kwargs: Any) -> Tensor:
         lengths = cu_seqlens.diff()
         if not bool((lengths == lengths[0]).all()):
             return type(attention).forward(attention, hidden, cu_seqlens, position_embeddings, **kwargs)  # type: ignore[no-any-return]
         queries, keys, values = attention.qkv(hidden).reshape(len(hidden), 3, attention.num_heads, -1).unbind(1)
-        queries, keys = apply_rotary_pos_emb_vision(queries, keys, *position_embeddings)
+        cos, sin = position_embeddings[0][:, None].float(), rolled_sin(position_embeddings[1])[:, None].float()
+        queries, keys = (rotate(part.float(), cos, sin).to(part.dtype) for part in (queries, keys))
         shape = (len(lengths), -1, attention.num_heads, attention.head_dim)  # [images, patches, heads, head_dim]
         queries, keys, values = (part.reshape(shape).transpose(1, 2) for part in (queries, keys, values))
         mixed = functional.scaled_dot_product_attention(queries, keys, values, scale=attention.scaling)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -339,3 +340,23 @@ def test_a_hostile_model_cannot_forge_an_image(hostile_folder: Path) -> None:
     assert all(
         close(sample.logprobs, np.full(len(sample.logprobs), expected)) for sample in completions["sampled"].samples
     )
+
+
+def test_image_features_that_reach_the_last_layer_count(tiny_folder: Path, text: TextSide) -> None:
+    model = plain_model(tiny_folder)
+    model.model.language_model.layers = model.model.language_model.layers[:1]
+    model.config.text_config.num_hidden_layers = 1
+    assert len(model.model.visual.deepstack_visual_indexes) == 1
+    image = picture(np.random.default_rng(5), 64, 64)
+    asked = [
+        request(text, [image, "and", image], name="a", max_new_tokens=6, temperature=0.7, seeds=(1,)),
+        request(text, ["Hello"], name="b", max_new_tokens=6, temperature=0.7, seeds=(2,)),
+    ]
+    # A prompt that ends with its image: what the image writes into the last layer decides the first token.
+    until_image = asked[0].prompt_ids[: 1 + int(np.argmax(asked[0].prompt_ids == text.codec.image_token_id))]
+    asked.append(replace(asked[0], request_id="c", prompt_ids=until_image, images=(image,)))
+    for name, answer in run(decoder_of(backbone_of(model, text), text), (0, asked)).items():
+        ids = np.concatenate([answer.prompt_ids, answer.samples[0].token_ids])
+        shown = {"a": [image, image], "b": [], "c": [image]}[name]
+        expected = reference_logprobs(tiny_folder, model, ids, shown, 0.7)[len(answer.prompt_ids) - 1 :]
+        assert np.allclose(answer.samples[0].logprobs, expected.detach(), rtol=0, atol=5e-5), name

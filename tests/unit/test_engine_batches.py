@@ -14,7 +14,7 @@ from engine_support import endless, until
 
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.models.backbone import Backbone
+from rl_vlm.models.backbone import _VISION_PATCHES, Backbone
 from rl_vlm.models.images import PixelLimits
 from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.types import UserInputError
@@ -105,7 +105,7 @@ def test_more_images_than_one_pass_takes_give_the_same_features(
 ) -> None:
     images = pictures(np.random.default_rng(2), 9)
     whole = backbone_of(tiny_folder, text).image_features(images)
-    monkeypatch.setattr("rl_vlm.models.backbone._VISION_PATCHES", 40)
+    monkeypatch.setitem(_VISION_PATCHES, "cpu", 40)
     backbone = backbone_of(tiny_folder, text)
     passes = []
     monkeypatch.setattr(
