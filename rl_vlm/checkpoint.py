@@ -106,7 +106,7 @@ def clean_leftovers(checkpoints: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, data: bytes | memoryview) -> None:
     with open(path, "wb") as file:
         file.write(data)
         file.flush()

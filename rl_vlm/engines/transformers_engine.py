@@ -205,7 +205,8 @@ class TransformersEngine:
         finally:
             self._loading = False
         with self._wake:
-            self._newest = _Version(payload.version, formed)
+            before, self._newest = self._newest, _Version(payload.version, formed)
+            self._retire(before)
             self._swaps += 1
             self._last_swap_s = time.monotonic() - started
             self._wake.notify()
@@ -266,7 +267,12 @@ class TransformersEngine:
         wanted = _Version(BASE_MODEL) if base_model else self._newest
         if wanted.number != self._active.number:
             self._weights.use(wanted.formed)
-        self._active = wanted
+        before, self._active = self._active, wanted
+        self._retire(before)
+
+    def _retire(self, version: _Version) -> None:
+        if version.formed is not None and version.number not in (self._newest.number, self._active.number):
+            self._weights.release(version.formed)
 
     def _admit(self) -> None:
         batch: list[tuple[Call, int, GenerationRequest]] = []

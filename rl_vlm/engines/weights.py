@@ -27,17 +27,32 @@ class Weights(Protocol):
         """Compute with a prepared adapter, or with the base model. Costs no more than changing pointers."""
         ...
 
+    def release(self, formed: Formed) -> None:
+        """A prepared adapter will not be used any more."""
+        ...
+
 
 class MergedWeights:
-    """The adapter is added to the weights: decoding costs the same with and without one, memory is taken twice."""
+    """The adapter is added to the weights: decoding costs the same with and without one, memory is taken twice.
+
+    And a third time while a version is formed. On a CPU that memory is kept for the next one: the system takes a third of
+    the time of the sum itself to hand out fresh pages.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._linears = language_linears(model)
         self._base = linear_weights(model)
+        self._spare: Formed | None = None
 
     def form(self, payload: AdapterPayload) -> Formed:
         """Merge in float32, round to the model's precision."""
-        return merged_weights(payload, self._base)
+        spare, self._spare = self._spare, None
+        return merged_weights(payload, self._base, spare)
+
+    def release(self, formed: Formed) -> None:
+        """Keep its memory for the next version."""
+        if all(tensor.device.type == "cpu" for tensor in formed.values()):
+            self._spare = formed
 
     def use(self, formed: Formed | None) -> None:
         """Put the tensors in place."""
@@ -63,19 +78,25 @@ class SideWeights:
     def form(self, payload: AdapterPayload) -> Formed:
         """Its factors on the device."""
         factors = lora_factors(payload, self._shapes)
-        return {name: LoraFactors(down.to(self._device), up.to(self._device)) for name, (down, up) in factors.items()}
+        return {
+            name: LoraFactors(down.to(self._device), up.to(self._device), scale)
+            for name, (down, up, scale) in factors.items()
+        }
 
     def use(self, formed: Formed | None) -> None:
         """Switch the hooks on or off."""
         self._in_place = formed or {}
+
+    def release(self, formed: Formed) -> None:
+        """Factors are small: nothing is kept."""
 
     def _hook(self, name: str) -> Any:
         def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
             factors = self._in_place.get(name)
             if factors is None:
                 return None
-            down, up = factors
+            down, up, scale = factors
             # In float32, as the learner's LoRA layers compute.
-            return output + (inputs[0].float() @ down.T @ up.T).to(output.dtype)
+            return output + (inputs[0].float() @ down.T @ up.T * scale).to(output.dtype)
 
         return add

@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_vlm.types import UserInputError
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from torch import Tensor
 
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' names of what adapters are made of
 PREFIX = "base_model.model."  # peft's, before the module names in adapter files
 
 
@@ -30,9 +33,14 @@ class AdapterPayload:
     """One immutable adapter version: safetensors bytes in peft's naming, peft's config, and the SHA-256 of the bytes."""
 
     version: int
-    tensors: bytes
+    tensors: bytes | memoryview
     config_json: str
     sha256: str
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Out of band where the protocol can: Ray then lets all processes of a node read the same bytes in place."""
+        tensors = pickle.PickleBuffer(self.tensors) if int(protocol) >= 5 else bytes(self.tensors)
+        return _received, (self.version, tensors, self.config_json, self.sha256)
 
     @classmethod
     def build(cls, version: int, state: Mapping[str, Tensor], config: LoraConfig) -> AdapterPayload:
@@ -56,9 +64,31 @@ class AdapterPayload:
         from safetensors.torch import load
 
         try:
-            return load(self.tensors)
+            return load(bytes(self.tensors))  # no copy where they are bytes
         except SafetensorError as error:
             raise UserInputError(f"Adapter version {self.version} is corrupt ({error}).") from error
+
+    def views(self) -> dict[str, Tensor]:
+        """The tensors by peft's names where their bytes lie: nothing may write to them. Raises as `state` does."""
+        import torch
+
+        try:
+            size = 8 + int.from_bytes(self.tensors[:8], "little")
+            header = json.loads(bytes(self.tensors[8:size]))
+            header.pop("__metadata__", None)
+            found: dict[str, Tensor] = {}
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The given buffer is not writable")
+                for name, entry in header.items():
+                    begin, end = entry["data_offsets"]
+                    dtype = getattr(torch, _DTYPES[entry["dtype"]])
+                    flat = torch.frombuffer(
+                        self.tensors, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=size + begin
+                    )
+                    found[name] = flat.view(entry["shape"])
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+            raise UserInputError(f"Adapter version {self.version} is corrupt ({error!r}).") from error
+        return found
 
     def write(self, folder: Path) -> Path:
         """Write a folder that peft and vLLM load, atomically: the folder appears complete or not at all."""
@@ -88,6 +118,10 @@ class AdapterPayload:
         except OSError as error:
             raise UserInputError(f"{folder} is not a peft adapter folder ({error}).") from error
         return cls(version, tensors, config_json, hashlib.sha256(tensors).hexdigest())
+
+
+def _received(version: int, tensors: Any, config_json: str, sha256: str) -> AdapterPayload:
+    return AdapterPayload(version, tensors if isinstance(tensors, bytes) else memoryview(tensors), config_json, sha256)
 
 
 def config_to_json(config: LoraConfig) -> str:

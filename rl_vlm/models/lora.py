@@ -19,10 +19,11 @@ TARGET_MODULES: dict[str, tuple[str, ...]] = {"attn": _ATTENTION, "mlp": _MLP, "
 
 
 class LoraFactors(NamedTuple):
-    """The update of one linear layer, `up @ down`: down float32 [r, in], up float32 [out, r], scaled by alpha / r."""
+    """The update of one linear layer, `scale * up @ down`: down float32 [r, in], up float32 [out, r], scale alpha / r."""
 
     down: Tensor
     up: Tensor
+    scale: float
 
 
 def lora_factors(payload: AdapterPayload, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LoraFactors]:
@@ -38,7 +39,7 @@ def lora_factors(payload: AdapterPayload, shapes: Mapping[str, tuple[int, int]])
     if config.get("use_dora") or config.get("rank_pattern") or config.get("alpha_pattern"):
         raise UserInputError("Adapters with DoRA or per-layer ranks cannot be merged by this engine: use engine vllm.")
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-    state = payload.state()
+    state = payload.views()
     factors: dict[str, LoraFactors] = {}
     for name, down in state.items():
         if not name.endswith(".lora_A.weight"):
@@ -55,20 +56,26 @@ def lora_factors(payload: AdapterPayload, shapes: Mapping[str, tuple[int, int]])
             )
         if not torch.isfinite(up.sum() + down.sum()):  # sums are finite where all values are, and cost one pass
             raise UserInputError(f"Adapter version {payload.version} has values that are not finite, for {module}.")
-        factors[module] = LoraFactors(down.float(), up.float() * scale)
+        factors[module] = LoraFactors(down.float(), up.float(), scale)
     return factors
 
 
-def merged_weights(payload: AdapterPayload, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merged_weights(
+    payload: AdapterPayload, base: Mapping[str, Tensor], spare: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """The weights of every adapted linear layer with the adapter merged in: W + (alpha / r) · B·A, by module name.
 
-    `base` holds the layers' own weights [out, in] by module name; the sum is formed in float32.
+    `base` holds the layers' own weights [out, in] by module name; the sum is formed in float32. `spare` is an earlier
+    result that nobody uses any more: its memory is written over.
     """
     shapes = {name: (weight.shape[0], weight.shape[1]) for name, weight in base.items()}
-    return {
-        name: torch.addmm(base[name].float(), up.to(base[name].device), down.to(base[name].device)).to(base[name].dtype)
-        for name, (down, up) in lora_factors(payload, shapes).items()
-    }
+    merged: dict[str, Tensor] = {}
+    for name, (down, up, scale) in lora_factors(payload, shapes).items():
+        weight = base[name]
+        out = spare.get(name) if spare is not None and weight.dtype == torch.float32 else None
+        total = torch.addmm(weight.float(), up.to(weight.device), down.to(weight.device), alpha=scale, out=out)
+        merged[name] = total.to(weight.dtype)
+    return merged
 
 
 def language_linears(model: nn.Module) -> dict[str, nn.Linear]:

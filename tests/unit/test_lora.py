@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,30 @@ def test_merging_leaves_the_base_weights_alone(tiny_folder: Path, payload: Adapt
     assert all(torch.equal(weight, before[name]) for name, weight in linear_weights(model).items())
 
 
+def test_memory_of_an_earlier_sum_can_be_written_over(
+    tiny_folder: Path, policy: Policy, payload: AdapterPayload
+) -> None:
+    base = linear_weights(plain_model(tiny_folder))
+    expected = merged_weights(payload, base)
+    spare = {name: torch.full_like(weight, float("nan")) for name, weight in base.items()}
+    merged = merged_weights(payload, base, spare)
+    assert all(torch.equal(merged[name], weight) for name, weight in expected.items())
+    assert all(merged[name].data_ptr() == spare[name].data_ptr() for name in merged)
+
+
 # --- payloads
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_a_payload_travels_whole_and_its_bytes_apart_where_they_can(payload: AdapterPayload, protocol: int) -> None:
+    apart: list[pickle.PickleBuffer] = []
+    packed = pickle.dumps(payload, protocol, buffer_callback=apart.append if protocol == 5 else None)
+    received = pickle.loads(packed, buffers=apart)
+    assert received == payload and received.verify() is received
+    for tensors in (received.state(), received.views()):
+        assert tensors.keys() == payload.state().keys()
+        assert all(torch.equal(tensor, payload.state()[name]) for name, tensor in tensors.items())
+    assert (len(packed) < 4096) == (protocol == 5)
 
 
 def test_equal_weights_give_equal_bytes_and_hashes(policy: Policy, payload: AdapterPayload) -> None:
