@@ -29,6 +29,12 @@ class RunAlgorithmConfig(AlgorithmConfig):
         config._apply_run_config()
         return config
 
+    def own_copy(self, given: AlgorithmConfig | dict[str, Any]) -> Self:
+        """What an algorithm is set up with, not frozen: RLlib gives a frozen configuration, Tune may give a dictionary."""
+        config = given if isinstance(given, AlgorithmConfig) else self.update_from_dict(given)
+        assert isinstance(config, type(self))
+        return config.copy(copy_frozen=False)
+
     def update_from_dict(self, config_dict: dict[str, Any]) -> Self:
         """RLlib's keys, `run_config` (nested), and the run configuration's dotted keys (`learner.lr`), as Tune sends them."""
         rest = dict(config_dict)

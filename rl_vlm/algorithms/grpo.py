@@ -103,10 +103,7 @@ class GRPO(Algorithm):
 
     def setup(self, config: AlgorithmConfig) -> None:
         """Start serving, env runners and learners."""
-        if not isinstance(config, AlgorithmConfig):
-            config = self.get_default_config().update_from_dict(config)
-        assert isinstance(config, GRPOConfig)
-        config = config.copy(copy_frozen=False)
+        config = self.get_default_config().own_copy(config)
         self.run: RunConfig = config.run_config
         scratch = config.scratch_folder or Path(self.logdir)
         # Replicas load while env runners and learners start.

@@ -112,10 +112,7 @@ class PreferenceSAC(Algorithm):
 
     def setup(self, config: AlgorithmConfig) -> None:
         """Start the labeller's side, env runners and the learner."""
-        if not isinstance(config, AlgorithmConfig):
-            config = self.get_default_config().update_from_dict(config)
-        assert isinstance(config, PreferenceSACConfig)
-        config = config.copy(copy_frozen=False)
+        config = self.get_default_config().own_copy(config)
         config.prepare()
         config.freeze()
         self.config = config
