@@ -513,9 +513,9 @@ def run_calls(pool: EnvPool, calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def test_waiting_for_a_thread_does_not_count_against_the_deadline() -> None:
-    pool = pool_of(timeout_s=0.5, max_threads=2)
+    pool = pool_of(timeout_s=1.2, max_threads=2)
     run_calls(pool, [lambda: time.sleep(0.05)])  # calls are long: each gets its own thread from now on
-    assert run_calls(pool, [lambda k=k: time.sleep(0.2) or k for k in range(8)]) == list(range(8))
+    assert run_calls(pool, [lambda k=k: time.sleep(0.4) or k for k in range(8)]) == list(range(8))
     assert pool.stuck == 0
 
 

@@ -127,13 +127,13 @@ def test_a_killed_child_is_a_crash(env):
 
 def test_a_hanging_step_is_killed_with_all_that_it_started(tmp_path):
     note = tmp_path / "pid"
-    env = ProcessEnv(BROKEN, {"hello": str(note)}, step_timeout_s=1.0)
+    env = ProcessEnv(BROKEN, {"hello": str(note)}, step_timeout_s=3.0)
     env.reset()
     pid = env.pid
     started = time.monotonic()
-    with pytest.raises(EnvTimeoutError, match="step took longer than 1 s"):
+    with pytest.raises(EnvTimeoutError, match="step took longer than 3 s"):
         env.step("hang with a child")
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 15
     assert gone(pid) and gone(int(note.read_text()))
     env.reset()
     assert env.step("fine")[1] == 0.5

@@ -175,7 +175,7 @@ def test_hostile_text_is_read_in_linear_time(unit):
             parse_tool_call(text)
         except ToolCallError:
             pass  # an error is a fine answer; only its time is judged here
-    assert time.perf_counter() - started < 0.5
+    assert time.perf_counter() - started < 3  # a quadratic reader would take minutes
 
 
 @given(st.text(alphabet='<>/tool_cal{}[]":,\\nfu0d8 namergs1', max_size=200))
