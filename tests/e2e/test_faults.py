@@ -134,7 +134,7 @@ def test_a_full_disk_costs_files_but_not_the_run(tmp_path: Path) -> None:
                 while True:
                     file.write(b"x" * 4096)
             deadline = time.monotonic() + 120
-            while run.output().count("Could not save a checkpoint") < 3:  # progress.csv cannot tell how far it is
+            while run.output().count("Could not write a checkpoint") < 3:  # progress.csv cannot tell how far it is
                 assert time.monotonic() < deadline, run.output()[-3000:]
                 time.sleep(0.2)
             filler.unlink()
