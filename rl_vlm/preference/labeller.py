@@ -9,12 +9,10 @@ an error, which is never a label.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import random
 import time
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
@@ -31,7 +29,6 @@ from rl_vlm.types import EncodedImage, Message, RLVLMError, UserInputError
 CHOICES = ("0", "1", "-1")
 SCORE_CHOICES = ("-1", "0", *(f"0.{tenth}" for tenth in range(1, 10)), "1")
 _FIRST_PAUSE_S = 0.25
-_ENCODED_TOGETHER = 20  # pairs; their questions go out while the next pictures are encoded
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -115,26 +112,14 @@ class VLMLabeller:
 
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
         """One label per pair, in order. Raises UserInputError if the pairs have no pictures."""
+        images = await asyncio.to_thread(_encode_pairs, pairs, self._options.frames)
         started = time.monotonic()
-        # One thread encodes the pictures in order, so that the first questions are asked while it goes on.
-        with ThreadPoolExecutor(1) as encoder:
-            async with self._backend.open() as ask:
-                parts = await _all(
-                    [
-                        self._label_some(ask, encoder, first, pairs[first : first + _ENCODED_TOGETHER])
-                        for first in range(0, len(pairs), _ENCODED_TOGETHER)
-                    ]
-                )
+        async with self._backend.open() as ask:
+            labels = await _all(
+                [self._label_one(ask, number, *both) for number, both in enumerate(images)],
+            )
         self._end_session(len(pairs), started)
-        return list(itertools.chain.from_iterable(parts))
-
-    async def _label_some(
-        self, ask: Ask, encoder: ThreadPoolExecutor, first: int, pairs: Sequence[SegmentPair]
-    ) -> list[Label]:
-        """The labels of the pairs from number `first` on."""
-        loop = asyncio.get_running_loop()
-        images = await loop.run_in_executor(encoder, _encode_pairs, pairs, self._options.frames)
-        return await _all([self._label_one(ask, first + place, *both) for place, both in enumerate(images)])
+        return labels
 
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
         """One score per picture (uint8 [H, W, 3]), in order."""
