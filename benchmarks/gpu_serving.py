@@ -14,18 +14,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from models import QWEN3_VL, SIX_MILLION, SIX_MILLION_VISION, random_model
+from models import QWEN3_VL, SIX_MILLION, random_model
 from report import Report
 from serving import Setup, measure
 
 _GPU = ("model.dtype=bfloat16", "serving.gpus_per_replica=1", "serving.vllm.gpu_memory_utilization=0.2")
 
 
-def shapes(size: str) -> dict[str, Any]:
-    """Arguments of `random_model`."""
-    if size == "6m":
-        return {"vision": SIX_MILLION_VISION, "intermediate_size": 704, "head_dim": 32, **SIX_MILLION}
-    return QWEN3_VL[size]
+SHAPES = {"6m": SIX_MILLION, **QWEN3_VL}  # arguments of `random_model`
 
 
 def main() -> None:
@@ -44,7 +40,7 @@ def main() -> None:
         report = Report(f"Serving Qwen3-VL-{size.upper()}, engine {args.engine}")
         with tempfile.TemporaryDirectory(prefix="rl-vlm-bench-") as scratch:
             place = {} if args.cpu else {"device": "cuda", "dtype": "bfloat16"}
-            folder = random_model(Path(scratch) / "model", max_pixels=512 * 512, **place, **shapes(size))
+            folder = random_model(Path(scratch) / "model", max_pixels=512 * 512, **place, **SHAPES[size])
             measure(Setup(folder, args.engine, () if args.cpu else _GPU, **how), report)
         report.finish(args.out.with_stem(f"{args.out.stem}-{size}") if args.out else None)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from models import SIX_MILLION, SIX_MILLION_VISION, random_model
+from models import SIX_MILLION, random_model
 from report import Report
 
 from rl_vlm.config import parse_config
@@ -151,14 +151,7 @@ def main() -> None:
         run_model(report, "tiny labeller", resolve_model("tiny-labeller"), 3 if args.quick else 15)
         if not args.quick:
             with tempfile.TemporaryDirectory(prefix="rl-vlm-bench-") as scratch:
-                large = random_model(
-                    Path(scratch) / "model",
-                    SIX_MILLION_VISION,
-                    512 * 512,
-                    intermediate_size=704,
-                    head_dim=32,
-                    **SIX_MILLION,
-                )
+                large = random_model(Path(scratch) / "model", max_pixels=512 * 512, **SIX_MILLION)
                 run_model(report, "6 M parameters", large, 5)
     finally:
         ray.shutdown()

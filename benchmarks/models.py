@@ -8,9 +8,12 @@ from typing import Any
 from rl_vlm.models import tiny
 
 # 6 M parameters; a picture of 224² pixels is 49 tokens.
-SIX_MILLION = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4}
-SIX_MILLION_VISION = {
-    "depth": 3, "hidden_size": 192, "num_heads": 6, "intermediate_size": 384, "num_position_embeddings": 196
+SIX_MILLION: dict[str, Any] = {
+    "vision": {
+        "depth": 3, "hidden_size": 192, "num_heads": 6, "intermediate_size": 384, "num_position_embeddings": 196
+    },
+    "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "intermediate_size": 704, "head_dim": 32,
 }  # fmt: skip
 # The shapes in the published configuration files.
 _QWEN3_VL_TEXT = {

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from models import SIX_MILLION, SIX_MILLION_VISION, random_model
+from models import SIX_MILLION, random_model
 from report import Report
 
 HERE = Path(__file__).parent
@@ -143,9 +143,7 @@ def main() -> None:
     report = Report(f"Serving, engine {args.engine}")
     quick: dict[str, Any] = {"counts": (8, 32), "rounds": 2, "kinds": ("raw", "handle", "http")} if args.quick else {}
     with tempfile.TemporaryDirectory(prefix="rl-vlm-bench-") as scratch:
-        folder = random_model(
-            Path(scratch) / "model", SIX_MILLION_VISION, 512 * 512, intermediate_size=704, head_dim=32, **SIX_MILLION
-        )
+        folder = random_model(Path(scratch) / "model", max_pixels=512 * 512, **SIX_MILLION)
         measure(Setup(folder, args.engine, **quick), report)
     report.finish(args.out)
 

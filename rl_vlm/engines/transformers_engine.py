@@ -265,8 +265,9 @@ class TransformersEngine:
     def _activate(self, base_model: bool) -> None:
         """Put the weights of the base model or of the newest version in place, for samples that start now."""
         wanted = _Version(BASE_MODEL) if base_model else self._newest
-        if wanted.number != self._active.number:
-            self._weights.use(wanted.formed)
+        if wanted.number == self._active.number:
+            return
+        self._weights.use(wanted.formed)
         before, self._active = self._active, wanted
         self._retire(before)
 

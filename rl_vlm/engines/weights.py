@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from rl_vlm.models.adapter import AdapterPayload
@@ -35,13 +36,14 @@ class Weights(Protocol):
 class MergedWeights:
     """The adapter is added to the weights: decoding costs the same with and without one, memory is taken twice.
 
-    And a third time while a version is formed. On a CPU that memory is kept for the next one: the system takes a third of
+    And a third time while a version is formed. Of float32 on a CPU that memory is kept for the next one: the system takes a third of
     the time of the sum itself to hand out fresh pages.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._linears = language_linears(model)
         self._base = linear_weights(model)
+        self._reuses = all(w.device.type == "cpu" and w.dtype == torch.float32 for w in self._base.values())
         self._spare: Formed | None = None
 
     def form(self, payload: AdapterPayload) -> Formed:
@@ -50,8 +52,8 @@ class MergedWeights:
         return merged_weights(payload, self._base, spare)
 
     def release(self, formed: Formed) -> None:
-        """Keep its memory for the next version."""
-        if all(tensor.device.type == "cpu" for tensor in formed.values()):
+        """Keep its memory for the next version, where that can be written over."""
+        if self._reuses:
             self._spare = formed
 
     def use(self, formed: Formed | None) -> None:

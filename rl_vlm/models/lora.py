@@ -66,13 +66,13 @@ def merged_weights(
     """The weights of every adapted linear layer with the adapter merged in: W + (alpha / r) · B·A, by module name.
 
     `base` holds the layers' own weights [out, in] by module name; the sum is formed in float32. `spare` is an earlier
-    result that nobody uses any more: its memory is written over.
+    result of float32 weights that nobody uses any more: its memory is written over.
     """
     shapes = {name: (weight.shape[0], weight.shape[1]) for name, weight in base.items()}
     merged: dict[str, Tensor] = {}
     for name, (down, up, scale) in lora_factors(payload, shapes).items():
         weight = base[name]
-        out = spare.get(name) if spare is not None and weight.dtype == torch.float32 else None
+        out = spare.get(name) if spare is not None else None
         total = torch.addmm(weight.float(), up.to(weight.device), down.to(weight.device), alpha=scale, out=out)
         merged[name] = total.to(weight.dtype)
     return merged
