@@ -20,11 +20,11 @@ import ray
 from models import random_model
 from report import Report
 
-from rl_vlm.cluster import ray_cluster
 from rl_vlm.config import RunConfig, load_config
 from rl_vlm.learning.module import Policy
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side
+from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.serving.client import PolicyClient
 from rl_vlm.serving.publisher import PolicyService
 from rl_vlm.serving.registry import registry_name

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from rl_vlm.config import RunConfig
-from rl_vlm.engines.base import derive_seed
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.registry import make
 from rl_vlm.learning.learner import OptimizerStep, make_optimizer, make_updater
@@ -21,6 +20,7 @@ from rl_vlm.learning.update import UpdateStats, linear_schedule
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import EpisodeLimits, run_group
 from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import Completion, GenerationRequest, TrajectoryGroup
 
 

@@ -39,7 +39,7 @@ class Ours:
 
     def __init__(self, run: RunConfig) -> None:
         from rl_vlm.algorithms.grpo import GRPOConfig
-        from rl_vlm.cluster import ray_cluster
+        from rl_vlm.runs.cluster import ray_cluster
 
         self._cluster = ray_cluster(run)
         self._cluster.__enter__()

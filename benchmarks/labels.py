@@ -28,11 +28,11 @@ from report import Report
 from rl_vlm.config import parse_config
 from rl_vlm.control_envs.cartpole_drawing import draw_cartpole
 from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.labelling.endpoints import Client, EngineClient, ServedBackend
+from rl_vlm.labelling.labeller import QueryOptions, VLMLabeller
+from rl_vlm.labelling.prompts import task_prompts
+from rl_vlm.labelling.types import Segment, SegmentPair
 from rl_vlm.models.loading import load_text_side, resolve_model
-from rl_vlm.preference.backends import Client, EngineClient, ServedBackend
-from rl_vlm.preference.labeller import QueryOptions, VLMLabeller
-from rl_vlm.preference.prompts import task_prompts
-from rl_vlm.preference.types import Segment, SegmentPair
 from rl_vlm.serving.client import PolicyClient
 from rl_vlm.serving.publisher import PolicyService
 from rl_vlm.types import Completion, GenerationRequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.models import tiny
+from rl_vlm.models.tiny import model as tiny
 
 # 6 M parameters; a picture of 224² pixels is 49 tokens.
 SIX_MILLION: dict[str, Any] = {

@@ -21,10 +21,10 @@ from report import Report
 from scipy.stats import spearmanr
 
 from rl_vlm.control_envs.metaworld import MetaWorldEnv
+from rl_vlm.labelling.teachers import ScriptedTeacher, TeacherOptions
+from rl_vlm.labelling.types import Segment, SegmentPair
 from rl_vlm.preference.ensemble import RewardEnsemble
 from rl_vlm.preference.reward_options import EnsembleOptions
-from rl_vlm.preference.teachers import ScriptedTeacher, TeacherOptions
-from rl_vlm.preference.types import Segment, SegmentPair
 
 NOISE = (0.0, 0.2, 0.5, 1.0)  # standard deviations, in actions of -1 to 1
 EVERY = 3  # of an episode's frames one in this many is kept

@@ -10,7 +10,7 @@ import pytest
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model after five warm-start steps: it answers noise, but every part is real."""
-    from rl_vlm.models import tiny
+    from rl_vlm.models.tiny import model as tiny
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny, "_log_chance", lambda *_: None)  # a report that costs more than this short build

@@ -13,11 +13,11 @@ import torch
 from core_support import run_config
 
 from rl_vlm.chat import ChatCodec
-from rl_vlm.cluster import ray_cluster
 from rl_vlm.config import RunConfig
 from rl_vlm.learning.module import Policy
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side
+from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.serving.client import PolicyClient
 from rl_vlm.serving.publisher import PolicyService
 from rl_vlm.types import GenerationRequest, Message, SamplingParams

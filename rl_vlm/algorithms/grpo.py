@@ -26,10 +26,9 @@ from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
 from rl_vlm.algorithms.base_config import RunAlgorithmConfig
+from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from rl_vlm.algorithms.learners import LearnerLostError, on_every_learner, on_one_learner
-from rl_vlm.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from rl_vlm.config import RunConfig
-from rl_vlm.engines.base import derive_seed
 from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.envs.registry import make
 from rl_vlm.evaluation.heldout import evaluation_tasks, summarize
@@ -44,6 +43,7 @@ from rl_vlm.rollout.env_runner import VLMEnvRunner
 from rl_vlm.rollout.retry import FailureBudget
 from rl_vlm.rollout.sampler import RolloutSampler, Round
 from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.seeding import derive_seed
 from rl_vlm.serving.publisher import PolicyService, start_service
 from rl_vlm.types import RLVLMError, TrajectoryGroup
 

@@ -26,21 +26,21 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
+from rl_vlm.algorithms import preference_checkpoint as checkpoints
 from rl_vlm.algorithms.base_config import RunAlgorithmConfig
 from rl_vlm.algorithms.learners import on_one_learner
 from rl_vlm.config import RunConfig
-from rl_vlm.engines.base import derive_seed
-from rl_vlm.preference import checkpoints
 from rl_vlm.preference.agent_reward import AgentReward
 from rl_vlm.preference.collector import EpisodeResult, NumpyActor
 from rl_vlm.preference.env_runner import ControlEnvRunner, make_run_env
+from rl_vlm.preference.episode_log import EpisodeTracker, FinishedEpisode
 from rl_vlm.preference.feedback import Feedback
-from rl_vlm.preference.records import EpisodeTracker, FinishedEpisode
+from rl_vlm.preference.feedback_builder import LabellingSide, build_feedback
 from rl_vlm.preference.replay import ReplayBuffer
 from rl_vlm.preference.sac_learner import SACLearner, SACModule, SACUpdateBatch, SACUpdateResult
 from rl_vlm.preference.sampler import ControlSampler
 from rl_vlm.preference.schedule import first_session_step, next_boundary, phase, session_size
-from rl_vlm.preference.setup import LabellingSide, build_feedback
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import UserInputError
 
 # With fewer updates than this a run ends before compiling has paid for itself.

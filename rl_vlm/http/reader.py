@@ -9,11 +9,11 @@ from jinja2 import TemplateError
 
 from rl_vlm.chat import EncodedSpan
 from rl_vlm.config import HTTPSection
-from rl_vlm.engines.base import derive_seed
 from rl_vlm.http.errors import RequestError
 from rl_vlm.http.images import ImageReader
 from rl_vlm.http.schema import ChatMessage, ChatRequest, GenerateRequest, ImagePart, TextPart
 from rl_vlm.models.loading import TextSide
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import EncodedImage, GenerationRequest, Message, SamplingParams, UserInputError
 
 # Below this a sample is the greedy one; engines refuse temperatures between it and 0.

@@ -53,7 +53,7 @@ def resolve_model(name: str, seed: int = 0) -> Path:
     tells which of two drawn poles is nearer to upright.
     """
     if name in _TINY:
-        from rl_vlm.models.tiny import tiny_model_path
+        from rl_vlm.models.tiny.model import tiny_model_path
 
         return tiny_model_path(seed=seed, variant=_TINY[name])
     folder = Path(name).expanduser()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.config import RunConfig
-from rl_vlm.monitoring.files import to_jsonable, write_atomic
+from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.monitoring.sinks import JsonLines, ProgressCsv, TensorBoardFile, WandbRun
 from rl_vlm.monitoring.trajectories import choose_groups, dump_name, read_trajectories, write_trajectories
 from rl_vlm.types import TrajectoryGroup

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.config import RunConfig
-from rl_vlm.monitoring.files import append_whole, to_jsonable, whole_lines, write_atomic
+from rl_vlm.files import append_whole, to_jsonable, whole_lines, write_atomic
 
 Metrics = Mapping[str, float]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rl_vlm.monitoring.files import to_jsonable, write_atomic
+from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.types import EncodedImage, Message, Trajectory, TrajectoryGroup, UserInputError
 
 _TURN = pa.struct(

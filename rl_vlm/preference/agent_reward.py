@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from rl_vlm.labelling.types import RewardModel
 from rl_vlm.preference.loop_settings import PreferenceSection
 from rl_vlm.preference.replay import ReplayBuffer, StepBatch
-from rl_vlm.preference.types import RewardModel
 
 # (settings, environment id) -> a model that is not learned, such as the similarity of picture and text.
 RewardFactory = Callable[[PreferenceSection, str], RewardModel]
@@ -18,8 +18,8 @@ _TRUE = {"gt_task_reward", "sparse_task_reward"}
 
 def _similarity(source: str) -> RewardFactory:
     def build(settings: PreferenceSection, env_id: str) -> RewardModel:
-        from rl_vlm.preference.sources import build_similarity  # transformers is slow to import
-        from rl_vlm.preference.teachers import SimilarityReward
+        from rl_vlm.labelling.build import build_similarity  # transformers is slow to import
+        from rl_vlm.labelling.teachers import SimilarityReward
 
         labels = settings.labels.model_copy(update={"source": source})
         return SimilarityReward(build_similarity(labels, env_id))

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.control_envs.base import ControlEnv
-from rl_vlm.engines.base import derive_seed
 from rl_vlm.preference.replay import StepBatch
+from rl_vlm.seeding import derive_seed
 
 MakeEnv = Callable[[], ControlEnv]
 

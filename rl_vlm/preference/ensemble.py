@@ -14,11 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
-from rl_vlm.monitoring.files import write_atomic
+from rl_vlm.files import write_atomic
+from rl_vlm.labelling.types import Label, Score, Segment, SegmentPair
 from rl_vlm.preference.examples import Examples, InputKind, inputs_of
 from rl_vlm.preference.reward_networks import ImageCNN, ImageMembers, MLPMembers, resnet18
 from rl_vlm.preference.reward_options import EnsembleOptions
-from rl_vlm.preference.types import Label, Score, Segment, SegmentPair
 from rl_vlm.types import UserInputError
 
 _INFERENCE_ROWS = {"image": 128, "state_action": 8192}

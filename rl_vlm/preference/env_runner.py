@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rl_vlm.algorithms.env_runner import RunEnvRunner
 from rl_vlm.config import RunConfig
 from rl_vlm.control_envs.base import ControlEnv
 from rl_vlm.control_envs.registry import make_control_env
 from rl_vlm.preference.collector import Collector, EpisodeResult, Evaluator, NumpyActor
 from rl_vlm.preference.replay import StepBatch
+from rl_vlm.rollout.base_env_runner import RunEnvRunner
 from rl_vlm.types import UserInputError
 
 

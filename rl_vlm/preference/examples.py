@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from rl_vlm.preference.session import is_answer
-from rl_vlm.preference.types import Label, Score, Segment, SegmentPair
+from rl_vlm.labelling.session import is_answer
+from rl_vlm.labelling.types import Label, Score, Segment, SegmentPair
 from rl_vlm.types import UserInputError
 
 InputKind = Literal["image", "state_action"]

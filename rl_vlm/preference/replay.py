@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rl_vlm.labelling.types import Segment, SegmentPair
 from rl_vlm.preference.frames import FrameRing
-from rl_vlm.preference.types import Segment, SegmentPair
 from rl_vlm.types import UserInputError
 
 InputKind = Literal["image", "state_action"]

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import numpy as np
 from PIL import Image
 
-from rl_vlm.preference.types import Segment, SegmentPair
+from rl_vlm.labelling.types import Segment, SegmentPair
 
 Rule = Literal["uniform", "disagreement", "entropy", "kcenter", "kcenter_disagreement", "kcenter_entropy"]
 # RL-VLM-F's `feed_type` 0 to 5.

@@ -9,12 +9,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rl_vlm.labelling.labeller import QueryOptions
+from rl_vlm.labelling.store import names_no_cache
+from rl_vlm.labelling.teachers import TeacherOptions
 from rl_vlm.preference.examples import TargetOptions
-from rl_vlm.preference.labeller import QueryOptions
 from rl_vlm.preference.reward_options import Architecture, EnsembleOptions, Squash
 from rl_vlm.preference.selection import Rule
-from rl_vlm.preference.store import names_no_cache
-from rl_vlm.preference.teachers import TeacherOptions
 
 Source = Literal["vlm", "endpoint", "generate", "scripted", "random", "clip", "itm", "cache"]
 

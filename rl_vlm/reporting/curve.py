@@ -18,7 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from rl_vlm.monitoring.files import whole_lines, write_atomic
+from rl_vlm.files import whole_lines, write_atomic
 from rl_vlm.reporting.style import GROUND, INK, MUTED, new_figure, style_panel
 from rl_vlm.types import UserInputError
 

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from rl_vlm.monitoring.files import write_atomic
+from rl_vlm.files import write_atomic
 from rl_vlm.types import UserInputError
 
 INK, MUTED, GRID, GROUND = "#1f2933", "#6b7785", "#e4e7eb", "#ffffff"

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from rl_vlm.monitoring.files import write_atomic
+from rl_vlm.files import write_atomic
 from rl_vlm.types import UserInputError
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.engines.base import derive_seed
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import UserInputError
 
 _ENDLESS = 2**31 - 1

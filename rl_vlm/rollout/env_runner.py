@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from rl_vlm.algorithms.env_runner import RunEnvRunner
 from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.models.loading import quiet_libraries
+from rl_vlm.rollout.base_env_runner import RunEnvRunner
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.rollout.worker import RolloutWorker
 

@@ -15,11 +15,11 @@ from typing import Protocol
 import numpy as np
 
 from rl_vlm.chat import EncodedSpan, expand_image_tokens
-from rl_vlm.engines.base import derive_seed
 from rl_vlm.envs.base import Info, VisionEnv
 from rl_vlm.models.loading import TextSide
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import (
     Completion,
     EncodedImage,

@@ -10,11 +10,11 @@ import pytest
 
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
 from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.labelling.endpoints import EngineClient, ServedBackend
+from rl_vlm.labelling.labeller import QueryOptions, VLMLabeller
+from rl_vlm.labelling.prompts import task_prompts
+from rl_vlm.labelling.types import Segment, SegmentPair
 from rl_vlm.models.loading import load_text_side, resolve_model
-from rl_vlm.preference.backends import EngineClient, ServedBackend
-from rl_vlm.preference.labeller import QueryOptions, VLMLabeller
-from rl_vlm.preference.prompts import task_prompts
-from rl_vlm.preference.types import Segment, SegmentPair
 
 TIE_DEGREES = 3.0
 Policy = Callable[[np.ndarray, np.random.Generator], float]

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from rl_vlm.algorithms.grpo import GRPOConfig
-from rl_vlm.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
-from rl_vlm.cluster import ray_cluster
 from rl_vlm.config import RunConfig, load_config
+from rl_vlm.runs.cluster import ray_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 HALF = 3

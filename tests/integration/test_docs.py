@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm.cli import run as rl_vlm
+from rl_vlm.cli.app import run as rl_vlm
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -13,9 +13,9 @@ import pytest
 import ray
 from preference_loop import build, content, run_config, saved, train_to
 
-from rl_vlm.cluster import ray_cluster
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
-from rl_vlm.preference.store import LabelStore
+from rl_vlm.labelling.store import LabelStore
+from rl_vlm.runs.cluster import ray_cluster
 
 # While acting at random, while exploring, after the first session, after relabelling with an overwritten ring, at the end.
 POINTS = (40, 100, 140, 260, 280)
@@ -178,7 +178,7 @@ def test_tune_saves_and_restores_it_as_it_is(tmp_path: Path) -> None:
 def test_rl_vlm_train_leaves_the_files_that_users_know(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rl_vlm.cli import run as rl_vlm
+    from rl_vlm.cli.app import run as rl_vlm
     from rl_vlm.config import save_config
 
     monkeypatch.setenv("ARTIFACT_ROOT", str(tmp_path / "scratch"))

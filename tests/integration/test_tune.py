@@ -8,8 +8,8 @@ import pytest
 from ray import tune
 
 from rl_vlm.algorithms.grpo import GRPO
-from rl_vlm.cluster import ray_cluster
 from rl_vlm.config import load_config
+from rl_vlm.runs.cluster import ray_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,7 +11,7 @@ from policy_loop import LIMITS, Loop, check_agreement
 
 from rl_vlm.config import ServingSection, VLLMSection
 from rl_vlm.engines.vllm_engine import VLLMEngine
-from rl_vlm.models import tiny
+from rl_vlm.models.tiny import model as tiny
 
 pytest.importorskip("vllm")
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from core_support import adapted_policy, conversation, picture, run_config, text_side
 
-from rl_vlm import checkpoint as module
-from rl_vlm.checkpoint import (
+from rl_vlm.algorithms import checkpoint as module
+from rl_vlm.algorithms.checkpoint import (
     Checkpoint,
     clean_leftovers,
     latest_checkpoint,

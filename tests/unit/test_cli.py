@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm import cli
+from rl_vlm.cli import app as cli
 from rl_vlm.types import RLVLMError, UserInputError
 
 CONFIG = "name: test-run\nlearner:\n  lr: 0.01\n"
@@ -25,7 +25,7 @@ def config(tmp_path) -> Path:
 
 @pytest.fixture
 def training(monkeypatch):
-    """A stand-in for rl_vlm.training that records its calls; `outcome` is raised or returned."""
+    """A stand-in for rl_vlm.runs.policy_run that records its calls; `outcome` is raised or returned."""
 
     def train(run, run_dir, *, resume, overwrite):
         module.calls.append((run, run_dir, resume, overwrite))
@@ -33,7 +33,7 @@ def training(monkeypatch):
             raise module.outcome
         return module.outcome
 
-    module = types.ModuleType("rl_vlm.training")
+    module = types.ModuleType("rl_vlm.runs.policy_run")
     module.calls, module.outcome = (
         [],
         {"status": "done", "iterations": 3, "accuracy_before": 0.25, "accuracy_after": 0.9},
@@ -45,8 +45,8 @@ def training(monkeypatch):
 
 @pytest.fixture
 def harness(monkeypatch):
-    """A stand-in for rl_vlm.evaluation.harness that returns what it was given."""
-    module = types.ModuleType("rl_vlm.evaluation.harness")
+    """A stand-in for rl_vlm.runs.evaluate that returns what it was given."""
+    module = types.ModuleType("rl_vlm.runs.evaluate")
     module.evaluate = lambda run, **options: {"name": run.name, **plain(options)}
     module.rollout = lambda run, **options: {"name": run.name, **plain(options)}
     return install(monkeypatch, module)
@@ -100,7 +100,9 @@ def test_help_is_there_at_once():
 
 def test_help_imports_nothing_heavy():
     heavy = "{'torch', 'ray', 'transformers', 'gymnasium', 'numpy', 'pydantic', 'pyarrow'}"
-    code = f"import sys, rl_vlm.cli as c; c.run(['-h']); found = {heavy} & set(sys.modules); assert not found, found"
+    code = (
+        f"import sys, rl_vlm.cli.app as c; c.run(['-h']); found = {heavy} & set(sys.modules); assert not found, found"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -86,7 +86,7 @@ def test_a_data_set_fetched_as_a_model_is_told(hub, capsys):
 
 
 def test_fetch_without_a_network_ends_soon(tmp_path):
-    code = "from rl_vlm import cli; import sys; sys.exit(cli.run(['fetch', 'owner/model']))"
+    code = "from rl_vlm.cli import app as cli; import sys; sys.exit(cli.run(['fetch', 'owner/model']))"
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == 1 and done.stderr.startswith("error: The hub cannot be reached"), done.stderr

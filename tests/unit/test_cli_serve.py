@@ -9,10 +9,10 @@ import pytest
 from core_support import adapted_policy
 from typer.testing import CliRunner
 
-from rl_vlm import cli
+from rl_vlm.cli import app as cli
 from rl_vlm.config import load_config, save_config
-from rl_vlm.http.launch import banner, plan
 from rl_vlm.http.server import bind
+from rl_vlm.runs.serve import banner, plan
 from rl_vlm.types import UserInputError
 
 

@@ -17,7 +17,7 @@ def test_export_hands_on_its_arguments(tmp_path, monkeypatch, capsys):
 
 
 def test_make_tiny_replaces_a_model_only_on_demand(tmp_path, monkeypatch, capsys):
-    from rl_vlm.models import tiny
+    from rl_vlm.models.tiny import model as tiny
 
     def build(folder, seed):
         folder.mkdir()
@@ -57,8 +57,8 @@ def test_an_environment_that_cannot_be_imported_is_listed_as_such(monkeypatch, c
 
 
 def test_doctor_exits_with_1_when_something_fails(monkeypatch, capsys):
-    from rl_vlm import doctor
-    from rl_vlm.doctor import Check
+    from rl_vlm.cli import doctor
+    from rl_vlm.cli.doctor import Check
 
     checks = [Check("torch", "ok", "2.13.0"), Check("ray", "warn", "old", "Upgrade.")]
     monkeypatch.setattr(doctor, "diagnose", lambda run: checks)

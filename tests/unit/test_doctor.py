@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from rl_vlm import doctor, doctor_machine
+from rl_vlm.cli import doctor, doctor_machine
+from rl_vlm.cli.doctor import Check, as_json, diagnose, slow_conv3d, worst
+from rl_vlm.cli.doctor_machine import GIB
 from rl_vlm.config import RunConfig
-from rl_vlm.doctor import Check, as_json, diagnose, slow_conv3d, worst
-from rl_vlm.doctor_machine import GIB
 
 GPU = {"name": "NVIDIA H200", "total": 140 * GIB, "free": 139 * GIB}
 
@@ -245,7 +245,7 @@ def test_cores_and_memory_are_within_the_machine():
 
 
 def test_it_does_not_import_torch_itself():
-    code = "import sys, rl_vlm.doctor; assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
+    code = "import sys, rl_vlm.cli.doctor; assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -16,7 +16,7 @@ import pytest
 from core_support import expand, picture, processor, text_side
 from PIL import Image
 
-from rl_vlm.engines.base import EngineError, derive_seed
+from rl_vlm.engines.base import EngineError
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError
 from rl_vlm.models.loading import TextSide
@@ -24,6 +24,7 @@ from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import EpisodeLimits, GroupFailedError, run_group
 from rl_vlm.rollout.retry import FailureBudget, RetryPolicy, TooManyFailuresError
 from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import (
     Completion,
     GenerationRequest,

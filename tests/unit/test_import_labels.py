@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl_vlm.preference.import_labels import import_labels, read_cache
-from rl_vlm.preference.store import LabelStore
+from rl_vlm.labelling.import_labels import import_labels, read_cache
+from rl_vlm.labelling.store import LabelStore
 from rl_vlm.types import UserInputError
 
 RNG = np.random.default_rng(0)

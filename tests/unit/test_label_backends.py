@@ -17,10 +17,10 @@ import pytest
 from label_support import pair, random_pairs
 from PIL import Image
 
-from rl_vlm.preference.backends import EndpointBackend, GenerateBackend, choice_probabilities, server_url
-from rl_vlm.preference.labeller import QueryOptions, VLMLabeller
-from rl_vlm.preference.prompts import task_prompts
-from rl_vlm.preference.types import Label
+from rl_vlm.labelling.endpoints import EndpointBackend, GenerateBackend, choice_probabilities, server_url
+from rl_vlm.labelling.labeller import QueryOptions, VLMLabeller
+from rl_vlm.labelling.prompts import task_prompts
+from rl_vlm.labelling.types import Label
 from rl_vlm.types import UserInputError
 
 PROMPTS = task_prompts("cartpole")

@@ -13,10 +13,10 @@ from label_support import random_pairs, segment
 from PIL import Image
 from test_cli import failure, output, run
 
-from rl_vlm.preference.label_folder import find_pairs, label_folder
-from rl_vlm.preference.store import LabelStore
-from rl_vlm.preference.teachers import ScriptedTeacher
-from rl_vlm.preference.types import Label
+from rl_vlm.labelling.folder import find_pairs, label_folder
+from rl_vlm.labelling.store import LabelStore
+from rl_vlm.labelling.teachers import ScriptedTeacher
+from rl_vlm.labelling.types import Label
 from rl_vlm.reporting.label_accuracy import read_labels
 from rl_vlm.types import UserInputError
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from label_answers import LABELS, SCORES
 
-from rl_vlm.preference.parsing import parse_label, parse_score
+from rl_vlm.labelling.parsing import parse_label, parse_score
 
 
 @pytest.mark.parametrize(("answer", "label"), LABELS)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm.preference.prompts import TaskPrompts, Templates, known_tasks, load_prompts, register_prompts, task_prompts
+from rl_vlm.labelling.prompts import TaskPrompts, Templates, known_tasks, load_prompts, register_prompts, task_prompts
 from rl_vlm.types import UserInputError
 
 

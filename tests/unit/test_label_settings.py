@@ -9,13 +9,13 @@ import pytest
 from label_support import pair
 from pydantic import ValidationError
 
-from rl_vlm.preference.labeller import QueryOptions, VLMLabeller
+from rl_vlm.labelling.build import CoinFlippedLabels, FlippedLabels, build_labeller, prompts_of
+from rl_vlm.labelling.labeller import QueryOptions, VLMLabeller
+from rl_vlm.labelling.teachers import CoinFlips, ScriptedTeacher
+from rl_vlm.labelling.types import Label
 from rl_vlm.preference.reward_options import EnsembleOptions
 from rl_vlm.preference.selection import RULES
 from rl_vlm.preference.settings import LabelsSection, RewardModelSection
-from rl_vlm.preference.sources import CoinFlippedLabels, FlippedLabels, build_labeller, prompts_of
-from rl_vlm.preference.teachers import CoinFlips, ScriptedTeacher
-from rl_vlm.preference.types import Label
 from rl_vlm.types import UserInputError
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from label_support import pair, random_pairs, segment
 
-from rl_vlm.preference.query_log import COLUMNS, QueryLog
-from rl_vlm.preference.store import LabelReplay, LabelStore, label_cache
-from rl_vlm.preference.types import SKIPPED, Label, Segment, SegmentPair
+from rl_vlm.labelling.query_log import COLUMNS, QueryLog
+from rl_vlm.labelling.store import LabelReplay, LabelStore, label_cache
+from rl_vlm.labelling.types import SKIPPED, Label, Segment, SegmentPair
 from rl_vlm.types import UserInputError
 
 LABELS = [
@@ -121,9 +121,9 @@ WRITER = """
 import sys
 sys.path.insert(0, sys.argv[2])
 from label_support import random_pairs
-from rl_vlm.preference.store import LabelStore
-from rl_vlm.preference.query_log import QueryLog
-from rl_vlm.preference.types import Label
+from rl_vlm.labelling.store import LabelStore
+from rl_vlm.labelling.query_log import QueryLog
+from rl_vlm.labelling.types import Label
 store, log = LabelStore(sys.argv[1]), QueryLog(sys.argv[1] + "/log.csv")
 pairs = random_pairs(8)
 for number in range(1, 100000):

@@ -16,12 +16,12 @@ from PIL import Image
 
 from rl_vlm.chat import expand_image_tokens, mrope_positions
 from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.labelling.endpoints import Answer, Ask, BackendError, EngineClient, Question, ServedBackend
+from rl_vlm.labelling.labeller import QueryOptions, VLMLabeller, _encode, picture_of
+from rl_vlm.labelling.prompts import task_prompts
+from rl_vlm.labelling.session import LabellerDownError, label_session
+from rl_vlm.labelling.types import Label, SegmentPair
 from rl_vlm.models.images import patchify
-from rl_vlm.preference.backends import Answer, Ask, BackendError, EngineClient, Question, ServedBackend
-from rl_vlm.preference.labeller import QueryOptions, VLMLabeller, _encode, picture_of
-from rl_vlm.preference.prompts import task_prompts
-from rl_vlm.preference.session import LabellerDownError, label_session
-from rl_vlm.preference.types import Label, SegmentPair
 from rl_vlm.types import Message, UserInputError
 
 PROMPTS = task_prompts("cartpole")

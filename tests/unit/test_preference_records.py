@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from control_support import steps
 
-from rl_vlm.preference.checkpoints import CheckpointFolders, list_checkpoints, read_state, write_state
+from rl_vlm.algorithms.preference_checkpoint import CheckpointFolders, list_checkpoints, read_state, write_state
 from rl_vlm.preference.collector import EpisodeResult
-from rl_vlm.preference.records import EVAL_COLUMNS, EpisodeTracker, StepCsv, evaluation_row
+from rl_vlm.preference.episode_log import EVAL_COLUMNS, EpisodeTracker, StepCsv, evaluation_row
 from rl_vlm.preference.replay import StepBatch
 from rl_vlm.types import UserInputError
 

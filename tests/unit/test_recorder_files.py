@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from recorder_support import leftovers
 
-from rl_vlm.monitoring import files
-from rl_vlm.monitoring.files import append_whole, to_jsonable, whole_lines, write_atomic
+from rl_vlm import files
+from rl_vlm.files import append_whole, to_jsonable, whole_lines, write_atomic
 
 
 def test_an_atomic_write_replaces_the_file_and_is_readable_by_others(tmp_path):
@@ -45,7 +45,7 @@ def test_a_failed_append_leaves_the_file_as_it_was(tmp_path):
     (tmp_path / "log").write_bytes(b"one\n")
     code = (
         "import resource, signal, sys\n"
-        "from rl_vlm.monitoring.files import append_whole\n"
+        "from rl_vlm.files import append_whole\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
         "try:\n    append_whole(sys.argv[1], b'x' * 200)\n"

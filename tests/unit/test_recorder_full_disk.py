@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from recorder_support import evaluations, group, picture, rows, scalars, words
 
+from rl_vlm import files
 from rl_vlm.config import RunConfig
-from rl_vlm.monitoring import files
 from rl_vlm.monitoring.recorder import RunRecorder
 
 

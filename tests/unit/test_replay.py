@@ -10,9 +10,9 @@ import pytest
 from control_support import number_of, picture, steps
 from safetensors.numpy import load_file, save_file
 
+from rl_vlm.labelling.types import SegmentPair
 from rl_vlm.preference.frames import FrameRing
 from rl_vlm.preference.replay import ReplayBuffer, StepBatch
-from rl_vlm.preference.types import SegmentPair
 from rl_vlm.types import UserInputError
 
 

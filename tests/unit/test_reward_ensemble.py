@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from scipy.special import expit, log_expit
 from scipy.stats import spearmanr
 
+from rl_vlm.labelling.types import SKIPPED, Label, Score, Segment, SegmentPair
 from rl_vlm.preference.ensemble import RewardEnsemble, preference_loss, score_loss
 from rl_vlm.preference.examples import Examples, TargetOptions, target_of
 from rl_vlm.preference.reward_networks import ImageCNN, ImageMembers, MLPMembers, resnet18
 from rl_vlm.preference.reward_options import EnsembleOptions
-from rl_vlm.preference.types import SKIPPED, Label, Score, Segment, SegmentPair
 from rl_vlm.types import UserInputError
 
 SMALL = {"channels": (4, 8, 8, 8), "size": 2}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rl_vlm.envs import shapes_data as data
 from rl_vlm.envs.registry import make
 from rl_vlm.envs.shapes import ShapesEnv, parse_answer, parse_call, shapes_item
-from rl_vlm.models.tiny_dialogues import perception_dialogue, target_dialogue
+from rl_vlm.models.tiny.dialogues import perception_dialogue, target_dialogue
 from rl_vlm.types import EncodedImage, UserInputError
 
 

@@ -14,7 +14,7 @@ from label_support import pair, random_pairs
 from scipy.special import expit
 from scipy.stats import binomtest
 
-from rl_vlm.preference.teachers import (
+from rl_vlm.labelling.teachers import (
     ClipSimilarity,
     CoinFlips,
     MatchingSimilarity,
@@ -23,7 +23,7 @@ from rl_vlm.preference.teachers import (
     SimilarityReward,
     TeacherOptions,
 )
-from rl_vlm.preference.types import SKIPPED, Label, Segment, SegmentPair
+from rl_vlm.labelling.types import SKIPPED, Label, Segment, SegmentPair
 from rl_vlm.types import UserInputError
 
 

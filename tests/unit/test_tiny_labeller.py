@@ -13,14 +13,15 @@ from label_support import pair
 from PIL import Image
 
 from rl_vlm.chat import ChatCodec
-from rl_vlm.models import tiny, tiny_labeller
+from rl_vlm.labelling.endpoints import Answer, Question
+from rl_vlm.labelling.labeller import QueryOptions, VLMLabeller
+from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.supervised import DialogueEncoder
-from rl_vlm.models.tiny_labeller import labels_of, warm_start
-from rl_vlm.models.tiny_poles import ANGLE_QUESTION, comparison, draw_lesson, pole, random_angle, right_label
-from rl_vlm.preference.backends import Answer, Question
-from rl_vlm.preference.labeller import QueryOptions, VLMLabeller
-from rl_vlm.preference.prompts import task_prompts
+from rl_vlm.models.tiny import labeller as tiny_labeller
+from rl_vlm.models.tiny import model as tiny
+from rl_vlm.models.tiny.labeller import labels_of, warm_start
+from rl_vlm.models.tiny.poles import ANGLE_QUESTION, comparison, draw_lesson, pole, random_angle, right_label
 from rl_vlm.types import Message
 
 

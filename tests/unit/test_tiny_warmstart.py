@@ -15,12 +15,12 @@ from PIL import Image
 from rl_vlm.envs import shapes_data as data
 from rl_vlm.envs.shapes import parse_answer, parse_call
 from rl_vlm.envs.tools import parse_tool_call
-from rl_vlm.models import tiny
 from rl_vlm.models.sight import accuracy, choice_logprobs, sampled_accuracy, sees
 from rl_vlm.models.supervised import DialogueEncoder, collate, token_logprobs
-from rl_vlm.models.tiny_dialogues import NUMBER_ODDS, SECOND_TURN_SHARE, perception_dialogue, target_dialogue
-from rl_vlm.models.tiny_geometry import GeometryDialogues
-from rl_vlm.models.tiny_warmstart import encode_dialogue
+from rl_vlm.models.tiny import model as tiny
+from rl_vlm.models.tiny.dialogues import NUMBER_ODDS, SECOND_TURN_SHARE, perception_dialogue, target_dialogue
+from rl_vlm.models.tiny.geometry import GeometryDialogues
+from rl_vlm.models.tiny.warmstart import encode_dialogue
 from rl_vlm.models.vision import fast_vision
 
 

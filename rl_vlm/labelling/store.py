@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from rl_vlm.monitoring.files import write_atomic
-from rl_vlm.preference.types import Label, LabelValue, Segment, SegmentPair
+from rl_vlm.files import write_atomic
+from rl_vlm.labelling.types import Label, LabelValue, Segment, SegmentPair
 from rl_vlm.types import EncodedImage, UserInputError
 
 _NO_CACHE = ("", "none", "null")

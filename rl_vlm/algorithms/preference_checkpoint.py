@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.checkpoint import clean_leftovers
-from rl_vlm.monitoring.files import write_atomic
-from rl_vlm.preference.store import LabelStore
+from rl_vlm.algorithms.checkpoint import clean_leftovers
+from rl_vlm.files import write_atomic
+from rl_vlm.labelling.store import LabelStore
 from rl_vlm.types import UserInputError
 
 AGENT, REPLAY, REWARD_MODEL, LABELS, STATE = (

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.config import RunConfig
-from rl_vlm.engines.base import derive_seed
+from rl_vlm.labelling.store import LabelReplay, label_cache
 from rl_vlm.preference.ensemble import RewardEnsemble
 from rl_vlm.preference.feedback import Feedback
-from rl_vlm.preference.store import LabelReplay, label_cache
+from rl_vlm.seeding import derive_seed
 
 if TYPE_CHECKING:
     from rl_vlm.serving.publisher import PolicyService
@@ -55,7 +55,7 @@ def build_feedback(run: RunConfig, folder: Path, side: LabellingSide, sizes: tup
     settings = run.preference
     if not settings.learns_reward:
         return None
-    from rl_vlm.preference.sources import build_labeller
+    from rl_vlm.labelling.build import build_labeller
 
     cache = label_cache(settings.labels.cache)
     labeller = None

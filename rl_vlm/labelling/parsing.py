@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import cast
 
-from rl_vlm.preference.types import LabelValue
+from rl_vlm.labelling.types import LabelValue
 
 _THOUGHTS = (
     re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL | re.IGNORECASE),

@@ -18,13 +18,13 @@ from typing import Any
 import ray
 from ray import serve
 
-from rl_vlm.cluster import ray_cluster
 from rl_vlm.config import LearnerSection, RunConfig, load_config
 from rl_vlm.http.app import build_http_app
 from rl_vlm.http.backend import ServeBackend
 from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
+from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.serving.publisher import PolicyService, ServingError
 from rl_vlm.serving.registry import registry_name
 from rl_vlm.serving.server import app_name

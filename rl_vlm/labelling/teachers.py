@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 
-from rl_vlm.preference.labeller import picture_of
-from rl_vlm.preference.types import SKIPPED, Label, LabelValue, Score, SegmentPair
+from rl_vlm.labelling.labeller import picture_of
+from rl_vlm.labelling.types import SKIPPED, Label, LabelValue, Score, SegmentPair
 from rl_vlm.types import UserInputError
 
 _BATCH = 32  # pictures per forward pass

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rl_vlm.monitoring.files import append_whole, whole_lines, write_atomic
-from rl_vlm.preference.types import Label, Segment, SegmentPair
+from rl_vlm.files import append_whole, whole_lines, write_atomic
+from rl_vlm.labelling.types import Label, Segment, SegmentPair
 
 FILE_NAME = "vlm_query_log.csv"
 COLUMNS = (

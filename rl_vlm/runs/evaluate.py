@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.config import RunConfig
-from rl_vlm.engines.base import derive_seed
 from rl_vlm.envs.registry import make
 from rl_vlm.evaluation.heldout import evaluation_tasks, is_correct, summarize
+from rl_vlm.files import write_atomic
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import resolve_model
-from rl_vlm.monitoring.files import write_atomic
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import RLVLMError, TrajectoryGroup
 
 
@@ -34,8 +34,8 @@ def served_worker(run: RunConfig, adapter: Path | None) -> Iterator[Any]:
     """A rollout worker in this process, with the model (and an adapter) behind Ray Serve."""
     import tempfile
 
-    from rl_vlm.cluster import ray_cluster
     from rl_vlm.rollout.worker import RolloutWorker
+    from rl_vlm.runs.cluster import ray_cluster
     from rl_vlm.serving.publisher import PolicyService
 
     model = resolve_model(run.model.path)

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rl_vlm.preference.backends import Backend, Client, EndpointBackend, GenerateBackend, ServedBackend, server_url
-from rl_vlm.preference.labeller import VLMLabeller
-from rl_vlm.preference.prompts import TaskPrompts, task_prompts
-from rl_vlm.preference.settings import LabelsSection
-from rl_vlm.preference.teachers import (
+from rl_vlm.labelling.endpoints import Backend, Client, EndpointBackend, GenerateBackend, ServedBackend, server_url
+from rl_vlm.labelling.labeller import VLMLabeller
+from rl_vlm.labelling.prompts import TaskPrompts, task_prompts
+from rl_vlm.labelling.teachers import (
     ClipSimilarity,
     CoinFlips,
     MatchingSimilarity,
     ScriptedTeacher,
     SimilarityLabeller,
 )
-from rl_vlm.preference.types import Label, Labeller, LabelValue, Score, Scorer, SegmentPair
+from rl_vlm.labelling.types import Label, Labeller, LabelValue, Score, Scorer, SegmentPair
+from rl_vlm.preference.settings import LabelsSection
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ def fetch(name: str, data: bool = False) -> Path:
     that is wrong or locked, FetchError when the hub cannot be reached.
     """
     if name == "tiny" and not data:
-        from rl_vlm.models.tiny import tiny_model_path
+        from rl_vlm.models.tiny.model import tiny_model_path
 
         return tiny_model_path()
     if name.count("/") != 1 or name.startswith((".", "/")):

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from rl_vlm.models.supervised import DialogueEncoder, collate, token_logprobs
-from rl_vlm.models.tiny_poles import comparison, draw_lesson, random_angle, right_label
-from rl_vlm.models.tiny_warmstart import train_step
+from rl_vlm.models.tiny.poles import comparison, draw_lesson, random_angle, right_label
+from rl_vlm.models.tiny.warmstart import train_step
 from rl_vlm.models.vision import fast_vision
 
 STEPS = 600

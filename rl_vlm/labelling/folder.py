@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from rl_vlm.monitoring.files import write_atomic
-from rl_vlm.preference.labeller import VLMLabeller
-from rl_vlm.preference.query_log import FILE_NAME, log_csv
-from rl_vlm.preference.store import LabelStore
-from rl_vlm.preference.types import Label, Labeller, Segment, SegmentPair
+from rl_vlm.files import write_atomic
+from rl_vlm.labelling.labeller import VLMLabeller
+from rl_vlm.labelling.query_log import FILE_NAME, log_csv
+from rl_vlm.labelling.store import LabelStore
+from rl_vlm.labelling.types import Label, Labeller, Segment, SegmentPair
 from rl_vlm.types import UserInputError
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.monitoring.files import append_whole, whole_lines, write_atomic
+from rl_vlm.files import append_whole, whole_lines, write_atomic
 from rl_vlm.preference.collector import EpisodeResult
 from rl_vlm.preference.replay import StepBatch
 

@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 
 from rl_vlm.envs import shapes_data
 from rl_vlm.envs.geo3k import Geo3kEnv
-from rl_vlm.models.tiny_dialogues import Dialogue, Exchange
+from rl_vlm.models.tiny.dialogues import Dialogue, Exchange
 from rl_vlm.types import Observation, as_encoded
 
 NUM_QUESTIONS = 64

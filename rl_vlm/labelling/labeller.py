@@ -19,11 +19,11 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 from PIL import Image
 
-from rl_vlm.engines.base import derive_seed
-from rl_vlm.preference.backends import Answer, Ask, Backend, BackendError, Question
-from rl_vlm.preference.parsing import parse_label, parse_score, strip_thoughts
-from rl_vlm.preference.prompts import TaskPrompts
-from rl_vlm.preference.types import IDENTICAL, Label, LabelValue, Score, Segment, SegmentPair
+from rl_vlm.labelling.endpoints import Answer, Ask, Backend, BackendError, Question
+from rl_vlm.labelling.parsing import parse_label, parse_score, strip_thoughts
+from rl_vlm.labelling.prompts import TaskPrompts
+from rl_vlm.labelling.types import IDENTICAL, Label, LabelValue, Score, Segment, SegmentPair
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import EncodedImage, Message, RLVLMError, UserInputError
 
 CHOICES = ("0", "1", "-1")

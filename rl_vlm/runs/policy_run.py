@@ -7,12 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.checkpoint import clean_leftovers, latest_checkpoint, save_checkpoint
-from rl_vlm.cluster import check_resources, joins_cluster, ray_cluster
+from rl_vlm.algorithms.checkpoint import clean_leftovers, latest_checkpoint, save_checkpoint
 from rl_vlm.config import RunConfig
 from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.monitoring.recorder import RunRecorder
-from rl_vlm.run_lifecycle import RunLifecycle
+from rl_vlm.runs.cluster import check_resources, joins_cluster, ray_cluster
+from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.types import RLVLMError, UserInputError
 
 
@@ -26,7 +26,7 @@ def dry_run(run: RunConfig) -> dict[str, Any]:
 
     Returns what was found, as figures for people. Raises UserInputError.
     """
-    from rl_vlm.preflight import inspect_run
+    from rl_vlm.runs.preflight import inspect_run
 
     return inspect_run(run)
 
@@ -65,7 +65,7 @@ def train(
     folder = (run_dir or default_run_dir(run)).absolute()
     prepare_run_dir(folder, resume, overwrite)
     if run.algorithm.name == "preference_sac":
-        from rl_vlm.preference.training import PreferenceRun
+        from rl_vlm.runs.preference_run import PreferenceRun
 
         return PreferenceRun(run, folder, resume).execute()
     return _Run(run, folder, resume).execute()

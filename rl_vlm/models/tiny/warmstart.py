@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from rl_vlm.models.supervised import DialogueEncoder, Example, collate, token_logprobs
-from rl_vlm.models.tiny_dialogues import Dialogue, perception_dialogue, target_dialogue
-from rl_vlm.models.tiny_geometry import GeometryDialogues
+from rl_vlm.models.tiny.dialogues import Dialogue, perception_dialogue, target_dialogue
+from rl_vlm.models.tiny.geometry import GeometryDialogues
 from rl_vlm.models.vision import fast_vision
 
 STEPS = 450

@@ -45,10 +45,10 @@ def label(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
 ) -> None:
     """Label a folder of picture pairs: which is nearer to the goal? Writes a CSV and prints a summary as JSON."""
-    from rl_vlm.preference.label_folder import label_folder
-    from rl_vlm.preference.query_log import FILE_NAME
+    from rl_vlm.labelling.build import prompts_of
+    from rl_vlm.labelling.folder import label_folder
+    from rl_vlm.labelling.query_log import FILE_NAME
     from rl_vlm.preference.settings import EndpointSection, LabelsSection
-    from rl_vlm.preference.sources import prompts_of
     from rl_vlm.types import UserInputError
 
     if sum(bool(named) for named in (model, endpoint, generate)) != 1:
@@ -79,15 +79,15 @@ def label(
 
 def _labeller(section: Any, model: str) -> tuple[Any, Any]:
     """The labeller, and what closes its engine (None without one)."""
-    from rl_vlm.preference.sources import build_labeller
+    from rl_vlm.labelling.build import build_labeller
 
     if section.source != "vlm":
         return build_labeller(section), None
     import torch
 
     from rl_vlm.config import parse_config
+    from rl_vlm.labelling.endpoints import EngineClient
     from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
-    from rl_vlm.preference.backends import EngineClient
     from rl_vlm.serving.server import build_engine
 
     quiet_libraries()
@@ -110,7 +110,7 @@ def import_labels(
     image_size: Annotated[int | None, typer.Option(min=8, help="Resize the pictures to this many pixels.")] = None,
 ) -> None:
     """Convert RL-VLM-F's label caches. Pickles may run code: this reader takes plain arrays and refuses all else."""
-    from rl_vlm.preference.import_labels import import_labels as convert
+    from rl_vlm.labelling.import_labels import import_labels as convert
 
     sessions, pairs = convert(source, target, observation_size=observations, image_size=image_size)
     typer.echo(f"Wrote {pairs} pairs of {sessions} sessions to {target}; use it as preference.labels.cache={target}")

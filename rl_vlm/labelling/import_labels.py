@@ -15,8 +15,8 @@ from typing import Any, NoReturn, cast
 import numpy as np
 from PIL import Image
 
-from rl_vlm.preference.store import LabelStore
-from rl_vlm.preference.types import Label, LabelValue, Segment, SegmentPair
+from rl_vlm.labelling.store import LabelStore
+from rl_vlm.labelling.types import Label, LabelValue, Segment, SegmentPair
 from rl_vlm.types import UserInputError
 
 _KINDS = "biuf"  # booleans, integers, floats

@@ -7,14 +7,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.cluster import ray_cluster
+from rl_vlm.algorithms.preference_checkpoint import CheckpointFolders, read_state
 from rl_vlm.config import RunConfig
-from rl_vlm.preference.checkpoints import CheckpointFolders, read_state
+from rl_vlm.monitoring.preference_display import PreferenceDisplay
 from rl_vlm.preference.collector import EpisodeResult
-from rl_vlm.preference.display import PreferenceDisplay
-from rl_vlm.preference.records import EVAL_COLUMNS, TRAIN_COLUMNS, FinishedEpisode, StepCsv, evaluation_row
+from rl_vlm.preference.episode_log import EVAL_COLUMNS, TRAIN_COLUMNS, FinishedEpisode, StepCsv, evaluation_row
 from rl_vlm.reporting.video import write_video
-from rl_vlm.run_lifecycle import RunLifecycle
+from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.runs.lifecycle import RunLifecycle
 
 
 class PreferenceRun(RunLifecycle):

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from rl_vlm.models import tiny_poles
+from rl_vlm.models.tiny import poles as tiny_poles
 from rl_vlm.types import UserInputError
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")

@@ -16,8 +16,8 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from rl_vlm.cli.doctor_machine import GIB, Check, Status, available_cores, machine_checks, version_of
 from rl_vlm.config import RunConfig
-from rl_vlm.doctor_machine import GIB, Check, Status, available_cores, machine_checks, version_of
 
 __all__ = ["Check", "as_json", "diagnose", "worst"]
 

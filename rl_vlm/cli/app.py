@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from rl_vlm import cli_labels
-from rl_vlm.cli_errors import ErrorReport, log_to_stderr
+from rl_vlm.cli import labels as cli_labels
+from rl_vlm.cli.errors import ErrorReport, log_to_stderr
 
 if TYPE_CHECKING:
     from rl_vlm.config import RunConfig
@@ -86,7 +86,7 @@ def train(
     if resume and overwrite:
         raise UserInputError("--resume and --overwrite contradict each other: give one of them.")
     run = _load(config, overrides)
-    from rl_vlm import training
+    from rl_vlm.runs import policy_run as training
 
     if dry_run:
         found = training.dry_run(run)
@@ -112,7 +112,7 @@ def evaluate(
     """Measure the accuracy of a policy on the held-out split; print it as JSON."""
     run, folder = _load(config, overrides), _adapter(adapter, run_dir)
     _check_out(out)
-    from rl_vlm.evaluation import harness
+    from rl_vlm.runs import evaluate as harness
 
     typer.echo(json.dumps(harness.evaluate(run, adapter=folder, out=out), indent=2))
 
@@ -139,7 +139,7 @@ def rollout(
     """Play episodes and print one JSON line for each, and a summary at the end."""
     run, folder = _load(config, overrides), _adapter(adapter, run_dir)
     _check_out(out)
-    from rl_vlm.evaluation import harness
+    from rl_vlm.runs import evaluate as harness
 
     options = {
         "batch_size": batch_size,
@@ -172,7 +172,7 @@ def serve(
         overrides = [model, *(overrides or [])]
         model = None  # it comes from LOCAL_MODEL_PATH
     _adapter(adapter, None)
-    from rl_vlm.http import launch
+    from rl_vlm.runs import serve as launch
 
     planned = launch.plan(model, overrides or (), adapter=adapter, host=host, port=port)
     raise typer.Exit(128 + launch.run_server(planned, typer.echo))
@@ -199,7 +199,7 @@ def fetch(
     data: Annotated[bool, typer.Option("--data", help="It is a data set.")] = False,
 ) -> None:
     """Download a model or a data set once; afterwards everything works offline."""
-    from rl_vlm.fetch import fetch as fetch_from_hub
+    from rl_vlm.cli.fetch import fetch as fetch_from_hub
 
     typer.echo(str(fetch_from_hub(name, data)))
 
@@ -212,7 +212,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Check this machine: versions, hardware, rendering, ports, caches; say how to mend what is wrong."""
-    from rl_vlm import doctor as checkup
+    from rl_vlm.cli import doctor as checkup
 
     checks = checkup.diagnose(_load(config, None) if config is not None else None)
     if as_json:
@@ -252,9 +252,9 @@ def make_tiny(
     overwrite: Overwrite = False,
 ) -> None:
     """Build the tiny vision-language model, which needs no network. It takes about a minute."""
-    from rl_vlm.models import tiny
     from rl_vlm.models.export import check_target, replace_folder
     from rl_vlm.models.loading import quiet_libraries
+    from rl_vlm.models.tiny import model as tiny
     from rl_vlm.types import UserInputError
 
     quiet_libraries()
@@ -326,7 +326,3 @@ def _summary(result: dict[str, Any], folder: Path) -> str:
         if before is not None and after is not None:
             parts.append(f"{label} {before:.3f} → {after:.3f}")
     return f"{', '.join(parts)}; see {folder / 'curve.png'}"
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rl_vlm.preference.types import IDENTICAL, SKIPPED, Label, Labeller, SegmentPair
+from rl_vlm.labelling.types import IDENTICAL, SKIPPED, Label, Labeller, SegmentPair
 from rl_vlm.types import RLVLMError
 
 Draw = Callable[[int], Sequence[SegmentPair]]

@@ -23,7 +23,7 @@ import torch
 from rl_vlm.envs import shapes_data as data
 from rl_vlm.models.sight import accuracy, choice_logprobs, sampled_accuracy
 from rl_vlm.models.supervised import DialogueEncoder
-from rl_vlm.models.tiny_tokenizer import CHAT_TEMPLATE, build_tokenizer
+from rl_vlm.models.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from rl_vlm.types import UserInputError
 
 # Part of the cache key: raise it whenever the weights would come out differently.
@@ -75,7 +75,8 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: Variant = "small", ste
     if folder.exists():
         raise UserInputError(f"{folder} exists already: remove it or choose another folder.")
     # Imported here: a model that is cached must load without the environments that the warm start plays.
-    from rl_vlm.models import tiny_labeller, tiny_warmstart
+    from rl_vlm.models.tiny import labeller as tiny_labeller
+    from rl_vlm.models.tiny import warmstart as tiny_warmstart
 
     lessons, report = (
         (tiny_labeller, tiny_labeller.log_accuracy) if variant == "labeller" else (tiny_warmstart, _log_chance)

@@ -1,0 +1,1 @@
+"""The tiny offline VLM: built and warm-started from code, in about a minute."""

@@ -1,0 +1,1 @@
+"""Runs: from a configuration to a run folder, whatever happens in between."""
