@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -36,6 +36,13 @@ class UserInputError(RLVLMError):
 
 class TrajectoryError(RLVLMError):
     """A trajectory breaks one of its invariants; it must not be trained on."""
+
+
+class PixelLimits(NamedTuple):
+    """The least and the most pixels that an image is resized to; None leaves the processor's own limit."""
+
+    minimum: int | None = None
+    maximum: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,10 +45,10 @@ def label(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
 ) -> None:
     """Label a folder of picture pairs: which is nearer to the goal? Writes a CSV and prints a summary as JSON."""
+    from rl_vlm.config import EndpointSection, LabelsSection
     from rl_vlm.labelling.build import prompts_of
     from rl_vlm.labelling.folder import label_folder
     from rl_vlm.labelling.query_log import FILE_NAME
-    from rl_vlm.preference.settings import EndpointSection, LabelsSection
     from rl_vlm.types import UserInputError
 
     if sum(bool(named) for named in (model, endpoint, generate)) != 1:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.endpoints import Backend, Client, EndpointBackend, GenerateBackend, ServedBackend, server_url
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.prompts import TaskPrompts, task_prompts
@@ -20,7 +21,6 @@ from rl_vlm.labelling.teachers import (
     SimilarityLabeller,
 )
 from rl_vlm.labelling.types import Label, Labeller, LabelValue, Score, Scorer, SegmentPair
-from rl_vlm.preference.settings import LabelsSection
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:

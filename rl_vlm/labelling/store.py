@@ -18,11 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from rl_vlm.config.labels import names_no_cache
 from rl_vlm.files import write_atomic
 from rl_vlm.labelling.types import Label, LabelValue, Segment, SegmentPair
 from rl_vlm.types import EncodedImage, UserInputError
 
-_NO_CACHE = ("", "none", "null")
 _SIDES = ("first", "second")
 _SEGMENT = pa.struct(
     [
@@ -59,11 +59,6 @@ class StoredSession:
     time: float
     pairs: list[SegmentPair]
     labels: list[Label]
-
-
-def names_no_cache(value: str | Path | None) -> bool:
-    """None, "None", "null" and "" mean that there is no label cache."""
-    return value is None or str(value).strip().lower() in _NO_CACHE
 
 
 def label_cache(value: str | Path | None) -> Path | None:

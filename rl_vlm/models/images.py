@@ -13,24 +13,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from rl_vlm.types import EncodedImage, UserInputError
+from rl_vlm.types import EncodedImage, PixelLimits, UserInputError
 
 Grid = tuple[int, int, int]  # temporal, height, width in patches
 
 MAX_ASPECT_RATIO = 200  # Qwen's own limit
 _BICUBIC = 3
-
-
-class PixelLimits(NamedTuple):
-    """The least and the most pixels that an image is resized to; None leaves the processor's own limit."""
-
-    minimum: int | None
-    maximum: int | None
 
 
 DEFAULT_PIXELS = PixelLimits(None, None)

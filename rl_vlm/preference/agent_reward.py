@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from rl_vlm.config import PreferenceSection
 from rl_vlm.labelling.types import RewardModel
-from rl_vlm.preference.loop_settings import PreferenceSection
 from rl_vlm.preference.replay import ReplayBuffer, StepBatch
 
 # (settings, environment id) -> a model that is not learned, such as the similarity of picture and text.

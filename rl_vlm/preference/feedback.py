@@ -12,13 +12,13 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
+from rl_vlm.config import PreferenceSection
 from rl_vlm.labelling.query_log import FILE_NAME, QueryLog, true_return
 from rl_vlm.labelling.session import LabelledSession, LabellerDownError, is_answer, is_decided, label_session
 from rl_vlm.labelling.store import LabelReplay, LabelStore
 from rl_vlm.labelling.types import SKIPPED, Label, Labeller, Score, Scorer, Segment, SegmentPair
 from rl_vlm.preference.ensemble import FitReport, RewardEnsemble
 from rl_vlm.preference.examples import Examples
-from rl_vlm.preference.loop_settings import PreferenceSection
 from rl_vlm.preference.replay import ReplayBuffer
 from rl_vlm.preference.selection import num_candidates, select_pairs
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rl_vlm.preference.reward_options import Squash
+from rl_vlm.config.reward_model import Squash
 from rl_vlm.types import UserInputError
 
 _SQUASH: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "relu": nn.ReLU}

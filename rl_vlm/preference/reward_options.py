@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
+from rl_vlm.config.reward_model import Architecture, Squash
 from rl_vlm.preference.examples import TargetOptions
-
-Architecture = Literal["cnn", "resnet18", "mlp"]
-Squash = Literal["tanh", "sigmoid", "relu"]
 
 
 @dataclass(frozen=True, slots=True)

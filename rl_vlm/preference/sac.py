@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_vlm.preference.loop_settings import SACSection
+from rl_vlm.config import SACSection
 from rl_vlm.preference.networks import (
     SACNetworks,
     backward,

@@ -14,8 +14,8 @@ from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.core.rl_module.torch import TorchRLModule
 from torch import Tensor
 
+from rl_vlm.config import SACSection
 from rl_vlm.preference.exploration import RunningStd, state_entropy
-from rl_vlm.preference.loop_settings import SACSection
 from rl_vlm.preference.networks import SACNetworks, forward, layers_of, sample_actions
 from rl_vlm.preference.sac import Batch, SACUpdater, actor_loss, alpha_loss, critic_loss, critic_target
 from rl_vlm.seeding import derive_seed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rl_vlm.preference.loop_settings import PreferenceSection
+from rl_vlm.config import PreferenceSection
 
 Phase = Literal["random", "explore", "learn"]
 

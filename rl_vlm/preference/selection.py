@@ -13,11 +13,9 @@ from typing import Literal, Protocol
 import numpy as np
 from PIL import Image
 
+from rl_vlm.config.labels import Rule
 from rl_vlm.labelling.types import Segment, SegmentPair
 
-Rule = Literal["uniform", "disagreement", "entropy", "kcenter", "kcenter_disagreement", "kcenter_entropy"]
-# RL-VLM-F's `feed_type` 0 to 5.
-RULES: tuple[Rule, ...] = ("uniform", "disagreement", "entropy", "kcenter", "kcenter_disagreement", "kcenter_entropy")
 _THUMBNAIL = 16  # pixels: pictures are compared by what is left of them at this size
 
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from control_support import steps
 
+from rl_vlm.config import PreferenceSection
 from rl_vlm.labelling.session import LabellerDownError
 from rl_vlm.labelling.store import LabelReplay, LabelStore
 from rl_vlm.labelling.teachers import ScriptedTeacher, TeacherOptions
 from rl_vlm.labelling.types import Label, Labeller, Score, Segment, SegmentPair
 from rl_vlm.preference.ensemble import EnsembleOptions, RewardEnsemble
 from rl_vlm.preference.feedback import Feedback, label_accuracy
-from rl_vlm.preference.loop_settings import PreferenceSection
 from rl_vlm.preference.replay import ReplayBuffer
 
 HORIZON = 7

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from label_support import pair
 from pydantic import ValidationError
 
+from rl_vlm.config import LabelsSection, RewardModelSection
+from rl_vlm.config.labels import Rule
 from rl_vlm.labelling.build import CoinFlippedLabels, FlippedLabels, build_labeller, prompts_of
 from rl_vlm.labelling.labeller import QueryOptions, VLMLabeller
 from rl_vlm.labelling.teachers import CoinFlips, ScriptedTeacher
 from rl_vlm.labelling.types import Label
 from rl_vlm.preference.reward_options import EnsembleOptions
-from rl_vlm.preference.selection import RULES
-from rl_vlm.preference.settings import LabelsSection, RewardModelSection
 from rl_vlm.types import UserInputError
 
 
@@ -24,7 +24,7 @@ def test_the_sections_have_the_defaults_of_the_code() -> None:
     assert RewardModelSection().options(capacity=20_000) == EnsembleOptions()
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 def test_every_rule_can_be_configured(rule: Any) -> None:
     assert LabelsSection(rule=rule).rule == rule
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -10,10 +10,10 @@ from label_support import pair, random_pairs
 from scipy.spatial.distance import cdist
 from scipy.stats import entropy as scipy_entropy
 
+from rl_vlm.config.labels import Rule
 from rl_vlm.preference.ensemble import RewardEnsemble
 from rl_vlm.preference.reward_options import EnsembleOptions
 from rl_vlm.preference.selection import (
-    RULES,
     disagreement,
     entropy,
     k_center,
@@ -84,7 +84,7 @@ def test_pictures_that_differ_are_far_apart() -> None:
     assert pair_features([pair(0, 20)], "state_action").shape == (1, 8)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 @pytest.mark.parametrize("kind", ["image", "state_action"])
 def test_every_rule_works_with_states_and_with_pictures(rule: Any, kind: str) -> None:
     options = EnsembleOptions(channels=(4, 4, 4, 4)) if kind == "image" else EnsembleOptions("mlp", hidden=8)

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from rl_vlm.config import parse_config
-from rl_vlm.preference.loop_settings import PreferenceSection
+from rl_vlm.config import PreferenceSection, parse_config
 from rl_vlm.preference.schedule import first_session_step, next_boundary, phase, session_size
 from rl_vlm.types import UserInputError
 

@@ -13,8 +13,8 @@ import torch
 from stable_baselines3.common.distributions import SquashedDiagGaussianDistribution
 from stable_baselines3.sac.policies import SACPolicy
 
+from rl_vlm.config import SACSection
 from rl_vlm.preference.collector import NumpyActor
-from rl_vlm.preference.loop_settings import SACSection
 from rl_vlm.preference.networks import SACNetworks, layers_of, sample_actions
 from rl_vlm.preference.sac import Batch, SACUpdater, actor_loss, alpha_loss, critic_loss, critic_target
 

@@ -1,31 +1,28 @@
-"""The configuration of labels and of the reward model: `preference.labels` and `preference.reward_model`.
+"""`preference.labels`: who labels, how, and which pairs.
 
 Defaults are RL-VLM-F's, with its option in brackets; where ours differ, the description says so.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from rl_vlm.labelling.labeller import QueryOptions
-from rl_vlm.labelling.store import names_no_cache
-from rl_vlm.labelling.teachers import TeacherOptions
-from rl_vlm.preference.examples import TargetOptions
-from rl_vlm.preference.reward_options import Architecture, EnsembleOptions, Squash
-from rl_vlm.preference.selection import Rule
+from rl_vlm.config.section import Section
 
 Source = Literal["vlm", "endpoint", "generate", "scripted", "random", "clip", "itm", "cache"]
+# Which pairs are asked about: RL-VLM-F's `feed_type` 0 to 5.
+Rule = Literal["uniform", "disagreement", "entropy", "kcenter", "kcenter_disagreement", "kcenter_entropy"]
 
 
-class _Section(BaseModel):
-    """Unknown keys are errors, values are not changed after loading."""
+def names_no_cache(value: str | Path | None) -> bool:
+    """None, "None", "null" and "" mean that there is no label cache."""
+    return value is None or str(value).strip().lower() in ("", "none", "null")
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-
-class TeacherSection(_Section):
+class TeacherSection(Section):
     """The scripted teacher, which labels by the true reward (teacher_beta, teacher_gamma, teacher_eps_*)."""
 
     beta: float = Field(-1.0, description="0 or less: the higher return wins; above: Bradley-Terry with this scale.")
@@ -34,12 +31,14 @@ class TeacherSection(_Section):
     eps_skip: float = Field(0.0, ge=0, description="Pairs below this share of the average return are skipped.")
     eps_equal: float = Field(0.0, ge=0, description="Pairs nearer than this share of the average return are equal.")
 
-    def options(self) -> TeacherOptions:
+    def options(self) -> Any:
         """As the teacher takes them."""
+        from rl_vlm.labelling.teachers import TeacherOptions
+
         return TeacherOptions(**self.model_dump())
 
 
-class EndpointSection(_Section):
+class EndpointSection(Section):
     """A labeller elsewhere, for `source: endpoint` (OpenAI's chat completions) and `source: generate`."""
 
     url: str = Field("", description="Empty with `generate`: SERVER_URL, or http://SERVER_HOST:SERVER_PORT/generate.")
@@ -53,7 +52,7 @@ class EndpointSection(_Section):
     max_in_flight: int | None = Field(None, ge=1, description="Questions at once; null: all of a session.")
 
 
-class LabelsSection(_Section):
+class LabelsSection(Section):
     """Who labels pairs, how they are asked, and which pairs."""
 
     source: Source = Field(
@@ -102,8 +101,10 @@ class LabelsSection(_Section):
             raise ValueError("preference.labels.cache must name a label store for source cache")
         return self
 
-    def query_options(self, seed: int) -> QueryOptions:
+    def query_options(self, seed: int) -> Any:
         """As the labeller takes them."""
+        from rl_vlm.labelling.labeller import QueryOptions
+
         return QueryOptions(
             steps=self.steps,
             both_orders=self.both_orders,
@@ -115,51 +116,4 @@ class LabelsSection(_Section):
             attempts=self.attempts,
             frames=self.frames,
             seed=seed,
-        )
-
-
-class RewardModelSection(_Section):
-    """The reward ensemble."""
-
-    architecture: Architecture = Field("cnn", description="[image_reward, resnet]")
-    size: int = Field(3, ge=1, description="[ensemble_size]")
-    lr: float = Field(3e-4, gt=0, description="[reward_lr]")
-    batch: int | None = Field(None, ge=1, description="Pairs per gradient step; by default 64, ResNet 32, MLP 128.")
-    epochs: int = Field(10, ge=1, description="Per session. [reward_update]")
-    stop_accuracy: float = Field(0.97, gt=0, description="Ends a session early. Above 1: never.")
-    min_gradient_steps: int = Field(60, ge=0, description="Per session, whatever the accuracy; the original: 0.")
-    soft_labels: bool = Field(False, description="Train on the label's probabilities where they are known.")
-    label_margin: float = Field(0.0, ge=0, lt=0.5, description="m turns a hard label into (1 - m, m).")
-    ties: Literal["skip", "half"] = Field("skip", description="half: train on undecided pairs as (1/2, 1/2).")
-    stride: int = Field(1, ge=1, description="See every stride-th pixel. [resize_factor]")
-    kernels: tuple[int, ...] = Field((5, 3, 3, 3), description="[conv_kernel_sizes]")
-    channels: tuple[int, ...] = Field((16, 32, 64, 128), description="[conv_n_channels]")
-    strides: tuple[int, ...] = Field((3, 2, 2, 2), description="[conv_strides]")
-    hidden: int = Field(256, ge=1, description="Width of the MLP.")
-    layers: int = Field(3, ge=1, description="Hidden layers of the MLP.")
-    squash: Squash = Field("tanh", description="[activation]")
-    weights: str | None = Field(None, description="A local file of ImageNet weights for resnet18.")
-    load: str | None = Field(None, description="A saved reward model to begin with. [reward_model_load_dir]")
-
-    def options(self, capacity: int, device: str = "cpu") -> EnsembleOptions:
-        """As the ensemble takes them; `capacity` is how many pairs are kept."""
-        return EnsembleOptions(
-            architecture=self.architecture,
-            size=self.size,
-            lr=self.lr,
-            batch=self.batch,
-            epochs=self.epochs,
-            stop_accuracy=self.stop_accuracy,
-            min_gradient_steps=self.min_gradient_steps,
-            targets=TargetOptions(self.soft_labels, self.label_margin, self.ties),
-            capacity=capacity,
-            stride=self.stride,
-            kernels=self.kernels,
-            channels=self.channels,
-            strides=self.strides,
-            hidden=self.hidden,
-            layers=self.layers,
-            squash=self.squash,
-            weights=self.weights,
-            device=device,
         )

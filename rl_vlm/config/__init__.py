@@ -1,0 +1,49 @@
+"""The configuration of a run: sections only, one file per concern. Nothing here imports what reads it."""
+
+from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.config.env import EnvSection
+from rl_vlm.config.evaluation import EvaluationSection
+from rl_vlm.config.http import HTTPSection
+from rl_vlm.config.labels import EndpointSection, LabelsSection, TeacherSection
+from rl_vlm.config.learner import LearnerSection
+from rl_vlm.config.loading import apply_overrides, load_config, parse_config, save_config
+from rl_vlm.config.logging import LoggingSection
+from rl_vlm.config.model import LoraSection, ModelSection
+from rl_vlm.config.preference import CollectionSection, ControlEvaluationSection, PreferenceSection
+from rl_vlm.config.resources import ResourcesSection
+from rl_vlm.config.reward_model import RewardModelSection
+from rl_vlm.config.rollout import RolloutSection
+from rl_vlm.config.run import RunConfig
+from rl_vlm.config.sac import SACSection
+from rl_vlm.config.section import Section
+from rl_vlm.config.serving import AutoscalingSection, ServingSection, VLLMSection
+
+__all__ = [
+    "AlgorithmSection",
+    "AutoscalingSection",
+    "CollectionSection",
+    "ControlEvaluationSection",
+    "EndpointSection",
+    "EnvSection",
+    "EvaluationSection",
+    "HTTPSection",
+    "LabelsSection",
+    "LearnerSection",
+    "LoggingSection",
+    "LoraSection",
+    "ModelSection",
+    "PreferenceSection",
+    "ResourcesSection",
+    "RewardModelSection",
+    "RolloutSection",
+    "RunConfig",
+    "SACSection",
+    "Section",
+    "ServingSection",
+    "TeacherSection",
+    "VLLMSection",
+    "apply_overrides",
+    "load_config",
+    "parse_config",
+    "save_config",
+]

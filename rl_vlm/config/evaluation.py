@@ -1,0 +1,20 @@
+"""`evaluation`: held-out evaluation of the policy."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rl_vlm.config.section import Section
+
+
+class EvaluationSection(Section):
+    """Held-out evaluation, greedy; with `samples` above 1 also pass@k at the rollout temperature."""
+
+    every: int = Field(50, ge=0, description="Iterations between evaluations; 0: only before and after.")
+    num_items: int = Field(512, ge=1)
+    samples: int = Field(1, ge=1)
+    split: Literal["train", "test"] = "test"
+    variants: dict[str, dict[str, Any]] = Field({"default": {}}, description="Name -> environment arguments to change.")
+    timeout_s: float = Field(1800.0, gt=0)

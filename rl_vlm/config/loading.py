@@ -1,0 +1,98 @@
+"""One YAML file and dotted overrides to a checked configuration, and back."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from rl_vlm.config.hints import explain
+from rl_vlm.config.run import RunConfig
+from rl_vlm.types import UserInputError
+
+_SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a YAML file, apply `section.key=value` overrides, check everything. Raises UserInputError."""
+    data: dict[str, Any] = {}
+    if path is not None:
+        file = Path(path)
+        try:
+            text = file.read_text()
+        except OSError as error:
+            raise UserInputError(f"Cannot read the config {file}: {error.strerror or error}.") from error
+        except UnicodeDecodeError as error:
+            raise UserInputError(f"The config {file} is not a text file ({error.reason}).") from error
+        try:
+            loaded = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            where = getattr(error, "problem_mark", None)
+            line = f" in line {where.line + 1}" if where else ""
+            raise UserInputError(
+                f"The config {file} is not valid YAML{line}: {getattr(error, 'problem', error)}."
+            ) from error
+        if loaded is not None and not isinstance(loaded, dict):
+            raise UserInputError(
+                f"The config {file} must hold sections such as `model:`, not a {type(loaded).__name__}."
+            )
+        data = loaded or {}
+    for override in overrides:
+        _apply_override(data, override)
+    return parse_config(data)
+
+
+def parse_config(data: Mapping[str, Any]) -> RunConfig:
+    """Check a nested dictionary. Raises UserInputError with one sentence on the first thing that is wrong."""
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise UserInputError(explain(error)) from error
+
+
+def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested `data` with dotted keys set, such as `{"learner.lr": 1e-3}`."""
+    result = copy.deepcopy(dict(data))
+    for key, value in overrides.items():
+        _set(result, key, value)
+    return result
+
+
+def save_config(config: RunConfig, path: Path) -> None:
+    """Write the resolved configuration, atomically."""
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    os.replace(temporary, path)
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise UserInputError(f"Override {override!r} must have the form section.key=value, such as learner.lr=1e-3.")
+    try:
+        value = yaml.safe_load(text) if text else None
+    except yaml.YAMLError as error:
+        raise UserInputError(f"The value of override {override!r} is not valid YAML: quote it.") from error
+    if isinstance(value, str) and _SCIENTIFIC.fullmatch(text.strip()):
+        value = float(value)  # YAML 1.1 reads 1e-3 as text; people mean a number, unless they quote it
+    _set(data, key.strip(), value)
+
+
+def _set(data: dict[str, Any], key: str, value: Any) -> None:
+    node = data
+    *parents, last = key.split(".")
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise UserInputError(f"Config key {key}: {parent} is a value, not a section.")
+        node = child
+    node[last] = value

@@ -1,0 +1,18 @@
+"""`logging`: what is kept of a run."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rl_vlm.config.section import Section
+
+
+class LoggingSection(Section):
+    """What is kept of a run."""
+
+    checkpoint_every: int = Field(25, ge=1)
+    keep_checkpoints: int = Field(3, ge=1)
+    trajectories_every: int = Field(10, ge=0, description="Iterations between dumps of sampled trajectories; 0: none.")
+    trajectories_per_dump: int = Field(64, ge=1)
+    tensorboard: bool = True
+    wandb_project: str = "rl-vlm"

@@ -1,0 +1,39 @@
+"""`model`: the vision-language model and its LoRA."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rl_vlm.config.section import Section
+from rl_vlm.types import PixelLimits
+
+
+class LoraSection(Section):
+    """LoRA on the language model's linear layers."""
+
+    rank: int = Field(16, ge=1, le=512)
+    alpha: int = Field(32, ge=1)
+    target_modules: Literal["attn", "mlp", "all"] = "all"
+
+
+class ModelSection(Section):
+    """The vision-language model."""
+
+    path: str = Field("tiny", description="`tiny`, a Hugging Face folder, or a hub name that was fetched before.")
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    train: Literal["lora", "full"] = "lora"
+    lora: LoraSection = LoraSection()
+    min_pixels: int | None = Field(None, ge=1, description="Smaller images are enlarged; null: the processor's limit.")
+    max_pixels: int | None = Field(None, ge=1, description="Larger images are reduced; null: the processor's limit.")
+    gpu_memory_gib: float | None = Field(
+        None,
+        gt=0,
+        description="What this recipe needs on one GPU; `doctor` and `--dry-run` compare it with the machine.",
+    )
+
+    @property
+    def pixels(self) -> PixelLimits:
+        """The limits of an image's size, for everything that counts or shows images."""
+        return PixelLimits(self.min_pixels, self.max_pixels)
