@@ -43,18 +43,25 @@ logger = logging.getLogger(__name__)
 
 
 class RunRecorder:
-    """Writes `progress.csv`, `eval.jsonl`, TensorBoard events, `trajectories/`, `result.json` and `curve.png`.
+    """Writes `progress.csv`, `eval.jsonl`, TensorBoard events, `trajectories/`, `result.json` and what `draw` draws.
 
     `folder` exists. `resumed_iteration` is the iteration that the run continues after; what an earlier process recorded
-    beyond it is removed. None starts anew: rows of an earlier run in the folder are removed.
+    beyond it is removed. None starts anew: rows of an earlier run in the folder are removed. `draw(folder)` is called at the end.
 
     No OSError leaves a method (the constructor may raise): a full disk must not end a run. Failures are counted in
     `write_errors` and warned of once per kind; metrics that could not be written are kept and written with the next ones. No file is ever half
     written. With WANDB_API_KEY set, metrics also go to Weights & Biases.
     """
 
-    def __init__(self, folder: Path, run: RunConfig, resumed_iteration: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        run: RunConfig,
+        resumed_iteration: int | None = None,
+        draw: Callable[[Path], object] | None = None,
+    ) -> None:
         self.folder = folder
+        self._draw = draw
         self.write_errors = 0
         self._run = run
         self._warned: set[tuple[str, object]] = set()
@@ -105,7 +112,7 @@ class RunRecorder:
             )
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write `result.json` and `curve.png`, close everything. `result` holds a `status`; its extra keys are kept."""
+        """Write `result.json`, draw the figure, close everything. `result` holds a `status`; its extra keys are kept."""
         if result.get("status") not in STATUSES:
             raise ValueError(f"status is {result.get('status')!r}; it must be one of {', '.join(STATUSES)}.")
         for name, sink in (("progress.csv", self._progress), ("eval.jsonl", self._evaluations)):
@@ -117,7 +124,10 @@ class RunRecorder:
         with self._guard("result.json"):
             text = json.dumps(to_jsonable({**_RESULT, **result}), indent=2, ensure_ascii=False, allow_nan=False)
             write_atomic(self.folder / "result.json", text + "\n")
-        self.draw()
+        if self._draw is not None:
+            # A figure must not turn a run that has ended well into a failure, whatever is wrong with fonts or figures.
+            with self._guard("the figure", Exception):
+                self._draw(self.folder)
         self.close()
 
     def close(self) -> None:
@@ -138,14 +148,6 @@ class RunRecorder:
     def rewards(self) -> list[float]:
         """The mean reward of every iteration, resumed parts included, in order."""
         return self._progress.column("reward/mean")
-
-    def draw(self) -> None:
-        """Draw `curve.png` from what is recorded so far."""
-        # A figure must not turn a run that has ended well into a failure, whatever is wrong with fonts or figures.
-        with self._guard("curve.png", Exception):
-            from rl_vlm.reporting.curve import draw_curve  # matplotlib is slow to import
-
-            draw_curve(self.folder)
 
     def _log_scalars(self, iteration: int, metrics: Mapping[str, float]) -> None:
         if self._tensorboard is not None:
