@@ -21,7 +21,7 @@ from models import random_model
 from report import Report
 
 from rl_vlm.config import RunConfig, load_config
-from rl_vlm.learning.module import Policy
+from rl_vlm.learning.module import PolicyModel
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.runs.cluster import ray_cluster
@@ -80,7 +80,7 @@ async def publish_under_load(
 def measure(report: Report, label: str, folder: Path, replicas: int, engine: str, rank: int, repeats: int) -> None:
     """One size on one number of replicas."""
     run = configuration(folder, replicas, engine, rank)
-    policy = Policy(folder, run)
+    policy = PolicyModel(folder, run)
     with tempfile.TemporaryDirectory() as scratch, ray_cluster(run):
         service = PolicyService(run, "bench", folder, Path(scratch))
         try:

@@ -12,10 +12,10 @@ import torch
 from rl_vlm.config import RunConfig
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.registry import make
-from rl_vlm.learning.learner import OptimizerStep, make_optimizer, make_updater
-from rl_vlm.learning.losses import get_loss
-from rl_vlm.learning.module import Policy
-from rl_vlm.learning.plan import PlanConfig, plan_update
+from rl_vlm.learning.learner import make_optimizer, make_updater, optimizer_step
+from rl_vlm.learning.module import PolicyModel
+from rl_vlm.learning.plan import plan_update
+from rl_vlm.learning.strategies.replicated import SingleProcess
 from rl_vlm.learning.update import UpdateStats, linear_schedule
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import EpisodeLimits, run_group
@@ -53,10 +53,11 @@ class BareLoop:
         torch.set_num_threads(num_threads)
         self.run = run
         self.engine = TransformersEngine(folder, max_context=run.serving.max_context, num_threads=num_threads)
-        self.policy = Policy(folder, run)
+        self.policy = PolicyModel(folder, run)
         self._updater = make_updater(self.policy, run)
         self._optimizer = make_optimizer(self.policy, run)
-        self._step = OptimizerStep(self.policy, self._optimizer, run.learner.max_grad_norm)
+        self._strategy = SingleProcess()
+        self._strategy.prepare(self.policy, self._optimizer)
         self._direct = _DirectPolicy(self.engine)
         self._pool = EnvPool(lambda: make(run.env.id, **run.env.make_kwargs()), run.env.step_timeout_s)
         self._limits = EpisodeLimits(
@@ -97,20 +98,7 @@ class BareLoop:
         groups = self.sample(indices, "train", run.rollout.group_size, run.rollout.temperature)
         sampled = time.perf_counter()
         algorithm = run.algorithm
-        plan = plan_update(
-            groups,
-            PlanConfig(
-                aggregation=get_loss(algorithm.loss)[1],
-                minibatches=algorithm.minibatches,
-                num_learners=1,
-                advantage_normalization=algorithm.advantage_normalization,
-                advantage_scale=algorithm.advantage_scale,
-                max_new_tokens=run.rollout.max_new_tokens,
-                keep_zero_advantage=bool(algorithm.kl_coef or algorithm.entropy_coef),
-                shuffle_rewards=algorithm.shuffle_rewards,
-            ),
-            self._rng,
-        )
+        plan = plan_update(groups, algorithm, self._rng, max_new_tokens=run.rollout.max_new_tokens)
         factor = 1.0
         if run.learner.lr_schedule == "linear":
             factor = linear_schedule(self.iteration, algorithm.iterations, run.learner.lr_final_fraction)
@@ -121,7 +109,7 @@ class BareLoop:
         for _ in range(algorithm.epochs):
             for minibatch, active in zip(packed, plan.active, strict=True):
                 if active:
-                    self._step(minibatch, self._updater.loss, stats)
+                    optimizer_step(self._strategy, minibatch, self._updater.loss, run.learner.max_grad_norm, stats)
         learned = time.perf_counter()
         self.iteration += 1
         self._loop.run_until_complete(self.engine.load_adapter(self.policy.payload(self.iteration)))

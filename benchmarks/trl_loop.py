@@ -229,7 +229,7 @@ def grpo_arguments(run: RunConfig, output: str, suppressed: list[int]) -> GRPOCo
         top_k=0,
         generation_kwargs={"suppress_tokens": suppressed},
         # Loss.
-        loss_type=algorithm.loss,
+        loss_type={"sequence_mean": "grpo", "token_mean": "dapo", "constant": "dr_grpo"}[algorithm.aggregation],
         beta=algorithm.kl_coef,
         epsilon=algorithm.clip_low,
         epsilon_high=algorithm.clip_high,

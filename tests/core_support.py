@@ -14,7 +14,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig, apply_overrides, parse_config
-from rl_vlm.learning.module import Policy
+from rl_vlm.learning.batching import TrainSample
+from rl_vlm.learning.module import PolicyModel
 from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries
 from rl_vlm.types import (
     EncodedImage,
@@ -65,14 +66,14 @@ def run_config(folder: Path, **dotted: Any) -> RunConfig:
     return parse_config(apply_overrides({"model": {"path": str(folder)}}, overrides))
 
 
-def adapted_policy(folder: Path, seed: int = 1, scale: float = 0.2, **dotted: Any) -> Policy:
+def adapted_policy(folder: Path, seed: int = 1, scale: float = 0.2, **dotted: Any) -> PolicyModel:
     """A policy whose adapter is random and changes the model a lot."""
-    policy = Policy(folder, run_config(folder, **dotted))
+    policy = PolicyModel(folder, run_config(folder, **dotted))
     randomize(policy, seed, scale)
     return policy
 
 
-def randomize(policy: Policy, seed: int, scale: float = 0.2) -> None:
+def randomize(policy: PolicyModel, seed: int, scale: float = 0.2) -> None:
     """Draw both matrices of every LoRA layer anew."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -151,3 +152,8 @@ def reference_logprobs(
     logits[:, torch.from_numpy(text.codec.suppressed_token_ids(text.vocab_size))] = float("-inf")
     targets = torch.from_numpy(token_ids[1:].astype(np.int64))
     return torch.log_softmax(logits / temperature, dim=-1).gather(1, targets[:, None])[:, 0]
+
+
+def train_sample(trajectory: Trajectory, advantage: float, weight: float) -> TrainSample:
+    """One trajectory whose sampled tokens all have the same advantage."""
+    return TrainSample(trajectory, np.full(trajectory.num_sampled, advantage, dtype=np.float32), weight)

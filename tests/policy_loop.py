@@ -11,14 +11,16 @@ import pytest
 import torch
 from core_support import picture, plain_model, reference_logprobs, run_config
 
+from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.engines.base import Engine
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.base import StepResult, VisionEnv
 from rl_vlm.learning.batching import Minibatch
-from rl_vlm.learning.learner import OptimizerStep, make_optimizer, make_updater
-from rl_vlm.learning.module import Policy
-from rl_vlm.learning.plan import PlanConfig, plan_update
-from rl_vlm.learning.update import UpdateStats
+from rl_vlm.learning.learner import MicroBatchLoss, make_optimizer, make_updater, optimizer_step
+from rl_vlm.learning.module import PolicyModel
+from rl_vlm.learning.plan import plan_update
+from rl_vlm.learning.strategies.replicated import SingleProcess
+from rl_vlm.learning.update import PackedMinibatch, UpdateStats
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import EpisodeLimits, run_group
 from rl_vlm.rollout.tasks import RolloutTask
@@ -56,10 +58,11 @@ class Loop:
         self.folder = folder
         self.run = run_config(folder, rollout__temperature=temperature, learner__micro_batch_tokens=400, **dotted)
         self.engine = engine or TransformersEngine(folder, max_context=LIMITS.max_context)
-        self.policy = Policy(folder, self.run)
+        self.policy = PolicyModel(folder, self.run)
         self.updater = make_updater(self.policy, self.run)
         self.optimizer = make_optimizer(self.policy, self.run)
-        self.step = OptimizerStep(self.policy, self.optimizer, self.run.learner.max_grad_norm)
+        self.strategy = SingleProcess()
+        self.strategy.prepare(self.policy, self.optimizer)
         self.pool = EnvPool(ThreeTurns, timeout_s=30.0, inline=True)
         self.version = 0
         if engine is not None:  # it may have served another policy
@@ -85,9 +88,13 @@ class Loop:
 
         return asyncio.run(gather())
 
+    def step(self, minibatch: PackedMinibatch, loss: MicroBatchLoss, stats: UpdateStats) -> None:
+        optimizer_step(self.strategy, minibatch, loss, self.run.learner.max_grad_norm, stats)
+
     def minibatches(self, groups: list[TrajectoryGroup], count: int = 2) -> list[Minibatch]:
-        config = PlanConfig("token_mean", minibatches=count, num_learners=1, keep_zero_advantage=True)
-        return plan_update(groups, config, np.random.default_rng(self.version)).shards[0]
+        # The entropy bonus only keeps samples without an advantage in the plan.
+        settings = AlgorithmSection(aggregation="token_mean", minibatches=count, entropy_coef=1.0)
+        return plan_update(groups, settings, np.random.default_rng(self.version)).shards[0]
 
     def update(self, groups: list[TrajectoryGroup], epochs: int = 1) -> UpdateStats:
         stats = UpdateStats()

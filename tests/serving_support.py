@@ -14,7 +14,7 @@ from core_support import run_config
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.config import RunConfig
-from rl_vlm.learning.module import Policy
+from rl_vlm.learning.module import PolicyModel
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.runs.cluster import ray_cluster
@@ -29,7 +29,7 @@ class Adapters:
     """Random adapters of one model; a version has always the same weights."""
 
     def __init__(self, run: RunConfig, folder: Path, scale: float = 0.2) -> None:
-        self._policy, self._scale = Policy(folder, run), scale
+        self._policy, self._scale = PolicyModel(folder, run), scale
 
     def payload(self, version: int) -> AdapterPayload:
         generator = torch.Generator().manual_seed(version)

@@ -23,10 +23,10 @@ _PREFIX, _PADDING = 0, -1
 
 @dataclass(slots=True)
 class TrainSample:
-    """One trajectory with its advantage and the weight of each of its token losses."""
+    """One trajectory with the advantages float32 [T] of its sampled tokens and the weight of each token loss."""
 
     trajectory: Trajectory
-    advantage: float
+    advantage: np.ndarray
     weight: float
 
 
@@ -50,7 +50,8 @@ class MicroBatch:
     """Padded arrays of one forward pass; B rows of L tokens, N sampled tokens.
 
     segments int16 [B, L]: 0 prompt, 1.. the continuations, -1 padding. `row`, `column` int64 [N] locate the hidden
-    state that predicts `target` int64 [N]. behaviour, advantage and weight: float32 [N].
+    state that predicts `target` int64 [N]. behaviour, advantage and weight: float32 [N]. `sample`, `turn` int64 [N]: the
+    trajectory of the micro-batch that a token belongs to, and its turn there; a trajectory is never split.
     """
 
     input_ids: np.ndarray
@@ -63,6 +64,8 @@ class MicroBatch:
     behaviour: np.ndarray
     advantage: np.ndarray
     weight: np.ndarray
+    sample: np.ndarray
+    turn: np.ndarray
 
 
 @dataclass(slots=True)
@@ -76,6 +79,7 @@ class _Row:
     behaviour: list[np.ndarray] = field(default_factory=list)
     advantage: list[np.ndarray] = field(default_factory=list)
     weight: list[np.ndarray] = field(default_factory=list)
+    turn: list[np.ndarray] = field(default_factory=list)
     length: int = 0
 
 
@@ -155,8 +159,10 @@ class BatchBuilder:
             row.column.append(column)
             row.target.append(trajectory.token_ids[sampled].astype(np.int64))
             row.behaviour.append(trajectory.logprobs[sampled])
-            row.advantage.append(np.full(len(sampled), sample.advantage, dtype=np.float32))
+            row.advantage.append(sample.advantage)
             row.weight.append(np.full(len(sampled), sample.weight, dtype=np.float32))
+            lengths = [turn.stop - turn.start for turn in trajectory.turns]
+            row.turn.append(np.repeat(np.arange(len(lengths)), lengths))
             row.length += len(trajectory) - start
         return row
 
@@ -198,6 +204,7 @@ class BatchBuilder:
             positions[:, k, : row.length] = np.concatenate(row.positions, axis=1)
             segments[k, : row.length] = np.concatenate(row.segments)
         counts = [sum(len(part) for part in row.column) for row in rows]
+        per_sample = [len(part) for row in rows for part in row.column]
         return MicroBatch(
             input_ids=ids,
             position_ids=positions,
@@ -209,6 +216,8 @@ class BatchBuilder:
             behaviour=np.concatenate([part for row in rows for part in row.behaviour]),
             advantage=np.concatenate([part for row in rows for part in row.advantage]),
             weight=np.concatenate([part for row in rows for part in row.weight]),
+            sample=np.repeat(np.arange(len(per_sample)), per_sample),
+            turn=np.concatenate([part for row in rows for part in row.turn]),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +13,15 @@ from ray.rllib.core.learner.training_data import TrainingData
 
 from rl_vlm.config import RunConfig
 from rl_vlm.learning.batching import BatchBuilder, Minibatch
-from rl_vlm.learning.losses import LossConfig
-from rl_vlm.learning.update import (
-    PackedMinibatch,
-    PolicyUpdater,
-    UpdateStats,
-    gradient_vector,
-    set_gradients,
-)
+from rl_vlm.learning.strategies.base import Strategy
+from rl_vlm.learning.strategies.replicated import make_strategy
+from rl_vlm.learning.update import PackedMinibatch, PolicyUpdater, UpdateStats
 from rl_vlm.models.adapter import AdapterPayload
 
 if TYPE_CHECKING:
-    from rl_vlm.learning.module import Policy, VLMModule  # with peft and all of transformers, for env runners too
+    from rl_vlm.learning.module import PolicyModel, VLMModule  # with peft and all of transformers, for env runners too
+
+MicroBatchLoss = Callable[[PackedMinibatch, int, UpdateStats], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -49,9 +47,8 @@ class UpdateResult:
     timings: dict[str, float] = field(default_factory=dict)
 
 
-def make_updater(policy: Policy, run: RunConfig) -> PolicyUpdater:
+def make_updater(policy: PolicyModel, run: RunConfig) -> PolicyUpdater:
     """The policy update that a run configuration describes."""
-    algorithm = run.algorithm
     builder = BatchBuilder(
         image_token_id=policy.text.codec.image_token_id,
         pad_token_id=policy.text.codec.pad_token_id,
@@ -59,25 +56,16 @@ def make_updater(policy: Policy, run: RunConfig) -> PolicyUpdater:
         max_tokens=run.learner.micro_batch_tokens,
         share_prompts=run.learner.share_prompts,
     )
-    config = LossConfig(
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        tis_cap=algorithm.tis_cap,
-        kl_coef=algorithm.kl_coef,
-        kl_estimator=algorithm.kl_estimator,
-        entropy_coef=algorithm.entropy_coef,
-    )
     return PolicyUpdater(
         policy.backbone,
         builder,
-        loss=algorithm.loss,
-        loss_config=config,
+        run.algorithm,
         temperature=run.rollout.temperature,
         without_adapter=policy.without_adapter,
     )
 
 
-def make_optimizer(policy: Policy, run: RunConfig) -> torch.optim.Optimizer:
+def make_optimizer(policy: PolicyModel, run: RunConfig) -> torch.optim.Optimizer:
     """AdamW on the LoRA weights (Adam when weight_decay is 0)."""
     learner = run.learner
     return torch.optim.AdamW(
@@ -85,34 +73,18 @@ def make_optimizer(policy: Policy, run: RunConfig) -> torch.optim.Optimizer:
     )
 
 
-class OptimizerStep:
-    """Accumulates the gradients of a minibatch over its micro-batches, adds them over learners, clips and steps."""
-
-    def __init__(
-        self, policy: Policy, optimizer: torch.optim.Optimizer, max_grad_norm: float, world_size: int = 1
-    ) -> None:
-        self._parameters = policy.parameters
-        self._optimizer = optimizer
-        self._max_grad_norm = max_grad_norm
-        self._world_size = world_size
-
-    def __call__(self, minibatch: PackedMinibatch, loss: Any, stats: UpdateStats) -> None:
-        """`loss(minibatch, number, stats)` gives the loss of one micro-batch. Steps with non-finite gradients are skipped."""
-        self._optimizer.zero_grad(set_to_none=True)
-        for number in range(len(minibatch.micro_batches)):
-            loss(minibatch, number, stats).backward()
-        if self._world_size > 1:
-            # One sum per optimiser step: the weights are normalised over all learners already.
-            vector = gradient_vector(self._parameters)
-            torch.distributed.all_reduce(vector)
-            set_gradients(self._parameters, vector)
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm))
-        if not torch.isfinite(torch.tensor(norm)):
-            stats.skipped_steps += 1
-            return
-        self._optimizer.step()
-        stats.grad_norm += norm
-        stats.steps += 1
+def optimizer_step(
+    strategy: Strategy, minibatch: PackedMinibatch, loss: MicroBatchLoss, max_grad_norm: float, stats: UpdateStats
+) -> None:
+    """One optimiser step; `loss(minibatch, number, stats)` is the loss of one micro-batch. Non-finite gradients are skipped."""
+    for number in range(len(minibatch.micro_batches)):
+        strategy.backward(loss(minibatch, number, stats))
+    norm = strategy.step(max_grad_norm)
+    if norm is None:
+        stats.skipped_steps += 1
+        return
+    stats.grad_norm += norm
+    stats.steps += 1
 
 
 class VLMLearner(TorchLearner):
@@ -147,11 +119,11 @@ class VLMLearner(TorchLearner):
         """Build the module and the updater."""
         super().build()
         self._updater = make_updater(self.vlm.policy, self._run)
-        world_size = torch.distributed.get_world_size() if self.config.num_learners > 1 else 1
-        self._step = OptimizerStep(self.vlm.policy, self.optimizer, self._run.learner.max_grad_norm, world_size)
+        self._strategy = make_strategy(self.config.num_learners)
+        self._strategy.prepare(self.vlm.policy, self.optimizer)
 
     def _make_modules_ddp_if_necessary(self) -> None:
-        """No DDP: `OptimizerStep` adds the gradients itself, once per step, whatever the number of micro-batches."""
+        """No DDP: the strategy adds the gradients, once per step, whatever the number of micro-batches."""
 
     def compute_loss_for_module(self, *, module_id: str, config: Any, batch: Any, fwd_out: Any) -> torch.Tensor:
         """The loss of one micro-batch; `batch` is (packed minibatch, number of the micro-batch, statistics)."""
@@ -177,25 +149,19 @@ class VLMLearner(TorchLearner):
         for _epoch in range(batch.epochs):
             for minibatch, active in zip(packed, batch.active, strict=True):
                 if active:
-                    self._step(minibatch, loss, stats)
+                    optimizer_step(self._strategy, minibatch, loss, self._run.learner.max_grad_norm, stats)
         first = self._learner_index in (None, 0)
-        return UpdateResult(stats, self.vlm.policy.payload(batch.version) if first else None)
+        return UpdateResult(stats, self._strategy.gather_adapter(batch.version) if first else None)
 
     def adapter(self, version: int) -> AdapterPayload:
         """The adapter as it is."""
-        return self.vlm.policy.payload(version)
+        return self._strategy.gather_adapter(version)
 
     def moments(self) -> dict[str, Any]:
-        """The optimiser's state as flat tensors by name: `exp_avg.3`, `exp_avg_sq.3`, `step.3`."""
-        state = self.optimizer.state_dict()["state"]
-        return {f"{field}.{k}": tensor for k, fields in state.items() for field, tensor in fields.items()}
+        """The optimiser's state as flat CPU tensors by name: `exp_avg.3`, `exp_avg_sq.3`, `step.3`."""
+        return self._strategy.state()
 
     def restore(self, adapter: dict[str, Any], moments: dict[str, Any]) -> None:
         """Load adapter tensors and optimiser moments."""
         self.vlm.set_state(adapter)
-        state: dict[int, dict[str, Any]] = {}
-        for name, tensor in moments.items():
-            kind, _, number = name.rpartition(".")
-            state.setdefault(int(number), {})[kind] = tensor
-        current = self.optimizer.state_dict()
-        self.optimizer.load_state_dict({"state": state, "param_groups": current["param_groups"]})
+        self._strategy.restore(moments)

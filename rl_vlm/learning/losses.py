@@ -1,6 +1,6 @@
-"""Policy-gradient losses per sampled token, and how they are averaged.
+"""Policy-gradient losses per sampled token. Users register more.
 
-Shapes: N sampled tokens of one micro-batch, flattened.
+Shapes: N sampled tokens of one micro-batch, flattened. A micro-batch holds whole trajectories only.
 """
 
 from __future__ import annotations
@@ -12,10 +12,25 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# How token losses become one number: the mean of each sequence's mean; the mean over all tokens; the sum over a
-# constant (Dr. GRPO).
-Aggregation = Literal["sequence_mean", "token_mean", "constant"]
-KLEstimator = Literal["k1", "k2", "k3"]
+from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """What a loss sees of N sampled tokens.
+
+    new, old, behaviour: float32 [N], log-probabilities under the policy that learns, the policy before the first step
+    of this update, and the engine that sampled. advantage: float32 [N]. sample, turn: int64 [N], which trajectory of
+    the micro-batch (from 0) and which turn of it (from 0) a token belongs to.
+    """
+
+    new: Tensor
+    old: Tensor
+    behaviour: Tensor
+    advantage: Tensor
+    sample: Tensor
+    turn: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,56 +42,52 @@ class LossTerms:
     clipped: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class LossConfig:
-    """Settings of the token loss."""
+Loss = Callable[[TokenBatch, AlgorithmSection], LossTerms]
 
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    tis_cap: float | None = 2.0
-    kl_coef: float = 0.0
-    kl_estimator: KLEstimator = "k3"
-    entropy_coef: float = 0.0
+LOSSES: Registry[Loss] = Registry("algorithm.loss")
+register_loss = LOSSES.register
 
 
-TokenLoss = Callable[[Tensor, Tensor, Tensor, LossConfig], LossTerms]
-_LOSSES: dict[str, tuple[TokenLoss, Aggregation]] = {}
-
-
-def register_loss(name: str, aggregation: Aggregation) -> Callable[[TokenLoss], TokenLoss]:
-    """Make a token loss known under a name that `algorithm.loss` can choose."""
-
-    def remember(function: TokenLoss) -> TokenLoss:
-        _LOSSES[name] = (function, aggregation)
-        return function
-
-    return remember
-
-
-def get_loss(name: str) -> tuple[TokenLoss, Aggregation]:
-    """The token loss and its aggregation."""
-    return _LOSSES[name]
-
-
-def loss_names() -> tuple[str, ...]:
-    """All names that `algorithm.loss` accepts."""
-    return tuple(sorted(_LOSSES))
-
-
-@register_loss("grpo", "sequence_mean")
-@register_loss("dapo", "token_mean")
-@register_loss("dr_grpo", "constant")
-def clipped_surrogate(new: Tensor, old: Tensor, advantage: Tensor, config: LossConfig) -> LossTerms:
+@register_loss("clipped")
+def clipped_surrogate(tokens: TokenBatch, settings: AlgorithmSection) -> LossTerms:
     """-min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A) with r = exp(new - old).
 
     PPO's surrogate (arXiv 1707.06347, equation 7) with separate bounds, "clip-higher" (DAPO, arXiv 2503.14476,
-    equation 10). new, old, advantage: float32 [N].
+    equation 10).
     """
-    ratio = (new - old).exp()
-    bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    advantage = tokens.advantage
+    ratio = (tokens.new - tokens.old).exp()
+    bounded = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     loss = -torch.minimum(ratio * advantage, bounded * advantage)
     clipped = (bounded * advantage) < (ratio * advantage)
     return LossTerms(loss, ratio, clipped)
+
+
+@register_loss("gspo")
+def sequence_surrogate(tokens: TokenBatch, settings: AlgorithmSection) -> LossTerms:
+    """The clipped surrogate with one ratio per trajectory: the geometric mean of its tokens' ratios.
+
+    GSPO-token (arXiv 2507.18071, equations 7 and 14): the value of the ratio is the sequence's, its gradient flows
+    through each token.
+    """
+    change = tokens.new - tokens.old
+    num_samples = int(tokens.sample.max()) + 1
+    sums = torch.zeros(num_samples, dtype=change.dtype, device=change.device).index_add(
+        0, tokens.sample, change.detach()
+    )
+    mean = (sums / torch.bincount(tokens.sample, minlength=num_samples))[tokens.sample]
+    # mean + change - change.detach() is written in this order so that the first ratio is exactly 1.
+    return clipped_surrogate(
+        TokenBatch(
+            mean + (change - change.detach()),
+            torch.zeros_like(change),
+            tokens.behaviour,
+            tokens.advantage,
+            tokens.sample,
+            tokens.turn,
+        ),
+        settings,
+    )
 
 
 def truncated_importance_weights(old: Tensor, behaviour: Tensor, cap: float | None) -> Tensor:
@@ -90,11 +101,12 @@ def truncated_importance_weights(old: Tensor, behaviour: Tensor, cap: float | No
     return (old - behaviour).exp().clamp(max=cap).detach()
 
 
-def kl_estimate(new: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
-    """Per-token estimate of KL(new || reference) from samples of `new` (Schulman, 2020, "Approximating KL divergence")."""
+def kl_estimate(new: Tensor, reference: Tensor, estimator: Literal["k2", "k3"]) -> Tensor:
+    """Per-token estimate of KL(new || reference) from samples of `new` (Schulman, 2020, "Approximating KL divergence").
+
+    k1 is missing on purpose: on-policy, the expected gradient of `new - reference` as a loss term is zero.
+    """
     difference = reference - new
-    if estimator == "k1":
-        return -difference
     if estimator == "k2":
         return 0.5 * difference**2
     return difference.exp() - 1 - difference

@@ -18,7 +18,7 @@ from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora_layers import inject_lora, load_lora_state, lora_config, lora_state, seed_lora
 
 
-class Policy:
+class PolicyModel:
     """A VLM with LoRA: what the learner updates. Plain torch, so that it works without RLlib.
 
     Args:
@@ -68,10 +68,13 @@ class VLMModule(TorchRLModule):
     """RLlib's view of the policy: its state is the adapter's tensors only, kilobytes to megabytes."""
 
     def setup(self) -> None:
-        """Load the model; RLlib calls this once. `model_config` holds `folder`, `run_config` and `device`."""
+        """Load the model; RLlib calls this once, in the learner's process. `model_config` holds `folder` and `run_config`."""
         settings: dict[str, Any] = self.model_config  # type: ignore[assignment]
-        torch.set_num_threads(settings["run_config"].learner.num_threads)
-        self.policy = Policy(settings["folder"], settings["run_config"], settings["device"])
+        learner = settings["run_config"].learner
+        torch.set_num_threads(learner.num_threads)
+        # Decided here, because the driver may sit on a machine without a GPU.
+        device = "cuda" if learner.gpus_per_learner > 0 and torch.cuda.is_available() else "cpu"
+        self.policy = PolicyModel(settings["folder"], settings["run_config"], device)
         self.vlm = self.policy.model  # registered as a submodule, so that RLlib finds the parameters
 
     def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

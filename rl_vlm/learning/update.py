@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
 from rl_vlm.learning.logprobs import token_logprobs
-from rl_vlm.learning.losses import LossConfig, get_loss, kl_estimate, truncated_importance_weights
+from rl_vlm.learning.losses import LOSSES, TokenBatch, kl_estimate, truncated_importance_weights
 
 if TYPE_CHECKING:
     # Env runners import this with the algorithm's configuration, and have no model.
@@ -91,8 +92,7 @@ class PolicyUpdater:
     Args:
         backbone: the model with trainable LoRA layers.
         builder: packs minibatches.
-        loss: a registered loss name.
-        loss_config: its settings.
+        settings: the loss and its constants.
         temperature: the sampling temperature of the rollouts.
         without_adapter: context in which the model computes as the base model, for the KL penalty.
     """
@@ -101,16 +101,15 @@ class PolicyUpdater:
         self,
         backbone: Backbone,
         builder: BatchBuilder,
+        settings: AlgorithmSection,
         *,
-        loss: str,
-        loss_config: LossConfig,
         temperature: float,
         without_adapter: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._backbone = backbone
         self._builder = builder
-        self._token_loss, _ = get_loss(loss)
-        self._config = loss_config
+        self._loss = LOSSES.get(settings.loss)
+        self._settings = settings
         self._temperature = temperature
         self._without_adapter = without_adapter
         self._probed = False
@@ -132,7 +131,7 @@ class PolicyUpdater:
                     with torch.no_grad():
                         minibatch.probe.append(self.logprobs(micro)[0])
                 minibatch.old.append(old)
-                if self._config.kl_coef:
+                if self._settings.kl_coef:
                     with torch.no_grad(), self._without_adapter():
                         minibatch.reference.append(self.logprobs(micro)[0])
         self._probed = self._probed or any(minibatch.probe for minibatch in packed)
@@ -171,14 +170,15 @@ class PolicyUpdater:
         behaviour = torch.from_numpy(micro.behaviour).to(device)
         advantage = torch.from_numpy(micro.advantage).to(device)
         weight = torch.from_numpy(micro.weight).to(device)
-        terms = self._token_loss(new, old, advantage, self._config)
-        token_loss = terms.loss * truncated_importance_weights(old, behaviour, self._config.tis_cap)
-        if self._config.kl_coef:
-            kl = kl_estimate(new, minibatch.reference[number], self._config.kl_estimator)
-            token_loss = token_loss + self._config.kl_coef * kl
+        sample, turn = (torch.from_numpy(ids).to(device) for ids in (micro.sample, micro.turn))
+        terms = self._loss(TokenBatch(new, old, behaviour, advantage, sample, turn), self._settings)
+        token_loss = terms.loss * truncated_importance_weights(old, behaviour, self._settings.tis_cap)
+        if self._settings.kl_coef:
+            kl = kl_estimate(new, minibatch.reference[number], self._settings.kl_estimator)
+            token_loss = token_loss + self._settings.kl_coef * kl
             stats.kl += float(kl.detach().sum())
-        if self._config.entropy_coef:
-            token_loss = token_loss - self._config.entropy_coef * entropy
+        if self._settings.entropy_coef:
+            token_loss = token_loss - self._settings.entropy_coef * entropy
         loss = (token_loss * weight).sum()
         self._record(stats, loss, terms.ratio, terms.clipped, entropy, old - behaviour, new - old)
         return loss
@@ -208,20 +208,6 @@ class PolicyUpdater:
         stats.mismatch_kl += figures[4]
         stats.mismatch_prob += figures[5]
         stats.ratio_max = max(stats.ratio_max, figures[6])
-
-
-def gradient_vector(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
-    """All gradients as one vector; zero where a parameter has none."""
-    return torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in parameters])
-
-
-def set_gradients(parameters: Sequence[torch.nn.Parameter], vector: Tensor) -> None:
-    """The inverse of `gradient_vector`."""
-    offset = 0
-    for parameter in parameters:
-        count = parameter.numel()
-        parameter.grad = vector[offset : offset + count].view_as(parameter)
-        offset += count
 
 
 def linear_schedule(iteration: int, total: int, final_fraction: float) -> float:

@@ -37,7 +37,7 @@ from rl_vlm.types import (
 )
 
 
-class Policy(Protocol):
+class CompletionClient(Protocol):
     """Whatever answers generation requests: the Serve client, or an engine in the same process."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
@@ -112,7 +112,7 @@ async def open_group(task: RolloutTask, pool: EnvPool, text: TextSide) -> OpenGr
 async def run_group(
     task: RolloutTask,
     pool: EnvPool,
-    policy: Policy,
+    policy: CompletionClient,
     text: TextSide,
     limits: EpisodeLimits,
     opened: OpenGroup | None = None,
@@ -142,7 +142,7 @@ def _failing(pool: EnvPool, envs: list[VisionEnv]) -> Iterator[None]:
 
 
 async def _run_group(
-    task: RolloutTask, opened: OpenGroup, pool: EnvPool, policy: Policy, text: TextSide, limits: EpisodeLimits
+    task: RolloutTask, opened: OpenGroup, pool: EnvPool, policy: CompletionClient, text: TextSide, limits: EpisodeLimits
 ) -> TrajectoryGroup:
     envs, openings, prompt, expanded = opened.envs, opened.openings, opened.prompt, opened.expanded
     first = openings[0][0]
@@ -198,7 +198,7 @@ async def _continue(
     observation: Observation,
     task: RolloutTask,
     pool: EnvPool,
-    policy: Policy,
+    policy: CompletionClient,
     text: TextSide,
     limits: EpisodeLimits,
 ) -> None:

@@ -19,7 +19,7 @@ from runs import REPLICA, ServeProcess
 from safetensors.torch import load, save
 
 from rl_vlm.config import parse_config
-from rl_vlm.learning.module import Policy
+from rl_vlm.learning.module import PolicyModel
 from rl_vlm.models.adapter import AdapterPayload
 
 HI: list[Any] = [{"role": "user", "content": "How many shapes are there?"}]
@@ -30,7 +30,7 @@ LONG: dict[str, Any] = {"messages": HI, "max_tokens": 2000, "temperature": 2.0, 
 @pytest.fixture(scope="module")
 def adapter(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random adapter that changes the model a lot."""
-    payload = Policy(tiny_folder, parse_config({"model": {"path": str(tiny_folder)}})).payload(1)
+    payload = PolicyModel(tiny_folder, parse_config({"model": {"path": str(tiny_folder)}})).payload(1)
     noisy = save({name: tensor.normal_(0.0, 0.2) for name, tensor in load(payload.tensors).items()})
     folder = tmp_path_factory.mktemp("adapter") / "adapter"
     return AdapterPayload(1, noisy, payload.config_json, "").write(folder)

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import run_config
+from core_support import run_config, train_sample
 
 from rl_vlm.learning.batching import Minibatch, TrainSample
 from rl_vlm.learning.learner import make_updater
-from rl_vlm.learning.module import Policy
+from rl_vlm.learning.module import PolicyModel
 from rl_vlm.learning.update import PackedMinibatch, UpdateStats
 from rl_vlm.models.backbone import ImageFeatures
 from rl_vlm.models.loading import resolve_model
@@ -56,7 +56,7 @@ def our_samples(inputs: dict[str, Any]) -> list[TrainSample]:
         turn = Turn(len(prompt), len(ids), 0, StopReason.END_OF_TURN)
         image = EncodedImage(f"row-{k}", b"", 64, 64)
         trajectory = Trajectory(str(k), ids, mask, logprobs, (turn,), TrajectoryStatus.COMPLETED, (image,))
-        samples.append(TrainSample(trajectory, float(inputs["advantages"][k]), 1 / (len(answer) * rows)))
+        samples.append(train_sample(trajectory, float(inputs["advantages"][k]), 1 / (len(answer) * rows)))
     return samples
 
 
@@ -80,7 +80,7 @@ def test_the_gradient_of_a_minibatch_is_trls(monkeypatch: pytest.MonkeyPatch) ->
     their_loss = trainer._compute_loss(trainer.model, dict(inputs))
     their_loss.backward()
 
-    policy = Policy(folder, run)
+    policy = PolicyModel(folder, run)
     ours = {short_name(name): p for name, p in policy.model.named_parameters() if p.requires_grad}
     assert ours.keys() == theirs.keys()
     for name, parameter in ours.items():

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from core_support import adapted_policy, conversation, picture, reference_logprobs, text_side
+from core_support import adapted_policy, conversation, picture, reference_logprobs, text_side, train_sample
 from torch import Tensor
 
+from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch, TrainSample
-from rl_vlm.learning.losses import LossConfig
-from rl_vlm.learning.module import Policy
-from rl_vlm.learning.update import PolicyUpdater, gradient_vector
+from rl_vlm.learning.module import PolicyModel
+from rl_vlm.learning.strategies.replicated import gradient_vector
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import Trajectory
 
@@ -27,7 +28,7 @@ def text(tiny_folder: Path) -> TextSide:
 
 
 @pytest.fixture(scope="module")
-def policy(tiny_folder: Path) -> Policy:
+def policy(tiny_folder: Path) -> PolicyModel:
     return adapted_policy(tiny_folder)
 
 
@@ -43,7 +44,7 @@ def builder_of(text: TextSide, max_tokens: int = 4096, share: bool = True) -> Ba
 
 
 def group_of(trajectories: Sequence[Trajectory], rng: np.random.Generator) -> list[TrainSample]:
-    return [TrainSample(trajectory, float(rng.normal()), float(rng.uniform(0.1, 1))) for trajectory in trajectories]
+    return [train_sample(trajectory, float(rng.normal()), float(rng.uniform(0.1, 1))) for trajectory in trajectories]
 
 
 def various_groups(text: TextSide) -> list[list[TrainSample]]:
@@ -64,12 +65,10 @@ def various_groups(text: TextSide) -> list[list[TrainSample]]:
 
 
 def outcome(
-    policy: Policy, builder: BatchBuilder, groups: list[list[TrainSample]]
+    policy: PolicyModel, builder: BatchBuilder, groups: list[list[TrainSample]]
 ) -> tuple[dict[bytes, Tensor], Tensor]:
     """Log-probabilities by sample, and the LoRA gradient of a loss over all of them."""
-    updater = PolicyUpdater(
-        policy.backbone, builder, loss="dapo", loss_config=LossConfig(tis_cap=None), temperature=TEMPERATURE
-    )
+    updater = PolicyUpdater(policy.backbone, builder, AlgorithmSection(tis_cap=None), temperature=TEMPERATURE)
     policy.model.zero_grad(set_to_none=True)
     found: dict[bytes, Tensor] = {}
     for micro in builder.build(Minibatch(groups)):
@@ -94,7 +93,7 @@ def rows(batches: list[MicroBatch]) -> int:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 150, 400, 100_000])
-def test_packed_and_separate_rows_agree(policy: Policy, text: TextSide, max_tokens: int) -> None:
+def test_packed_and_separate_rows_agree(policy: PolicyModel, text: TextSide, max_tokens: int) -> None:
     groups = various_groups(text)
     expected, expected_gradient = outcome(policy, builder_of(text, 1, share=False), groups)
     found, gradient = outcome(policy, builder_of(text, max_tokens), groups)
@@ -106,7 +105,9 @@ def test_packed_and_separate_rows_agree(policy: Policy, text: TextSide, max_toke
     assert expected_gradient.abs().max() > 0.1
 
 
-def test_packed_rows_equal_transformers_own_forward_pass(tiny_folder: Path, policy: Policy, text: TextSide) -> None:
+def test_packed_rows_equal_transformers_own_forward_pass(
+    tiny_folder: Path, policy: PolicyModel, text: TextSide
+) -> None:
     groups = various_groups(text)
     builder = builder_of(text)
     assert rows(builder.build(Minibatch(groups))) == 3  # everything is packed
@@ -117,7 +118,7 @@ def test_packed_rows_equal_transformers_own_forward_pass(tiny_folder: Path, poli
         logprobs = reference_logprobs(tiny_folder, policy.model, trajectory.token_ids, trajectory.images, TEMPERATURE)
         logprobs = logprobs[torch.from_numpy(trajectory.loss_mask[1:])]
         assert torch.allclose(found[key(sample)], logprobs.detach(), rtol=0, atol=1e-5)
-        (logprobs.sum() * sample.advantage * sample.weight).backward()
+        (logprobs.sum() * float(sample.advantage[0]) * sample.weight).backward()
     assert torch.allclose(gradient, gradient_vector(policy.parameters), rtol=1e-4, atol=1e-5)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import adapted_policy, conversation, picture, run_config, text_side
+from core_support import adapted_policy, conversation, picture, run_config, text_side, train_sample
 
 from rl_vlm.algorithms import checkpoint as module
 from rl_vlm.algorithms.checkpoint import (
@@ -23,9 +23,10 @@ from rl_vlm.algorithms.checkpoint import (
     read_checkpoint,
     save_checkpoint,
 )
-from rl_vlm.learning.batching import Minibatch, TrainSample
-from rl_vlm.learning.learner import OptimizerStep, VLMLearner, make_optimizer, make_updater
-from rl_vlm.learning.module import Policy
+from rl_vlm.learning.batching import Minibatch
+from rl_vlm.learning.learner import VLMLearner, make_optimizer, make_updater, optimizer_step
+from rl_vlm.learning.module import PolicyModel
+from rl_vlm.learning.strategies.replicated import SingleProcess
 from rl_vlm.learning.update import UpdateStats
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.lora_layers import load_lora_state
@@ -240,22 +241,25 @@ class Trainer:
     """A policy and its optimiser, with the learner's own methods for moments and restoring."""
 
     def __init__(self, folder: Path) -> None:
-        settings = {"learner__lr": 1e-2, "algorithm__loss": "dapo"}
+        settings = {"learner__lr": 1e-2, "algorithm__aggregation": "token_mean"}
         run = run_config(folder, **settings)
-        self.policy = Policy(folder, run)
+        self.policy = PolicyModel(folder, run)
         self.optimizer = make_optimizer(self.policy, run)
         self.updater = make_updater(self.policy, run)
-        self.step = OptimizerStep(self.policy, self.optimizer, run.learner.max_grad_norm)
+        self.strategy = SingleProcess()
+        self.strategy.prepare(self.policy, self.optimizer)
+        self.max_grad_norm = run.learner.max_grad_norm
         vlm = SimpleNamespace(
             set_state=lambda state: load_lora_state(
                 self.policy.model, {k: torch.as_tensor(v) for k, v in state.items()}
             )
         )
-        self.learner: Any = SimpleNamespace(optimizer=self.optimizer, vlm=vlm)
+        self.learner: Any = SimpleNamespace(_strategy=self.strategy, vlm=vlm)
 
     def train(self, minibatches: list[Minibatch]) -> None:
         for minibatch in minibatches:
-            self.step(self.updater.pack([minibatch])[0], self.updater.loss, UpdateStats())
+            packed = self.updater.pack([minibatch])[0]
+            optimizer_step(self.strategy, packed, self.updater.loss, self.max_grad_norm, UpdateStats())
 
     def checkpoint(self, version: int) -> Checkpoint:
         return Checkpoint(self.policy.payload(version), VLMLearner.moments(self.learner), {})
@@ -268,7 +272,7 @@ class Trainer:
 def test_two_and_two_steps_equal_four_byte_for_byte(tiny_folder: Path, tmp_path: Path) -> None:
     rng, text = np.random.default_rng(0), text_side(tiny_folder)
     minibatches = [
-        Minibatch([[TrainSample(conversation(text, rng, [picture(rng), "What?"], [4]), float(rng.normal()), 0.2)]])
+        Minibatch([[train_sample(conversation(text, rng, [picture(rng), "What?"], [4]), float(rng.normal()), 0.2)]])
         for _ in range(4)
     ]
     whole, first = Trainer(tiny_folder), Trainer(tiny_folder)

@@ -58,7 +58,7 @@ def test_a_key_that_resembles_nothing_lists_what_there_is() -> None:
         ({"rollout": {"temperature": float("nan")}}, ("rollout.temperature",)),
         ({"rollout": {"group_size": 2.5}}, ("rollout.group_size", "2.5")),
         ({"rollout": {"group_size": None}}, ("rollout.group_size", "None")),
-        ({"algorithm": {"loss": "ppo"}}, ("algorithm.loss", "'grpo'", "'ppo'")),
+        ({"algorithm": {"aggregation": "mean"}}, ("algorithm.aggregation", "'token_mean'", "'mean'")),
         ({"learner": {"betas": [0.9]}}, ("learner.betas",)),
         ({"learner": 3}, ("Config key learner:", "got 3")),
         ({"env": {"kwargs": [1, 2]}}, ("env.kwargs",)),

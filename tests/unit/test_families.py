@@ -18,6 +18,7 @@ from core_support import (
     request,
     run_config,
     text_side,
+    train_sample,
 )
 from transformers import (
     Qwen2_5_VLConfig,
@@ -29,7 +30,7 @@ from transformers import (
 
 from rl_vlm.chat import mrope_positions
 from rl_vlm.engines.decoder import Decoder
-from rl_vlm.learning.batching import Minibatch, TrainSample
+from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.learner import make_updater
 from rl_vlm.models.backbone import Backbone
 from rl_vlm.models.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
@@ -135,7 +136,7 @@ def test_engine_and_learner_equal_teacher_forcing(folder: Path) -> None:
     updater = make_updater(policy, run_config(folder, rollout__temperature=0.7))
     prompt = [images[0], "What is it? " * 4]
     members = [conversation(text, rng, prompt, [3, 4], [["again", images[1]]]) for _ in range(3)]
-    (packed,) = updater.pack([Minibatch([[TrainSample(member, 1.0, 1.0) for member in members]])])
+    (packed,) = updater.pack([Minibatch([[train_sample(member, 1.0, 1.0) for member in members]])])
     (micro,) = packed.micro_batches
     assert len(micro.input_ids) == 1  # one row for all three
     with torch.no_grad():

@@ -15,7 +15,7 @@ from core_support import adapted_policy, plain_model, reference_logits
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
-from rl_vlm.learning.module import Policy
+from rl_vlm.learning.module import PolicyModel
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_model
 from rl_vlm.models.lora import TARGET_MODULES, linear_weights, merged_weights
@@ -24,19 +24,21 @@ from rl_vlm.types import UserInputError
 
 
 @pytest.fixture(scope="module")
-def policy(tiny_folder: Path) -> Policy:
+def policy(tiny_folder: Path) -> PolicyModel:
     return adapted_policy(tiny_folder, model__lora__rank=4, model__lora__alpha=12)
 
 
 @pytest.fixture(scope="module")
-def payload(policy: Policy) -> AdapterPayload:
+def payload(policy: PolicyModel) -> AdapterPayload:
     return policy.payload(3)
 
 
 # --- names and files are peft's
 
 
-def test_the_state_has_the_names_and_values_that_peft_saves(tiny_folder: Path, policy: Policy, tmp_path: Path) -> None:
+def test_the_state_has_the_names_and_values_that_peft_saves(
+    tiny_folder: Path, policy: PolicyModel, tmp_path: Path
+) -> None:
     config = lora_config(4, 12, "all")
     theirs = get_peft_model(plain_model(tiny_folder), config)
     load_lora_state(theirs.base_model.model, lora_state(policy.model))
@@ -48,7 +50,7 @@ def test_the_state_has_the_names_and_values_that_peft_saves(tiny_folder: Path, p
 
 
 def test_peft_loads_the_folder_and_computes_the_same(
-    tiny_folder: Path, policy: Policy, payload: AdapterPayload, tmp_path: Path
+    tiny_folder: Path, policy: PolicyModel, payload: AdapterPayload, tmp_path: Path
 ) -> None:
     theirs = PeftModel.from_pretrained(plain_model(tiny_folder), payload.write(tmp_path / "adapter"))
     ids = np.arange(12, dtype=np.int32)
@@ -133,7 +135,7 @@ def test_merging_leaves_the_base_weights_alone(tiny_folder: Path, payload: Adapt
 
 
 def test_memory_of_an_earlier_sum_can_be_written_over(
-    tiny_folder: Path, policy: Policy, payload: AdapterPayload
+    tiny_folder: Path, policy: PolicyModel, payload: AdapterPayload
 ) -> None:
     base = linear_weights(plain_model(tiny_folder))
     expected = merged_weights(payload, base)
@@ -158,13 +160,15 @@ def test_a_payload_travels_whole_and_its_bytes_apart_where_they_can(payload: Ada
     assert (len(packed) < 4096) == (protocol == 5)
 
 
-def test_equal_weights_give_equal_bytes_and_hashes(policy: Policy, payload: AdapterPayload) -> None:
+def test_equal_weights_give_equal_bytes_and_hashes(policy: PolicyModel, payload: AdapterPayload) -> None:
     again = policy.payload(4)
     assert (again.tensors, again.sha256, again.config_json) == (payload.tensors, payload.sha256, payload.config_json)
     assert again.version == 4
 
 
-def test_a_payload_survives_the_way_through_a_folder(payload: AdapterPayload, policy: Policy, tmp_path: Path) -> None:
+def test_a_payload_survives_the_way_through_a_folder(
+    payload: AdapterPayload, policy: PolicyModel, tmp_path: Path
+) -> None:
     folder = payload.write(tmp_path / "deep" / "adapter")
     assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     back = AdapterPayload.read(folder, payload.version).verify()
@@ -226,7 +230,7 @@ def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["missing", "surplus", "shape"])
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(policy: Policy, what: str) -> None:
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(policy: PolicyModel, what: str) -> None:
     before = policy.payload(0).tensors
     state = {name: tensor.clone() + 1 for name, tensor in lora_state(policy.model).items()}
     name = sorted(state)[-1]

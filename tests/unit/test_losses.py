@@ -15,20 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.learning.batching import MicroBatch, TrainSample
-from rl_vlm.learning.losses import (
-    LossConfig,
-    clipped_surrogate,
-    get_loss,
-    kl_estimate,
-    loss_names,
-    truncated_importance_weights,
-)
-from rl_vlm.learning.plan import PlanConfig, plan_update
+from rl_vlm.learning.losses import LOSSES, TokenBatch, clipped_surrogate, kl_estimate, truncated_importance_weights
+from rl_vlm.learning.plan import plan_update
 from rl_vlm.learning.update import PackedMinibatch, PolicyUpdater, UpdateStats
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
 GROUPS, SIZE, LENGTH, MAX_NEW_TOKENS = 3, 4, 12, 20
+
+
+def token_batch(new: Tensor, old: Tensor, advantage: Tensor, sample: Tensor | None = None) -> TokenBatch:
+    ids = torch.zeros(len(new), dtype=torch.long) if sample is None else sample
+    return TokenBatch(new, old, old, advantage, ids, torch.zeros_like(ids))
 
 
 # --- by hand
@@ -53,7 +52,8 @@ def test_the_clipped_surrogate_by_hand(
     """The gradient is with respect to the new log-probability, so it is the ratio times the advantage, or nothing."""
     old = torch.tensor([-2.0], dtype=torch.float64)
     new = (old + math.log(ratio)).requires_grad_()
-    terms = clipped_surrogate(new, old, torch.tensor([advantage], dtype=torch.float64), LossConfig(0.2, 0.28))
+    tokens = token_batch(new, old, torch.tensor([advantage], dtype=torch.float64))
+    terms = clipped_surrogate(tokens, AlgorithmSection(clip_low=0.2, clip_high=0.28))
     terms.loss.sum().backward()
     assert terms.loss.item() == pytest.approx(loss)
     assert new.grad is not None
@@ -76,18 +76,16 @@ def test_importance_weights_are_capped_and_carry_no_gradient() -> None:
 
 def test_kl_estimates_by_hand() -> None:
     new, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0])
-    assert kl_estimate(new, reference, "k1").tolist() == pytest.approx([0.5, 0.0])
     assert kl_estimate(new, reference, "k2").tolist() == pytest.approx([0.125, 0.0])
     assert kl_estimate(new, reference, "k3").tolist() == pytest.approx([math.exp(-0.5) - 1 + 0.5, 0.0])
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_unbiased_kl_estimates_average_to_the_divergence(estimator: str) -> None:
+def test_k3_averages_to_the_divergence() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 6, generator=generator, dtype=torch.float64)
     new, reference = torch.log_softmax(logits, -1)
     exact = (new.exp() * (new - reference)).sum()
-    assert (new.exp() * kl_estimate(new, reference, estimator)).sum() == pytest.approx(float(exact))  # type: ignore[arg-type]
+    assert (new.exp() * kl_estimate(new, reference, "k3")).sum() == pytest.approx(float(exact))
 
 
 def test_k2_has_the_gradient_of_the_divergence() -> None:
@@ -100,9 +98,46 @@ def test_k2_has_the_gradient_of_the_divergence() -> None:
     assert torch.allclose(ours, exact)
 
 
-def test_each_loss_has_its_aggregation() -> None:
-    expected = {"grpo": "sequence_mean", "dapo": "token_mean", "dr_grpo": "constant"}
-    assert expected.items() <= {name: get_loss(name)[1] for name in loss_names()}.items()
+def test_k1_as_a_loss_is_refused_because_its_expected_gradient_is_zero() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
+    new = torch.log_softmax(logits, -1)
+    reference = torch.log_softmax(torch.randn(6, generator=generator, dtype=torch.float64), -1)
+    # The expectation over the policy's own samples: probabilities without a gradient, times the estimate.
+    (gradient,) = torch.autograd.grad((new.detach().exp() * (new - reference)).sum(), logits)
+    assert gradient.abs().max() < 1e-12
+    with pytest.raises(ValueError, match="no expected gradient"):
+        AlgorithmSection(kl_estimator="k1")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dapo", "dr_grpo"])
+def test_a_preset_sets_loss_aggregation_estimator_and_constants(preset: str) -> None:
+    expected = {
+        "grpo": ("clipped", "sequence_mean", "group", "std", 0.2),
+        "dapo": ("clipped", "token_mean", "group", "std", 0.28),
+        "dr_grpo": ("clipped", "constant", "group", "none", 0.2),
+    }
+    found = AlgorithmSection(preset=preset)
+    assert expected[preset] == (
+        found.loss, found.aggregation, found.estimator, found.advantage_normalization, found.clip_high
+    )  # fmt: skip
+    assert AlgorithmSection(preset=preset, clip_high=0.5).clip_high == 0.5
+    with pytest.raises(ValueError, match=f"algorithm.preset={preset}"):
+        AlgorithmSection(loss=preset)
+
+
+def test_the_sequence_ratio_by_hand() -> None:
+    """Sample 0 has log-ratios 0.1 and 0.3, so each of its tokens has the ratio exp(0.2); sample 1 is alone."""
+    old = torch.zeros(3, dtype=torch.float64)
+    new = torch.tensor([0.1, 0.3, -0.05], dtype=torch.float64, requires_grad=True)
+    tokens = token_batch(new, old, torch.tensor([1.0, 1.0, -2.0], dtype=torch.float64), torch.tensor([0, 0, 1]))
+    terms = LOSSES.get("gspo")(tokens, AlgorithmSection(clip_low=0.2, clip_high=0.3))
+    terms.loss.sum().backward()
+    first, second = math.exp(0.2), math.exp(-0.05)
+    assert terms.ratio.tolist() == pytest.approx([first, first, second])
+    assert terms.loss.tolist() == pytest.approx([-first, -first, 2 * second])
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx([-first, -first, 2 * second])
 
 
 # --- against TRL
@@ -164,10 +199,10 @@ class Numbers:
 class GivenLogprobs(PolicyUpdater):
     """The update with log-probabilities that a test chooses instead of a model's."""
 
-    def __init__(self, loss: str, config: LossConfig) -> None:
+    def __init__(self, settings: AlgorithmSection) -> None:
         backbone: Any = SimpleNamespace(device=torch.device("cpu"))
         builder: Any = None
-        super().__init__(backbone, builder, loss=loss, loss_config=config, temperature=1.0)
+        super().__init__(backbone, builder, settings, temperature=1.0)
         self.given: dict[int, tuple[Tensor, Tensor]] = {}
 
     def logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -178,33 +213,24 @@ def micro_batch(samples: list[TrainSample]) -> MicroBatch:
     """The part of a micro-batch that the loss reads."""
     sampled = [sample.trajectory.loss_mask for sample in samples]
 
-    def spread(values: list[float]) -> np.ndarray:
-        return np.repeat(np.array(values, dtype=np.float32), [mask.sum() for mask in sampled])
+    counts = [mask.sum() for mask in sampled]
 
     nothing = np.zeros(0)
     return MicroBatch(
         nothing, nothing, nothing, [], nothing, nothing, nothing,
         behaviour=np.concatenate([s.trajectory.logprobs[mask] for s, mask in zip(samples, sampled, strict=True)]),
-        advantage=spread([sample.advantage for sample in samples]),
-        weight=spread([sample.weight for sample in samples]),
+        advantage=np.concatenate([sample.advantage for sample in samples]),
+        weight=np.repeat(np.array([sample.weight for sample in samples], dtype=np.float32), counts),
+        sample=np.repeat(np.arange(len(samples)), counts),
+        turn=np.zeros(sum(counts), dtype=np.int64),
     )  # fmt: skip
 
 
-def ours(numbers: Numbers, loss: str, config: LossConfig, parts: int) -> tuple[float, Tensor, UpdateStats]:
+def ours(numbers: Numbers, settings: AlgorithmSection, parts: int) -> tuple[float, Tensor, UpdateStats]:
     """Loss, gradient [B, T] and statistics of one optimiser step that is cut into micro-batches."""
-    plan = plan_update(
-        numbers.groups(),
-        PlanConfig(
-            aggregation=get_loss(loss)[1],
-            minibatches=1,
-            num_learners=1,
-            max_new_tokens=MAX_NEW_TOKENS,
-            keep_zero_advantage=bool(config.kl_coef or config.entropy_coef),
-        ),
-        np.random.default_rng(0),
-    )
+    plan = plan_update(numbers.groups(), settings, np.random.default_rng(0), max_new_tokens=MAX_NEW_TOKENS)
     samples = [sample for group in plan.shards[0][0].groups for sample in group]
-    updater, stats = GivenLogprobs(loss, config), UpdateStats()
+    updater, stats = GivenLogprobs(settings), UpdateStats()
     new = torch.tensor(numbers.new, requires_grad=True)
     packed = PackedMinibatch([])
     for part in range(parts):
@@ -226,7 +252,7 @@ def ours(numbers: Numbers, loss: str, config: LossConfig, parts: int) -> tuple[f
 
 
 def theirs(
-    trainer: Any, numbers: Numbers, loss: str, config: LossConfig, advantages: np.ndarray
+    trainer: Any, numbers: Numbers, loss: str, config: AlgorithmSection, advantages: np.ndarray
 ) -> tuple[float, Tensor, dict[str, list[float]]]:
     """The same by `GRPOTrainer._compute_loss`."""
     new = torch.tensor(numbers.new, requires_grad=True)
@@ -237,7 +263,7 @@ def theirs(
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
-        importance_sampling_level="token",
+        importance_sampling_level="sequence" if config.loss == "gspo" else "token",
         beta=config.kl_coef,
         args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
         loss_type=loss,
@@ -275,24 +301,33 @@ def theirs(
     return float(value.detach()), new.grad, metrics["train"]
 
 
-CONFIGS = {
-    "plain": LossConfig(0.2, 0.2, tis_cap=None),
-    "clip-higher": LossConfig(0.1, 0.35, tis_cap=None),
-    "kl": LossConfig(0.2, 0.28, tis_cap=None, kl_coef=0.3),
-    "correction": LossConfig(0.2, 0.28, tis_cap=1.5),
-    "correction and kl": LossConfig(0.2, 0.28, tis_cap=2.0, kl_coef=0.1),
+STD = AlgorithmSection(advantage_normalization="std")
+
+
+def settings_of(preset: str, **constants: Any) -> AlgorithmSection:
+    """TRL divides by the standard deviation whatever its loss."""
+    return AlgorithmSection(preset=preset, **{"advantage_normalization": "std", **constants})
+
+
+CONSTANTS: dict[str, dict[str, Any]] = {
+    "plain": {"clip_low": 0.2, "clip_high": 0.2, "tis_cap": None},
+    "clip-higher": {"clip_low": 0.1, "clip_high": 0.35, "tis_cap": None},
+    "kl": {"clip_low": 0.2, "clip_high": 0.28, "tis_cap": None, "kl_coef": 0.3},
+    "correction": {"clip_low": 0.2, "clip_high": 0.28, "tis_cap": 1.5},
+    "correction and kl": {"clip_low": 0.2, "clip_high": 0.28, "tis_cap": 2.0, "kl_coef": 0.1},
 }
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", CONSTANTS)
 @pytest.mark.parametrize("parts", [1, 3])
 def test_loss_and_gradient_equal_those_of_trl(trainer: Any, loss: str, name: str, parts: int) -> None:
-    numbers, config = Numbers(seed=len(name)), CONFIGS[name]
-    plan = plan_update(numbers.groups(), PlanConfig("token_mean", 1, 1), np.random.default_rng(0))
+    numbers = Numbers(seed=len(name))
+    config = settings_of(loss, **CONSTANTS[name])
+    plan = plan_update(numbers.groups(), STD, np.random.default_rng(0))
     advantages = np.concatenate(plan.advantages)
     assert np.count_nonzero(advantages[:SIZE]) == 0 < np.count_nonzero(advantages)
-    value, gradient, stats = ours(numbers, loss, config, parts)
+    value, gradient, stats = ours(numbers, config, parts)
     expected, expected_gradient, metrics = theirs(trainer, numbers, loss, config, advantages)
     assert value == pytest.approx(expected, abs=2e-6)
     assert torch.allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-8)
@@ -306,10 +341,24 @@ def test_loss_and_gradient_equal_those_of_trl(trainer: Any, loss: str, name: str
         assert stats.kl / stats.tokens == pytest.approx(metrics["kl"][0], rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["plain", "clip-higher"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_gspo_and_its_gradient_equal_those_of_trl(trainer: Any, name: str, parts: int) -> None:
+    """With one advantage per sequence, our gradient through each token equals theirs through the mean."""
+    numbers = Numbers(seed=7)
+    config = settings_of("grpo", **{**CONSTANTS[name], "loss": "gspo"})
+    advantages = np.concatenate(plan_update(numbers.groups(), STD, np.random.default_rng(0)).advantages)
+    value, gradient, _ = ours(numbers, config, parts)
+    expected, expected_gradient, _ = theirs(trainer, numbers, "grpo", config, advantages)
+    assert value == pytest.approx(expected, abs=2e-6)
+    assert torch.allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-8)
+    assert expected_gradient.abs().max() > 1e-3
+
+
 def test_the_entropy_bonus_of_the_token_mean_equals_that_of_trl(trainer: Any) -> None:
-    numbers, config = Numbers(seed=3), LossConfig(tis_cap=None, entropy_coef=0.05)
-    plan = plan_update(numbers.groups(), PlanConfig("token_mean", 1, 1), np.random.default_rng(0))
-    value, _, stats = ours(numbers, "dapo", config, parts=2)
+    numbers, config = Numbers(seed=3), settings_of("dapo", tis_cap=None, entropy_coef=0.05)
+    plan = plan_update(numbers.groups(), STD, np.random.default_rng(0))
+    value, _, stats = ours(numbers, config, parts=2)
     expected, _, metrics = theirs(trainer, numbers, "dapo", config, np.concatenate(plan.advantages))
     assert value == pytest.approx(expected, abs=2e-6)
     assert stats.entropy / stats.tokens == pytest.approx(metrics["entropy"][0], rel=1e-5)
@@ -317,7 +366,7 @@ def test_the_entropy_bonus_of_the_token_mean_equals_that_of_trl(trainer: Any) ->
 
 def test_mismatch_and_change_are_measured_from_the_right_policies() -> None:
     numbers = Numbers(seed=4)
-    _, _, stats = ours(numbers, "dapo", LossConfig(kl_coef=1e-9), parts=2)
+    _, _, stats = ours(numbers, settings_of("dapo", kl_coef=1e-9), parts=2)
     gap = (numbers.old - numbers.behaviour)[numbers.mask]
     change = (numbers.new - numbers.old)[numbers.mask]
     figures = stats.metrics()

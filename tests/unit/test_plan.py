@@ -12,13 +12,14 @@ import pytest
 import torch
 from core_support import adapted_policy, conversation, picture, text_side
 
-from rl_vlm.learning.advantages import group_advantages
+from rl_vlm.config.algorithm import PRESETS, AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder, Minibatch
-from rl_vlm.learning.learner import OptimizerStep
-from rl_vlm.learning.losses import LossConfig, get_loss
-from rl_vlm.learning.module import Policy
-from rl_vlm.learning.plan import PlanConfig, UpdatePlan, plan_update
-from rl_vlm.learning.update import PolicyUpdater, UpdateStats, gradient_vector
+from rl_vlm.learning.estimators import group_advantages
+from rl_vlm.learning.learner import optimizer_step
+from rl_vlm.learning.module import PolicyModel
+from rl_vlm.learning.plan import UpdatePlan, plan_update
+from rl_vlm.learning.strategies.replicated import SingleProcess, gradient_vector
+from rl_vlm.learning.update import PolicyUpdater, UpdateStats
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
@@ -52,8 +53,11 @@ def bare_groups(count: int, size: int = 4, seed: int = 0) -> list[TrajectoryGrou
 
 
 def plan_of(groups: Sequence[TrajectoryGroup], seed: int = 0, **config: Any) -> UpdatePlan:
-    settings = {"aggregation": "token_mean", "minibatches": 1, "num_learners": 1, **config}
-    return plan_update(groups, PlanConfig(**settings), np.random.default_rng(seed))
+    sizes = {name: config.pop(name) for name in ("num_learners", "max_new_tokens") if name in config}
+    if config.pop("keep_zero_advantage", False):
+        config["entropy_coef"] = 1.0  # gives every sample a gradient
+    settings = AlgorithmSection(**{"aggregation": "token_mean", **config})
+    return plan_update(groups, settings, np.random.default_rng(seed), **sizes)
 
 
 def samples_of(plan: UpdatePlan, step: int) -> list[Any]:
@@ -121,11 +125,11 @@ def test_advantages_are_those_of_each_group_in_the_order_given() -> None:
     groups = bare_groups(5)
     plan = plan_of(groups, advantage_normalization="none", advantage_scale=2.0)
     for group, advantages in zip(groups, plan.advantages, strict=True):
-        assert advantages.tolist() == group_advantages(group.rewards, "none", 2.0).tolist()
-    by_name = {sample.trajectory.trajectory_id: sample.advantage for sample in samples_of(plan, 0)}
+        assert advantages.tolist() == pytest.approx(group_advantages(group.rewards, "none", 2.0).tolist(), rel=1e-6)
+    by_name = {sample.trajectory.trajectory_id: sample.advantage.mean() for sample in samples_of(plan, 0)}
     for group, advantages in zip(groups, plan.advantages, strict=True):
         for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
-            assert by_name.get(trajectory.trajectory_id, 0.0) == advantage
+            assert by_name.get(trajectory.trajectory_id, 0.0) == pytest.approx(advantage, rel=1e-6)
 
 
 # --- who does what
@@ -226,7 +230,7 @@ def text(tiny_folder: Path) -> TextSide:
 
 
 @pytest.fixture(scope="module")
-def policy(tiny_folder: Path) -> Policy:
+def policy(tiny_folder: Path) -> PolicyModel:
     return adapted_policy(tiny_folder)
 
 
@@ -254,9 +258,7 @@ def groups(text: TextSide) -> list[TrajectoryGroup]:
     return made
 
 
-def gradient(
-    policy: Policy, text: TextSide, minibatches: Sequence[Minibatch], loss: str, config: LossConfig
-) -> torch.Tensor:
+def gradient(policy: PolicyModel, text: TextSide, minibatches: Sequence[Minibatch], **settings: Any) -> torch.Tensor:
     """The sum of what each learner's part of one step adds."""
     builder = BatchBuilder(
         image_token_id=text.codec.image_token_id,
@@ -265,7 +267,11 @@ def gradient(
         max_tokens=300,
     )
     updater = PolicyUpdater(
-        policy.backbone, builder, loss=loss, loss_config=config, temperature=1.0, without_adapter=policy.without_adapter
+        policy.backbone,
+        builder,
+        AlgorithmSection(**settings),
+        temperature=1.0,
+        without_adapter=policy.without_adapter,
     )
     total = torch.zeros_like(gradient_vector(policy.parameters))
     for minibatch in minibatches:  # one learner each
@@ -277,37 +283,34 @@ def gradient(
     return total
 
 
-@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("preset", PRESETS)
 def test_the_number_of_learners_does_not_change_the_gradient(
-    policy: Policy, text: TextSide, groups: list[TrajectoryGroup], loss: str
+    policy: PolicyModel, text: TextSide, groups: list[TrajectoryGroup], preset: str
 ) -> None:
     found = []
     for learners in (1, 2, 3):
-        plan = plan_of(groups, aggregation=get_loss(loss)[1], num_learners=learners, max_new_tokens=20)
-        found.append(gradient(policy, text, [shard[0] for shard in plan.shards], loss, LossConfig(tis_cap=2.0)))
+        plan = plan_of(
+            groups, preset=preset, aggregation=PRESETS[preset]["aggregation"], num_learners=learners, max_new_tokens=20
+        )
+        found.append(gradient(policy, text, [shard[0] for shard in plan.shards], preset=preset))
     assert found[0].abs().max() > 1e-3
     for other in found[1:]:
         assert torch.allclose(other, found[0], rtol=1e-4, atol=1e-6)
 
 
 def test_skipping_samples_without_advantage_does_not_change_the_gradient(
-    policy: Policy, text: TextSide, groups: list[TrajectoryGroup]
+    policy: PolicyModel, text: TextSide, groups: list[TrajectoryGroup]
 ) -> None:
-    found = [
-        gradient(policy, text, [plan_of(groups, keep_zero_advantage=keep).shards[0][0]], "dapo", LossConfig())
-        for keep in (True, False)
-    ]
+    found = [gradient(policy, text, [plan_of(groups, keep_zero_advantage=keep).shards[0][0]]) for keep in (True, False)]
     assert torch.allclose(*found, rtol=1e-4, atol=1e-7)
 
 
 def test_with_a_kl_penalty_samples_without_advantage_matter(
-    policy: Policy, text: TextSide, groups: list[TrajectoryGroup]
+    policy: PolicyModel, text: TextSide, groups: list[TrajectoryGroup]
 ) -> None:
     """Why they are kept then."""
     found = [
-        gradient(
-            policy, text, [plan_of(groups, keep_zero_advantage=keep).shards[0][0]], "dapo", LossConfig(kl_coef=1.0)
-        )
+        gradient(policy, text, [plan_of(groups, keep_zero_advantage=keep).shards[0][0]], kl_coef=1.0)
         for keep in (True, False)
     ]
     assert not torch.allclose(*found, rtol=1e-2, atol=1e-4)
@@ -318,7 +321,7 @@ def test_the_optimizer_step_adds_gradients_over_micro_batches_and_clips(
 ) -> None:
     policy = adapted_policy(tiny_folder)
     plan = plan_of(groups)
-    expected = gradient(policy, text, [plan.shards[0][0]], "dapo", LossConfig())
+    expected = gradient(policy, text, [plan.shards[0][0]])
     before = torch.cat([p.detach().reshape(-1).clone() for p in policy.parameters])
     builder = BatchBuilder(
         image_token_id=text.codec.image_token_id,
@@ -326,12 +329,12 @@ def test_the_optimizer_step_adds_gradients_over_micro_batches_and_clips(
         images=text.images,
         max_tokens=300,
     )
-    updater = PolicyUpdater(policy.backbone, builder, loss="dapo", loss_config=LossConfig(), temperature=1.0)
+    updater = PolicyUpdater(policy.backbone, builder, AlgorithmSection(), temperature=1.0)
     norm = float(expected.norm())
     for max_norm, scale in ((10 * norm, 1.0), (norm / 4, 0.25)):
-        step = OptimizerStep(policy, torch.optim.SGD(policy.parameters, lr=1.0), max_grad_norm=max_norm)
-        stats = UpdateStats()
-        step(updater.pack([plan.shards[0][0]])[0], updater.loss, stats)
+        strategy, stats = SingleProcess(), UpdateStats()
+        strategy.prepare(policy, torch.optim.SGD(policy.parameters, lr=1.0))
+        optimizer_step(strategy, updater.pack([plan.shards[0][0]])[0], updater.loss, max_norm, stats)
         after = torch.cat([p.detach().reshape(-1) for p in policy.parameters])
         assert torch.allclose(before - after, scale * expected, rtol=1e-3, atol=1e-5)
         assert stats.grad_norm == pytest.approx(norm, rel=1e-4)
@@ -339,7 +342,7 @@ def test_the_optimizer_step_adds_gradients_over_micro_batches_and_clips(
             restore(policy, before)
 
 
-def restore(policy: Policy, values: torch.Tensor) -> None:
+def restore(policy: PolicyModel, values: torch.Tensor) -> None:
     offset = 0
     for parameter in policy.parameters:
         parameter.copy_(values[offset : offset + parameter.numel()].view_as(parameter))

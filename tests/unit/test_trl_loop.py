@@ -12,7 +12,7 @@ from transformers import AutoProcessor
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import parse_config
 from rl_vlm.envs.shapes import shapes_item
-from rl_vlm.learning.module import Policy
+from rl_vlm.learning.module import PolicyModel
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.types import Message, UserInputError
 
@@ -58,7 +58,7 @@ def test_prompts_are_those_of_the_system(loop, tiny_folder):
 
 
 def test_lora_has_the_shapes_of_the_system(loop, tiny_folder):
-    ours = sorted(tuple(parameter.shape) for parameter in Policy(tiny_folder, run_config()).parameters)
+    ours = sorted(tuple(parameter.shape) for parameter in PolicyModel(tiny_folder, run_config()).parameters)
     theirs = sorted(tuple(p.shape) for p in loop.trainer.model.parameters() if p.requires_grad)
     assert ours == theirs
 
@@ -101,7 +101,7 @@ def test_an_error_in_training_reaches_the_caller(module, tiny_folder, monkeypatc
 
 
 def test_settings_that_trl_lacks_are_refused(module, tmp_path):
-    for algorithm in ({"advantage_normalization": "std"}, {"kl_coef": 0.1, "kl_estimator": "k1"}):
+    for algorithm in ({"advantage_normalization": "std"}, {"kl_coef": 0.1, "kl_estimator": "k2"}):
         with pytest.raises(UserInputError, match="TRL"):
             module.grpo_arguments(run_config(algorithm={**OVERRIDES["algorithm"], **algorithm}), str(tmp_path), [])
 

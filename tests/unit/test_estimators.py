@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_vlm.learning.advantages import group_advantages
+from rl_vlm.learning.estimators import group_advantages
 
 
 def test_advantages_by_hand() -> None:

@@ -1,0 +1,92 @@
+"""Advantage estimators: complete groups in, one advantage per sampled token out. Users register more.
+
+Shapes: G trajectories in a group, T sampled tokens in a trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.registry import Registry
+from rl_vlm.types import TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """`advantages[group][trajectory]`: float32 [T], in the order of the groups and trajectories that were given."""
+
+    advantages: list[list[np.ndarray]]
+
+    def per_trajectory(self) -> list[np.ndarray]:
+        """The mean advantage of each trajectory, float64 [G] per group; 0 for one without a sampled token."""
+        return [
+            np.array([tokens.mean(dtype=np.float64) if len(tokens) else 0.0 for tokens in group])
+            for group in self.advantages
+        ]
+
+
+# (groups, rewards, settings) -> Estimate. It sees the whole batch; `rewards` holds float64 [G] per group, which are the
+# groups' own unless a control has permuted them.
+AdvantageEstimator = Callable[[Sequence[TrajectoryGroup], Sequence[np.ndarray], AlgorithmSection], Estimate]
+
+ESTIMATORS: Registry[AdvantageEstimator] = Registry("algorithm.estimator")
+register_estimator = ESTIMATORS.register
+
+
+def group_advantages(
+    rewards: np.ndarray, normalization: Literal["std", "none"] = "std", scale: float = 1.0, eps: float = 1e-6
+) -> np.ndarray:
+    """Advantages float64 [G] of one group: reward minus the group's mean.
+
+    "std" divides by the unbiased standard deviation plus `eps` (GRPO: DeepSeekMath, arXiv 2402.03300, section 4.1);
+    "none" does not (Dr. GRPO: arXiv 2503.20783). Equal rewards give exactly zero, and so does a group of one.
+    """
+    rewards = np.asarray(rewards, dtype=np.float64)
+    if len(rewards) < 2 or np.all(rewards == rewards[0]):
+        # Stated explicitly: the floating-point mean of equal numbers need not be that number.
+        return np.zeros_like(rewards)
+    centred = rewards - rewards.mean()
+    if normalization == "std":
+        centred = centred / (rewards.std(ddof=1) + eps)
+    return np.asarray(centred * scale)
+
+
+@register_estimator("group")
+def group_mean(
+    groups: Sequence[TrajectoryGroup], rewards: Sequence[np.ndarray], settings: AlgorithmSection
+) -> Estimate:
+    """GRPO: each trajectory is compared with the mean of its group; all of its tokens get the same advantage."""
+    return _same_for_all_tokens(
+        groups, [group_advantages(r, settings.advantage_normalization, settings.advantage_scale) for r in rewards]
+    )
+
+
+@register_estimator("rloo")
+def leave_one_out(
+    groups: Sequence[TrajectoryGroup], rewards: Sequence[np.ndarray], settings: AlgorithmSection
+) -> Estimate:
+    """RLOO (arXiv 2402.14740, section 2.2): each trajectory is compared with the mean of the *others* of its group."""
+    values = []
+    for group_rewards in rewards:
+        size = len(group_rewards)
+        # r - mean of the others = (r - mean of all) · G / (G - 1)
+        centred = group_advantages(group_rewards, "none", settings.advantage_scale)
+        values.append(centred * size / (size - 1) if size > 1 else centred)
+    return _same_for_all_tokens(groups, values)
+
+
+def _same_for_all_tokens(groups: Sequence[TrajectoryGroup], values: Sequence[np.ndarray]) -> Estimate:
+    return Estimate(
+        [
+            [
+                np.full(trajectory.num_sampled, value, dtype=np.float32)
+                for trajectory, value in zip(group.trajectories, group_values, strict=True)
+            ]
+            for group, group_values in zip(groups, values, strict=True)
+        ]
+    )

@@ -1,0 +1,1 @@
+"""How the learners of a group share one optimiser step: one file per strategy."""

@@ -1,0 +1,42 @@
+"""Strategy: the seam between what is learned and how its gradients are computed, shared and stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from rl_vlm.models.adapter import AdapterPayload
+
+if TYPE_CHECKING:
+    from rl_vlm.learning.module import PolicyModel  # with peft and all of transformers, for env runners too
+
+
+class Strategy(Protocol):
+    """One optimiser step is: `backward` for each micro-batch, then `step`."""
+
+    def prepare(self, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
+        """Take over the policy and its optimiser, once, before the first step."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of one micro-batch; loss weights are already normalised over all learners."""
+        ...
+
+    def step(self, max_grad_norm: float) -> float | None:
+        """Clip to the norm, step, forget the gradients. Returns the norm before clipping; None: not finite, not stepped."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """The optimiser's state as CPU tensors by name (`exp_avg.3`), the same whatever the number of learners."""
+        ...
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Load what `state` gave, perhaps to another number of learners."""
+        ...
+
+    def gather_adapter(self, version: int) -> AdapterPayload:
+        """The adapter as it is, as an immutable version."""
+        ...

@@ -1,0 +1,92 @@
+"""Every learner holds the whole model: one process alone, or several that add their LoRA gradients once per step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rl_vlm.learning.strategies.base import Strategy
+from rl_vlm.models.adapter import AdapterPayload
+
+if TYPE_CHECKING:
+    from rl_vlm.learning.module import PolicyModel  # with peft and all of transformers, for env runners too
+
+
+def make_strategy(num_learners: int) -> Strategy:
+    """The strategy for a group of that many learners."""
+    return AllReduce() if num_learners > 1 else SingleProcess()
+
+
+class SingleProcess:
+    """One process that holds everything."""
+
+    def prepare(self, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
+        """See Strategy."""
+        self._policy, self._optimizer = policy, optimizer
+        optimizer.zero_grad(set_to_none=True)
+
+    def backward(self, loss: Tensor) -> None:
+        """See Strategy."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self, max_grad_norm: float) -> float | None:
+        """See Strategy."""
+        self._sum_gradients()
+        norm = float(torch.nn.utils.clip_grad_norm_(self._policy.parameters, max_grad_norm))
+        finite = math.isfinite(norm)
+        if finite:
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm if finite else None
+
+    def _sum_gradients(self) -> None:
+        """Nobody else has gradients."""
+
+    def state(self) -> dict[str, Tensor]:
+        """See Strategy."""
+        state = self._optimizer.state_dict()["state"]
+        return {f"{name}.{k}": tensor.cpu() for k, fields in state.items() for name, tensor in fields.items()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """See Strategy."""
+        fields: dict[int, dict[str, Any]] = {}
+        for name, tensor in state.items():
+            kind, _, number = name.rpartition(".")
+            fields.setdefault(int(number), {})[kind] = tensor
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": fields, "param_groups": groups})
+
+    def gather_adapter(self, version: int) -> AdapterPayload:
+        """See Strategy."""
+        return self._policy.payload(version)
+
+
+class AllReduce(SingleProcess):
+    """One sum of the LoRA gradients over all learners per step.
+
+    The loss weights are normalised over all learners already, so this equals one process, whatever the number of
+    micro-batches of each learner; learners without a micro-batch take part with zeros.
+    """
+
+    def _sum_gradients(self) -> None:
+        vector = gradient_vector(self._policy.parameters)
+        torch.distributed.all_reduce(vector)
+        set_gradients(self._policy.parameters, vector)
+
+
+def gradient_vector(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+    """All gradients as one vector; zero where a parameter has none."""
+    return torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in parameters])
+
+
+def set_gradients(parameters: Sequence[torch.nn.Parameter], vector: Tensor) -> None:
+    """The inverse of `gradient_vector`."""
+    offset = 0
+    for parameter in parameters:
+        count = parameter.numel()
+        parameter.grad = vector[offset : offset + count].view_as(parameter)
+        offset += count
