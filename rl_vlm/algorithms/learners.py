@@ -1,9 +1,12 @@
-"""Calls to an RLlib learner group whose learners may be dead."""
+"""Calls to an RLlib learner group whose learners may be dead, and what an error of theirs means."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
+from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
 
 from rl_vlm.types import RLVLMError
 
@@ -14,16 +17,28 @@ class LearnerLostError(RLVLMError):
     """No learner answered: it died. The next update finds that out too and replaces it."""
 
 
+class LearnerDiedError(RLVLMError):
+    """A learner died and could not be replaced."""
+
+
+class LearnerOutOfMemoryError(RLVLMError):
+    """An update did not fit into a learner's memory; trying again would not help."""
+
+
 def on_one_learner(group: Any, function: Callable[[Any], Any]) -> Any:
-    """`function(learner)` of the first learner that answers; all hold the same weights. Raises LearnerLostError."""
+    """`function(learner)` of the first learner that answers; all hold the same weights. Raises LearnerLostError.
+
+    Learners are asked one after the other: an answer may be large.
+    """
     if group.is_local:
         return function(group._learner)
     failed = None
-    # A failed call is a result that holds an exception, which RLlib raises nowhere.
-    for result in group.foreach_learner(function, timeout_seconds=_TIMEOUT_S):
-        if result.ok:
-            return result.get()
-        failed = result.get()
+    for learner in group._worker_manager.healthy_actor_ids():
+        # A failed call is a result that holds an exception, which RLlib raises nowhere.
+        for result in group.foreach_learner(function, remote_actor_ids=[learner], timeout_seconds=_TIMEOUT_S):
+            if result.ok:
+                return result.get()
+            failed = result.get()
     raise LearnerLostError(f"No learner answered: {failed or 'none is alive'}")
 
 
@@ -35,3 +50,19 @@ def on_every_learner(group: Any, function: Callable[[Any], Any]) -> None:
     for result in group.foreach_learner(function, timeout_seconds=_TIMEOUT_S):
         if not result.ok:
             raise LearnerLostError(f"A learner could not be restored: {result.get()}")
+
+
+def all_learners_answer(group: Any, count: int) -> bool:
+    """Whether all `count` learners are alive; a collective that broke because a peer died leaves the others alive."""
+    results = list(group.foreach_learner(lambda _: True, timeout_seconds=_TIMEOUT_S))
+    return sum(result.ok for result in results) == count
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch could not allocate: on a GPU its own class, on a CPU a RuntimeError that says so.
+
+    Ray's OutOfMemoryError is something else: a whole node ran full and Ray killed the process, which may go well next time.
+    """
+    if isinstance(error, NodeOutOfMemoryError):
+        return False
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

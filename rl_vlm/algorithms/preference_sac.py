@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 from ray.rllib.algorithms.algorithm import Algorithm
-from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
-from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from safetensors import SafetensorError
 from safetensors.numpy import load_file as load_arrays
@@ -27,9 +23,9 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
 from rl_vlm.algorithms import preference_checkpoint as checkpoints
-from rl_vlm.algorithms.base_config import RunAlgorithmConfig
-from rl_vlm.algorithms.learners import on_one_learner
-from rl_vlm.config import RunConfig
+from rl_vlm.algorithms.base import RunAlgorithm
+from rl_vlm.algorithms.config import RunAlgorithmConfig
+from rl_vlm.plugins import load_plugins
 from rl_vlm.preference.agent_reward import AgentReward
 from rl_vlm.preference.collector import EpisodeResult, NumpyActor
 from rl_vlm.preference.env_runner import ControlEnvRunner, make_run_env
@@ -75,7 +71,8 @@ class PreferenceSACConfig(RunAlgorithmConfig):
             num_cpus_per_env_runner=collection.cpus_per_env_runner,
             create_local_env_runner=collection.num_env_runners == 0,
         )
-        self.training(learner_class=SACLearner, lr=sac.lr)
+        self.learners(learner_class=SACLearner)
+        self.training(lr=sac.lr)
         planned = preference.total_steps * sac.updates_per_step
         self.compile_updates = sac.compile == "on" or (sac.compile == "auto" and planned >= _WORTH_COMPILING)
 
@@ -99,35 +96,25 @@ class PreferenceSACConfig(RunAlgorithmConfig):
         return RLModuleSpec(module_class=SACModule, model_config=settings)
 
 
-class PreferenceSAC(Algorithm):
-    """The training loop. One `train()` is `steps_per_iteration` environment steps, so Tune can run it as it is."""
+class PreferenceSAC(RunAlgorithm):
+    """The training loop. One `train()` is `steps_per_iteration` environment steps."""
 
-    learner_group: Any
-    env_runner_group: Any
+    config_class = PreferenceSACConfig
 
-    @classmethod
-    def get_default_config(cls) -> PreferenceSACConfig:
-        """RLlib asks for this."""
-        return PreferenceSACConfig()
-
-    def setup(self, config: AlgorithmConfig) -> None:
-        """Start the labeller's side, env runners and the learner."""
-        config = self.get_default_config().own_copy(config)
+    def start_services(self, config: PreferenceSACConfig) -> None:
+        """Start the labeller's side."""
+        load_plugins(self.run.plugins)
         config.prepare()
-        config.freeze()
-        self.config = config
-        self.run: RunConfig = config.run_config
-        self.folder = config.scratch_folder or Path(self.logdir)
-        # Replicas of a served labeller load while the rest starts.
         self._labelling = LabellingSide(self.run, self.folder)
-        try:
-            super().setup(config)
-            self._prepare()
-        except BaseException:
-            self._labelling.stop()
-            raise
 
-    def _prepare(self) -> None:
+    def stop_services(self) -> None:
+        """Stop the labeller and its side. A second call does nothing."""
+        for part in (getattr(self, "feedback", None), getattr(self, "_labelling", None)):
+            if part is not None:
+                part.close()
+
+    def prepare(self) -> None:
+        """Replay buffer, labels, reward model, env runners' sampler, and counters."""
         # Small products: more threads win little, and lose much where others use the same cores.
         torch.set_num_threads(self.run.learner.num_threads)
         settings = self.settings = self.run.preference
@@ -148,34 +135,30 @@ class PreferenceSAC(Algorithm):
         self.tracker = EpisodeTracker()
         self.env_steps = 0  # environment steps
         self.last_session = -1  # the step of the last one; -1: critics have not been reset yet
-        self.last_metrics: dict[str, float] = {}
         self.on_episode: Callable[[FinishedEpisode], None] = lambda _: None
         self.on_session: Callable[[dict[str, float]], None] = lambda _: None
         self._rng = np.random.default_rng(derive_seed(self.run.seed, 10))
-        self._actor = self._actor_of(self._on_learner(lambda learner: learner.actor_layers()))
-        self.target_entropy: float = self._on_learner(lambda learner: learner.updater.target_entropy)
+        self.target_entropy: float = self.on_learner(lambda learner: learner.updater.target_entropy)
         self._sums: defaultdict[str, float] = defaultdict(float)
-        self._clock: defaultdict[str, float] = defaultdict(float)
         self._episodes: list[FinishedEpisode] = []
-        self.stop_requested: Callable[[], bool] = lambda: False
+        self._remember_learner()
 
     def _actor_of(self, layers: Any) -> NumpyActor:
         return NumpyActor(layers, self.settings.sac.log_std_bounds)
 
     # One iteration.
 
-    def training_step(self) -> None:
+    def iterate(self) -> dict[str, float]:
         """Environment steps until the next row of figures is due."""
         started, first = time.perf_counter(), self.env_steps
         every = self.settings.steps_per_iteration
         end = min((self.env_steps // every + 1) * every, self.settings.total_steps)
         session: dict[str, float] = {}
         self._sums.clear()
-        self._clock.clear()
         self._episodes = []
         while self.env_steps < end and not self.stop_requested():
             if self._session_is_due():
-                with self._timed("session"):
+                with self.timed("session"):
                     report = self._session()
                 if report is None:
                     break  # the user wants to stop
@@ -183,17 +166,16 @@ class PreferenceSAC(Algorithm):
             self._advance(end)
         if self.sampler.is_running:
             self._advance(end)  # the user wants to stop; what the env runners do must agree with the replay buffer
-        self.last_metrics = {**self._figures(time.perf_counter() - started, self.env_steps - first), **session}
-        for name, value in self.last_metrics.items():
-            self.metrics.log_value(tuple(name.split("/")), value, window=1)
+        self._remember_learner()
+        return {**self._figures(time.perf_counter() - started, self.env_steps - first), **session}
 
     def _advance(self, end: int) -> None:
         """Collect a round of steps, and make as many updates."""
         self._request(end)
-        with self._timed("collect"):
+        with self.timed("collect"):
             batch = self.sampler.finish()
         current = phase(self.settings, self.env_steps)
-        with self._timed("reward"):
+        with self.timed("reward"):
             rewards = self.reward.of(batch)
         self.replay.add(batch, rewards)
         before, self.env_steps = self.env_steps, self.env_steps + len(batch)
@@ -203,7 +185,7 @@ class PreferenceSAC(Algorithm):
         if self._may_overlap(end):
             self._request(end)  # env runners step while the learner learns
         if before > 0 and current != "random":
-            with self._timed("learn"):
+            with self.timed("learn"):
                 self._update(len(batch) * self.settings.sac.updates_per_step, explore=current == "explore")
 
     def _request(self, end: int) -> None:
@@ -236,13 +218,28 @@ class PreferenceSAC(Algorithm):
             exploration_k=settings.exploration_k,
             reset_critics=reset,
         )
-        if self.learner_group.is_local:
-            data = TrainingData(episodes=[batch])
-        else:
-            data = TrainingData(episodes_refs=[ray.put([batch])])
-        (result,) = self.learner_group.update(training_data=data)
+        results = self.update_learners([batch])
+        if results is None:
+            return  # the learner was replaced; these updates are lost
+        (result,) = results
         self._count(result)
         self._actor = self._actor_of(result.actor)
+
+    def _remember_learner(self) -> None:
+        """Keep the learner's state where its death cannot reach it: a few megabytes, once per row of figures."""
+        if self.learner_group.is_local:
+            actor = self.on_learner(lambda learner: learner.actor_layers())
+        else:
+            actor, *self._learner_state = self.on_learner(
+                lambda learner: (learner.actor_layers(), learner.tensors(), learner.scalars())
+            )
+        self._actor = self._actor_of(actor)
+
+    def restore_learners(self) -> None:
+        """Give a new learner what the last row of figures left. Experience, labels and reward model are the driver's."""
+        tensors, scalars = self._learner_state
+        self.on_learner(lambda learner: learner.restore(tensors, scalars))
+        self._actor = self._actor_of(self.on_learner(lambda learner: learner.actor_layers()))
 
     def _count(self, result: SACUpdateResult) -> None:
         updates = result.statistics.get("updates", 0.0)
@@ -284,7 +281,7 @@ class PreferenceSAC(Algorithm):
                 return None
             if report is not None:
                 figures = report.metrics()
-                with self._timed("relabel"):
+                with self.timed("relabel"):
                     self.reward.relabel(self.replay)
         if first:
             self._update(self.settings.reset_updates, reset=True)
@@ -310,6 +307,7 @@ class PreferenceSAC(Algorithm):
             }
         if self.feedback is not None:
             figures["labels/total"] = float(self.feedback.asked)
+        self.restarts["env_runner"] = self.sampler.restarts
         return {
             **figures,
             "rollout/episodes": float(self.tracker.finished),
@@ -317,21 +315,7 @@ class PreferenceSAC(Algorithm):
             "policy/updates": self._sums.get("updates", 0.0),
             "replay/rows": float(len(self.replay)),
             "replay/mib": self.replay.nbytes / 2**20,
-            "restarts/env_runner": float(self.sampler.restarts),
-            "time/step": seconds,
-            **{f"time/{name}": value for name, value in self._clock.items()},
         }
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._clock[name] += time.perf_counter() - started
-
-    def _on_learner(self, function: Any) -> Any:
-        return on_one_learner(self.learner_group, function)
 
     # Evaluation.
 
@@ -347,7 +331,7 @@ class PreferenceSAC(Algorithm):
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Tune's hook, and a run's; the folder holds safetensors, parquet, PNG and JSON, no pickle."""
         folder = Path(checkpoint_dir)
-        tensors = self._on_learner(lambda learner: learner.tensors())
+        tensors = self.on_learner(lambda learner: learner.tensors())
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / checkpoints.AGENT)
         save_arrays(self.replay.state(), folder / checkpoints.REPLAY)
         if self.feedback is not None:
@@ -359,7 +343,7 @@ class PreferenceSAC(Algorithm):
                 "step": self.env_steps,
                 "last_session": self.last_session,
                 "rng": self._rng.bit_generator.state,
-                "learner": self._on_learner(lambda learner: learner.scalars()),
+                "learner": self.on_learner(lambda learner: learner.scalars()),
                 "feedback": self.feedback.state() if self.feedback is not None else None,
                 "tracker": self.tracker.state(),
                 "collectors": self.sampler.states(),
@@ -376,8 +360,8 @@ class PreferenceSAC(Algorithm):
         except (OSError, ValueError, SafetensorError) as error:
             raise UserInputError(f"The checkpoint {folder} is corrupt ({error}): use an older one.") from error
         scalars = state["learner"]
-        self._on_learner(lambda learner: learner.restore(tensors, scalars))
-        self._actor = self._actor_of(self._on_learner(lambda learner: learner.actor_layers()))
+        self.on_learner(lambda learner: learner.restore(tensors, scalars))
+        self._remember_learner()
         self.replay.load(replay)
         if self.feedback is not None:
             checkpoints.restore_labels(folder / checkpoints.LABELS, self.feedback.store)
@@ -386,15 +370,3 @@ class PreferenceSAC(Algorithm):
         self._rng.bit_generator.state = state["rng"]
         self.tracker.load(state["tracker"])
         self.sampler.load_states(state["collectors"])
-
-    def restore_env_runners(self, env_runner_group: Any) -> list[int]:
-        """RLlib's hook before each step: the sampler asks restarted runners itself."""
-        return []
-
-    def cleanup(self) -> None:
-        """Stop env runners, the learner and the labeller's side."""
-        super().cleanup()
-        feedback = getattr(self, "feedback", None)
-        if feedback is not None:
-            feedback.close()
-        self._labelling.stop()

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from rl_vlm.config.algorithm import without_preset_keys
 from rl_vlm.config.hints import explain
 from rl_vlm.config.run import RunConfig
 from rl_vlm.types import UserInputError
@@ -45,7 +46,7 @@ def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> RunCo
             )
         data = loaded or {}
     for override in overrides:
-        _apply_override(data, override)
+        apply_override(data, *_parse_override(override))
     return parse_config(data)
 
 
@@ -61,8 +62,15 @@ def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> di
     """A copy of nested `data` with dotted keys set, such as `{"learner.lr": 1e-3}`."""
     result = copy.deepcopy(dict(data))
     for key, value in overrides.items():
-        _set(result, key, value)
+        apply_override(result, key, value)
     return result
+
+
+def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set one dotted key. A preset replaces what the file says about the keys that it sets; later keys win over it."""
+    _set(data, key, value)
+    if key == "algorithm.preset":
+        data["algorithm"] = without_preset_keys(data["algorithm"], value)
 
 
 def save_config(config: RunConfig, path: Path) -> None:
@@ -74,7 +82,7 @@ def save_config(config: RunConfig, path: Path) -> None:
     os.replace(temporary, path)
 
 
-def _apply_override(data: dict[str, Any], override: str) -> None:
+def _parse_override(override: str) -> tuple[str, Any]:
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
         raise UserInputError(f"Override {override!r} must have the form section.key=value, such as learner.lr=1e-3.")
@@ -84,7 +92,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         raise UserInputError(f"The value of override {override!r} is not valid YAML: quote it.") from error
     if isinstance(value, str) and _SCIENTIFIC.fullmatch(text.strip()):
         value = float(value)  # YAML 1.1 reads 1e-3 as text; people mean a number, unless they quote it
-    _set(data, key.strip(), value)
+    return key.strip(), value
 
 
 def _set(data: dict[str, Any], key: str, value: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from pathlib import Path
+
+from pydantic import Field, field_validator, model_validator
 
 from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.config.env import EnvSection
@@ -22,6 +24,9 @@ class RunConfig(Section):
     """Everything about a run."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")
+    plugins: tuple[str, ...] = Field(
+        (), description="Modules, or files by path, that register your environments, losses, estimators and rewards."
+    )
     seed: int = Field(0, ge=0, lt=2**31)
     deterministic: bool = Field(False, description="Lock-step sampling: k + k iterations equal 2k byte for byte.")
     model: ModelSection = ModelSection()
@@ -35,6 +40,12 @@ class RunConfig(Section):
     logging: LoggingSection = LoggingSection()
     resources: ResourcesSection = ResourcesSection()
     http: HTTPSection = HTTPSection()
+
+    @field_validator("plugins")
+    @classmethod
+    def _absolute_paths(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        # Other processes have other working directories.
+        return tuple(str(Path(name).expanduser().resolve()) if name.endswith(".py") else name for name in names)
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:

@@ -17,6 +17,7 @@ from rl_vlm.learning.strategies.base import Strategy
 from rl_vlm.learning.strategies.replicated import make_strategy
 from rl_vlm.learning.update import PackedMinibatch, PolicyUpdater, UpdateStats
 from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.plugins import load_plugins
 
 if TYPE_CHECKING:
     from rl_vlm.learning.module import PolicyModel, VLMModule  # with peft and all of transformers, for env runners too
@@ -117,6 +118,7 @@ class VLMLearner(TorchLearner):
 
     def build(self) -> None:
         """Build the module and the updater."""
+        load_plugins(self._run.plugins)
         super().build()
         self._updater = make_updater(self.vlm.policy, self._run)
         self._strategy = make_strategy(self.config.num_learners)

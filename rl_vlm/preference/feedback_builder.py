@@ -40,7 +40,7 @@ class LabellingSide:
         )
         return client, load_text_side(self._service.model)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Stop serving. A second call does nothing."""
         service, self._service = self._service, None
         if service is not None:

@@ -9,6 +9,8 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.env import INPUT_ENV_SPACES
 from ray.rllib.env.env_runner import EnvRunner
 
+from rl_vlm.plugins import load_plugins
+
 Spaces = tuple[gymnasium.Space[Any], gymnasium.Space[Any]]
 
 
@@ -20,6 +22,7 @@ class RunEnvRunner(EnvRunner):
 
     def __init__(self, own_spaces: Spaces, *, config: Any, worker_index: int = 1, **kwargs: Any) -> None:
         super().__init__(config=config, worker_index=worker_index, **kwargs)
+        load_plugins(config.run_config.plugins)
         self._spaces = own_spaces
         self.place = max(worker_index - 1, 0)  # among the runners; RLlib counts remote ones from 1
 
@@ -31,12 +34,12 @@ class RunEnvRunner(EnvRunner):
         return {INPUT_ENV_SPACES: self._spaces, DEFAULT_MODULE_ID: self._spaces}
 
     def get_metrics(self) -> dict[str, Any]:
-        """Nothing, see above."""
+        """RLlib asks for metrics; ours travel with the results."""
         return {}
 
     def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Nothing, see above."""
+        """RLlib asks for a state to restore; there is none."""
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """See `get_state`."""
+        """RLlib's counterpart to `get_state`."""

@@ -1,13 +1,15 @@
-"""The data cursor: which task instances come next. The driver owns it, so a resumed run goes on where it stopped."""
+"""The data cursor: every item of a split once per epoch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from rl_vlm.rollout.task_source import TaskItem
 from rl_vlm.seeding import derive_seed
-from rl_vlm.types import UserInputError
+from rl_vlm.types import TrajectoryGroup, UserInputError
 
 _ENDLESS = 2**31 - 1
 
@@ -17,7 +19,7 @@ class DataCursor:
 
     Args:
         num_items: size of the split, or None when items are drawn without end from their index.
-        seed: of the orders.
+        seed: of the orders and of the environments.
     """
 
     def __init__(self, num_items: int | None, seed: int) -> None:
@@ -34,8 +36,11 @@ class DataCursor:
             return None
         return np.random.default_rng([self._seed, self._epoch]).permutation(self._num_items)
 
-    def take(self, count: int) -> list[int]:
-        """The next `count` indices."""
+    def take(self, count: int) -> list[TaskItem]:
+        """The next `count` items. An item has the same seed whenever it comes."""
+        return [TaskItem(index, derive_seed(self._seed, 2, index)) for index in self._indices(count)]
+
+    def _indices(self, count: int) -> list[int]:
         taken: list[int] = []
         while len(taken) < count:
             if self._order is None:
@@ -49,6 +54,9 @@ class DataCursor:
             taken.append(int(self._order[self._position]))
             self._position += 1
         return taken
+
+    def observe(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """The order does not depend on how items went."""
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs."""

@@ -34,14 +34,11 @@ class RoundAbandonedError(RLVLMError):
 class Round:
     """Tasks that are being sampled. `open` maps a running call to (runner id, its tasks)."""
 
-    version: int
-    started: float
     timeout_s: float
     open: dict[ray.ObjectRef, tuple[int, list[RolloutTask]]] = field(default_factory=dict)
     waiting: list[list[RolloutTask]] = field(default_factory=list)  # shards without a runner
     results: list[RolloutResult] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
-    cursor: dict[str, Any] = field(default_factory=dict)  # the data cursor before this round took its items
 
 
 class RolloutSampler:
@@ -66,11 +63,11 @@ class RolloutSampler:
     def _manager(self) -> Any:
         return self._group._worker_manager
 
-    def start(self, tasks: Sequence[RolloutTask], version: int, timeout_s: float | None = None) -> Round:
+    def start(self, tasks: Sequence[RolloutTask], timeout_s: float | None = None) -> Round:
         """Send tasks to the healthy runners, dealt round so that runner and place in a round always agree."""
         self._look_at_preparations()
         self._revive()
-        work = Round(version, time.monotonic(), timeout_s or self._timeout_s)
+        work = Round(timeout_s or self._timeout_s)
         for runner, shard in self._deal(tasks):
             self._send(work, runner, shard)
         return work
@@ -117,20 +114,25 @@ class RolloutSampler:
     ) -> tuple[list[TrajectoryGroup], RolloutResult]:
         """Wait for a round. Returns its groups in the order of their tasks and the merged counts.
 
-        The shard of a runner that dies is given to another one. Raises SamplingError, and RoundAbandonedError once
-        `stop_requested()` is true.
+        The shard of a runner that dies is given to another one. The round's deadline counts from here: whatever the
+        driver did meanwhile (an evaluation, an update) has cost the round no time, and what is finished is always taken.
+        Raises SamplingError, and RoundAbandonedError once `stop_requested()` is true.
         """
+        deadline = time.monotonic() + work.timeout_s
         while work.open or work.waiting:
             if stop_requested():
                 raise RoundAbandonedError("Sampling was stopped.")
-            left = work.timeout_s - (time.monotonic() - work.started)
-            if left <= 0:
-                self._give_up(work)
-                break
-            if work.waiting:
+            left = max(deadline - time.monotonic(), 0.0)
+            if work.waiting and left:
                 self._reassign(work, left)
                 continue
-            ready, _ = ray.wait(list(work.open), num_returns=1, timeout=min(left, _LOOK_UP_S))
+            # Results that are there are taken before the deadline is looked at.
+            ready, _ = (
+                ray.wait(list(work.open), num_returns=1, timeout=min(left, _LOOK_UP_S)) if work.open else ([], [])
+            )
+            if not ready and not left:
+                self._give_up(work)
+                break
             for ref in ready:
                 runner, shard = work.open.pop(ref)
                 try:

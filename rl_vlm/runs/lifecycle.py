@@ -61,13 +61,16 @@ class RunLifecycle(ABC):
     def __init__(self, run: RunConfig, folder: Path, start: int, resume: bool, display: ProgressDisplay) -> None:
         self.run, self.folder, self.display = run, folder, display
         save_config(run, folder / "config.yaml")
-        self.recorder = RunRecorder(folder, run, resumed_iteration=start if resume else None)
+        self.recorder = self._new_recorder(start if resume else None)
         self.stop = StopRequest()
         self.algorithm: Any = None
         self.started = time.monotonic()
         self.train_seconds = self.startup_seconds = 0.0
         self.write_errors = 0
         self.rewards: list[float] = []  # of this process: what a full disk has kept out of progress.csv
+
+    def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
+        return RunRecorder(self.folder, self.run, resumed_iteration, draw=_draw_curve)
 
     def execute(self) -> dict[str, Any]:
         """Run to the end and return the content of `result.json`. Raises InterruptedRun and RLVLMError."""
@@ -145,6 +148,12 @@ class RunLifecycle(ABC):
             "reward_before": sum(rewards[:window]) / window if rewards else None,
             "reward_after": sum(rewards[-window:]) / window if rewards else None,
         }
+
+
+def _draw_curve(folder: Path) -> None:
+    from rl_vlm.reporting.curve import draw_curve  # matplotlib is slow to import
+
+    draw_curve(folder)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from typing import Any
 from rl_vlm.algorithms.checkpoint import clean_leftovers, latest_checkpoint, save_checkpoint
 from rl_vlm.config import RunConfig
 from rl_vlm.monitoring.display import ProgressDisplay
-from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.runs.cluster import check_resources, joins_cluster, ray_cluster
 from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.types import RLVLMError, UserInputError
@@ -119,16 +118,18 @@ class _Run(RunLifecycle):
         if iteration <= self.last_iteration:
             # Learners were replaced from a checkpoint: the iterations since then are done again.
             self.recorder.close()
-            self.recorder = RunRecorder(self.folder, run, resumed_iteration=iteration - 1)
+            self.recorder = self._new_recorder(iteration - 1)
         self.last_iteration = iteration
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
         self.recorder.log_iteration(iteration, metrics)
         self.display.update(iteration, metrics)
-        every = run.logging.trajectories_every
-        if every and (iteration - 1) % every == 0 and algorithm.last_groups:
+        # Groups of a round that is recorded carry their conversations; with lag, rounds and iterations differ.
+        recorded = [k for k, group in enumerate(algorithm.last_groups) if group.trajectories[0].messages]
+        if recorded:
+            groups, advantages = algorithm.last_groups, algorithm.last_advantages
             self.recorder.dump_trajectories(
-                iteration, algorithm.last_groups, algorithm.last_advantages, algorithm.decode
+                iteration, [groups[k] for k in recorded], [advantages[k] for k in recorded], algorithm.decode
             )
         if iteration % run.logging.checkpoint_every == 0:
             self._checkpoint()
@@ -186,11 +187,12 @@ class _Run(RunLifecycle):
 
 
 def _counts(algorithm: Any) -> dict[str, Any]:
+    rollouts = algorithm.rollouts
     return {
         "updates": algorithm.updates,
         "version": algorithm.version,
-        "trajectories": algorithm.trajectories,
-        "dropped": dict(algorithm.dropped),
+        "trajectories": rollouts.trajectories,
+        "dropped": dict(rollouts.dropped),
         "restarts": dict(algorithm.restarts),
-        "requests_by_replica": dict(algorithm.requests_by_replica),
+        "requests_by_replica": dict(rollouts.requests_by_replica),
     }

@@ -64,6 +64,7 @@ sys.path.insert(0, sys.argv[3])
 from recorder_support import group, leftovers, picture, rows, scalars, words, evaluations
 from rl_vlm.config import RunConfig
 from rl_vlm.monitoring.recorder import RunRecorder, read_trajectories
+from rl_vlm.reporting.curve import draw_curve
 
 folder, how = Path(sys.argv[1]), sys.argv[2]
 ballast = folder / "ballast"
@@ -84,7 +85,7 @@ def free():
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     ballast.unlink(missing_ok=True)
 
-recorder = RunRecorder(folder, RunConfig())
+recorder = RunRecorder(folder, RunConfig(), draw=draw_curve)
 image = picture("red")
 recorder.log_iteration(1, {"reward/mean": 0.5})
 recorder.log_evaluation(1, {"accuracy/default": 0.5})

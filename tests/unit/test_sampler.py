@@ -84,13 +84,13 @@ def sampler_of(manager: Manager) -> RolloutSampler:
 
 
 def dropped(sampler: RolloutSampler) -> dict[str, int]:
-    return sampler.collect(sampler.start(TASKS, 0))[1].dropped
+    return sampler.collect(sampler.start(TASKS))[1].dropped
 
 
 def test_a_runner_that_dies_while_it_samples_loses_its_shard_to_another(manager: Manager) -> None:
     sampler = sampler_of(manager)
     manager.runners[1].outcomes = [DEAD]
-    work = sampler.start(TASKS, 0)
+    work = sampler.start(TASKS)
     _, result = sampler.collect(work)
     assert result.dropped == {"runner_died": 1} and len(result.lost) == 4 and sampler.restarts == 1
     assert dropped(sampler) == {} and sampler.restarts == 1
@@ -113,7 +113,7 @@ def test_a_death_that_rllib_finds_first_is_counted(manager: Manager) -> None:
 def test_several_calls_that_one_death_ends_are_one_death(manager: Manager) -> None:
     sampler = sampler_of(manager)
     manager.runners[1].outcomes = [DEAD, DEAD]
-    first, second = sampler.start(TASKS, 0), sampler.start(TASKS, 0)  # as with a policy lag
+    first, second = sampler.start(TASKS), sampler.start(TASKS)  # as with a policy lag
     manager.probe_unhealthy_actors = lambda **_: None  # type: ignore[method-assign]
     both = [sampler.collect(work)[1].dropped for work in (first, second)]
     assert both == [{"runner_died": 1}, {}] and sampler.restarts == 1

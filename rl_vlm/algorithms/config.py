@@ -1,4 +1,4 @@
-"""What both algorithms' RLlib configurations share: they follow from one run configuration."""
+"""What all algorithms' RLlib configurations share: they follow from one run configuration."""
 
 from __future__ import annotations
 

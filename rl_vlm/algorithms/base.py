@@ -1,0 +1,164 @@
+"""RunAlgorithm: what every algorithm of a run shares: start, supervision of its learners, timing, figures, clean-up."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import ray
+from ray.exceptions import RayError
+from ray.rllib.algorithms.algorithm import Algorithm
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.core.learner.training_data import TrainingData
+
+from rl_vlm.algorithms.config import RunAlgorithmConfig
+from rl_vlm.algorithms.learners import (
+    LearnerDiedError,
+    LearnerLostError,
+    LearnerOutOfMemoryError,
+    all_learners_answer,
+    is_out_of_memory,
+    on_one_learner,
+)
+from rl_vlm.config import RunConfig
+
+
+class RunAlgorithm(Algorithm):
+    """An RLlib Algorithm made from a run configuration, so that Tune can run it as it is.
+
+    A subclass says what starts beside RLlib's parts (`start_services`), what one iteration is (`iterate`), and how new
+    learners get their state back (`restore_learners`).
+    """
+
+    config_class: ClassVar[type[RunAlgorithmConfig]]
+    learner_group: Any
+    env_runner_group: Any
+
+    @classmethod
+    def get_default_config(cls) -> RunAlgorithmConfig:
+        """RLlib asks for this."""
+        return cls.config_class()  # type: ignore[call-arg]  # the subclasses know their algorithm
+
+    def setup(self, config: AlgorithmConfig) -> None:
+        """Start services, env runners and learners."""
+        config = self.get_default_config().own_copy(config)
+        self.run: RunConfig = config.run_config
+        self.folder: Path = config.scratch_folder or Path(self.logdir)
+        self.restarts: Counter[str] = Counter()
+        self.last_metrics: dict[str, float] = {}
+        self.stop_requested: Callable[[], bool] = lambda: False
+        self._clock: defaultdict[str, float] = defaultdict(float)
+        try:
+            # What is served loads while env runners and learners start.
+            self.start_services(config)
+            config.freeze()
+            self.config = config
+            super().setup(config)
+            self.prepare()
+        except BaseException:
+            # On a cluster that was joined, services would outlive a failed start.
+            self.stop_services()
+            raise
+
+    @abstractmethod
+    def start_services(self, config: Any) -> None:
+        """Start what runs beside RLlib's actors, and complete the configuration with what only this process knows."""
+
+    @abstractmethod
+    def stop_services(self) -> None:
+        """Stop what `start_services` started, also if it failed halfway."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """The algorithm's own state; env runners and learners are there."""
+
+    @abstractmethod
+    def iterate(self) -> dict[str, float]:
+        """One iteration; returns its figures."""
+
+    @abstractmethod
+    def restore_learners(self) -> None:
+        """Give learners that were started anew the newest state that is left."""
+
+    def training_step(self) -> None:
+        """RLlib's hook for one iteration."""
+        started = time.perf_counter()
+        self._clock.clear()
+        figures = self.iterate()
+        self.last_metrics = {
+            **figures,
+            "time/step": time.perf_counter() - started,
+            **{f"time/{name}": seconds for name, seconds in self._clock.items()},
+            **{f"restarts/{part}": float(count) for part, count in self.restarts.items()},
+        }
+        for name, value in self.last_metrics.items():
+            self.metrics.log_value(tuple(name.split("/")), value, window=1)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds of this context to the figure `time/<name>`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._clock[name] += time.perf_counter() - started
+
+    # Learners.
+
+    def on_learner(self, function: Callable[[Any], Any]) -> Any:
+        """`function(learner)` of one learner. Raises LearnerLostError."""
+        return on_one_learner(self.learner_group, function)
+
+    def update_learners(self, batches: Sequence[Any]) -> list[Any] | None:
+        """Send one batch to each learner and return their results; None when learners died and were replaced.
+
+        Raises LearnerOutOfMemoryError, LearnerDiedError after `learner.max_restarts`, and whatever else a learner raises.
+        """
+        group = self.learner_group
+        try:
+            if group.is_local:
+                return list(group.update(training_data=TrainingData(episodes=list(batches))))
+            results = group.update(training_data=TrainingData(episodes_refs=[ray.put([batch]) for batch in batches]))
+            if len(results) < len(batches):  # RLlib leaves out learners that it knows to be dead
+                raise LearnerLostError(f"{len(batches) - len(results)} of {len(batches)} learners are gone")
+            return list(results)
+        except (RayError, RuntimeError, LearnerLostError) as error:
+            if is_out_of_memory(error):
+                raise LearnerOutOfMemoryError(
+                    f"An update did not fit into a learner's memory ({str(error).splitlines()[0]}): lower "
+                    "learner.micro_batch_tokens, or set learner.gradient_checkpointing."
+                ) from error
+            # A RuntimeError may be a collective that broke because another learner died, or a defect.
+            if group.is_local or all_learners_answer(group, len(batches)):
+                raise
+            self._replace_learners(error)
+            return None
+
+    def _replace_learners(self, error: Exception) -> None:
+        self.restarts["learner"] += 1
+        if self.restarts["learner"] > self.run.learner.max_restarts:
+            raise LearnerDiedError(
+                f"A learner died {self.restarts['learner']} times, the last time with: {error}. Raise "
+                "learner.max_restarts, or give the learners more memory."
+            ) from error
+        self.learner_group.shutdown()
+        self.learner_group = self.config.build_learner_group(
+            rl_module_spec=self.config.get_multi_rl_module_spec(spaces=self.spaces, inference_only=False)
+        )
+        self.restore_learners()
+
+    # RLlib's other hooks.
+
+    def restore_env_runners(self, env_runner_group: Any) -> list[int]:
+        """RLlib calls this before each step: the samplers revive runners themselves, which have no state to restore."""
+        return []
+
+    def cleanup(self) -> None:
+        """Stop env runners, learners and services."""
+        super().cleanup()
+        self.stop_services()

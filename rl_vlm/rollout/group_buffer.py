@@ -1,0 +1,41 @@
+"""GroupBuffer: complete groups that wait to be learned from, each with its own age. Pure: no Ray, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rl_vlm.types import TrajectoryGroup
+
+
+class GroupBuffer:
+    """Holds groups and never gives one that is too old.
+
+    A group's age is the learner's version minus the oldest version that sampled a turn of it.
+
+    Args:
+        max_lag: the largest age that is given out.
+    """
+
+    def __init__(self, max_lag: int) -> None:
+        self._max_lag = max_lag
+        self._groups: list[TrajectoryGroup] = []
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, groups: Iterable[TrajectoryGroup]) -> None:
+        """Add complete groups, in any order."""
+        self._groups.extend(groups)
+        # Ids sort in the order in which tasks were made: the order of arrival must not matter.
+        self._groups.sort(key=lambda group: group.group_id)
+
+    def take(self, count: int, version: int) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup]]:
+        """Up to `count` groups for a learner at `version`, and all that have become too old for it; neither stays here."""
+        fresh = [group for group in self._groups if version - group.oldest_version <= self._max_lag]
+        stale = [group for group in self._groups if version - group.oldest_version > self._max_lag]
+        self._groups = fresh[count:]
+        return fresh[:count], stale
+
+    def clear(self) -> None:
+        """Forget all groups."""
+        self._groups = []

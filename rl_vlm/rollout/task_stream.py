@@ -1,0 +1,78 @@
+"""TaskStream: numbered rollout tasks from a task source; what was handed out and never learned from comes again after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rl_vlm.config import RunConfig
+from rl_vlm.rollout.task_source import TaskSource
+from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.seeding import derive_seed
+from rl_vlm.types import TrajectoryGroup
+
+
+class TaskStream:
+    """Makes the tasks of rounds. A round's number and a task's place in it are its id and seed the policy's randomness.
+
+    Args:
+        source: which instances come.
+        run: group size, temperature, seed and how often conversations are recorded.
+    """
+
+    def __init__(self, source: TaskSource, run: RunConfig) -> None:
+        self._source = source
+        self._run = run
+        self._next_round = 0
+        self._open: dict[str, RolloutTask] = {}  # handed out and not finished, in order
+        self._again: list[RolloutTask] = []  # handed out before a resume
+
+    def round(self) -> list[RolloutTask]:
+        """The tasks of the next round. Whoever sends them sets `min_version`."""
+        count = self._run.rollout.prompts_per_iteration
+        tasks, self._again = self._again[:count], self._again[count:]
+        if len(tasks) < count:
+            number, self._next_round = self._next_round, self._next_round + 1
+            items = self._source.take(count - len(tasks))
+            tasks += [self._task(number, place, item.index, item.seed) for place, item in enumerate(items)]
+        self._open |= {task.group_id: task for task in tasks}
+        return tasks
+
+    def _task(self, number: int, place: int, index: int, seed: int) -> RolloutTask:
+        every = self._run.logging.trajectories_every
+        return RolloutTask(
+            group_id=f"{number:06d}:{place:05d}",
+            index=index,
+            split="train",
+            seed=seed,
+            sampling_seed=derive_seed(self._run.seed, 3, number, place),
+            size=self._run.rollout.group_size,
+            temperature=self._run.rollout.temperature,
+            min_version=0,
+            record=bool(every) and number % every == 0,
+        )
+
+    def sampled(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Tell the source how tasks went."""
+        self._source.observe(groups)
+
+    def finish(self, group_ids: Iterable[str]) -> None:
+        """These tasks were learned from, dropped or lost: they do not come again."""
+        for group_id in group_ids:
+            self._open.pop(group_id, None)
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs: the source's place, and the tasks that are under way."""
+        return {
+            "round": self._next_round,
+            "source": self._source.state(),
+            "open": [asdict(task) for task in self._open.values()],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to a saved state; its open tasks are handed out first."""
+        self._source.restore(state["source"])
+        self._next_round = int(state["round"])
+        self._again = [RolloutTask(**fields) for fields in state["open"]]
+        self._open = {}
