@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
 
-from rl_vlm.algorithms.learners import LearnerLostError, on_every_learner, on_one_learner
+from rl_vlm.algorithms import base
+from rl_vlm.algorithms.base import RunAlgorithm
+from rl_vlm.algorithms.learners import LearnerLostError, LearnerOutOfMemoryError, on_every_learner, on_one_learner
+from rl_vlm.config import RunConfig
 
 
 @dataclass
@@ -25,19 +32,38 @@ class Result:
 
 
 class Group:
-    """A learner group with given answers."""
+    """A learner group with given answers; `asked` lists who was asked."""
 
     is_local = False
 
-    def __init__(self, *values: Any) -> None:
+    def __init__(self, *values: Any, update: Any = ()) -> None:
         self._values = values
+        self._update = update
+        self.asked: list[int] = []
+        self._worker_manager = SimpleNamespace(healthy_actor_ids=lambda: list(range(len(values))))
 
-    def foreach_learner(self, function: Any, timeout_seconds: float) -> list[Result]:
-        return [Result(value) for value in self._values]
+    def foreach_learner(
+        self, function: Any, timeout_seconds: float, remote_actor_ids: list[int] | None = None
+    ) -> list[Result]:
+        chosen = range(len(self._values)) if remote_actor_ids is None else remote_actor_ids
+        self.asked += chosen
+        return [Result(self._values[k]) for k in chosen]
+
+    def update(self, training_data: Any) -> Any:
+        if isinstance(self._update, Exception):
+            raise self._update
+        return self._update
 
 
 def test_the_first_learner_that_answers_counts() -> None:
     assert on_one_learner(Group(RuntimeError("died"), 7), lambda _: 0) == 7
+
+
+def test_an_answer_is_fetched_from_one_learner_only() -> None:
+    """A checkpoint of a large model must not come once from each learner."""
+    group = Group(1, 2, 3)
+    assert on_one_learner(group, lambda _: 0) == 1
+    assert group.asked == [0]
 
 
 @pytest.mark.parametrize("values", [(), (RuntimeError("died"),)])
@@ -50,3 +76,62 @@ def test_every_learner_must_answer() -> None:
     on_every_learner(Group(1, 2), lambda _: 0)
     with pytest.raises(LearnerLostError, match="could not be restored: died"):
         on_every_learner(Group(1, RuntimeError("died")), lambda _: 0)
+
+
+# --- what an error of an update means
+
+
+class Supervisor(RunAlgorithm):
+    """The supervision alone: no RLlib, no actors."""
+
+    __abstractmethods__ = frozenset()
+
+    def __init__(self, group: Group, max_restarts: int = 3) -> None:
+        self.learner_group = group
+        self.run = RunConfig.model_validate({"learner": {"max_restarts": max_restarts}})
+        self.restarts: Counter[str] = Counter()
+        self.replaced = 0
+
+    def _replace_learners(self, error: Exception) -> None:
+        self.replaced += 1
+
+
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "ray", SimpleNamespace(put=lambda value: value))
+    monkeypatch.setattr(base, "TrainingData", lambda **fields: fields)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
+def test_an_update_that_does_not_fit_is_not_a_dead_learner(no_ray: None, error: Exception) -> None:
+    algorithm = Supervisor(Group(True, True, update=error))
+    with pytest.raises(LearnerOutOfMemoryError, match=r"learner\.micro_batch_tokens"):
+        algorithm.update_learners(["batch", "batch"])
+    assert algorithm.replaced == 0
+
+
+def test_an_error_of_learners_that_all_live_is_raised_as_it_is(no_ray: None) -> None:
+    algorithm = Supervisor(Group(True, True, update=RuntimeError("a defect")))
+    with pytest.raises(RuntimeError, match="a defect"):
+        algorithm.update_learners(["batch", "batch"])
+    assert algorithm.replaced == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "why"),
+    [
+        (Group(True, RuntimeError("dead"), update=RuntimeError("Connection closed by peer")), "a collective broke"),
+        (Group(True, update=["one result"]), "RLlib left out a dead learner"),
+        (Group(RuntimeError("dead"), update=NodeOutOfMemoryError("killed by the memory monitor")), "Ray killed it"),
+    ],
+)
+def test_dead_learners_are_replaced(no_ray: None, group: Group, why: str) -> None:
+    algorithm = Supervisor(group)
+    assert algorithm.update_learners(["batch", "batch"]) is None, why
+    assert algorithm.replaced == 1

@@ -124,3 +124,11 @@ def test_a_runner_that_cannot_prepare_has_not_died(manager: Manager) -> None:
     manager.runners[1].outcomes = [RayTaskError("prepare", "traceback", ValueError("broken"))]
     sampler.prepare(TASKS)
     assert dropped(sampler) == {} and sampler.restarts == 0
+
+
+def test_a_round_that_finished_while_the_driver_was_busy_is_taken(manager: Manager) -> None:
+    """Its deadline is long past when the driver looks: the results are there, and no runner hangs."""
+    sampler = RolloutSampler(SimpleNamespace(_worker_manager=manager), timeout_s=0.0)  # type: ignore[arg-type]
+    _, result = sampler.collect(sampler.start(TASKS))
+    assert len(result.lost) == 4 and set(result.lost.values()) == {"played"}
+    assert result.dropped == {} and sampler.restarts == 0
