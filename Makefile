@@ -1,11 +1,13 @@
-# Two commands do all the set-up: `make quickstart` and `make test`. Everything goes into .venv; a second run installs nothing.
+# Two commands do all the set-up: `make quickstart` and `make test`. Everything goes into .venv (`make VENV=...`: elsewhere);
+# a second run installs nothing.
 
 # A supported Python that is here, the system's own first; `make PYTHON=... test` chooses another.
 PYTHON ?= $(firstword $(foreach p,python3 python3.12 python3.11,$(shell command -v $(p) >/dev/null 2>&1 && \
 	$(p) -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,12))' >/dev/null 2>&1 && echo $(p))))
 REQUIREMENTS ?= $(shell if command -v nvidia-smi >/dev/null 2>&1; then echo requirements/gpu.txt; else echo requirements/cpu.txt; fi)
-BIN := .venv/bin
-STAMP := .venv/installed-$(notdir $(REQUIREMENTS))
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed-$(notdir $(REQUIREMENTS))
 TEST := $(BIN)/python -m pytest -q
 
 .DEFAULT_GOAL := help
@@ -14,16 +16,16 @@ TEST := $(BIN)/python -m pytest -q
 help: ## Show the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
-install: $(STAMP) ## Create .venv with everything that the tests need
+install: $(STAMP) ## Create the environment with everything that the tests need
 
 $(STAMP): $(REQUIREMENTS) pyproject.toml
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed; install it, for example: apt-get install python3 python3-venv"; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) has no venv module; install it: apt-get install python3-venv"; exit 2; }
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet 'uv>=0.8'
 	$(BIN)/uv pip sync --quiet --python $(BIN)/python $(REQUIREMENTS)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
-	@rm -f .venv/installed-*.txt && touch $(STAMP)
+	@rm -f $(VENV)/installed-*.txt && touch $(STAMP)
 
 quickstart: install ## Train the tiny VLM on shapes, offline, in minutes
 	$(BIN)/rl-vlm train configs/quickstart.yaml --overwrite

@@ -12,14 +12,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from rl_vlm.types import EncodedImage, Message, UserInputError, as_encoded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Private-use characters mark where texts go in a rendered template; templates do not contain them.
 _MARK = re.compile("\ue000(\\d+)\ue001")
@@ -192,6 +193,8 @@ class ChatCodec:
 @lru_cache(maxsize=1)
 def _byte_of_character() -> dict[str, int]:
     """Byte-level BPE writes every byte as one printable character (GPT-2's table)."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     return {character: byte for byte, character in bytes_to_unicode().items()}
 
 

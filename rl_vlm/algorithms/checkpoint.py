@@ -12,15 +12,15 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
-from torch import Tensor
 
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.types import UserInputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NAME = re.compile(r"iteration-(\d{6,})")
 
@@ -36,6 +36,9 @@ class Checkpoint:
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     """Write all files into `folder`, which exists. Not atomic by itself: see `save_checkpoint`."""
+    import torch
+    from safetensors.torch import save
+
     (folder / "adapter").mkdir(exist_ok=True)
     _write(folder / "adapter" / "adapter_model.safetensors", checkpoint.adapter.tensors)
     _write(folder / "adapter" / "adapter_config.json", checkpoint.adapter.config_json.encode())
@@ -47,6 +50,8 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read a checkpoint folder. Raises UserInputError when it is incomplete or corrupt."""
+    from safetensors.torch import load_file
+
     try:
         state = json.loads((folder / "state.json").read_text())
         adapter = AdapterPayload.read(folder / "adapter", state["version"])

@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from transformers import PreTrainedTokenizerBase
-
 from rl_vlm.chat import ChatCodec
 from rl_vlm.models.images import DEFAULT_PIXELS, ImageProcessorSpec, PixelLimits
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
-    # Whoever only encodes need not import every model of transformers, which takes five seconds of CPU.
-    from transformers import PreTrainedModel
+    # Whoever only encodes needs neither torch nor the models of transformers, which take eight seconds of CPU.
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DType = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "nf4"]
@@ -130,6 +128,8 @@ def load_model(
     nf4: the language model's linear weights as NF4 (QLoRA, arXiv 2305.14314), computed with in `dtype`; the vision
     tower, embeddings and output projection stay as they are.
     """
+    import torch
+
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserInputError(f"Device {device} was asked for and torch sees no GPU here: set the device to cpu.")
     from transformers import AutoModelForImageTextToText

@@ -9,8 +9,8 @@ from typing import Any
 
 from rl_vlm.algorithms.checkpoint import clean_leftovers, latest_checkpoint, save_checkpoint
 from rl_vlm.config import RunConfig
+from rl_vlm.imports import import_meanwhile
 from rl_vlm.monitoring.display import ProgressDisplay
-from rl_vlm.runs.cluster import check_resources, joins_cluster, ray_cluster
 from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.types import RLVLMError, UserInputError
 
@@ -59,6 +59,8 @@ def train(
     Raises UserInputError before anything is touched, InterruptedRun after a signal, RLVLMError when the run fails.
     """
     dry_run(run)
+    from rl_vlm.runs.cluster import check_resources, joins_cluster
+
     if not joins_cluster():
         check_resources(run)
     folder = (run_dir or default_run_dir(run)).absolute()
@@ -84,6 +86,8 @@ class _Run(RunLifecycle):
         self.last_iteration = start
 
     def _loop(self) -> None:
+        import_meanwhile("torch", "transformers.modeling_utils", "peft")
+        from rl_vlm.runs.cluster import ray_cluster
         from rl_vlm.serving.publisher import serving_ahead
 
         self.display.message(f"Starting Ray, {self.run.serving.num_replicas} replicas and the learner ...")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig
 from rl_vlm.envs.registry import make
 from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
 from rl_vlm.types import RLVLMError, UserInputError
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def inspect_run(run: RunConfig) -> dict[str, Any]:
@@ -88,18 +93,41 @@ def inspect_preference_run(run: RunConfig) -> dict[str, Any]:
 
 
 def _memory(run: RunConfig, folder: Path) -> dict[str, Any]:
-    """What the model weighs, from its configuration alone, and the GPU memory that the recipe states."""
-    import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    size = parameters * getattr(torch, run.model.dtype).itemsize / 2**30
+    """What the model weighs in the run's precision, and the GPU memory that the recipe states."""
+    parameters = count_parameters(folder)
+    size = parameters * _BYTES[run.model.dtype] / 2**30
     found = {"parameters": f"{parameters / 1e9:.2f} billion", "weights_gib": round(size, 2)}
     if run.needed_gpus:
+        import torch
+
         here = torch.cuda.device_count()
         found["gpus"] = f"{run.needed_gpus:g} needed, {here} here"
         if run.model.gpu_memory_gib:
             found["gpu_memory_gib"] = f"{run.model.gpu_memory_gib:g} needed per GPU"
     return found
+
+
+def count_parameters(folder: Path) -> int:
+    """The parameters of a model folder, from the headers of its safetensors files; without those from its configuration.
+
+    Tied weights count once. Raises UserInputError when a file is damaged.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return sum(_elements(file) for file in files)
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _elements(file: Path) -> int:
+    try:
+        with safe_open(file, framework="numpy") as weights:  # reads the header; no tensor, and no torch
+            return sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UserInputError(
+            f"The weights {file} cannot be read ({error}): fetch or export the model again."
+        ) from error

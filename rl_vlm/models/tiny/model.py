@@ -16,15 +16,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from rl_vlm.envs import shapes_data as data
-from rl_vlm.models.sight import accuracy, choice_logprobs, sampled_accuracy
-from rl_vlm.models.supervised import DialogueEncoder
 from rl_vlm.models.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from rl_vlm.types import UserInputError
+
+if TYPE_CHECKING:
+    from rl_vlm.models.supervised import DialogueEncoder
 
 # Part of the cache key: raise it whenever the weights would come out differently.
 RECIPE_VERSION = 4
@@ -74,7 +73,8 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: Variant = "small", ste
     folder = Path(folder)
     if folder.exists():
         raise UserInputError(f"{folder} exists already: remove it or choose another folder.")
-    # Imported here: a model that is cached must load without the environments that the warm start plays.
+    # Imported here: the path of a model that is cached must be had without torch and the environments of the warm start.
+    from rl_vlm.models.supervised import DialogueEncoder
     from rl_vlm.models.tiny import labeller as tiny_labeller
     from rl_vlm.models.tiny import warmstart as tiny_warmstart
 
@@ -125,6 +125,7 @@ def build_processor() -> Any:
 
 def build_model(seed: int, tokenizer: Any, variant: Variant = "small") -> Any:
     """A `Qwen3VLForConditionalGeneration` with random weights that depend on the seed alone."""
+    import torch
     from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     token_id = tokenizer.convert_tokens_to_ids
@@ -185,6 +186,8 @@ def build_model(seed: int, tokenizer: Any, variant: Variant = "small") -> Any:
 
 def _log_chance(model: Any, encoder: DialogueEncoder, loss: float, seconds: float) -> None:
     """Say how near to chance the model still is on the task, on drawings that are not of the test split."""
+    from rl_vlm.models.sight import accuracy, choice_logprobs, sampled_accuracy
+
     rng = data.stable_rng("chance")
     drawn = [data.draw(rng, 1 + number % data.MAX_SHAPES, "train") for number in range(256)]
     questions = [data.count_question(shapes) for shapes, _ in drawn]
@@ -206,6 +209,8 @@ def _make_readable(folder: Path) -> None:
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
     """Train on one thread: faster for a model this small, and the weights do not depend on the machine's cores."""
+    import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,0 +1,47 @@
+"""A dry run: quick, and right about the model's size."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from rl_vlm.models.loading import load_model
+from rl_vlm.runs.preflight import count_parameters
+from rl_vlm.types import UserInputError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_dry_run_needs_neither_torch_nor_ray(tiny_folder: Path) -> None:
+    arguments = ["train", str(ROOT / "configs/quickstart.yaml"), f"model.path={tiny_folder}", "--dry-run"]
+    code = f"import sys; from rl_vlm import cli; assert cli.run({arguments}) == 0; print({{'torch', 'ray'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_parameters_are_counted_without_loading_them(tiny_folder: Path, tmp_path: Path) -> None:
+    expected = sum(parameter.numel() for parameter in load_model(tiny_folder).parameters())
+    assert count_parameters(tiny_folder) == expected
+    # Two files, as large models have them.
+    sharded = shutil.copytree(tiny_folder, tmp_path / "sharded")
+    tensors = load_file(sharded / "model.safetensors")
+    (sharded / "model.safetensors").unlink()
+    for number, names in enumerate((list(tensors)[::2], list(tensors)[1::2])):
+        save_file({name: tensors[name] for name in names}, sharded / f"model-{number}.safetensors")
+    assert count_parameters(sharded) == expected
+    for file in sharded.glob("*.safetensors"):
+        file.unlink()
+    assert count_parameters(sharded) == expected
+
+
+def test_damaged_weights_are_bad_input(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(UserInputError, match=r"model\.safetensors cannot be read"):
+        count_parameters(folder)
