@@ -62,13 +62,18 @@ class CheckpointFolders:
 
     def latest(self) -> Path | None:
         """The newest checkpoint of the run folder that is complete."""
-        for folder in reversed(list_checkpoints(self._local)):
-            try:
-                read_state(folder)
-            except UserInputError:
-                continue
-            return folder
-        return None
+        return latest_checkpoint(self._local)
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint in `folder` that is complete; None without any."""
+    for checkpoint in reversed(list_checkpoints(folder)):
+        try:
+            read_state(checkpoint)
+        except UserInputError:
+            continue
+        return checkpoint
+    return None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

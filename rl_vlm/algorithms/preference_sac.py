@@ -30,6 +30,7 @@ from rl_vlm.preference.agent_reward import AgentReward
 from rl_vlm.preference.collector import EpisodeResult, NumpyActor
 from rl_vlm.preference.env_runner import ControlEnvRunner, make_run_env
 from rl_vlm.preference.episode_log import EpisodeTracker, FinishedEpisode
+from rl_vlm.preference.evaluation import evaluation_seeds
 from rl_vlm.preference.feedback import Feedback
 from rl_vlm.preference.feedback_builder import LabellingSide, build_feedback
 from rl_vlm.preference.replay import ReplayBuffer
@@ -207,7 +208,7 @@ class PreferenceSAC(RunAlgorithm):
         replay, settings = self.replay, self.settings
         if not count and not reset:
             return
-        rows = replay.sample_rows(count * settings.sac.batch_size, self._rng).reshape(count, -1)
+        rows = replay.sample_rows(count * settings.sac.batch_size, self._rng).reshape(count, settings.sac.batch_size)
         batch = SACUpdateBatch(
             replay.observations[rows],
             replay.actions[rows],
@@ -322,9 +323,8 @@ class PreferenceSAC(RunAlgorithm):
     def evaluate_policy(self, film: bool = True) -> list[EpisodeResult]:
         """The evaluation episodes, always from the same random starts; the first few with pictures if `film`."""
         evaluation = self.settings.evaluation
-        seeds = [derive_seed(self.run.seed, 40, number) % 2**31 for number in range(evaluation.episodes)]
-        timeout = self.run.evaluation.timeout_s
-        return self.sampler.evaluate(self._actor, seeds, evaluation.film if film else 0, timeout)
+        film_count, timeout = evaluation.film if film else 0, self.run.evaluation.timeout_s
+        return self.sampler.evaluate(self._actor, evaluation_seeds(self.run), film_count, timeout)
 
     # Checkpoints.
 

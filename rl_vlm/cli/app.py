@@ -44,7 +44,7 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(help="Changes to the configuration, such as learner.lr=1e-3 env.kwargs.turns=2.")
 ]
 Adapter = Annotated[Path | None, typer.Option(help="A peft adapter folder. Without it the base model is used.")]
-RunDir = Annotated[Path | None, typer.Option(help="A run folder, whose trained adapter is used.")]
+RunDir = Annotated[Path | None, typer.Option(help="A run folder, whose trained adapter (or agent) is used.")]
 Out = Annotated[Path | None, typer.Option(help="Write the results to this file as well.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
@@ -109,12 +109,26 @@ def evaluate(
     run_dir: RunDir = None,
     out: Out = None,
 ) -> None:
-    """Measure the accuracy of a policy on the held-out split; print it as JSON."""
-    run, folder = _load(config, overrides), _adapter(adapter, run_dir)
-    _check_out(out)
-    from rl_vlm.runs import evaluate as harness
+    """Measure a policy on the held-out split, or a preference run's agent on its evaluation episodes; print JSON."""
+    run = _load(config, overrides)
+    if run.algorithm.name == "preference_sac":
+        from rl_vlm.preference.evaluation import evaluate_run
+        from rl_vlm.types import UserInputError
 
-    typer.echo(json.dumps(harness.evaluate(run, adapter=folder, out=out), indent=2))
+        source = run_dir or (config if config.is_dir() else None)
+        if adapter is not None or source is None:
+            raise UserInputError(
+                "A preference run has an agent and no adapter: name its run folder, or one of its checkpoints, with --run-dir."
+            )
+        _check_out(out)
+        results = evaluate_run(run, source, out)
+    else:
+        folder = _adapter(adapter, run_dir)
+        _check_out(out)
+        from rl_vlm.runs import evaluate as harness
+
+        results = harness.evaluate(run, adapter=folder, out=out)
+    typer.echo(json.dumps(results, indent=2))
 
 
 @app.command(epilog="Example: rl-vlm rollout configs/quickstart.yaml --episodes 8 --temperature 0")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +12,24 @@ import numpy as np
 from rl_vlm.control_envs.base import ControlEnv
 from rl_vlm.preference.replay import StepBatch
 from rl_vlm.seeding import derive_seed
+from rl_vlm.types import RLVLMError
 
 MakeEnv = Callable[[], ControlEnv]
+
+
+class CollectionError(RLVLMError):
+    """An environment failed, or no env runner answered in time."""
+
+
+@contextmanager
+def environment_errors() -> Iterator[None]:
+    """Turn whatever an environment raises into a CollectionError; this package's own errors stay as they are."""
+    try:
+        yield
+    except RLVLMError:
+        raise
+    except Exception as error:  # an environment may raise anything
+        raise CollectionError(f"An environment failed: {type(error).__name__}: {error}.") from error
 
 
 class NumpyActor:
@@ -178,10 +195,16 @@ class EpisodeResult:
 
 
 class Evaluator:
-    """Plays whole episodes with the mode of the policy, `parallel` of them side by side."""
+    """Plays whole episodes with the mode of the policy.
 
-    def __init__(self, make: MakeEnv, parallel: int) -> None:
-        self._make, self._parallel = make, parallel
+    Args:
+        make: makes one environment.
+        parallel: how many episodes are stepped side by side.
+        end_on_success: end an episode at the first step that succeeds, not only at the horizon.
+    """
+
+    def __init__(self, make: MakeEnv, parallel: int, end_on_success: bool = False) -> None:
+        self._make, self._parallel, self._end_on_success = make, parallel, end_on_success
         self._envs: list[ControlEnv] = []
 
     def run(self, actor: NumpyActor, seeds: Sequence[int], film: int = 0) -> list[EpisodeResult]:
@@ -212,7 +235,8 @@ class Evaluator:
                 if place < film:
                     films[place].append(env.frame())
                 observations[place] = observation
-                if not (terminated or truncated):
+                solved = self._end_on_success and result.success_last > 0
+                if not (terminated or truncated or solved):
                     still.append(place)
             running = still
         for result, frames in zip(results, films, strict=True):

@@ -36,7 +36,8 @@ class ControlEnvRunner(RunEnvRunner):
             num_envs=max(collection.num_env_runners, 1) * collection.envs_per_runner,
             frames=run.preference.draws_frames,
         )
-        self._evaluator = Evaluator(lambda: make_run_env(run), run.preference.evaluation.parallel)
+        evaluation = run.preference.evaluation
+        self._evaluator = Evaluator(lambda: make_run_env(run), evaluation.parallel, evaluation.end_on_success)
 
     def make_env(self) -> None:
         """Environments are made when the first steps are asked for."""

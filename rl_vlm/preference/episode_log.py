@@ -139,3 +139,17 @@ def evaluation_row(results: Sequence[EpisodeResult], step: int, episode: int) ->
         "episodes": len(results),
         "true_episode_reward_std": float(np.std(returns)),
     }
+
+
+def evaluation_figures(results: Sequence[EpisodeResult]) -> dict[str, float]:
+    """What eval.jsonl and `rl-vlm eval` say of evaluation episodes: shares in [0, 1], returns by the true reward."""
+    row = evaluation_row(results, step=0, episode=0)
+    return {
+        "accuracy/success": row["success_rate"] / 100,
+        "accuracy_low/success": row["success_rate_low"] / 100,
+        "accuracy_high/success": row["success_rate_high"] / 100,
+        "reward/success": row["true_episode_reward"],
+        "evaluation/reward_std": row["true_episode_reward_std"],
+        "evaluation/success_last": row["success_last"] / 100,
+        "items/success": len(results),
+    }

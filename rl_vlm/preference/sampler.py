@@ -8,18 +8,13 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
-from rl_vlm.preference.collector import EpisodeResult, NumpyActor
+from rl_vlm.preference.collector import CollectionError, EpisodeResult, NumpyActor, environment_errors
 from rl_vlm.preference.replay import StepBatch
-from rl_vlm.types import RLVLMError
 
 _LOOK_UP_S = 0.5
-
-
-class CollectionError(RLVLMError):
-    """An environment failed, or no env runner answered in time."""
 
 
 class ControlSampler:
@@ -39,7 +34,7 @@ class ControlSampler:
         self.runners = 1 if self._local is not None else group.num_remote_env_runners()
         self.num_envs = self.runners * envs_per_runner
         self.episode_counts = [0] * self.num_envs  # with which episode a runner that is new goes on
-        self.restarts = 0
+        self.restarts = 0  # deaths of runners, however many calls failed until they were back
         self.is_running = False  # between `start` and `finish`
         self._running: dict[ray.ObjectRef, int] = {}
         self._request: tuple[NumpyActor | None, int] = (None, 0)
@@ -72,15 +67,11 @@ class ControlSampler:
         """The steps of all runners, in the runners' order. Raises CollectionError."""
         (actor, steps), self.is_running = self._request, False
         if self._local is not None:
-            try:
-                batch = self._local.sample(actor=actor, steps=steps, episode_counts=self.episode_counts)
-            except RLVLMError:
-                raise
-            except Exception as error:  # whatever a user's environment raises
-                raise CollectionError(f"An environment failed: {type(error).__name__}: {error}.") from error
-            return self._counted(batch)
+            with environment_errors():
+                return self._counted(self._local.sample(actor=actor, steps=steps, episode_counts=self.episode_counts))
         deadline = time.monotonic() + self._timeout_s
         found: dict[int, StepBatch] = {}
+        died: set[int] = set()  # calls to these fail until Ray has started them again
         actor_ref = ray.put(actor)
         while self._running:
             ready, _ = ray.wait(list(self._running), timeout=_LOOK_UP_S)
@@ -90,12 +81,13 @@ class ControlSampler:
                     found[runner] = ray.get(reference, timeout=30)
                 except RayTaskError as error:
                     raise CollectionError(f"An environment failed: {error.cause}.") from error
-                except (RayActorError, GetTimeoutError, RayError):
-                    # Ray starts the actor again; until it is back, calls fail.
-                    self.restarts += 1
+                except RayError as error:  # of GetTimeoutError too: an answer that does not arrive is asked for again
+                    if isinstance(error, RayActorError) and runner not in died:
+                        died.add(runner)
+                        self.restarts += 1
                     time.sleep(0.5)
                     self._running[self._ask(runner, actor_ref)] = runner
-            if time.monotonic() > deadline:
+            if self._running and time.monotonic() > deadline:
                 for runner in self._running.values():
                     ray.kill(self._manager.actors()[runner], no_restart=False)
                 raise CollectionError(
@@ -113,7 +105,8 @@ class ControlSampler:
     def evaluate(self, actor: NumpyActor, seeds: Sequence[int], film: int, timeout_s: float) -> list[EpisodeResult]:
         """One episode per seed, in order, dealt over all runners."""
         if self._local is not None:
-            results: list[EpisodeResult] = self._local.evaluate(actor, seeds, film)
+            with environment_errors():
+                results: list[EpisodeResult] = self._local.evaluate(actor, seeds, film)
             return results
         runners = self._manager.actor_ids()
         shares = [list(seeds[place :: len(runners)]) for place in range(len(runners))]

@@ -11,7 +11,14 @@ from rl_vlm.algorithms.preference_checkpoint import CheckpointFolders, read_stat
 from rl_vlm.config import RunConfig
 from rl_vlm.monitoring.preference_display import PreferenceDisplay
 from rl_vlm.preference.collector import EpisodeResult
-from rl_vlm.preference.episode_log import EVAL_COLUMNS, TRAIN_COLUMNS, FinishedEpisode, StepCsv, evaluation_row
+from rl_vlm.preference.episode_log import (
+    EVAL_COLUMNS,
+    TRAIN_COLUMNS,
+    FinishedEpisode,
+    StepCsv,
+    evaluation_figures,
+    evaluation_row,
+)
 from rl_vlm.reporting.video import write_video
 from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.runs.lifecycle import RunLifecycle
@@ -86,18 +93,8 @@ class PreferenceRun(RunLifecycle):
         algorithm = self.algorithm
         started = time.monotonic()
         results: list[EpisodeResult] = algorithm.evaluate_policy()
-        row = evaluation_row(results, algorithm.env_steps, algorithm.tracker.finished)
-        self.eval_csv.add(row)
-        figures = {
-            "accuracy/success": row["success_rate"] / 100,
-            "accuracy_low/success": row["success_rate_low"] / 100,
-            "accuracy_high/success": row["success_rate_high"] / 100,
-            "reward/success": row["true_episode_reward"],
-            "evaluation/reward_std": row["true_episode_reward_std"],
-            "evaluation/success_last": row["success_last"] / 100,
-            "items/success": len(results),
-            "seconds": time.monotonic() - started,
-        }
+        self.eval_csv.add(evaluation_row(results, algorithm.env_steps, algorithm.tracker.finished))
+        figures = {**evaluation_figures(results), "seconds": time.monotonic() - started}
         self.recorder.log_evaluation(algorithm.env_steps, figures)
         self.display.evaluation(algorithm.env_steps, figures)
         self._film(results)

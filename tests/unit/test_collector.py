@@ -96,3 +96,18 @@ def test_success_is_the_best_and_the_last_moment() -> None:
 
     (result,) = Evaluator(lambda: Falling(horizon=100, image_size=32), parallel=1).run(actor(), [1])
     assert (result.success_best, result.success_last) == (1.0, 0.0)
+
+
+def test_an_evaluation_episode_may_end_when_it_succeeds() -> None:
+    class Soon(ContinuousCartPole):
+        def step(self, action: np.ndarray) -> object:  # type: ignore[override]
+            observation, reward, _, truncated, info = super().step(action)
+            return observation, reward, False, truncated, {**info, "success": self._steps in (4, 5)}
+
+    def make() -> ContinuousCartPole:
+        return Soon(horizon=10, image_size=32)
+
+    for result in Evaluator(make, parallel=2, end_on_success=True).run(actor(), [1, 2, 3]):
+        assert (result.length, result.success_best, result.success_last) == (4, 1.0, 1.0)
+    for result in Evaluator(make, parallel=2).run(actor(), [1, 2, 3]):
+        assert (result.length, result.success_best, result.success_last) == (10, 1.0, 0.0)

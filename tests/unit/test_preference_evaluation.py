@@ -1,0 +1,109 @@
+"""`rl-vlm eval` of a preference run: which checkpoint is played, what is reported, and what is refused. No Ray."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from preference_loop import run_config
+from safetensors.torch import save_file
+
+from rl_vlm.algorithms.preference_checkpoint import write_state
+from rl_vlm.cli import run as rl_vlm
+from rl_vlm.config import save_config
+from rl_vlm.control_envs.cartpole import ContinuousCartPole
+from rl_vlm.preference.collector import Evaluator, NumpyActor
+from rl_vlm.preference.evaluation import evaluation_seeds
+from rl_vlm.preference.networks import SACNetworks, layers_of
+
+
+def save_agent(checkpoint: Path, seed: int = 0, observations: int = 4) -> NumpyActor:
+    """A checkpoint as far as evaluation reads it; returns its policy."""
+    networks = SACNetworks(observations, 1, hidden=16, depth=2, init_alpha=0.1, seed=seed)
+    checkpoint.mkdir(parents=True)
+    save_file(networks.state(), checkpoint / "agent.safetensors")
+    write_state(checkpoint, {"step": int(checkpoint.name.removeprefix("step-"))})
+    layers = layers_of(networks.actor.data, networks.actor_sizes)
+    return NumpyActor([(weight.numpy(), bias.numpy()) for weight, bias in layers], (-5.0, 2.0))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run folder with two checkpoints and the beginning of a third."""
+    folder = tmp_path / "run"
+    save_agent(folder / "checkpoints" / "step-00000100", seed=1)
+    save_agent(folder / "checkpoints" / "step-00000200", seed=2)
+    (folder / "checkpoints" / "step-00000300").mkdir()
+    save_config(run_config(), folder / "config.yaml")
+    return folder
+
+
+def test_the_latest_complete_checkpoints_agent_is_played(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    out = tmp_path / "eval.json"
+    assert rl_vlm(["eval", str(folder), "--out", str(out)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads(out.read_text())
+    assert found["step"] == 200 and found["env"] == "ContinuousCartPole-v0"
+    actor = save_agent(tmp_path / "step-1", seed=2)
+    seeds = evaluation_seeds(run_config())
+    expected = Evaluator(lambda: ContinuousCartPole(horizon=30, image_size=32), parallel=3).run(actor, seeds)
+    returns = [episode["true_return"] for episode in found["episodes"]]
+    assert returns == [result.true_return for result in expected] and len(set(returns)) == 3
+    assert found["reward/success"] == pytest.approx(np.mean(returns)) and found["items/success"] == 3
+    assert [episode["seed"] for episode in found["episodes"]] == seeds
+    assert {
+        path: path.stat().st_mtime_ns for path in folder.rglob("*")
+    } == before  # a run that goes on is not disturbed
+
+
+def test_a_checkpoint_of_its_own_and_more_episodes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, checkpoint = folder / "config.yaml", folder / "checkpoints" / "step-00000100"
+    arguments = ["preference.evaluation.episodes=7", "--run-dir", str(checkpoint)]
+    assert rl_vlm(["eval", str(config), *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["items/success"], len(found["episodes"])) == (100, 7, 7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["{run}/config.yaml"], 2, "with --run-dir"),
+        (["{run}", "--adapter", "{run}"], 2, "no adapter"),
+        (["{run}/config.yaml", "--run-dir", "{run}/checkpoints"], 2, "no complete checkpoint"),
+        (["{run}", "--out", "{run}"], 2, "--out"),
+        (["{run}/config.yaml", "--run-dir", "{other}"], 2, "takes 7 observations"),
+        (["{run}/config.yaml", "--run-dir", "{corrupt}"], 2, "corrupt"),
+        (["{run}", "env.id={breaking}", "env.kwargs={{}}"], 1, "ZeroDivisionError: the pole broke"),
+    ],
+)
+def test_what_cannot_be_evaluated_ends_with_one_sentence(
+    arguments: list[str], code: int, words: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_agent(tmp_path / "step-7", observations=7)
+    save_agent(tmp_path / "step-8")
+    (tmp_path / "step-8" / "agent.safetensors").write_bytes(b"not safetensors")
+    places = {
+        "run": folder,
+        "other": tmp_path / "step-7",
+        "corrupt": tmp_path / "step-8",
+        "breaking": f"{__file__}:Breaking",
+    }
+    assert rl_vlm(["eval", *(argument.format(**places) for argument in arguments)]) == code
+    captured = capsys.readouterr()
+    error = captured.err.strip()
+    assert words in error and "Traceback" not in error and len(error.splitlines()) == 1, error
+    assert not captured.out
+
+
+class Breaking(ContinuousCartPole):
+    """Breaks at its third step."""
+
+    def step(self, action: np.ndarray) -> object:  # type: ignore[override]
+        if self._steps == 2:
+            raise ZeroDivisionError("the pole broke")
+        return super().step(action)
