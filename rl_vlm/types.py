@@ -70,7 +70,7 @@ class EncodedImage:
 
     def to_pil(self) -> Image.Image:
         """Decode to an RGB PIL image."""
-        return Image.open(io.BytesIO(self.png)).convert("RGB")
+        return Image.open(io.BytesIO(self.png), formats=("PNG",)).convert("RGB")
 
 
 Part = str | Image.Image | EncodedImage

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_vlm.envs.images import MAX_PIXELS, ImageError, check_header, decode, image_bytes
-from rl_vlm.envs.rows import BadRowError, ParquetRows, RowSource, hub_rows, local_files
+from rl_vlm.envs.rows import BadRowError, ParquetRows, RowSource, hub_rows, local_files, split_hint
 from rl_vlm.types import EncodedImage, Part, Split, UserInputError
 
 IMAGE_MARKER = "<image>"
@@ -165,16 +165,14 @@ def open_split(data: DataSource, split: Split) -> ImageTable:
     """
     if isinstance(data, Mapping):
         if split not in data:
-            raise UserInputError(f"env.data names no {split} split; it names {', '.join(data) or 'none'}.")
+            named = f"env.data names no {split} split; it names {', '.join(data) or 'none'}."
+            raise UserInputError(f"{named} {split_hint(_split_slice(next(iter(data.values()), 'FILE'))[0], split)}")
         return open_dataset(data[split], split)
     path = Path(_split_slice(data)[0]).expanduser()
     if path.is_file():
         own = "test" if re.match(r"test(?![a-z])", path.stem) else "train"
         if own != split:
-            raise UserInputError(
-                f"{path} is a single file and holds the {own} split. For {split} rows pass a folder with "
-                f"{split}.parquet, or a mapping such as {{train: a.parquet, test: b.parquet}}."
-            )
+            raise UserInputError(f"{path} is a single file and holds the {own} split. {split_hint(path, split)}")
     return open_dataset(data, split)
 
 

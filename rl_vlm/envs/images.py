@@ -8,6 +8,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rl_vlm.types import EncodedImage, UserInputError
@@ -53,6 +54,15 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> EncodedImage:
     image = _open(data, max_pixels)
     try:
         return EncodedImage.from_pil(ImageOps.exif_transpose(image))
+    except Exception as error:  # decoders raise nearly anything on corrupt bytes
+        raise ImageError(f"cannot be decoded ({_line(error)})") from error
+
+
+def pixels(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+    """Decode an image to uint8 [H, W, 3] RGB; ImageError as `decode`."""
+    image = _open(data, max_pixels)
+    try:
+        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
     except Exception as error:  # decoders raise nearly anything on corrupt bytes
         raise ImageError(f"cannot be decoded ({_line(error)})") from error
 

@@ -11,13 +11,14 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, Literal, get_args
 
 import numpy as np
 from PIL import Image
 
 from rl_vlm.envs import registry
+from rl_vlm.envs.arguments import Arguments, check_all_used
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.data import DataSource, ImageTable, open_split
 from rl_vlm.envs.errors import ROLES, EnvError, as_reward
@@ -49,11 +50,13 @@ class InteractiveEnvAdapter(VisionEnv):
     `env` is a `build_env` function, or names one as `rl_vlm.make` would. With `data` (see `open_split`) the samples are
     its questions: the prompt with its images opens the conversation, the answer is `sample.label`. Without, the sample
     is empty but for its metadata (split, index, seed) and `reset()` must bring the first message. All further arguments
-    become attributes of `args`, next to `max_turns`.
+    become attributes of `args`, next to `max_turns`; one that the environment does not read is a UserInputError of the
+    first `reset`.
 
-    The reward, by `reward`: "env" takes `reward` from the info or observation of every step or, if there is none, the
-    last `tool_score` at the end; "grade" grades the policy's own words against `sample.label` at the end; "auto" takes
-    the environment's if it gives one and grades otherwise.
+    The reward, by `reward`: "grade" grades the last boxed answer that the policy itself wrote against `sample.label`
+    at the end, as slime does; "env" takes `reward` from the info or observation of every step or, if there is none, the
+    last `tool_score` at the end; "auto" takes the environment's `reward` if it gives one and grades otherwise
+    (a `tool_score` counts only where there is no label: it judges a tool call, not the final answer).
     """
 
     def __init__(
@@ -76,7 +79,9 @@ class InteractiveEnvAdapter(VisionEnv):
         self._data = data
         self._max_turns = max_turns
         self._reward_source = reward
-        self._args = SimpleNamespace(max_turns=max_turns, **args)
+        self._given = tuple(args)
+        self._args = Arguments(max_turns=max_turns, **args)
+        self._args_checked = False
         self._tables: dict[str, ImageTable] = {}
         self._inner: Any = None
         self._sample = Sample("", None, {}, {})
@@ -116,6 +121,9 @@ class InteractiveEnvAdapter(VisionEnv):
         result = self._inner.reset()
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
             raise EnvError("reset() must return (obs, info) with a dict as info.")
+        if not self._args_checked:
+            check_all_used(self._given, self._args, self._build, self._inner)
+            self._args_checked = True
         if _has_content(result[0]):
             messages.append(self._format(result[0]))
         if not messages:
@@ -187,17 +195,18 @@ class InteractiveEnvAdapter(VisionEnv):
         """What the end of the episode pays on top of the steps' own rewards."""
         if self._env_paid:
             return 0.0
+        label, source = self._sample.label, self._reward_source
+        if label is not None and source != "env":
+            grade = grade_turns(self._turns, str(label))
+            info |= {"correct": grade.correct, "answer": grade.answer, "reason": grade.reason}
+            return float(grade.correct)
         if self._score is not None:
             info["correct"] = self._score >= 1.0
             return self._score
-        if self._reward_source == "env" or self._sample.label is None:
-            raise EnvError(
-                "The environment gave neither reward nor tool_score, and "
-                + ("there is no label to grade against." if self._sample.label is None else 'env.reward is "env".')
-            )
-        grade = grade_turns(self._turns, str(self._sample.label))
-        info |= {"correct": grade.correct, "answer": grade.answer, "reason": grade.reason}
-        return float(grade.correct)
+        raise EnvError(
+            "The environment gave neither reward nor tool_score, and "
+            + ("there is no label to grade against." if label is None else 'env.reward is "env".')
+        )
 
     def _format(self, obs: Any) -> Message:
         """The message for an observation, by the environment's own `format_observation` where it has one."""

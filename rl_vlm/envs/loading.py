@@ -41,6 +41,10 @@ def load_object(spec: str) -> Any:
         module = _load_file(Path(target).expanduser()) if target.endswith(".py") else _load_module(target)
     except UserInputError:
         raise
+    except ModuleNotFoundError as error:
+        raise UserInputError(
+            f"{target} cannot be imported: {_missing_module(error.name or str(error), target)}"
+        ) from error
     except Exception as error:  # whatever the user's module raises while it runs
         raise UserInputError(f"{target} cannot be imported ({type(error).__name__}: {error}).") from error
     if not attribute:
@@ -57,6 +61,21 @@ def absolute_spec(spec: str) -> str:
         return spec
     path = str(Path(target).expanduser().resolve())
     return f"{path}:{attribute}" if attribute else path
+
+
+def _missing_module(name: str, target: str) -> str:
+    """What to do about a module that was not found while `target`, a file or a module, was imported."""
+    path = name.replace(".", "/")
+    above = Path(target).expanduser().resolve().parents if target.endswith(".py") else [Path.cwd()]
+    found = [folder for folder in above if (folder / path).is_dir() or (folder / f"{path}.py").is_file()]
+    top = name.partition(".")[0]
+    if found:
+        how = f"run again with PYTHONPATH={found[0]}"
+    elif importlib.util.find_spec(top) is None:
+        how = f"install {top}, or run again with PYTHONPATH=FOLDER, where FOLDER holds {top}"
+    else:
+        how = f"the {top} that is on the path lacks it, so install another version or put another folder first in PYTHONPATH"
+    return f"there is no module {name} on the path; {how}."
 
 
 def _load_module(name: str) -> ModuleType:

@@ -143,11 +143,19 @@ def local_files(path: Path, split: str) -> list[Path]:
         files = [single] if single.is_file() else sorted(folder.glob(f"{split}-*.parquet"))
         if files:
             return files
-    found = sorted(file.name for folder in (path, path / "data") for file in folder.glob("*.parquet"))
+    found = sorted(file for folder in (path, path / "data") for file in folder.glob("*.parquet"))
     raise UserInputError(
         f"{path} has neither {split}.parquet nor {split}-*.parquet; it holds "
-        f"{', '.join(found[:8]) or 'no parquet file'}."
+        f"{', '.join(file.name for file in found[:8]) or 'no parquet file'}."
+        + (f" {split_hint(found[0], split)}" if found else "")
     )
+
+
+def split_hint(source: object, split: str) -> str:
+    """What to do where `source` has rows, but none of `split`."""
+    divided = f"\"env.data={{train: '{source}@[100:]', test: '{source}@[:100]'}}\""
+    instead = ", or evaluate on training rows with evaluation.split=train" if split == "test" else ""
+    return f"Name a source for each split, which may be rows of one file: {divided}{instead}."
 
 
 def hub_rows(name: str, split: str) -> HubRows:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
+from rl_vlm.envs.images import ImageError, image_bytes, pixels
 from rl_vlm.files import write_atomic
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.query_log import FILE_NAME, log_csv
@@ -51,7 +51,7 @@ def find_pairs(folder: str | Path) -> list[NamedPair]:
     elif list(folder.glob("session-*.parquet")):
         found = _stored(folder)
     else:
-        found = [NamedPair(_pair(folder / a, folder / b), a, b) for a, b in _by_name(folder)]
+        found = [NamedPair(_pair(folder, names), *names) for names in _by_name(folder)]
     if not found:
         raise UserInputError(
             f"{folder} holds no pairs: name pictures first_X and second_X, or X_1 and X_2, or list them in pairs.csv with "
@@ -129,8 +129,8 @@ def _listed(folder: Path) -> list[NamedPair]:
             raise UserInputError(f"{folder / 'pairs.csv'} needs the columns first and second.")
         for row in reader:
             returns = [_number(row.get(f"ground_truth_score_{side}")) for side in (1, 2)]
-            pair = _pair(folder / row["first"], folder / row["second"], returns)
-            found.append(NamedPair(pair, row["first"], row["second"]))
+            names = row["first"], row["second"]
+            found.append(NamedPair(_pair(folder, names, returns), *names))
     return found
 
 
@@ -159,15 +159,15 @@ def _by_name(folder: Path) -> list[tuple[str, str]]:
     return [(both["first"], both["second"]) for both in sides.values()]
 
 
-def _pair(first: Path, second: Path, returns: Sequence[float] = (np.nan, np.nan)) -> SegmentPair:
-    return SegmentPair(*(_single_frame(path, value) for path, value in zip((first, second), returns, strict=True)))
+def _pair(folder: Path, names: tuple[str, str], returns: Sequence[float] = (np.nan, np.nan)) -> SegmentPair:
+    return SegmentPair(*(_single_frame(folder, name, value) for name, value in zip(names, returns, strict=True)))
 
 
-def _single_frame(path: Path, true_return: float) -> Segment:
+def _single_frame(folder: Path, name: str, true_return: float) -> Segment:
     try:
-        picture = np.asarray(Image.open(path).convert("RGB"))
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise UserInputError(f"Cannot read the picture {path}: {error}") from error
+        picture = pixels(image_bytes(name, folder))
+    except ImageError as error:
+        raise UserInputError(f"Cannot read the picture {folder / (name or '')}: it {error}.") from error
     empty = np.zeros((1, 0), np.float32)
     return Segment(empty, empty, np.array([true_return], np.float32), picture[None])
 

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from rl_vlm.config.labels import names_no_cache
+from rl_vlm.envs.images import ImageError, image_bytes, pixels
 from rl_vlm.files import write_atomic
 from rl_vlm.labelling.types import Label, LabelValue, Segment, SegmentPair
 from rl_vlm.types import EncodedImage, UserInputError
@@ -118,6 +119,8 @@ class LabelStore:
                 [SegmentPair(*(self._read_segment(row[side]) for side in _SIDES)) for row in rows],
                 [_read_label(row) for row in rows],
             )
+        except ImageError as error:
+            raise UserInputError(f"Cannot read the labels in {path}: a picture {error}.") from error
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise UserInputError(f"Cannot read the labels in {path} ({error}).") from error
 
@@ -168,7 +171,8 @@ class LabelStore:
 
     def _read_segment(self, row: dict[str, Any]) -> Segment:
         steps = row["steps"]
-        frames = [np.asarray(Image.open(self.folder / "images" / f"{sha}.png")) for sha in row["frames"]]
+        # The names come from a file that others may have written: they must not lead out of the folder.
+        frames = [pixels(image_bytes(f"images/{sha}.png", self.folder)) for sha in row["frames"]]
         return Segment(
             np.array(row["observations"], np.float32).reshape(steps, -1),
             np.array(row["actions"], np.float32).reshape(steps, -1),

@@ -102,6 +102,9 @@ class AdapterPayload:
                 old = folder.with_name(f".{folder.name}-old-{os.getpid()}")
                 os.replace(folder, old)
                 os.replace(temporary, folder)
+                for left in old.iterdir():
+                    if not (folder / left.name).exists():  # not ours: a model card, a note
+                        os.replace(left, folder / left.name)
                 shutil.rmtree(old, ignore_errors=True)
             else:
                 os.replace(temporary, folder)

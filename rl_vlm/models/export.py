@@ -18,6 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedM
 
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side, resolve_model
+from rl_vlm.monitoring.ownership import MODEL_MARKER, files_in, mark_model, model_files
 from rl_vlm.types import RLVLMError, UserInputError
 
 
@@ -31,9 +32,9 @@ def export_model(source: str | Path, out: str | Path, model: str | None = None, 
     `source` is a run folder (its newest `adapter/` and the model that its `config.yaml` names) or a peft adapter
     folder, which needs `model`: a folder, a hub name or `tiny`. `out` holds weights in the base model's own precision,
     processor and chat template; it is loaded once before it appears. An existing `out` is refused without `overwrite`,
-    and even then unless it is a model folder or empty.
+    and even then unless it is empty or a model folder that was written by this function; other files in there stay.
     """
-    source, out = Path(source).expanduser(), Path(out).expanduser()
+    source, out = Path(source).expanduser(), Path(out).expanduser().resolve()
     adapter, named = find_adapter(source)
     base = resolve_model(model or named or _missing_model(source))
     check_target(out, overwrite, keep=(base, adapter))
@@ -117,15 +118,25 @@ def check_target(out: Path, overwrite: bool, keep: tuple[Path, ...] = ()) -> Non
         return
     if not overwrite:
         raise UserInputError(f"{out} exists already: choose another folder, or replace it with --overwrite.")
-    if not out.is_dir() or (any(out.iterdir()) and not (out / "config.json").is_file()):
-        raise UserInputError(f"{out} exists and is not a model folder: --overwrite replaces nothing else.")
+    if not out.is_dir() or (any(out.iterdir()) and not model_files(out)):
+        raise UserInputError(
+            f"{out} exists and is not a model folder that rl-vlm wrote (it has no {MODEL_MARKER}): --overwrite replaces "
+            "nothing else."
+        )
 
 
 def replace_folder(draft: Path, out: Path) -> None:
-    """Move `draft` to `out`; what was there disappears once the new folder is in its place."""
+    """Move `draft` to `out`. Of what was there, our own files disappear, and all others are moved into the new folder.
+
+    Raises UserInputError, with nothing changed, where a file that is not ours has the name of a new one.
+    """
+    mark_model(draft)
     if not out.exists():
         os.replace(draft, out)
         return
+    foreign = sorted(set(files_in(out)) - model_files(out))
+    if taken := [one for one in foreign if any((draft / place).is_file() for place in (one, *Path(one).parents))]:
+        raise UserInputError(f"{out / taken[0]} is not a file that rl-vlm wrote, and it is in the way: move it first.")
     old = out.with_name(f".{out.name}-old-{os.getpid()}")
     os.replace(out, old)
     try:
@@ -133,6 +144,9 @@ def replace_folder(draft: Path, out: Path) -> None:
     except BaseException:
         os.replace(old, out)
         raise
+    for name in foreign:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(old / name, out / name)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -101,7 +101,9 @@ _NAME = re.compile(
     r"|[A-Za-z]|_\{[0-9A-Za-z, ]{1,12}\}|\{[A-Za-z .]{1,40}\}|'| "
     r"|\((?:[A-Za-z]|[0-9]{1,2})(?:, ?[A-Za-z])*\)){1,60}"
 )
-_WHOLE_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_WHOLE_TEXT = re.compile(r"\\text\{(?P<content>[^{}]*)\}(?P<power>\^\{[23]\})?")
+_COUNTED = re.compile(r"(?P<number>-?[0-9][0-9.,/]*) (?P<thing>[A-Za-z]{2}[A-Za-z ./]*)")
+_LINE_BREAKS = re.compile(r"(?: ?\\\\)+[ .,;:]*$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ def nesting(text: str) -> int:
 
 def read_answer(text: str) -> Answer:
     """Read an answer; the caller has checked that it is not oversized."""
-    text = " ".join(text.translate(_UNICODE).split())
+    text = _LINE_BREAKS.sub("", " ".join(text.translate(_UNICODE).split()))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     if _TRIGONOMETRY.search(text):  # elsewhere the degree sign is a unit; here it changes the value
@@ -171,12 +173,10 @@ def _read_list(text: str) -> Answer:
 
 
 def _read_item(text: str) -> Answer:
-    text, name, equation = _detach_name(text.strip(" .;:"))
-    measured = detach_unit(text)
-    body = measured.text.strip()
+    text, name, equation = _detach_name(_without_text(text.strip(" .;:")))
+    measured = detach_unit(_without_text(text))
+    body = _without_text(measured.text.strip())
     opening = closing = ""
-    if whole := _WHOLE_TEXT.fullmatch(body):
-        body = whole[1].strip()
     while (pair := _enclosing(body)) is not None:
         inside = body[len(pair[0]) : len(body) - len(pair[1])].strip()
         if pair[0] == "\\{" or len(_split(inside)) > 1:
@@ -200,6 +200,17 @@ def _read_item(text: str) -> Answer:
         unit=measured.unit,
         percent=measured.percent,
     )
+
+
+def _without_text(text: str) -> str:
+    r"""What stands in a `\text{}` around a whole answer: `\text{12 cm}` as `12 cm`, `\text{3 apples}` as `3\text{ apples}`."""
+    whole = _WHOLE_TEXT.fullmatch(text)
+    if whole is None:
+        return text
+    content = whole["content"].strip()
+    if not whole["power"] and (counted := _COUNTED.fullmatch(content)):
+        return f"{counted['number']}\\text{{ {counted['thing']}}}"
+    return content + (whole["power"] or "")
 
 
 def _detach_name(text: str) -> tuple[str, str, str]:

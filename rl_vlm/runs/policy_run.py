@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from rl_vlm.algorithms.checkpoint import clean_leftovers, latest_checkpoint, sav
 from rl_vlm.config import RunConfig
 from rl_vlm.imports import import_meanwhile
 from rl_vlm.monitoring.display import ProgressDisplay
+from rl_vlm.monitoring.ownership import RUN_MARKER, clear_run, mark_run
 from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.types import RLVLMError, UserInputError
 
@@ -31,22 +31,22 @@ def dry_run(run: RunConfig) -> dict[str, Any]:
 
 
 def prepare_run_dir(folder: Path, resume: bool, overwrite: bool) -> None:
-    """Make the run folder; an existing one is refused unless it is to be resumed or overwritten."""
+    """Make the run folder. An existing one is refused unless a run in it is to be resumed or overwritten."""
     if folder.exists() and not folder.is_dir():
         raise UserInputError(f"{folder} is a file: choose another --run-dir.")
     if folder.is_dir() and any(folder.iterdir()):
-        if overwrite and not resume:
-            if not (folder / "config.yaml").is_file():
-                raise UserInputError(
-                    f"{folder} does not look like a run folder: delete it yourself, or choose another."
-                )
-            shutil.rmtree(folder)
-        elif not resume:
+        if resume:
+            if not (folder / RUN_MARKER).is_file() and not (folder / "checkpoints").is_dir():
+                raise UserInputError(f"{folder} holds no run to resume: choose another --run-dir.")
+        elif overwrite:
+            clear_run(folder)
+        else:
             raise UserInputError(
                 f"The run folder {folder} exists: choose another --run-dir, or add --resume or --overwrite."
             )
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        mark_run(folder)
     except OSError as error:
         raise UserInputError(f"Cannot make the run folder {folder}: {error.strerror}.") from error
 

@@ -53,8 +53,12 @@ def inspect_run(run: RunConfig) -> dict[str, Any]:
         env.close()
     for variant, overrides in run.evaluation.variants.items():
         try:
-            make(run.env.id, **run.env.make_kwargs(overrides)).close()
-        except UserInputError as error:
+            env = make(run.env.id, **run.env.make_kwargs(overrides))
+            try:
+                env.reset(seed=0, options={"index": 0, "split": run.evaluation.split})
+            finally:
+                env.close()
+        except RLVLMError as error:
             raise UserInputError(f"evaluation.variants.{variant}: {error}") from error
     return found | _memory(run, folder)
 

@@ -12,6 +12,7 @@ import pytest
 from runs import QUICKSTART, ROOT, TrainingProcess, environment, rl_vlm
 
 from rl_vlm.models.loading import resolve_model
+from rl_vlm.monitoring.ownership import files_in, run_files
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,7 @@ def test_the_run_folder_holds_what_it_should(run_dir: Path) -> None:
     assert any(name.startswith("events.out.tfevents") for name in names)
     assert list((run_dir / "trajectories").glob("*.parquet"))
     assert len(list((run_dir / "checkpoints").iterdir())) <= 3
+    assert run_files(run_dir) == files_in(run_dir)  # --overwrite would leave nothing behind
 
 
 def test_plain_transformers_and_peft_see_the_same_accuracy(run_dir: Path) -> None:

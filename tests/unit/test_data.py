@@ -1,5 +1,6 @@
 """Question sets: sources, slices, image forms, and what a bad row says."""
 
+import ast
 import base64
 import io
 import struct
@@ -265,3 +266,15 @@ def test_environments_share_a_table_until_its_file_changes(tmp_path):
     assert open_dataset(str(tmp_path), "train") is first
     write(file, [[png()], [png()]])
     assert len(open_dataset(str(tmp_path), "train")) == 2
+
+
+def test_every_picture_is_opened_with_named_formats():
+    """Without them Pillow would hand PostScript to Ghostscript, whatever the file is called."""
+    package = Path(__file__).parents[2] / "rl_vlm"
+    opened = [
+        (file.name, {keyword.arg for keyword in node.keywords})
+        for file in package.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Image.open", "PIL.Image.open")
+    ]
+    assert opened and all("formats" in keywords for _, keywords in opened), opened

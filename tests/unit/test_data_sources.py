@@ -1,9 +1,13 @@
 """Where question sets come from: one file per split, mappings, and the hub."""
 
+import re
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from rl_vlm.config import load_config
 from rl_vlm.envs.data import open_dataset, open_split
 from rl_vlm.types import UserInputError
 
@@ -53,3 +57,26 @@ def test_a_hub_set_is_read_as_it_is_stored(monkeypatch, tmp_path):
     assert table.validate() == 2
     assert [table[i].images for i in range(2)] == [local[i].images for i in (1, 2)]
     assert table[0].where == "owner/name, row 1"
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "mapping"])
+def test_the_hint_for_a_missing_test_split_works_as_it_is_printed(tmp_path, kind):
+    rows = {"problem": ["?"] * 150, "answer": ["5"] * 150, "images": [[]] * 150}
+    file = tmp_path / "train.parquet"
+    pq.write_table(pa.table(rows), file)
+    source = {"file": str(file), "folder": str(tmp_path), "mapping": {"train": f"{file}@[0:9]"}}[kind]
+    with pytest.raises(UserInputError) as refused:
+        open_split(source, "test")
+    (override,) = re.findall(r'"(env\.data=.*)"', str(refused.value))
+    assert "evaluation.split=train" in str(refused.value)
+    config = tmp_path / "run.yaml"
+    config.write_text("env: {id: Geo3k-v0}\n")
+    data = load_config(config, [override, "evaluation.split=train"]).env.data
+    assert [len(open_split(data, split)) for split in ("train", "test")] == [50, 100]
+
+
+@pytest.mark.parametrize("data", ["5", "{dev: a.parquet}", "{train: 5}", "[a.parquet]"])
+def test_a_data_setting_that_names_no_source_is_refused(tmp_path, data):
+    (tmp_path / "run.yaml").write_text("env: {id: Geo3k-v0}\n")
+    with pytest.raises(UserInputError, match=r"env\.data is a folder, file or hub name, or a mapping"):
+        load_config(tmp_path / "run.yaml", [f"env.data={data}"])

@@ -8,7 +8,7 @@ import torch
 
 from rl_vlm.models import export
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.models.export import ExportError, check_target, export_model, find_adapter
+from rl_vlm.models.export import ExportError, check_target, export_model, find_adapter, replace_folder
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora import linear_weights, merged_weights
 from rl_vlm.models.lora_layers import inject_lora, lora_config, lora_state
@@ -87,16 +87,48 @@ def test_a_run_folder_names_its_model(tiny, adapter, tmp_path):
         export_model(tmp_path, tmp_path / "other")
 
 
-def test_an_existing_folder_is_refused_and_replaced_on_demand(tiny, adapter, tmp_path):
+def test_an_existing_export_is_refused_and_replaced_on_demand(tiny, adapter, tmp_path):
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "config.json").write_text("{}")
-    (out / "old").write_text("")
+    export_model(adapter, out, str(tiny))
+    weights = (out / "model.safetensors").stat().st_ino
+    (out / "README.md").write_text("a model card")
+    (out / "notes").mkdir()
+    (out / "notes" / "today.txt").write_text("mine")
     with pytest.raises(UserInputError, match="--overwrite"):
         export_model(adapter, out, str(tiny))
     export_model(adapter, out, str(tiny), overwrite=True)
-    assert not (out / "old").exists() and (out / "model.safetensors").is_file()
+    assert (out / "model.safetensors").stat().st_ino != weights
+    assert (out / "README.md").read_text() == "a model card" and (out / "notes" / "today.txt").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "out"]
+
+
+def test_a_folder_with_a_config_json_that_is_not_an_export_is_left_alone(adapter, tiny, tmp_path):
+    website = tmp_path / "website"
+    (website / ".git").mkdir(parents=True)
+    for name in ("config.json", "thesis.tex", ".git/HEAD"):
+        (website / name).write_text("mine")
+    with pytest.raises(UserInputError, match=r"not a model folder that rl-vlm wrote .it has no \.rl_vlm_model"):
+        export_model(adapter, website, str(tiny), overwrite=True)
+    assert [(website / name).read_text() for name in ("config.json", "thesis.tex", ".git/HEAD")] == ["mine"] * 3
+
+
+def test_only_what_the_marker_lists_is_replaced(tmp_path):
+    def draft(*names):
+        folder = tmp_path / "draft"
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_text("new")
+        return folder
+
+    out = tmp_path / "out"
+    replace_folder(draft("config.json", "model-1-of-2", "model-2-of-2"), out)
+    (out / "mine").write_text("old")
+    with pytest.raises(UserInputError, match="out/mine is not a file that rl-vlm wrote, and it is in the way"):
+        replace_folder(draft("config.json", "mine"), out)
+    assert (out / "mine").read_text() == "old" and (out / "model-2-of-2").exists()
+    shutil.rmtree(tmp_path / "draft")
+    replace_folder(draft("config.json", "model"), out)
+    assert sorted(path.name for path in out.iterdir()) == [".rl_vlm_model", "config.json", "mine", "model"]
 
 
 def test_foreign_folders_and_the_inputs_are_never_replaced(tmp_path):

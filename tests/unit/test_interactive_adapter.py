@@ -1,10 +1,13 @@
 """Foreign interactive environments, unchanged, by file, by module and by id; and the registry's ways to name them."""
 
+import copy
 import io
 import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -17,8 +20,9 @@ from rl_vlm.types import Message, UserInputError
 
 TESTS = Path(__file__).parents[1]
 GUESS = TESTS / "fixtures" / "envs" / "guess_env.py"
-BROKEN = TESTS / "fixtures" / "envs" / "broken_env.py"
+SCORE = TESTS / "fixtures" / "envs" / "score_env.py"
 GEO3K = str(TESTS / "fixtures" / "geo3k")
+QUESTIONS = pa.schema([("problem", pa.string()), ("answer", pa.string()), ("images", pa.list_(pa.binary()))])
 
 
 @pytest.fixture
@@ -62,20 +66,20 @@ def assert_plays_well(env: VisionEnv):
 
 def test_it_runs_by_file_path():
     for spec in (str(GUESS), f"{GUESS}:build_env"):
-        env = rl_vlm.make(spec, data=GEO3K, max_turns=4)
+        env = rl_vlm.make(spec, data=GEO3K, max_turns=4, reward="env")
         assert env.num_items("test") == 4
         assert_plays_well(env)
 
 
 def test_it_runs_by_module_path(on_path):
     for spec in ("envs.guess_env", "envs.guess_env:build_env"):
-        assert_plays_well(rl_vlm.make(spec, data=GEO3K, max_turns=4))
+        assert_plays_well(rl_vlm.make(spec, data=GEO3K, max_turns=4, reward="env"))
 
 
 def test_it_runs_by_registry_id(registered):
     rl_vlm.register("Guess-v0", f"{GUESS}:build_env")
-    assert_plays_well(rl_vlm.make("Guess-v0", data=GEO3K, max_turns=4))
-    assert_plays_well(InteractiveEnvAdapter("Guess-v0", data=GEO3K, max_turns=4))
+    assert_plays_well(rl_vlm.make("Guess-v0", data=GEO3K, max_turns=4, reward="env"))
+    assert_plays_well(InteractiveEnvAdapter("Guess-v0", data=GEO3K, max_turns=4, reward="env"))
 
 
 def test_further_arguments_reach_the_environment():
@@ -85,8 +89,86 @@ def test_further_arguments_reach_the_environment():
     assert observation.messages[0].images[0].getpixel((0, 0)) == (255, 255, 255)
 
 
+def call(answer):
+    return f'<tool_call>{{"name": "calc_score", "arguments": {{"answer": "{answer}"}}}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("turns", "reward"),
+    [
+        ([call(60), r"\boxed{65}"], 1.0),  # the tool has seen a wrong value, the answer is right
+        ([call(65), r"\boxed{66}"], 0.0),
+        ([call(65), "I am done."], 0.0),
+        ([call(65) + r" Answer: \boxed{65}", "I am done."], 1.0),  # the last box of the whole transcript
+        ([r"\boxed{65}"], 1.0),
+        ([call(60), call(65), call(65)], 0.0),  # out of turns without a box
+        ([call(60), call(60), call(60) + r" \boxed{65}"], 1.0),
+    ],
+)
+def test_the_final_answer_is_paid_as_in_slime_and_not_the_last_tool_score(tmp_path, turns, reward):
+    rows = {"problem": ["What is x?"], "answer": ["65"], "images": [[]]}
+    pq.write_table(pa.table(rows, schema=QUESTIONS), tmp_path / "train.parquet")
+    env = rl_vlm.make(str(SCORE), data=str(tmp_path), max_turns=3)
+    opened(env, index=0)
+    steps = [check_step(env.step(text)) for text in turns]
+    assert [step[1] for step in steps] == [0.0] * (len(turns) - 1) + [reward]
+    assert steps[-1][2] and steps[-1][4]["correct"] == (reward == 1.0)
+
+
+def test_a_tool_score_is_paid_on_request_and_where_there_is_no_label():
+    class Scores(Stub):
+        def reset(self):
+            return {"obs_str": "Go on."}, {}
+
+    step = ({"obs_str": "x", "tool_score": 1}, True, {})
+    env, _ = stubbed(step, reward="env")
+    assert env.step(r"\boxed{0}")[1] == 1.0
+    built = []
+    env = InteractiveEnvAdapter(lambda sample, args: built.append(Scores(sample, args)) or built[-1])
+    opened(env)
+    built[-1].next = step
+    assert env.step("x")[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("env", "kwargs", "message"),
+    [
+        (SCORE, {"max_turn": 5}, "'max_turn', so it would change nothing: did you mean max_turns"),
+        (SCORE, {"scoring_tool": False}, "ScoreEnv reads no argument 'scoring_tool'"),
+        (GUESS, {"shades": "white"}, "did you mean shade"),
+    ],
+)
+def test_an_argument_that_the_environment_does_not_read_is_refused(env, kwargs, message):
+    for _ in range(2):
+        with pytest.raises(UserInputError, match=message):
+            opened(rl_vlm.make(str(env), data=GEO3K, **kwargs))
+
+
+def test_arguments_that_are_read_late_or_handed_on_are_accepted():
+    def late(sample, args):
+        return Late(sample, args)
+
+    class Late(Stub):
+        def step(self, text):
+            return {"obs_str": self.args.farewell}, True, {}
+
+    def all_at_once(sample, args):
+        return Stub(sample, vars(args))
+
+    def copied(sample, args):
+        return Stub(sample, copy.deepcopy(args))
+
+    def by_computed_name(sample, args):
+        return Stub(sample, [getattr(args, "colour_" + side) for side in ("left", "right")])
+
+    opened(InteractiveEnvAdapter(late, data=GEO3K, farewell="bye"))
+    opened(InteractiveEnvAdapter(all_at_once, data=GEO3K, **{"never" + "_named": 1}))
+    opened(InteractiveEnvAdapter(copied, data=GEO3K, **{"never" + "_named": 1}))
+    opened(InteractiveEnvAdapter(by_computed_name, data=GEO3K, **{"colour_" + "left": 1, "colour_" + "right": 2}))
+
+
 def test_max_turns_truncates_and_pays_the_last_score():
-    env = rl_vlm.make(str(GUESS), data=GEO3K, max_turns=2)
+    env = rl_vlm.make(str(GUESS), data=GEO3K, max_turns=2, reward="env")
     opened(env)
     first, second = (check_step(env.step(text)) for text in ("20", "21"))
     assert first[0].messages[0].text == "Larger. Last guess."

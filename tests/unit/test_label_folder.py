@@ -129,3 +129,22 @@ def test_caches_are_imported_on_request(tmp_path: Path, capsys) -> None:
     assert run("import-labels", tmp_path, tmp_path / "store", "--observations", 4) == 0
     assert "Wrote 3 pairs of 1 sessions" in output(capsys)
     assert [label.value for label in LabelStore(tmp_path / "store").read(1).labels] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("escape", ["../private/passport.jpg", "absolute", "link.jpg"])
+def test_a_picture_outside_of_the_folder_is_not_read(tmp_path: Path, escape: str) -> None:
+    folder, passport = tmp_path / "pairs", tmp_path / "private" / "passport.jpg"
+    save(passport, 20)
+    save(folder / "a.png", 3)
+    (folder / "link.jpg").symlink_to(passport)
+    name = str(passport) if escape == "absolute" else escape
+    (folder / "pairs.csv").write_text(f"first,second\na.png,{name}\n")
+    with pytest.raises(UserInputError, match="Cannot read the picture .* leaves the folder"):
+        find_pairs(folder)
+
+
+def test_postscript_is_not_read_under_any_name(tmp_path: Path) -> None:
+    save(tmp_path / "first_1.png", 3)
+    Image.new("RGB", (4, 4)).save(tmp_path / "second_1.png", format="EPS")
+    with pytest.raises(UserInputError, match=r"Cannot read the picture .*second_1\.png: it is not a readable image"):
+        find_pairs(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,11 +12,14 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from label_support import pair, random_pairs, segment
+from PIL import Image
 
 from rl_vlm.labelling.query_log import COLUMNS, QueryLog
-from rl_vlm.labelling.store import LabelReplay, LabelStore, label_cache
+from rl_vlm.labelling.store import SCHEMA, LabelReplay, LabelStore, label_cache
 from rl_vlm.labelling.types import SKIPPED, Label, Segment, SegmentPair
 from rl_vlm.types import UserInputError
 
@@ -183,3 +187,27 @@ def test_a_resumed_run_repeats_its_lines(tmp_path: Path) -> None:
     ]
     QueryLog(tmp_path / "none.csv", keep_until=5)
     assert not (tmp_path / "none.csv").exists()
+
+
+def test_a_session_cannot_name_a_picture_outside_of_the_store(tmp_path: Path) -> None:
+    store = LabelStore(tmp_path / "labels")
+    store.append(random_pairs(2), [Label(0)] * 2, step=0, time=0)
+    pictures = sorted((tmp_path / "labels" / "images").iterdir())
+    (tmp_path / "private").mkdir()
+    shutil.copy(pictures[0], tmp_path / "private" / "passport.png")
+    session = tmp_path / "labels" / "session-000001.parquet"
+    rows = pq.ParquetFile(session).read().to_pylist()
+    for name in ("../../private/passport", str(tmp_path / "private" / "passport")):
+        rows[0]["first"]["frames"][0] = name
+        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), session)
+        with pytest.raises(UserInputError, match=r"Cannot read the labels in .* (leaves the folder|no such file)"):
+            store.read(1)
+
+
+def test_a_picture_that_is_postscript_is_not_read(tmp_path: Path) -> None:
+    store = LabelStore(tmp_path)
+    store.append(random_pairs(2), [Label(0)] * 2, step=0, time=0)
+    for path in (tmp_path / "images").iterdir():
+        Image.new("RGB", (4, 4)).save(path, format="EPS")
+    with pytest.raises(UserInputError, match=r"Cannot read the labels in .* not a readable image"):
+        store.read(1)

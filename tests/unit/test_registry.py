@@ -57,7 +57,7 @@ TWO = "from rl_vlm.envs.base import VisionEnv\nclass A(VisionEnv): pass\nclass B
         (TWO, ":C", "has no 'C'"),
         ("x = 1", ":x", "names a int"),
         ("def make(): return 5", ":make", "not a VisionEnv"),
-        ("import no_such_module_at_all", "", "cannot be imported .ModuleNotFoundError"),
+        ("import no_such_module_at_all", "", "install no_such_module_at_all, or run again with PYTHONPATH"),
         ("def (", "", "cannot be imported .SyntaxError"),
         (TWO, ":A?", "has no 'A"),
     ],
@@ -66,6 +66,19 @@ def test_a_file_without_a_usable_environment_says_so(tmp_path, content, name, me
     (tmp_path / "env.py").write_text(content)
     with pytest.raises(UserInputError, match=message):
         rl_vlm.make(f"{tmp_path / 'env.py'}{name}")
+
+
+def test_a_failed_import_names_the_folder_to_put_on_the_path(tmp_path, monkeypatch):
+    package = tmp_path / "their_repo" / "their_examples" / "geometry"
+    package.mkdir(parents=True)
+    (package / "base_env.py").write_text("class Base: pass\n")
+    (package / "env.py").write_text(
+        "from their_examples.geometry.base_env import Base\ndef build_env(sample, args):\n    return Base()\n"
+    )
+    with pytest.raises(UserInputError, match=f"no module their_examples.*PYTHONPATH={tmp_path / 'their_repo'}\\."):
+        rl_vlm.make(str(package / "env.py"))
+    monkeypatch.syspath_prepend(str(tmp_path / "their_repo"))
+    assert isinstance(rl_vlm.make(str(package / "env.py")), InteractiveEnvAdapter)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,97 @@
+"""Which files of a folder are ours: what `--overwrite` may delete in the folder of a run or of an exported model.
+
+Both carry a marker file. In the folder of a run, ours are the names that a run writes; a model's marker lists its files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from rl_vlm.types import UserInputError
+
+RUN_MARKER, MODEL_MARKER = ".rl_vlm_run", ".rl_vlm_model"
+_NOTE = "rl-vlm train wrote this folder. --overwrite deletes the files that a run writes, and nothing else.\n"
+_IMAGE = r"[0-9a-f]{64}\.png"
+_WEIGHTS = r"[\w-]+\.(safetensors|json)"
+_LABELS = rf"labels/(session-\d+\.parquet|superseded/session-[\d-]+\.parquet|images/{_IMAGE})"
+_CHECKPOINT = r"checkpoints/((iteration|step)-\d+|\.writing-\w+)"
+_RUN_FILE = re.compile(
+    "|".join(
+        (
+            re.escape(RUN_MARKER),
+            r"config\.yaml|progress\.csv|train\.csv|eval\.csv|eval\.jsonl|vlm_query_log\.csv|result\.json|curve\.png",
+            r"startup\.log|error\.log|wandb_id\.txt|events\.out\.tfevents\.[^/]+",
+            rf"trajectories/(iteration-\d+\.parquet|images/{_IMAGE})",
+            r"videos/step\d+_episode\d+_[^/]+\.gif",
+            _LABELS,
+            rf"(\.?adapter(-\w+)*|serving/adapter-\d)/{_WEIGHTS}|serving/newest\.(json|tmp)",
+            rf"{_CHECKPOINT}/((adapter/)?{_WEIGHTS}|{_LABELS})",
+            r"([\w/-]+/)?\.[^/]+-[0-9a-f]{8}\.tmp|\.config\.yaml-\w+",  # of a writer that was killed
+        )
+    )
+)
+_RUN_FOLDERS = ("adapter", "checkpoints", "labels", "serving", "trajectories", "videos")
+
+
+def mark_run(folder: Path) -> None:
+    """Say that this is the folder of a run. Raises OSError."""
+    (folder / RUN_MARKER).write_text(_NOTE)
+
+
+def clear_run(folder: Path) -> None:
+    """Delete the files that a run wrote; all else stays. Raises UserInputError, with nothing deleted, if it is no run."""
+    if not (folder / RUN_MARKER).is_file():
+        raise UserInputError(
+            f"{folder} has no {RUN_MARKER}, so it is not known to be a run, and --overwrite deletes nothing in it: "
+            "delete it yourself, or choose another --run-dir."
+        )
+    for name in _RUN_FOLDERS:
+        if (folder / name).is_symlink():
+            raise UserInputError(f"{folder / name} is a link: delete it and what it names yourself.")
+    _delete(folder, sorted(run_files(folder), key=lambda name: name == RUN_MARKER))  # last: half a run is still one
+
+
+def run_files(folder: Path) -> list[str]:
+    """The files below the folder of a run, relative to it, that have names that a run writes."""
+    return [name for name in files_in(folder) if _RUN_FILE.fullmatch(name)]
+
+
+def mark_model(folder: Path) -> None:
+    """Say that this is a model folder of ours, and that all files in it are. Raises OSError."""
+    names = [name for name in files_in(folder) if name != MODEL_MARKER]
+    (folder / MODEL_MARKER).write_text(json.dumps([*names, MODEL_MARKER], indent=1))
+
+
+def model_files(folder: Path) -> frozenset[str]:
+    """The files that the marker of a model folder lists, relative to it; none without a readable marker."""
+    try:
+        listed = json.loads((folder / MODEL_MARKER).read_text())
+    except (OSError, ValueError):
+        return frozenset()
+    return (
+        frozenset(listed) if isinstance(listed, list) and all(isinstance(one, str) for one in listed) else frozenset()
+    )
+
+
+def files_in(folder: Path) -> list[str]:
+    """Everything below a folder that is not a folder itself, relative to it, sorted; links are not followed."""
+    found = []
+    for parent, folders, files in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        found += [Path(parent, name).relative_to(folder).as_posix() for name in (*files, *links)]
+    return sorted(found)
+
+
+def _delete(folder: Path, names: Iterable[str]) -> None:
+    """Delete these files, and the folders that it leaves empty."""
+    for name in names:
+        path = folder / name
+        path.unlink(missing_ok=True)
+        for parent in path.relative_to(folder).parents[:-1]:
+            if any((folder / parent).iterdir()):
+                break
+            (folder / parent).rmdir()
