@@ -29,7 +29,7 @@ class PolicyModel:
 
     def __init__(self, folder: Path, run: RunConfig, device: str = "cpu") -> None:
         quiet_libraries()
-        self.text = load_text_side(folder)
+        self.text = load_text_side(folder, run.model.pixels)
         self.model = load_model(folder, run.model.dtype, device)
         lora = run.model.lora
         self.lora = lora_config(lora.rank, lora.alpha, lora.target_modules)

@@ -147,11 +147,16 @@ def load_model(
     return model.eval()  # type: ignore[no-any-return]
 
 
+def check_quantization(name: str) -> None:
+    """Raise UserInputError when the package that a quantization needs is not installed."""
+    if name == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserInputError("serving.quantization nf4 needs the package bitsandbytes: pip install 'rl-vlm[nf4]'.")
+
+
 def _nf4(dtype: torch.dtype) -> Any:
     from transformers import BitsAndBytesConfig
 
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserInputError("NF4 needs the package bitsandbytes: pip install 'rl-vlm[nf4]'.")
+    check_quantization("nf4")
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -32,13 +32,14 @@ class LabellingSide:
             return None, None
         from rl_vlm.models.loading import load_text_side
         from rl_vlm.serving.client import PolicyClient
+        from rl_vlm.serving.router import homes, most_replicas
 
         self._service.wait_until_ready()
         serving = self._run.serving
         client = PolicyClient(
-            self._service.run_id, deadline_s=serving.request_timeout_s, homes=tuple(range(serving.num_replicas))
+            self._service.run_id, deadline_s=serving.request_timeout_s, homes=homes(0, 1, most_replicas(serving))
         )
-        return client, load_text_side(self._service.model)
+        return client, load_text_side(self._service.model, self._run.model.pixels)
 
     def close(self) -> None:
         """Stop serving. A second call does nothing."""

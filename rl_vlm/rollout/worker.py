@@ -21,7 +21,7 @@ from rl_vlm.rollout.episodes import EpisodeLimits, GroupFailedError, OpenGroup, 
 from rl_vlm.rollout.retry import RetryPolicy
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.serving.client import PolicyClient
-from rl_vlm.serving.router import homes
+from rl_vlm.serving.router import homes, most_replicas
 from rl_vlm.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class RolloutWorker:
         self._run = run
         self._place, self._num_workers = place, num_workers
         self._run_id = run_id
-        self._text = load_text_side(model)
+        self._text = load_text_side(model, run.model.pixels)
         self._limits = EpisodeLimits(
             max_turns=run.rollout.max_turns,
             max_new_tokens_per_turn=run.rollout.max_new_tokens_per_turn,
@@ -99,7 +99,7 @@ class RolloutWorker:
     def _connect(self) -> PolicyClient:
         if self._client is None:
             serving = self._run.serving
-            places = homes(self._place, self._num_workers, serving.num_replicas)
+            places = homes(self._place, self._num_workers, most_replicas(serving))
             self._client = PolicyClient(
                 self._run_id,
                 deadline_s=serving.request_timeout_s,

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig
 from rl_vlm.envs.registry import make
-from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.loading import check_quantization, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.types import RLVLMError, UserInputError
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -19,6 +19,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def inspect_run(run: RunConfig) -> dict[str, Any]:
     """Open one item of each split and encode it; returns figures for people. Raises UserInputError."""
+    check_quantization(run.serving.quantization)
     if run.algorithm.name == "preference_sac":
         return inspect_preference_run(run)
     env_kwargs = run.env.make_kwargs()
@@ -26,7 +27,7 @@ def inspect_run(run: RunConfig) -> dict[str, Any]:
     try:
         folder = resolve_model(run.model.path)
         quiet_libraries()
-        text = load_text_side(folder)
+        text = load_text_side(folder, run.model.pixels)
         found: dict[str, Any] = {"model": str(folder), "env": run.env.id}
         for split in ("train", run.evaluation.split):
             validate = getattr(env, "validate", None)

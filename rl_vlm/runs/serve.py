@@ -23,7 +23,7 @@ from rl_vlm.http.app import build_http_app
 from rl_vlm.http.backend import ServeBackend
 from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.loading import check_quantization, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.serving.publisher import PolicyService, ServingError
 from rl_vlm.serving.registry import registry_name
@@ -72,6 +72,7 @@ def plan(
         run = load_config(None, [f"model.path={json.dumps(target)}", *_machine_defaults(), *settings])
     token = os.environ.get(TOKEN_VARIABLE) or None
     check_exposure(run.http.host, token)
+    check_quantization(run.serving.quantization)
     model = resolve_model(run.model.path)
     name = run.http.model_name or (run.model.path if not Path(run.model.path).is_dir() else model.name)
     payload = AdapterPayload.read(adapter, version=1) if adapter is not None else None
@@ -112,7 +113,7 @@ def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
     """Serve until SIGINT or SIGTERM, whose number is returned. Raises RLVLMError when the model cannot be served."""
     run, limits = plan.run, plan.run.http
     quiet_libraries()
-    text = load_text_side(plan.model)
+    text = load_text_side(plan.model, run.model.pixels)
     run_id = f"serve-{uuid.uuid4().hex[:8]}"
     _exit_on_signals()
     with bind(limits.host, limits.port) as sock, tempfile.TemporaryDirectory(prefix="rl-vlm-serve-") as folder:

@@ -32,17 +32,21 @@ class Lifecycle:
 
     Args:
         probe_after_s: an engine that has produced nothing for this long must prove that it can.
+        load_patience_s: for how long loading the newest adapter may fail again and again before the replica is dead.
         max_failed_probes: failures in a row after which the replica is dead.
     """
 
     probe_after_s: float
+    load_patience_s: float = 60.0
     max_failed_probes: int = 2
     started: bool = False
     newest: int = 0
     loaded: int = 0
     failed_probes: int = 0
+    load_error: str = ""  # why the newest adapter is not loaded, while that keeps failing
     death: str = ""  # why, once it is dead
     last_progress: float = float("-inf")
+    _failing_since: float = 0.0
     _produced: int = -1
 
     @property
@@ -62,7 +66,8 @@ class Lifecycle:
         if state in (ReplicaState.DEAD, ReplicaState.SUSPECT):
             return Admission.ELSEWHERE
         if state is ReplicaState.STARTING or min_version > self.loaded:
-            return Admission.WAIT
+            # Where loading fails, another replica may have the version already.
+            return Admission.ELSEWHERE if self.load_error else Admission.WAIT
         return Admission.NOW
 
     def start(self) -> None:
@@ -76,7 +81,16 @@ class Lifecycle:
     def load(self, version: int) -> None:
         """The engine serves a version."""
         self.loaded = max(self.loaded, version)
+        self.load_error = ""
         self.announce(version)
+
+    def fail_load(self, reason: str, now: float, *, curable: bool = True) -> None:
+        """The newest version could not be loaded. `curable`: a new replica may succeed, so patience has an end."""
+        if not self.load_error:
+            self._failing_since = now
+        self.load_error = reason
+        if curable and now - self._failing_since >= self.load_patience_s:
+            self.die(reason)
 
     def observe(self, produced: int, now: float) -> None:
         """The engine's count of generated tokens: whoever produces, lives."""

@@ -45,7 +45,6 @@ class PolicyService:
         shutil.rmtree(folder, ignore_errors=True)
         self._registry = start_registry(run_id, self._namespace, folder)
         self._newest: Published | None = None
-        self._report: ray.ObjectRef | None = None  # on its way
         app = build_app(model, run, run_id, self._namespace)
         # From a task of its own: a Tune trial's placement group would claim Serve's controller, which does not fit in it.
         start = ray.remote(_start_serve).options(num_cpus=0, scheduling_strategy="DEFAULT")
@@ -74,26 +73,21 @@ class PolicyService:
         """Hand a version to all replicas. A dying registry is waited for; raises ServingError when it does not come back.
 
         Returns once the registry holds it. Nobody waits for the replicas: requests carry the version that they need. The
-        return value tells how the publication before went; None for the first, or when the registry died meanwhile.
+        return value tells of the newest version that was acknowledged before this one: who has loaded it, and after how long.
+        None before the first acknowledgement, also of a registry that died meanwhile.
         """
         # Held here while it is the newest: the registry that also holds it may die before it has told its replicas.
         published = self._newest = Published(payload.version, payload.sha256, ray.put(payload))
         deadline = time.monotonic() + self._serving.publish_timeout_s
         while True:
             try:
+                before = self._registry.acknowledged.remote()  # calls from here arrive in their order
                 ray.get(self._registry.publish.remote(published), timeout=_ATTEMPT_S)
-                break
+                return ray.get(before, timeout=_ATTEMPT_S)  # type: ignore[no-any-return]
             except (ActorDiedError, ActorUnavailableError, RayActorError, GetTimeoutError) as error:
                 if time.monotonic() > deadline:
                     raise ServingError(f"Version {published.version} could not be published: {error}") from error
                 time.sleep(0.1)
-        expected, timeout_s = self._serving.num_replicas, self._serving.publish_timeout_s
-        previous, self._report = self._report, self._registry.report.remote(published.version, expected, timeout_s)
-        try:
-            # A report ends as soon as a newer version is out, so this does not wait.
-            return ray.get(previous, timeout=5) if previous is not None else None
-        except (RayActorError, GetTimeoutError):
-            return None
 
     def newest_version(self) -> int:
         """The version that the registry holds; 0 before the first publication."""

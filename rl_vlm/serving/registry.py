@@ -15,8 +15,9 @@ import os
 import sys
 import threading
 import time
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 LIVE_WINDOW_S = 15.0
 # How long one open `wait_newer` call lasts before the replica asks again.
 POLL_S = 5.0
+# Versions whose acknowledgements are kept: a replica may be slower than the learner.
+_REMEMBERED = 32
 # How long the bytes of a version may take to reach the registry's node.
 FETCH_S = 60.0
 
@@ -63,15 +66,23 @@ class Published:
     ref: ray.ObjectRef
 
 
+@dataclass(slots=True)
+class _Acknowledgements:
+    """Of one version: replica id -> seconds from publication to its acknowledgement."""
+
+    sha256: str
+    published_at: float
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
 class AdapterRegistry:
     """The actor's class; `start_registry` makes the actor. All methods are coroutines on one event loop."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
         self._newest: Published | None = None
-        self._published_at = 0.0
+        self._remembered: OrderedDict[int, _Acknowledgements] = OrderedDict()  # by version, oldest first
         self._reports: dict[str, dict[str, Any]] = {}  # replica -> what it said about itself last
-        self._acks: dict[int, dict[str, float]] = {}
         self._seen: dict[str, float] = {}  # replica -> when it last asked
         self._changed = asyncio.Condition()
         self._disk = ThreadPoolExecutor(1, initializer=_step_back)
@@ -83,8 +94,13 @@ class AdapterRegistry:
             newest = json.loads(marker.read_text())
             payload = AdapterPayload.read(self._folder / newest["folder"], newest["version"])
             if payload.sha256 == newest["sha256"]:
-                self._newest = Published(payload.version, payload.sha256, ray.put(payload))
-                self._published_at = time.monotonic()
+                self._remember(Published(payload.version, payload.sha256, ray.put(payload)))
+
+    def _remember(self, published: Published) -> None:
+        self._newest = published
+        self._remembered[published.version] = _Acknowledgements(published.sha256, time.monotonic())
+        while len(self._remembered) > _REMEMBERED:
+            self._remembered.popitem(last=False)
 
     def _persist(self, payload: AdapterPayload) -> None:
         # Two folders in turn: the marker always names a complete one.
@@ -98,7 +114,7 @@ class AdapterRegistry:
     async def publish(self, published: Published) -> None:
         """Make a version the newest and hand it to all replicas. A repeated call with an equal hash changes nothing.
 
-        Replicas verify the bytes against the hash.
+        Replicas verify the bytes against the hash. Raises PublishError.
         """
         if self._newest is not None and published.version <= self._newest.version:
             if (published.version, published.sha256) == (self._newest.version, self._newest.sha256):
@@ -106,9 +122,7 @@ class AdapterRegistry:
             raise PublishError(
                 f"Version {published.version} cannot follow version {self._newest.version}: versions only grow."
             )
-        self._newest = published
-        self._published_at = time.monotonic()
-        self._acks = {published.version: {}}
+        self._remember(published)
         async with self._changed:
             self._changed.notify_all()
         # Replicas load while the disk writes. A full disk costs only the copy that a restarted registry would read.
@@ -147,37 +161,51 @@ class AdapterRegistry:
     async def ack(self, replica_id: str, version: int, sha256: str) -> float:
         """A replica reports the version that it serves and the hash of the bytes that it loaded.
 
-        Returns the seconds from publication until now; 0 for a version that has been replaced meanwhile.
+        Returns the seconds from publication until now, also when a newer version is out; 0 for a version that is not known.
         """
         self._seen[replica_id] = time.monotonic()
-        if self._newest is None or (version, sha256) != (self._newest.version, self._newest.sha256):
-            return 0.0  # a late report of an older version
-        seconds = self._acks.setdefault(version, {})[replica_id] = time.monotonic() - self._published_at
+        known = self._remembered.get(version)
+        if known is None or known.sha256 != sha256:
+            return 0.0
+        seconds = known.seconds[replica_id] = time.monotonic() - known.published_at
         async with self._changed:
             self._changed.notify_all()
         return seconds
 
     async def report(self, version: int, expected: int, timeout_s: float) -> PublishReport:
-        """Wait until `expected` replicas have acknowledged `version` (or a newer one is out), at most `timeout_s`."""
+        """Who has acknowledged `version`, once `expected` replicas have (or a newer one is out), at most `timeout_s` later."""
 
         def complete() -> bool:
             replaced = self._newest is not None and self._newest.version != version
-            return replaced or len(self._acks.get(version, {})) >= expected
+            return replaced or len(self._acks(version)) >= expected
 
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(complete)
         except TimeoutError:
             pass
-        acked = dict(self._acks.get(version, {}))
+        return self._report(version)
+
+    async def acknowledged(self) -> PublishReport | None:
+        """Who has acknowledged the newest version that anybody has; None before the first acknowledgement."""
+        version = next((version for version in reversed(self._remembered) if self._acks(version)), None)
+        return None if version is None else self._report(version)
+
+    def _acks(self, version: int) -> dict[str, float]:
+        known = self._remembered.get(version)
+        return known.seconds if known is not None else {}
+
+    def _report(self, version: int) -> PublishReport:
+        acked = dict(self._acks(version))
+        return PublishReport(version, acked, tuple(sorted(self._live() - acked.keys())))
+
+    def _live(self) -> set[str]:
         now = time.monotonic()
-        live = (replica for replica, seen in self._seen.items() if now - seen < LIVE_WINDOW_S)
-        return PublishReport(version, acked, tuple(sorted(replica for replica in live if replica not in acked)))
+        return {replica for replica, seen in self._seen.items() if now - seen < LIVE_WINDOW_S}
 
     async def status(self) -> dict[str, Any]:
         """The newest version, its hash, and what the replicas that asked lately say about themselves."""
-        now = time.monotonic()
-        live = {replica for replica, seen in self._seen.items() if now - seen < LIVE_WINDOW_S}
+        live = self._live()
         for gone in self._reports.keys() - live:
             del self._reports[gone]
         return {

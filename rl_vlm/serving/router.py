@@ -8,6 +8,8 @@ from ray.serve._private.request_router.common import PendingRequest
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve._private.request_router.request_router import FIFOMixin, RequestRouter
 
+from rl_vlm.config import ServingSection
+
 # Replica ids are letters and digits: no id begins like this.
 _HOME = "#"
 
@@ -17,8 +19,17 @@ def home_session(place: int) -> str:
     return f"{_HOME}{place}"
 
 
+def most_replicas(serving: ServingSection) -> int:
+    """How many replicas there can be at a time."""
+    return serving.autoscaling.max_replicas if serving.autoscaling else serving.num_replicas
+
+
 def homes(caller: int, num_callers: int, num_replicas: int) -> range:
-    """The home replicas of one of several callers: all replicas are somebody's, and as few callers as can be share one."""
+    """The home replicas of one of several callers: all replicas are somebody's, and as few callers as can be share one.
+
+    With autoscaling `num_replicas` is the most that there can be: places beyond those that run now begin again at the
+    first (`AffinityRouter`), and a replica that is added gets its part of the requests at once.
+    """
     return range(caller % num_replicas, num_replicas, num_callers)
 
 

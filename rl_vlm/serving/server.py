@@ -14,22 +14,20 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
 
 from rl_vlm.config import RunConfig, ServingSection
 from rl_vlm.engines.base import Engine, EngineError
-from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side
+from rl_vlm.serving.follower import AdapterFollower
 from rl_vlm.serving.lifecycle import Admission, Lifecycle, ReplicaState
 from rl_vlm.serving.metrics import RayMetrics, ReplicaTally
-from rl_vlm.serving.registry import POLL_S, registry_name
+from rl_vlm.serving.registry import registry_name
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Message, RLVLMError, SampleChunk, SamplingParams
 
 logger = logging.getLogger("ray.serve")
 
 _HEALTH_CHECK_S = 5.0
 _LAST_WORDS_S = 0.5  # for the reason to reach Serve's log
-_REGISTRY_ANSWER_S = 10.0  # how long the registry may take for an answer that it need not wait for
 _REPORT_S = 2.0  # how often counts go to Ray's metrics
 
 
@@ -58,6 +56,7 @@ def build_engine(model: Path, run: RunConfig) -> Engine:
             max_lora_rank=run.model.lora.rank,
             # Samples of older versions may still run when a new one comes.
             max_loras=run.rollout.max_policy_lag + 2,
+            pixels=run.model.pixels,
         )
     from rl_vlm.engines.transformers_engine import TransformersEngine
 
@@ -69,90 +68,56 @@ def build_engine(model: Path, run: RunConfig) -> Engine:
         max_rows=serving.max_rows,
         lockstep=run.deterministic,
         num_threads=None if on_gpu else serving.num_threads,
+        quantization="nf4" if serving.quantization == "nf4" else "none",
+        pixels=run.model.pixels,
     )
 
 
 class VLMServer:
     """One replica: an engine that follows the adapter registry of its run.
 
-    It pulls the newest adapter before it takes its first request, keeps a call to the registry open from then on, and
+    It loads the newest adapter before it takes its first request, keeps a call to the registry open from then on, and
     holds a request whose `min_version` it does not have yet. `Lifecycle` says what requests and health checks meet.
     """
 
     def __init__(self, model: str, run: RunConfig, run_id: str, namespace: str) -> None:
         self._engine = build_engine(Path(model), run)
         self._serving = run.serving
-        self._run_id, self._namespace = run_id, namespace
         self.replica_id: str = serve.get_replica_context().replica_id.unique_id
-        self._life = Lifecycle(run.serving.probe_after_s)
+        self._life = Lifecycle(run.serving.probe_after_s, load_patience_s=run.serving.publish_timeout_s)
         self._tally = ReplicaTally()
         self._metrics = RayMetrics(self.replica_id)
         codec = load_text_side(Path(model)).codec
         self._probe_ids = codec.encode_prompt([Message.of("user", "1")]).token_ids
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
-        self._first_pull: AdapterPayload | None = None
-        try:
-            published = ray.get(self._registry().newest.remote(), timeout=run.serving.publish_timeout_s)
-            if published is not None:
-                self._first_pull = ray.get(published.ref, timeout=run.serving.publish_timeout_s)
-        except (RayError, ValueError) as error:
-            # The registry may be restarting; the follower below keeps asking, and requests wait for their version.
-            logger.warning("replica %s starts without the registry: %s", self.replica_id, error)
+        self._follower = AdapterFollower(
+            self.replica_id,
+            self._engine,
+            self._life,
+            self._tally,
+            find_registry=lambda: ray.get_actor(registry_name(run_id), namespace=namespace),
+            load_timeout_s=run.serving.publish_timeout_s,
+            notify=self._notify,
+        )
 
-    def _registry(self) -> Any:
-        return ray.get_actor(registry_name(self._run_id), namespace=self._namespace)
-
-    async def _ensure_started(self) -> None:
-        """The first call of anything: load what the constructor pulled, and follow the registry from then on."""
+    def _ensure_started(self) -> None:
+        """The first call of anything starts what runs beside requests: there is no event loop before."""
         if not self._tasks:
-            loop = asyncio.get_running_loop()
-            self._tasks = [loop.create_task(self._follow()), loop.create_task(self._report())]
-            if self._first_pull is not None:
-                payload, self._first_pull = self._first_pull, None
-                await self._load(payload)
-            self._life.start()
-            await self._notify()
-
-    async def _load(self, payload: AdapterPayload) -> None:
-        self._life.announce(payload.version)
-        if payload.version > self._engine.version:
-            await self._engine.load_adapter(payload)
-        self._life.load(self._engine.version)
-        await self._notify()
+            work = {"following the registry": self._follower.run(), "reporting figures": self._report()}
+            self._tasks = [asyncio.create_task(coroutine, name=name) for name, coroutine in work.items()]
 
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _follow(self) -> None:
-        delay = 0.1
-        while True:
-            try:
-                registry = self._registry()
-                # Each wait ends: what a dead process owned may never come, and nobody would say so.
-                async with asyncio.timeout(POLL_S + _REGISTRY_ANSWER_S):
-                    published = await registry.wait_newer.remote(self.replica_id, self._engine.version, self._status())
-                if published is not None:
-                    self._life.announce(published.version)
-                    async with asyncio.timeout(self._serving.publish_timeout_s):
-                        payload = await published.ref
-                    await self._load(payload)
-                    async with asyncio.timeout(_REGISTRY_ANSWER_S):
-                        self._tally.publish_s = await registry.ack.remote(
-                            self.replica_id, published.version, published.sha256
-                        )
-                delay = 0.1
-            except (RayError, ValueError, RLVLMError, TimeoutError) as error:
-                # ValueError: the registry's name is not known while it restarts.
-                logger.warning("replica %s cannot follow the registry: %s", self.replica_id, error)
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, 2.0)
-
     async def _report(self) -> None:
         while True:
             await asyncio.sleep(_REPORT_S)
-            self._metrics.send(self._tally, self._engine.stats(), self._engine.version)
+            try:
+                self._metrics.send(self._tally, self._engine.stats(), self._engine.version)
+            except Exception as error:  # figures are not worth a replica
+                logger.warning("replica %s cannot report its figures: %r", self.replica_id, error)
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Answer a batch; every completion names this replica. Raises ReplicaUnavailableError or EngineError."""
@@ -180,12 +145,12 @@ class VLMServer:
 
     async def encode_images(self, images: list[EncodedImage]) -> None:
         """Note images that coming requests will show; the engine may encode them while it has nothing else to do."""
-        await self._ensure_started()
+        self._ensure_started()
         self._engine.encode_images(images)
 
     async def _admit(self, wanted: int) -> None:
         """Return once a request for version `wanted` may start."""
-        await self._ensure_started()
+        self._ensure_started()
         admission = self._life.admission(wanted)
         if admission is Admission.WAIT:
             try:
@@ -199,7 +164,7 @@ class VLMServer:
             admission = self._life.admission(wanted)
         if admission is Admission.ELSEWHERE:
             raise ReplicaUnavailableError(
-                f"Replica {self.replica_id} is {self._life.state}. {self._life.death}".strip()
+                f"Replica {self.replica_id} is {self._life.state}. {self._life.death or self._life.load_error}".strip()
             )
 
     @contextmanager
@@ -214,10 +179,15 @@ class VLMServer:
             raise
 
     async def check_health(self) -> None:
-        """Serve replaces the replica when this raises: an engine that is silent must generate a token."""
-        await self._ensure_started()
+        """Serve replaces the replica when this raises.
+
+        An engine that is silent must generate a token, and following the registry may neither end nor fail for long.
+        """
+        self._ensure_started()
         if self._engine.dead:
             self._life.die("Its engine has died.")
+        if ended := [task for task in self._tasks if task.done()]:
+            self._life.die(f"Its task {ended[0].get_name()!r} has ended.")
         self._life.observe(self._engine.stats().generated_tokens, time.monotonic())
         if self._life.probe_due(time.monotonic()):
             await self._probe()

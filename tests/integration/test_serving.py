@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +20,12 @@ from ray import serve
 from serving_support import RUN_ID, Adapters, ask, client, replicas, served, until
 
 from rl_vlm.config import RunConfig
+from rl_vlm.engines.base import EngineError
+from rl_vlm.serving import server
 from rl_vlm.serving.publisher import PolicyService
 from rl_vlm.serving.registry import registry_name
 from rl_vlm.serving.router import home_session
-from rl_vlm.serving.server import app_name
+from rl_vlm.serving.server import ReplicaUnavailableError, app_name
 from rl_vlm.types import SampleChunk
 
 pytestmark = pytest.mark.timeout(300)
@@ -96,6 +102,54 @@ def test_a_request_waits_for_its_version(
         return waited, (await request).policy_version
 
     assert asyncio.run(early()) == (True, 4)
+
+
+def test_a_version_that_nobody_can_load_does_not_end_the_following(
+    policy: tuple[RunConfig, PolicyService], adapters: Adapters, tiny_folder: Path
+) -> None:
+    _, service = policy
+    version = service.newest_version() + 1
+    broken = adapters.payload(version)
+    config = json.loads(broken.config_json) | {"lora_alpha": "many"}  # a TypeError, deep in the sum of weights
+    service.publish(replace(broken, config_json=json.dumps(config)))
+
+    time.sleep(1.0)
+    service.publish(adapters.payload(version + 1))
+    answer = asyncio.run(client().generate(ask(tiny_folder, "hello", min_version=version + 1)))
+    assert answer.policy_version == version + 1
+    asyncio.run(until(lambda: min(r["version"] for r in registry_status()["reports"].values()) == version + 1, 30))
+
+
+def test_a_replica_that_cannot_load_fails_its_health_check(
+    policy: tuple[RunConfig, PolicyService], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, beside the real ones: the registry is real, memory that is full is not."""
+    run, _ = policy
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="here"))
+    exits: list[int] = []
+    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(server.os, "_exit", exits.append)
+    impatient = run.model_copy(update={"serving": run.serving.model_copy(update={"publish_timeout_s": 1.0})})
+
+    async def load_adapter(payload: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def live() -> None:
+        replica = server.VLMServer(str(tiny_folder), impatient, RUN_ID, ray.get_runtime_context().namespace)
+        replica._engine.load_adapter = load_adapter  # type: ignore[method-assign, assignment]
+        await replica.check_health()
+        with pytest.raises(ReplicaUnavailableError, match="No space left"):
+            await replica.generate([ask(tiny_folder, "hello")])
+        with pytest.raises(EngineError, match="No space left"):
+            async with asyncio.timeout(20):
+                while True:
+                    await replica.check_health()
+                    await asyncio.sleep(0.1)
+        await asyncio.sleep(1.0)
+        await replica.__del__()
+
+    asyncio.run(live())
+    assert exits == [1]
 
 
 def test_a_stream_says_the_same_as_a_whole_answer(policy: tuple[RunConfig, PolicyService], tiny_folder: Path) -> None:

@@ -124,6 +124,14 @@ def test_greedy_tokens_equal_the_transformers_engine(
         assert one.samples[0].stop_reason is two.samples[0].stop_reason
 
 
+def test_vllm_profiles_no_larger_images_than_the_limits_allow(engine: VLLMEngine) -> None:
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    info = MULTIMODAL_REGISTRY.create_processor(engine._llm.model_config).info
+    size = info.get_image_size_with_most_features()
+    assert size.width * size.height <= PIXELS.maximum
+
+
 def mixed_batch(text: TextSide, **sampling: Any) -> list[GenerationRequest]:
     """Prompts of many lengths with none to three images, as one call."""
     sizes = [(96, 64), (64, 64), (40, 90)]

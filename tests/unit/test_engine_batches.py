@@ -9,14 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import picture, pictures, plain_model, request, text_side
+from core_support import picture, pictures, plain_model, request, run_config, text_side
 from engine_support import endless, until
 
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.learning.module import Policy
 from rl_vlm.models.backbone import _VISION_PATCHES, Backbone
 from rl_vlm.models.images import PixelLimits
 from rl_vlm.models.loading import TextSide, load_text_side
+from rl_vlm.rollout.worker import RolloutWorker
+from rl_vlm.runs.preflight import inspect_run
+from rl_vlm.serving.server import build_engine
 from rl_vlm.types import UserInputError
 
 
@@ -114,6 +118,30 @@ def test_more_images_than_one_pass_takes_give_the_same_features(
     for one, two in zip(whole, backbone.image_features(images), strict=True):
         torch.testing.assert_close(one.merged, two.merged, atol=1e-5, rtol=0)
     assert len(passes) > 3 and sum(passes) == 9
+
+
+def test_pixel_limits_of_the_configuration_reach_engines_learners_and_workers(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_config(tiny_folder, model__min_pixels=4096, model__max_pixels=6144, serving__max_context=256)
+    engine = build_engine(tiny_folder, run)
+    asyncio.run(engine.close())
+    assert isinstance(engine, TransformersEngine)
+    specs = [
+        engine.backbone.images,
+        Policy(tiny_folder, run).backbone.images,
+        RolloutWorker(run, "run", tiny_folder)._text.images,
+    ]
+    assert [(spec.min_pixels, spec.max_pixels) for spec in specs] == [(4096, 6144)] * 3
+    plain, limited = (inspect_run(run_config(tiny_folder, **more)) for more in ({}, {"model__max_pixels": 2048}))
+    assert limited["train_image_tokens"] < plain["train_image_tokens"]
+
+    def made(model: Path, **settings: Any) -> Any:
+        return settings["pixels"]
+
+    monkeypatch.setattr("rl_vlm.engines.vllm_engine.VLLMEngine", made)
+    vllm = run.model_copy(update={"serving": run.serving.model_copy(update={"engine": "vllm"})})
+    assert build_engine(tiny_folder, vllm) == PixelLimits(4096, 6144)  # type: ignore[comparison-overlap]
 
 
 def test_pixel_limits_hold_for_counting_and_for_encoding(tiny_folder: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from bitsandbytes import functional as nf4
-from core_support import adapted_policy, picture, plain_model, reference_logprobs, request, text_side
+from core_support import adapted_policy, picture, plain_model, reference_logprobs, request, run_config, text_side
 from peft import PeftModel
 
 from rl_vlm.config import apply_overrides, parse_config
@@ -19,6 +19,9 @@ from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models import loading
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.lora import language_linears
+from rl_vlm.runs.preflight import inspect_run
+from rl_vlm.runs.serve import plan
+from rl_vlm.serving.server import build_engine
 from rl_vlm.types import UserInputError
 
 
@@ -100,6 +103,30 @@ def test_a_machine_without_bitsandbytes_is_told_what_to_install(
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserInputError, match="rl-vlm\\[nf4\\]"):
         loading.load_model(tiny_folder, quantization="nf4")
+
+
+def test_the_setting_reaches_the_engine_that_a_replica_builds(tiny_folder: Path) -> None:
+    run = run_config(tiny_folder, serving__quantization="nf4", serving__max_context=256)
+    built = build_engine(tiny_folder, run)
+    try:
+        assert isinstance(built, TransformersEngine)
+        weights = [linear.weight for linear in language_linears(built.backbone.model).values()]
+        assert {weight.dtype for weight in weights} == {torch.uint8}
+        assert {type(weight).__name__ for weight in weights} == {"Params4bit"}
+    finally:
+        asyncio.run(built.close())
+
+
+@pytest.mark.parametrize("command", ["train", "serve"])
+def test_without_bitsandbytes_nothing_is_started(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserInputError, match="rl-vlm\\[nf4\\]"):
+        if command == "train":
+            inspect_run(run_config(tiny_folder, serving__quantization="nf4"))
+        else:
+            plan(str(tiny_folder), ["serving.quantization=nf4"])
 
 
 @pytest.mark.parametrize(("engine_name", "quantization"), [("vllm", "nf4"), ("transformers", "fp8")])

@@ -83,6 +83,38 @@ def test_a_suspect_that_produces_again_is_trusted_again(recovery: str) -> None:
     assert life.state is ReplicaState.SUSPECT  # failures in a row count, not in a lifetime
 
 
+def test_while_loading_fails_requests_for_that_version_go_elsewhere() -> None:
+    life = serving(3)
+    life.announce(4)
+    life.fail_load("no space left", now=1.0)
+    assert life.state is ReplicaState.STALE
+    assert [life.admission(version) for version in (-1, 3, 4)] == [Admission.NOW, Admission.NOW, Admission.ELSEWHERE]
+    life.load(4)
+    assert life.admission(5) is Admission.WAIT  # that trouble is over
+
+
+def test_a_first_load_that_fails_does_not_leave_it_starting_for_ever() -> None:
+    life = Lifecycle(probe_after_s=10.0, load_patience_s=30.0)
+    life.announce(1)
+    life.fail_load("out of memory", now=5.0)
+    assert (life.state, life.admission(0)) == (ReplicaState.STARTING, Admission.ELSEWHERE)
+    life.fail_load("out of memory", now=34.9)
+    assert life.state is ReplicaState.STARTING
+    life.fail_load("out of memory", now=35.0)
+    assert (life.state, life.death) == (ReplicaState.DEAD, "out of memory")
+
+
+def test_patience_begins_anew_after_a_success_and_has_no_end_for_an_adapter_that_is_wrong() -> None:
+    life = Lifecycle(probe_after_s=10.0, load_patience_s=30.0)
+    life.start()
+    life.fail_load("no space left", now=0.0)
+    life.load(1)
+    life.fail_load("no space left", now=100.0)
+    assert life.state is not ReplicaState.DEAD
+    life.fail_load("does not fit the model", now=1000.0, curable=False)
+    assert life.state is not ReplicaState.DEAD
+
+
 def test_death_is_final_and_keeps_its_first_reason() -> None:
     life = serving()
     life.die("the engine core has died")

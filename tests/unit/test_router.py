@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from rl_vlm.serving.router import homes
+from rl_vlm.config import AutoscalingSection, ServingSection
+from rl_vlm.serving.router import AffinityRouter, home_session, homes, most_replicas
 
 
 @pytest.mark.parametrize("callers", range(1, 9))
@@ -17,3 +23,26 @@ def test_every_replica_is_a_home_and_the_load_is_even(callers: int, replicas: in
     assert max(counts) - min(counts) <= 1
     if callers <= replicas:
         assert counts == [1] * replicas
+
+
+@pytest.mark.parametrize("callers", [1, 2, 3])
+@pytest.mark.parametrize("running", range(1, 5))
+def test_replicas_that_autoscaling_adds_get_their_part_of_the_requests(callers: int, running: int) -> None:
+    """The router sends a home's requests to the replica at that place, modulo the replicas that run."""
+    serving = ServingSection(num_replicas=1, autoscaling=AutoscalingSection(max_replicas=4))
+    candidates = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=f"replica{k}")) for k in range(running)]
+    state: Any = SimpleNamespace(_turn=itertools.count(), replica_queue_len_cache=SimpleNamespace(get=lambda _: 0))
+
+    def first_choice(place: int) -> str:
+        request: Any = SimpleNamespace(
+            routing_context=SimpleNamespace(), metadata=SimpleNamespace(session_id=home_session(place))
+        )
+        ranked = asyncio.run(AffinityRouter.choose_replicas(state, candidates, request))  # type: ignore[arg-type]
+        return ranked[0][0].replica_id.unique_id
+
+    places = [place for caller in range(callers) for place in homes(caller, callers, most_replicas(serving))]
+    assert {first_choice(place) for place in places} == {replica.replica_id.unique_id for replica in candidates}
+
+
+def test_without_autoscaling_the_number_of_replicas_is_the_most() -> None:
+    assert most_replicas(ServingSection(num_replicas=3)) == 3

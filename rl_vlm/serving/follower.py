@@ -1,0 +1,104 @@
+"""Keeps one engine at the registry's newest adapter, whatever fails on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rl_vlm.engines.base import Engine
+from rl_vlm.serving.lifecycle import Lifecycle
+from rl_vlm.serving.metrics import ReplicaTally
+from rl_vlm.serving.registry import POLL_S, Published
+from rl_vlm.types import UserInputError
+
+logger = logging.getLogger("ray.serve")
+
+_REGISTRY_ANSWER_S = 10.0  # how long the registry may take for an answer that it need not wait for
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between attempts that fail
+
+
+class AdapterFollower:
+    """Loads the newest adapter, then keeps a call to the registry open and loads each version that comes.
+
+    Args:
+        replica_id: by which the registry knows this replica.
+        engine: what adapters are loaded into.
+        life: is told what is announced, loaded, and fails.
+        tally: its report goes to the registry; the seconds of the last publication come back into it.
+        find_registry: returns the registry's actor handle; raises ValueError while it is being restarted.
+        load_timeout_s: how long fetching and loading one version may take.
+        notify: called after each change of `life`.
+    """
+
+    def __init__(
+        self,
+        replica_id: str,
+        engine: Engine,
+        life: Lifecycle,
+        tally: ReplicaTally,
+        *,
+        find_registry: Callable[[], Any],
+        load_timeout_s: float,
+        notify: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._replica_id = replica_id
+        self._engine, self._life, self._tally = engine, life, tally
+        self._find_registry = find_registry
+        self._load_timeout_s = load_timeout_s
+        self._notify = notify
+
+    async def run(self) -> None:
+        """Follow until cancelled. No failure ends it: `life` says how long failures may go on."""
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                await self._catch_up()
+                pause = _FIRST_PAUSE_S
+            except Exception as error:
+                # A registry that restarts, a full disk, a GPU without memory: each may be over at the next attempt.
+                logger.warning("replica %s cannot follow the registry: %r", self._replica_id, error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    async def _catch_up(self) -> None:
+        registry = self._find_registry()
+        published = await self._ask(registry)
+        if published is not None:
+            await self._load(published)
+        if not self._life.started:
+            self._life.start()
+            await self._notify()
+        if published is not None:
+            async with asyncio.timeout(_REGISTRY_ANSWER_S):
+                seconds = await registry.ack.remote(self._replica_id, published.version, published.sha256)
+            self._tally.publish_s = seconds or self._tally.publish_s
+
+    async def _ask(self, registry: Any) -> Published | None:
+        # Each wait ends: what a dead process owned may never come, and nobody would say so.
+        if not self._life.started:
+            async with asyncio.timeout(_REGISTRY_ANSWER_S):
+                return await registry.newest.remote()  # type: ignore[no-any-return]
+        report = self._tally.report(self._engine.stats(), self._engine.version, self._life.state)
+        async with asyncio.timeout(POLL_S + _REGISTRY_ANSWER_S):
+            return await registry.wait_newer.remote(  # type: ignore[no-any-return]
+                self._replica_id, self._engine.version, report
+            )
+
+    async def _load(self, published: Published) -> None:
+        self._life.announce(published.version)
+        try:
+            async with asyncio.timeout(self._load_timeout_s):
+                payload = await published.ref
+                if payload.version > self._engine.version:
+                    await self._engine.load_adapter(payload)
+        except Exception as error:
+            # An adapter that is wrong in itself stays wrong in a new replica; all other failures may not.
+            reason = f"Adapter version {published.version} could not be loaded: {error!r}"
+            self._life.fail_load(reason, time.monotonic(), curable=not isinstance(error, UserInputError))
+            await self._notify()
+            raise
+        self._life.load(self._engine.version)
+        await self._notify()
