@@ -25,11 +25,11 @@ import ray
 from models import SIX_MILLION, random_model
 from report import Report
 
-from rl_vlm.config import parse_config
+from rl_vlm.config import LabelsSection, parse_config
 from rl_vlm.control_envs.cartpole_drawing import draw_cartpole
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.labelling.endpoints import Client, EngineClient, ServedBackend
-from rl_vlm.labelling.labeller import QueryOptions, VLMLabeller
+from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.labelling.types import Segment, SegmentPair
 from rl_vlm.models.loading import load_text_side, resolve_model
@@ -41,8 +41,8 @@ PAIRS = 40
 LIMIT = 1.3
 PICTURES = {"tiny labeller": 64, "6 M parameters": 224}  # pixels a side
 CASES = {
-    "one step": QueryOptions(steps=1),
-    "two steps": QueryOptions(steps=2, describe_tokens=32),
+    "one step": LabelsSection(steps=1),
+    "two steps": LabelsSection(steps=2, describe_tokens=32),
 }
 
 

@@ -20,11 +20,11 @@ import numpy as np
 from report import Report
 from scipy.stats import spearmanr
 
+from rl_vlm.config import RewardModelSection, TeacherSection
 from rl_vlm.control_envs.metaworld import MetaWorldEnv
-from rl_vlm.labelling.teachers import ScriptedTeacher, TeacherOptions
+from rl_vlm.labelling.teachers import ScriptedTeacher
 from rl_vlm.labelling.types import Segment, SegmentPair
 from rl_vlm.preference.ensemble import RewardEnsemble
-from rl_vlm.preference.reward_options import EnsembleOptions
 
 NOISE = (0.0, 0.2, 0.5, 1.0)  # standard deviations, in actions of -1 to 1
 EVERY = 3  # of an episode's frames one in this many is kept
@@ -58,12 +58,12 @@ def play(task: str, size: int, hide_arm: bool, seeds: range) -> list[list[Segmen
 def ranking(known: list[Segment], held_out: list[list[Segment]], pairs: int, seed: int) -> dict[str, float]:
     """Train on `pairs` labels; Spearman on held-out frames."""
     rng = np.random.default_rng(seed)
-    teacher = ScriptedTeacher(TeacherOptions(), seed)
+    teacher = ScriptedTeacher(TeacherSection(), seed)
     places = rng.integers(len(known), size=(pairs, 2))
     asked = [SegmentPair(known[first], known[second]) for first, second in places]
     started = time.perf_counter()
     assert known[0].frames is not None
-    model = RewardEnsemble(known[0].frames.shape[1:], EnsembleOptions(min_gradient_steps=GRADIENT_STEPS), seed)
+    model = RewardEnsemble(known[0].frames.shape[1:], RewardModelSection(min_gradient_steps=GRADIENT_STEPS), seed)
     model.add_pairs(asked, asyncio.run(teacher.label(asked)))
     fit = model.fit()
     seconds = time.perf_counter() - started

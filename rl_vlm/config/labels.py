@@ -6,7 +6,7 @@ Defaults are RL-VLM-F's, with its option in brackets; where ours differ, the des
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -23,19 +23,17 @@ def names_no_cache(value: str | Path | None) -> bool:
 
 
 class TeacherSection(Section):
-    """The scripted teacher, which labels by the true reward (teacher_beta, teacher_gamma, teacher_eps_*)."""
+    """B-Pref's simulated teacher, which labels by the true reward (Lee et al. 2021, arXiv 2111.03026, section 4).
+
+    RL-VLM-F's teacher_beta, teacher_gamma and teacher_eps_*. The thresholds are shares of a segment's average return, see
+    `ScriptedTeacher.set_margin`.
+    """
 
     beta: float = Field(-1.0, description="0 or less: the higher return wins; above: Bradley-Terry with this scale.")
     gamma: float = Field(1.0, gt=0, le=1, description="Discount over a segment; its last step counts in full.")
     eps_mistake: float = Field(0.0, ge=0, le=1, description="Share of labels that are flipped.")
     eps_skip: float = Field(0.0, ge=0, description="Pairs below this share of the average return are skipped.")
     eps_equal: float = Field(0.0, ge=0, description="Pairs nearer than this share of the average return are equal.")
-
-    def options(self) -> Any:
-        """As the teacher takes them."""
-        from rl_vlm.labelling.teachers import TeacherOptions
-
-        return TeacherOptions(**self.model_dump())
 
 
 class EndpointSection(Section):
@@ -100,20 +98,3 @@ class LabelsSection(Section):
         if self.source == "cache" and names_no_cache(self.cache):
             raise ValueError("preference.labels.cache must name a label store for source cache")
         return self
-
-    def query_options(self, seed: int) -> Any:
-        """As the labeller takes them."""
-        from rl_vlm.labelling.labeller import QueryOptions
-
-        return QueryOptions(
-            steps=self.steps,
-            both_orders=self.both_orders,
-            guided=self.guided,
-            temperature=self.temperature,
-            describe_tokens=self.describe_tokens,
-            answer_tokens=self.answer_tokens,
-            deadline_s=self.deadline_s,
-            attempts=self.attempts,
-            frames=self.frames,
-            seed=seed,
-        )

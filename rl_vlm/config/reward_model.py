@@ -5,7 +5,7 @@ Defaults are RL-VLM-F's, with its option in brackets; where ours differ, the des
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -24,6 +24,7 @@ class RewardModelSection(Section):
     batch: int | None = Field(None, ge=1, description="Pairs per gradient step; by default 64, ResNet 32, MLP 128.")
     epochs: int = Field(10, ge=1, description="Per session. [reward_update]")
     stop_accuracy: float = Field(0.97, gt=0, description="Ends a session early. Above 1: never.")
+    # With few pairs the accuracy on them is high long before the reward is right.
     min_gradient_steps: int = Field(60, ge=0, description="Per session, whatever the accuracy; the original: 0.")
     soft_labels: bool = Field(False, description="Train on the label's probabilities where they are known.")
     label_margin: float = Field(0.0, ge=0, lt=0.5, description="m turns a hard label into (1 - m, m).")
@@ -38,28 +39,7 @@ class RewardModelSection(Section):
     weights: str | None = Field(None, description="A local file of ImageNet weights for resnet18.")
     load: str | None = Field(None, description="A saved reward model to begin with. [reward_model_load_dir]")
 
-    def options(self, capacity: int, device: str = "cpu") -> Any:
-        """As the ensemble takes them; `capacity` is how many pairs are kept."""
-        from rl_vlm.preference.examples import TargetOptions
-        from rl_vlm.preference.reward_options import EnsembleOptions
-
-        return EnsembleOptions(
-            architecture=self.architecture,
-            size=self.size,
-            lr=self.lr,
-            batch=self.batch,
-            epochs=self.epochs,
-            stop_accuracy=self.stop_accuracy,
-            min_gradient_steps=self.min_gradient_steps,
-            targets=TargetOptions(self.soft_labels, self.label_margin, self.ties),
-            capacity=capacity,
-            stride=self.stride,
-            kernels=self.kernels,
-            channels=self.channels,
-            strides=self.strides,
-            hidden=self.hidden,
-            layers=self.layers,
-            squash=self.squash,
-            weights=self.weights,
-            device=device,
-        )
+    @property
+    def batch_size(self) -> int:
+        """Pairs per gradient step and member."""
+        return self.batch or {"cnn": 64, "resnet18": 32, "mlp": 128}[self.architecture]

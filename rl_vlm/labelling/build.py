@@ -54,7 +54,7 @@ def build_labeller(
         raise UserInputError("A label cache alone labels nothing new: read it with LabelReplay.")
     labeller: Labeller
     if section.source == "scripted":
-        labeller = ScriptedTeacher(section.teacher.options(), seed)
+        labeller = ScriptedTeacher(section.teacher, seed)
     elif section.source == "random":
         labeller = CoinFlips(seed)
     elif section.source in ("clip", "itm"):
@@ -62,7 +62,7 @@ def build_labeller(
         labeller = SimilarityLabeller(similarity, section.frames)
     else:
         backend = _backend(section, client, text, min_version)
-        labeller = VLMLabeller(backend, prompts_of(section, env_id), section.query_options(seed))
+        labeller = VLMLabeller(backend, prompts_of(section, env_id), section, seed)
     if section.coin_flips:
         return CoinFlippedLabels(labeller, seed)
     return FlippedLabels(labeller) if section.flip else labeller

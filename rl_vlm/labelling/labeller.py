@@ -14,11 +14,12 @@ import random
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from PIL import Image
 
+from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.endpoints import Answer, Ask, Backend, BackendError, Question
 from rl_vlm.labelling.parsing import parse_label, parse_score, strip_thoughts
 from rl_vlm.labelling.prompts import TaskPrompts
@@ -32,26 +33,6 @@ _FIRST_PAUSE_S = 0.25
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class QueryOptions:
-    """How pictures are asked about.
-
-    `guided` restricts the last answer to the labels themselves, which also yields their probabilities; without it free
-    text is read. `frames` pictures of a segment, the last of them its last, are shown side by side.
-    """
-
-    steps: Literal[1, 2] = 2
-    both_orders: bool = True
-    guided: bool = True
-    temperature: float = 0.0
-    describe_tokens: int = 512
-    answer_tokens: int = 16
-    deadline_s: float = 300.0
-    attempts: int = 3
-    frames: int = 1
-    seed: int = 0
 
 
 @dataclass(slots=True)
@@ -103,16 +84,19 @@ class _Verdict:
 class VLMLabeller:
     """Labels pairs and scores pictures with a vision-language model. Implements `Labeller` and `Scorer`."""
 
-    def __init__(self, backend: Backend, prompts: TaskPrompts, options: QueryOptions | None = None) -> None:
+    def __init__(
+        self, backend: Backend, prompts: TaskPrompts, settings: LabelsSection | None = None, seed: int = 0
+    ) -> None:
         self._backend = backend
         self._prompts = prompts
-        self._options = options or QueryOptions()
+        self._settings = settings or LabelsSection()
+        self._seed = seed
         self._sessions = 0
         self.stats = LabelStats()
 
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
         """One label per pair, in order. Raises UserInputError if the pairs have no pictures."""
-        images = await asyncio.to_thread(_encode_pairs, pairs, self._options.frames)
+        images = await asyncio.to_thread(_encode_pairs, pairs, self._settings.frames)
         started = time.monotonic()
         async with self._backend.open() as ask:
             labels = await _all(
@@ -149,7 +133,7 @@ class VLMLabeller:
             self.stats.identical += 1
             return Label(-1, (0.0, 0.0, 1.0), IDENTICAL)
         started = time.monotonic()
-        orders = [(first, second), (second, first)][: 1 + self._options.both_orders]
+        orders = [(first, second), (second, first)][: 1 + self._settings.both_orders]
         try:
             shown = await _all([self._compare(ask, (number, order), *pair) for order, pair in enumerate(orders)])
         except BackendError as error:
@@ -209,32 +193,32 @@ class VLMLabeller:
         choices: tuple[str, ...],
     ) -> tuple[Answer, str]:
         """The last answer, and all that was said on the way to it."""
-        options, templates = self._options, self._prompts.templates
-        guide = choices if options.guided else ()
-        if options.steps == 1:
-            limit = options.answer_tokens if options.guided else options.describe_tokens
+        settings, templates = self._settings, self._prompts.templates
+        guide = choices if settings.guided else ()
+        if settings.steps == 1:
+            limit = settings.answer_tokens if settings.guided else settings.describe_tokens
             answer = await self._asked(ask, (*key, 0), Message("user", (*shown, decide)), limit, guide)
             return answer, answer.text
-        described = await self._asked(ask, (*key, 0), Message("user", (*shown, describe)), options.describe_tokens)
+        described = await self._asked(ask, (*key, 0), Message("user", (*shown, describe)), settings.describe_tokens)
         text = strip_thoughts(described.text)
         if not text:
             raise BackendError("The description is empty.", retryable=False)
         template = templates.summarise if choices == CHOICES else templates.score_summarise
         summarise = Message.of("user", self._prompts.fill(template, text))
-        answer = await self._asked(ask, (*key, 1), summarise, options.answer_tokens, guide)
+        answer = await self._asked(ask, (*key, 1), summarise, settings.answer_tokens, guide)
         return answer, f"{described.text} => {answer.text}"
 
     async def _asked(
         self, ask: Ask, key: tuple[int, int, int], message: Message, max_new_tokens: int, choices: tuple[str, ...] = ()
     ) -> Answer:
         """One question, asked again after failures that may pass, until its deadline."""
-        options = self._options
+        settings = self._settings
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + options.deadline_s
+        deadline = loop.time() + settings.deadline_s
         reason = "no answer"
-        for attempt in range(options.attempts):
-            seed = derive_seed(options.seed, self._sessions, *key, attempt)
-            question = Question((message,), max_new_tokens, options.temperature, choices, seed)
+        for attempt in range(settings.attempts):
+            seed = derive_seed(self._seed, self._sessions, *key, attempt)
+            question = Question((message,), max_new_tokens, settings.temperature, choices, seed)
             try:
                 async with asyncio.timeout_at(deadline):
                     answer = await ask(question)
@@ -252,13 +236,13 @@ class VLMLabeller:
                 self.stats.prompt_tokens += answer.prompt_tokens
                 self.stats.sampled_tokens += answer.sampled_tokens
                 return answer
-            if attempt + 1 < options.attempts:
+            if attempt + 1 < settings.attempts:
                 self.stats.retries += 1
                 # Full jitter keeps the questions of a session from coming back together.
                 pause = max(pause, random.uniform(0.5, 1) * _FIRST_PAUSE_S * 2**attempt)
                 await asyncio.sleep(max(min(pause, deadline - loop.time()), 0.0))
         raise BackendError(
-            f"The labeller gave no answer within {options.deadline_s:g} s and {options.attempts} attempts: {reason}"
+            f"The labeller gave no answer within {settings.deadline_s:g} s and {settings.attempts} attempts: {reason}"
         )
 
 

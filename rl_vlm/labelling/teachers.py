@@ -6,42 +6,17 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 
+from rl_vlm.config import TeacherSection
 from rl_vlm.labelling.labeller import picture_of
 from rl_vlm.labelling.types import SKIPPED, Label, LabelValue, Score, SegmentPair
 from rl_vlm.types import UserInputError
 
 _BATCH = 32  # pictures per forward pass
-
-
-@dataclass(frozen=True, slots=True)
-class TeacherOptions:
-    """B-Pref's simulated teacher (Lee et al. 2021, arXiv 2111.03026, section 4).
-
-    beta: above 0, the teacher prefers with the Bradley-Terry probability of the two returns times beta; else the higher
-    return always wins.
-    gamma: discount over the segment: the last step counts in full, the one before it gamma, and so on.
-    eps_mistake: probability of the opposite answer.
-    eps_skip, eps_equal: thresholds in shares of the average return of a segment (see `set_margin`): a pair is skipped
-    when no return is above the first, and is equal when the returns are nearer than the second.
-    """
-
-    beta: float = -1.0
-    gamma: float = 1.0
-    eps_mistake: float = 0.0
-    eps_skip: float = 0.0
-    eps_equal: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.eps_mistake <= 1 or not 0 < self.gamma <= 1:
-            raise UserInputError(
-                f"The teacher's eps_mistake ({self.eps_mistake}) must be in [0, 1], gamma ({self.gamma}) in (0, 1]."
-            )
 
 
 class ScriptedTeacher:
@@ -50,8 +25,8 @@ class ScriptedTeacher:
     Returns that are exactly equal are label -1 for a rational teacher: neither segment is better.
     """
 
-    def __init__(self, options: TeacherOptions | None = None, seed: int = 0) -> None:
-        self._options = options or TeacherOptions()
+    def __init__(self, settings: TeacherSection | None = None, seed: int = 0) -> None:
+        self._settings = settings or TeacherSection()
         self._rng = np.random.default_rng(seed)
         self._margin = 0.0
 
@@ -73,24 +48,24 @@ class ScriptedTeacher:
         self._margin = float(state["margin"])
 
     def _label_one(self, pair: SegmentPair) -> Label:
-        options = self._options
+        settings = self._settings
         plain = [float(np.sum(part.true_rewards, dtype=np.float64)) for part in (pair.first, pair.second)]
         # Drawn for every pair, whatever comes of it: labels of later pairs do not hang on earlier thresholds.
         noise, mistake = self._rng.random(2)
-        skip = self._margin * options.eps_skip
+        skip = self._margin * settings.eps_skip
         if skip > 0 and max(plain) <= skip:
             return Label(-1, error=SKIPPED)
-        if abs(plain[0] - plain[1]) < self._margin * options.eps_equal:
+        if abs(plain[0] - plain[1]) < self._margin * settings.eps_equal:
             return Label(-1)
-        first, second = (_discounted(part.true_rewards, options.gamma) for part in (pair.first, pair.second))
-        if options.beta > 0:
+        first, second = (_discounted(part.true_rewards, settings.gamma) for part in (pair.first, pair.second))
+        if settings.beta > 0:
             # P(second preferred) = sigmoid(beta (R2 - R1)), Bradley and Terry (1952).
-            value = int(noise < _sigmoid(options.beta * (second - first)))
+            value = int(noise < _sigmoid(settings.beta * (second - first)))
         elif first == second:
             return Label(-1)
         else:
             value = int(first < second)
-        if mistake < options.eps_mistake:
+        if mistake < settings.eps_mistake:
             value = 1 - value
         return Label(cast(LabelValue, value))
 

@@ -14,11 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
+from rl_vlm.config import RewardModelSection
 from rl_vlm.files import write_atomic
 from rl_vlm.labelling.types import Label, Score, Segment, SegmentPair
 from rl_vlm.preference.examples import Examples, InputKind, inputs_of
 from rl_vlm.preference.reward_networks import ImageCNN, ImageMembers, MLPMembers, resnet18
-from rl_vlm.preference.reward_options import EnsembleOptions
 from rl_vlm.types import UserInputError
 
 _INFERENCE_ROWS = {"image": 128, "state_action": 8192}
@@ -44,25 +44,39 @@ class RewardEnsemble:
 
     Args:
         input_shape: (H, W, 3) of the pictures, or (O + A,).
-        options: see `EnsembleOptions`.
+        settings: the networks and how they are trained.
         seed: of the initial weights and of the order of examples.
+        capacity: pairs that are kept, and scores.
     """
 
-    def __init__(self, input_shape: Sequence[int], options: EnsembleOptions | None = None, seed: int = 0) -> None:
-        self.options = options or EnsembleOptions()
-        self._shape = _seen_shape(tuple(input_shape), self.options)
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        settings: RewardModelSection | None = None,
+        seed: int = 0,
+        *,
+        capacity: int = 20_000,
+        device: str = "cpu",
+    ) -> None:
+        self._settings = settings or RewardModelSection()
+        self._capacity, self._device = capacity, device
+        self._shape = _seen_shape(tuple(input_shape), self._settings)
         self._rng = np.random.default_rng(seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self._members = _build(self._shape, self.options).to(self.options.device)
-        self._optimizer = torch.optim.Adam(self._members.parameters(), lr=self.options.lr)
-        self.pairs = Examples(self.input_kind, 2, self.options.capacity)
-        self.scores = Examples(self.input_kind, 1, self.options.capacity)
+            self._members = _build(self._shape, self._settings).to(device)
+        self._optimizer = torch.optim.Adam(self._members.parameters(), lr=self._settings.lr)
+        self.forget_examples()
+
+    def forget_examples(self) -> None:
+        """Begin with no pairs and no scores."""
+        self.pairs = Examples(self.input_kind, 2, self._capacity)
+        self.scores = Examples(self.input_kind, 1, self._capacity)
 
     @property
     def input_kind(self) -> InputKind:
         """What it looks at."""
-        return "state_action" if self.options.architecture == "mlp" else "image"
+        return "state_action" if self._settings.architecture == "mlp" else "image"
 
     @property
     def num_parameters(self) -> int:
@@ -82,16 +96,16 @@ class RewardEnsemble:
         with torch.inference_mode():
             for start in range(0, len(inputs), rows):
                 batch = self._tensor(inputs[start : start + rows])
-                found.append(self._members([batch] * self.options.size).float().cpu())
-        return torch.cat(found, 1).numpy() if found else np.empty((self.options.size, 0), np.float32)
+                found.append(self._members([batch] * self._settings.size).float().cpu())
+        return torch.cat(found, 1).numpy() if found else np.empty((self._settings.size, 0), np.float32)
 
     def segment_returns(self, segments: Sequence[Segment]) -> np.ndarray:
         """float32 [E, N]: the sum of each member's rewards over each segment. All segments are equally long."""
         if not segments:
-            return np.empty((self.options.size, 0), np.float32)
+            return np.empty((self._settings.size, 0), np.float32)
         steps = len(segments[0])
         flat = np.concatenate([inputs_of(segment, self.input_kind) for segment in segments])
-        return self.member_rewards(flat).reshape(self.options.size, -1, steps).sum(-1)
+        return self.member_rewards(flat).reshape(self._settings.size, -1, steps).sum(-1)
 
     def preferences(self, pairs: Sequence[SegmentPair]) -> np.ndarray:
         """float32 [E, N]: each member's probability that the first segment is better (Bradley-Terry)."""
@@ -103,7 +117,7 @@ class RewardEnsemble:
         """Keep what may be trained on; returns how many pairs that are."""
         for pair in pairs[:1]:
             self._seen(inputs_of(pair.first, self.input_kind))  # before anything is kept
-        return self.pairs.add_pairs(pairs, labels, self.options.targets)
+        return self.pairs.add_pairs(pairs, labels, self._settings)
 
     def add_scores(self, segments: Sequence[Segment], scores: Sequence[Score]) -> int:
         """Keep the segments that have a score; returns how many."""
@@ -120,21 +134,21 @@ class RewardEnsemble:
         return self._fit(self.scores, score_loss)
 
     def _fit(self, examples: Examples, loss_of: Loss) -> FitReport:
-        options = self.options
+        settings = self._settings
         report = FitReport(examples=len(examples))
         if not len(examples):
             return report
-        targets = torch.from_numpy(examples.targets).to(options.device)
+        targets = torch.from_numpy(examples.targets).to(self._device)
         decided = examples.parts == 2
         self._members.train()
         while True:
             # Every member sees the examples in an order of its own.
-            orders = np.stack([self._rng.permutation(len(examples)) for _ in range(options.size)])
+            orders = np.stack([self._rng.permutation(len(examples)) for _ in range(settings.size)])
             right = total = 0
-            for start in range(0, len(examples), options.batch_size):
-                places = orders[:, start : start + options.batch_size]
+            for start in range(0, len(examples), settings.batch_size):
+                places = orders[:, start : start + settings.batch_size]
                 returns = self._returns(examples, places)
-                wanted = targets[torch.from_numpy(places).to(options.device)]  # [E, B, parts]
+                wanted = targets[torch.from_numpy(places).to(self._device)]  # [E, B, parts]
                 losses = loss_of(returns, wanted)
                 self._optimizer.zero_grad(set_to_none=True)
                 losses.sum().backward()
@@ -147,8 +161,8 @@ class RewardEnsemble:
             report.gradient_steps = len(report.losses)
             report.accuracy = right / total if total else float("nan")
             report.loss = report.losses[-1]
-            enough = report.gradient_steps >= options.min_gradient_steps
-            if enough and (report.epochs >= options.epochs or report.accuracy > options.stop_accuracy):
+            enough = report.gradient_steps >= settings.min_gradient_steps
+            if enough and (report.epochs >= settings.epochs or report.accuracy > settings.stop_accuracy):
                 return report
 
     def _returns(self, examples: Examples, places: np.ndarray) -> Tensor:
@@ -162,7 +176,7 @@ class RewardEnsemble:
 
     def _seen(self, inputs: np.ndarray) -> np.ndarray:
         """The inputs as the networks take them. Raises UserInputError if they have another size."""
-        stride = self.options.stride
+        stride = self._settings.stride
         if self.input_kind == "image" and stride > 1 and inputs.shape[1:] != self._shape:
             inputs = inputs[:, ::stride, ::stride]
         if inputs.shape[1:] != self._shape:
@@ -170,7 +184,7 @@ class RewardEnsemble:
         return inputs
 
     def _tensor(self, inputs: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(inputs)).to(self.options.device)
+        return torch.from_numpy(np.ascontiguousarray(inputs)).to(self._device)
 
     def save(self, path: str | Path) -> None:
         """Write weights, optimiser and random state as one safetensors file. The examples are in the label store."""
@@ -228,27 +242,27 @@ def _adam_state(tensors: dict[str, Tensor]) -> dict[int, dict[str, Any]]:
     return state
 
 
-def _seen_shape(shape: tuple[int, ...], options: EnsembleOptions) -> tuple[int, ...]:
-    if options.architecture == "mlp":
+def _seen_shape(shape: tuple[int, ...], settings: RewardModelSection) -> tuple[int, ...]:
+    if settings.architecture == "mlp":
         if len(shape) != 1:
             raise UserInputError(
                 f"A reward MLP sees states and actions, one row of numbers each, not inputs of {shape}."
             )
         return shape
     if len(shape) != 3 or shape[2] != 3:
-        raise UserInputError(f"The reward model {options.architecture} sees pictures (H, W, 3), not inputs of {shape}.")
-    return -(-shape[0] // options.stride), -(-shape[1] // options.stride), 3
+        raise UserInputError(
+            f"The reward model {settings.architecture} sees pictures (H, W, 3), not inputs of {shape}."
+        )
+    return -(-shape[0] // settings.stride), -(-shape[1] // settings.stride), 3
 
 
-def _build(shape: tuple[int, ...], options: EnsembleOptions) -> nn.Module:
-    if options.architecture == "mlp":
-        return MLPMembers(options.size, shape[0], options.hidden, options.layers, options.squash)
+def _build(shape: tuple[int, ...], settings: RewardModelSection) -> nn.Module:
+    if settings.architecture == "mlp":
+        return MLPMembers(shape[0], settings)
     networks: list[nn.Module] = []
-    for _ in range(options.size):
-        if options.architecture == "resnet18":
-            networks.append(resnet18(options.weights))
+    for _ in range(settings.size):
+        if settings.architecture == "resnet18":
+            networks.append(resnet18(settings.weights))
         else:
-            networks.append(
-                ImageCNN(shape[0], shape[1], options.kernels, options.channels, options.strides, options.squash)
-            )
+            networks.append(ImageCNN(shape[0], shape[1], settings))
     return ImageMembers(networks)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
+from rl_vlm.config import RewardModelSection
 from rl_vlm.labelling.session import is_answer
 from rl_vlm.labelling.types import Label, Score, Segment, SegmentPair
 from rl_vlm.types import UserInputError
@@ -29,30 +29,19 @@ def inputs_of(segment: Segment, kind: InputKind) -> np.ndarray:
     return segment.frames
 
 
-@dataclass(frozen=True, slots=True)
-class TargetOptions:
-    """How labels become targets.
+def target_of(label: Label, settings: RewardModelSection) -> tuple[float, float] | None:
+    """(weight of the first, weight of the second), summing to 1; None: not to be trained on.
 
-    soft: train on the label's probabilities where they are known (no preference counts half for each side).
-    margin: m turns a hard label into (1 - m, m).
-    ties: pairs without a preference are left out, or trained on as (1/2, 1/2).
+    Where the label's probabilities are used, no preference counts half for each side.
     """
-
-    soft: bool = False
-    margin: float = 0.0
-    ties: Literal["skip", "half"] = "skip"
-
-
-def target_of(label: Label, options: TargetOptions) -> tuple[float, float] | None:
-    """(weight of the first, weight of the second), summing to 1; None: not to be trained on."""
-    if not is_answer(label) or (label.value == -1 and options.ties == "skip"):
+    if not is_answer(label) or (label.value == -1 and settings.ties == "skip"):
         return None
-    if options.soft and label.probabilities is not None:
+    if settings.soft_labels and label.probabilities is not None:
         first, second, neither = label.probabilities
         return first + neither / 2, second + neither / 2
     if label.value == -1:
         return 0.5, 0.5
-    high, low = 1 - options.margin, options.margin
+    high, low = 1 - settings.label_margin, settings.label_margin
     return (high, low) if label.value == 0 else (low, high)
 
 
@@ -103,11 +92,11 @@ class Examples:
         """float32 [N, parts]."""
         return np.array(list(self._targets), dtype=np.float32).reshape(-1, self.parts)
 
-    def add_pairs(self, pairs: Sequence[SegmentPair], labels: Sequence[Label], options: TargetOptions) -> int:
+    def add_pairs(self, pairs: Sequence[SegmentPair], labels: Sequence[Label], settings: RewardModelSection) -> int:
         """Keep the pairs that may be trained on; returns how many."""
         before = self._added
         for pair, label in zip(pairs, labels, strict=True):
-            target = target_of(label, options)
+            target = target_of(label, settings)
             if target is not None:
                 self._add((pair.first, pair.second), target)
         return self._added - before

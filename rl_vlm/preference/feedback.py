@@ -18,7 +18,6 @@ from rl_vlm.labelling.session import LabelledSession, LabellerDownError, is_answ
 from rl_vlm.labelling.store import LabelReplay, LabelStore
 from rl_vlm.labelling.types import SKIPPED, Label, Labeller, Score, Scorer, Segment, SegmentPair
 from rl_vlm.preference.ensemble import FitReport, RewardEnsemble
-from rl_vlm.preference.examples import Examples
 from rl_vlm.preference.replay import ReplayBuffer
 from rl_vlm.preference.selection import num_candidates, select_pairs
 
@@ -273,9 +272,7 @@ class Feedback:
         self.store.rewind(self.sessions)
         QueryLog(self._log_path, keep_until=self.sessions)
         self.model.load(model_file)
-        options = self.model.options
-        self.model.pairs = Examples(self.model.input_kind, 2, options.capacity)
-        self.model.scores = Examples(self.model.input_kind, 1, options.capacity)
+        self.model.forget_examples()
         self._known = []
         for stored in self.store.sessions():
             if self.settings.reward == "learn_from_score":

@@ -66,8 +66,8 @@ def build_feedback(run: RunConfig, folder: Path, side: LabellingSide, sizes: tup
             settings.labels, env_id=run.env.id, seed=derive_seed(run.seed, 50) % 2**31, client=client, text=text
         )
     shape = (settings.image_size, settings.image_size, 3) if settings.rewards_images else (sum(sizes),)
-    options = settings.reward_model.options(settings.max_feedback, _device(run))
-    model = RewardEnsemble(shape, options, seed=derive_seed(run.seed, 51) % 2**31)
+    seed = derive_seed(run.seed, 51) % 2**31
+    model = RewardEnsemble(shape, settings.reward_model, seed, capacity=settings.max_feedback, device=_device(run))
     if settings.reward_model.load:
         model.load(Path(settings.reward_model.load))
     return Feedback(settings, model, labeller, folder, LabelReplay(cache) if cache is not None else None)

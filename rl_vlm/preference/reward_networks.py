@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rl_vlm.config.reward_model import Squash
+from rl_vlm.config import RewardModelSection
 from rl_vlm.types import UserInputError
 
 _SQUASH: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "relu": nn.ReLU}
@@ -34,12 +34,10 @@ class ImageCNN(nn.Module):
         self,
         height: int,
         width: int,
-        kernels: Sequence[int] = (5, 3, 3, 3),
-        channels: Sequence[int] = (16, 32, 64, 128),
-        strides: Sequence[int] = (3, 2, 2, 2),
-        squash: Squash = "tanh",
+        settings: RewardModelSection,
     ) -> None:
         super().__init__()
+        kernels, channels, strides = settings.kernels, settings.channels, settings.strides
         if not len(kernels) == len(channels) == len(strides):
             raise UserInputError(
                 f"The reward CNN needs as many kernels ({len(kernels)}) as channels ({len(channels)}) and strides "
@@ -63,7 +61,7 @@ class ImageCNN(nn.Module):
         self.last = nn.Linear(before * height * width, 1)
         nn.init.uniform_(self.last.weight, -_LAST_LAYER, _LAST_LAYER)
         nn.init.uniform_(self.last.bias, -_LAST_LAYER, _LAST_LAYER)
-        self.squash = _SQUASH[squash]()
+        self.squash = _SQUASH[settings.squash]()
 
     def forward(self, images: Tensor) -> Tensor:
         """[N, 3, H, W] to [N]."""
@@ -120,9 +118,10 @@ class ImageMembers(nn.Module):
 class MLPMembers(nn.Module):
     """E multilayer perceptrons with LeakyReLU as stacked weights: inputs float32 [N, D]."""
 
-    def __init__(self, size: int, inputs: int, hidden: int = 256, layers: int = 3, squash: Squash = "tanh") -> None:
+    def __init__(self, inputs: int, settings: RewardModelSection) -> None:
         super().__init__()
-        widths = [inputs, *[hidden] * layers, 1]
+        size = settings.size
+        widths = [inputs, *[settings.hidden] * settings.layers, 1]
         self.weights = nn.ParameterList()
         self.biases = nn.ParameterList()
         for before, after in itertools.pairwise(widths):
@@ -130,7 +129,7 @@ class MLPMembers(nn.Module):
             bound = 1 / math.sqrt(before)
             self.weights.append(nn.Parameter(torch.empty(size, before, after).uniform_(-bound, bound)))
             self.biases.append(nn.Parameter(torch.empty(size, 1, after).uniform_(-bound, bound)))
-        self.squash = _SQUASH[squash]()
+        self.squash = _SQUASH[settings.squash]()
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
         """One batch per member, to [E, N]."""

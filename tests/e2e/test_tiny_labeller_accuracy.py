@@ -8,10 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from rl_vlm.config import LabelsSection
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.labelling.endpoints import EngineClient, ServedBackend
-from rl_vlm.labelling.labeller import QueryOptions, VLMLabeller
+from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.labelling.types import Segment, SegmentPair
 from rl_vlm.models.loading import load_text_side, resolve_model
@@ -62,7 +63,7 @@ def test_the_tiny_labeller_is_right_on_states_of_runs(seed: int) -> None:
         frames = frames_of(policy, episodes=12, seed=seed)
         places = rng.integers(len(frames), size=(200, 2))
         pairs = [SegmentPair(frames[a], frames[b]) for a, b in places]
-        labeller = VLMLabeller(backend, task_prompts("cartpole-tiny"), QueryOptions(steps=1))
+        labeller = VLMLabeller(backend, task_prompts("cartpole-tiny"), LabelsSection(steps=1))
         labels = asyncio.run(labeller.label(pairs))
         difference = np.array([p.first.true_rewards[0] - p.second.true_rewards[0] for p in pairs])
         clear = np.abs(difference) >= TIE_DEGREES

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from control_support import steps
 
-from rl_vlm.config import PreferenceSection
+from rl_vlm.config import PreferenceSection, RewardModelSection, TeacherSection
 from rl_vlm.labelling.session import LabellerDownError
 from rl_vlm.labelling.store import LabelReplay, LabelStore
-from rl_vlm.labelling.teachers import ScriptedTeacher, TeacherOptions
+from rl_vlm.labelling.teachers import ScriptedTeacher
 from rl_vlm.labelling.types import Label, Labeller, Score, Segment, SegmentPair
-from rl_vlm.preference.ensemble import EnsembleOptions, RewardEnsemble
+from rl_vlm.preference.ensemble import RewardEnsemble
 from rl_vlm.preference.feedback import Feedback, label_accuracy
 from rl_vlm.preference.replay import ReplayBuffer
 
@@ -39,11 +39,9 @@ def replay() -> ReplayBuffer:
 
 
 def feedback(folder: Path, labeller: Labeller | None, **changes: Any) -> Feedback:
-    options = EnsembleOptions(
-        architecture="mlp", size=2, hidden=8, layers=1, epochs=2, min_gradient_steps=0, capacity=99
-    )
+    options = RewardModelSection(architecture="mlp", size=2, hidden=8, layers=1, epochs=2, min_gradient_steps=0)
     cache = changes.pop("cache", None)
-    return Feedback(settings(**changes), RewardEnsemble((3,), options, seed=1), labeller, folder, cache)
+    return Feedback(settings(**changes), RewardEnsemble((3,), options, seed=1, capacity=99), labeller, folder, cache)
 
 
 def run(one: Feedback, seed: int = 0, count: int = 10) -> Any:
@@ -156,7 +154,7 @@ def test_a_cache_is_replayed_first_and_then_the_labeller_is_asked(tmp_path: Path
 @pytest.mark.parametrize("rule", ["uniform", "kcenter_disagreement"])
 def test_a_restored_feedback_goes_on_exactly(tmp_path: Path, rule: str) -> None:
     def fresh() -> Feedback:
-        teacher = ScriptedTeacher(TeacherOptions(beta=0.1, eps_mistake=0.2), seed=4)
+        teacher = ScriptedTeacher(TeacherSection(beta=0.1, eps_mistake=0.2), seed=4)
         return feedback(tmp_path, teacher, labels={"rule": rule})
 
     straight = fresh()
@@ -191,12 +189,11 @@ class Scorer:
 def test_scores_are_learned_and_come_back_from_the_store(tmp_path: Path) -> None:
     buffer = ReplayBuffer(50, 2, 1, frame_capacity=50, image_size=16)
     buffer.add(steps(0, 40, size=16), np.zeros(40))
-    options = EnsembleOptions(
+    options = RewardModelSection(
         architecture="cnn",
         size=2,
         epochs=1,
         min_gradient_steps=0,
-        capacity=99,
         kernels=(3,),
         channels=(4,),
         strides=(2,),
@@ -204,7 +201,7 @@ def test_scores_are_learned_and_come_back_from_the_store(tmp_path: Path) -> None
     section = PreferenceSection(reward="learn_from_score", labels={"source": "vlm"}, image_size=16)
 
     def fresh() -> Feedback:
-        return Feedback(section, RewardEnsemble((16, 16, 3), options, seed=0), Scorer(), tmp_path)
+        return Feedback(section, RewardEnsemble((16, 16, 3), options, seed=0, capacity=99), Scorer(), tmp_path)
 
     def session(one: Feedback, seed: int) -> Any:
         return one.session(buffer, 8, 40, np.random.default_rng(seed), 0.0, 40)

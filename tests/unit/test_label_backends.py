@@ -17,14 +17,15 @@ import pytest
 from label_support import pair, random_pairs
 from PIL import Image
 
+from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.endpoints import EndpointBackend, GenerateBackend, choice_probabilities, server_url
-from rl_vlm.labelling.labeller import QueryOptions, VLMLabeller
+from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.labelling.types import Label
 from rl_vlm.types import UserInputError
 
 PROMPTS = task_prompts("cartpole")
-ONE = QueryOptions(steps=1, both_orders=False)
+ONE = LabelsSection(steps=1, both_orders=False)
 
 
 class Server:
@@ -66,7 +67,7 @@ def endpoint(server: Server, **more: Any) -> EndpointBackend:
     return EndpointBackend("http://vlm/v1/", "qwen", transport=httpx.ASGITransport(server), **more)
 
 
-def asked(backend: Any, options: QueryOptions = ONE) -> tuple[Label, VLMLabeller]:
+def asked(backend: Any, options: LabelsSection = ONE) -> tuple[Label, VLMLabeller]:
     labeller = VLMLabeller(backend, PROMPTS, options)
     (label,) = asyncio.run(labeller.label([pair(3, 20)]))
     return label, labeller
@@ -103,7 +104,7 @@ def test_the_old_field_of_guided_choice() -> None:
 def test_the_plain_generate_of_the_fork() -> None:
     server = Server({"text": "<think>hm</think>Image 2 is better."}, {"text": "1"})
     backend = GenerateBackend("http://vlm:8001/generate", transport=httpx.ASGITransport(server))
-    label, _ = asked(backend, QueryOptions(both_orders=False))
+    label, _ = asked(backend, LabelsSection(both_orders=False))
     describe, summarise = server.requests
     assert server.paths == ["/generate"] * 2
     kinds = [part["type"] for part in describe["messages"][0]["content"]]
@@ -147,13 +148,13 @@ def test_what_is_no_answer_is_an_error_at_once(reply: Any, message: str) -> None
 @pytest.mark.parametrize("reply", [(500, b"oops"), b"not json"])
 def test_failures_that_may_pass_are_errors_after_all_attempts(reply: Any) -> None:
     server = Server(reply)
-    label, _ = asked(endpoint(server), QueryOptions(steps=1, both_orders=False, attempts=2))
+    label, _ = asked(endpoint(server), LabelsSection(steps=1, both_orders=False, attempts=2))
     assert len(server.requests) == 2 and "no answer within" in label.error
 
 
 def test_a_server_that_is_not_there_is_an_error() -> None:
     backend = EndpointBackend("http://127.0.0.1:9/v1", "qwen", timeout_s=1)
-    label, _ = asked(backend, QueryOptions(steps=1, both_orders=False, attempts=1))
+    label, _ = asked(backend, LabelsSection(steps=1, both_orders=False, attempts=1))
     assert "127.0.0.1:9" in label.error
 
 
@@ -171,7 +172,7 @@ def test_all_pairs_go_out_at_once_unless_that_is_limited(limit: int | None, expe
         await Server(completion("0"))(scope, receive, send)
 
     backend = EndpointBackend("http://vlm/v1", "qwen", max_in_flight=limit, transport=httpx.ASGITransport(slow))
-    asyncio.run(VLMLabeller(backend, PROMPTS, QueryOptions(steps=1)).label(random_pairs(20)))
+    asyncio.run(VLMLabeller(backend, PROMPTS, LabelsSection(steps=1)).label(random_pairs(20)))
     assert most == expected
 
 

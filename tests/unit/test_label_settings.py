@@ -9,19 +9,13 @@ import pytest
 from label_support import pair
 from pydantic import ValidationError
 
-from rl_vlm.config import LabelsSection, RewardModelSection
+from rl_vlm.config import LabelsSection
 from rl_vlm.config.labels import Rule
 from rl_vlm.labelling.build import CoinFlippedLabels, FlippedLabels, build_labeller, prompts_of
-from rl_vlm.labelling.labeller import QueryOptions, VLMLabeller
+from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.teachers import CoinFlips, ScriptedTeacher
 from rl_vlm.labelling.types import Label
-from rl_vlm.preference.reward_options import EnsembleOptions
 from rl_vlm.types import UserInputError
-
-
-def test_the_sections_have_the_defaults_of_the_code() -> None:
-    assert LabelsSection().query_options(seed=0) == QueryOptions()
-    assert RewardModelSection().options(capacity=20_000) == EnsembleOptions()
 
 
 @pytest.mark.parametrize("rule", get_args(Rule))
@@ -37,6 +31,7 @@ def test_every_rule_can_be_configured(rule: Any) -> None:
         ({"source": "cache"}, "must name a label store"),
         ({"source": "cache", "cache": "None"}, "must name a label store"),
         ({"teacher": {"eps_mistake": 2}}, "eps_mistake"),
+        ({"teacher": {"gamma": 0.0}}, "gamma"),
         ({"orders": 1}, "orders"),
     ],
 )

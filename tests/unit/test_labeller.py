@@ -15,9 +15,10 @@ from label_support import pair, random_pairs, segment
 from PIL import Image
 
 from rl_vlm.chat import expand_image_tokens, mrope_positions
+from rl_vlm.config import LabelsSection
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.labelling.endpoints import Answer, Ask, BackendError, EngineClient, Question, ServedBackend
-from rl_vlm.labelling.labeller import QueryOptions, VLMLabeller, _encode, picture_of
+from rl_vlm.labelling.labeller import VLMLabeller, _encode, picture_of
 from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.labelling.session import LabellerDownError, label_session
 from rl_vlm.labelling.types import Label, SegmentPair
@@ -39,8 +40,8 @@ def backend(engine: TransformersEngine, tiny_folder: Path) -> ServedBackend:
     return ServedBackend(EngineClient(engine), text_side(tiny_folder))
 
 
-def one_step(**more: object) -> QueryOptions:
-    return QueryOptions(**{"steps": 1, **more})  # type: ignore[arg-type]
+def one_step(**more: object) -> LabelsSection:
+    return LabelsSection(**{"steps": 1, **more})  # type: ignore[arg-type]
 
 
 def asked(labeller: VLMLabeller, *pairs: SegmentPair) -> list[Label]:
@@ -117,7 +118,7 @@ def test_both_orders_are_asked_and_averaged(backend: ServedBackend) -> None:
 
 
 def test_two_steps_describe_and_then_summarise(backend: ServedBackend) -> None:
-    labeller = VLMLabeller(backend, PROMPTS, QueryOptions(both_orders=False, describe_tokens=12))
+    labeller = VLMLabeller(backend, PROMPTS, LabelsSection(both_orders=False, describe_tokens=12))
     (label,) = asked(labeller, pair(3, 20))
     assert labeller.stats.questions == 2
     if not label.error:  # the tiny model may describe with an empty text
@@ -159,7 +160,7 @@ def test_position_bias_is_measured() -> None:
 
 def test_two_steps_ask_the_second_in_text_only() -> None:
     script = Scripted(lambda question: "1" if question.choices else "<think>hm {x}</think>Image 2 is {better}.")
-    (label,) = asked(VLMLabeller(script, PROMPTS, QueryOptions(both_orders=False)), pair(20, 3))
+    (label,) = asked(VLMLabeller(script, PROMPTS, LabelsSection(both_orders=False)), pair(20, 3))
     describe, summarise = script.questions
     assert len(describe.messages[0].images) == 2 and describe.choices == () and describe.max_new_tokens == 512
     assert not summarise.messages[0].images and "Image 2 is {better}." in summarise.messages[0].text
@@ -276,14 +277,14 @@ def test_segments_without_pictures_are_refused() -> None:
 
 def test_seeds_differ_by_session_pair_order_and_step_and_come_back_after_a_restart() -> None:
     script = Scripted(lambda question: "0" if question.choices else "text")
-    labeller = VLMLabeller(script, PROMPTS, QueryOptions(seed=5))
+    labeller = VLMLabeller(script, PROMPTS, LabelsSection(), seed=5)
     asked(labeller, *random_pairs(2))
     state = labeller.state()
     asked(labeller, *random_pairs(2))
     seeds = [question.seed for question in script.questions]
     assert len(set(seeds)) == 16
     again = Scripted(script.answer)
-    resumed = VLMLabeller(again, PROMPTS, QueryOptions(seed=5))
+    resumed = VLMLabeller(again, PROMPTS, LabelsSection(), seed=5)
     resumed.set_state(state)
     asked(resumed, *random_pairs(2))
     assert sorted(question.seed for question in again.questions) == sorted(seeds[8:])

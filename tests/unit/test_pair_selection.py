@@ -10,9 +10,9 @@ from label_support import pair, random_pairs
 from scipy.spatial.distance import cdist
 from scipy.stats import entropy as scipy_entropy
 
+from rl_vlm.config import RewardModelSection
 from rl_vlm.config.labels import Rule
 from rl_vlm.preference.ensemble import RewardEnsemble
-from rl_vlm.preference.reward_options import EnsembleOptions
 from rl_vlm.preference.selection import (
     disagreement,
     entropy,
@@ -87,7 +87,11 @@ def test_pictures_that_differ_are_far_apart() -> None:
 @pytest.mark.parametrize("rule", get_args(Rule))
 @pytest.mark.parametrize("kind", ["image", "state_action"])
 def test_every_rule_works_with_states_and_with_pictures(rule: Any, kind: str) -> None:
-    options = EnsembleOptions(channels=(4, 4, 4, 4)) if kind == "image" else EnsembleOptions("mlp", hidden=8)
+    options = (
+        RewardModelSection(channels=(4, 4, 4, 4))
+        if kind == "image"
+        else RewardModelSection(architecture="mlp", hidden=8)
+    )
     model = RewardEnsemble((48, 48, 3) if kind == "image" else (5,), options)
     candidates = random_pairs(num_candidates(rule, 4, 5), size=48)
     assert len(candidates) == (4 if rule == "uniform" else 20)
@@ -103,7 +107,7 @@ def test_every_rule_works_with_states_and_with_pictures(rule: Any, kind: str) ->
 
 
 def test_mixed_rules_choose_among_the_uncertain_half() -> None:
-    model = RewardEnsemble((5,), EnsembleOptions("mlp", hidden=8))
+    model = RewardEnsemble((5,), RewardModelSection(architecture="mlp", hidden=8))
     candidates = random_pairs(20, size=32)
     for rule, measure in (("kcenter_disagreement", disagreement), ("kcenter_entropy", entropy)):
         half = {id(candidates[k]) for k in np.argsort(-measure(model.preferences(candidates)), kind="stable")[:10]}

@@ -13,18 +13,18 @@ from safetensors.torch import save_file
 from scipy.special import expit, log_expit
 from scipy.stats import spearmanr
 
+from rl_vlm.config import RewardModelSection
 from rl_vlm.labelling.types import SKIPPED, Label, Score, Segment, SegmentPair
 from rl_vlm.preference.ensemble import RewardEnsemble, preference_loss, score_loss
-from rl_vlm.preference.examples import Examples, TargetOptions, target_of
+from rl_vlm.preference.examples import Examples, target_of
 from rl_vlm.preference.reward_networks import ImageCNN, ImageMembers, MLPMembers, resnet18
-from rl_vlm.preference.reward_options import EnsembleOptions
 from rl_vlm.types import UserInputError
 
 SMALL = {"channels": (4, 8, 8, 8), "size": 2}
 
 
 def image_ensemble(seed: int = 0, size: int = 48, **more: Any) -> RewardEnsemble:
-    return RewardEnsemble((size, size, 3), EnsembleOptions(**{**SMALL, **more}), seed)
+    return RewardEnsemble((size, size, 3), RewardModelSection(**{**SMALL, **more}), seed)
 
 
 def state_pairs(count: int, steps: int = 3, seed: int = 0) -> list[SegmentPair]:
@@ -62,27 +62,27 @@ def test_the_loss_of_scores_is_their_squared_error() -> None:
 @pytest.mark.parametrize(
     ("label", "options", "target"),
     [
-        (Label(0), TargetOptions(), (1, 0)),
-        (Label(1), TargetOptions(), (0, 1)),
-        (Label(1), TargetOptions(margin=0.1), (0.1, 0.9)),
-        (Label(-1), TargetOptions(), None),
-        (Label(-1), TargetOptions(ties="half"), (0.5, 0.5)),
-        (Label(-1, error="HTTP 500"), TargetOptions(ties="half"), None),
-        (Label(-1, error=SKIPPED), TargetOptions(ties="half", soft=True), None),
-        (Label(0, (0.6, 0.2, 0.2)), TargetOptions(), (1, 0)),
-        (Label(0, (0.6, 0.2, 0.2)), TargetOptions(soft=True), (0.7, 0.3)),
-        (Label(-1, (0.4, 0.2, 0.4)), TargetOptions(soft=True), None),
-        (Label(-1, (0.4, 0.2, 0.4)), TargetOptions(soft=True, ties="half"), (0.6, 0.4)),
-        (Label(1), TargetOptions(soft=True, margin=0.2), (0.2, 0.8)),
+        (Label(0), RewardModelSection(), (1, 0)),
+        (Label(1), RewardModelSection(), (0, 1)),
+        (Label(1), RewardModelSection(label_margin=0.1), (0.1, 0.9)),
+        (Label(-1), RewardModelSection(), None),
+        (Label(-1), RewardModelSection(ties="half"), (0.5, 0.5)),
+        (Label(-1, error="HTTP 500"), RewardModelSection(ties="half"), None),
+        (Label(-1, error=SKIPPED), RewardModelSection(ties="half", soft_labels=True), None),
+        (Label(0, (0.6, 0.2, 0.2)), RewardModelSection(), (1, 0)),
+        (Label(0, (0.6, 0.2, 0.2)), RewardModelSection(soft_labels=True), (0.7, 0.3)),
+        (Label(-1, (0.4, 0.2, 0.4)), RewardModelSection(soft_labels=True), None),
+        (Label(-1, (0.4, 0.2, 0.4)), RewardModelSection(soft_labels=True, ties="half"), (0.6, 0.4)),
+        (Label(1), RewardModelSection(soft_labels=True, label_margin=0.2), (0.2, 0.8)),
     ],
 )
-def test_labels_become_targets(label: Label, options: TargetOptions, target: tuple[float, float] | None) -> None:
+def test_labels_become_targets(label: Label, options: RewardModelSection, target: tuple[float, float] | None) -> None:
     assert target_of(label, options) == (None if target is None else pytest.approx(target))
 
 
 def test_the_stacked_perceptrons_are_perceptrons() -> None:
     torch.manual_seed(0)
-    members = MLPMembers(2, inputs=5, hidden=8, layers=3)
+    members = MLPMembers(5, RewardModelSection(size=2, hidden=8, layers=3))
     x = torch.randn(4, 5)
     for number, found in enumerate(members([x, x])):
         hidden = x
@@ -95,7 +95,7 @@ def test_the_stacked_perceptrons_are_perceptrons() -> None:
 
 def test_the_cnn_has_the_originals_layers() -> None:
     torch.manual_seed(0)
-    network = ImageCNN(200, 200)
+    network = ImageCNN(200, 200, RewardModelSection())
     convolutions = [layer for layer in network.features if isinstance(layer, torch.nn.Conv2d)]
     assert [layer.kernel_size[0] for layer in convolutions] == [5, 3, 3, 3]
     assert [layer.stride[0] for layer in convolutions] == [3, 2, 2, 2]
@@ -112,14 +112,14 @@ def test_the_cnn_has_the_originals_layers() -> None:
 
 
 def test_members_see_pixels_between_0_and_1() -> None:
-    network = ImageCNN(48, 48, channels=(2, 2, 2, 2))
+    network = ImageCNN(48, 48, RewardModelSection(channels=(2, 2, 2, 2)))
     frames = torch.randint(0, 256, (3, 48, 48, 3), dtype=torch.uint8)
     found = ImageMembers([network])([frames])[0]
     torch.testing.assert_close(found, network(frames.permute(0, 3, 1, 2).contiguous() / 255.0), atol=1e-6, rtol=1e-4)
 
 
 def test_the_reward_is_the_mean_of_the_members_and_a_preference_their_sigmoid() -> None:
-    ensemble = RewardEnsemble((5,), EnsembleOptions(architecture="mlp", hidden=16))
+    ensemble = RewardEnsemble((5,), RewardModelSection(architecture="mlp", hidden=16))
     pairs = state_pairs(6)
     inputs = np.concatenate([np.concatenate([p.first.observations, p.first.actions], 1) for p in pairs])
     members = ensemble.member_rewards(inputs)
@@ -139,7 +139,7 @@ def test_members_begin_different_and_seeds_decide_everything() -> None:
 
 
 def test_states_and_actions_are_ranked_after_some_hundred_pairs() -> None:
-    ensemble = RewardEnsemble((5,), EnsembleOptions(architecture="mlp", hidden=32, min_gradient_steps=150))
+    ensemble = RewardEnsemble((5,), RewardModelSection(architecture="mlp", hidden=32, min_gradient_steps=150))
     pairs = state_pairs(300)
     assert ensemble.add_pairs(pairs, truth(pairs)) == 300
     report = ensemble.fit()
@@ -168,30 +168,30 @@ def test_pictures_are_ranked_segments_of_several_frames_included() -> None:
 def test_training_stops_early_but_not_before_its_gradient_steps() -> None:
     pairs = state_pairs(64)
     options: dict[str, Any] = {"architecture": "mlp", "hidden": 32, "lr": 3e-3, "batch": 32, "epochs": 200}
-    eager = RewardEnsemble((5,), EnsembleOptions(**options, min_gradient_steps=0))
+    eager = RewardEnsemble((5,), RewardModelSection(**options, min_gradient_steps=0))
     eager.add_pairs(pairs, truth(pairs))
     found = eager.fit()
     assert found.accuracy > 0.97 and found.epochs < 200
-    patient = RewardEnsemble((5,), EnsembleOptions(**options, min_gradient_steps=300))
+    patient = RewardEnsemble((5,), RewardModelSection(**options, min_gradient_steps=300))
     patient.add_pairs(pairs, truth(pairs))
     assert patient.fit().gradient_steps == 300
-    short = RewardEnsemble((5,), EnsembleOptions(**{**options, "epochs": 2}, min_gradient_steps=0, stop_accuracy=2))
+    short = RewardEnsemble((5,), RewardModelSection(**{**options, "epochs": 2}, min_gradient_steps=0, stop_accuracy=2))
     short.add_pairs(pairs, truth(pairs))
     assert short.fit().epochs == 2
     # Fewer pairs than a batch: epochs are added until there were enough steps.
-    few = RewardEnsemble((5,), EnsembleOptions(**{**options, "epochs": 2}, min_gradient_steps=10))
+    few = RewardEnsemble((5,), RewardModelSection(**{**options, "epochs": 2}, min_gradient_steps=10))
     few.add_pairs(pairs[:5], truth(pairs[:5]))
     assert few.fit().epochs == 10
 
 
 def test_without_examples_nothing_is_trained() -> None:
-    ensemble = RewardEnsemble((5,), EnsembleOptions(architecture="mlp"))
+    ensemble = RewardEnsemble((5,), RewardModelSection(architecture="mlp"))
     assert ensemble.add_pairs(state_pairs(2), [Label(-1), Label(0, error="down")]) == 0
     assert ensemble.fit().gradient_steps == 0
 
 
 def test_scores_are_learned() -> None:
-    ensemble = RewardEnsemble((5,), EnsembleOptions(architecture="mlp", hidden=32, lr=3e-3, min_gradient_steps=300))
+    ensemble = RewardEnsemble((5,), RewardModelSection(architecture="mlp", hidden=32, lr=3e-3, min_gradient_steps=300))
     segments = [p.first for p in state_pairs(200, steps=1)]
     wanted = expit([float(s.true_rewards[0]) for s in segments])
     kept = ensemble.add_scores(segments, [Score(float(value)) for value in wanted[:199]] + [Score(None)])
@@ -211,7 +211,7 @@ def test_a_restart_changes_nothing(tmp_path: Path, architecture: str) -> None:
         pairs = random_pairs(6, size=48)
         shape = (48, 48, 3)
     small = {**SMALL, "size": 1 if architecture == "resnet18" else 2}
-    options = EnsembleOptions(architecture=architecture, **small, batch=3, epochs=1, min_gradient_steps=2)  # type: ignore[arg-type]
+    options = RewardModelSection(architecture=architecture, **small, batch=3, epochs=1, min_gradient_steps=2)  # type: ignore[arg-type]
     straight = RewardEnsemble(shape, options, seed=1)
     straight.add_pairs(pairs, truth(pairs))
     straight.fit()
@@ -246,9 +246,9 @@ def test_inputs_of_another_size_are_refused() -> None:
     with pytest.raises(UserInputError, match="as many kernels"):
         image_ensemble(kernels=(3,))
     with pytest.raises(UserInputError, match="sees states and actions"):
-        RewardEnsemble((48, 48, 3), EnsembleOptions(architecture="mlp"))
+        RewardEnsemble((48, 48, 3), RewardModelSection(architecture="mlp"))
     with pytest.raises(UserInputError, match="sees pictures"):
-        RewardEnsemble((5,), EnsembleOptions())
+        RewardEnsemble((5,), RewardModelSection())
 
 
 def test_a_stride_is_the_originals_resize_factor() -> None:
@@ -279,11 +279,11 @@ def test_resnet_takes_local_weights(tmp_path: Path) -> None:
 def test_large_pictures_are_compressed_without_loss_and_old_pairs_make_room() -> None:
     examples = Examples("image", 2, capacity=3)
     pairs = random_pairs(5, size=200)
-    assert examples.add_pairs(pairs, [Label(0)] * 5, TargetOptions()) == 5 and len(examples) == 3
+    assert examples.add_pairs(pairs, [Label(0)] * 5, RewardModelSection()) == 5 and len(examples) == 3
     for place, one in enumerate(pairs[2:]):
         (found,) = examples.batch(np.array([place]))
         assert (found[0] == one.first.frames).all() and (found[1] == one.second.frames).all()
     assert examples.nbytes < 3 * 2 * 200 * 200 * 3 / 20
     small = Examples("image", 2, capacity=3)
-    small.add_pairs(random_pairs(1, size=48), [Label(0)], TargetOptions())
+    small.add_pairs(random_pairs(1, size=48), [Label(0)], RewardModelSection())
     assert small.nbytes == 2 * 48 * 48 * 3

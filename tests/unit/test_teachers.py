@@ -14,6 +14,7 @@ from label_support import pair, random_pairs
 from scipy.special import expit
 from scipy.stats import binomtest
 
+from rl_vlm.config import TeacherSection
 from rl_vlm.labelling.teachers import (
     ClipSimilarity,
     CoinFlips,
@@ -21,7 +22,6 @@ from rl_vlm.labelling.teachers import (
     ScriptedTeacher,
     SimilarityLabeller,
     SimilarityReward,
-    TeacherOptions,
 )
 from rl_vlm.labelling.types import SKIPPED, Label, Segment, SegmentPair
 from rl_vlm.types import UserInputError
@@ -50,26 +50,26 @@ def test_a_rational_teacher_prefers_the_higher_return() -> None:
 
 def test_gamma_discounts_earlier_steps() -> None:
     # 0.5 · 4 + 1 = 3 against 0.5 · 1 + 3 = 3.5, although the plain sums are 5 and 4.
-    discounting = ScriptedTeacher(TeacherOptions(gamma=0.5))
+    discounting = ScriptedTeacher(TeacherSection(gamma=0.5))
     assert [label.value for label in labels(discounting, by_rewards([4, 1], [1, 3]))] == [1]
     assert [label.value for label in labels(ScriptedTeacher(), by_rewards([4, 1], [1, 3]))] == [0]
 
 
 @pytest.mark.parametrize("difference", [-2.0, 0.0, 0.7])
 def test_beta_makes_a_bradley_terry_teacher(difference: float) -> None:
-    teacher = ScriptedTeacher(TeacherOptions(beta=1.5), seed=3)
+    teacher = ScriptedTeacher(TeacherSection(beta=1.5), seed=3)
     found = labels(teacher, *[by_rewards([1.0], [1.0 + difference])] * 2000)
     seconds = sum(label.value == 1 for label in found)
     assert binomtest(seconds, 2000, expit(1.5 * difference)).pvalue > 1e-3
 
 
 def test_mistakes_come_at_their_rate() -> None:
-    found = labels(ScriptedTeacher(TeacherOptions(eps_mistake=0.2), seed=1), *[by_rewards([0], [1])] * 2000)
+    found = labels(ScriptedTeacher(TeacherSection(eps_mistake=0.2), seed=1), *[by_rewards([0], [1])] * 2000)
     assert binomtest(sum(label.value == 0 for label in found), 2000, 0.2).pvalue > 1e-3
 
 
 def test_thresholds_scale_with_the_policys_return() -> None:
-    teacher = ScriptedTeacher(TeacherOptions(eps_skip=0.5, eps_equal=0.1))
+    teacher = ScriptedTeacher(TeacherSection(eps_skip=0.5, eps_equal=0.1))
     cases = [by_rewards([1, 1], [0, 1]), by_rewards([4, 4], [4, 4.5]), by_rewards([4, 4], [9, 0])]
     assert [label.value for label in labels(teacher, *cases)] == [0, 1, 1]  # no margin yet
     teacher.set_margin(mean_return=500, segment_length=2, horizon=100)  # 10 per segment
@@ -78,13 +78,13 @@ def test_thresholds_scale_with_the_policys_return() -> None:
 
 
 def test_a_negative_return_switches_thresholds_off() -> None:
-    teacher = ScriptedTeacher(TeacherOptions(eps_skip=0.5, eps_equal=0.5))
+    teacher = ScriptedTeacher(TeacherSection(eps_skip=0.5, eps_equal=0.5))
     teacher.set_margin(mean_return=-500, segment_length=1, horizon=100)
     assert [label.value for label in labels(teacher, by_rewards([-1], [-2]))] == [0]
 
 
 @pytest.mark.parametrize(
-    "teacher", [lambda: ScriptedTeacher(TeacherOptions(eps_mistake=0.3), seed=7), lambda: CoinFlips(7)]
+    "teacher", [lambda: ScriptedTeacher(TeacherSection(eps_mistake=0.3), seed=7), lambda: CoinFlips(7)]
 )
 def test_a_resumed_teacher_goes_on_where_it_stopped(teacher: Any) -> None:
     first = teacher()
@@ -99,12 +99,6 @@ def test_a_resumed_teacher_goes_on_where_it_stopped(teacher: Any) -> None:
 def test_coin_flips_know_nothing() -> None:
     found = labels(CoinFlips(0), *[by_rewards([0], [1])] * 1000)
     assert binomtest(sum(label.value for label in found), 1000, 0.5).pvalue > 1e-3
-
-
-@pytest.mark.parametrize("wrong", [{"eps_mistake": 1.5}, {"gamma": 0.0}])
-def test_wrong_options_are_named(wrong: dict[str, float]) -> None:
-    with pytest.raises(UserInputError, match="eps_mistake"):
-        TeacherOptions(**wrong)
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,9 @@ from label_support import pair
 from PIL import Image
 
 from rl_vlm.chat import ChatCodec
+from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.endpoints import Answer, Question
-from rl_vlm.labelling.labeller import QueryOptions, VLMLabeller
+from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.supervised import DialogueEncoder
@@ -66,7 +67,7 @@ def test_it_is_asked_in_the_words_of_its_lessons(processor: Any, encoder: Dialog
         async def open(self) -> Any:
             yield ask
 
-    labeller = VLMLabeller(Keeps(), task_prompts("cartpole-tiny"), QueryOptions(steps=1, both_orders=False))
+    labeller = VLMLabeller(Keeps(), task_prompts("cartpole-tiny"), LabelsSection(steps=1, both_orders=False))
     asyncio.run(labeller.label([pair(3, -20)]))
     tokenizer = processor.tokenizer
     codec = ChatCodec(tokenizer, processor.chat_template, processor.image_token)
