@@ -112,7 +112,7 @@ def evaluate(
     """Measure a policy on the held-out split, or a preference run's agent on its evaluation episodes; print JSON."""
     run = _load(config, overrides)
     if run.algorithm.name == "preference_sac":
-        from rl_vlm.preference.evaluation import evaluate_run
+        from rl_vlm.runs.preference_evaluation import evaluate_run
         from rl_vlm.types import UserInputError
 
         source = run_dir or (config if config.is_dir() else None)

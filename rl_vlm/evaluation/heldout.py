@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.config import RunConfig
-from rl_vlm.evaluation.statistics import pass_at_k, wilson_interval
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.seeding import derive_seed
+from rl_vlm.statistics import pass_at_k, wilson_interval
 from rl_vlm.types import Trajectory, TrajectoryGroup
 
 

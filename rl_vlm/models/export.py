@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedM
 
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side, resolve_model
-from rl_vlm.monitoring.ownership import MODEL_MARKER, files_in, mark_model, model_files
+from rl_vlm.ownership import MODEL_MARKER, files_in, mark_model, model_files
 from rl_vlm.types import RLVLMError, UserInputError
 
 
@@ -135,7 +135,7 @@ def replace_folder(draft: Path, out: Path) -> None:
         os.replace(draft, out)
         return
     foreign = sorted(set(files_in(out)) - model_files(out))
-    if taken := [one for one in foreign if any((draft / place).is_file() for place in (one, *Path(one).parents))]:
+    if taken := [one for one in foreign if any((draft / place).is_file() for place in (Path(one), *Path(one).parents))]:
         raise UserInputError(f"{out / taken[0]} is not a file that rl-vlm wrote, and it is in the way: move it first.")
     old = out.with_name(f".{out.name}-old-{os.getpid()}")
     os.replace(out, old)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_vlm.config import RunConfig
 from rl_vlm.control_envs.base import ControlEnv
 from rl_vlm.preference.replay import StepBatch
 from rl_vlm.seeding import derive_seed
@@ -192,6 +193,11 @@ class EpisodeResult:
     success_best: float
     success_last: float
     frames: np.ndarray | None = None
+
+
+def evaluation_seeds(run: RunConfig) -> list[int]:
+    """The starts of the evaluation episodes, the same at every evaluation of a run."""
+    return [derive_seed(run.seed, 40, number) % 2**31 for number in range(run.preference.evaluation.episodes)]
 
 
 class Evaluator:

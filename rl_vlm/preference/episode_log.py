@@ -122,7 +122,7 @@ class StepCsv:
 
 def evaluation_row(results: Sequence[EpisodeResult], step: int, episode: int) -> dict[str, float]:
     """A row of eval.csv: success in percent, with the 95 % interval of a proportion (Wilson, 1927)."""
-    from rl_vlm.evaluation.statistics import wilson_interval
+    from rl_vlm.statistics import wilson_interval
 
     best = [result.success_best for result in results]
     returns = [result.true_return for result in results]

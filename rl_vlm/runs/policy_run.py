@@ -10,7 +10,7 @@ from rl_vlm.algorithms.checkpoint import clean_leftovers, latest_checkpoint, sav
 from rl_vlm.config import RunConfig
 from rl_vlm.imports import import_meanwhile
 from rl_vlm.monitoring.display import ProgressDisplay
-from rl_vlm.monitoring.ownership import RUN_MARKER, clear_run, mark_run
+from rl_vlm.ownership import RUN_MARKER, clear_run, mark_run
 from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.types import RLVLMError, UserInputError
 

@@ -12,7 +12,7 @@ import pytest
 from runs import QUICKSTART, ROOT, TrainingProcess, environment, rl_vlm
 
 from rl_vlm.models.loading import resolve_model
-from rl_vlm.monitoring.ownership import files_in, run_files
+from rl_vlm.ownership import files_in, run_files
 
 
 @pytest.fixture(scope="module")

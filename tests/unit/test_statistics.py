@@ -11,8 +11,8 @@ from scipy import stats
 
 from rl_vlm.config import parse_config
 from rl_vlm.evaluation.heldout import evaluation_tasks, is_correct, summarize
-from rl_vlm.evaluation.statistics import pass_at_k, wilson_interval
 from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.statistics import pass_at_k, wilson_interval
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
 

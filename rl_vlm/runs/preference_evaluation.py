@@ -14,16 +14,10 @@ from safetensors.numpy import load_file
 from rl_vlm.algorithms.preference_checkpoint import AGENT, STATE, latest_checkpoint, read_state
 from rl_vlm.config import RunConfig
 from rl_vlm.files import write_atomic
-from rl_vlm.preference.collector import Evaluator, NumpyActor, environment_errors
+from rl_vlm.preference.collector import Evaluator, NumpyActor, environment_errors, evaluation_seeds
 from rl_vlm.preference.env_runner import make_run_env
 from rl_vlm.preference.episode_log import evaluation_figures
-from rl_vlm.seeding import derive_seed
 from rl_vlm.types import UserInputError
-
-
-def evaluation_seeds(run: RunConfig) -> list[int]:
-    """The starts of the evaluation episodes, the same at every evaluation of a run."""
-    return [derive_seed(run.seed, 40, number) % 2**31 for number in range(run.preference.evaluation.episodes)]
 
 
 def evaluate_run(run: RunConfig, folder: Path, out: Path | None = None) -> dict[str, Any]:
