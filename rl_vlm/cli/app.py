@@ -86,11 +86,11 @@ def train(
     if resume and overwrite:
         raise UserInputError("--resume and --overwrite contradict each other: give one of them.")
     run = _load(config, overrides)
-    from rl_vlm.runs import policy_run as training
+    from rl_vlm.runs import preflight
+    from rl_vlm.runs import train as training
 
     if dry_run:
-        found = training.dry_run(run)
-        for name, value in (found or {}).items():
+        for name, value in preflight.inspect_run(run).items():
             typer.echo(f"{name}: {value}")
         typer.echo(f"{run.name}: nothing is wrong with the configuration, the model and the data.")
         return
@@ -111,23 +111,9 @@ def evaluate(
 ) -> None:
     """Measure a policy on the held-out split, or a preference run's agent on its evaluation episodes; print JSON."""
     run = _load(config, overrides)
-    if run.algorithm.name == "preference_sac":
-        from rl_vlm.runs.preference_evaluation import evaluate_run
-        from rl_vlm.types import UserInputError
-
-        source = run_dir or (config if config.is_dir() else None)
-        if adapter is not None or source is None:
-            raise UserInputError(
-                "A preference run has an agent and no adapter: name its run folder, or one of its checkpoints, with --run-dir."
-            )
-        _check_out(out)
-        results = evaluate_run(run, source, out)
-    else:
-        folder = _adapter(adapter, run_dir)
-        _check_out(out)
-        from rl_vlm.runs import evaluate as harness
-
-        results = harness.evaluate(run, adapter=folder, out=out)
+    source = run_dir or (config if config.is_dir() and adapter is None else None)
+    _check_out(out)
+    results = run.spec.load("evaluate")(run, adapter=adapter, run_dir=source, out=out)
     typer.echo(json.dumps(results, indent=2))
 
 
@@ -151,8 +137,9 @@ def rollout(
     out: Out = None,
 ) -> None:
     """Play episodes and print one JSON line for each, and a summary at the end."""
-    run, folder = _load(config, overrides), _adapter(adapter, run_dir)
+    run = _load(config, overrides)
     _check_out(out)
+    from rl_vlm.models.adapter import find_adapter
     from rl_vlm.runs import evaluate as harness
 
     options = {
@@ -164,7 +151,9 @@ def rollout(
         "seed": seed,
     }
     sampling = {name: value for name, value in options.items() if value is not None}
-    summary = harness.rollout(run, adapter=folder, episodes=episodes, sampling=sampling, out=out)
+    summary = harness.rollout(
+        run, adapter=find_adapter(adapter, run_dir), episodes=episodes, sampling=sampling, out=out
+    )
     typer.echo(json.dumps({"summary": summary}))
 
 
@@ -185,8 +174,10 @@ def serve(
     if model is not None and "=" in model and not Path(model).exists():
         overrides = [model, *(overrides or [])]
         model = None  # it comes from LOCAL_MODEL_PATH
-    _adapter(adapter, None)
+    from rl_vlm.models.adapter import find_adapter
     from rl_vlm.runs import serve as launch
+
+    find_adapter(adapter, None)
 
     planned = launch.plan(model, overrides or (), adapter=adapter, host=host, port=port)
     raise typer.Exit(128 + launch.run_server(planned, typer.echo))
@@ -310,17 +301,6 @@ def _load(config: Path, overrides: Sequence[str] | None) -> RunConfig:
     from rl_vlm.config import load_config
 
     return load_config(config / "config.yaml" if config.is_dir() else config, overrides or ())
-
-
-def _adapter(adapter: Path | None, run_dir: Path | None) -> Path | None:
-    from rl_vlm.types import UserInputError
-
-    if adapter is not None and run_dir is not None:
-        raise UserInputError("--adapter and --run-dir both name an adapter: give one of them.")
-    folder = run_dir / "adapter" if run_dir is not None else adapter
-    if folder is not None and not (folder / "adapter_config.json").is_file():
-        raise UserInputError(f"{folder} is not a peft adapter folder: it holds no adapter_config.json.")
-    return folder
 
 
 def _check_out(out: Path | None) -> None:

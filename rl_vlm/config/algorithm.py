@@ -9,6 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from rl_vlm.config.section import Section
 
+# Losses that are here without a plugin; importing them would import torch.
+LOSSES_OF_OURS = ("clipped", "gspo")
 # What a preset sets. A key that is given beside the preset wins over it.
 PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath, arXiv 2402.03300.
@@ -32,7 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 class AlgorithmSection(Section):
     """`preference_sac` is set by `preference`; all else here is GRPO's. Defaults are the published multi-turn geo3k recipe: clip 0.2 / 0.28, no KL, no entropy bonus, std-normalised."""
 
-    name: Literal["grpo", "preference_sac"] = "grpo"
+    name: str = Field("grpo", description="grpo or preference_sac.")
     iterations: int = Field(100, ge=1)
     preset: str | None = Field(
         None, description="grpo, dapo or dr_grpo: sets loss, aggregation, estimator and their constants together."

@@ -18,6 +18,7 @@ from rl_vlm.config.resources import ResourcesSection
 from rl_vlm.config.rollout import RolloutSection
 from rl_vlm.config.section import Section
 from rl_vlm.config.serving import ServingSection
+from rl_vlm.config.specs import ALGORITHMS, AlgorithmSpec
 
 
 class RunConfig(Section):
@@ -55,11 +56,6 @@ class RunConfig(Section):
                 "rollout.top_p must be 1 and rollout.top_k 0 in training: the learner cannot reproduce a truncated "
                 "distribution"
             )
-        if self.algorithm.minibatches > rollout.prompts_per_iteration:
-            raise ValueError(
-                f"algorithm.minibatches ({self.algorithm.minibatches}) exceeds rollout.prompts_per_iteration "
-                f"({rollout.prompts_per_iteration}): a minibatch needs at least one group"
-            )
         uses_vllm = self.serving.engine == "vllm" or (
             self.serving.engine == "auto" and self.serving.gpus_per_replica > 0
         )
@@ -72,40 +68,25 @@ class RunConfig(Section):
             raise ValueError(
                 "deterministic: true needs serving.engine transformers, model.dtype float32 and rollout.max_policy_lag 0"
             )
-        if self.algorithm.name == "preference_sac" and self.learner.num_learners > 1:
-            raise ValueError("learner.num_learners must be 0 or 1 for preference_sac: its networks are small")
-        if self.algorithm.name == "preference_sac" and self.env.isolation != "thread":
-            raise ValueError(
-                "env.isolation process is for vision environments: use preference.collection.num_env_runners"
-            )
         if self.model.train == "full":
             raise ValueError(
                 "model.train: full is not available yet, because full weights cannot be sent to running replicas: "
                 "use model.train: lora"
             )
+        self.spec.check(self)
         return self
+
+    @property
+    def spec(self) -> AlgorithmSpec:
+        """What a run of this algorithm is made of."""
+        return ALGORITHMS.get(self.algorithm.name)
 
     @property
     def needed_cpus(self) -> float:
         """Logical CPUs that all actors of the run hold together."""
-        if self.algorithm.name == "preference_sac":
-            collection = self.preference.collection
-            replicas = self.serving.num_replicas if self.preference.asks_served_model else 0
-            return (
-                replicas * self.serving.cpus_per_replica
-                + collection.num_env_runners * collection.cpus_per_env_runner
-                + self.learner.num_learners * self.learner.cpus_per_learner
-            )
-        return (
-            self.serving.num_replicas * self.serving.cpus_per_replica
-            + self.rollout.num_env_runners * self.rollout.cpus_per_env_runner
-            + self.learner.num_learners * self.learner.cpus_per_learner
-        )
+        return sum(actors.count * actors.cpus for actors in self.spec.actors(self))
 
     @property
     def needed_gpus(self) -> float:
         """GPUs that all actors of the run hold together; a learner inside the driver counts as one actor."""
-        learners = max(self.learner.num_learners, 1 if self.learner.gpus_per_learner else 0)
-        if self.algorithm.name == "preference_sac" and not self.preference.asks_served_model:
-            return learners * self.learner.gpus_per_learner
-        return self.serving.num_replicas * self.serving.gpus_per_replica + learners * self.learner.gpus_per_learner
+        return sum(actors.count * actors.gpus for actors in self.spec.actors(self))

@@ -132,3 +132,16 @@ def config_to_json(config: LoraConfig) -> str:
     values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     values["inference_mode"] = True
     return json.dumps(values, indent=2, sort_keys=True, default=str)
+
+
+def find_adapter(adapter: Path | None, run_dir: Path | None) -> Path | None:
+    """The adapter folder that a command names, by itself or through its run's folder; None: the base model.
+
+    Raises UserInputError when both are named, or what is named is no adapter.
+    """
+    if adapter is not None and run_dir is not None:
+        raise UserInputError("--adapter and --run-dir both name an adapter: give one of them.")
+    folder = run_dir / "adapter" if run_dir is not None else adapter
+    if folder is not None and not (folder / "adapter_config.json").is_file():
+        raise UserInputError(f"{folder} is not a peft adapter folder: it holds no adapter_config.json.")
+    return folder

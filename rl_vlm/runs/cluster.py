@@ -59,18 +59,8 @@ def check_resources(run: RunConfig) -> None:
 
 def _check_cpus(run: RunConfig, cpus: float) -> None:
     if run.needed_cpus > cpus + 1e-6:
-        prefers = run.algorithm.name == "preference_sac"
-        runners = run.preference.collection if prefers else run.rollout
-        replicas = 0 if prefers and not run.preference.asks_served_model else run.serving.num_replicas
-        parts = [
-            f"{count} {name} × {each:g}"
-            for count, name, each in (
-                (replicas, "replicas", run.serving.cpus_per_replica),
-                (runners.num_env_runners, "env runners", runners.cpus_per_env_runner),
-                (run.learner.num_learners, "learners", run.learner.cpus_per_learner),
-            )
-            if count
-        ]
+        held = [actors for actors in run.spec.actors(run) if actors.count and actors.cpus]
+        parts = [f"{actors.count} {actors.kind} × {actors.cpus:g}" for actors in held]
         raise UserInputError(
             f"The run asks for {run.needed_cpus:g} logical CPUs ({', '.join(parts)}) and the cluster can never have more "
             f"than {cpus:g}: ask for fewer, or raise resources.num_cpus."

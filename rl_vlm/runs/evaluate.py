@@ -18,7 +18,7 @@ from rl_vlm.config import RunConfig
 from rl_vlm.envs.registry import make
 from rl_vlm.evaluation.heldout import evaluation_tasks, is_correct, summarize
 from rl_vlm.files import write_atomic
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.adapter import AdapterPayload, find_adapter
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.seeding import derive_seed
@@ -70,8 +70,14 @@ def _play(run: RunConfig, adapter: Path | None, tasks: list[RolloutTask], batch:
     return merged
 
 
-def evaluate(run: RunConfig, adapter: Path | None = None, out: Path | None = None) -> dict[str, Any]:
-    """Held-out accuracy per variant with intervals (see `heldout.summarize`); written to `out` as JSON if given."""
+def evaluate_policy_run(
+    run: RunConfig, *, adapter: Path | None = None, run_dir: Path | None = None, out: Path | None = None
+) -> dict[str, Any]:
+    """Held-out accuracy per variant with intervals (see `heldout.summarize`); written to `out` as JSON if given.
+
+    The adapter is named by itself or through its run's folder; without either the base model is measured.
+    """
+    adapter = find_adapter(adapter, run_dir)
     env = make(run.env.id, **run.env.make_kwargs())
     num_items = env.num_items(run.evaluation.split)
     env.close()

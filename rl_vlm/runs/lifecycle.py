@@ -8,12 +8,13 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from rl_vlm.config import RunConfig, save_config
+from rl_vlm.imports import import_meanwhile
 from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.types import RLVLMError
@@ -101,9 +102,23 @@ class RunLifecycle(ABC):
             raise InterruptedRun(self.stop.signal or signal.SIGINT)
         return result
 
-    @abstractmethod
     def _loop(self) -> None:
-        """Train."""
+        """Start everything, train, stop everything."""
+        serves = self.run.spec.serves(self.run)
+        import_meanwhile("torch", *(("transformers.modeling_utils", "peft") if serves else ()))
+        from rl_vlm.runs.cluster import ray_cluster
+        from rl_vlm.serving.publisher import serving_ahead
+
+        replicas = f", {self.run.serving.num_replicas} replicas" if serves else ""
+        self.display.message(f"Starting Ray{replicas} and the learner for {self.run.env.id} ...")
+        with ray_cluster(self.run), serving_ahead(self.run, self.folder / "serving") if serves else nullcontext():
+            config = self.run.spec.load("config").from_run_config(self.run, self.folder)
+            with self._algorithm(config):
+                self._train()
+
+    @abstractmethod
+    def _train(self) -> None:
+        """Train `self.algorithm` to the end, or until `self.stop`."""
 
     @abstractmethod
     def _outcome(self) -> dict[str, Any]:

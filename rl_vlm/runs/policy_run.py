@@ -1,4 +1,4 @@
-"""`rl-vlm train`: one run from its configuration to its result, with checkpoints, evaluation, resume and clean endings."""
+"""A run of GRPO or a relative: iterations, evaluations, checkpoints, the adapter at the end."""
 
 from __future__ import annotations
 
@@ -8,72 +8,13 @@ from typing import Any
 
 from rl_vlm.algorithms.checkpoint import clean_leftovers, latest_checkpoint, save_checkpoint
 from rl_vlm.config import RunConfig
-from rl_vlm.imports import import_meanwhile
 from rl_vlm.monitoring.display import ProgressDisplay
-from rl_vlm.ownership import RUN_MARKER, clear_run, mark_run
 from rl_vlm.runs.lifecycle import RunLifecycle
-from rl_vlm.types import RLVLMError, UserInputError
+from rl_vlm.types import RLVLMError
 
 
-def default_run_dir(run: RunConfig) -> Path:
-    """`runs/<name>`."""
-    return Path("runs") / run.name
-
-
-def dry_run(run: RunConfig) -> dict[str, Any]:
-    """Check everything that can be checked without starting Ray: model folder, data, environment, resources.
-
-    Returns what was found, as figures for people. Raises UserInputError.
-    """
-    from rl_vlm.runs.preflight import inspect_run
-
-    return inspect_run(run)
-
-
-def prepare_run_dir(folder: Path, resume: bool, overwrite: bool) -> None:
-    """Make the run folder. An existing one is refused unless a run in it is to be resumed or overwritten."""
-    if folder.exists() and not folder.is_dir():
-        raise UserInputError(f"{folder} is a file: choose another --run-dir.")
-    if folder.is_dir() and any(folder.iterdir()):
-        if resume:
-            if not (folder / RUN_MARKER).is_file() and not (folder / "checkpoints").is_dir():
-                raise UserInputError(f"{folder} holds no run to resume: choose another --run-dir.")
-        elif overwrite:
-            clear_run(folder)
-        else:
-            raise UserInputError(
-                f"The run folder {folder} exists: choose another --run-dir, or add --resume or --overwrite."
-            )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        mark_run(folder)
-    except OSError as error:
-        raise UserInputError(f"Cannot make the run folder {folder}: {error.strerror}.") from error
-
-
-def train(
-    run: RunConfig, run_dir: Path | None = None, *, resume: bool = False, overwrite: bool = False
-) -> dict[str, Any]:
-    """Run to the end and return the content of `result.json`.
-
-    Raises UserInputError before anything is touched, InterruptedRun after a signal, RLVLMError when the run fails.
-    """
-    dry_run(run)
-    from rl_vlm.runs.cluster import check_resources, joins_cluster
-
-    if not joins_cluster():
-        check_resources(run)
-    folder = (run_dir or default_run_dir(run)).absolute()
-    prepare_run_dir(folder, resume, overwrite)
-    if run.algorithm.name == "preference_sac":
-        from rl_vlm.runs.preference_run import PreferenceRun
-
-        return PreferenceRun(run, folder, resume).execute()
-    return _Run(run, folder, resume).execute()
-
-
-class _Run(RunLifecycle):
-    """A GRPO run."""
+class PolicyRun(RunLifecycle):
+    """A run that trains the served policy."""
 
     def __init__(self, run: RunConfig, folder: Path, resume: bool) -> None:
         self.checkpoints = folder / "checkpoints"
@@ -84,18 +25,6 @@ class _Run(RunLifecycle):
         self.evaluations: list[dict[str, Any]] = []
         self.saved_iteration = -1
         self.last_iteration = start
-
-    def _loop(self) -> None:
-        import_meanwhile("torch", "transformers.modeling_utils", "peft")
-        from rl_vlm.runs.cluster import ray_cluster
-        from rl_vlm.serving.publisher import serving_ahead
-
-        self.display.message(f"Starting Ray, {self.run.serving.num_replicas} replicas and the learner ...")
-        with ray_cluster(self.run), serving_ahead(self.run, self.folder / "serving"):
-            from rl_vlm.algorithms.grpo import GRPOConfig
-
-            with self._algorithm(GRPOConfig.from_run_config(self.run, self.folder)):
-                self._train()
 
     def _train(self) -> None:
         from rl_vlm.rollout.sampler import RoundAbandonedError

@@ -20,14 +20,20 @@ from rl_vlm.preference.episode_log import evaluation_figures
 from rl_vlm.types import UserInputError
 
 
-def evaluate_run(run: RunConfig, folder: Path, out: Path | None = None) -> dict[str, Any]:
+def evaluate_preference_run(
+    run: RunConfig, *, adapter: Path | None = None, run_dir: Path | None = None, out: Path | None = None
+) -> dict[str, Any]:
     """Play the evaluation episodes with a checkpoint's agent; written to `out` as JSON if given.
 
-    `folder` is a run folder, whose latest checkpoint is used, or a checkpoint's own folder. The result holds the figures
+    `run_dir` is a run folder, whose latest checkpoint is used, or a checkpoint's own folder. The result holds the figures
     of eval.jsonl, and each episode under `episodes`. Raises UserInputError without a checkpoint that fits, CollectionError
     when an environment fails.
     """
-    checkpoint = _find_checkpoint(folder)
+    if adapter is not None or run_dir is None:
+        raise UserInputError(
+            "A preference run has an agent and no adapter: name its run folder, or one of its checkpoints, with --run-dir."
+        )
+    checkpoint = _find_checkpoint(run_dir)
     step = int(read_state(checkpoint)["step"])
     actor = _load_actor(run, checkpoint)
     settings = run.preference.evaluation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from rl_vlm.preference.episode_log import (
     evaluation_row,
 )
 from rl_vlm.reporting.video import write_video
-from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.runs.lifecycle import RunLifecycle
+from rl_vlm.types import RLVLMError
 
 
 class PreferenceRun(RunLifecycle):
@@ -41,21 +41,7 @@ class PreferenceRun(RunLifecycle):
         self.episode_started = time.monotonic()
         self.saved_step = -1
 
-    def _loop(self) -> None:
-        from rl_vlm.serving.publisher import serving_ahead
-
-        self.display.message(f"Starting Ray and {self.run.env.id} ...")
-        serves = self.settings.asks_served_model
-        with (
-            ray_cluster(self.run),
-            serving_ahead(self.run, self.folder / "serving") if serves else nullcontext(),
-        ):
-            from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
-
-            with self._algorithm(PreferenceSACConfig.from_run_config(self.run, self.folder)):
-                self._run_algorithm()
-
-    def _run_algorithm(self) -> None:
+    def _train(self) -> None:
         algorithm = self.algorithm
         algorithm.on_episode, algorithm.on_session = self._log_episode, self._log_session
         if self.start_from is not None:
@@ -65,12 +51,15 @@ class PreferenceRun(RunLifecycle):
         self._started()
         try:
             with self._timed():
-                self._train()
-        finally:
-            # After an error too: hours of experience are worth a checkpoint, and its labels are paid for.
-            self._checkpoint()
+                self._iterate()
+        except BaseException:
+            # Hours of experience are worth a checkpoint, and its labels are paid for. What ended the run is what is raised.
+            with suppress(RLVLMError):
+                self._checkpoint()
+            raise
+        self._checkpoint()
 
-    def _train(self) -> None:
+    def _iterate(self) -> None:
         algorithm, settings = self.algorithm, self.settings
         if algorithm.env_steps == 0:
             self._evaluate()
@@ -157,10 +146,15 @@ class PreferenceRun(RunLifecycle):
         step = self.algorithm.env_steps
         if step == self.saved_step:
             return
+        from rl_vlm.algorithms.learners import LearnerLostError
+
         try:
             self.checkpoints.save(step, lambda folder: self.algorithm.save_checkpoint(str(folder)))
         except OSError as error:
             self._cannot_write("a checkpoint", error)
+            return
+        except LearnerLostError as error:  # the next update replaces it
+            self.display.message(f"No checkpoint at step {step}. {error}")
             return
         self.saved_step = step
 
@@ -180,7 +174,7 @@ class PreferenceRun(RunLifecycle):
             "labels": {"asked": feedback.asked, "usable": feedback.usable, "sessions": feedback.sessions}
             if feedback is not None
             else {},
-            "restarts": {"env_runner": algorithm.sampler.restarts} if hasattr(algorithm, "sampler") else {},
+            "restarts": dict(getattr(algorithm, "restarts", {})),
         }
 
 

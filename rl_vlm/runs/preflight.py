@@ -10,18 +10,33 @@ from safetensors import SafetensorError, safe_open
 
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig
+from rl_vlm.config.algorithm import LOSSES_OF_OURS
 from rl_vlm.envs.registry import make
+from rl_vlm.learning.estimators import ESTIMATORS
 from rl_vlm.models.loading import check_quantization, load_text_side, quiet_libraries, resolve_model
+from rl_vlm.plugins import load_plugins
 from rl_vlm.types import RLVLMError, UserInputError
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def inspect_run(run: RunConfig) -> dict[str, Any]:
-    """Open one item of each split and encode it; returns figures for people. Raises UserInputError."""
+    """Check everything that can be checked without starting Ray: model folder, data, environment, resources.
+
+    Returns what was found, as figures for people. Raises UserInputError.
+    """
+    load_plugins(run.plugins)
     check_quantization(run.serving.quantization)
-    if run.algorithm.name == "preference_sac":
-        return inspect_preference_run(run)
+    return run.spec.load("preflight")(run)  # type: ignore[no-any-return]
+
+
+def inspect_policy_run(run: RunConfig) -> dict[str, Any]:
+    """Open one item of each split and encode it, and look up what learns from it."""
+    ESTIMATORS.get(run.algorithm.estimator)
+    if run.algorithm.loss not in LOSSES_OF_OURS:
+        from rl_vlm.learning.losses import LOSSES  # imports torch
+
+        LOSSES.get(run.algorithm.loss)
     env_kwargs = run.env.make_kwargs()
     env = make(run.env.id, **env_kwargs)
     try:

@@ -25,7 +25,7 @@ def config(tmp_path) -> Path:
 
 @pytest.fixture
 def training(monkeypatch):
-    """A stand-in for rl_vlm.runs.policy_run that records its calls; `outcome` is raised or returned."""
+    """A stand-in for rl_vlm.runs.train that records its calls; `outcome` is raised or returned."""
 
     def train(run, run_dir, *, resume, overwrite):
         module.calls.append((run, run_dir, resume, overwrite))
@@ -33,12 +33,12 @@ def training(monkeypatch):
             raise module.outcome
         return module.outcome
 
-    module = types.ModuleType("rl_vlm.runs.policy_run")
+    module = types.ModuleType("rl_vlm.runs.train")
     module.calls, module.outcome = (
         [],
         {"status": "done", "iterations": 3, "accuracy_before": 0.25, "accuracy_after": 0.9},
     )
-    module.train, module.dry_run = train, lambda run: {"model": run.model.path}
+    module.train = train
     module.default_run_dir = lambda run: Path("runs") / run.name
     return install(monkeypatch, module)
 
@@ -47,7 +47,7 @@ def training(monkeypatch):
 def harness(monkeypatch):
     """A stand-in for rl_vlm.runs.evaluate that returns what it was given."""
     module = types.ModuleType("rl_vlm.runs.evaluate")
-    module.evaluate = lambda run, **options: {"name": run.name, **plain(options)}
+    module.evaluate_policy_run = lambda run, **options: {"name": run.name, **plain(options)}
     module.rollout = lambda run, **options: {"name": run.name, **plain(options)}
     return install(monkeypatch, module)
 
@@ -155,7 +155,8 @@ def test_a_run_folder_stands_for_its_configuration(config, training, tmp_path):
     assert training.calls[0][0].name == "test-run"
 
 
-def test_a_dry_run_trains_nothing(config, training, capsys):
+def test_a_dry_run_trains_nothing(config, training, monkeypatch, capsys):
+    monkeypatch.setattr("rl_vlm.runs.preflight.inspect_run", lambda run: {"model": run.model.path})
     assert run("train", config, "--dry-run") == 0
     assert training.calls == [] and "model: tiny" in output(capsys)
 
@@ -230,7 +231,7 @@ def test_a_surprise_is_a_sentence_and_its_traceback_a_file_of_the_run(config, tr
 
 def test_without_a_run_folder_the_traceback_is_a_temporary_file(config, harness, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(cli.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(harness, "evaluate", lambda *a, **k: {}[0])
+    monkeypatch.setattr(harness, "evaluate_policy_run", lambda *a, **k: {}[0])
     assert run("eval", config) == 1
     assert "KeyError" in failure(capsys)
     (log,) = tmp_path.glob("rl-vlm-error-*.log")
@@ -256,16 +257,15 @@ def test_a_reader_that_leaves_early_is_no_crash():
 # eval and rollout
 
 
-def test_eval_hands_on_the_adapter_of_a_run(config, harness, tmp_path, capsys):
-    adapter_folder(tmp_path / "run" / "adapter")
+def test_eval_hands_on_the_run_folder(config, harness, tmp_path, capsys):
     assert run("eval", config, "name=x", "--run-dir", tmp_path / "run", "--out", tmp_path / "o.json") == 0
     seen = json.loads(output(capsys))
-    assert seen == {"name": "x", "adapter": str(tmp_path / "run" / "adapter"), "out": str(tmp_path / "o.json")}
+    assert seen == {"name": "x", "adapter": None, "run_dir": str(tmp_path / "run"), "out": str(tmp_path / "o.json")}
 
 
 def test_eval_without_an_adapter_measures_the_base_model(config, harness, capsys):
     assert run("eval", config) == 0
-    assert json.loads(output(capsys)) == {"name": "test-run", "adapter": None, "out": None}
+    assert json.loads(output(capsys)) == {"name": "test-run", "adapter": None, "run_dir": None, "out": None}
 
 
 @pytest.mark.parametrize("command", ["eval", "rollout"])
@@ -275,11 +275,12 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(command, conf
         assert "--out" in failure(capsys)
 
 
-def test_a_folder_without_an_adapter_is_refused(config, harness, tmp_path, capsys):
-    assert run("eval", config, "--adapter", tmp_path) == 2
+@pytest.mark.parametrize("command", ["eval", "rollout"])
+def test_a_folder_without_an_adapter_is_refused(command, config, tmp_path, capsys):
+    assert run(command, config, "--adapter", tmp_path) == 2
     assert "adapter_config.json" in failure(capsys)
     adapter = adapter_folder(tmp_path / "a")
-    assert run("eval", config, "--adapter", adapter, "--run-dir", tmp_path) == 2
+    assert run(command, config, "--adapter", adapter, "--run-dir", tmp_path) == 2
     assert "one of them" in failure(capsys)
 
 

@@ -1,0 +1,115 @@
+"""AlgorithmSpec: what a run of each algorithm is made of. No other code asks for an algorithm's name.
+
+Parts above the configuration are named as "module:attribute" and imported when they are used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rl_vlm.registry import Registry
+
+if TYPE_CHECKING:
+    from rl_vlm.config.run import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Actors:
+    """Actors of one kind that a run holds together, and the logical CPUs and GPUs of each."""
+
+    kind: str
+    count: int
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmSpec:
+    """One algorithm.
+
+    config, run: the RLlib configuration's class and the run's class. preflight(run) -> figures for people, raises
+    UserInputError. evaluate(run, adapter=, run_dir=, config=, out=) -> results. samplers(run): the actors beside replicas
+    and learners. serves(run): whether it has replicas. check(run) raises ValueError where sections contradict each other.
+    """
+
+    config: str
+    run: str
+    preflight: str
+    evaluate: str
+    samplers: Callable[[RunConfig], Actors]
+    serves: Callable[[RunConfig], bool]
+    check: Callable[[RunConfig], None]
+
+    def load(self, part: str) -> Any:
+        """The object that `config`, `run`, `preflight` or `evaluate` names."""
+        module, _, attribute = getattr(self, part).partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+    def actors(self, run: RunConfig) -> list[Actors]:
+        """All actors of a run; a learner inside the driver counts where it needs a GPU."""
+        serving, learner = run.serving, run.learner
+        return [
+            Actors(
+                "replicas",
+                serving.num_replicas if self.serves(run) else 0,
+                serving.cpus_per_replica,
+                serving.gpus_per_replica,
+            ),
+            self.samplers(run),
+            Actors("learners", learner.num_learners, learner.cpus_per_learner, learner.gpus_per_learner),
+            Actors("learner in the driver", int(learner.num_learners == 0), 0.0, learner.gpus_per_learner),
+        ]
+
+
+ALGORITHMS: Registry[AlgorithmSpec] = Registry("algorithm.name")
+
+
+def _check_policy(run: RunConfig) -> None:
+    if run.algorithm.minibatches > run.rollout.prompts_per_iteration:
+        raise ValueError(
+            f"algorithm.minibatches ({run.algorithm.minibatches}) exceeds rollout.prompts_per_iteration "
+            f"({run.rollout.prompts_per_iteration}): a minibatch needs at least one group"
+        )
+
+
+def _check_preference(run: RunConfig) -> None:
+    if run.learner.num_learners > 1:
+        raise ValueError("learner.num_learners must be 0 or 1 for preference_sac: its networks are small")
+    if run.env.isolation != "thread":
+        raise ValueError("env.isolation process is for vision environments: use preference.collection.num_env_runners")
+
+
+def _rollout_actors(run: RunConfig) -> Actors:
+    return Actors("env runners", run.rollout.num_env_runners, run.rollout.cpus_per_env_runner, 0.0)
+
+
+def _collection_actors(run: RunConfig) -> Actors:
+    collection = run.preference.collection
+    return Actors("env runners", collection.num_env_runners, collection.cpus_per_env_runner, 0.0)
+
+
+ALGORITHMS.register("grpo")(
+    AlgorithmSpec(
+        config="rl_vlm.algorithms.grpo:GRPOConfig",
+        run="rl_vlm.runs.policy_run:PolicyRun",
+        preflight="rl_vlm.runs.preflight:inspect_policy_run",
+        evaluate="rl_vlm.runs.evaluate:evaluate_policy_run",
+        samplers=_rollout_actors,
+        serves=lambda run: True,
+        check=_check_policy,
+    )
+)
+ALGORITHMS.register("preference_sac")(
+    AlgorithmSpec(
+        config="rl_vlm.algorithms.preference_sac:PreferenceSACConfig",
+        run="rl_vlm.runs.preference_run:PreferenceRun",
+        preflight="rl_vlm.runs.preflight:inspect_preference_run",
+        evaluate="rl_vlm.runs.preference_evaluation:evaluate_preference_run",
+        samplers=_collection_actors,
+        serves=lambda run: run.preference.asks_served_model,
+        check=_check_preference,
+    )
+)
