@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -22,13 +23,17 @@ _REGISTRY: dict[str, EnvFactory | str] = {
 }
 
 
-def register(env_id: str, factory: EnvFactory | str) -> None:
-    """Make `factory` known as `env_id`.
+def register(env_id: str, factory: EnvFactory | str | None = None) -> Any:
+    """Make `factory` known as `env_id`; without a factory, a decorator for one: `@register("Mine-v0")`.
 
     It is a VisionEnv class, a function that makes one, a `build_env(sample, args)` function, or a string that names
-    one of these as `make` would. Other processes know an id only if they register it too, or by a string.
+    one of these as `make` would. Other processes know an id if they register it too, which `plugins` of the configuration
+    sees to, or by a string.
     """
+    if factory is None:
+        return partial(register, env_id)
     _REGISTRY[env_id] = factory
+    return factory
 
 
 def registered() -> tuple[str, ...]:
