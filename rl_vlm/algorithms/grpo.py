@@ -28,6 +28,7 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from rl_vlm.algorithms.base_config import RunAlgorithmConfig
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from rl_vlm.algorithms.learners import LearnerLostError, on_every_learner, on_one_learner
+from rl_vlm.algorithms.runner_group import light_env_runners
 from rl_vlm.config import RunConfig
 from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.envs.registry import make
@@ -70,7 +71,8 @@ class GRPOConfig(RunAlgorithmConfig):
             num_cpus_per_env_runner=run.rollout.cpus_per_env_runner,
             create_local_env_runner=False,
         )
-        self.training(learner_class=VLMLearner, lr=run.learner.lr)
+        self.learners(learner_class=VLMLearner)
+        self.training(lr=run.learner.lr)
 
     def prepare(self, service: PolicyService) -> None:
         """Fill in what is known only where the algorithm runs: the served policy's run id and model folder."""
@@ -112,7 +114,8 @@ class GRPO(Algorithm):
             config.prepare(self._service)
             config.freeze()
             self.config = config
-            super().setup(config)
+            with light_env_runners():
+                super().setup(config)
             self._prepare()
             self._service.wait_until_ready()
         except BaseException:

@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from rl_vlm.algorithms import preference_checkpoint as checkpoints
 from rl_vlm.algorithms.base_config import RunAlgorithmConfig
 from rl_vlm.algorithms.learners import on_one_learner
+from rl_vlm.algorithms.runner_group import light_env_runners
 from rl_vlm.config import RunConfig
 from rl_vlm.preference.agent_reward import AgentReward
 from rl_vlm.preference.collector import EpisodeResult, NumpyActor
@@ -75,7 +76,8 @@ class PreferenceSACConfig(RunAlgorithmConfig):
             num_cpus_per_env_runner=collection.cpus_per_env_runner,
             create_local_env_runner=collection.num_env_runners == 0,
         )
-        self.training(learner_class=SACLearner, lr=sac.lr)
+        self.learners(learner_class=SACLearner)
+        self.training(lr=sac.lr)
         planned = preference.total_steps * sac.updates_per_step
         self.compile_updates = sac.compile == "on" or (sac.compile == "auto" and planned >= _WORTH_COMPILING)
 
@@ -121,7 +123,8 @@ class PreferenceSAC(Algorithm):
         # Replicas of a served labeller load while the rest starts.
         self._labelling = LabellingSide(self.run, self.folder)
         try:
-            super().setup(config)
+            with light_env_runners():
+                super().setup(config)
             self._prepare()
         except BaseException:
             self._labelling.stop()

@@ -87,7 +87,7 @@ class _Run(RunLifecycle):
         self.last_iteration = start
 
     def _loop(self) -> None:
-        import_meanwhile("torch", "transformers.modeling_utils", "peft")
+        import_meanwhile("torch", "transformers.modeling_utils")
         from rl_vlm.runs.cluster import ray_cluster
         from rl_vlm.serving.publisher import serving_ahead
 

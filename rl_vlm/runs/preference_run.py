@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_vlm.algorithms.preference_checkpoint import CheckpointFolders, read_state
 from rl_vlm.config import RunConfig
+from rl_vlm.imports import import_meanwhile
 from rl_vlm.monitoring.preference_display import PreferenceDisplay
 from rl_vlm.preference.collector import EpisodeResult
 from rl_vlm.preference.episode_log import EVAL_COLUMNS, TRAIN_COLUMNS, FinishedEpisode, StepCsv, evaluation_row
@@ -37,6 +38,7 @@ class PreferenceRun(RunLifecycle):
     def _loop(self) -> None:
         from rl_vlm.serving.publisher import serving_ahead
 
+        import_meanwhile("torch")
         self.display.message(f"Starting Ray and {self.run.env.id} ...")
         serves = self.settings.asks_served_model
         with (
