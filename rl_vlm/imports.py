@@ -1,10 +1,12 @@
-"""Imports that overlap with waiting: the large libraries load while Ray starts its processes."""
+"""Imports that overlap with waiting, and names in libraries that have no setting for what we need."""
 
 from __future__ import annotations
 
 import importlib
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import ModuleType
 
 
 def import_meanwhile(*modules: str) -> threading.Thread:
@@ -22,3 +24,14 @@ def import_meanwhile(*modules: str) -> threading.Thread:
     thread = threading.Thread(target=load, name="imports", daemon=True)
     thread.start()
     return thread
+
+
+@contextmanager
+def replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
+    """Inside this context, `module.name` is `value`."""
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)

@@ -25,6 +25,7 @@ from rl_vlm.algorithms.learners import (
     is_out_of_memory,
     on_one_learner,
 )
+from rl_vlm.algorithms.runner_group import light_env_runners
 from rl_vlm.config import RunConfig
 
 
@@ -58,7 +59,8 @@ class RunAlgorithm(Algorithm):
             self.start_services(config)
             config.freeze()
             self.config = config
-            super().setup(config)
+            with light_env_runners():
+                super().setup(config)
             self.prepare()
         except BaseException:
             # On a cluster that was joined, services would outlive a failed start.

@@ -1,4 +1,4 @@
-"""ControlEnvRunner: an RLlib env runner that collects steps and plays evaluation episodes of control environments."""
+"""ControlEnvRunner: an env runner that collects steps and plays evaluation episodes of control environments."""
 
 from __future__ import annotations
 
@@ -39,12 +39,7 @@ class ControlEnvRunner(RunEnvRunner):
         evaluation = run.preference.evaluation
         self._evaluator = Evaluator(lambda: make_run_env(run), evaluation.parallel, evaluation.end_on_success)
 
-    def make_env(self) -> None:
-        """Environments are made when the first steps are asked for."""
-
-    def sample(  # type: ignore[override]
-        self, *, actor: NumpyActor | None, steps: int, episode_counts: Sequence[int], **_: Any
-    ) -> StepBatch:
+    def sample(self, *, actor: NumpyActor | None, steps: int, episode_counts: Sequence[int]) -> StepBatch:
         """`steps` steps of every environment of this runner."""
         return self.collector.collect(actor, steps, episode_counts)
 

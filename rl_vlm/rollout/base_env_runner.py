@@ -1,45 +1,87 @@
-"""What both env runners tell RLlib. (Nothing heavy is imported here: every env-runner process does.)"""
+"""What both env runners tell RLlib. Nothing heavy is imported here: every env-runner process does.
+
+They do not derive from RLlib's EnvRunner, whose import brings torch, Tune and Data into each of those processes: five
+seconds of CPU. `RunnerGroup` starts them, and RLlib calls them by the names of these methods.
+"""
 
 from __future__ import annotations
 
+import logging
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import gymnasium
-from ray.rllib.core import DEFAULT_MODULE_ID
-from ray.rllib.env import INPUT_ENV_SPACES
-from ray.rllib.env.env_runner import EnvRunner
+import numpy as np
 
+from rl_vlm.config import RunConfig
 from rl_vlm.plugins import load_plugins
 
 Spaces = tuple[gymnasium.Space[Any], gymnasium.Space[Any]]
 
+# RLlib's keys of `get_spaces`: INPUT_ENV_SPACES and DEFAULT_MODULE_ID.
+ENV_SPACES, MODULE_ID = "__env__", "default_policy"
 
-class RunEnvRunner(EnvRunner):
-    """An env runner of a run: made from the algorithm's `run_config`, without state that RLlib should carry around.
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """What an env runner is made from: the run, the served policy's id and model folder (GRPO), the environment's spaces."""
+
+    run_config: RunConfig
+    run_id: str
+    model_folder: Path | None
+    observation_space: gymnasium.Space[Any]
+    action_space: gymnasium.Space[Any]
+
+
+class RunEnvRunner:
+    """An env runner of a run, without state that RLlib should carry around.
 
     Weights are in Serve or travel with each call, figures travel with the results, and checkpoints are the driver's.
+    `worker_index` counts from 1; 0 is one in the driver's own process.
     """
 
-    def __init__(self, own_spaces: Spaces, *, config: Any, worker_index: int = 1, **kwargs: Any) -> None:
-        super().__init__(config=config, worker_index=worker_index, **kwargs)
+    def __init__(self, own_spaces: Spaces, *, config: RunnerConfig, worker_index: int = 1) -> None:
+        self.config = config
         load_plugins(config.run_config.plugins)
         self._spaces = own_spaces
-        self.place = max(worker_index - 1, 0)  # among the runners; RLlib counts remote ones from 1
+        self.place = max(worker_index - 1, 0)  # among the runners
+        # For environments that draw from the global generators.
+        seed = config.run_config.seed + worker_index
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+
+    def ping(self) -> str:
+        """RLlib asks whether the process is alive."""
+        return "pong"
+
+    def apply(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """RLlib's way to call any function with the runner. What fails there leaves an unknown state: the process ends."""
+        try:
+            return func(self, *args, **kwargs)
+        except Exception:
+            logger.exception("%s failed in the env runner, which ends", func)
+            sys.exit(1)
 
     def assert_healthy(self) -> None:
         """RLlib asks after construction: an answer is all that it needs."""
 
     def get_spaces(self) -> dict[str, Spaces]:
         """Observation and action space, under RLlib's keys."""
-        return {INPUT_ENV_SPACES: self._spaces, DEFAULT_MODULE_ID: self._spaces}
+        return {ENV_SPACES: self._spaces, MODULE_ID: self._spaces}
 
     def get_metrics(self) -> dict[str, Any]:
-        """RLlib asks for metrics; ours travel with the results."""
+        """Nothing: figures travel with the results."""
         return {}
 
     def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """RLlib asks for a state to restore; there is none."""
+        """Nothing: checkpoints are the driver's."""
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """RLlib's counterpart to `get_state`."""
+        """Nothing to set."""

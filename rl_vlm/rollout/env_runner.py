@@ -1,4 +1,4 @@
-"""VLMEnvRunner: an RLlib env runner that drives many vision episodes at once with asyncio."""
+"""VLMEnvRunner: an env runner that drives many vision episodes at once with asyncio."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ class VLMEnvRunner(RunEnvRunner):
         quiet_libraries()
         run = self.config.run_config
         num_workers = max(run.rollout.num_env_runners, 1)
+        assert self.config.model_folder is not None  # `GRPOConfig.prepare` has set it
         self._worker = RolloutWorker(run, self.config.run_id, self.config.model_folder, self.place, num_workers)
         self._loop = asyncio.new_event_loop()
 
-    def make_env(self) -> None:
-        """Forget all environments; new ones are made as tasks need them."""
-        self._worker.close_envs()
-
-    def sample(self, *, tasks: list[RolloutTask], **_: Any) -> RolloutResult:  # type: ignore[override]
+    def sample(self, *, tasks: list[RolloutTask]) -> RolloutResult:
         """Sample all tasks at once. Failures are data in the result, never exceptions."""
         return self._loop.run_until_complete(self._worker.run(tasks))
 
@@ -37,4 +34,4 @@ class VLMEnvRunner(RunEnvRunner):
 
     def stop(self) -> None:
         """Close the environments."""
-        self.make_env()
+        self._worker.close_envs()

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from rl_vlm.config import RunConfig
+from rl_vlm.runs.private_node import fewer_processes
 from rl_vlm.types import RLVLMError, UserInputError
 
 # Workers inherit these from the private cluster's processes. One torch thread each: more only get in each other's way.
@@ -75,7 +76,8 @@ def _init_patiently(**settings: Any) -> None:
     """`ray.init`, tried again once: Ray gives its processes 30 s, which a busy machine may exceed."""
     for last in (False, True):
         try:
-            ray.init(**settings)
+            with fewer_processes():
+                ray.init(**settings)
             return
         except Exception as error:  # Ray raises nothing more precise
             if "timed out during startup" not in str(error):

@@ -11,8 +11,15 @@ from pathlib import Path
 
 import ray
 from ray import serve
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError
+from ray.exceptions import (
+    ActorAlreadyExistsError,
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+)
 from ray.serve.schema import ApplicationStatus
+from ray.util.placement_group import get_current_placement_group
 
 from rl_vlm.config import RunConfig
 from rl_vlm.models.adapter import AdapterPayload
@@ -29,9 +36,23 @@ class ServingError(RLVLMError):
     """The served policy could not be started, or a version could not be published."""
 
 
-def _start_serve() -> None:
-    # A training run opens no HTTP port of its own.
-    serve.start(proxy_location="Disabled")
+def start_serve(timeout_s: float) -> None:
+    """Start the cluster's one Serve, or find the one that is there. Raises ServingError when another's does not come up.
+
+    A training run opens no HTTP port of its own.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            serve.start(proxy_location="Disabled")
+            return
+        except ActorAlreadyExistsError as error:
+            # Another run looked at the same moment, and its controller has the name: the next look finds it.
+            if time.monotonic() > deadline:
+                raise ServingError(
+                    f"Serve is being started elsewhere and did not come up in {timeout_s:g} s."
+                ) from error
+            time.sleep(0.1)
 
 
 class PolicyService:
@@ -46,9 +67,13 @@ class PolicyService:
         self._registry = start_registry(run_id, self._namespace, folder)
         self._newest: Published | None = None
         app = build_app(model, run, run_id, self._namespace)
-        # From a task of its own: a Tune trial's placement group would claim Serve's controller, which does not fit in it.
-        start = ray.remote(_start_serve).options(num_cpus=0, scheduling_strategy="DEFAULT")
-        ray.get(start.remote(), timeout=run.serving.startup_timeout_s)
+        timeout_s = run.serving.startup_timeout_s
+        if get_current_placement_group() is None:
+            start_serve(timeout_s)
+        else:
+            # From a task of its own: a Tune trial's placement group would claim Serve's controller, which does not fit in it.
+            start = ray.remote(start_serve).options(num_cpus=0, scheduling_strategy="DEFAULT")
+            ray.get(start.remote(timeout_s), timeout=2 * timeout_s)
         serve.run_many(
             [serve.RunTarget(app, name=app_name(run_id), route_prefix=None)], wait_for_applications_running=False
         )

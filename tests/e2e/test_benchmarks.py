@@ -21,3 +21,14 @@ def test_the_loop_benchmark_compares_floor_system_and_peer(tmp_path: Path) -> No
     assert {"name", "machine", "versions", "rows", "ratios"} <= report.keys()
     assert {"floor / rl_vlm at 16×8", "floor / rl_vlm at 64×8", "TRL / rl_vlm at 16×8"} <= report["ratios"].keys()
     assert all(row["runs"] >= 15 and row["min"] <= row["median"] <= row["max"] for row in report["rows"])
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(600)
+def test_the_startup_benchmark_compares_with_a_bare_process(tmp_path: Path) -> None:
+    out = tmp_path / "startup.json"
+    command = [sys.executable, str(ROOT / "benchmarks/startup.py"), "--quick", "--out", str(out)]
+    subprocess.run(command, env=environment(), timeout=580, check=True, cwd=ROOT)
+    report = json.loads(out.read_text())
+    assert {"bare process / quickstart, wall", "5 s / dry run, wall"} <= report["ratios"].keys()
+    assert {"bare process", "quickstart", "dry run"} <= {row["label"] for row in report["rows"]}

@@ -1,8 +1,9 @@
-"""Tune runs GRPO as it is: dotted keys, results, checkpoints without a pickle."""
+"""Tune runs GRPO as it is: dotted keys, trials at the same time, results, checkpoints without a pickle."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray import tune
@@ -14,8 +15,8 @@ from rl_vlm.runs.cluster import ray_cluster
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.timeout(600)
-def test_tune_runs_a_trial_with_a_dotted_key(tiny_folder: Path, tmp_path: Path) -> None:
+def trials(tiny_folder: Path, folder: Path, num_cpus: int, iterations: int, **space: Any) -> tune.ResultGrid:
+    """The results of a small run's search space."""
     run = load_config(
         ROOT / "configs/quickstart.yaml",
         [
@@ -23,21 +24,25 @@ def test_tune_runs_a_trial_with_a_dotted_key(tiny_folder: Path, tmp_path: Path) 
             "serving.num_replicas=1",
             "rollout.num_env_runners=1",
             "rollout.prompts_per_iteration=4",
-            "resources.num_cpus=4",
+            f"resources.num_cpus={num_cpus}",
         ],
     )
     with ray_cluster(run):
-        results = tune.Tuner(
+        return tune.Tuner(
             GRPO,
-            param_space={"run_config": run.model_dump(), "learner.lr": tune.grid_search([1e-3])},
+            param_space={"run_config": run.model_dump(), **space},
             run_config=tune.RunConfig(
-                storage_path=str(tmp_path),
-                stop={"training_iteration": 2},
+                storage_path=str(folder),
+                stop={"training_iteration": iterations},
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=True),
                 verbose=0,
             ),
         ).fit()
-    (result,) = results
+
+
+@pytest.mark.timeout(600)
+def test_tune_runs_a_trial_with_a_dotted_key(tiny_folder: Path, tmp_path: Path) -> None:
+    (result,) = trials(tiny_folder, tmp_path, 4, 2, **{"learner.lr": tune.grid_search([1e-3])})
     assert result.error is None
     assert result.metrics["policy"]["lr"] == pytest.approx(1e-3, rel=0.01)
     assert result.metrics["weights"]["version"] == 2
@@ -45,3 +50,12 @@ def test_tune_runs_a_trial_with_a_dotted_key(tiny_folder: Path, tmp_path: Path) 
     files = {path.name for path in Path(result.checkpoint.path).rglob("*") if path.is_file()}
     assert {"adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json"} <= files
     assert not [name for name in files if "algorithm" in name]
+
+
+@pytest.mark.timeout(600)
+def test_four_trials_that_start_at_once_share_one_serve(tiny_folder: Path, tmp_path: Path) -> None:
+    rates = [1e-3, 2e-3, 3e-3, 4e-3]
+    results = trials(tiny_folder, tmp_path, 16, 1, **{"learner.lr": tune.grid_search(rates)})
+    assert [result.error for result in results] == [None] * 4
+    assert sorted(result.metrics["policy"]["lr"] for result in results) == pytest.approx(rates, rel=0.01)
+    assert [result.metrics["weights"]["version"] for result in results] == [1] * 4

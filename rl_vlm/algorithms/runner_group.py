@@ -1,0 +1,45 @@
+"""RLlib's env-runner group, whose processes get what an env runner needs instead of RLlib's whole configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.rllib.algorithms import algorithm
+from ray.rllib.env.env_runner import EnvRunner
+from ray.rllib.env.env_runner_group import EnvRunnerGroup
+from ray.util.placement_group import get_current_placement_group
+
+from rl_vlm.imports import replaced
+from rl_vlm.rollout.base_env_runner import RunEnvRunner, RunnerConfig
+
+# Theirs to RLlib by their methods, though not by a base class whose import would cost each of their processes seconds.
+EnvRunner.register(RunEnvRunner)
+
+
+class RunnerGroup(EnvRunnerGroup):
+    """Starts `RunEnvRunner`s: unpickling an AlgorithmConfig would import RLlib, torch and Tune in each of them."""
+
+    def _make_worker(self, *, worker_index: int, **_: Any) -> Any:
+        given = self._remote_config
+        settings = RunnerConfig(
+            run_config=given.run_config,
+            run_id=getattr(given, "run_id", ""),
+            model_folder=getattr(given, "model_folder", None),
+            observation_space=given.observation_space,
+            action_space=given.action_space,
+        )
+        if worker_index == 0:  # in this process
+            return self.env_runner_cls(config=settings, worker_index=0)
+        bundle = -1 if get_current_placement_group() is None else self._pg_offset + worker_index
+        runner = ray.remote(**self._remote_args)(self.env_runner_cls).options(placement_group_bundle_index=bundle)
+        return runner.remote(config=settings, worker_index=worker_index)
+
+
+@contextmanager
+def light_env_runners() -> Iterator[None]:
+    """Inside this context `Algorithm.setup` makes a `RunnerGroup`: RLlib has no setting for the group's class."""
+    with replaced(algorithm, "EnvRunnerGroup", RunnerGroup):
+        yield

@@ -1,0 +1,40 @@
+"""The head node of a private cluster, without the processes that a run asks nothing of.
+
+Each takes seconds of CPU to start, and `ray.init` waits for the API server. Ray has no setting for them; this derives from
+its node class, which is why Ray's version is pinned exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray._private import node
+from ray._private.parameter import RayParams
+
+from rl_vlm.imports import replaced
+
+
+class PrivateNode(node.Node):
+    """Starts neither the autoscaler nor the log monitor, and the API server only where a dashboard is wanted."""
+
+    def __init__(self, ray_params: RayParams, **settings: Any) -> None:
+        if settings.get("head"):
+            ray_params.no_monitor = True  # the autoscaler's process: this cluster has one node
+            ray_params.include_log_monitor = (
+                False  # it sends workers' logs to the driver, which `log_to_driver` declines
+            )
+        super().__init__(ray_params, **settings)
+
+    def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
+        """Ray's own starts one without a dashboard as well, for its usage statistics."""
+        if include_dashboard:
+            super().start_api_server(include_dashboard=include_dashboard, raise_on_failure=raise_on_failure)
+
+
+@contextmanager
+def fewer_processes() -> Iterator[None]:
+    """Inside this context `ray.init` makes a `PrivateNode`."""
+    with replaced(node, "Node", PrivateNode):
+        yield

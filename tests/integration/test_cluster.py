@@ -1,0 +1,36 @@
+"""A private cluster: only the processes that a run needs, and a dashboard where one is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from rl_vlm.config import RunConfig
+from rl_vlm.runs.cluster import ray_cluster
+
+# Autoscaler, forwarder of logs, API server.
+OPTIONAL = {"monitor.py", "log_monitor.py", "dashboard.py"}
+
+
+def scripts() -> set[str]:
+    """File names of the Python scripts that run below this process."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            found |= {Path(word).name for word in process.cmdline()[1:4] if word.endswith(".py")}
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dashboard", [False, True])
+def test_a_private_cluster_starts_what_is_needed(dashboard: bool) -> None:
+    run = RunConfig.model_validate({"resources": {"dashboard": dashboard, "num_cpus": 4}})
+    with ray_cluster(run):
+        assert ray.get(ray.remote(lambda: 7).options(num_cpus=0).remote(), timeout=120) == 7
+        assert scripts() & OPTIONAL == ({"dashboard.py"} if dashboard else set())
+    assert scripts() & OPTIONAL == set()

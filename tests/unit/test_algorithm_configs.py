@@ -1,0 +1,31 @@
+"""RLlib's configurations that follow from a run's."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from rl_vlm.algorithms.grpo import GRPOConfig
+from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
+from rl_vlm.config import RunConfig
+from rl_vlm.learning.learner import VLMLearner
+from rl_vlm.preference.sac_learner import SACLearner
+
+
+@pytest.mark.parametrize(("config", "learner"), [(GRPOConfig, VLMLearner), (PreferenceSACConfig, SACLearner)])
+def test_nothing_that_rllib_calls_deprecated_is_set(
+    config: type, learner: type, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Ray's loggers do not propagate, and the deprecation note is a log record.
+    loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith("ray")]
+    for logger in loggers:
+        logger.addHandler(caplog.handler)
+    try:
+        made = config.from_run_config(RunConfig(), tmp_path)
+    finally:
+        for logger in loggers:
+            logger.removeHandler(caplog.handler)
+    assert made.learner_class is learner
+    assert [record.message for record in caplog.records if "deprecat" in record.message.lower()] == []
