@@ -31,8 +31,8 @@ from rl_vlm.algorithms.base_config import RunAlgorithmConfig
 from rl_vlm.algorithms.learners import on_one_learner
 from rl_vlm.config import RunConfig
 from rl_vlm.preference.agent_reward import AgentReward
-from rl_vlm.preference.collector import EpisodeResult, NumpyActor
-from rl_vlm.preference.env_runner import ControlEnvRunner, make_run_env
+from rl_vlm.preference.collector import EpisodeResult, NumpyActor, make_run_env
+from rl_vlm.preference.env_runner import ControlEnvRunner
 from rl_vlm.preference.episode_log import EpisodeTracker, FinishedEpisode
 from rl_vlm.preference.evaluation import evaluation_seeds
 from rl_vlm.preference.feedback import Feedback
