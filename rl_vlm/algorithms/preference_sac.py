@@ -27,8 +27,8 @@ from rl_vlm.algorithms.base import RunAlgorithm
 from rl_vlm.algorithms.config import RunAlgorithmConfig
 from rl_vlm.plugins import load_plugins
 from rl_vlm.preference.agent_reward import AgentReward
-from rl_vlm.preference.collector import EpisodeResult, NumpyActor, evaluation_seeds
-from rl_vlm.preference.env_runner import ControlEnvRunner, make_run_env
+from rl_vlm.preference.collector import EpisodeResult, NumpyActor, evaluation_seeds, make_run_env
+from rl_vlm.preference.env_runner import ControlEnvRunner
 from rl_vlm.preference.episode_log import EpisodeTracker, FinishedEpisode
 from rl_vlm.preference.feedback import Feedback
 from rl_vlm.preference.feedback_builder import LabellingSide, build_feedback

@@ -11,7 +11,7 @@ import typer
 plot_app = typer.Typer(help="Draw figures from the files that runs write, RL-VLM-F's included.", no_args_is_help=True)
 
 Outputs = Annotated[
-    list[Path] | None, typer.Option("--out", "--output", help="A .png or .svg file; may be given several times.")
+    list[Path] | None, typer.Option("--out", "--output", help="A .png, .svg or .pdf file; may be given several times.")
 ]
 Title = Annotated[str, typer.Option(help="Above the figure.")]
 

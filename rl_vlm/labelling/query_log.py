@@ -6,7 +6,6 @@ import csv
 import io
 import math
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ COLUMNS = (
     "ground_truth_score_1",
     "ground_truth_score_2",
     "vlm_predicted_label",  # empty where there was no answer
-    "timestamp",
+    "timestamp",  # seconds since 1970
     "train_iter",
     # Ours.
     "order",  # "given", or "both" where the pair was shown in both orders
@@ -64,13 +63,12 @@ def log_csv(
     header: bool = True,
 ) -> bytes:
     """The lines of the log, with more columns at the end if they are given (one sequence per pair)."""
-    stamp = datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     if header:
         writer.writerow([*COLUMNS, *more_columns])
     for pair, label, extra in zip(pairs, labels, more or [()] * len(pairs), strict=True):
-        writer.writerow([*_row(pair, label, stamp, iteration), *extra])
+        writer.writerow([*_row(pair, label, time, iteration), *extra])
     return buffer.getvalue().encode("utf-8", "replace")
 
 
@@ -79,13 +77,13 @@ def true_return(segment: Segment) -> float:
     return float(np.sum(segment.true_rewards, dtype=np.float64))
 
 
-def _row(pair: SegmentPair, label: Label, stamp: str, iteration: int) -> Sequence[object]:
+def _row(pair: SegmentPair, label: Label, time: float, iteration: int) -> Sequence[object]:
     probabilities = ["", "", ""] if label.probabilities is None else [f"{p:.6g}" for p in label.probabilities]
     return (
         _known(true_return(pair.first)),
         _known(true_return(pair.second)),
         "" if label.error else label.value,
-        stamp,
+        time,
         iteration,
         "both" if len(label.answers) == 2 else "given",
         " ".join(map(str, label.answers)),

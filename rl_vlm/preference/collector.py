@@ -11,11 +11,19 @@ import numpy as np
 
 from rl_vlm.config import RunConfig
 from rl_vlm.control_envs.base import ControlEnv
+from rl_vlm.control_envs.registry import make_control_env
 from rl_vlm.preference.replay import StepBatch
 from rl_vlm.seeding import derive_seed
-from rl_vlm.types import RLVLMError
+from rl_vlm.types import RLVLMError, UserInputError
 
 MakeEnv = Callable[[], ControlEnv]
+
+
+def make_run_env(run: RunConfig) -> ControlEnv:
+    """One environment of a run, whose pictures have `preference.image_size`."""
+    if "image_size" in run.env.kwargs:
+        raise UserInputError("env.kwargs.image_size is not used: set preference.image_size.")
+    return make_control_env(run.env.id, image_size=run.preference.image_size, **run.env.kwargs)
 
 
 class CollectionError(RLVLMError):

@@ -16,11 +16,12 @@ from rl_vlm.files import append_whole, whole_lines, write_atomic
 from rl_vlm.preference.collector import EpisodeResult
 from rl_vlm.preference.replay import StepBatch
 
-# The original's columns in one order; `step` is the environment step, success is 0 or 1 here and percent in eval.csv.
+# The original's columns in one order; `step` is the environment step, success is 0 or 1 here and percent in eval.csv. The
+# original writes success under two names. New columns go to the end: a resumed run keeps its lines.
 TRAIN_COLUMNS = (
     "episode", "step", "episode_reward", "true_episode_reward", "true_episode_success", "duration", "total_feedback",
     "labeled_feedback", "reward_learning_acc", "vlm_acc", "batch_reward", "critic_loss", "actor_loss", "actor_entropy",
-    "actor_target_entropy", "alpha_loss", "alpha_value",
+    "actor_target_entropy", "alpha_loss", "alpha_value", "episode_success",
 )  # fmt: skip
 EVAL_COLUMNS = (
     "episode", "step", "episode_reward", "true_episode_reward", "success_rate",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
@@ -46,7 +47,7 @@ def check_outputs(paths: Sequence[Path]) -> None:
     """Raise UserInputError unless every path can become a figure: before the work, not after it."""
     for path in paths:
         if path.suffix.lower() not in _WRITERS:
-            raise UserInputError(f"A figure is written as .png or .svg, not as {path.name}.")
+            raise UserInputError(f"A figure is written as .png, .svg or .pdf, not as {path.name}.")
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise UserInputError(f"The figure {path} cannot be written: name a file in a folder that exists.")
 
@@ -70,4 +71,10 @@ def _svg(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-_WRITERS: dict[str, Callable[[Figure], bytes]] = {".png": _png, ".svg": _svg}
+def _pdf(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    FigureCanvasPdf(figure).print_pdf(buffer, metadata={"CreationDate": None})  # equal figures, equal files
+    return buffer.getvalue()
+
+
+_WRITERS: dict[str, Callable[[Figure], bytes]] = {".png": _png, ".svg": _svg, ".pdf": _pdf}

@@ -14,8 +14,7 @@ from safetensors.numpy import load_file
 from rl_vlm.algorithms.preference_checkpoint import AGENT, STATE, latest_checkpoint, read_state
 from rl_vlm.config import RunConfig
 from rl_vlm.files import write_atomic
-from rl_vlm.preference.collector import Evaluator, NumpyActor, environment_errors, evaluation_seeds
-from rl_vlm.preference.env_runner import make_run_env
+from rl_vlm.preference.collector import Evaluator, NumpyActor, environment_errors, evaluation_seeds, make_run_env
 from rl_vlm.preference.episode_log import evaluation_figures
 from rl_vlm.types import UserInputError
 

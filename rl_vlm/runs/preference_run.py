@@ -126,6 +126,7 @@ class PreferenceRun(RunLifecycle):
             "step": algorithm.env_steps,
             "episode_reward": episode.learned_return,
             "true_episode_reward": episode.true_return,
+            "episode_success": episode.success,
             "true_episode_success": episode.success,
             "duration": now - self.episode_started,
             "total_feedback": feedback.asked if feedback is not None else 0,

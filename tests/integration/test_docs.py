@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,27 @@ def test_metric_names_in_the_guide_are_logged() -> None:
     source = "".join(path.read_text() for path in (ROOT / "rl_vlm").rglob("*.py"))
     for name in re.findall(r"`((?:policy|mismatch|rollout|weights)/[a-z_]+)`", guide):
         assert name in source, name
+
+
+# The names of RL-VLM-F's prompt.py, with texts of our own.
+PROMPT_PY = """
+goal_env_prompts = {"metaworld_soccer-v2": "to score", "CartPole-v1": "to balance"}
+clip_env_prompts = {"metaworld_soccer-v2": "A goal.", "CartPole-v1": "A pole."}
+gemini_free_query_prompt1, gemini_free_query_prompt2, gemini_score_prompt_start = "One:", "Two:", "Look:"
+gemini_free_query_template, gemini_single_query_prompt_template = "Nearer: {}?", "Which is nearer: {}?"
+gemini_summary_template = "Wanted: {}. Said: {}. Which?"
+gemini_score_template, gemini_score_summary_template = "Score: {}?", "Wanted: {}. Said: {}. Score?"
+"""
+
+
+def test_the_originals_prompts_are_converted_as_shown(tmp_path: Path) -> None:
+    from rl_vlm.labelling.prompts import task_prompts
+
+    (block,) = code_blocks(ROOT / "docs" / "rl_vlm_f.md", "python")
+    (tmp_path / "prompt.py").write_text(PROMPT_PY)
+    (tmp_path / "convert.py").write_text(block)
+    subprocess.run([sys.executable, "convert.py"], cwd=tmp_path, check=True, timeout=60)
+    prompts = task_prompts("metaworld_soccer-v2", tmp_path / "originals.yaml")
+    assert (prompts.goal, prompts.description, prompts.templates.first) == ("to score", "A goal.", "One:")
+    assert prompts.fill(prompts.templates.describe) == "Nearer: to score?"
+    assert prompts.fill(prompts.templates.summarise, answer="the first") == "Wanted: to score. Said: the first. Which?"

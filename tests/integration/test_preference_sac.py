@@ -206,6 +206,7 @@ def test_rl_vlm_train_leaves_the_files_that_users_know(
     train = list(csv.DictReader((folder / "train.csv").open()))
     assert [row["step"] for row in train] == ["30", "60", "90", "120", "150", "180"]
     assert float(train[-1]["true_episode_reward"]) < 0 and train[-1]["total_feedback"] != "0"
+    assert all(row["episode_success"] == row["true_episode_success"] != "" for row in train)
     assert float(train[-1]["critic_loss"]) > 0 and train[0]["critic_loss"] == ""
     assert {path.name for path in (tmp_path / "scratch" / "test" / "checkpoints").iterdir()} == {
         "step-00000100", "step-00000200",

@@ -95,17 +95,18 @@ def test_runs_of_different_steps_meet_where_all_reach() -> None:
         combine([a, Curve(np.array([90.0]), np.array([0.0]), "x")])
 
 
-def test_curves_are_drawn_as_png_and_svg(tmp_path: Path) -> None:
+def test_curves_are_drawn_as_png_svg_and_pdf(tmp_path: Path) -> None:
     for number in range(3):
         eval_csv(tmp_path / f"vlm{number}" / "eval.csv", "".join(f"0,0,{k}00,{k * 5 + number},0\n" for k in range(12)))
-    outputs = [tmp_path / "curve.png", tmp_path / "curve.svg"]
+    outputs = [tmp_path / "curve.png", tmp_path / "curve.svg", tmp_path / "curve.pdf"]
     runs = [tmp_path / f"vlm{number}" for number in range(3)]
     bands = draw_learning_curve({"vlm $x$": runs, "one": runs[:1]}, outputs, title="$title")
     assert bands["vlm $x$"].runs == 3 and bands["vlm $x$"].mean[-1] == pytest.approx(0.46)
     assert Image.open(outputs[0]).size == (1800, 1000)
     assert ElementTree.parse(outputs[1]).getroot().tag.endswith("svg")
-    with pytest.raises(UserInputError, match=r"written as \.png or \.svg"):
-        draw_learning_curve({"a": runs}, [tmp_path / "curve.pdf"])
+    assert outputs[2].read_bytes().startswith(b"%PDF-") and b"CreationDate" not in outputs[2].read_bytes()
+    with pytest.raises(UserInputError, match=r"written as \.png, \.svg or \.pdf"):
+        draw_learning_curve({"a": runs}, [tmp_path / "curve.bmp"])
     with pytest.raises(UserInputError, match="folder that exists"):
         draw_learning_curve({"a": runs}, [tmp_path / "none" / "curve.png"])
     other = eval_csv(tmp_path / "r.csv", "1,2\n", "step,episode_reward")

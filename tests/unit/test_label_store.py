@@ -161,7 +161,7 @@ def test_a_kill_in_the_middle_of_writing_leaves_whole_sessions(tmp_path: Path) -
 def test_the_log_has_the_originals_columns_first(tmp_path: Path) -> None:
     log = QueryLog(tmp_path / "vlm_query_log.csv")
     pairs = [SegmentPair(segment([1, 2]), segment([3, 4])), pair(5, 6), pair(7, 8), pair(1, 30)]
-    log.append(pairs, LABELS, iteration=3, time=1.7e9)
+    log.append(pairs, LABELS, iteration=3, time=1.7e9 + 0.25)
     log.append(pairs[:1], [Label(-1, error=SKIPPED)], iteration=4, time=1.7e9)
     text = (tmp_path / "vlm_query_log.csv").read_text()
     assert text.startswith("ground_truth_score_1,ground_truth_score_2,vlm_predicted_label,timestamp,train_iter,")
@@ -169,7 +169,7 @@ def test_the_log_has_the_originals_columns_first(tmp_path: Path) -> None:
     assert len(text.splitlines()) == 6 and tuple(rows[0]) == COLUMNS
     assert [row["vlm_predicted_label"] for row in rows] == ["0", "", "-1", "1", ""]
     assert (float(rows[0]["ground_truth_score_1"]), float(rows[0]["ground_truth_score_2"])) == (-3, -7)
-    assert rows[0]["timestamp"] == "2023-11-14T22:13:20Z" and rows[0]["train_iter"] == "3"
+    assert rows[0]["timestamp"] == "1700000000.25" and rows[0]["train_iter"] == "3"
     assert (
         rows[0]["raw_text"] == "[given] 0\\n[swapped] 1" and rows[0]["order"] == "both" and rows[2]["answers"] == "-1 1"
     )

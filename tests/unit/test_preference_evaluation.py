@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +99,16 @@ def test_what_cannot_be_evaluated_ends_with_one_sentence(
     error = captured.err.strip()
     assert words in error and "Traceback" not in error and len(error.splitlines()) == 1, error
     assert not captured.out
+
+
+def test_neither_evaluation_nor_a_dry_run_waits_for_rllib(folder: Path) -> None:
+    code = (
+        "import sys; from rl_vlm.cli import run; "
+        f"codes = [run(['eval', {str(folder)!r}]), run(['train', {str(folder)!r}, '--dry-run'])]; "
+        "print(codes, 'ray.rllib' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.splitlines()[-1] == "[0, 0] False"
 
 
 class Breaking(ContinuousCartPole):
