@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+import re
+from typing import Any, Literal, get_args
 
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.data import DataSource, ImageTable, Question, open_split
@@ -16,7 +17,9 @@ from rl_vlm.types import EncodedImage, Message, Observation, Part, Split, UserIn
 TOOLS = ("calc_score", "calc_geo3k_reward")  # the second is an alias
 MAX_ECHO = 80  # characters of the policy's own words that a reply repeats
 
-Prompt = Literal["full", "brief", "none"]
+Prompt = Literal["auto", "full", "brief", "none"]
+# What only instructions say, never a geometry problem: then the data set brings its own.
+_INSTRUCTIONS = re.compile(r"\\(?:boxed|fbox)\b|<tool_call>|" + "|".join(TOOLS))
 
 _FULL = (
     "You solve geometry problems that come with a figure. First reason step by step: what the figure and the text give, "
@@ -48,7 +51,7 @@ class Geo3kEnv(VisionEnv):
     from wrong and so must be off where accuracy without help is measured. `tool_cost` is subtracted for each call,
     `format_bonus` paid once for the first call that could be carried out. `image_size` bounds the longest side of an
     image in pixels, `square` makes every image that size on a grey ground. `prompt`: "full" instructions in a system
-    message, "brief" ones in the question (few tokens), or "none" where the data has its own.
+    message, "brief" ones in the question (few tokens), "none", or "auto": full ones, unless the problem has its own.
 
     `info` of a step: turn, status (running, answered, no_answer, out_of_turns), tool_calls, tool_errors, answer,
     correct (both judged at the end), reply; at the end also reason and truth.
@@ -63,7 +66,7 @@ class Geo3kEnv(VisionEnv):
         format_bonus: float = 0.0,
         image_size: int | None = None,
         square: bool = False,
-        prompt: Prompt = "full",
+        prompt: Prompt = "auto",
     ) -> None:
         super().__init__()
         if not data:
@@ -74,8 +77,8 @@ class Geo3kEnv(VisionEnv):
             raise UserInputError(f"env.max_turns is {max_turns!r}; it must be a whole number of at least 1.")
         if (image_size is not None and image_size < 1) or (square and image_size is None):
             raise UserInputError(f"env.image_size is {image_size}; give at least 1 pixel, and give it with env.square.")
-        if prompt not in ("full", "brief", "none"):
-            raise UserInputError(f'env.prompt is {prompt!r}; use "full", "brief" or "none".')
+        if prompt not in get_args(Prompt):
+            raise UserInputError(f"env.prompt is {prompt!r}; use one of {', '.join(get_args(Prompt))}.")
         self._data = data
         self._max_turns = max_turns
         self._scoring_tool = scoring_tool
@@ -188,7 +191,8 @@ class Geo3kEnv(VisionEnv):
 
     def _opening(self, question: Question) -> Observation:
         parts = tuple(self._fitted(part) for part in question.parts())
-        if self._prompt == "none":
+        own = self._prompt == "auto" and _INSTRUCTIONS.search(question.problem)
+        if own or self._prompt == "none":
             return Observation.user(*parts)
         if self._prompt == "brief":
             tool = _BRIEF_TOOL if self._scoring_tool else ""

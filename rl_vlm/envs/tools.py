@@ -17,6 +17,7 @@ OPEN, CLOSE, THOUGHT_END = "<tool_call>", "</tool_call>", "</think>"
 MAX_CHARS = 16_384
 MAX_DEPTH = 16
 MAX_NAME = 64
+_CALL = re.compile(rf"{OPEN}\s*\{{")
 
 # LaTeX commands that a valid JSON escape could begin. A line break and a tab are meant at times, so only these names
 # turn `\n` and `\t` into LaTeX. A backspace, a form feed or a carriage return before a letter is never meant.
@@ -71,14 +72,20 @@ def parse_tool_call(text: str) -> ToolCall | None:
     name = call["name"]
     if not isinstance(name, str):
         raise ToolCallError(f'"name" must be a string, not {_kind(name)}')
+    name = name.strip()
     if not 0 < len(name) <= MAX_NAME:
         raise ToolCallError(f'"name" must have between 1 and {MAX_NAME} characters, not {len(name)}')
     return ToolCall(name, _arguments(call.get("arguments")))
 
 
 def last_block(text: str) -> str | None:
-    """The text inside the last `<tool_call>` of a turn; None without one. ToolCallError if it is never closed."""
-    start = text.rfind(OPEN, text.rfind(THOUGHT_END) + 1)
+    """The text inside the last `<tool_call>` of a turn; None without one. ToolCallError if it is never closed.
+
+    Where the tag is only mentioned, with no `{` behind it, an earlier one that has it counts instead.
+    """
+    thought = text.rfind(THOUGHT_END) + 1
+    calls = [match.start() for match in _CALL.finditer(text, thought)]
+    start = calls[-1] if calls else text.rfind(OPEN, thought)
     if start < 0:
         return None
     start += len(OPEN)

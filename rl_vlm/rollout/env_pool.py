@@ -27,14 +27,21 @@ class EnvPool:
         make: makes one environment.
         timeout_s: deadline of one call.
         max_threads: calls that run at once.
+        build_timeout_s: deadline of making an environment, if longer than `timeout_s`: it may import a simulator.
         inline: run calls on the event loop itself, in order and without deadline (deterministic runs).
     """
 
     def __init__(
-        self, make: Callable[[], VisionEnv], timeout_s: float, max_threads: int = 32, inline: bool = False
+        self,
+        make: Callable[[], VisionEnv],
+        timeout_s: float,
+        max_threads: int = 32,
+        inline: bool = False,
+        build_timeout_s: float = 120.0,
     ) -> None:
         self._make = make
         self._timeout_s = timeout_s
+        self._build_timeout_s = build_timeout_s
         self._inline = inline
         self._max_threads = max_threads
         self._threads = ThreadPoolExecutor(max_threads, thread_name_prefix="env")
@@ -45,12 +52,35 @@ class EnvPool:
         self.busy_s = 0.0
         self.stuck = 0  # threads that a hanging environment holds
 
-    def take(self, count: int) -> list[VisionEnv]:
-        """Environments for one group, reused ones first."""
-        while len(self._idle) < count:
-            self._idle.append(self._make())
-        taken, self._idle = self._idle[-count:], self._idle[:-count]
-        return taken
+    async def take(self, count: int) -> list[VisionEnv]:
+        """Environments for one group, reused ones first; the others are built at once, each within the deadline.
+
+        Raises the first RLVLMError of a build; what was built beside it is kept for later.
+        """
+        reused = self._idle[-count:]
+        del self._idle[-count:]
+        missing = count - len(reused)
+        try:
+            built = await self._build(missing) if missing else []
+        except BaseException:
+            self.give_back(reused)
+            raise
+        error = next((result for result in built if isinstance(result, RLVLMError)), None)
+        if error is None:
+            return reused + built
+        self.give_back([*reused, *(result for result in built if not isinstance(result, RLVLMError))])
+        raise error
+
+    async def _build(self, count: int) -> list[Any]:
+        """New environments, or the error of each."""
+        if self._inline:
+            built, seconds = _run_all([self._make] * count)
+        else:
+            limit_s = max(self._timeout_s, self._build_timeout_s)
+            parts = await asyncio.gather(*(self._within_deadline([self._make], limit_s) for _ in range(count)))
+            built, seconds = [part[0][0] for part in parts], sum(part[1] for part in parts)
+        self.busy_s += seconds
+        return built
 
     def give_back(self, envs: Sequence[VisionEnv]) -> None:
         """Environments whose episodes ended well may be used again."""
@@ -81,7 +111,7 @@ class EnvPool:
         elif self._call_s < _SHORT_CALL_S:
             results, seconds = await self._together(calls)
         else:
-            parts = await asyncio.gather(*(self._within_deadline([call]) for call in calls))
+            parts = await asyncio.gather(*(self._within_deadline([call], self._timeout_s) for call in calls))
             results = [result for part, _ in parts for result in part]
             seconds = sum(taken for _, taken in parts)
         self.busy_s += seconds
@@ -105,9 +135,9 @@ class EnvPool:
     async def _run_gathered(self) -> tuple[list[Any], float]:
         await asyncio.sleep(0)  # whoever is ready now adds its calls first
         calls, self._gathering = self._gathered, None
-        return await self._within_deadline(calls)
+        return await self._within_deadline(calls, self._timeout_s)
 
-    async def _within_deadline(self, calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], float]:
+    async def _within_deadline(self, calls: Sequence[Callable[[], Any]], timeout_s: float) -> tuple[list[Any], float]:
         began: list[float] = []
 
         def work() -> tuple[list[Any], float]:
@@ -118,7 +148,7 @@ class EnvPool:
         future = asyncio.get_running_loop().run_in_executor(self._threads, work)
         while True:
             # Waiting for a free thread does not count, unless there will be none.
-            left = began[0] + self._timeout_s - time.monotonic() if began else self._timeout_s
+            left = began[0] + timeout_s - time.monotonic() if began else timeout_s
             if left <= 0 or (not began and self.stuck >= self._max_threads):
                 break
             done, _ = await asyncio.wait([future], timeout=left)
@@ -129,10 +159,10 @@ class EnvPool:
         else:
             future.cancel()
         error = EnvTimeoutError(
-            f"The environment did not answer within {self._timeout_s:g} s: raise env.step_timeout_s, or set "
+            f"The environment did not answer within {timeout_s:g} s: raise env.step_timeout_s, or set "
             "env.isolation to process."
         )
-        return [error] * len(calls), self._timeout_s
+        return [error] * len(calls), timeout_s
 
     def close(self) -> None:
         """Close all idle environments and the threads."""

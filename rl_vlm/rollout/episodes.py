@@ -100,7 +100,7 @@ async def open_group(task: RolloutTask, pool: EnvPool, text: TextSide) -> OpenGr
     """Reset the environments of a group and encode what they show. Raises GroupFailedError."""
     envs: list[VisionEnv] = []
     with _failing(pool, envs):
-        envs += pool.take(task.size)
+        envs += await pool.take(task.size)
         openings = await pool.reset(envs, task.seed, {"index": task.index, "split": task.split})
         first = openings[0][0]
         prompt = text.codec.encode_prompt(first.messages)

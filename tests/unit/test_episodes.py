@@ -121,22 +121,28 @@ def speaker(tiny_folder: Path) -> Speaker:
     return Speaker(tiny_folder)
 
 
-def pool_of(*steps: Any, timeout_s: float = 20.0, **more: Any) -> EnvPool:
-    """A pool of scripted environments, remembered in `pool.made`."""
-    made: list[Scripted] = []
+class RememberingPool(EnvPool):
+    """Remembers its environments in the order in which it hands them out: they are built in threads, in any order."""
+
+    made: list[Scripted]
+
+    async def take(self, count: int) -> list[Any]:
+        envs = await super().take(count)
+        self.made += [env for env in envs if env not in self.made]
+        return envs
+
+
+def pool_of(*steps: Any, timeout_s: float = 20.0, **more: Any) -> RememberingPool:
+    """A pool of scripted environments."""
     opening = more.pop("opening", None)
-
-    def make() -> Scripted:
-        made.append(Scripted(*steps, opening=opening))
-        return made[-1]
-
-    pool = EnvPool(make, timeout_s, **more)
-    pool.made = made  # type: ignore[attr-defined]
+    pool = RememberingPool(lambda: Scripted(*steps, opening=opening), timeout_s, **more)
+    pool.made = []
     return pool
 
 
 def made(pool: EnvPool) -> list[Scripted]:
-    return pool.made  # type: ignore[attr-defined, no-any-return]
+    assert isinstance(pool, RememberingPool)
+    return pool.made
 
 
 def play(pool: EnvPool, speaker: Speaker, limits: EpisodeLimits = LIMITS, **changes: Any) -> TrajectoryGroup:

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -82,6 +84,28 @@ def test_prompt_none_leaves_the_question_alone():
     observation, _ = Geo3kEnv(data=GEO3K, prompt="none").reset(options={"index": 0})
     (message,) = observation.messages
     assert "boxed" not in message.text
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        r" Put the answer in \boxed{}.",
+        ' Call calc_score with <tool_call>{"name": "calc_score"}</tool_call>.',
+        " Use calc_geo3k_reward.",
+    ],
+)
+def test_a_problem_that_brings_its_own_instructions_gets_no_others(tmp_path, own):
+    rows = pq.read_table(f"{GEO3K}/train.parquet").to_pylist()[:2]
+    rows[1]["problem"] += own
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    roles = {}
+    for prompt in ("auto", "full"):
+        env = Geo3kEnv(data=str(tmp_path), prompt=prompt)
+        roles[prompt] = [
+            [message.role for message in env.reset(options={"index": index})[0].messages] for index in range(2)
+        ]
+    assert roles["auto"] == [["system", "user"], ["user"]]
+    assert roles["full"] == [["system", "user"]] * 2
 
 
 def test_image_size_shrinks_and_square_pads_with_grey():

@@ -53,6 +53,28 @@ def test_the_last_call_counts():
     assert parse_tool_call(text) == ToolCall("g", {})
 
 
+@pytest.mark.parametrize(
+    "after",
+    [
+        " The <tool_call> above is right.",
+        " <tool_call></tool_call>",
+        " Use <tool_call>...</tool_call> once.",
+        "<tool_call>",
+    ],
+)
+def test_a_mere_mention_of_the_tag_does_not_hide_the_call(after):
+    text = call('{"name": "f", "arguments": {}}') + after
+    assert parse_tool_call(text) == ToolCall("f", {})
+    with pytest.raises(ToolCallError):
+        parse_tool_call(f"I think.{after}")
+
+
+def test_the_name_is_stripped():
+    assert parse_tool_call(call('{"name": " calc_score\\n", "arguments": {}}')) == ToolCall("calc_score", {})
+    with pytest.raises(ToolCallError, match="between 1 and"):
+        parse_tool_call(call('{"name": "  ", "arguments": {}}'))
+
+
 def test_a_malformed_last_call_is_not_replaced_by_an_earlier_one():
     with pytest.raises(ToolCallError, match="not valid JSON"):
         parse_tool_call(call('{"name": "f"}') + call("{"))

@@ -1,0 +1,87 @@
+"""Building environments: at once, beside the event loop, within a deadline, and nothing is lost when one fails."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from rl_vlm.envs.base import VisionEnv
+from rl_vlm.envs.errors import EnvError, EnvTimeoutError
+from rl_vlm.rollout.env_pool import EnvPool
+
+
+def take(pool: EnvPool, count: int) -> list[VisionEnv]:
+    return asyncio.run(pool.take(count))
+
+
+def test_environments_are_built_at_once_and_the_event_loop_goes_on():
+    together = threading.Barrier(4)  # breaks unless four builds and the event loop's own wait overlap
+
+    def make() -> VisionEnv:
+        together.wait(30)
+        return VisionEnv()
+
+    async def run() -> tuple[list[VisionEnv], int]:
+        ticks = 0
+        task = asyncio.ensure_future(pool.take(3))
+        while together.n_waiting < 3:  # the loop is not held by the builds
+            ticks += 1
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(together.wait, 30)
+        return await task, ticks
+
+    pool = EnvPool(make, timeout_s=60)
+    envs, ticks = asyncio.run(asyncio.wait_for(run(), 60))
+    assert len(set(map(id, envs))) == 3 and ticks
+    pool.close()
+
+
+def test_a_build_that_hangs_ends_at_the_deadline():
+    end = threading.Event()
+
+    def make() -> VisionEnv:
+        end.wait(60)
+        return VisionEnv()
+
+    pool = EnvPool(make, timeout_s=0.2, build_timeout_s=0.3)
+    started = time.monotonic()
+    with pytest.raises(EnvTimeoutError, match=r"within 0\.3 s"):
+        take(pool, 2)
+    assert time.monotonic() - started < 30 and pool.stuck == 2
+    end.set()
+    pool.close()
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_build_that_fails_loses_no_other_environment(inline):
+    failures = iter([False, False, True, False, False])
+    lock = threading.Lock()
+    made: list[VisionEnv] = []
+
+    def make() -> VisionEnv:
+        with lock:
+            if next(failures):
+                raise ValueError("no licence")
+            made.append(VisionEnv())
+            return made[-1]
+
+    pool = EnvPool(make, timeout_s=60, inline=inline)
+    first = take(pool, 1)
+    pool.give_back(first)
+    with pytest.raises(EnvError, match="raised ValueError: no licence"):
+        take(pool, 4)
+    assert len(made) == 3  # one reused and two built
+    kept = take(pool, 4)
+    assert {id(env) for env in kept} == {id(env) for env in made} and len(made) == 4
+    pool.close()
+
+
+def test_reused_environments_come_first():
+    pool = EnvPool(VisionEnv, timeout_s=60)
+    envs = take(pool, 2)
+    pool.give_back(envs)
+    again = take(pool, 3)
+    assert again[:2] == envs and again[2] not in envs
+    assert take(pool, 1)[0] not in again
+    pool.close()
