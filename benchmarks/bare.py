@@ -15,10 +15,10 @@ from rl_vlm.envs.registry import make
 from rl_vlm.learning.learner import OptimizerStep, make_optimizer, make_updater
 from rl_vlm.learning.losses import get_loss
 from rl_vlm.learning.module import Policy
-from rl_vlm.learning.plan import PlanConfig, plan_update
+from rl_vlm.learning.plan import plan_update
 from rl_vlm.learning.update import UpdateStats, linear_schedule
 from rl_vlm.rollout.env_pool import EnvPool
-from rl_vlm.rollout.episodes import EpisodeLimits, run_group
+from rl_vlm.rollout.episodes import run_group
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import Completion, GenerationRequest, TrajectoryGroup
@@ -59,13 +59,6 @@ class BareLoop:
         self._step = OptimizerStep(self.policy, self._optimizer, run.learner.max_grad_norm)
         self._direct = _DirectPolicy(self.engine)
         self._pool = EnvPool(lambda: make(run.env.id, **run.env.make_kwargs()), run.env.step_timeout_s)
-        self._limits = EpisodeLimits(
-            run.rollout.max_turns,
-            run.rollout.max_new_tokens_per_turn,
-            run.rollout.max_new_tokens,
-            run.serving.max_context,
-            run.rollout.require_end_of_turn,
-        )
         self._loop = asyncio.new_event_loop()
         self._rng = np.random.default_rng(run.seed)
         self._num_items = make(run.env.id, **run.env.make_kwargs()).num_items("train") or 4096
@@ -82,9 +75,9 @@ class BareLoop:
                 )
                 for k, index in enumerate(indices)
             ]  # fmt: skip
-            text = self.policy.text
+            text, rollout, room = self.policy.text, self.run.rollout, self.run.serving.max_context
             return list(
-                await asyncio.gather(*(run_group(t, self._pool, self._direct, text, self._limits) for t in tasks))
+                await asyncio.gather(*(run_group(t, self._pool, self._direct, text, rollout, room) for t in tasks))
             )
 
         return self._loop.run_until_complete(gather())
@@ -99,17 +92,10 @@ class BareLoop:
         algorithm = run.algorithm
         plan = plan_update(
             groups,
-            PlanConfig(
-                aggregation=get_loss(algorithm.loss)[1],
-                minibatches=algorithm.minibatches,
-                num_learners=1,
-                advantage_normalization=algorithm.advantage_normalization,
-                advantage_scale=algorithm.advantage_scale,
-                max_new_tokens=run.rollout.max_new_tokens,
-                keep_zero_advantage=bool(algorithm.kl_coef or algorithm.entropy_coef),
-                shuffle_rewards=algorithm.shuffle_rewards,
-            ),
+            algorithm,
             self._rng,
+            aggregation=get_loss(algorithm.loss)[1],
+            max_new_tokens=run.rollout.max_new_tokens,
         )
         factor = 1.0
         if run.learner.lr_schedule == "linear":

@@ -11,22 +11,22 @@ import pytest
 import torch
 from core_support import picture, plain_model, reference_logprobs, run_config
 
+from rl_vlm.config import AlgorithmSection, RolloutSection
 from rl_vlm.engines.base import Engine
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.base import StepResult, VisionEnv
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.learner import OptimizerStep, make_optimizer, make_updater
 from rl_vlm.learning.module import Policy
-from rl_vlm.learning.plan import PlanConfig, plan_update
+from rl_vlm.learning.plan import plan_update
 from rl_vlm.learning.update import UpdateStats
 from rl_vlm.rollout.env_pool import EnvPool
-from rl_vlm.rollout.episodes import EpisodeLimits, run_group
+from rl_vlm.rollout.episodes import run_group
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import Completion, GenerationRequest, Message, Observation, TrajectoryGroup
 
-LIMITS = EpisodeLimits(
-    max_turns=3, max_new_tokens_per_turn=6, max_new_tokens=18, max_context=512, require_end_of_turn=False
-)
+MAX_CONTEXT = 512
+ROLLOUT = RolloutSection(max_turns=3, max_new_tokens_per_turn=6, max_new_tokens=18, require_end_of_turn=False)
 
 
 class ThreeTurns(VisionEnv):
@@ -55,7 +55,7 @@ class Loop:
     def __init__(self, folder: Path, temperature: float, engine: Engine | None = None, **dotted: Any) -> None:
         self.folder = folder
         self.run = run_config(folder, rollout__temperature=temperature, learner__micro_batch_tokens=400, **dotted)
-        self.engine = engine or TransformersEngine(folder, max_context=LIMITS.max_context)
+        self.engine = engine or TransformersEngine(folder, max_context=MAX_CONTEXT)
         self.policy = Policy(folder, self.run)
         self.updater = make_updater(self.policy, self.run)
         self.optimizer = make_optimizer(self.policy, self.run)
@@ -80,14 +80,18 @@ class Loop:
                 for k in range(groups)
             ]  # fmt: skip
             return list(
-                await asyncio.gather(*(run_group(task, self.pool, self, self.policy.text, LIMITS) for task in tasks))
+                await asyncio.gather(
+                    *(run_group(task, self.pool, self, self.policy.text, ROLLOUT, MAX_CONTEXT) for task in tasks)
+                )
             )
 
         return asyncio.run(gather())
 
     def minibatches(self, groups: list[TrajectoryGroup], count: int = 2) -> list[Minibatch]:
-        config = PlanConfig("token_mean", minibatches=count, num_learners=1, keep_zero_advantage=True)
-        return plan_update(groups, config, np.random.default_rng(self.version)).shards[0]
+        # With a KL penalty samples without an advantage are kept: every one of them is compared.
+        algorithm = AlgorithmSection(minibatches=count, kl_coef=1.0)
+        rng = np.random.default_rng(self.version)
+        return plan_update(groups, algorithm, rng, aggregation="token_mean").shards[0]
 
     def update(self, groups: list[TrajectoryGroup], epochs: int = 1) -> UpdateStats:
         stats = UpdateStats()

@@ -34,7 +34,7 @@ from rl_vlm.envs.registry import make
 from rl_vlm.evaluation.heldout import evaluation_tasks, summarize
 from rl_vlm.learning.learner import UpdateBatch, UpdateResult, VLMLearner
 from rl_vlm.learning.losses import get_loss
-from rl_vlm.learning.plan import PlanConfig, UpdatePlan, plan_update
+from rl_vlm.learning.plan import UpdatePlan, plan_update
 from rl_vlm.learning.update import UpdateStats, linear_schedule
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide, load_text_side
@@ -133,7 +133,6 @@ class GRPO(Algorithm):
         self._rounds: deque[Round] = deque()
         self._ahead: tuple[list[RolloutTask], dict[str, Any]] | None = None  # tasks whose episodes are being opened
         self._last_checkpoint: Path | None = None
-        self._plan_config = self._make_plan_config()
         self._text: TextSide | None = None
         self._weights: dict[str, float] = {}  # the last publication's report
         self.updates = 0  # GRPO iterations that are in the weights
@@ -148,19 +147,6 @@ class GRPO(Algorithm):
         self._clock: defaultdict[str, float] = defaultdict(float)
         self.stop_requested: Callable[[], bool] = lambda: False
 
-    def _make_plan_config(self) -> PlanConfig:
-        algorithm, rollout = self.run.algorithm, self.run.rollout
-        return PlanConfig(
-            aggregation=get_loss(algorithm.loss)[1],
-            minibatches=algorithm.minibatches,
-            num_learners=max(self.run.learner.num_learners, 1),
-            advantage_normalization=algorithm.advantage_normalization,
-            advantage_scale=algorithm.advantage_scale,
-            max_new_tokens=rollout.max_new_tokens,
-            keep_zero_advantage=bool(algorithm.kl_coef or algorithm.entropy_coef),
-            shuffle_rewards=algorithm.shuffle_rewards,
-        )
-
     # One iteration.
 
     def training_step(self) -> None:
@@ -171,7 +157,14 @@ class GRPO(Algorithm):
         metrics = self._sampling_metrics(groups)
         if groups:
             with self._timed("advantages"):
-                plan = plan_update(groups, self._plan_config, self._rng)
+                plan = plan_update(
+                    groups,
+                    self.run.algorithm,
+                    self._rng,
+                    aggregation=get_loss(self.run.algorithm.loss)[1],
+                    num_learners=max(self.run.learner.num_learners, 1),
+                    max_new_tokens=self.run.rollout.max_new_tokens,
+                )
             metrics |= self._plan_metrics(plan, groups)
             self._open_next_round()
             with self._timed("learn"):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from typing import Any
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.config.applies import READS, refuse_unread
 from rl_vlm.config.env import EnvSection
 from rl_vlm.config.evaluation import EvaluationSection
 from rl_vlm.config.http import HTTPSection
@@ -39,19 +42,13 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         rollout = self.rollout
-        if rollout.top_p < 1 or rollout.top_k > 0:
-            raise ValueError(
-                "rollout.top_p must be 1 and rollout.top_k 0 in training: the learner cannot reproduce a truncated "
-                "distribution"
-            )
         if self.algorithm.minibatches > rollout.prompts_per_iteration:
             raise ValueError(
                 f"algorithm.minibatches ({self.algorithm.minibatches}) exceeds rollout.prompts_per_iteration "
                 f"({rollout.prompts_per_iteration}): a minibatch needs at least one group"
             )
-        uses_vllm = self.serving.engine == "vllm" or (
-            self.serving.engine == "auto" and self.serving.gpus_per_replica > 0
-        )
+        uses_vllm = self.serving.expected_engine == "vllm"
+        refuse_unread(self, self.algorithm.name, self.serving.expected_engine)
         quantization = self.serving.quantization
         if (quantization == "nf4" and uses_vllm) or (quantization == "fp8" and not uses_vllm):
             raise ValueError(
@@ -63,16 +60,17 @@ class RunConfig(Section):
             )
         if self.algorithm.name == "preference_sac" and self.learner.num_learners > 1:
             raise ValueError("learner.num_learners must be 0 or 1 for preference_sac: its networks are small")
-        if self.algorithm.name == "preference_sac" and self.env.isolation != "thread":
-            raise ValueError(
-                "env.isolation process is for vision environments: use preference.collection.num_env_runners"
-            )
         if self.model.train == "full":
             raise ValueError(
                 "model.train: full is not available yet, because full weights cannot be sent to running replicas: "
                 "use model.train: lora"
             )
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_unread(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What is written can be read again: keys that the algorithm ignores are left out."""
+        return READS[self.algorithm.name].only(handler(self))
 
     @property
     def needed_cpus(self) -> float:

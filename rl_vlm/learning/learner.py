@@ -12,7 +12,6 @@ from ray.rllib.core.learner.training_data import TrainingData
 
 from rl_vlm.config import RunConfig
 from rl_vlm.learning.batching import BatchBuilder, Minibatch
-from rl_vlm.learning.losses import LossConfig
 from rl_vlm.learning.update import (
     PackedMinibatch,
     PolicyUpdater,
@@ -51,7 +50,6 @@ class UpdateResult:
 
 def make_updater(policy: Policy, run: RunConfig) -> PolicyUpdater:
     """The policy update that a run configuration describes."""
-    algorithm = run.algorithm
     builder = BatchBuilder(
         image_token_id=policy.text.codec.image_token_id,
         pad_token_id=policy.text.codec.pad_token_id,
@@ -59,19 +57,10 @@ def make_updater(policy: Policy, run: RunConfig) -> PolicyUpdater:
         max_tokens=run.learner.micro_batch_tokens,
         share_prompts=run.learner.share_prompts,
     )
-    config = LossConfig(
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        tis_cap=algorithm.tis_cap,
-        kl_coef=algorithm.kl_coef,
-        kl_estimator=algorithm.kl_estimator,
-        entropy_coef=algorithm.entropy_coef,
-    )
     return PolicyUpdater(
         policy.backbone,
         builder,
-        loss=algorithm.loss,
-        loss_config=config,
+        algorithm=run.algorithm,
         temperature=run.rollout.temperature,
         without_adapter=policy.without_adapter,
     )

@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rl_vlm.config import AlgorithmSection
+
 # How token losses become one number: the mean of each sequence's mean; the mean over all tokens; the sum over a
 # constant (Dr. GRPO).
 Aggregation = Literal["sequence_mean", "token_mean", "constant"]
@@ -27,19 +29,7 @@ class LossTerms:
     clipped: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class LossConfig:
-    """Settings of the token loss."""
-
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    tis_cap: float | None = 2.0
-    kl_coef: float = 0.0
-    kl_estimator: KLEstimator = "k3"
-    entropy_coef: float = 0.0
-
-
-TokenLoss = Callable[[Tensor, Tensor, Tensor, LossConfig], LossTerms]
+TokenLoss = Callable[[Tensor, Tensor, Tensor, AlgorithmSection], LossTerms]
 _LOSSES: dict[str, tuple[TokenLoss, Aggregation]] = {}
 
 
@@ -66,14 +56,14 @@ def loss_names() -> tuple[str, ...]:
 @register_loss("grpo", "sequence_mean")
 @register_loss("dapo", "token_mean")
 @register_loss("dr_grpo", "constant")
-def clipped_surrogate(new: Tensor, old: Tensor, advantage: Tensor, config: LossConfig) -> LossTerms:
+def clipped_surrogate(new: Tensor, old: Tensor, advantage: Tensor, algorithm: AlgorithmSection) -> LossTerms:
     """-min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A) with r = exp(new - old).
 
     PPO's surrogate (arXiv 1707.06347, equation 7) with separate bounds, "clip-higher" (DAPO, arXiv 2503.14476,
     equation 10). new, old, advantage: float32 [N].
     """
     ratio = (new - old).exp()
-    bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    bounded = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
     loss = -torch.minimum(ratio * advantage, bounded * advantage)
     clipped = (bounded * advantage) < (ratio * advantage)
     return LossTerms(loss, ratio, clipped)

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rl_vlm.learning.advantages import Normalization, group_advantages
+from rl_vlm.config import AlgorithmSection
+from rl_vlm.learning.advantages import group_advantages
 from rl_vlm.learning.batching import Minibatch, TrainSample
 from rl_vlm.types import TrajectoryGroup
-
-
-@dataclass(frozen=True, slots=True)
-class PlanConfig:
-    """How groups become optimiser steps. `aggregation` is the loss's (see losses.py)."""
-
-    aggregation: str
-    minibatches: int
-    num_learners: int
-    advantage_normalization: Normalization = "std"
-    advantage_scale: float = 1.0
-    max_new_tokens: int = 1  # the constant of aggregation "constant"
-    keep_zero_advantage: bool = False  # needed when a KL penalty or an entropy bonus gives them a gradient
-    shuffle_rewards: bool = False
 
 
 @dataclass(slots=True)
@@ -36,28 +23,38 @@ class UpdatePlan:
     zero_advantage_groups: int
 
 
-def plan_update(groups: Sequence[TrajectoryGroup], config: PlanConfig, rng: np.random.Generator) -> UpdatePlan:
+def plan_update(
+    groups: Sequence[TrajectoryGroup],
+    algorithm: AlgorithmSection,
+    rng: np.random.Generator,
+    *,
+    aggregation: str,
+    num_learners: int = 1,
+    max_new_tokens: int = 1,
+) -> UpdatePlan:
     """Compute advantages over complete groups and deal the groups out.
+
+    `aggregation` is the loss's (see losses.py); `max_new_tokens` is the constant of the aggregation "constant".
 
     Every step's weights are normalised over the whole step, all learners and skipped samples included, so neither the
     number of learners nor the skipping changes the gradient. Samples with zero advantage are skipped.
     """
     rewards = [group.rewards for group in groups]
-    if config.shuffle_rewards:
+    if algorithm.shuffle_rewards:
         rewards = _shuffled(rewards, rng)
-    advantages = [group_advantages(r, config.advantage_normalization, config.advantage_scale) for r in rewards]
+    advantages = [group_advantages(r, algorithm.advantage_normalization, algorithm.advantage_scale) for r in rewards]
     order = rng.permutation(len(groups))
-    shards: list[list[Minibatch]] = [[] for _ in range(config.num_learners)]
+    shards: list[list[Minibatch]] = [[] for _ in range(num_learners)]
     active: list[bool] = []
-    for members in np.array_split(order, min(config.minibatches, max(len(groups), 1))):
-        weight = _weights([groups[k] for k in members], config)
-        parts: list[list[list[TrainSample]]] = [[] for _ in range(config.num_learners)]
-        load = [0] * config.num_learners
+    for members in np.array_split(order, min(algorithm.minibatches, max(len(groups), 1))):
+        weight = _weights([groups[k] for k in members], aggregation, max_new_tokens)
+        parts: list[list[list[TrainSample]]] = [[] for _ in range(num_learners)]
+        load = [0] * num_learners
         samples = {
             k: [
                 TrainSample(trajectory, float(advantage), weight(trajectory.num_sampled))
                 for trajectory, advantage in zip(groups[k].trajectories, advantages[k], strict=True)
-                if trajectory.num_sampled and (advantage != 0 or config.keep_zero_advantage)
+                if trajectory.num_sampled and (advantage != 0 or algorithm.learns_without_advantage)
             ]
             for k in members
         }
@@ -74,14 +71,14 @@ def plan_update(groups: Sequence[TrajectoryGroup], config: PlanConfig, rng: np.r
     return UpdatePlan(shards, active, advantages, zero)
 
 
-def _weights(groups: Sequence[TrajectoryGroup], config: PlanConfig):  # type: ignore[no-untyped-def]
+def _weights(groups: Sequence[TrajectoryGroup], aggregation: str, constant: int) -> Callable[[int], float]:
     sequences = sum(len(group) for group in groups)
     tokens = sum(trajectory.num_sampled for group in groups for trajectory in group.trajectories)
-    if config.aggregation == "sequence_mean":
+    if aggregation == "sequence_mean":
         return lambda length: 1.0 / (length * sequences)
-    if config.aggregation == "token_mean":
+    if aggregation == "token_mean":
         return lambda length: 1.0 / tokens
-    return lambda length: 1.0 / (config.max_new_tokens * sequences)
+    return lambda length: 1.0 / (constant * sequences)
 
 
 def _shuffled(rewards: list[np.ndarray], rng: np.random.Generator) -> list[np.ndarray]:

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_vlm.config import AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
 from rl_vlm.learning.logprobs import token_logprobs
-from rl_vlm.learning.losses import LossConfig, get_loss, kl_estimate, truncated_importance_weights
+from rl_vlm.learning.losses import get_loss, kl_estimate, truncated_importance_weights
 
 if TYPE_CHECKING:
     # Env runners import this with the algorithm's configuration, and have no model.
@@ -91,8 +92,7 @@ class PolicyUpdater:
     Args:
         backbone: the model with trainable LoRA layers.
         builder: packs minibatches.
-        loss: a registered loss name.
-        loss_config: its settings.
+        algorithm: the loss and its settings.
         temperature: the sampling temperature of the rollouts.
         without_adapter: context in which the model computes as the base model, for the KL penalty.
     """
@@ -102,15 +102,14 @@ class PolicyUpdater:
         backbone: Backbone,
         builder: BatchBuilder,
         *,
-        loss: str,
-        loss_config: LossConfig,
+        algorithm: AlgorithmSection,
         temperature: float,
         without_adapter: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._backbone = backbone
         self._builder = builder
-        self._token_loss, _ = get_loss(loss)
-        self._config = loss_config
+        self._token_loss, _ = get_loss(algorithm.loss)
+        self._algorithm = algorithm
         self._temperature = temperature
         self._without_adapter = without_adapter
         self._probed = False
@@ -132,7 +131,7 @@ class PolicyUpdater:
                     with torch.no_grad():
                         minibatch.probe.append(self.logprobs(micro)[0])
                 minibatch.old.append(old)
-                if self._config.kl_coef:
+                if self._algorithm.kl_coef:
                     with torch.no_grad(), self._without_adapter():
                         minibatch.reference.append(self.logprobs(micro)[0])
         self._probed = self._probed or any(minibatch.probe for minibatch in packed)
@@ -171,14 +170,14 @@ class PolicyUpdater:
         behaviour = torch.from_numpy(micro.behaviour).to(device)
         advantage = torch.from_numpy(micro.advantage).to(device)
         weight = torch.from_numpy(micro.weight).to(device)
-        terms = self._token_loss(new, old, advantage, self._config)
-        token_loss = terms.loss * truncated_importance_weights(old, behaviour, self._config.tis_cap)
-        if self._config.kl_coef:
-            kl = kl_estimate(new, minibatch.reference[number], self._config.kl_estimator)
-            token_loss = token_loss + self._config.kl_coef * kl
+        terms = self._token_loss(new, old, advantage, self._algorithm)
+        token_loss = terms.loss * truncated_importance_weights(old, behaviour, self._algorithm.tis_cap)
+        if self._algorithm.kl_coef:
+            kl = kl_estimate(new, minibatch.reference[number], self._algorithm.kl_estimator)
+            token_loss = token_loss + self._algorithm.kl_coef * kl
             stats.kl += float(kl.detach().sum())
-        if self._config.entropy_coef:
-            token_loss = token_loss - self._config.entropy_coef * entropy
+        if self._algorithm.entropy_coef:
+            token_loss = token_loss - self._algorithm.entropy_coef * entropy
         loss = (token_loss * weight).sum()
         self._record(stats, loss, terms.ratio, terms.clipped, entropy, old - behaviour, new - old)
         return loss

@@ -11,10 +11,10 @@ import ray
 from ray.rllib.core.learner.training_data import TrainingData
 
 from rl_vlm.algorithms.grpo import GRPOConfig
-from rl_vlm.config import RunConfig, apply_overrides, parse_config
+from rl_vlm.config import AlgorithmSection, RunConfig, apply_overrides, parse_config
 from rl_vlm.envs.shapes import shapes_item
 from rl_vlm.learning.learner import UpdateBatch, UpdateResult
-from rl_vlm.learning.plan import PlanConfig, plan_update
+from rl_vlm.learning.plan import plan_update
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.types import Message, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
@@ -74,10 +74,15 @@ def update(folder: Path, learners: int, updates: int = 2) -> tuple[Arrays, Array
     config = GRPOConfig.from_run_config(run_config(folder, learners))
     config.model_folder = folder
     group = config.build_learner_group(rl_module_spec=config.get_multi_rl_module_spec(spaces={}))
-    plan_config = PlanConfig("sequence_mean", minibatches=2, num_learners=max(learners, 1))
     try:
         for number in range(updates):
-            plan = plan_update(groups(folder), plan_config, np.random.default_rng(number))
+            plan = plan_update(
+                groups(folder),
+                AlgorithmSection(minibatches=2),
+                np.random.default_rng(number),
+                aggregation="sequence_mean",
+                num_learners=max(learners, 1),
+            )
             batches = [UpdateBatch(shard, plan.active, 1, LR, number + 1) for shard in plan.shards]
             data = (
                 TrainingData(episodes=batches)

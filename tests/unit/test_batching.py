@@ -11,8 +11,8 @@ import torch
 from core_support import adapted_policy, conversation, picture, reference_logprobs, text_side
 from torch import Tensor
 
+from rl_vlm.config import AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch, TrainSample
-from rl_vlm.learning.losses import LossConfig
 from rl_vlm.learning.module import Policy
 from rl_vlm.learning.update import PolicyUpdater, gradient_vector
 from rl_vlm.models.loading import TextSide
@@ -68,7 +68,7 @@ def outcome(
 ) -> tuple[dict[bytes, Tensor], Tensor]:
     """Log-probabilities by sample, and the LoRA gradient of a loss over all of them."""
     updater = PolicyUpdater(
-        policy.backbone, builder, loss="dapo", loss_config=LossConfig(tis_cap=None), temperature=TEMPERATURE
+        policy.backbone, builder, algorithm=AlgorithmSection(loss="dapo", tis_cap=None), temperature=TEMPERATURE
     )
     policy.model.zero_grad(set_to_none=True)
     found: dict[bytes, Tensor] = {}

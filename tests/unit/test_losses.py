@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_vlm.config import AlgorithmSection
 from rl_vlm.learning.batching import MicroBatch, TrainSample
 from rl_vlm.learning.losses import (
-    LossConfig,
     clipped_surrogate,
     get_loss,
     kl_estimate,
     loss_names,
     truncated_importance_weights,
 )
-from rl_vlm.learning.plan import PlanConfig, plan_update
+from rl_vlm.learning.plan import plan_update
 from rl_vlm.learning.update import PackedMinibatch, PolicyUpdater, UpdateStats
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
@@ -53,7 +53,9 @@ def test_the_clipped_surrogate_by_hand(
     """The gradient is with respect to the new log-probability, so it is the ratio times the advantage, or nothing."""
     old = torch.tensor([-2.0], dtype=torch.float64)
     new = (old + math.log(ratio)).requires_grad_()
-    terms = clipped_surrogate(new, old, torch.tensor([advantage], dtype=torch.float64), LossConfig(0.2, 0.28))
+    terms = clipped_surrogate(
+        new, old, torch.tensor([advantage], dtype=torch.float64), AlgorithmSection(clip_low=0.2, clip_high=0.28)
+    )
     terms.loss.sum().backward()
     assert terms.loss.item() == pytest.approx(loss)
     assert new.grad is not None
@@ -164,10 +166,11 @@ class Numbers:
 class GivenLogprobs(PolicyUpdater):
     """The update with log-probabilities that a test chooses instead of a model's."""
 
-    def __init__(self, loss: str, config: LossConfig) -> None:
+    def __init__(self, loss: str, config: AlgorithmSection) -> None:
         backbone: Any = SimpleNamespace(device=torch.device("cpu"))
         builder: Any = None
-        super().__init__(backbone, builder, loss=loss, loss_config=config, temperature=1.0)
+        algorithm = config.model_copy(update={"loss": loss})
+        super().__init__(backbone, builder, algorithm=algorithm, temperature=1.0)
         self.given: dict[int, tuple[Tensor, Tensor]] = {}
 
     def logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -190,18 +193,14 @@ def micro_batch(samples: list[TrainSample]) -> MicroBatch:
     )  # fmt: skip
 
 
-def ours(numbers: Numbers, loss: str, config: LossConfig, parts: int) -> tuple[float, Tensor, UpdateStats]:
+def ours(numbers: Numbers, loss: str, config: AlgorithmSection, parts: int) -> tuple[float, Tensor, UpdateStats]:
     """Loss, gradient [B, T] and statistics of one optimiser step that is cut into micro-batches."""
     plan = plan_update(
         numbers.groups(),
-        PlanConfig(
-            aggregation=get_loss(loss)[1],
-            minibatches=1,
-            num_learners=1,
-            max_new_tokens=MAX_NEW_TOKENS,
-            keep_zero_advantage=bool(config.kl_coef or config.entropy_coef),
-        ),
+        config,
         np.random.default_rng(0),
+        aggregation=get_loss(loss)[1],
+        max_new_tokens=MAX_NEW_TOKENS,
     )
     samples = [sample for group in plan.shards[0][0].groups for sample in group]
     updater, stats = GivenLogprobs(loss, config), UpdateStats()
@@ -226,7 +225,7 @@ def ours(numbers: Numbers, loss: str, config: LossConfig, parts: int) -> tuple[f
 
 
 def theirs(
-    trainer: Any, numbers: Numbers, loss: str, config: LossConfig, advantages: np.ndarray
+    trainer: Any, numbers: Numbers, loss: str, config: AlgorithmSection, advantages: np.ndarray
 ) -> tuple[float, Tensor, dict[str, list[float]]]:
     """The same by `GRPOTrainer._compute_loss`."""
     new = torch.tensor(numbers.new, requires_grad=True)
@@ -276,11 +275,11 @@ def theirs(
 
 
 CONFIGS = {
-    "plain": LossConfig(0.2, 0.2, tis_cap=None),
-    "clip-higher": LossConfig(0.1, 0.35, tis_cap=None),
-    "kl": LossConfig(0.2, 0.28, tis_cap=None, kl_coef=0.3),
-    "correction": LossConfig(0.2, 0.28, tis_cap=1.5),
-    "correction and kl": LossConfig(0.2, 0.28, tis_cap=2.0, kl_coef=0.1),
+    "plain": AlgorithmSection(clip_low=0.2, clip_high=0.2, tis_cap=None),
+    "clip-higher": AlgorithmSection(clip_low=0.1, clip_high=0.35, tis_cap=None),
+    "kl": AlgorithmSection(clip_low=0.2, clip_high=0.28, tis_cap=None, kl_coef=0.3),
+    "correction": AlgorithmSection(clip_low=0.2, clip_high=0.28, tis_cap=1.5),
+    "correction and kl": AlgorithmSection(clip_low=0.2, clip_high=0.28, tis_cap=2.0, kl_coef=0.1),
 }
 
 
@@ -289,7 +288,7 @@ CONFIGS = {
 @pytest.mark.parametrize("parts", [1, 3])
 def test_loss_and_gradient_equal_those_of_trl(trainer: Any, loss: str, name: str, parts: int) -> None:
     numbers, config = Numbers(seed=len(name)), CONFIGS[name]
-    plan = plan_update(numbers.groups(), PlanConfig("token_mean", 1, 1), np.random.default_rng(0))
+    plan = plan_update(numbers.groups(), config, np.random.default_rng(0), aggregation="token_mean")
     advantages = np.concatenate(plan.advantages)
     assert np.count_nonzero(advantages[:SIZE]) == 0 < np.count_nonzero(advantages)
     value, gradient, stats = ours(numbers, loss, config, parts)
@@ -307,8 +306,8 @@ def test_loss_and_gradient_equal_those_of_trl(trainer: Any, loss: str, name: str
 
 
 def test_the_entropy_bonus_of_the_token_mean_equals_that_of_trl(trainer: Any) -> None:
-    numbers, config = Numbers(seed=3), LossConfig(tis_cap=None, entropy_coef=0.05)
-    plan = plan_update(numbers.groups(), PlanConfig("token_mean", 1, 1), np.random.default_rng(0))
+    numbers, config = Numbers(seed=3), AlgorithmSection(tis_cap=None, entropy_coef=0.05)
+    plan = plan_update(numbers.groups(), config, np.random.default_rng(0), aggregation="token_mean")
     value, _, stats = ours(numbers, "dapo", config, parts=2)
     expected, _, metrics = theirs(trainer, numbers, "dapo", config, np.concatenate(plan.advantages))
     assert value == pytest.approx(expected, abs=2e-6)
@@ -317,7 +316,7 @@ def test_the_entropy_bonus_of_the_token_mean_equals_that_of_trl(trainer: Any) ->
 
 def test_mismatch_and_change_are_measured_from_the_right_policies() -> None:
     numbers = Numbers(seed=4)
-    _, _, stats = ours(numbers, "dapo", LossConfig(kl_coef=1e-9), parts=2)
+    _, _, stats = ours(numbers, "dapo", AlgorithmSection(kl_coef=1e-9), parts=2)
     gap = (numbers.old - numbers.behaviour)[numbers.mask]
     change = (numbers.new - numbers.old)[numbers.mask]
     figures = stats.metrics()

@@ -12,12 +12,13 @@ import pytest
 import torch
 from core_support import adapted_policy, conversation, picture, text_side
 
+from rl_vlm.config import AlgorithmSection
 from rl_vlm.learning.advantages import group_advantages
 from rl_vlm.learning.batching import BatchBuilder, Minibatch
 from rl_vlm.learning.learner import OptimizerStep
-from rl_vlm.learning.losses import LossConfig, get_loss
+from rl_vlm.learning.losses import get_loss
 from rl_vlm.learning.module import Policy
-from rl_vlm.learning.plan import PlanConfig, UpdatePlan, plan_update
+from rl_vlm.learning.plan import UpdatePlan, plan_update
 from rl_vlm.learning.update import PolicyUpdater, UpdateStats, gradient_vector
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
@@ -51,9 +52,23 @@ def bare_groups(count: int, size: int = 4, seed: int = 0) -> list[TrajectoryGrou
     ]
 
 
-def plan_of(groups: Sequence[TrajectoryGroup], seed: int = 0, **config: Any) -> UpdatePlan:
-    settings = {"aggregation": "token_mean", "minibatches": 1, "num_learners": 1, **config}
-    return plan_update(groups, PlanConfig(**settings), np.random.default_rng(seed))
+def plan_of(
+    groups: Sequence[TrajectoryGroup],
+    seed: int = 0,
+    aggregation: str = "token_mean",
+    num_learners: int = 1,
+    max_new_tokens: int = 1,
+    keep_zero_advantage: bool = False,
+    **settings: Any,
+) -> UpdatePlan:
+    return plan_update(
+        groups,
+        AlgorithmSection(kl_coef=float(keep_zero_advantage), **settings),
+        np.random.default_rng(seed),
+        aggregation=aggregation,
+        num_learners=num_learners,
+        max_new_tokens=max_new_tokens,
+    )
 
 
 def samples_of(plan: UpdatePlan, step: int) -> list[Any]:
@@ -255,7 +270,7 @@ def groups(text: TextSide) -> list[TrajectoryGroup]:
 
 
 def gradient(
-    policy: Policy, text: TextSide, minibatches: Sequence[Minibatch], loss: str, config: LossConfig
+    policy: Policy, text: TextSide, minibatches: Sequence[Minibatch], algorithm: AlgorithmSection
 ) -> torch.Tensor:
     """The sum of what each learner's part of one step adds."""
     builder = BatchBuilder(
@@ -265,7 +280,7 @@ def gradient(
         max_tokens=300,
     )
     updater = PolicyUpdater(
-        policy.backbone, builder, loss=loss, loss_config=config, temperature=1.0, without_adapter=policy.without_adapter
+        policy.backbone, builder, algorithm=algorithm, temperature=1.0, without_adapter=policy.without_adapter
     )
     total = torch.zeros_like(gradient_vector(policy.parameters))
     for minibatch in minibatches:  # one learner each
@@ -284,7 +299,9 @@ def test_the_number_of_learners_does_not_change_the_gradient(
     found = []
     for learners in (1, 2, 3):
         plan = plan_of(groups, aggregation=get_loss(loss)[1], num_learners=learners, max_new_tokens=20)
-        found.append(gradient(policy, text, [shard[0] for shard in plan.shards], loss, LossConfig(tis_cap=2.0)))
+        found.append(
+            gradient(policy, text, [shard[0] for shard in plan.shards], AlgorithmSection(loss=loss, tis_cap=2.0))
+        )
     assert found[0].abs().max() > 1e-3
     for other in found[1:]:
         assert torch.allclose(other, found[0], rtol=1e-4, atol=1e-6)
@@ -294,7 +311,7 @@ def test_skipping_samples_without_advantage_does_not_change_the_gradient(
     policy: Policy, text: TextSide, groups: list[TrajectoryGroup]
 ) -> None:
     found = [
-        gradient(policy, text, [plan_of(groups, keep_zero_advantage=keep).shards[0][0]], "dapo", LossConfig())
+        gradient(policy, text, [plan_of(groups, keep_zero_advantage=keep).shards[0][0]], AlgorithmSection(loss="dapo"))
         for keep in (True, False)
     ]
     assert torch.allclose(*found, rtol=1e-4, atol=1e-7)
@@ -306,7 +323,10 @@ def test_with_a_kl_penalty_samples_without_advantage_matter(
     """Why they are kept then."""
     found = [
         gradient(
-            policy, text, [plan_of(groups, keep_zero_advantage=keep).shards[0][0]], "dapo", LossConfig(kl_coef=1.0)
+            policy,
+            text,
+            [plan_of(groups, keep_zero_advantage=keep).shards[0][0]],
+            AlgorithmSection(loss="dapo", kl_coef=1.0),
         )
         for keep in (True, False)
     ]
@@ -318,7 +338,7 @@ def test_the_optimizer_step_adds_gradients_over_micro_batches_and_clips(
 ) -> None:
     policy = adapted_policy(tiny_folder)
     plan = plan_of(groups)
-    expected = gradient(policy, text, [plan.shards[0][0]], "dapo", LossConfig())
+    expected = gradient(policy, text, [plan.shards[0][0]], AlgorithmSection(loss="dapo"))
     before = torch.cat([p.detach().reshape(-1).clone() for p in policy.parameters])
     builder = BatchBuilder(
         image_token_id=text.codec.image_token_id,
@@ -326,7 +346,7 @@ def test_the_optimizer_step_adds_gradients_over_micro_batches_and_clips(
         images=text.images,
         max_tokens=300,
     )
-    updater = PolicyUpdater(policy.backbone, builder, loss="dapo", loss_config=LossConfig(), temperature=1.0)
+    updater = PolicyUpdater(policy.backbone, builder, algorithm=AlgorithmSection(loss="dapo"), temperature=1.0)
     norm = float(expected.norm())
     for max_norm, scale in ((10 * norm, 1.0), (norm / 4, 0.25)):
         step = OptimizerStep(policy, torch.optim.SGD(policy.parameters, lr=1.0), max_grad_norm=max_norm)
