@@ -57,6 +57,11 @@ class AlgorithmSection(Section):
     minibatches: int = Field(1, ge=1, description="Optimiser steps per epoch of a rollout.")
     shuffle_rewards: bool = Field(False, description="A control that must fail: rewards are permuted over the batch.")
 
+    @property
+    def learns_without_advantage(self) -> bool:
+        """Whether a KL penalty or an entropy bonus gives samples with zero advantage a gradient."""
+        return bool(self.kl_coef or self.entropy_coef)
+
     @model_validator(mode="before")
     @classmethod
     def _with_preset(cls, data: Any) -> Any:

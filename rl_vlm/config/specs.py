@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rl_vlm.config.applies import Reads
 from rl_vlm.registry import Registry
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ class AlgorithmSpec:
     """One algorithm.
 
     config, run: the RLlib configuration's class and the run's class. preflight(run) -> figures for people, raises
-    UserInputError. evaluate(run, adapter=, run_dir=, config=, out=) -> results. samplers(run): the actors beside replicas
+    UserInputError. evaluate(run, adapter=, run_dir=, config=, out=) -> results. reads: the
+    keys of the configuration that it reads. samplers(run): the actors beside replicas
     and learners. serves(run): whether it has replicas. check(run) raises ValueError where sections contradict each other.
     """
 
@@ -39,6 +41,7 @@ class AlgorithmSpec:
     run: str
     preflight: str
     evaluate: str
+    reads: Reads
     samplers: Callable[[RunConfig], Actors]
     serves: Callable[[RunConfig], bool]
     check: Callable[[RunConfig], None]
@@ -97,6 +100,15 @@ ALGORITHMS.register("grpo")(
         run="rl_vlm.runs.policy_run:PolicyRun",
         preflight="rl_vlm.runs.preflight:inspect_policy_run",
         evaluate="rl_vlm.runs.evaluate:evaluate_policy_run",
+        reads=Reads(
+            ("model", "serving", "env", "rollout", "algorithm", "learner", "evaluation", "logging"),
+            {
+                "preference.total_steps": "algorithm.iterations",
+                "preference.sac.lr": "learner.lr",
+                "preference.collection.num_env_runners": "rollout.num_env_runners",
+                "preference.evaluation.every": "evaluation.every",
+            },
+        ),
         samplers=_rollout_actors,
         serves=lambda run: True,
         check=_check_policy,
@@ -108,6 +120,34 @@ ALGORITHMS.register("preference_sac")(
         run="rl_vlm.runs.preference_run:PreferenceRun",
         preflight="rl_vlm.runs.preflight:inspect_preference_run",
         evaluate="rl_vlm.runs.preference_evaluation:evaluate_preference_run",
+        reads=Reads(
+            (
+                "preference",
+                "serving",
+                *(f"model.{key}" for key in ("path", "dtype", "min_pixels", "max_pixels", "gpu_memory_gib")),
+                *(f"env.{key}" for key in ("id", "kwargs")),
+                "algorithm.name",
+                *(
+                    f"learner.{key}"
+                    for key in ("num_learners", "cpus_per_learner", "gpus_per_learner", "num_threads", "max_restarts")
+                ),
+                "evaluation.timeout_s",
+                *(f"logging.{key}" for key in ("checkpoint_every", "keep_checkpoints", "tensorboard", "wandb_project")),
+            ),
+            {
+                "algorithm.iterations": "preference.total_steps",
+                "learner.lr": "preference.sac.lr",
+                "learner.betas": "preference.sac.betas",
+                "env.data": "env.kwargs",
+                "env.isolation": "preference.collection.num_env_runners",
+                "rollout.num_env_runners": "preference.collection.num_env_runners",
+                "rollout.cpus_per_env_runner": "preference.collection.cpus_per_env_runner",
+                "rollout.timeout_s": "preference.collection.timeout_s",
+                "rollout.temperature": "preference.labels.temperature",
+                "evaluation.every": "preference.evaluation.every",
+                "evaluation.num_items": "preference.evaluation.episodes",
+            },
+        ),
         samplers=_collection_actors,
         serves=lambda run: run.preference.asks_served_model,
         check=_check_preference,

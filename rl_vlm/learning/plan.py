@@ -41,7 +41,6 @@ def plan_update(
     if settings.shuffle_rewards:
         rewards = _shuffled(rewards, rng)
     estimate = ESTIMATORS.get(settings.estimator)(groups, rewards, settings)
-    keep_all = bool(settings.kl_coef or settings.entropy_coef)
     order = rng.permutation(len(groups))
     shards: list[list[Minibatch]] = [[] for _ in range(num_learners)]
     active: list[bool] = []
@@ -53,7 +52,7 @@ def plan_update(
             k: [
                 TrainSample(trajectory, advantage, weight(trajectory.num_sampled))
                 for trajectory, advantage in zip(groups[k].trajectories, estimate.advantages[k], strict=True)
-                if trajectory.num_sampled and (keep_all or np.any(advantage))
+                if trajectory.num_sampled and (settings.learns_without_advantage or np.any(advantage))
             ]
             for k in members
         }
