@@ -30,10 +30,11 @@ $(STAMP): $(REQUIREMENTS) pyproject.toml
 quickstart: install ## Train the tiny VLM on shapes, offline, in minutes
 	$(BIN)/rl-vlm train configs/quickstart.yaml --overwrite
 
-lint: install ## Check style and types
+lint: install ## Check style, types and which way imports point
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 unit: install ## Tests without Ray, in seconds
 	$(TEST) tests/unit

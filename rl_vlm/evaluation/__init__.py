@@ -1,1 +1,1 @@
-"""Evaluation harness and statistics."""
+"""Held-out evaluation: which tasks to run, and what their results mean. No Ray here."""

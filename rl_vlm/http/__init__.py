@@ -1,1 +1,1 @@
-"""HTTP in front of the served model: OpenAI's interface, `/generate`, limits, metrics. Only `launch.py` knows Ray."""
+"""HTTP in front of the served model: OpenAI's interface, `/generate`, limits, metrics. Only `backend.py` knows Ray."""

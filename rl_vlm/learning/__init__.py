@@ -1,1 +1,1 @@
-"""Advantages, losses, token log-probabilities, batching, the VLM module and learner."""
+"""What is learned from groups: advantage estimators, losses, plans, packed batches, the update, strategies of learner groups."""

@@ -1,1 +1,1 @@
-"""Loading vision-language models, LoRA, image preprocessing, and the tiny offline VLM."""
+"""Vision-language models: loading, LoRA, one forward pass for engines and learners, image preprocessing, export."""

@@ -1,1 +1,1 @@
-"""Metrics to TensorBoard, progress.csv, Weights & Biases and the terminal."""
+"""What a run records while it goes on: metrics, trajectories, the terminal."""

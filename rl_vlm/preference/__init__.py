@@ -1,1 +1,1 @@
-"""Rewards from a vision-language model's preferences: labels, reward ensemble, replay, SAC."""
+"""The preference loop without Ray's driver: control agent, replay buffer, reward ensemble, selection of pairs, schedule."""

@@ -1,1 +1,1 @@
-"""Figures."""
+"""Figures and videos from the files of runs, ours and those of the originals."""

@@ -1,1 +1,1 @@
-"""Env runners: many episodes at once against the served policy."""
+"""Sampling: task sources, episodes, env runners and their supervision, the groups that a learner may use."""

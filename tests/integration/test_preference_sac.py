@@ -13,6 +13,7 @@ import pytest
 import ray
 from preference_loop import build, content, run_config, saved, train_to
 
+from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
 from rl_vlm.labelling.store import LabelStore
 from rl_vlm.runs.cluster import ray_cluster
@@ -259,3 +260,26 @@ class Breaking(ContinuousCartPole):
         if self._steps == 19:
             raise ZeroDivisionError("the pole broke")
         return super().step(action)
+
+
+def test_a_learner_that_dies_is_replaced_and_nothing_but_its_newest_updates_is_lost(tmp_path: Path) -> None:
+    algorithm = build(run_config(learner__num_learners=1, learner__cpus_per_learner=0.25), tmp_path)
+    train_to(algorithm, 160)
+    replay, sessions = len(algorithm.replay), algorithm.feedback.sessions
+    kept = {name: tensor.clone() for name, tensor in algorithm._learner_state[0].items()}
+    (learner,) = algorithm.learner_group._worker_manager.actors().values()
+    ray.kill(learner)
+    algorithm.train()
+    assert algorithm.restarts["learner"] == 1
+    # The newest remembered state is of the replaced learner, whose updates went on from what was kept.
+    assert algorithm._learner_state[0].keys() == kept.keys()
+    train_to(algorithm, 220)
+    assert algorithm.last_metrics["restarts/learner"] == 1 and algorithm.last_metrics["policy/updates"] == 20
+    assert len(algorithm.replay) > replay and algorithm.feedback.sessions >= sessions
+    # Once more than `max_restarts` is an error that says so, and not a loop.
+    algorithm.restarts["learner"] = 3
+    (learner,) = algorithm.learner_group._worker_manager.actors().values()
+    ray.kill(learner)
+    with pytest.raises(LearnerDiedError, match=r"died 4 times.*learner\.max_restarts"):
+        algorithm.train()
+    algorithm.stop()
