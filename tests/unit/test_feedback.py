@@ -177,6 +177,24 @@ def test_a_restored_feedback_goes_on_exactly(tmp_path: Path, rule: str) -> None:
     assert len(list(csv.DictReader((tmp_path / "vlm_query_log.csv").open()))) == 30
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_k_center_does_not_ask_again_what_an_earlier_session_has_asked(tmp_path: Path, resumed: bool) -> None:
+    """Both sessions draw the same candidates."""
+    one = feedback(tmp_path, ScriptedTeacher(), labels={"rule": "kcenter"})
+    run(one, seed=1)
+    if resumed:
+        one.model.save(tmp_path / "model.safetensors")
+        state = one.state()
+        one = feedback(tmp_path, ScriptedTeacher(), labels={"rule": "kcenter"})
+        one.load(state, tmp_path / "model.safetensors")
+    run(one, seed=1)
+    first, second = (
+        {(pair.first.observations.tobytes(), pair.second.observations.tobytes()) for pair in session.pairs}
+        for session in LabelStore(tmp_path / "labels").sessions()
+    )
+    assert len(first) == len(second) == 10 and not first & second
+
+
 class Scorer:
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
         raise AssertionError("only scores are asked for")
