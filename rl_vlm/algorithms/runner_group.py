@@ -37,6 +37,9 @@ class RunnerGroup(EnvRunnerGroup):
         runner = ray.remote(**self._remote_args)(self.env_runner_cls).options(placement_group_bundle_index=bundle)
         return runner.remote(config=settings, worker_index=worker_index)
 
+    def sync_env_runner_states(self, **_: Any) -> None:
+        """Nothing: weights are in Serve or travel with each call, and env runners keep no other state of RLlib's."""
+
 
 @contextmanager
 def light_env_runners() -> Iterator[None]:
