@@ -11,7 +11,7 @@ import numpy as np
 
 from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.endpoints import Backend, Client, EndpointBackend, GenerateBackend, ServedBackend, server_url
-from rl_vlm.labelling.labeller import VLMLabeller
+from rl_vlm.labelling.labeller import LabelStats, VLMLabeller
 from rl_vlm.labelling.prompts import TaskPrompts, task_prompts
 from rl_vlm.labelling.teachers import (
     ClipSimilarity,
@@ -20,7 +20,16 @@ from rl_vlm.labelling.teachers import (
     ScriptedTeacher,
     SimilarityLabeller,
 )
-from rl_vlm.labelling.types import Label, Labeller, LabelValue, Score, Scorer, SegmentPair
+from rl_vlm.labelling.types import (
+    HasState,
+    KnowsMargin,
+    Label,
+    Labeller,
+    LabelValue,
+    Score,
+    Scorer,
+    SegmentPair,
+)
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
@@ -97,26 +106,55 @@ def _backend(section: LabelsSection, client: Client | None, text: TextSide | Non
 
 
 class FlippedLabels:
-    """Another labeller's labels with 0 and 1 swapped, and scores s as 1 - s: a control that must not succeed."""
+    """Another labeller's labels with 0 and 1 swapped, and scores s as 1 - s: a control that must not succeed.
+
+    What else a labeller may do is written out and handed on: since Python 3.12, isinstance with a protocol does not see
+    attributes that `__getattr__` would find.
+    """
 
     def __init__(self, labeller: Labeller) -> None:
         self.inner = labeller
 
-    def __getattr__(self, name: str) -> Any:
-        """What else the inner labeller can do: its state, its margin."""
-        return getattr(self.inner, name)
+    @property
+    def stats(self) -> LabelStats | None:
+        """What the inner labeller has cost, where it counts that."""
+        return getattr(self.inner, "stats", None)
+
+    def turns(self, decided: bool) -> bool:
+        """Whether the next answer is turned round; `decided` is False for label -1 and for no score."""
+        return True
 
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
         """One label per pair, in order."""
-        return [_flipped(label) for label in await self.inner.label(pairs)]
+        labels = await self.inner.label(pairs)
+        return [_flipped(label) if self.turns(label.value != -1) else label for label in labels]
 
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
         """One score per picture, in order; the inner labeller must be a scorer."""
         scores = await cast(Scorer, self.inner).score(frames)
-        return [replace(score, value=None if score.value is None else 1 - score.value) for score in scores]
+        return [
+            replace(score, value=1 - score.value)
+            if self.turns(score.value is not None) and score.value is not None
+            else score
+            for score in scores
+        ]
+
+    def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
+        """Tell the inner labeller, if its thresholds follow the policy's returns."""
+        if isinstance(self.inner, KnowsMargin):
+            self.inner.set_margin(mean_return, segment_length, horizon)
+
+    def state(self) -> dict[str, Any] | None:
+        """That of the inner labeller, as JSON; None if it has none."""
+        return self.inner.state() if isinstance(self.inner, HasState) else None
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        if isinstance(self.inner, HasState):
+            self.inner.set_state(state)
 
 
-class CoinFlippedLabels:
+class CoinFlippedLabels(FlippedLabels):
     """Another labeller's labels with every 0 and 1 replaced by a coin flip: a control that must not succeed.
 
     The same pairs are decided and undecided as without it, so nothing but the labels' information is gone. (Flipping a coin
@@ -124,30 +162,22 @@ class CoinFlippedLabels:
     """
 
     def __init__(self, labeller: Labeller, seed: int) -> None:
-        self.inner = labeller
+        super().__init__(labeller)
         self._coins = np.random.default_rng([seed, 1])
 
-    def __getattr__(self, name: str) -> Any:
-        """What else the inner labeller can do: its margin, its figures."""
-        if name == "inner":  # while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
-        """One label per pair, in order."""
-        labels = await self.inner.label(pairs)
-        return [_flipped(label) if label.value != -1 and self._coins.integers(2) else label for label in labels]
+    def turns(self, decided: bool) -> bool:
+        """A coin for each decided answer."""
+        return decided and bool(self._coins.integers(2))
 
     def state(self) -> dict[str, Any]:
         """Random state and that of the inner labeller, as JSON."""
-        inner = self.inner.state() if hasattr(self.inner, "state") else None
-        return {"coins": self._coins.bit_generator.state, "inner": inner}
+        return {"coins": self._coins.bit_generator.state, "inner": super().state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from `state`."""
         self._coins.bit_generator.state = state["coins"]
         if state["inner"] is not None:
-            self.inner.set_state(state["inner"])  # type: ignore[attr-defined]
+            super().set_state(state["inner"])
 
 
 def _flipped(label: Label) -> Label:

@@ -6,7 +6,10 @@ everything else: it looks names up in a short list of its own functions and neve
 
 from __future__ import annotations
 
+import os
 import pickle
+import secrets
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,28 +32,37 @@ def import_labels(
     """Convert every `*.pkl` of a folder (or one file) into sessions of a label store at `target`.
 
     `observation_size` says where the actions begin in the cached state-action rows. `image_size` resizes the pictures,
-    as the original does when it reads its caches. Returns (sessions, pairs). Raises UserInputError for a file that is
-    not such a cache, or that holds anything but numbers.
+    as the original does when it reads its caches. A session without a pair is left out. Returns (sessions, pairs).
+    The store appears whole or not at all. Raises UserInputError for a file that is not such a cache, or that holds
+    anything but numbers.
     """
-    source = Path(source)
+    source, target = Path(source), Path(target)
     files = sorted(source.glob("*.pkl")) if source.is_dir() else [source]
     if not files:
         raise UserInputError(f"There are no .pkl files in {source}.")
-    store = LabelStore(target)
-    if len(store):
-        raise UserInputError(f"{target} holds labels already: choose another folder.")
-    pairs = 0
-    for file in files:
-        session, labels = read_cache(file, observation_size, image_size)
-        store.append(session, labels, step=0, time=time.time())
-        pairs += len(session)
-    return len(files), pairs
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UserInputError(f"{target} exists and is no empty folder: choose another folder for the label store.")
+    draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}.tmp")
+    store, pairs = LabelStore(draft), 0
+    try:
+        for file in files:
+            session, labels = read_cache(file, observation_size, image_size)
+            if session:
+                store.append(session, labels, step=0, time=time.time())
+                pairs += len(session)
+        if not pairs:
+            raise UserInputError(f"No session in {source} holds a pair: there is nothing to convert.")
+        sessions = len(store)
+        os.replace(draft, target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return sessions, pairs
 
 
 def read_cache(
     file: str | Path, observation_size: int, image_size: int | None = None
 ) -> tuple[list[SegmentPair], list[Label]]:
-    """The pairs and labels of one cached session."""
+    """The pairs and labels of one cached session; none where no pair was decided. Raises UserInputError."""
     file = Path(file)
     try:
         data = _load(file)
@@ -62,10 +74,14 @@ def read_cache(
     if not isinstance(data, (list, tuple)) or len(data) != len(_FIELDS):
         raise UserInputError(f"{file} is no label cache: it must hold a list of {len(_FIELDS)} arrays.")
     arrays = [np.asarray(part) for part in data]
+    if any(array.ndim == 0 for array in arrays):
+        raise UserInputError(f"{file} is no label cache: it holds a single number in place of an array.")
     images, _, labels, *rest = arrays
     count = len(labels)
     if any(array.dtype.kind not in _KINDS for array in arrays) or any(len(array) != count for array in arrays):
         raise UserInputError(f"{file} is no label cache: its arrays must hold numbers and be equally long.")
+    if count == 0:
+        return [], []  # no pair of this session was decided
     if images.ndim != 4 or images.dtype != np.uint8 or images.shape[3] != 3 or images.shape[2] % 2:
         raise UserInputError(f"{file} is no label cache: pictures must be uint8 [N, H, 2 W, 3], not {images.shape}.")
     values = labels.reshape(count, -1)[:, 0]
@@ -73,12 +89,16 @@ def read_cache(
         raise UserInputError(
             f"{file} holds other labels than 0, 1 and -1: scores cannot be converted into preferences."
         )
+    if any(array.ndim < 2 for array in rest[:2]) or any(array[0].size == 0 for array in rest):
+        raise UserInputError(f"{file} is no label cache: segments must hold at least one step.")
     states = [array.reshape(count, -1, array.shape[-1]).astype(np.float32) for array in rest[:2]]
     if not 0 < observation_size <= states[0].shape[2]:
         raise UserInputError(
             f"{file} holds state-actions of {states[0].shape[2]} numbers: {observation_size} of them cannot be observations."
         )
     rewards = [array.reshape(count, -1).astype(np.float32) for array in rest[2:]]
+    if len({array.shape[1] for array in (*states, *rewards)}) > 1:
+        raise UserInputError(f"{file} is no label cache: its segments and rewards differ in length.")
     width = images.shape[2] // 2
     halves = (images[:, :, :width], images[:, :, width:])
 

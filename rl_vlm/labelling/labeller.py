@@ -20,8 +20,9 @@ import numpy as np
 from PIL import Image
 
 from rl_vlm.config import LabelsSection
+from rl_vlm.labelling.answer_text import finished_sentences, strip_thoughts
 from rl_vlm.labelling.endpoints import Answer, Ask, Backend, BackendError, Question
-from rl_vlm.labelling.parsing import parse_label, parse_score, strip_thoughts
+from rl_vlm.labelling.parsing import parse_label, parse_score
 from rl_vlm.labelling.prompts import TaskPrompts
 from rl_vlm.labelling.types import IDENTICAL, Label, LabelValue, Score, Segment, SegmentPair
 from rl_vlm.seeding import derive_seed
@@ -50,6 +51,7 @@ class LabelStats:
     shown_first: int = 0  # answers for the picture that was shown first
     shown_second: int = 0
     no_preference: int = 0
+    not_understood: int = 0  # of those without a preference: answers that the parser could not read
     seconds: float = 0.0
 
     @property
@@ -63,7 +65,7 @@ class LabelStats:
         return (
             f"{self.pairs} pairs in {self.seconds:.1f} s: {self.questions} questions, {self.prompt_tokens} prompt and "
             f"{self.sampled_tokens} sampled tokens, {self.disagreements} contradicted themselves, {self.errors} errors, "
-            f"{self.retries} retries, position bias {self.position_bias:+.2f}"
+            f"{self.not_understood} not understood, {self.retries} retries, position bias {self.position_bias:+.2f}"
         )
 
 
@@ -161,11 +163,25 @@ class VLMLabeller:
         templates, fill = self._prompts.templates, self._prompts.fill
         shown = (templates.first, first, templates.second, second)
         answer, said = await self._answer(ask, key, shown, fill(templates.describe), fill(templates.decide), CHOICES)
-        value = parse_label(answer.text)
+        value = self._read(answer)
         if value is None:
-            raise BackendError(f"The answer decides nothing: {answer.text[:200]!r}", retryable=False)
+            # Free text that is no verdict: ask once more, about the text alone, with the choices where they can be enforced.
+            summarise = Message.of("user", fill(templates.summarise, strip_thoughts(said)))
+            guide = CHOICES if self._settings.guided else ()
+            answer = await self._asked(ask, (*key, 2), summarise, self._settings.answer_tokens, guide)
+            said, value = f"{said} => {answer.text}", self._read(answer)
+        if value is None:
+            self.stats.not_understood += 1
+            value = -1
         known = answer.probabilities if answer.text.strip() in CHOICES else None
         return _Verdict(value, (known["0"], known["1"], known["-1"]) if known else None, said)
+
+    def _read(self, answer: Answer) -> LabelValue | None:
+        """The label of an answer, None if it is not understood. Raises BackendError if it says nothing."""
+        if not strip_thoughts(answer.text):
+            raise BackendError(f"The answer decides nothing: {answer.text[:200]!r}", retryable=False)
+        text = finished_sentences(answer.text) if answer.cut_off else answer.text
+        return parse_label(text, self._prompts.goal)
 
     async def _score_one(self, ask: Ask, number: int, image: EncodedImage) -> Score:
         templates, fill = self._prompts.templates, self._prompts.fill

@@ -1,208 +1,253 @@
 """Free-text answers of a labeller as labels and scores.
 
-Labels: 0 means Image 1, 1 means Image 2, -1 no preference; an answer that decides nothing is None, which is no label.
-The demanded form (a line with 0, 1 or -1) counts most, then words of doubt, then what is said about the images, then a
-label inside a sentence. Numbers of images, of lists and decimals are never mistaken for labels: "better in Image 1." is
-label 0, "0.7" is none.
+Labels: 0 means Image 1, 1 means Image 2, -1 no preference or a contradiction; an answer that is not understood is None,
+which is no label either. Each sentence must be a verdict as a whole (see `answer_grammar`); numbers of images, of lists,
+counts and decimals are never mistaken for labels.
 """
 
 from __future__ import annotations
 
 import re
-from typing import cast
+from typing import Literal, NamedTuple, cast
 
+from rl_vlm.labelling.answer_grammar import Grammar, grammar
+from rl_vlm.labelling.answer_text import sentences
 from rl_vlm.labelling.types import LabelValue
 
-_THOUGHTS = (
-    re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL | re.IGNORECASE),
-    re.compile(r"^.*</think(?:ing)?>", re.DOTALL | re.IGNORECASE),  # the template opened the thought in the prompt
-    re.compile(r"<think(?:ing)?>.*$", re.DOTALL | re.IGNORECASE),  # the answer was cut off in the middle of it
+_KEY = (
+    r"(?:(?:since|because|as|given) [^,]*, )?(?:(?:so|and|thus|therefore|hence|=>|->|sure|certainly|okay|here(?: is|'s))[,:]? )*(?:the |my |your )?(?:(?:final|correct|best|overall) )*"
+    r"(?:answer|label|choice|preference|result|output|reply|response|decision|verdict|summary|prediction|selection)(?: value)?"
 )
-_TAG = re.compile(r"</?[a-z][a-z0-9_]*>|\\boxed|\\text(?:bf)?", re.IGNORECASE)
-_MARKUP = re.compile(r"[*`$#{}\"“”‘’]|^\s*>|'(?!t\b)(?:s\b)?", re.MULTILINE)
-_WORDS = {"zero": "0", "one": "1", "two": "2"}
-
-# A label that stands alone: no digit, decimal, sign, fraction or percent sign around it.
-_LABEL = r"(?<![\w.,/+-])(-\s?1|0|1)(?:\.0+)?(?![\w/%]|\s?%|[.,]\d|-\d)"
-_LONE = re.compile(rf"^[\s(\[]*{_LABEL}[\s)\].,;:!]*$")
-_KEY = r"\b(?:answer|label|choice|preference|result|output|reply|response|decision|verdict|summary|prediction)"
-_KEYED = re.compile(rf"{_KEY}\s*(?:value\s*)?(?:(?:is|would be|should be)\s*:?|[=:→]|->)\s*[(\[]?{_LABEL}")
-
-_MENTION = re.compile(
-    r"\b(?:the\s+)?(?:image|picture|frame|photo|img)\s*(?:no\.?|number|#)?\s*[_-]?\s*\(?([012])\b\)?(?!\.\d)"
+_CHOOSE = (
+    r"(?:so |thus |therefore )?i(?: would|'d|'ll| will)? (?:choose|pick|select|say|answer|reply(?: with)?|go with|"
+    r"label (?:this|it|the pair)(?: as)?)"
 )
-_ORDINAL = re.compile(
-    r"\b(?:the\s+)?(first|second|left|right)(?:-hand)?\s+(?:image|picture|frame|photo|one)\b|"
-    r"\bthe\s+(former|latter)\b|^\W*(first|second|left|right)\W*$",
-    re.MULTILINE,
+# A label that begins a statement: alone, after a key ("answer: 1"), or with its reason behind it ("1, because ...").
+_LABELLED = re.compile(
+    rf"[(\[]?(?:{_KEY}(?:(?: (?:is|would be|should be|must be)(?: therefore| thus)?:?|\s?[:=→]|\s?->)\s?[(\[]?(?:a |label )?)|{_CHOOSE}:? |"
+    r"(?:so|thus|therefore|hence|overall|=>|->|→)[,:]? ?|label )?"
+    r"(-\s?1|[01])(?:\.0+)?(?:[)\],.:!]*|[)\]]?(?P<rest>\s?[(,:-](?!\s*[\d.(-]).+| (?:because|since|as|which)\b.+))"
 )
-_SECOND = ("second", "right", "latter")
-_CLAUSE = re.compile(r"[.;?!\n]+|,?\s+\b(?:but|while|whereas|however|although|though)\b")
-_GOOD = re.compile(
-    r"\b(?:better|best|closer|closest|nearer|nearest|preferred|preferable|superior|favou?red|winner|wins|achieved?|achieves|succeeds|"
-    r"further\s+along|(?:more|most)\s+(?:\w+ly\s+)?(?:successful|advanced|upright|vertical|open|opened|straight|straightened|aligned|"
-    r"complete|completed|balanced|stable|effective|desirable|suitable|promising|progress))\b"
+# A label that ends a verdict: "... in Image 2 (1)", "... in Image 2: 1".
+_TRAILING = re.compile(r"(.+?)\s?(?:(?P<aside>\()|[:=]|->|=>)\s?(-1|[01])\)?")
+_OTHER_LABEL = re.compile(r"\bor\b|\b(?:you|they) |(?<![\w.])-?[01](?![\w.])")
+_ASIDE = re.compile(r"\s*\(((?!-?\d\))[^()]{2,})\)")
+_JOINT = re.compile(
+    r"(?:,? |^)(?P<contrast>but|however|yet|whereas|while|though|although|nevertheless)\b,? ?|"
+    r"(?:,? and|,)? ?\b(?P<reasoned>so(?! (?:is|does|has|was)\b)|thus|therefore|hence)\b,? |, and |, (?=(?:in )?[AB]\b)|: | - "
 )
-_BAD = re.compile(
-    r"\b(?:worse|worst|inferior|poorer|(?:further|farther)\s+(?:away\s+)?from|"
-    r"less\s+(?:\w+ly\s+)?(?:successful|advanced|upright|vertical|open|opened|straight|aligned|complete|balanced|stable|"
-    r"effective|progress))\b"
+# What stands under these is no statement of the answer's own.
+_SCOPE = re.compile(
+    r"^(?:perhaps|maybe|possibly|one (?:might|may|could|would))\b|\bno reason\b|"
+    r"\b(?:if|whether|unless|suppos\w+|assum\w+|imagine|pretend|were|would have|untrue|false|not true|not the case|wrong|doubt\w*|den(?:y|ies)|"
+    r"claims?|argue\w*|nobody|no one|some|others|people|(?:do|would|could|can|did)(?:n't| not) (?:think|believe|say|call|conclude|see)|cannot)\b"
 )
-_NEGATED = re.compile(rf"(?:\bnot|n't|\bno)\s+(?:\w+\s+){{0,3}}?(?:{_GOOD.pattern}|{_BAD.pattern})")
-_COMPARAND = re.compile(
-    r",?\s*\b(?:than|over|unlike|versus|vs|rather than|instead of|as opposed to|relative to|(?:when |as )?compared (?:to|with))"
-    r"\s+(?:it is |what is |that |the one )?(?:in |of )?@([01])(?:\s*,)?"
-)
-_CHOSEN = re.compile(r"\b(?:choose|chose|prefer|pick|select|favou?r|go with|going with)\b:?\s*@([01])")
-_NAMED = re.compile(
-    rf"(?:^|\bi think|\bit is|\bits?|\bi(?: woul)?d say|{_KEY}\s*(?:is|=|:))\s*:?\s*(?:it is |its? )?(?:in )?@([01])[\s,()01-]*$"
-)
-_CONCLUSION = re.compile(r"\b(?:overall|therefore|thus|hence|so|in conclusion|in summary|conclusion|consequently)\b")
-
 _ADVERB = r"(?:\w+\s+)"
 _DOUBT = re.compile(
     rf"\b(?:uncertain|unsure|unclear|undecided|undetermined|inconclusive|indistinguishable|indeterminate|ambiguous|"
     rf"not\s+{_ADVERB}?(?:sure|certain|clear)|"
     rf"(?:cannot|can\s+not|cant|can't|could\s+not|couldn't|unable\s+to|(?:impossible|hard|difficult|not\s+possible)\s+to)\s+"
     rf"(?:be\s+)?{_ADVERB}?(?:tell|told|say|said|determined?|decided?|judged?|compared?|answer)|"
-    rf"(?:do\s+not|don't)\s+know|"
+    rf"(?:do\s+not|don't)\s+know)\b"
+)
+_TIE = re.compile(
+    rf"\b(?:equal|equally|tie|tied|identical|equivalent|(?<!not )as good as|(?:the|exactly the) same|"
     rf"no\s+{_ADVERB}{{0,3}}(?:difference|preference|winner|distinction|change)s?|"
     rf"(?:not|n't)\s+{_ADVERB}{{0,3}}(?:difference|different|differ)|(?:little|negligible|without)\s+{_ADVERB}?difference)\b"
 )
-_TIE = re.compile(
-    r"\b(?:equal|equally|tie|tied|both|neither|same|identical|similar|similarly|alike|equivalent|comparable)\b"
+_LIKENESS = re.compile(r"\b(?:both|neither|same|similar|similarly|alike|comparable)\b")
+# After a verdict these take it back; negations only where the sentence speaks of the verdict and not of a picture.
+_RETRACTS = re.compile(
+    r"\b(?:wrong|false|incorrect|untrue|mistake\w*|opposite|contrary|reverse|vice versa|kidding|joke|joking|sorry|correction|wait|actually|"
+    r"maybe|perhaps|possibly|disagree|reconsider|strike|scratch|hmm|then again|second thoughts?|changed? my mind|might|may|could|unless|if|some|others|or)\b|\?$"
+)
+_NEGATES = re.compile(r"\b(?:not|no|never|\w+n't|cannot|nor|neither|hardly|doubt\w*)\b")
+_JUDGES = re.compile(
+    r"\b(?:better|best|worse|worst|prefer\w*|superior|inferior|closer|nearer|answer|label|right|true|correct|so|that|this|it|"
+    r"case|really|sure)\b"
+)
+_CLAIMS = re.compile(r"^(?:in |the \w+ in )?(?P<image>[AB])\b.*\b(?:better|best|closer|nearer|prefer\w*|wins)\b")
+
+
+# "not in Image 1", "Image 1 does not", "Image 1 shows no progress": nothing is said for the other one, but it fits.
+_DENIED = re.compile(
+    r"(?:it is |it's |is )?not (?:in )?(?P<image>[AB])|"
+    r"(?:in )?(?P<without>[AB]),? (?:(?:it )?(?:does|has|is|was|do|did)(?: not|n't)(?: (?:achieve|reach|meet|show|satisfy)\b.*)?|shows (?:no|little|less) progress.*)"
+)
+_NOT_YET = re.compile(
+    r"neither\b.*\b(?:achiev|reach|complet|fully|meet|satisf)\w*\b.*|(?:even )?.*\b(?:goal|task)\b is not (?:fully|yet|completely|quite) .*"
+)
+# After a verdict: it goes for the other image too, or is taken back.
+_ALSO = re.compile(
+    r"(?:and )?so (?:is|does|has|was)\b.*|.*\b(?:too|as well|likewise)|"
+    r".*\b(?:i (?:take|hope|guess|lied|was|meant)|ignore|disregard|forget|nope|nah|previous|depend\w*|who knows)\b.*"
 )
 
-_NUMBER = re.compile(
-    r"(?<![\w.,-])(-?(?:\d+(?:\.\d+)?|\.\d+))(?:\s*(?:(%|percent)|(?:/|out\s+of)\s*(\d+)))?(?![\w%/]|[.,]\d)"
-)
-_SCALE = re.compile(r"\b(?:from|of|between)\s*0(?:\.0)?\s*(?:to|-|and)\s*(?:100|10|1)(?:\.0)?\b")
 
+class _Item(NamedTuple):
+    """What one statement says.
 
-def parse_label(text: str) -> LabelValue | None:
-    """The label that an answer gives; -1 also where it contradicts itself; None if it holds no decision at all."""
-    plain = _normalise(text)
-    lines = [line.strip() for line in plain.split("\n") if line.strip()]
-    alone = [_label(match[1]) for line in lines for match in [_LONE.match(line)] if match]
-    if alone:
-        return _agreed(alone)
-    keyed = [_label(match[1]) for match in _KEYED.finditer(plain)]
-    if keyed:
-        return keyed[-1]
-    if _DOUBT.search(plain):
-        return -1
-    preferred = _preferences(plain)
-    if preferred:
-        return _agreed(preferred)
-    inside = {_label(match[1]) for match in re.finditer(_LABEL, _without_numbering(plain))}
-    if inside:
-        return inside.pop() if len(inside) == 1 else None
-    return -1 if _TIE.search(plain) else None
-
-
-def parse_score(text: str) -> float | None:
-    """The score in [0, 1] that an answer gives, -1.0 where it says that it is unsure, None where it gives none.
-
-    "0.7", "70 %", "7/10" and "7 out of 10" are the same score. The last line with a number counts.
+    A verdict that `contrasts` ("..., but Image 2 is better") outweighs ties before it; one that `concludes` ("Overall, ...")
+    also the verdicts before it. A claim only excludes the other image; a hint is a number that may be a list's.
     """
-    plain = _normalise(text)
-    for line in reversed(plain.split("\n")):
-        cleaned = _SCALE.sub(" ", re.sub(r"^\s*\d+[.)]\s+(?=\S)", "", _MENTION.sub(" ", line)))
-        found = [_score(match) for match in _NUMBER.finditer(cleaned)]
-        if found:
-            return found[-1]
-    return -1.0 if _DOUBT.search(plain) else None
+
+    kind: Literal["verdict", "number", "hint", "doubt", "tie", "likeness", "retraction", "claim"]
+    value: LabelValue = -1
+    contrasts: bool = False
+    concludes: bool = False
 
 
-def _score(match: re.Match[str]) -> float | None:
-    value = float(match[1])
-    if match[2]:
-        value /= 100
-    elif match[3]:
-        value = value / float(match[3]) if float(match[3]) else -2.0
-    return value if 0 <= value <= 1 or value == -1 else None
+def parse_label(text: str, goal: str = "") -> LabelValue | None:
+    """The label that an answer gives; -1 where it is in doubt or contradicts itself; None if it is not understood.
+
+    `goal` in words tells which qualities are good: "more closed" is no verdict about opening a drawer.
+    """
+    parts = sentences(text)
+    if "A" in parts and "B" in parts:
+        parts = [part for part in parts if part not in ("A", "B")]  # the titles of two descriptions
+    rules = grammar(goal)
+    items = [item for part in parts for item in _sentence(part, rules)]
+    kinds = {item.kind for item in items}
+    decided = [place for place, item in enumerate(items) if item.kind in ("verdict", "number")]
+    if not decided:
+        return -1 if kinds & {"doubt", "tie", "likeness"} else None
+    last = items[decided[-1]]
+    later = items[decided[-1] + 1 :]
+    binding = ("number", "hint") if last.concludes else ("number", "hint", "verdict")
+    if "doubt" in kinds or any(item.kind in binding and item.value != last.value for item in items):
+        return -1
+    if "tie" in kinds and not (last.contrasts or last.concludes):
+        return -1
+    if any(item.kind in ("tie", "retraction") or (item.kind == "claim" and item.value != last.value) for item in later):
+        return -1
+    return last.value
 
 
-def strip_thoughts(text: str) -> str:
-    """The text without what stands between thinking tags, whether both tags are there or one."""
-    for thought in _THOUGHTS:
-        text = thought.sub(" ", text)
-    return text.strip()
+def _sentence(sentence: str, rules: Grammar) -> list[_Item]:
+    if sentence.startswith("#"):
+        return [_Item("hint", 1)] if sentence == "#1" else []
+    full = sentence
+    asides = [item for aside in _ASIDE.findall(full) for item in _sentence(aside, rules)]
+    sentence = _ASIDE.sub("", sentence).strip()
+    if _BARE.fullmatch(sentence) and "(" in full and not any(item.kind in ("verdict", "number") for item in asides):
+        return asides  # "Image 1 (a drawer)" is a title
+    number: list[_Item] = []
+    labelled = _LABELLED.fullmatch(sentence)
+    if labelled:
+        rest = labelled["rest"] or ""
+        if _SCOPE.search(rest) or _OTHER_LABEL.search(rest):
+            return asides
+        number = [_Item("number", _label(labelled[1]))]
+        sentence = re.sub(r"^(?:because|since|as|which)\b", "", rest.strip(" ,:-()")).strip()
+        # The reason stands behind the label and may speak of either image.
+        return [*_clauses(sentence, rules), *asides, *number] if sentence else [*number, *asides]
+    trailing = _TRAILING.fullmatch(sentence)
+    if trailing and (trailing["aside"] or trailing[1] not in ("A", "B")) and rules.verdict(trailing[1]) is not None:
+        return [*_sentence(trailing[1], rules), *asides, _Item("number", _label(trailing[3]))]
+    return [*_clauses(sentence, rules), *asides]
 
 
-def _normalise(text: str) -> str:
-    """Lower case, without thoughts and markup; minus signs and number words unified."""
-    plain = _MARKUP.sub("", _TAG.sub(" ", strip_thoughts(text).replace("’t", "'t"))).lower()
-    plain = re.sub(r"[−–—‑‐﹣－](?=\s?\d)", "-", plain)
-    plain = re.sub(r"\b(?:minus|negative)[\s-]+(?:one|1)\b", "-1", plain)
-    plain = re.sub(r"^\s*(zero|one)\s*\.?\s*$", lambda match: _WORDS[match[1]], plain, flags=re.MULTILINE)
-    return re.sub(
-        r"\b(image|picture|frame|photo)\s+(zero|one|two)\b", lambda match: f"{match[1]} {_WORDS[match[2]]}", plain
-    )
+def _clauses(sentence: str, rules: Grammar) -> list[_Item]:
+    """The statements of a sentence: the longest end of it that is a verdict as a whole, and what stands before that."""
+    items: list[_Item] = []
+    against = _AGAINST.match(sentence)
+    start, scoped, contrasts, bare = against.end() if against else 0, False, bool(against), True
+    while start < len(sentence):
+        joint = _JOINT.search(sentence, start + 1)
+        rest, clause = sentence[start:], sentence[start : joint.start() if joint else None]
+        labelled = _LABELLED.fullmatch(rest) if start and bare and not scoped else None
+        if labelled and not labelled["rest"]:
+            return [*items, _Item("number", _label(labelled[1]))]  # "..., so the answer is 1"
+        for part in dict.fromkeys((rest, clause)):
+            title = part is clause and joint and not joint.lastgroup  # "Image 1: a drawer"
+            value = None if scoped or ((title or not bare) and _BARE.fullmatch(part)) else rules.verdict(part)
+            if value is not None:
+                contrasts = contrasts or bool(_CONCEDES.match(part))
+                items.append(_Item("verdict", cast(LabelValue, value), contrasts, bool(_CONCLUDES.match(part))))
+                if part is rest:
+                    return items
+                break
+        else:
+            items += _other(clause)
+        if joint is None:
+            break
+        scoped = scoped or bool(_SCOPE.search(clause))
+        contrasts, bare = bool(joint["contrast"]), bool(joint["reasoned"])
+        if not contrasts and not bare:
+            # "Perhaps, Image 1 is better", "in theory, Image 1 is better": one statement, which was not understood.
+            adverb = joint[0] == ", " and not re.search(r"\b[AB]\b", clause) and not rules.opens(clause)
+            scoped = scoped or adverb or bool(_RETRACTS.search(clause) or _NEGATES.search(clause))
+        start = joint.end()
+    return items
+
+
+_BARE = re.compile(
+    r"(?:it is |it's )?(?:in )?[AB](?:,? (?:not|and not|rather|over|instead|because|since|as|where|>)\b.*)?"
+)
+_CONCLUDES = re.compile(r"(?:overall|in conclusion|in summary|to conclude|all in all|in the end|ultimately)\b")
+_AGAINST = re.compile(r"(?:but|however|yet|nevertheless),? ")
+_CONCEDES = re.compile(r"(?:while|although|though|even though)\b")
+
+
+def _other(clause: str) -> list[_Item]:
+    """What a clause that is no verdict does to the verdicts around it."""
+    denied = _DENIED.fullmatch(clause)
+    if denied:
+        return [_Item("claim", cast(LabelValue, 1 - "AB".index(denied["image"] or denied["without"])))]
+    if _NOT_YET.fullmatch(clause):
+        return [_Item("likeness")] if clause.startswith("neither") else []
+    if _DOUBT.search(clause):
+        return [_Item("doubt")]
+    if _TIE.search(clause):
+        return [_Item("tie")]
+    short = len(clause.split()) <= 4
+    if (
+        _ALSO.fullmatch(clause)
+        or _RETRACTS.search(clause)
+        or (_NEGATES.search(clause) and (short or _JUDGES.search(clause)))
+    ):
+        return [_Item("retraction"), *([_Item("likeness")] if _LIKENESS.search(clause) else [])]
+    if _LIKENESS.search(clause):
+        return [_Item("likeness")]
+    claim = _CLAIMS.match(clause)
+    return [_Item("claim", cast(LabelValue, "AB".index(claim["image"])))] if claim else []
 
 
 def _label(text: str) -> LabelValue:
     return cast(LabelValue, int(text.replace(" ", "")))
 
 
-def _agreed(found: list[LabelValue]) -> LabelValue:
-    return found[0] if len(set(found)) == 1 else -1
+_NUMBER = r"(?P<number>-?(?:\d+(?:\.\d+)?|\.\d+))(?:\s*(?:(?P<percent>%|percent\b)|(?:/|out\s+of)\s*(?P<scale>\d+(?:\.\d+)?)))?(?![\w%/]|[.,-]\d)"
+# "0.7", "0.7, because ...", "the score is 0.7", "I would give it a 7/10".
+_SCORED = re.compile(
+    r"(?:.*\b(?:scores?|rating|ratings?|rate|mark|grade|value|answer|gives?|given|deserves?|assign|say|earns?|gets?)\b(?: [a-z]+){0,4}?\s?[:=(]?\s?|"
+    rf"(?:so|thus|therefore|overall|=>|->)?[,:]? ?\(?)(?<![\w.,-]){_NUMBER}\)?(?:$|[,:;(-].*| -.*| (?:because|since|as|for|to|on|points?|in|here|at)\b.*)"
+)
+_SCALE = re.compile(
+    r",? ?\b(?:on a scale )?(?:from|of|between)\s*0(?:\.0)?\s*(?:to|-|and)\s*(?:100|10|1)(?:\.0)?\b,? ?"
+)
+_NO_SCORE = re.compile(
+    r"\b(?:not|never|no|\w+n't|between|or|either|if|(?:less|more|lower|higher|greater) than|above|below|under|over|at (?:least|most)|cannot)\b"
+)
 
 
-def _with_marks(plain: str) -> str:
-    """Images as @0 and @1. Where an Image 0 is spoken of and no Image 2, counting starts at 0."""
-    numbers = {match[1] for match in _MENTION.finditer(plain)}
-    offset = 0 if "0" in numbers and "2" not in numbers else 1
-    marked = _MENTION.sub(lambda match: f" @{max(int(match[1]) - offset, 0)} ", plain)
-    marked = _ORDINAL.sub(lambda match: f" @{int((match[1] or match[2] or match[3]) in _SECOND)} ", marked)
-    return re.sub(r"@([01]) > @[01]", r"@\1 is better", re.sub(r"\s*>\s*", " > ", marked))
+def parse_score(text: str) -> float | None:
+    """The score in [0, 1] that an answer gives, -1.0 where it says that it is unsure, None where it gives none.
+
+    "0.7", "70 %", "7/10", "7 out of 10" and "0.7/1.0" are the same score. The last statement of a score counts; counts of
+    things, ranges and bounds ("at least 0.3") are none.
+    """
+    parts = [_SCALE.sub(" ", part).strip() for part in sentences(text)]
+    for part in reversed(parts):
+        found = _SCORED.fullmatch(part)
+        if found:
+            return None if _NO_SCORE.search(part[: found.start("number")]) else _score(found)
+    return -1.0 if any(_DOUBT.search(part) for part in parts) else None
 
 
-def _preferences(plain: str) -> list[LabelValue]:
-    """Which image each clause says is better; only the conclusion where the text draws one."""
-    found: list[tuple[bool, LabelValue]] = []
-    for clause in _CLAUSE.split(_with_marks(plain)):
-        clause = re.sub(r"\s+", " ", clause)
-        # Questions, rules and comparisons without a result.
-        if re.search(r"@[01] or (?:in )?@[01]|\bif\b|\bneither\b|\bequally\b|\bwhether\b", clause):
-            continue
-        value = _clause_preference(clause)
-        if value is not None:
-            found.append((bool(_CONCLUSION.search(clause)), value))
-    concluded = [value for conclusion, value in found if conclusion]
-    return concluded or [value for _, value in found]
-
-
-def _clause_preference(clause: str) -> LabelValue | None:
-    comparand = _COMPARAND.search(clause)
-    rest = _NEGATED.sub(" ", _COMPARAND.sub(" ", clause))
-    for pattern in (_CHOSEN, _NAMED):
-        match = pattern.search(rest)
-        if match:
-            return _label(match[1])
-    for words, flip in ((_GOOD, 0), (_BAD, 1)):
-        word = words.search(rest)
-        if not word:
-            continue
-        before = re.findall(r"@([01])", rest[: word.start()])
-        inside = re.match(r"[^@]{0,60}?\b(?:in|by|with|for|is|to be|at|on)\b:? @([01])", rest[word.end() :])
-        after = re.search(r"@([01])", rest[word.end() :])
-        if inside:
-            place = int(inside[1])
-        elif before:
-            place = int(before[-1])
-        elif after:
-            place = int(after[1])
-        elif comparand:
-            place = 1 - int(comparand[1])
-        else:
-            continue
-        return cast(LabelValue, place ^ flip)
-    return None
-
-
-def _without_numbering(plain: str) -> str:
-    """Without mentions of images, list numbers, counts of images and repeated rules ("0 if ..., 1 if ...")."""
-    named = re.sub(r"@[01]", " ", _with_marks(plain))
-    named = re.sub(r"^\s*\d+[.):]\s+(?=\S)", "", named, flags=re.MULTILINE)
-    return re.sub(r"(?:-1|\b[01])\s+(?:if|for|means|when)\b", " ", named)
+def _score(match: re.Match[str]) -> float | None:
+    value, scale = float(match["number"]), float(match["scale"] or 1)
+    if match["percent"]:
+        scale = 100
+    value = value / scale if scale else -2.0
+    return value if 0 <= value <= 1 or value == -1 else None

@@ -63,12 +63,20 @@ class StoredSession:
 
 
 def label_cache(value: str | Path | None) -> Path | None:
-    """The folder of a label cache, or None if `value` names none. Raises UserInputError if there is no such folder."""
+    """The folder of a label cache, or None if `value` names none. Raises UserInputError if it is no label store."""
     if value is None or names_no_cache(value):
         return None
     folder = Path(value).expanduser()
+    pickles = folder.suffix == ".pkl" or any(folder.glob("*.pkl"))
+    if pickles and not any(folder.glob("session-*.parquet")):
+        raise UserInputError(
+            f"{folder} holds label caches of RL-VLM-F (.pkl), no label store: convert them with "
+            f"`rl-vlm import-labels {folder} STORE --observations N` and give STORE as labels.cache."
+        )
     if not folder.is_dir():
         raise UserInputError(f"There is no label cache {folder}: give the `labels` folder of a run, or null.")
+    if not len(LabelStore(folder)):
+        raise UserInputError(f"The label cache {folder} holds no sessions: give the `labels` folder of a run, or null.")
     return folder
 
 
@@ -201,8 +209,6 @@ class LabelReplay:
 
     def __init__(self, folder: str | Path) -> None:
         self._store = LabelStore(folder)
-        if not len(self._store):
-            raise UserInputError(f"The label cache {folder} holds no sessions.")
         self._next = 1
 
     def next_session(self) -> StoredSession | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -81,6 +81,28 @@ class Scorer(Protocol):
 
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
         """One score per frame (uint8 [H, W, 3]), in order; all frames are in flight at once."""
+        ...
+
+
+@runtime_checkable
+class KnowsMargin(Protocol):
+    """A labeller whose thresholds follow the policy's returns."""
+
+    def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
+        """The recent mean return of episodes, and how long segments and episodes are."""
+        ...
+
+
+@runtime_checkable
+class HasState(Protocol):
+    """A labeller that an exact resume must restore."""
+
+    def state(self) -> dict[str, Any] | None:
+        """As JSON."""
+        ...
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
         ...
 
 

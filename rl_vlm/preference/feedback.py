@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import numpy as np
 
@@ -16,34 +16,12 @@ from rl_vlm.config import PreferenceSection
 from rl_vlm.labelling.query_log import FILE_NAME, QueryLog, true_return
 from rl_vlm.labelling.session import LabelledSession, LabellerDownError, is_answer, is_decided, label_session
 from rl_vlm.labelling.store import LabelReplay, LabelStore
-from rl_vlm.labelling.types import SKIPPED, Label, Labeller, Score, Scorer, Segment, SegmentPair
+from rl_vlm.labelling.types import SKIPPED, HasState, KnowsMargin, Label, Labeller, Score, Scorer, Segment, SegmentPair
 from rl_vlm.preference.ensemble import FitReport, RewardEnsemble
 from rl_vlm.preference.replay import ReplayBuffer
 from rl_vlm.preference.selection import num_candidates, select_pairs
 
 logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class KnowsMargin(Protocol):
-    """A labeller whose thresholds follow the policy's returns."""
-
-    def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
-        """The recent mean return of episodes, and how long segments and episodes are."""
-        ...
-
-
-@runtime_checkable
-class HasState(Protocol):
-    """A labeller that an exact resume must restore."""
-
-    def state(self) -> dict[str, Any]:
-        """As JSON."""
-        ...
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
-        ...
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from engine_support import endless, until
 
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.learning.module import Policy
+from rl_vlm.learning.module import PolicyModel
 from rl_vlm.models.backbone import _VISION_PATCHES, Backbone
 from rl_vlm.models.images import PixelLimits
 from rl_vlm.models.loading import TextSide, load_text_side
@@ -129,7 +129,7 @@ def test_pixel_limits_of_the_configuration_reach_engines_learners_and_workers(
     assert isinstance(engine, TransformersEngine)
     specs = [
         engine.backbone.images,
-        Policy(tiny_folder, run).backbone.images,
+        PolicyModel(tiny_folder, run).backbone.images,
         RolloutWorker(run, "run", tiny_folder)._text.images,
     ]
     assert [(spec.min_pixels, spec.max_pixels) for spec in specs] == [(4096, 6144)] * 3

@@ -68,10 +68,32 @@ def test_a_folder_becomes_a_store(tmp_path: Path) -> None:
     assert import_labels(tmp_path, tmp_path / "store", observation_size=3, image_size=20) == (2, 8)
     session = LabelStore(tmp_path / "store").read(2)
     assert session.pairs[0].first.frames is not None and session.pairs[0].first.frames.shape == (2, 20, 20, 3)
-    with pytest.raises(UserInputError, match="holds labels already"):
+    with pytest.raises(UserInputError, match="exists and is no empty folder"):
         import_labels(tmp_path, tmp_path / "store", observation_size=3)
     with pytest.raises(UserInputError, match=r"no \.pkl files"):
         import_labels(tmp_path / "store", tmp_path / "other", observation_size=3)
+
+
+@pytest.mark.parametrize("images", [np.zeros((0, 10, 16, 3), np.uint8), np.array([])])
+def test_a_session_without_a_decided_pair_is_left_out(tmp_path: Path, images: np.ndarray) -> None:
+    empty = [images, *(np.array([]) for _ in range(6))]
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(empty))
+    with pytest.raises(UserInputError, match="nothing to convert"):
+        import_labels(tmp_path, tmp_path / "store", observation_size=3)
+    (tmp_path / "b.pkl").write_bytes(pickle.dumps(cache()))
+    assert import_labels(tmp_path, tmp_path / "store", observation_size=3) == (1, PAIRS)
+    assert [len(session.pairs) for session in LabelStore(tmp_path / "store").sessions()] == [PAIRS]
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(cache()))
+    (tmp_path / "b.pkl").write_bytes(pickle.dumps(cache()[:6]))
+    with pytest.raises(UserInputError, match="a list of 7 arrays"):
+        import_labels(tmp_path, tmp_path / "store", observation_size=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pkl", "b.pkl"]
+    (tmp_path / "b.pkl").unlink()
+    (tmp_path / "store").mkdir()  # an empty folder may be there
+    assert import_labels(tmp_path, tmp_path / "store", observation_size=3) == (1, PAIRS)
 
 
 class Evil:
@@ -133,6 +155,9 @@ def test_an_unrestricted_reader_would_have_run_it(tmp_path: Path, monkeypatch: p
         (cache(images=np.zeros((PAIRS, 10, 16, 3), np.float32)), "must be uint8"),
         (cache(images=np.zeros((PAIRS, 10, 15, 3), np.uint8)), "must be uint8"),
         (cache(sa_1=["a"] * PAIRS), "must hold numbers"),
+        (cache(labels=np.int64(1)), "a single number"),
+        (cache(sa_1=np.zeros(PAIRS)), "at least one step"),
+        (cache(r_1=np.zeros((PAIRS, 3, 1))), "differ in length"),
     ],
 )
 def test_what_is_wrong_in_a_cache_is_said(tmp_path: Path, content: Any, message: str) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import json
+import pickle
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 from label_support import pair
 from pydantic import ValidationError
@@ -14,7 +18,7 @@ from rl_vlm.config.labels import Rule
 from rl_vlm.labelling.build import CoinFlippedLabels, FlippedLabels, build_labeller, prompts_of
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.teachers import CoinFlips, ScriptedTeacher
-from rl_vlm.labelling.types import Label
+from rl_vlm.labelling.types import HasState, KnowsMargin, Label, Score
 from rl_vlm.types import UserInputError
 
 
@@ -94,3 +98,46 @@ def test_flipped_labels_say_the_opposite() -> None:
 
     (label,) = asyncio.run(FlippedLabels(Sure()).label([pair(1, 2)]))
     assert label.value == 1 and label.probabilities == (0.2, 0.7, 0.1) and label.answers == (1, -1)
+
+
+@pytest.mark.parametrize("control", ["flip", "coin_flips"])
+def test_controls_hand_on_margin_and_state(control: str) -> None:
+    section = LabelsSection(source="scripted", teacher={"eps_equal": 0.5}, **{control: True})  # type: ignore[arg-type]
+    labeller = build_labeller(section, seed=3)
+    # As isinstance looks since Python 3.12: `__getattr__` does not count.
+    for name in ("set_margin", "state", "set_state"):
+        assert inspect.getattr_static(labeller, name, None) is not None
+    assert isinstance(labeller, KnowsMargin) and isinstance(labeller, HasState)
+    pairs = [pair(3, 20)] * 50
+    assert all(label.value != -1 for label in asyncio.run(labeller.label(pairs)))
+    labeller.set_margin(1000, 1, 1)  # the teacher's margin of a tie is now 500 degrees
+    assert all(label.value == -1 for label in asyncio.run(labeller.label(pairs)))
+    json.dumps(labeller.state())
+
+
+def test_a_control_of_a_labeller_without_state_has_none() -> None:
+    class Plain:
+        async def label(self, pairs: Any) -> list[Label]:
+            return [Label(0)] * len(pairs)
+
+    flipped, coins = FlippedLabels(Plain()), CoinFlippedLabels(Plain(), 0)
+    flipped.set_margin(1.0, 1, 1)
+    assert flipped.state() is None and coins.state()["inner"] is None and flipped.stats is None
+    copy = pickle.loads(pickle.dumps(CoinFlippedLabels(CoinFlips(1), 0)))
+    assert isinstance(copy.inner, CoinFlips)
+
+
+def test_controls_turn_scores_too() -> None:
+    class Half:
+        async def label(self, pairs: Any) -> list[Label]:
+            raise NotImplementedError
+
+        async def score(self, frames: Any) -> list[Score]:
+            return [Score(0.2)] * len(frames) + [Score(None, error="no answer")]
+
+    flipped, coins = (
+        asyncio.run(labeller.score([np.zeros((8, 8, 3), np.uint8)] * 100))
+        for labeller in (FlippedLabels(Half()), CoinFlippedLabels(Half(), 0))
+    )
+    assert [score.value for score in flipped] == [0.8] * 100 + [None]
+    assert 30 < [score.value for score in coins].count(0.8) < 70 and coins[-1].value is None

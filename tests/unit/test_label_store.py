@@ -18,9 +18,11 @@ import pytest
 from label_support import pair, random_pairs, segment
 from PIL import Image
 
+from rl_vlm.config import parse_config
 from rl_vlm.labelling.query_log import COLUMNS, QueryLog
 from rl_vlm.labelling.store import SCHEMA, LabelReplay, LabelStore, label_cache
 from rl_vlm.labelling.types import SKIPPED, Label, Segment, SegmentPair
+from rl_vlm.runs.preflight import inspect_preference_run
 from rl_vlm.types import UserInputError
 
 LABELS = [
@@ -100,11 +102,24 @@ def test_no_cache_has_many_names(value: str | None) -> None:
 
 
 def test_a_cache_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
-    assert label_cache(str(tmp_path)) == tmp_path
     with pytest.raises(UserInputError, match="no label cache .*elsewhere"):
         label_cache(tmp_path / "elsewhere")
     with pytest.raises(UserInputError, match="holds no sessions"):
-        LabelReplay(tmp_path)
+        label_cache(tmp_path)
+    LabelStore(tmp_path).append([pair(1, 2)], [Label(0)], step=0, time=0)
+    assert label_cache(str(tmp_path)) == tmp_path
+
+
+def test_pickles_are_no_cache_and_their_converter_is_named(tmp_path: Path) -> None:
+    (tmp_path / "2024.pkl").write_bytes(b"")
+    for value in (tmp_path, tmp_path / "2024.pkl"):
+        with pytest.raises(UserInputError, match="rl-vlm import-labels"):
+            label_cache(value)
+    labels = {"source": "scripted", "cache": str(tmp_path)}
+    algorithm, env = {"name": "preference_sac"}, {"id": "Pendulum-v1"}
+    run = parse_config({"algorithm": algorithm, "env": env, "preference": {"labels": labels}})
+    with pytest.raises(UserInputError, match="rl-vlm import-labels"):
+        inspect_preference_run(run)  # what --dry-run does
 
 
 def test_damage_is_named(tmp_path: Path) -> None:

@@ -174,11 +174,47 @@ def test_free_text_is_read() -> None:
     assert label.value == 0 and label.probabilities is None and script.questions[0].choices == ()
 
 
-@pytest.mark.parametrize("text", ["0.7", "", "The robot is an arm."])
-def test_an_answer_without_a_decision_is_an_error_and_no_label(text: str) -> None:
+@pytest.mark.parametrize("text", ["0.7", "The robot is an arm.", "I don't think Image 1 is better."])
+def test_an_answer_that_is_not_understood_is_asked_about_once_more_and_then_undecided(text: str) -> None:
+    script = Scripted(lambda question: text)
+    labeller = VLMLabeller(script, PROMPTS, one_step(guided=False, both_orders=False))
+    (label,) = asked(labeller, pair(3, 20))
+    first, second = script.questions
+    assert first.messages[0].images and not second.messages[0].images and text in second.messages[0].text
+    assert label.value == -1 and label.answers == (-1,) and not label.error
+    assert labeller.stats.not_understood == 1 and "1 not understood" in labeller.stats.summary()
+
+
+def test_the_second_question_decides_what_free_text_did_not() -> None:
+    # The endpoint ignores the choices where pictures are shown, and keeps to them in plain text.
+    script = Scripted(lambda question: "Hm, 1 drawer." if question.messages[0].images else "1")
+    labeller = VLMLabeller(script, PROMPTS, one_step(both_orders=False))
+    (label,) = asked(labeller, pair(3, 20))
+    assert label.value == 1 and script.questions[1].choices == ("0", "1", "-1")
+    assert labeller.stats.not_understood == 0
+
+
+@pytest.mark.parametrize("text", ["", "  ", "<think>Image 1 is better, so 0"])
+def test_an_answer_without_a_word_is_an_error_and_no_label(text: str) -> None:
     labeller = VLMLabeller(Scripted(lambda question: text), PROMPTS, one_step(guided=False))
     (label,) = asked(labeller, pair(3, 20))
     assert "decides nothing" in label.error and label.answers == () and labeller.stats.errors == 1
+
+
+def test_the_unfinished_end_of_an_answer_that_was_cut_off_does_not_count() -> None:
+    cut = {"Image 2 is better": None, "Image 2 is better. Image 1 is be": 1, "1\n\nThe drawer in Image 1 is not": 1}
+    for text, value in cut.items():
+        script = Scripted(lambda question, text=text: Answer(text, cut_off=True))
+        labeller = VLMLabeller(script, PROMPTS, one_step(guided=False, both_orders=False))
+        (label,) = asked(labeller, pair(3, 20))
+        assert label.value == (-1 if value is None else value), text
+
+
+def test_the_goal_tells_what_is_better() -> None:
+    script = Scripted(lambda question: "The box in Image 1 is more open.")
+    for task, value in (("drawer-open", 0), ("box-close", -1)):
+        labeller = VLMLabeller(script, task_prompts(task), one_step(guided=False, both_orders=False))
+        assert asked(labeller, pair(3, 20))[0].value == value
 
 
 def test_identical_pictures_are_not_asked_about() -> None:

@@ -118,7 +118,7 @@ def test_mixed_rules_choose_among_the_uncertain_half() -> None:
 @pytest.mark.parametrize("rule", ["kcenter", "kcenter_disagreement", "kcenter_entropy"])
 def test_k_center_keeps_away_from_what_was_labelled_before(rule: Any) -> None:
     pairs = [pair(angle, 0, size=32) for angle in (0, 1, 20, 40)]
-    model = RewardEnsemble((5,), EnsembleOptions("mlp", hidden=8))
+    model = RewardEnsemble((5,), RewardModelSection(architecture="mlp", hidden=8))
     candidates = pairs if rule == "kcenter" else [one for one in pairs for _ in range(2)]  # half of them are dropped
     alone = select_pairs(rule, candidates, 1, model)
     (other,) = select_pairs(rule, candidates, 1, model, alone)

@@ -76,7 +76,7 @@ def figures(run: RunConfig, horizon: bool) -> dict[str, Any]:
             "exploration_steps",
             "total_steps",
             "image_size",
-        )  # fmt: skip
+        )
     }
     found |= {"sac": (sac.lr, sac.batch_size, sac.hidden, sac.depth)}
     found |= {"reward_model": (model.architecture, model.lr, model.epochs)}
