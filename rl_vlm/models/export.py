@@ -135,7 +135,7 @@ def replace_folder(draft: Path, out: Path) -> None:
         os.replace(draft, out)
         return
     foreign = sorted(set(files_in(out)) - model_files(out))
-    if taken := [one for one in foreign if any((draft / place).is_file() for place in (one, *Path(one).parents))]:
+    if taken := [one for one in foreign if any((draft / place).is_file() for place in (Path(one), *Path(one).parents))]:
         raise UserInputError(f"{out / taken[0]} is not a file that rl-vlm wrote, and it is in the way: move it first.")
     old = out.with_name(f".{out.name}-old-{os.getpid()}")
     os.replace(out, old)
