@@ -157,3 +157,22 @@ def test_a_folder_that_is_not_a_run_is_neither_overwritten_nor_resumed(
     assert "choose another --run-dir" in capsys.readouterr().err
     assert [(tmp_path / name).read_text() for name in ("config.yaml", "thesis.tex", ".git/HEAD")] == ["mine"] * 3
     assert len(list(tmp_path.rglob("*"))) == 4
+
+
+def test_a_variant_whose_argument_a_foreign_environment_does_not_read_is_refused(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    env = FIXTURES.parent / "envs" / "score_env.py"
+    arguments = [
+        str(ROOT / "configs/geo3k_tiny.yaml"),
+        "--dry-run",
+        f"model.path={tiny_folder}",
+        f"env.data={FIXTURES}",
+    ]
+    arguments += [f"env.id={env}", "env.kwargs={max_turns: 3}"]
+    assert rl_vlm(["train", *arguments]) == 2  # the recipe's variant no_tool sets scoring_tool
+    assert (
+        "evaluation.variants.no_tool: The environment ScoreEnv reads no argument 'scoring_tool'"
+        in capsys.readouterr().err
+    )
+    assert rl_vlm(["train", *arguments, "evaluation.variants={default: {}}"]) == 0

@@ -66,18 +66,7 @@ PUBLISHED = {
 def figures(run: RunConfig, horizon: bool) -> dict[str, Any]:
     settings = run.preference
     sac, model = settings.sac, settings.reward_model
-    found = {
-        name: getattr(settings, name)
-        for name in (
-            "session_pairs",
-            "num_interact",
-            "max_feedback",
-            "random_steps",
-            "exploration_steps",
-            "total_steps",
-            "image_size",
-        )
-    }
+    found = {name: getattr(settings, name) for name in CARTPOLE if name not in ("sac", "reward_model")}
     found |= {"sac": (sac.lr, sac.batch_size, sac.hidden, sac.depth)}
     found |= {"reward_model": (model.architecture, model.lr, model.epochs)}
     if horizon:
