@@ -18,7 +18,7 @@ from rl_vlm.learning.plan import plan_update
 from rl_vlm.learning.strategies.replicated import SingleProcess
 from rl_vlm.learning.update import UpdateStats, linear_schedule
 from rl_vlm.rollout.env_pool import EnvPool
-from rl_vlm.rollout.episodes import EpisodeLimits, run_group
+from rl_vlm.rollout.episodes import run_group
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import Completion, GenerationRequest, TrajectoryGroup
@@ -60,13 +60,6 @@ class BareLoop:
         self._strategy.prepare(self.policy, self._optimizer)
         self._direct = _DirectPolicy(self.engine)
         self._pool = EnvPool(lambda: make(run.env.id, **run.env.make_kwargs()), run.env.step_timeout_s)
-        self._limits = EpisodeLimits(
-            run.rollout.max_turns,
-            run.rollout.max_new_tokens_per_turn,
-            run.rollout.max_new_tokens,
-            run.serving.max_context,
-            run.rollout.require_end_of_turn,
-        )
         self._loop = asyncio.new_event_loop()
         self._rng = np.random.default_rng(run.seed)
         self._num_items = make(run.env.id, **run.env.make_kwargs()).num_items("train") or 4096
@@ -83,9 +76,9 @@ class BareLoop:
                 )
                 for k, index in enumerate(indices)
             ]  # fmt: skip
-            text = self.policy.text
+            text, rollout, room = self.policy.text, self.run.rollout, self.run.serving.max_context
             return list(
-                await asyncio.gather(*(run_group(t, self._pool, self._direct, text, self._limits) for t in tasks))
+                await asyncio.gather(*(run_group(t, self._pool, self._direct, text, rollout, room) for t in tasks))
             )
 
         return self._loop.run_until_complete(gather())

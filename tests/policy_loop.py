@@ -11,6 +11,7 @@ import pytest
 import torch
 from core_support import picture, plain_model, reference_logprobs, run_config
 
+from rl_vlm.config import RolloutSection
 from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.engines.base import Engine
 from rl_vlm.engines.transformers_engine import TransformersEngine
@@ -22,13 +23,12 @@ from rl_vlm.learning.plan import plan_update
 from rl_vlm.learning.strategies.replicated import SingleProcess
 from rl_vlm.learning.update import PackedMinibatch, UpdateStats
 from rl_vlm.rollout.env_pool import EnvPool
-from rl_vlm.rollout.episodes import EpisodeLimits, run_group
+from rl_vlm.rollout.episodes import run_group
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import Completion, GenerationRequest, Message, Observation, TrajectoryGroup
 
-LIMITS = EpisodeLimits(
-    max_turns=3, max_new_tokens_per_turn=6, max_new_tokens=18, max_context=512, require_end_of_turn=False
-)
+MAX_CONTEXT = 512
+ROLLOUT = RolloutSection(max_turns=3, max_new_tokens_per_turn=6, max_new_tokens=18, require_end_of_turn=False)
 
 
 class ThreeTurns(VisionEnv):
@@ -57,7 +57,7 @@ class Loop:
     def __init__(self, folder: Path, temperature: float, engine: Engine | None = None, **dotted: Any) -> None:
         self.folder = folder
         self.run = run_config(folder, rollout__temperature=temperature, learner__micro_batch_tokens=400, **dotted)
-        self.engine = engine or TransformersEngine(folder, max_context=LIMITS.max_context)
+        self.engine = engine or TransformersEngine(folder, max_context=MAX_CONTEXT)
         self.policy = PolicyModel(folder, self.run)
         self.updater = make_updater(self.policy, self.run)
         self.optimizer = make_optimizer(self.policy, self.run)
@@ -83,7 +83,9 @@ class Loop:
                 for k in range(groups)
             ]  # fmt: skip
             return list(
-                await asyncio.gather(*(run_group(task, self.pool, self, self.policy.text, LIMITS) for task in tasks))
+                await asyncio.gather(
+                    *(run_group(task, self.pool, self, self.policy.text, ROLLOUT, MAX_CONTEXT) for task in tasks)
+                )
             )
 
         return asyncio.run(gather())

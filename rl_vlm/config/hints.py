@@ -1,12 +1,64 @@
-"""What is wrong with a configuration, in one sentence; unknown keys name the nearest known one."""
+"""What is wrong with a configuration, in one sentence; an unknown key names the key that was probably meant."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from rl_vlm.config.run import RunConfig
+from rl_vlm.config.section import Section, keys_of, section_of
+
+# What people who know other libraries call a key (TRL, verl, slime, vLLM, RLlib, Stable-Baselines3, RL-VLM-F). A name may
+# stand for several keys: the one that is in the section at hand is meant.
+_SYNONYMS: dict[str, tuple[str, ...]] = {
+    "alpha": ("lora_alpha",),
+    "batch_size": ("train_batch_size", "minibatch_size"),
+    "cache": ("cached_label_path", "label_cache"),
+    "checkpoint_every": ("checkpoint_interval", "save_every", "save_freq", "save_interval", "save_steps"),
+    "clip_high": ("clip_ratio_high", "eps_clip_high", "epsilon_high"),
+    "clip_low": ("clip_eps", "clip_param", "clip_range", "clip_ratio", "clip_ratio_low", "eps_clip", "epsilon"),
+    "dtype": ("precision", "torch_dtype"),
+    "entropy_coef": ("ent_coef", "entropy_bonus", "entropy_coeff"),
+    "epochs": ("num_epochs", "num_train_epochs", "ppo_epochs", "reward_update", "update_epochs"),
+    "every": ("eval_every", "eval_freq", "eval_interval", "interval"),
+    "gamma": ("discount",),
+    "gpu_memory_utilization": ("gpu_utilization", "mem_fraction_static"),
+    "group_size": ("n_samples_per_prompt", "num_generations", "samples_per_prompt"),
+    "iterations": ("max_steps", "num_iterations", "num_rollout", "num_steps", "training_steps"),
+    "keep_checkpoints": ("save_total_limit",),
+    "id": ("env_id", "env_name", "name"),
+    "kl_coef": ("beta", "kl_beta", "kl_coeff", "kl_loss_coef", "kl_penalty"),
+    "lr": ("actor_lr", "learning_rate", "reward_lr"),
+    "lr_schedule": ("learning_rate_schedule", "lr_decay_style", "lr_scheduler", "lr_scheduler_type", "scheduler"),
+    "max_context": ("context_length", "max_length", "max_model_len", "max_seq_len"),
+    "max_grad_norm": ("clip_grad", "clip_grad_norm", "grad_clip", "grad_norm", "gradient_clipping"),
+    "max_new_tokens_per_turn": ("max_completion_length", "max_response_length", "max_response_len", "max_tokens"),
+    "micro_batch_tokens": ("max_tokens_per_gpu", "micro_batch_size"),
+    "minibatches": ("num_minibatches", "mini_batches"),
+    "num_env_runners": ("num_rollout_workers", "num_runners", "num_workers"),
+    "path": ("hf_checkpoint", "model", "model_name", "model_name_or_path", "model_path", "name"),
+    "prompts_per_iteration": ("batch_size", "num_prompts", "rollout_batch_size", "train_batch_size"),
+    "rank": ("lora_r", "lora_rank", "r"),
+    "replay_capacity": ("buffer_size", "replay_buffer_capacity", "replay_buffer_size"),
+    "rule": ("feed_type",),
+    "session_pairs": ("reward_batch",),
+    "size": ("ensemble_size",),
+    "target_modules": ("lora_target_modules",),
+    "tau": ("critic_tau", "polyak"),
+    "tensor_parallel_size": ("tensor_parallel", "tp", "tp_size"),
+    "tis_cap": ("tis_clip", "tis_imp_ratio_cap"),
+    "total_steps": ("num_timesteps", "num_train_steps", "total_timesteps"),
+    "wandb_project": ("project", "project_name"),
+}
+_NO_TRUNCATION = "the learner cannot reproduce a truncated distribution, so training samples from the whole one"
+# Keys that people expect and that cannot exist.
+_IMPOSSIBLE = {
+    "rollout.top_p": f"{_NO_TRUNCATION}; `rl-vlm rollout` has --top-p",
+    "rollout.top_k": f"{_NO_TRUNCATION}; `rl-vlm rollout` has --top-k",
+}
+_CLOSE, _FAINT = 0.75, 0.55  # how alike names are (difflib) that are probably, and perhaps, the same
 
 
 def explain(error: ValidationError) -> str:
@@ -15,34 +67,58 @@ def explain(error: ValidationError) -> str:
     location = [str(part) for part in first["loc"]]
     key = ".".join(location)
     if first["type"] == "extra_forbidden":
-        section: type[BaseModel] = RunConfig
-        for part in location[:-1]:
-            annotation = section.model_fields[part].annotation
-            if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-                break
-            section = annotation
-        prefix = ".".join(location[:-1])
-        known = {(f"{prefix}.{name}" if prefix else name): name for name in section.model_fields}
-        nearest = difflib.get_close_matches(location[-1], known.values(), n=1, cutoff=0.5)
-        if not nearest:
-            everywhere = _all_keys(RunConfig)
-            found = [full for full in everywhere if full.rsplit(".", 1)[-1] == location[-1]]
-            hint = f" Did you mean {found[0]}?" if found else f" Known keys here: {', '.join(known.values())}."
-            return f"Unknown config key {key}.{hint}"
-        return f"Unknown config key {key}. Did you mean {f'{prefix}.' if prefix else ''}{nearest[0]}?"
+        return _explain_unknown(location)
     if first["type"] == "value_error":
-        message = str(first["ctx"]["error"])
-        return f"Config: {message}."
+        return f"Config: {first['ctx']['error']}."
     shown = repr(first.get("input"))
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     message = first["msg"][0].lower() + first["msg"][1:]
     return f"Config key {key or 'file'}: {message}; got {shown}."
 
 
-def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
-    keys: list[str] = []
-    for name, info in section.model_fields.items():
-        keys.append(prefix + name)
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            keys.extend(_all_keys(info.annotation, f"{prefix}{name}."))
-    return keys
+def _explain_unknown(location: list[str]) -> str:
+    key = ".".join(location)
+    if key in _IMPOSSIBLE:
+        return f"Unknown config key {key}: {_IMPOSSIBLE[key]}."
+    section: type[Section] = RunConfig
+    for part in location[:-1]:
+        section = section_of(section.model_fields[part].annotation) or section
+    meant = nearest_key(section, location)
+    hint = f"Did you mean {meant}?" if meant else f"Known keys here: {', '.join(section.model_fields)}."
+    return f"Unknown config key {key}. {hint}"
+
+
+def nearest_key(section: type[Section], location: list[str]) -> str | None:
+    """The full name of the key that was probably meant by the unknown one at `location`, which is in `section`.
+
+    The keys of that section come first: the same name apart from singular and plural, or a synonym. Then that name in
+    another section, a close spelling in this section, one anywhere, and last what is faintly alike in this section.
+    """
+    *parents, name = location
+    here = [".".join([*parents, key]) for key in section.model_fields]
+    everywhere = list(keys_of(RunConfig))
+    return (
+        _most_alike(name, here, 1.0)
+        or _most_alike(name, everywhere, 1.0, synonyms=False)
+        or _most_alike(name, here, _CLOSE)
+        or _most_alike(name, everywhere, _CLOSE + 0.1)
+        or _most_alike(name, here, _FAINT)
+    )
+
+
+def _most_alike(name: str, keys: Iterable[str], least: float, synonyms: bool = True) -> str | None:
+    likeness: dict[str, float] = {}
+    for key in keys:
+        last = key.rsplit(".", 1)[-1]
+        likeness[key] = max(_likeness(name, known) for known in (last, *(_SYNONYMS.get(last, ()) if synonyms else ())))
+    best = max(likeness, key=lambda key: likeness[key])  # the first of equals
+    return best if likeness[best] >= least else None
+
+
+def _likeness(name: str, known: str) -> float:
+    """1 for the same words, singular or plural; less for other spellings."""
+    return difflib.SequenceMatcher(None, _singular(name), _singular(known)).ratio()
+
+
+def _singular(name: str) -> str:
+    return "_".join(word.removesuffix("s") for word in name.lower().replace("-", "_").split("_"))

@@ -8,15 +8,13 @@ from rl_vlm.config.section import Section
 
 
 class RolloutSection(Section):
-    """How the policy is sampled."""
+    """How the policy is sampled: from its whole distribution, since the learner cannot reproduce a truncated one."""
 
     num_env_runners: int = Field(2, ge=1)
     cpus_per_env_runner: float = Field(0.25, ge=0)
     prompts_per_iteration: int = Field(16, ge=1)
     group_size: int = Field(8, ge=1)
     temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
     max_turns: int = Field(
         8, ge=1, description="Turns after which an episode is truncated, whatever the environment says."
     )

@@ -51,11 +51,6 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         rollout = self.rollout
-        if rollout.top_p < 1 or rollout.top_k > 0:
-            raise ValueError(
-                "rollout.top_p must be 1 and rollout.top_k 0 in training: the learner cannot reproduce a truncated "
-                "distribution"
-            )
         uses_vllm = self.serving.engine == "vllm" or (
             self.serving.engine == "auto" and self.serving.gpus_per_replica > 0
         )

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from rl_vlm.chat import EncodedSpan, expand_image_tokens
+from rl_vlm.config import RolloutSection
 from rl_vlm.envs.base import Info, VisionEnv
 from rl_vlm.models.loading import TextSide
 from rl_vlm.rollout.env_pool import EnvPool
@@ -51,19 +52,6 @@ class GroupFailedError(RLVLMError):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """Budgets of one episode. `max_context` counts prompt and sampled tokens, `max_new_tokens` sampled ones only."""
-
-    max_turns: int
-    max_new_tokens_per_turn: int
-    max_new_tokens: int
-    max_context: int
-    require_end_of_turn: bool = True
-    top_p: float = 1.0  # training samples from the whole distribution; rollouts for people may restrict it
-    top_k: int = 0
 
 
 @dataclass(slots=True)
@@ -114,14 +102,18 @@ async def run_group(
     pool: EnvPool,
     policy: CompletionClient,
     text: TextSide,
-    limits: EpisodeLimits,
+    rollout: RolloutSection,
+    max_context: int,
     opened: OpenGroup | None = None,
 ) -> TrajectoryGroup:
-    """Sample one group, from where `open_group` left it. Raises GroupFailedError when any of its episodes fails."""
+    """Sample one group, from where `open_group` left it. Raises GroupFailedError when any of its episodes fails.
+
+    `max_context` bounds prompt and sampled tokens of an episode together.
+    """
     if opened is None:
         opened = await open_group(task, pool, text)
     with _failing(pool, opened.envs):
-        group = await _run_group(task, opened, pool, policy, text, limits)
+        group = await _run_group(task, opened, pool, policy, text, rollout, max_context)
     pool.give_back(opened.envs)
     return group
 
@@ -142,16 +134,22 @@ def _failing(pool: EnvPool, envs: list[VisionEnv]) -> Iterator[None]:
 
 
 async def _run_group(
-    task: RolloutTask, opened: OpenGroup, pool: EnvPool, policy: CompletionClient, text: TextSide, limits: EpisodeLimits
+    task: RolloutTask,
+    opened: OpenGroup,
+    pool: EnvPool,
+    policy: CompletionClient,
+    text: TextSide,
+    rollout: RolloutSection,
+    max_context: int,
 ) -> TrajectoryGroup:
     envs, openings, prompt, expanded = opened.envs, opened.openings, opened.prompt, opened.expanded
     first = openings[0][0]
-    room = _room(limits, len(expanded), 0)
+    room = _room(rollout, max_context, len(expanded), 0)
     if room < 1:
         raise GroupFailedError(
             "prompt_too_long",
             f"The prompt of item {task.index} has {len(expanded)} tokens and serving.max_context is "
-            f"{limits.max_context}: raise it or shrink the images.",
+            f"{max_context}: raise it or shrink the images.",
         )
     seeds = tuple(derive_seed(task.sampling_seed, sample, 0) for sample in range(task.size))
     completion = await policy.generate(
@@ -159,7 +157,7 @@ async def _run_group(
             request_id=f"{task.group_id}:0",
             prompt_ids=prompt.token_ids,
             images=prompt.images,
-            sampling=SamplingParams(room, task.temperature, limits.top_p, limits.top_k, task.size, seeds),
+            sampling=SamplingParams(room, task.temperature, task.top_p, task.top_k, task.size, seeds),
             min_version=task.min_version,
         )
     )
@@ -180,9 +178,9 @@ async def _run_group(
     ]
     samples = [(episode, sample) for episode, sample in zip(episodes, completion.samples, strict=True)]
     # The first answers of all copies go to their environments together; what follows is each episode's own.
-    observations = await _act(samples, completion, pool, text, limits, task)
+    observations = await _act(samples, completion, pool, text, rollout, task)
     going_on = [
-        _continue(episode, observation, task, pool, policy, text, limits)
+        _continue(episode, observation, task, pool, policy, text, rollout, max_context)
         for (episode, _), observation in zip(samples, observations, strict=True)
         if observation is not None
     ]
@@ -200,7 +198,8 @@ async def _continue(
     pool: EnvPool,
     policy: CompletionClient,
     text: TextSide,
-    limits: EpisodeLimits,
+    rollout: RolloutSection,
+    max_context: int,
 ) -> None:
     """The second and later turns of one episode."""
     current: Observation | None = observation
@@ -208,8 +207,8 @@ async def _continue(
         ended = episode.turns[-1].stop_reason is StopReason.END_OF_TURN
         span = text.codec.encode_continuation(current.messages, ended)
         expanded = _expand(span, text, task.group_id)
-        room = _room(limits, episode.length + len(expanded), episode.sampled)
-        if room < 1 or len(episode.turns) >= limits.max_turns:
+        room = _room(rollout, max_context, episode.length + len(expanded), episode.sampled)
+        if room < 1 or len(episode.turns) >= rollout.max_turns:
             episode.status = TrajectoryStatus.TRUNCATED
             return
         _append(episode, span.token_ids, expanded)
@@ -225,8 +224,8 @@ async def _continue(
                 sampling=SamplingParams(
                     room,
                     task.temperature,
-                    limits.top_p,
-                    limits.top_k,
+                    task.top_p,
+                    task.top_k,
                     seeds=(derive_seed(task.sampling_seed, episode.number, turn),),
                 ),
                 min_version=task.min_version,
@@ -234,7 +233,7 @@ async def _continue(
             )
         )
         _check_prompt(completion, np.concatenate(episode.spans), task.group_id)
-        (current,) = await _act([(episode, completion.samples[0])], completion, pool, text, limits, task)
+        (current,) = await _act([(episode, completion.samples[0])], completion, pool, text, rollout, task)
 
 
 async def _act(
@@ -242,7 +241,7 @@ async def _act(
     completion: Completion,
     pool: EnvPool,
     text: TextSide,
-    limits: EpisodeLimits,
+    rollout: RolloutSection,
     task: RolloutTask,
 ) -> list[Observation | None]:
     """Give sampled turns to their environments; None where the episode ended."""
@@ -257,7 +256,7 @@ async def _act(
         action = text.codec.decode(sample.token_ids)
         if task.record:
             episode.messages.append(Message.of("assistant", action))
-        if sample.stop_reason is StopReason.LENGTH and limits.require_end_of_turn:
+        if sample.stop_reason is StopReason.LENGTH and rollout.require_end_of_turn:
             # The policy did not finish its turn: there is no answer to reward.
             episode.status = TrajectoryStatus.TRUNCATED
         else:
@@ -323,8 +322,8 @@ def _expand(span: EncodedSpan, text: TextSide, name: str) -> np.ndarray:
     return expand_image_tokens(span.token_ids, text.codec.image_token_id, counts, name)
 
 
-def _room(limits: EpisodeLimits, length: int, sampled: int) -> int:
-    return min(limits.max_new_tokens_per_turn, limits.max_new_tokens - sampled, limits.max_context - length)
+def _room(rollout: RolloutSection, max_context: int, length: int, sampled: int) -> int:
+    return min(rollout.max_new_tokens_per_turn, rollout.max_new_tokens - sampled, max_context - length)
 
 
 def _check_prompt(completion: Completion, expected: np.ndarray, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What to do when a group fails: data, not a try/except in the middle of the loop."""
+"""When a run that loses its groups stops."""
 
 from __future__ import annotations
 
@@ -9,17 +9,6 @@ from rl_vlm.types import RLVLMError
 
 class TooManyFailuresError(RLVLMError):
     """So many groups in a row were lost that going on makes no sense."""
-
-
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """A failed group is tried `attempts` times in all, each time with fresh environments; then it is dropped."""
-
-    attempts: int = 3
-
-    def again(self, attempt: int) -> bool:
-        """Whether attempt number `attempt` (from 0) may be followed by another."""
-        return attempt + 1 < self.attempts
 
 
 @dataclass(slots=True)

@@ -26,6 +26,8 @@ class RolloutTask:
     temperature: float
     min_version: int
     variant: str = ""
+    top_p: float = 1.0  # training samples from the whole distribution; rollouts for people may restrict it
+    top_k: int = 0  # 0: off
     record: bool = False  # keep the conversation as text, for people
 
 

@@ -17,8 +17,7 @@ from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.registry import make
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.rollout.env_pool import EnvPool
-from rl_vlm.rollout.episodes import EpisodeLimits, GroupFailedError, OpenGroup, open_group, run_group
-from rl_vlm.rollout.retry import RetryPolicy
+from rl_vlm.rollout.episodes import GroupFailedError, OpenGroup, open_group, run_group
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.serving.client import PolicyClient
 from rl_vlm.serving.router import homes, most_replicas
@@ -41,16 +40,6 @@ class RolloutWorker:
         self._place, self._num_workers = place, num_workers
         self._run_id = run_id
         self._text = load_text_side(model, run.model.pixels)
-        self._limits = EpisodeLimits(
-            max_turns=run.rollout.max_turns,
-            max_new_tokens_per_turn=run.rollout.max_new_tokens_per_turn,
-            max_new_tokens=run.rollout.max_new_tokens,
-            max_context=run.serving.max_context,
-            require_end_of_turn=run.rollout.require_end_of_turn,
-            top_p=run.rollout.top_p,
-            top_k=run.rollout.top_k,
-        )
-        self._retry = RetryPolicy(run.rollout.group_retries + 1)
         self._client: PolicyClient | None = None
         self._pools: dict[str, EnvPool] = {}
         self._counted_env_s = 0.0  # of the pools' busy seconds, what results have told
@@ -105,24 +94,25 @@ class RolloutWorker:
                 deadline_s=serving.request_timeout_s,
                 # Lock-step: one call at a time holds all episodes, so that batches repeat exactly.
                 homes=places[:1] if self._run.deterministic else places,
-                coalesce=self._run.deterministic or self._limits.max_new_tokens_per_turn <= _COALESCE_UP_TO_TOKENS,
+                coalesce=self._run.deterministic or self._run.rollout.max_new_tokens_per_turn <= _COALESCE_UP_TO_TOKENS,
             )
         return self._client
 
     async def _attempt(self, task: RolloutTask, client: PolicyClient, dropped: Counter[str]) -> TrajectoryGroup | str:
         """The group, or why it is lost after all its attempts."""
+        rollout, room = self._run.rollout, self._run.serving.max_context
         attempt = 0
         opened = self._take_opened(task)
         while True:
             try:
-                return await run_group(task, self._pool(task.variant), client, self._text, self._limits, opened)
+                return await run_group(task, self._pool(task.variant), client, self._text, rollout, room, opened)
             except GroupFailedError as error:
                 dropped[error.reason] += 1
-                if not self._retry.again(attempt):
+                if attempt >= rollout.group_retries:
                     return str(error)
             except Exception as error:
                 dropped["unexpected"] += 1
-                if not self._retry.again(attempt):
+                if attempt >= rollout.group_retries:
                     return f"{type(error).__name__}: {error}"
             opened = None
             attempt += 1

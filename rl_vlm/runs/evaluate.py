@@ -109,7 +109,7 @@ def rollout(
 ) -> dict[str, Any]:
     """Play episodes of the training split; one JSON line each (to `out`, else printed); returns a summary.
 
-    `sampling`: temperature, top_p, top_k, max_new_tokens, seed, batch_size; what is absent is the configuration's.
+    `sampling`: temperature, top_p, top_k, max_new_tokens, seed, batch_size; what is absent is as in training.
     """
     options = dict(sampling or {})
     batch = options.get("batch_size", episodes)
@@ -117,8 +117,6 @@ def rollout(
     changes: dict[str, Any] = {}
     if "max_new_tokens" in options:
         changes["max_new_tokens_per_turn"] = options["max_new_tokens"]
-    # Only training must sample from the whole distribution: a rollout may restrict it.
-    changes |= {name: options[name] for name in ("top_p", "top_k") if name in options}
     run = run.model_copy(update={"rollout": run.rollout.model_copy(update=changes)})
     env = make(run.env.id, **run.env.make_kwargs())
     num_items = env.num_items("train")
@@ -133,6 +131,8 @@ def rollout(
         size=1,
         temperature=options.get("temperature", run.rollout.temperature),
         min_version=1 if adapter is not None else 0,
+        top_p=options.get("top_p", 1.0),
+        top_k=options.get("top_k", 0),
         record=True,
     )
     tasks = [

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from policy_loop import LIMITS, Loop, check_agreement
+from policy_loop import MAX_CONTEXT, Loop, check_agreement
 
 from rl_vlm.config import ServingSection, VLLMSection
 from rl_vlm.engines.vllm_engine import VLLMEngine
@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[VLLMEngine]:
-    serving = ServingSection(max_context=LIMITS.max_context, vllm=VLLMSection(max_num_seqs=16))
+    serving = ServingSection(max_context=MAX_CONTEXT, vllm=VLLMSection(max_num_seqs=16))
     engine = VLLMEngine(folder, dtype="float32", serving=serving, max_lora_rank=16)
     yield engine
     asyncio.run(engine.close())

@@ -176,7 +176,7 @@ def test_resume_and_overwrite_contradict(config, training, capsys):
         (["CONFIG", "learner.lrr=1"], "Did you mean learner.lr?"),
         (["CONFIG", "learner.lr"], "must have the form"),
         (["CONFIG", "learner.lr=fast"], "learner.lr"),
-        (["CONFIG", "rollout.top_p=0.5"], "rollout.top_p must be 1"),
+        (["CONFIG", "rollout.top_p=0.5"], "Unknown config key rollout.top_p: the learner cannot"),
     ],
 )
 def test_a_wrong_configuration_is_one_sentence_and_exit_code_2(arguments, words, config, training, capsys):

@@ -16,13 +16,14 @@ import pytest
 from core_support import expand, picture, processor, text_side
 from PIL import Image
 
+from rl_vlm.config import RolloutSection
 from rl_vlm.engines.base import EngineError
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError
 from rl_vlm.models.loading import TextSide
 from rl_vlm.rollout.env_pool import EnvPool
-from rl_vlm.rollout.episodes import EpisodeLimits, GroupFailedError, run_group
-from rl_vlm.rollout.retry import FailureBudget, RetryPolicy, TooManyFailuresError
+from rl_vlm.rollout.episodes import GroupFailedError, run_group
+from rl_vlm.rollout.retry import FailureBudget, TooManyFailuresError
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import (
@@ -36,7 +37,7 @@ from rl_vlm.types import (
     TrajectoryStatus,
 )
 
-LIMITS = EpisodeLimits(max_turns=4, max_new_tokens_per_turn=32, max_new_tokens=100, max_context=600)
+ROLLOUT = RolloutSection(max_turns=4, max_new_tokens_per_turn=32, max_new_tokens=100)
 TASK = RolloutTask("g7", 7, "train", seed=70, sampling_seed=700, size=3, temperature=0.9, min_version=5)
 FIRST, LATER = picture(np.random.default_rng(0), 64, 64), picture(np.random.default_rng(1), 32, 96)
 
@@ -139,13 +140,20 @@ def made(pool: EnvPool) -> list[Scripted]:
     return pool.made  # type: ignore[attr-defined, no-any-return]
 
 
-def play(pool: EnvPool, speaker: Speaker, limits: EpisodeLimits = LIMITS, **changes: Any) -> TrajectoryGroup:
-    return asyncio.run(run_group(dataclasses.replace(TASK, **changes), pool, speaker, speaker.text, limits))
+def play(
+    pool: EnvPool, speaker: Speaker, rollout: RolloutSection = ROLLOUT, max_context: int = 600, **changes: Any
+) -> TrajectoryGroup:
+    task = dataclasses.replace(TASK, **changes)
+    return asyncio.run(run_group(task, pool, speaker, speaker.text, rollout, max_context))
 
 
-def failure(pool: EnvPool, speaker: Speaker, limits: EpisodeLimits = LIMITS, **changes: Any) -> GroupFailedError:
+def limited(**changes: Any) -> RolloutSection:
+    return ROLLOUT.model_copy(update=changes)
+
+
+def failure(pool: EnvPool, speaker: Speaker, **changes: Any) -> GroupFailedError:
     with pytest.raises(GroupFailedError) as error:
-        play(pool, speaker, limits, **changes)
+        play(pool, speaker, **changes)
     return error.value
 
 
@@ -157,7 +165,7 @@ def test_the_first_turn_is_one_request_for_all_samples(speaker: Speaker, text: T
     group = play(pool, speaker)
     (asked,) = speaker.requests
     assert (asked.sampling.n, asked.sampling.temperature, asked.min_version, asked.session_id) == (3, 0.9, 5, "")
-    assert asked.sampling.max_new_tokens == LIMITS.max_new_tokens_per_turn
+    assert asked.sampling.max_new_tokens == ROLLOUT.max_new_tokens_per_turn
     assert asked.sampling.seeds == tuple(derive_seed(700, sample, 0) for sample in range(3))
     assert asked.images == (FIRST,)
     assert (asked.prompt_ids == text.codec.image_token_id).sum() == 1
@@ -270,7 +278,7 @@ def test_plain_values_of_info_are_kept_also_as_numpy_scalars(speaker: Speaker) -
 
 def test_turns_are_limited(speaker: Speaker) -> None:
     pool = pool_of(on("go on", reward=0.1))
-    (trajectory,) = play(pool, speaker, dataclasses.replace(LIMITS, max_turns=3), size=1).trajectories
+    (trajectory,) = play(pool, speaker, limited(max_turns=3), size=1).trajectories
     assert (len(trajectory.turns), trajectory.status) == (3, TrajectoryStatus.TRUNCATED)
     assert len(made(pool)[0].heard) == 3  # the last answer is rewarded too
     assert trajectory.reward == pytest.approx(0.3)
@@ -279,7 +287,7 @@ def test_turns_are_limited(speaker: Speaker) -> None:
 
 def test_the_budget_of_new_tokens_shrinks_with_each_turn(speaker: Speaker, text: TextSide) -> None:
     length = len(speaker.ids("word")) + 1
-    limits = dataclasses.replace(LIMITS, max_turns=99, max_new_tokens_per_turn=8, max_new_tokens=2 * length + 3)
+    limits = limited(max_turns=99, max_new_tokens_per_turn=8, max_new_tokens=2 * length + 3)
     speaker.answer = lambda request, k: (
         "word" if request.sampling.max_new_tokens >= length else ("a", StopReason.LENGTH)
     )
@@ -291,15 +299,15 @@ def test_the_budget_of_new_tokens_shrinks_with_each_turn(speaker: Speaker, text:
 
 def test_an_exhausted_budget_of_new_tokens_ends_the_episode(speaker: Speaker) -> None:
     length = len(speaker.ids("ok")) + 1
-    limits = dataclasses.replace(LIMITS, max_new_tokens=2 * length)
+    limits = limited(max_new_tokens=2 * length)
     (trajectory,) = play(pool_of(on("go on")), speaker, limits, size=1).trajectories
     assert (len(trajectory.turns), trajectory.num_sampled) == (2, 2 * length)
     assert trajectory.status is TrajectoryStatus.TRUNCATED
 
 
 def test_prompt_and_new_tokens_never_exceed_the_context(speaker: Speaker, text: TextSide) -> None:
-    limits = dataclasses.replace(LIMITS, max_context=90, max_turns=99, max_new_tokens=1000)
-    (trajectory,) = play(pool_of(on("some more words to read")), speaker, limits, size=1).trajectories
+    limits = limited(max_turns=99, max_new_tokens=1000)
+    (trajectory,) = play(pool_of(on("some more words to read")), speaker, limits, max_context=90, size=1).trajectories
     assert len(trajectory.turns) > 1
     assert len(trajectory) <= 90
     assert trajectory.status is TrajectoryStatus.TRUNCATED
@@ -310,16 +318,20 @@ def test_prompt_and_new_tokens_never_exceed_the_context(speaker: Speaker, text: 
 
 def test_an_image_that_does_not_fit_any_more_ends_the_episode(speaker: Speaker, text: TextSide) -> None:
     large = picture(np.random.default_rng(2), 128, 128)
-    limits = dataclasses.replace(LIMITS, max_context=45)
-    (trajectory,) = play(pool_of(on("see", large)), speaker, limits, size=1).trajectories
+    (trajectory,) = play(pool_of(on("see", large)), speaker, max_context=45, size=1).trajectories
     assert (len(trajectory.turns), trajectory.images, trajectory.status) == (1, (FIRST,), TrajectoryStatus.TRUNCATED)
 
 
 def test_a_prompt_beyond_the_context_fails_the_group_by_name(speaker: Speaker) -> None:
-    error = failure(pool_of(END), speaker, dataclasses.replace(LIMITS, max_context=12))
+    error = failure(pool_of(END), speaker, max_context=12)
     assert error.reason == "prompt_too_long"
     assert "item 7" in str(error)
     assert speaker.requests == []
+
+
+def test_a_task_may_restrict_what_is_sampled_from(speaker: Speaker) -> None:
+    play(pool_of(on("go on"), END), speaker, size=1, top_p=0.9, top_k=5)
+    assert [(asked.sampling.top_p, asked.sampling.top_k) for asked in speaker.requests] == [(0.9, 5)] * 2
 
 
 # --- how turns end
@@ -341,7 +353,7 @@ def test_a_turn_that_was_cut_ends_the_episode_without_a_reward(speaker: Speaker)
 def test_a_turn_without_its_end_is_ended_unsampled_when_it_goes_on(
     speaker: Speaker, text: TextSide, reason: StopReason
 ) -> None:
-    limits = dataclasses.replace(LIMITS, require_end_of_turn=False)
+    limits = limited(require_end_of_turn=False)
     speaker.answer = lambda request, k: ("cut", reason)
     (trajectory,) = play(pool_of(on("go on"), END), speaker, limits, size=1).trajectories
     first = trajectory.turns[0]
@@ -567,11 +579,6 @@ def test_inline_calls_run_in_order_on_the_loops_own_thread() -> None:
 
 
 # --- retry
-
-
-def test_a_group_is_tried_as_often_as_the_policy_says() -> None:
-    assert [RetryPolicy(3).again(attempt) for attempt in range(4)] == [True, True, False, False]
-    assert not RetryPolicy(1).again(0)
 
 
 def test_failures_in_a_row_stop_the_run_and_a_success_forgives() -> None:
