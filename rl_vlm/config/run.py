@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.config.applies import refuse_unread
 from rl_vlm.config.env import EnvSection
 from rl_vlm.config.evaluation import EvaluationSection
 from rl_vlm.config.http import HTTPSection
@@ -51,9 +53,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         rollout = self.rollout
-        uses_vllm = self.serving.engine == "vllm" or (
-            self.serving.engine == "auto" and self.serving.gpus_per_replica > 0
-        )
+        uses_vllm = self.serving.expected_engine == "vllm"
         quantization = self.serving.quantization
         if (quantization == "nf4" and uses_vllm) or (quantization == "fp8" and not uses_vllm):
             raise ValueError(
@@ -68,8 +68,14 @@ class RunConfig(Section):
                 "model.train: full is not available yet, because full weights cannot be sent to running replicas: "
                 "use model.train: lora"
             )
+        refuse_unread(self, self.algorithm.name, self.spec.reads, self.serving.expected_engine)
         self.spec.check(self)
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_unread(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What is written can be read again: keys that the algorithm ignores are left out."""
+        return self.spec.reads.only(handler(self))
 
     @property
     def spec(self) -> AlgorithmSpec:

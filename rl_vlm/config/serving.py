@@ -73,3 +73,10 @@ class ServingSection(Section):
         10.0, gt=0, description="How long that token may take; a second failure replaces it."
     )
     vllm: VLLMSection = VLLMSection()
+
+    @property
+    def expected_engine(self) -> Literal["transformers", "vllm"]:
+        """The engine that is named; `auto` is vLLM where replicas get a GPU."""
+        if self.engine == "auto":
+            return "vllm" if self.gpus_per_replica > 0 else "transformers"
+        return self.engine
