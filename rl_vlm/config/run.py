@@ -54,7 +54,6 @@ class RunConfig(Section):
     def _consistent(self) -> RunConfig:
         rollout = self.rollout
         uses_vllm = self.serving.expected_engine == "vllm"
-        refuse_unread(self, self.algorithm.name, self.spec.reads, self.serving.expected_engine)
         quantization = self.serving.quantization
         if (quantization == "nf4" and uses_vllm) or (quantization == "fp8" and not uses_vllm):
             raise ValueError(
@@ -69,6 +68,7 @@ class RunConfig(Section):
                 "model.train: full is not available yet, because full weights cannot be sent to running replicas: "
                 "use model.train: lora"
             )
+        refuse_unread(self, self.algorithm.name, self.spec.reads, self.serving.expected_engine)
         self.spec.check(self)
         return self
 

@@ -32,19 +32,19 @@ class AlgorithmSpec:
     """One algorithm.
 
     config, run: the RLlib configuration's class and the run's class. preflight(run) -> figures for people, raises
-    UserInputError. evaluate(run, adapter=, run_dir=, config=, out=) -> results. reads: the
-    keys of the configuration that it reads. samplers(run): the actors beside replicas
+    UserInputError. evaluate(run, adapter=, run_dir=, config=, out=) -> results. samplers(run): the actors beside replicas
     and learners. serves(run): whether it has replicas. check(run) raises ValueError where sections contradict each other.
+    reads: the keys that it reads; others are refused where they are set.
     """
 
     config: str
     run: str
     preflight: str
     evaluate: str
-    reads: Reads
     samplers: Callable[[RunConfig], Actors]
     serves: Callable[[RunConfig], bool]
     check: Callable[[RunConfig], None]
+    reads: Reads
 
     def load(self, part: str) -> Any:
         """The object that `config`, `run`, `preflight` or `evaluate` names."""
@@ -81,8 +81,6 @@ def _check_policy(run: RunConfig) -> None:
 def _check_preference(run: RunConfig) -> None:
     if run.learner.num_learners > 1:
         raise ValueError("learner.num_learners must be 0 or 1 for preference_sac: its networks are small")
-    if run.env.isolation != "thread":
-        raise ValueError("env.isolation process is for vision environments: use preference.collection.num_env_runners")
 
 
 def _rollout_actors(run: RunConfig) -> Actors:
@@ -94,24 +92,53 @@ def _collection_actors(run: RunConfig) -> Actors:
     return Actors("env runners", collection.num_env_runners, collection.cpus_per_env_runner, 0.0)
 
 
+_POLICY_READS = Reads(
+    ("model", "serving", "env", "rollout", "algorithm", "learner", "evaluation", "logging"),
+    {
+        "preference.total_steps": "algorithm.iterations",
+        "preference.sac.lr": "learner.lr",
+        "preference.collection.num_env_runners": "rollout.num_env_runners",
+        "preference.evaluation.every": "evaluation.every",
+    },
+)
+_PREFERENCE_READS = Reads(
+    (
+        "preference",
+        "serving",
+        *(f"model.{key}" for key in ("path", "dtype", "min_pixels", "max_pixels", "gpu_memory_gib")),
+        *(f"env.{key}" for key in ("id", "kwargs")),
+        "algorithm.name",
+        *(
+            f"learner.{key}"
+            for key in ("num_learners", "cpus_per_learner", "gpus_per_learner", "num_threads", "max_restarts")
+        ),
+        "evaluation.timeout_s",
+        *(f"logging.{key}" for key in ("checkpoint_every", "keep_checkpoints", "tensorboard", "wandb_project")),
+    ),
+    {
+        "algorithm.iterations": "preference.total_steps",
+        "learner.lr": "preference.sac.lr",
+        "learner.betas": "preference.sac.betas",
+        "env.data": "env.kwargs",
+        "env.isolation": "preference.collection.num_env_runners",
+        "rollout.num_env_runners": "preference.collection.num_env_runners",
+        "rollout.cpus_per_env_runner": "preference.collection.cpus_per_env_runner",
+        "rollout.timeout_s": "preference.collection.timeout_s",
+        "evaluation.every": "preference.evaluation.every",
+        "evaluation.num_items": "preference.evaluation.episodes",
+    },
+)
+
 ALGORITHMS.register("grpo")(
     AlgorithmSpec(
         config="rl_vlm.algorithms.grpo:GRPOConfig",
         run="rl_vlm.runs.policy_run:PolicyRun",
         preflight="rl_vlm.runs.preflight:inspect_policy_run",
         evaluate="rl_vlm.runs.evaluate:evaluate_policy_run",
-        reads=Reads(
-            ("model", "serving", "env", "rollout", "algorithm", "learner", "evaluation", "logging"),
-            {
-                "preference.total_steps": "algorithm.iterations",
-                "preference.sac.lr": "learner.lr",
-                "preference.collection.num_env_runners": "rollout.num_env_runners",
-                "preference.evaluation.every": "evaluation.every",
-            },
-        ),
         samplers=_rollout_actors,
         serves=lambda run: True,
         check=_check_policy,
+        reads=_POLICY_READS,
     )
 )
 ALGORITHMS.register("preference_sac")(
@@ -120,36 +147,9 @@ ALGORITHMS.register("preference_sac")(
         run="rl_vlm.runs.preference_run:PreferenceRun",
         preflight="rl_vlm.runs.preflight:inspect_preference_run",
         evaluate="rl_vlm.runs.preference_evaluation:evaluate_preference_run",
-        reads=Reads(
-            (
-                "preference",
-                "serving",
-                *(f"model.{key}" for key in ("path", "dtype", "min_pixels", "max_pixels", "gpu_memory_gib")),
-                *(f"env.{key}" for key in ("id", "kwargs")),
-                "algorithm.name",
-                *(
-                    f"learner.{key}"
-                    for key in ("num_learners", "cpus_per_learner", "gpus_per_learner", "num_threads", "max_restarts")
-                ),
-                "evaluation.timeout_s",
-                *(f"logging.{key}" for key in ("checkpoint_every", "keep_checkpoints", "tensorboard", "wandb_project")),
-            ),
-            {
-                "algorithm.iterations": "preference.total_steps",
-                "learner.lr": "preference.sac.lr",
-                "learner.betas": "preference.sac.betas",
-                "env.data": "env.kwargs",
-                "env.isolation": "preference.collection.num_env_runners",
-                "rollout.num_env_runners": "preference.collection.num_env_runners",
-                "rollout.cpus_per_env_runner": "preference.collection.cpus_per_env_runner",
-                "rollout.timeout_s": "preference.collection.timeout_s",
-                "rollout.temperature": "preference.labels.temperature",
-                "evaluation.every": "preference.evaluation.every",
-                "evaluation.num_items": "preference.evaluation.episodes",
-            },
-        ),
         samplers=_collection_actors,
         serves=lambda run: run.preference.asks_served_model,
         check=_check_preference,
+        reads=_PREFERENCE_READS,
     )
 )

@@ -1,0 +1,291 @@
+"""Every key of the configuration is read by some code, and a key that a run ignores cannot be set.
+
+What reads a key is found in the syntax trees of the package: `run.learner.lr` where `run` is known to be a `RunConfig`. Types
+come from annotations, from assignments, and from names of attributes that are one section wherever their type is known.
+Limits: it finds code that mentions a key, not code that does the right thing with it, and code that nothing calls counts.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import rl_vlm
+from rl_vlm import config as sections
+from rl_vlm.config import RunConfig, Section, apply_overrides, load_config, parse_config, save_config
+from rl_vlm.config.hints import _SYNONYMS
+from rl_vlm.config.section import keys_of, section_of
+from rl_vlm.config.specs import ALGORITHMS
+from rl_vlm.types import UserInputError
+
+PACKAGE = Path(rl_vlm.__file__).parent
+CLASSES = {name: kind for name in sections.__all__ if isinstance(kind := getattr(sections, name), type)}
+# Methods of a section that read all of its keys.
+_WHOLE = {"model_dump", "model_dump_json"}
+
+Kind = type[Section]
+Read = tuple[str, str]  # the section's class, the key
+
+
+class Reader(ast.NodeVisitor):
+    """Collects which attributes of sections a file reads. `attributes` maps names of attributes to the sections seen there."""
+
+    def __init__(self, attributes: dict[str, set[Kind]], inside: bool) -> None:
+        self._attributes = attributes
+        self._inside = inside  # the configuration package itself
+        self._scopes: list[dict[str, Kind]] = [{}]
+        self._owner: list[str] = []
+        self.reads: dict[str, set[Read]] = defaultdict(set)  # by the section's method that reads, "" for other code
+
+    # --- types
+
+    def _class(self) -> str:
+        return self._owner[-1].split(".")[0] if self._owner else ""
+
+    def _annotated(self, node: ast.AST | None) -> Kind | None:
+        names = [n.id for n in ast.walk(node) if isinstance(n, ast.Name)] if node else []
+        return next((CLASSES[name] for name in names if name in CLASSES), None)
+
+    def _kind(self, node: ast.AST) -> Kind | None:
+        if isinstance(node, ast.Name):
+            return next((scope[node.id] for scope in reversed(self._scopes) if node.id in scope), None)
+        if isinstance(node, ast.Attribute):
+            base = self._kind(node.value)
+            if base is not None:
+                field = base.model_fields.get(node.attr)
+                return section_of(field.annotation) if field else None
+            own = f"{self._class()}.{node.attr}" if isinstance(node.value, ast.Name) and node.value.id == "self" else ""
+            known = self._attributes.get(own) or self._attributes.get(node.attr, set())
+            return next(iter(known)) if len(known) == 1 else None
+        if isinstance(node, ast.BoolOp | ast.IfExp):
+            parts = node.values if isinstance(node, ast.BoolOp) else [node.body, node.orelse]
+            return next((kind for part in parts if (kind := self._kind(part))), None)
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in CLASSES:
+                return CLASSES[node.func.id]
+            if isinstance(node.func, ast.Attribute) and node.func.attr == "model_copy":
+                return self._kind(node.func.value)
+        return None
+
+    def _bind(self, target: ast.AST, kind: Kind | None) -> None:
+        if isinstance(target, ast.Name):
+            if kind is not None:
+                self._scopes[-1][target.id] = kind
+            else:
+                self._scopes[-1].pop(target.id, None)
+        elif isinstance(target, ast.Attribute) and kind is not None:
+            self._attributes[target.attr].add(kind)
+            self._attributes[f"{self._class()}.{target.attr}"].add(kind)
+
+    # --- statements
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._owner.append(node.name)
+        self.generic_visit(node)
+        self._owner.pop()
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        decorators = {ast.unparse(one).split("(")[0] for one in node.decorator_list}
+        if self._inside and decorators & {"model_validator", "field_validator", "model_serializer"}:
+            return  # checking a key is not reading it
+        if "property" in decorators and (returned := self._annotated(node.returns)):
+            self._attributes[node.name].add(returned)
+        scope = {}
+        arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+        for argument in arguments:
+            if kind := self._annotated(argument.annotation):
+                scope[argument.arg] = kind
+        owner = self._owner[-1] if self._owner else ""
+        if self._inside and owner in CLASSES:
+            scope["self"] = CLASSES[owner]
+        self._scopes.append(scope)
+        self._owner.append(f"{owner}.{node.name}" if self._inside and owner in CLASSES else owner)
+        self.generic_visit(node)
+        self._owner.pop()
+        self._scopes.pop()
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        named = {arg.arg: RunConfig for arg in node.args.args if arg.arg == "run"}
+        self._scopes.append(named)
+        self.generic_visit(node)
+        self._scopes.pop()
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        for target in node.targets:
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                for one, value in zip(target.elts, node.value.elts, strict=False):
+                    self._bind(one, self._kind(value))
+            else:
+                self._bind(target, self._kind(node.value))
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self.generic_visit(node)
+        if not (self._inside and self._owner and self._owner[-1] in CLASSES):  # a section's own field
+            self._bind(node.target, self._annotated(node.annotation))
+            if isinstance(node.target, ast.Name) and self._owner and (kind := self._annotated(node.annotation)):
+                self._attributes[node.target.id].add(kind)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self.generic_visit(node)
+        kind = self._kind(node.value)
+        if kind is None or not isinstance(node.ctx, ast.Load):
+            return
+        method = self._owner[-1] if self._owner and "." in self._owner[-1] else ""
+        keys = list(kind.model_fields) if node.attr in _WHOLE else [node.attr]
+        self.reads[method] |= {(kind.__name__, key) for key in keys}
+
+
+@functools.cache
+def sources() -> dict[Path, str]:
+    return {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def reads_of(texts: Mapping[Path, str]) -> set[Read]:
+    """All (section, key) that code reads. What a section's own method reads counts if the method is used."""
+    files = [(ast.parse(text), path.parent.name == "config") for path, text in texts.items()]
+    attributes: dict[str, set[Kind]] = defaultdict(set)
+    while True:  # until no attribute's type is new
+        known = sum(map(len, attributes.values()))
+        found: dict[str, set[Read]] = defaultdict(set)
+        for tree, inside in files:
+            reader = Reader(attributes, inside)
+            reader.visit(tree)
+            for method, reads in reader.reads.items():
+                found[method] |= reads
+        if sum(map(len, attributes.values())) == known:
+            break
+    used = found.pop("")
+    while True:
+        more = {read for method, reads in found.items() if tuple(method.split(".")[:2]) in used for read in reads}
+        if more <= used:
+            return used
+        used |= more
+
+
+def section_and_key(key: str) -> Read:
+    *parents, name = key.split(".")
+    section: type[Section] = RunConfig
+    for parent in parents:
+        section = section_of(section.model_fields[parent].annotation) or section
+    return section.__name__, name
+
+
+def unread(texts: Mapping[Path, str]) -> set[str]:
+    used = reads_of(texts)
+    return {key for key in keys_of(RunConfig) if section_and_key(key) not in used}
+
+
+# Keys that have their effect while the configuration is checked.
+AT_LOADING = {
+    "algorithm.preset",  # sets other keys
+    "model.train",  # full is refused: full weights cannot be published
+}
+
+
+def test_every_key_is_read_by_some_code() -> None:
+    assert unread(sources()) == AT_LOADING
+
+
+def test_a_key_whose_reader_is_gone_is_found() -> None:
+    """Also one whose name other sections have."""
+    edits = {"run.rollout.timeout_s": "60.0", "run.resources.dashboard": "False"}
+    texts = dict(sources())
+    for path in texts:
+        for read, constant in edits.items():
+            texts[path] = texts[path].replace(read, constant)
+    assert texts != sources()
+    assert unread(texts) == AT_LOADING | {"rollout.timeout_s", "resources.dashboard"}
+
+
+# --- what a run ignores
+
+
+PREFERENCE = {"algorithm": {"name": "preference_sac"}}
+
+
+@pytest.mark.parametrize(
+    ("dotted", "message"),
+    [
+        ({"learner.lr": 1e-3}, "learner.lr has no effect with algorithm.name preference_sac: use preference.sac.lr"),
+        ({"learner.lr": 1e-5}, "learner.lr has no effect"),  # the default says as little
+        ({"algorithm.iterations": 3}, "algorithm.iterations has no effect .* use preference.total_steps"),
+        ({"rollout.num_env_runners": 3}, "rollout.num_env_runners .* use preference.collection.num_env_runners"),
+        ({"rollout.group_size": 8}, "rollout.group_size has no effect .* remove it"),
+        ({"evaluation.every": 5}, "evaluation.every has no effect .* use preference.evaluation.every"),
+        ({"model.lora.rank": 4}, "model.lora.rank has no effect"),
+        ({"env.isolation": "process"}, "env.isolation has no effect .* use preference.collection.num_env_runners"),
+        ({"logging.trajectories_every": 1}, "logging.trajectories_every has no effect"),
+    ],
+)
+def test_a_key_that_the_preference_loop_ignores_is_refused(dotted: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserInputError, match=f"^Config: {message}"):
+        parse_config(apply_overrides(PREFERENCE, dotted))
+
+
+def test_a_key_that_grpo_ignores_is_refused() -> None:
+    with pytest.raises(UserInputError, match=r"preference.total_steps has no effect .* grpo: use algorithm.iterations"):
+        parse_config({"preference": {"total_steps": 5}})
+    assert parse_config({"preference": {}, "http": {"port": 9000}}).http.port == 9000  # serving is for every run
+
+
+@pytest.mark.parametrize(
+    ("serving", "message"),
+    [
+        ({"engine": "transformers", "vllm": {"max_num_seqs": 8}}, "serving.vllm.max_num_seqs .* engine transformers"),
+        ({"vllm": {"enforce_eager": True}}, "serving.vllm.enforce_eager has no effect with the engine transformers"),
+        ({"engine": "vllm", "max_rows": 8}, "serving.max_rows has no effect with the engine vllm"),
+        ({"gpus_per_replica": 1, "num_threads": 2}, "serving.num_threads has no effect with the engine vllm"),
+    ],
+)
+def test_a_key_of_the_other_engine_is_refused(serving: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
+        parse_config({"serving": serving})
+
+
+def test_keys_of_the_engine_that_runs_are_accepted() -> None:
+    parse_config({"serving": {"max_rows": 8, "num_threads": 2}})
+    parse_config({"serving": {"engine": "vllm", "vllm": {"max_num_seqs": 8}}})
+    parse_config({"serving": {"gpus_per_replica": 0.5, "vllm": {"max_num_seqs": 8}}})
+
+
+@pytest.mark.parametrize("data", [{}, {"serving": {"engine": "vllm", "vllm": {"max_num_seqs": 8}}}, PREFERENCE])
+def test_a_saved_configuration_holds_what_its_run_reads(data: dict[str, Any], tmp_path: Path) -> None:
+    run = parse_config(data)
+    save_config(run, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == run == parse_config(run.model_dump())
+    kept = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert set(kept["learner"]) >= {"num_learners", "gpus_per_learner"}
+    assert ("lr" in kept["learner"], "rollout" in kept, "preference" in kept) == (
+        (False, False, True) if data is PREFERENCE else (True, True, False)
+    )
+
+
+def test_a_saved_run_may_be_served_by_the_other_engine(tmp_path: Path) -> None:
+    save_config(RunConfig(), tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml", ["serving.engine=vllm"]).serving.max_rows == 512
+
+
+# --- the tables name keys that exist
+
+
+@pytest.mark.parametrize("name", ALGORITHMS.names())
+def test_what_an_algorithm_reads_exists(name: str) -> None:
+    keys, reads = set(keys_of(RunConfig)), ALGORITHMS.get(name).reads
+    assert set(reads.keys) <= keys
+    assert set(reads.instead) <= keys and not any(key in reads for key in reads.instead)
+    assert all(key in keys and key in reads for key in reads.instead.values())
+
+
+def test_synonyms_stand_for_keys_that_exist() -> None:
+    names = {key.rsplit(".", 1)[-1] for key in keys_of(RunConfig)}
+    assert set(_SYNONYMS) <= names
