@@ -200,12 +200,14 @@ def test_bytes_that_are_no_tensors_are_refused(payload: AdapterPayload) -> None:
         dataclasses.replace(payload, tensors=payload.tensors[:100]).state()
 
 
-def test_writing_replaces_a_folder_whole(payload: AdapterPayload, tmp_path: Path) -> None:
+def test_writing_replaces_our_files_and_keeps_those_of_others(payload: AdapterPayload, tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     folder.mkdir()
-    (folder / "stale.txt").write_text("old")
+    (folder / "README.md").write_text("my model card")
+    (folder / "adapter_model.safetensors").write_text("old")
     payload.write(folder)
-    assert not (folder / "stale.txt").exists()
+    assert (folder / "README.md").read_text() == "my model card"
+    assert AdapterPayload.read(folder, 3).sha256 == payload.sha256
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 

@@ -46,7 +46,8 @@ CARTPOLE: dict[str, Any] = {
     "session_pairs": 50, "num_interact": 5000, "max_feedback": 10_000, "random_steps": 1000, "exploration_steps": 1000,
     "total_steps": 500_000, "sac": (5e-4, 1024, 1024, 2), "image_size": 200, "reward_model": ("cnn", 3e-4, 50),
 }  # fmt: skip
-LATER = METAWORLD | {"horizon": 100, "camera": "corner2"}  # the fork's tasks
+# The fork's tasks, with the reward model that its job trains.
+LATER = METAWORLD | {"horizon": 100, "camera": "corner2", "reward_model": ("cnn", 1e-4, 5)}
 PUBLISHED = {
     "cartpole": ("ContinuousCartPole-v0", CARTPOLE),
     "drawer_open": ("metaworld/drawer-open-v3", METAWORLD),
