@@ -195,7 +195,7 @@ _SHAPES: tuple[tuple[str, int], ...] = (
     (rf"ev{_GOOD}>{{S}}", 1),  # it is better than Image 1
 )
 # "compared to Image 2, ...", "while both show a pole, ...", "so ...".
-_OPENING = rf",?(?:o[,:]?|>i?[AB],?|l[^,?]*,|y[^,]*(?:,[^,]*){{0,2}},|r[^,?]*,|[ti](?:{_GOAL}|z),|[kz]:)*"
+_OPENING = rf",?(?:o[,:]?|>i?[AB],?|l[^,?]*,|y[^,]*(?:,[^,]*){{0,2}},|r[^,?]*,|[ti](?:{_GOAL}|z),|[kz]:){{0,5}}"  # bounded, or it takes exponential time
 _OPENS = re.compile(_OPENING)
 _COMPLEMENT = rf"(?:,?(?:>(?:[wgqze]{{0,4}}v?i)?[AB][vh]?|[ti]{_GOAL}|t[AB]|>z)){{0,3}}"
 _REASON = r"(?:,?r[^?]*|,?y[^?+*njp-]*)?"  # because the drawer is open; although the goal is not achieved

@@ -207,9 +207,21 @@ def test_the_goal_tells_which_qualities_are_good(answer: str, goal: str, label: 
     assert parse_label(answer, goal) == label
 
 
-def test_a_long_answer_is_read_in_time_that_grows_with_its_length() -> None:
-    text = "closer to the goal in the goal of the goal to the goal in " * 400 + "Image 1. " + "0, 1, " * 2000
-    assert parse_label(text) in UNDECIDED
+@pytest.mark.parametrize(
+    "text",
+    [
+        "closer to the goal in the goal of the goal to the goal in " * 400,
+        "while a, " * 44 + "b",
+        "since a, while b, so yes, " * 14 + "c",
+        "of Image 1, than the goal, " * 14,
+        "Image 1 than " * 30,
+        "of the goal of the " * 21,
+        "Image 1, " * 2000,
+        "0, 1, " * 2000,
+    ],
+)
+def test_no_text_takes_exponential_time(text: str) -> None:
+    assert parse_label(text) in UNDECIDED  # with a pattern that backtracks without bound this does not end
 
 
 @pytest.mark.parametrize(("answer", "score"), label_answers.SCORES)
