@@ -28,7 +28,7 @@ from report import Report
 from rl_vlm.config import LabelsSection, parse_config
 from rl_vlm.control_envs.cartpole_drawing import draw_cartpole
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.labelling.endpoints import Client, EngineClient, ServedBackend
+from rl_vlm.labelling.endpoints import Client, EngineClient, ServedEndpoint
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.labelling.types import Segment, SegmentPair
@@ -94,11 +94,11 @@ async def measure(
         for number in range(rounds + 1):
             labellers = {}
             for way, answerer in (("inside", EngineClient(engine)), ("served", client)):
-                labellers[way] = VLMLabeller(ServedBackend(answerer, text), prompts, options)
+                labellers[way] = VLMLabeller(ServedEndpoint(answerer, text), prompts, options)
             seed += 1
             # Recorded elsewhere: the engine that is measured has not seen these pictures before.
             recorder = Recorder(EngineClient(other))
-            await VLMLabeller(ServedBackend(recorder, text), prompts, options).label(random_pairs(seed, size))
+            await VLMLabeller(ServedEndpoint(recorder, text), prompts, options).label(random_pairs(seed, size))
             seconds = await timed(engine.generate(recorder.first))
             if recorder.second:
                 seconds += await timed(engine.generate(recorder.second))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from rl_vlm.config import LabelsSection
-from rl_vlm.labelling.endpoints import Backend, Client, EndpointBackend, GenerateBackend, ServedBackend, server_url
+from rl_vlm.labelling.endpoints import Client, Endpoint, ServedEndpoint
+from rl_vlm.labelling.http_endpoints import GenerateEndpoint, OpenAIEndpoint, server_url
 from rl_vlm.labelling.labeller import LabelStats, VLMLabeller
 from rl_vlm.labelling.prompts import TaskPrompts, task_prompts
 from rl_vlm.labelling.teachers import (
@@ -70,8 +71,8 @@ def build_labeller(
         similarity = build_similarity(section, env_id)
         labeller = SimilarityLabeller(similarity, section.frames)
     else:
-        backend = _backend(section, client, text, min_version)
-        labeller = VLMLabeller(backend, prompts_of(section, env_id), section, seed)
+        endpoint = _endpoint(section, client, text, min_version)
+        labeller = VLMLabeller(endpoint, prompts_of(section, env_id), section, seed)
     if section.coin_flips:
         return CoinFlippedLabels(labeller, seed)
     return FlippedLabels(labeller) if section.flip else labeller
@@ -85,11 +86,11 @@ def build_similarity(
     return kind(section.similarity_model, prompts_of(section, env_id).description, device)
 
 
-def _backend(section: LabelsSection, client: Client | None, text: TextSide | None, min_version: int) -> Backend:
+def _endpoint(section: LabelsSection, client: Client | None, text: TextSide | None, min_version: int) -> Endpoint:
     endpoint = section.endpoint
     token = os.environ.get(endpoint.token_env, "") if endpoint.token_env else ""
     if section.source == "endpoint":
-        return EndpointBackend(
+        return OpenAIEndpoint(
             endpoint.url,
             endpoint.model,
             token=token,
@@ -99,10 +100,10 @@ def _backend(section: LabelsSection, client: Client | None, text: TextSide | Non
             max_in_flight=endpoint.max_in_flight,
         )
     if section.source == "generate":
-        return GenerateBackend(endpoint.url or server_url(), token=token, timeout_s=endpoint.timeout_s)
+        return GenerateEndpoint(endpoint.url or server_url(), token=token, timeout_s=endpoint.timeout_s)
     if client is None or text is None:
         raise UserInputError("Labels of the served model need a served model: start one, or choose another source.")
-    return ServedBackend(client, text, min_version)
+    return ServedEndpoint(client, text, min_version)
 
 
 class FlippedLabels:

@@ -21,7 +21,7 @@ from PIL import Image
 
 from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.answer_text import finished_sentences, strip_thoughts
-from rl_vlm.labelling.endpoints import Answer, Ask, Backend, BackendError, Question
+from rl_vlm.labelling.endpoints import Answer, Ask, Endpoint, EndpointError, Question
 from rl_vlm.labelling.parsing import parse_label, parse_score
 from rl_vlm.labelling.prompts import TaskPrompts
 from rl_vlm.labelling.types import IDENTICAL, Label, LabelValue, Score, Segment, SegmentPair
@@ -87,9 +87,9 @@ class VLMLabeller:
     """Labels pairs and scores pictures with a vision-language model. Implements `Labeller` and `Scorer`."""
 
     def __init__(
-        self, backend: Backend, prompts: TaskPrompts, settings: LabelsSection | None = None, seed: int = 0
+        self, endpoint: Endpoint, prompts: TaskPrompts, settings: LabelsSection | None = None, seed: int = 0
     ) -> None:
-        self._backend = backend
+        self._endpoint = endpoint
         self._prompts = prompts
         self._settings = settings or LabelsSection()
         self._seed = seed
@@ -100,7 +100,7 @@ class VLMLabeller:
         """One label per pair, in order. Raises UserInputError if the pairs have no pictures."""
         images = await asyncio.to_thread(_encode_pairs, pairs, self._settings.frames)
         started = time.monotonic()
-        async with self._backend.open() as ask:
+        async with self._endpoint.open() as ask:
             labels = await _all(
                 [self._label_one(ask, number, *both) for number, both in enumerate(images)],
             )
@@ -111,7 +111,7 @@ class VLMLabeller:
         """One score per picture (uint8 [H, W, 3]), in order."""
         images = await asyncio.to_thread(lambda: [_encode(frame) for frame in frames])
         started = time.monotonic()
-        async with self._backend.open() as ask:
+        async with self._endpoint.open() as ask:
             scores = await _all([self._score_one(ask, number, image) for number, image in enumerate(images)])
         self._end_session(len(frames), started)
         return scores
@@ -138,7 +138,7 @@ class VLMLabeller:
         orders = [(first, second), (second, first)][: 1 + self._settings.both_orders]
         try:
             shown = await _all([self._compare(ask, (number, order), *pair) for order, pair in enumerate(orders)])
-        except BackendError as error:
+        except EndpointError as error:
             self.stats.errors += 1
             return Label(-1, seconds=time.monotonic() - started, error=str(error))
         for verdict in shown:
@@ -177,9 +177,9 @@ class VLMLabeller:
         return _Verdict(value, (known["0"], known["1"], known["-1"]) if known else None, said)
 
     def _read(self, answer: Answer) -> LabelValue | None:
-        """The label of an answer, None if it is not understood. Raises BackendError if it says nothing."""
+        """The label of an answer, None if it is not understood. Raises EndpointError if it says nothing."""
         if not strip_thoughts(answer.text):
-            raise BackendError(f"The answer decides nothing: {answer.text[:200]!r}", retryable=False)
+            raise EndpointError(f"The answer decides nothing: {answer.text[:200]!r}", retryable=False)
         text = finished_sentences(answer.text) if answer.cut_off else answer.text
         return parse_label(text, self._prompts.goal)
 
@@ -193,8 +193,8 @@ class VLMLabeller:
             )
             value = parse_score(answer.text)
             if value is None:
-                raise BackendError(f"The answer holds no score: {answer.text[:200]!r}", retryable=False)
-        except BackendError as error:
+                raise EndpointError(f"The answer holds no score: {answer.text[:200]!r}", retryable=False)
+        except EndpointError as error:
             self.stats.errors += 1
             return Score(None, seconds=time.monotonic() - started, error=str(error))
         return Score(None if value < 0 else value, said, time.monotonic() - started)
@@ -218,7 +218,7 @@ class VLMLabeller:
         described = await self._asked(ask, (*key, 0), Message("user", (*shown, describe)), settings.describe_tokens)
         text = strip_thoughts(described.text)
         if not text:
-            raise BackendError("The description is empty.", retryable=False)
+            raise EndpointError("The description is empty.", retryable=False)
         template = templates.summarise if choices == CHOICES else templates.score_summarise
         summarise = Message.of("user", self._prompts.fill(template, text))
         answer = await self._asked(ask, (*key, 1), summarise, settings.answer_tokens, guide)
@@ -243,10 +243,10 @@ class VLMLabeller:
             except UserInputError:
                 raise
             except RLVLMError as error:
-                if isinstance(error, BackendError) and not error.retryable:
+                if isinstance(error, EndpointError) and not error.retryable:
                     raise
                 reason = str(error)
-                pause = error.retry_after_s if isinstance(error, BackendError) else 0.0
+                pause = error.retry_after_s if isinstance(error, EndpointError) else 0.0
             else:
                 self.stats.questions += 1
                 self.stats.prompt_tokens += answer.prompt_tokens
@@ -257,7 +257,7 @@ class VLMLabeller:
                 # Full jitter keeps the questions of a session from coming back together.
                 pause = max(pause, random.uniform(0.5, 1) * _FIRST_PAUSE_S * 2**attempt)
                 await asyncio.sleep(max(min(pause, deadline - loop.time()), 0.0))
-        raise BackendError(
+        raise EndpointError(
             f"The labeller gave no answer within {settings.deadline_s:g} s and {settings.attempts} attempts: {reason}"
         )
 

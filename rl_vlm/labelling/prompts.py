@@ -135,13 +135,13 @@ def known_tasks() -> list[str]:
 def task_prompts(task: str, file: str | Path | None = None) -> TaskPrompts:
     """The prompts of a task, from the user's file first, then from the registry.
 
-    Names of RL-VLM-F such as `metaworld_drawer-open-v2` are understood. Raises UserInputError.
+    Names of RL-VLM-F such as `metaworld_drawer-open-v2` are understood, in the file too. Raises UserInputError.
     """
     own = load_prompts(file) if file is not None else {}
     if task in own:
         return own[task]
     short = _short_name(task)
-    found = own.get(short) or _REGISTRY.get(short)
+    found = {_short_name(name): prompts for name, prompts in own.items()}.get(short) or _REGISTRY.get(short)
     if found is None:
         names = [*own, *known_tasks()]
         near = difflib.get_close_matches(short, names, n=1, cutoff=0.5)

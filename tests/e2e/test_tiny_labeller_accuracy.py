@@ -11,7 +11,7 @@ import pytest
 from rl_vlm.config import LabelsSection
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.labelling.endpoints import EngineClient, ServedBackend
+from rl_vlm.labelling.endpoints import EngineClient, ServedEndpoint
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.labelling.types import Segment, SegmentPair
@@ -57,7 +57,7 @@ def frames_of(policy: Policy, episodes: int, seed: int) -> list[Segment]:
 def test_the_tiny_labeller_is_right_on_states_of_runs(seed: int) -> None:
     model = resolve_model("tiny-labeller", seed=seed)
     engine = TransformersEngine(model)
-    backend = ServedBackend(EngineClient(engine), load_text_side(model))
+    backend = ServedEndpoint(EngineClient(engine), load_text_side(model))
     rng = np.random.default_rng(7 + seed)
     for name, policy in (("random", random_policy), ("half learned", half_learned), ("learned", learned)):
         frames = frames_of(policy, episodes=12, seed=seed)

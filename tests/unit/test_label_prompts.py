@@ -101,3 +101,11 @@ def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, text: str, message: str
 def test_a_missing_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserInputError, match="Cannot read the prompts"):
         load_prompts(tmp_path / "none.yaml")
+
+
+def test_a_file_may_name_a_task_as_the_original_does(tmp_path: Path) -> None:
+    """Silently asking our own question instead would be the worst of answers."""
+    file = tmp_path / "prompts.yaml"
+    file.write_text("metaworld_soccer-v2: to kick the ball into the goal, in my own words\n")
+    for task in ("metaworld/soccer-v3", "metaworld_soccer-v2", "soccer"):
+        assert "in my own words" in task_prompts(task, file).goal

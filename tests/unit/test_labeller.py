@@ -17,7 +17,7 @@ from PIL import Image
 from rl_vlm.chat import expand_image_tokens, mrope_positions
 from rl_vlm.config import LabelsSection
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.labelling.endpoints import Answer, Ask, BackendError, EngineClient, Question, ServedBackend
+from rl_vlm.labelling.endpoints import Answer, Ask, EndpointError, EngineClient, Question, ServedEndpoint
 from rl_vlm.labelling.labeller import VLMLabeller, _encode, picture_of
 from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.labelling.session import LabellerDownError, label_session
@@ -36,8 +36,8 @@ def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
 
 
 @pytest.fixture(scope="module")
-def backend(engine: TransformersEngine, tiny_folder: Path) -> ServedBackend:
-    return ServedBackend(EngineClient(engine), text_side(tiny_folder))
+def endpoint(engine: TransformersEngine, tiny_folder: Path) -> ServedEndpoint:
+    return ServedEndpoint(EngineClient(engine), text_side(tiny_folder))
 
 
 def one_step(**more: object) -> LabelsSection:
@@ -49,7 +49,7 @@ def asked(labeller: VLMLabeller, *pairs: SegmentPair) -> list[Label]:
 
 
 class Scripted:
-    """A backend that answers by a function: for what no model can be made to say on demand."""
+    """An endpoint that answers by a function: for what no model can be made to say on demand."""
 
     def __init__(self, answer: object) -> None:
         self.answer = answer
@@ -67,9 +67,9 @@ class Scripted:
         yield ask
 
 
-def test_probabilities_are_the_models_own(backend: ServedBackend, tiny_folder: Path) -> None:
+def test_probabilities_are_the_models_own(endpoint: ServedEndpoint, tiny_folder: Path) -> None:
     shown = pair(3, 20)
-    (label,) = asked(VLMLabeller(backend, PROMPTS, one_step(both_orders=False)), shown)
+    (label,) = asked(VLMLabeller(endpoint, PROMPTS, one_step(both_orders=False)), shown)
     first, second = (Image.fromarray(part.frames[0]) for part in (shown.first, shown.second))  # type: ignore[index]
     templates = PROMPTS.templates
     asked_for = PROMPTS.fill(templates.decide)
@@ -101,11 +101,11 @@ def next_logits(folder: Path, message: Message, images: list[Image.Image]) -> to
     return out.logits[0, -1]
 
 
-def test_both_orders_are_asked_and_averaged(backend: ServedBackend) -> None:
+def test_both_orders_are_asked_and_averaged(endpoint: ServedEndpoint) -> None:
     there, back = pair(3, 20), pair(20, 3)
-    single = VLMLabeller(backend, PROMPTS, one_step(both_orders=False))
+    single = VLMLabeller(endpoint, PROMPTS, one_step(both_orders=False))
     given, swapped = asked(single, there, back)
-    labeller = VLMLabeller(backend, PROMPTS, one_step())
+    labeller = VLMLabeller(endpoint, PROMPTS, one_step())
     (both,) = asked(labeller, there)
     flipped = {0: 1, 1: 0, -1: -1}[swapped.value]
     assert both.answers == (given.value, flipped)
@@ -117,16 +117,16 @@ def test_both_orders_are_asked_and_averaged(backend: ServedBackend) -> None:
     assert labeller.stats.prompt_tokens > 100 and labeller.stats.sampled_tokens >= 4
 
 
-def test_two_steps_describe_and_then_summarise(backend: ServedBackend) -> None:
-    labeller = VLMLabeller(backend, PROMPTS, LabelsSection(both_orders=False, describe_tokens=12))
+def test_two_steps_describe_and_then_summarise(endpoint: ServedEndpoint) -> None:
+    labeller = VLMLabeller(endpoint, PROMPTS, LabelsSection(both_orders=False, describe_tokens=12))
     (label,) = asked(labeller, pair(3, 20))
     assert labeller.stats.questions == 2
     if not label.error:  # the tiny model may describe with an empty text
         assert label.value in (0, 1, -1) and " => " in label.text and label.probabilities is not None
 
 
-def test_scores_come_from_the_same_model(backend: ServedBackend) -> None:
-    labeller = VLMLabeller(backend, PROMPTS, one_step())
+def test_scores_come_from_the_same_model(endpoint: ServedEndpoint) -> None:
+    labeller = VLMLabeller(endpoint, PROMPTS, one_step())
     scores = asyncio.run(labeller.score([segment([angle]).frames[0] for angle in (0, 15, 30)]))  # type: ignore[index]
     assert all(score.error == "" for score in scores)
     assert all(score.value is None or 0 <= score.value <= 1 for score in scores)
@@ -224,7 +224,7 @@ def test_identical_pictures_are_not_asked_about() -> None:
 
 
 def test_what_fails_is_asked_again() -> None:
-    failures = iter([BackendError("busy"), BackendError("busy")])
+    failures = iter([EndpointError("busy"), EndpointError("busy")])
 
     def answer(question: Question) -> str:
         for error in failures:
@@ -239,7 +239,7 @@ def test_what_fails_is_asked_again() -> None:
 def test_one_failure_leaves_the_other_labels() -> None:
     def answer(question: Question) -> str:
         if broken.sha256 in [image.sha256 for image in question.messages[0].images]:  # type: ignore[union-attr]
-            raise BackendError("refused", retryable=False)
+            raise EndpointError("refused", retryable=False)
         return "0"
 
     pairs = random_pairs(3)
@@ -260,7 +260,7 @@ def test_a_deadline_ends_a_question() -> None:
 
 def test_a_labeller_that_is_down_stops_the_session() -> None:
     def down(question: Question) -> str:
-        raise BackendError("connection refused", retryable=False)
+        raise EndpointError("connection refused", retryable=False)
 
     labeller = VLMLabeller(Scripted(down), PROMPTS, one_step())
     with pytest.raises(LabellerDownError, match="None of 3 pairs could be labelled: connection refused"):
@@ -269,7 +269,7 @@ def test_a_labeller_that_is_down_stops_the_session() -> None:
 
 def test_pairs_that_nobody_is_asked_about_do_not_hide_a_labeller_that_is_down() -> None:
     def down(question: Question) -> str:
-        raise BackendError("connection refused", retryable=False)
+        raise EndpointError("connection refused", retryable=False)
 
     labeller, pairs = VLMLabeller(Scripted(down), PROMPTS, one_step()), [pair(7, 7), *random_pairs(2), pair(9, 9)]
     with pytest.raises(LabellerDownError, match="None of 2 pairs could be labelled: connection refused"):

@@ -18,7 +18,8 @@ from label_support import pair, random_pairs
 from PIL import Image
 
 from rl_vlm.config import LabelsSection
-from rl_vlm.labelling.endpoints import EndpointBackend, GenerateBackend, choice_probabilities, server_url
+from rl_vlm.labelling.endpoints import choice_probabilities
+from rl_vlm.labelling.http_endpoints import GenerateEndpoint, OpenAIEndpoint, server_url
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.labelling.types import Label
@@ -63,12 +64,12 @@ def completion(text: str, top: dict[str, float] | None = None, finish: str = "st
     }
 
 
-def endpoint(server: Server, **more: Any) -> EndpointBackend:
-    return EndpointBackend("http://vlm/v1/", "qwen", transport=httpx.ASGITransport(server), **more)
+def endpoint(server: Server, **more: Any) -> OpenAIEndpoint:
+    return OpenAIEndpoint("http://vlm/v1/", "qwen", transport=httpx.ASGITransport(server), **more)
 
 
-def asked(backend: Any, options: LabelsSection = ONE) -> tuple[Label, VLMLabeller]:
-    labeller = VLMLabeller(backend, PROMPTS, options)
+def asked(endpoint: Any, options: LabelsSection = ONE) -> tuple[Label, VLMLabeller]:
+    labeller = VLMLabeller(endpoint, PROMPTS, options)
     (label,) = asyncio.run(labeller.label([pair(3, 20)]))
     return label, labeller
 
@@ -90,7 +91,7 @@ def test_an_openai_endpoint_gets_images_as_data_uris_and_the_token() -> None:
 
 def test_without_guidance_the_text_is_read() -> None:
     server = Server(completion("I prefer Image 2.", {"I": 0.9, "0": 0.1}))
-    label, _ = asked(endpoint(server))
+    label, _ = asked(endpoint(server, guidance="none"))
     assert "structured_outputs" not in server.requests[0] and "guided_choice" not in server.requests[0]
     assert label.value == 1 and label.probabilities is None  # of another answer than the one that was given
 
@@ -101,10 +102,37 @@ def test_the_old_field_of_guided_choice() -> None:
     assert server.requests[0]["guided_choice"] == ["0", "1", "-1"] and "logprobs" not in server.requests[0]
 
 
+REFUSED = (400, {"error": {"message": "Unrecognized request argument"}})
+
+
+@pytest.mark.parametrize("first", [REFUSED, (422, {"detail": "extra"}), completion("I prefer the second.")])
+def test_how_choices_are_enforced_is_found_out(first: Any) -> None:
+    """The new field is refused, or ignored: then the old one is tried, and remembered."""
+    server = Server(first, completion("1"))
+    chosen = endpoint(server, logprobs=False)
+    assert asked(chosen)[0].value == 1 and asked(chosen)[0].value == 1
+    fields = [sorted({"structured_outputs", "guided_choice"} & request.keys()) for request in server.requests]
+    assert fields == [["structured_outputs"], ["guided_choice"], ["guided_choice"]]
+
+
+def test_where_nothing_enforces_choices_the_text_is_read() -> None:
+    server = Server(REFUSED, REFUSED, completion("I prefer Image 2."))
+    label, _ = asked(endpoint(server))
+    assert label.value == 1 and len(server.requests) == 3
+    assert not {"structured_outputs", "guided_choice"} & server.requests[-1].keys()
+
+
+def test_other_errors_are_not_taken_for_a_refusal() -> None:
+    server = Server((401, {"error": "no token"}))
+    chosen = endpoint(server)
+    label, _ = asked(chosen, LabelsSection(steps=1, both_orders=False, attempts=1))
+    assert "401" in label.error and "structured_outputs" in server.requests[-1] and len(server.requests) == 1
+
+
 def test_the_plain_generate_of_the_fork() -> None:
     server = Server({"text": "<think>hm</think>Image 2 is better."}, {"text": "1"})
-    backend = GenerateBackend("http://vlm:8001/generate", transport=httpx.ASGITransport(server))
-    label, _ = asked(backend, LabelsSection(both_orders=False))
+    endpoint = GenerateEndpoint("http://vlm:8001/generate", transport=httpx.ASGITransport(server))
+    label, _ = asked(endpoint, LabelsSection(both_orders=False))
     describe, summarise = server.requests
     assert server.paths == ["/generate"] * 2
     kinds = [part["type"] for part in describe["messages"][0]["content"]]
@@ -139,7 +167,7 @@ def test_a_server_says_when_to_come_back() -> None:
 )
 def test_what_is_no_answer_is_an_error_at_once(reply: Any, message: str) -> None:
     server = Server(reply)
-    label, labeller = asked(endpoint(server))
+    label, labeller = asked(endpoint(server, guidance="none"))
     assert len(server.requests) == 1 and label.answers == ()
     assert re.search(message, label.error)
     assert labeller.stats.errors == 1
@@ -153,8 +181,8 @@ def test_failures_that_may_pass_are_errors_after_all_attempts(reply: Any) -> Non
 
 
 def test_a_server_that_is_not_there_is_an_error() -> None:
-    backend = EndpointBackend("http://127.0.0.1:9/v1", "qwen", timeout_s=1)
-    label, _ = asked(backend, LabelsSection(steps=1, both_orders=False, attempts=1))
+    endpoint = OpenAIEndpoint("http://127.0.0.1:9/v1", "qwen", timeout_s=1)
+    label, _ = asked(endpoint, LabelsSection(steps=1, both_orders=False, attempts=1))
     assert "127.0.0.1:9" in label.error
 
 
@@ -171,14 +199,14 @@ def test_all_pairs_go_out_at_once_unless_that_is_limited(limit: int | None, expe
         inside -= 1
         await Server(completion("0"))(scope, receive, send)
 
-    backend = EndpointBackend("http://vlm/v1", "qwen", max_in_flight=limit, transport=httpx.ASGITransport(slow))
-    asyncio.run(VLMLabeller(backend, PROMPTS, LabelsSection(steps=1)).label(random_pairs(20)))
+    endpoint = OpenAIEndpoint("http://vlm/v1", "qwen", max_in_flight=limit, transport=httpx.ASGITransport(slow))
+    asyncio.run(VLMLabeller(endpoint, PROMPTS, LabelsSection(steps=1)).label(random_pairs(20)))
     assert most == expected
 
 
 def test_an_address_must_be_http() -> None:
     with pytest.raises(UserInputError, match="must be an http"):
-        EndpointBackend("file:///etc/passwd", "qwen")
+        OpenAIEndpoint("file:///etc/passwd", "qwen")
 
 
 def test_the_forks_variables_name_the_server() -> None:
