@@ -40,6 +40,11 @@ class EncodedSpan:
     images: tuple[EncodedImage, ...]
 
 
+def _opens_thought(rendered: str) -> bool:
+    """Whether the generation prompt leaves a thought open."""
+    return rendered.rpartition("<think>")[1] != "" and "</think>" not in rendered.rpartition("<think>")[2]
+
+
 class ChatCodec:
     """Encodes conversations for one model.
 
@@ -81,11 +86,22 @@ class ChatCodec:
         special = {i for i in self._special_ids.values() if i != self.end_of_turn_id}
         return np.array(sorted(special | set(range(self.num_known_tokens, vocab_size))), dtype=np.int64)
 
-    def encode_prompt(self, messages: Sequence[Message]) -> EncodedSpan:
-        """Encode a conversation that the policy is to answer, generation prompt included."""
+    def encode_prompt(self, messages: Sequence[Message], thinking: bool | None = None) -> EncodedSpan:
+        """Encode a conversation that the policy is to answer, generation prompt included.
+
+        `thinking` switches the template's `enable_thinking`; None leaves the template's own choice. Raises UserInputError
+        for what the template cannot do.
+        """
         if not messages:
             raise UserInputError("A conversation needs at least one message: the environment's reset returned none.")
-        return self._encode(self._render(_shape(messages)), messages)
+        if thinking is not None and "enable_thinking" not in self._template:
+            always = _opens_thought(self._render(_shape(messages)))
+            if thinking != always:
+                raise UserInputError(
+                    f"The model's chat template {'always' if always else 'never'} opens a thought: leave enable_thinking out."
+                )
+            thinking = None
+        return self._encode(self._render(_shape(messages), thinking), messages)
 
     def encode_continuation(self, messages: Sequence[Message], ended: bool) -> EncodedSpan:
         """Encode what follows a sampled turn: its end, the new messages and the next generation prompt.
@@ -126,7 +142,7 @@ class ChatCodec:
             self._token_bytes[token_id] = known
         return known
 
-    def _render_uncached(self, shape: Shape) -> str:
+    def _render_uncached(self, shape: Shape, thinking: bool | None = None) -> str:
         conversation: list[dict[str, Any]] = []
         texts = 0
         for role, parts in shape:
@@ -141,7 +157,11 @@ class ChatCodec:
                     texts += 1
             conversation.append({"role": role, "content": content})
         rendered = self._tokenizer.apply_chat_template(
-            conversation, chat_template=self._template, tokenize=False, add_generation_prompt=True
+            conversation,
+            chat_template=self._template,
+            tokenize=False,
+            add_generation_prompt=True,
+            **({} if thinking is None else {"enable_thinking": thinking}),
         )
         return str(rendered)
 

@@ -21,6 +21,7 @@ from PIL import Image
 
 # How many alternatives per position a request may ask for (the limit of OpenAI's interface).
 MAX_TOP_LOGPROBS = 20
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # beyond them logits overflow
 
 Role = Literal["system", "user", "assistant", "tool"]
 Split = Literal["train", "test"]
@@ -133,6 +134,10 @@ class SamplingParams:
 
     `choices` restricts a sample to one of these texts, followed by end-of-turn (guided choice). `top_logprobs` asks for
     the most likely tokens at every position beside the sampled one.
+
+    `min_p` leaves out tokens that are less likely than this share of the most likely one. `min_tokens` come before an
+    end of turn or a stop string may; with `ignore_eos` a sample has `max_new_tokens` whatever it says. Penalties: see
+    `engines/penalties.py`.
     """
 
     max_new_tokens: int
@@ -144,6 +149,17 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     top_logprobs: int = 0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether any penalty is on."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or self.n < 1:
@@ -163,6 +179,23 @@ class SamplingParams:
             raise UserInputError("Choices must be different texts, none of them empty.")
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
             raise UserInputError(f"top_logprobs ({self.top_logprobs}) must be from 0 to {MAX_TOP_LOGPROBS}.")
+        if not (0 <= self.min_p <= 1 and 0 <= self.min_tokens <= self.max_new_tokens):
+            raise UserInputError(
+                f"min_p {self.min_p} and min_tokens {self.min_tokens}: need 0 <= min_p <= 1 and at most max_new_tokens "
+                f"({self.max_new_tokens}) as min_tokens."
+            )
+        if self.choices and (self.min_tokens or self.ignore_eos):
+            raise UserInputError("Choices end where their text does: leave min_tokens and ignore_eos out.")
+        if not (
+            MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY
+            and abs(self.frequency_penalty) <= 2
+            and abs(self.presence_penalty) <= 2
+        ):
+            raise UserInputError(
+                f"Penalties: repetition ({self.repetition_penalty}) from {MIN_REPETITION_PENALTY} to "
+                f"{MAX_REPETITION_PENALTY}, frequency ({self.frequency_penalty}) and presence ({self.presence_penalty}) "
+                "from -2 to 2."
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ class EngineStats:
     running: int = 0  # samples that are being generated
     waiting: int = 0  # samples that have not begun
     prompt_tokens: int = 0  # image placeholders included; once per request, whatever its number of samples
-    generated_tokens: int = 0
+    generated_tokens: int = 0  # of samples that are still running, too
+    progress: int = 0  # grows with every forward pass: tells an engine that is busy from one that hangs
     image_cache_hits: int = 0
     image_cache_misses: int = 0
     prefix_cache_queries: int = 0  # prompt tokens that were looked up in the prefix cache, and found there;

@@ -18,6 +18,7 @@ from rl_vlm.chat import ChatCodec, expand_image_tokens, mrope_positions
 from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.choices import ChoiceNode, choice_trie, encode_choices, restrict_to_choices
 from rl_vlm.engines.kv_cache import RowCache
+from rl_vlm.engines.penalties import penalise
 from rl_vlm.engines.rows import Job, RowTable
 from rl_vlm.engines.sampling import Chosen, choose_tokens, most_likely
 from rl_vlm.engines.text_model import TextModel
@@ -35,7 +36,8 @@ class DecoderCounts:
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    steps: int = 0  # decode steps; a prefill is none
+    passes: int = 0  # forward passes of the language model
+    steps: int = 0  # those of them that decode; a prefill is none
     step_rows: int = 0  # rows of all these steps
 
 
@@ -198,7 +200,10 @@ class Decoder:
         special = [row for row in range(first, len(rows)) if not rows.slots[row].job.plain]
         nodes = {row - first: node for row in special if (node := rows.slots[row].node) is not None}
         restrict_to_choices(logits, nodes, self._codec.end_of_turn_id)
-        temperature, top_p, top_k = rows.temperature[new], rows.top_p[new], rows.top_k[new]
+        self._restrict_by_past(logits, special, first)
+        temperature, top_p, top_k, min_p = (
+            getattr(rows, name)[new] for name in ("temperature", "top_p", "top_k", "min_p")
+        )
         uniform = uniforms(rows.seeds[new], rows.produced[new].astype(np.uint64))
         chosen = choose_tokens(
             logits,
@@ -206,6 +211,7 @@ class Decoder:
             torch.from_numpy(top_p).to(self._device) if (top_p < 1).any() else None,
             torch.from_numpy(top_k).to(self._device) if (top_k > 0).any() else None,
             torch.from_numpy(uniform).to(self._device),
+            torch.from_numpy(min_p).to(self._device) if (min_p > 0).any() else None,
         )
         tokens = chosen.tokens.cpu().numpy()
         index = np.arange(first, len(rows))
@@ -213,7 +219,9 @@ class Decoder:
         rows.logprobs[index, rows.produced[new]] = chosen.logprobs.cpu().numpy()
         rows.produced[new] += 1
         self.counts.generated_tokens += len(tokens)
+        self.counts.passes += 1
         ended = tokens == self._codec.end_of_turn_id
+        ended[[row - first for row in special if rows.slots[row].job.request.sampling.ignore_eos]] = False
         stops: dict[int, StopReason] = {}
         for row in np.flatnonzero(ended | (rows.produced[new] >= rows.limit[new])).tolist():
             stops[first + row] = StopReason.END_OF_TURN if ended[row] else StopReason.LENGTH
@@ -224,6 +232,17 @@ class Decoder:
             if rows.slots[row].job.cancelled:
                 stops[row] = StopReason.LENGTH
         return self._retire(stops) if stops else []
+
+    def _restrict_by_past(self, logits: Tensor, special: list[int], first: int) -> None:
+        """Penalties, and no end of turn before `min_tokens`, in the rows of logits [R, V] that ask for them."""
+        rows = self._rows
+        for row in special:
+            job, produced = rows.slots[row].job, int(rows.produced[row])
+            sampling = job.request.sampling
+            if produced < sampling.min_tokens:
+                logits[row - first, self._codec.end_of_turn_id] = float("-inf")
+            if sampling.penalises:
+                penalise(logits, row - first, sampling, job.prompt_ids, rows.tokens[row, :produced])
 
     def _note_alternatives(self, special: list[int], chosen: Chosen, first: int) -> None:
         """Keep the most likely tokens of the rows that asked for them."""
@@ -240,13 +259,17 @@ class Decoder:
         rows = self._rows
         for row in special:
             slot, place = rows.slots[row], rows.produced[row] - 1
-            stop = slot.job.request.sampling.stop
-            if stop and stops.get(row) is not StopReason.END_OF_TURN:
+            sampling = slot.job.request.sampling
+            stop = sampling.stop
+            if stop and place >= sampling.min_tokens and stops.get(row) is not StopReason.END_OF_TURN:
                 # A stop string that this token completes lies within so many tokens of a byte or more each; three more
                 # keep a character together whose bytes are tokens.
                 window = max(len(string.encode()) for string in stop) + 3
-                text = self._codec.decode(rows.tokens[row, max(place + 1 - window, 0) : place + 1])
-                if any(string in text for string in stop):
+                ids = rows.tokens[row, max(place + 1 - window, 0) : place + 1]
+                text = self._codec.decode(ids)
+                # One that was complete before `min_tokens` does not count.
+                before = self._codec.decode(ids[:-1]) if sampling.min_tokens else ""
+                if any(text.count(string) > before.count(string) for string in stop):
                     stops[row] = StopReason.STOP
             token = int(rows.tokens[row, place])
             if slot.node is not None:

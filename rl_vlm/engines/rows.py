@@ -11,7 +11,7 @@ from rl_vlm.engines.streams import TokenStream, TopLogprobs
 from rl_vlm.models.backbone import ImageFeatures
 from rl_vlm.types import GenerationRequest, Sample, StopReason
 
-_VECTORS = ("length", "position", "produced", "limit", "seeds", "temperature", "top_p", "top_k")
+_VECTORS = ("length", "position", "produced", "limit", "seeds", "temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass(slots=True, eq=False)
@@ -31,9 +31,12 @@ class Job:
 
     @property
     def plain(self) -> bool:
-        """Whether its rows need nothing but the next token: no stop strings, choices, alternatives or reader."""
+        """Whether its rows need nothing but the next token: nothing that looks at a row's past, and no reader."""
         sampling = self.request.sampling
-        return not (sampling.stop or sampling.choices or sampling.top_logprobs or self.stream)
+        looks_back = (
+            sampling.stop or sampling.choices or sampling.min_tokens or sampling.ignore_eos or sampling.penalises
+        )
+        return not (looks_back or sampling.top_logprobs or self.stream)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +62,7 @@ class RowTable:
         self.temperature = np.zeros(0, dtype=np.float32)
         self.top_p = np.zeros(0, dtype=np.float32)
         self.top_k = np.zeros(0, dtype=np.int64)
+        self.min_p = np.zeros(0, dtype=np.float32)
         self.tokens = np.zeros((0, 0), dtype=np.int32)  # [rows, most new tokens]
         self.logprobs = np.zeros((0, 0), dtype=np.float32)
 
@@ -80,6 +84,7 @@ class RowTable:
             "temperature": [params.temperature for params in sampling],
             "top_p": [params.top_p for params in sampling],
             "top_k": [params.top_k for params in sampling],
+            "min_p": [params.min_p for params in sampling],
         }
         for name, values in new.items():
             have = getattr(self, name)

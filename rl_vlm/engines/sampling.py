@@ -18,17 +18,26 @@ class Chosen(NamedTuple):
 
 
 def choose_tokens(
-    logits: Tensor, temperature: Tensor, top_p: Tensor | None, top_k: Tensor | None, uniform: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_p: Tensor | None,
+    top_k: Tensor | None,
+    uniform: Tensor,
+    min_p: Tensor | None = None,
 ) -> Chosen:
     """Choose one token per row.
 
     logits float32 [R, V] with forbidden tokens at -inf; temperature float32 [R], 0 = greedy; top_p float32 [R] and
-    top_k int64 [R] (0 = off) or None when no row uses them; uniform float64 [R] in [0, 1).
-    Log-probabilities are those of the distribution that the token was drawn from, top-p and top-k included; a greedy
-    token's is taken at temperature 1.
+    top_k int64 [R] (0 = off), min_p float32 [R] (0 = off) or None when no row uses them; uniform float64 [R] in [0, 1).
+    Log-probabilities are those of the distribution that the token was drawn from, min-p, top-k and top-p included; a
+    greedy token's is taken at temperature 1.
     """
     greedy = temperature == 0
     scaled = logits / torch.where(greedy, torch.ones_like(temperature), temperature)[:, None]
+    if min_p is not None:
+        # Before top-p, as vLLM does: what it leaves out counts for nothing there.
+        floor = scaled.amax(dim=-1, keepdim=True) + min_p.log()[:, None]
+        scaled = scaled.masked_fill((scaled < floor) & ~greedy[:, None], float("-inf"))
     if top_k is not None or top_p is not None:
         scaled = _restrict(scaled, top_p, top_k, greedy)
     logprobs = torch.log_softmax(scaled, dim=-1)

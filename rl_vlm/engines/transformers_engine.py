@@ -173,6 +173,7 @@ class TransformersEngine:
             waiting=waiting,
             prompt_tokens=counts.prompt_tokens,
             generated_tokens=counts.generated_tokens,
+            progress=counts.passes + backbone.vision_passes,
             image_cache_hits=backbone.cache_hits,
             image_cache_misses=backbone.cache_misses,
             mean_batch=counts.step_rows / max(counts.steps, 1),

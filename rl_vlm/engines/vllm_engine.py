@@ -22,7 +22,7 @@ from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats
 from rl_vlm.engines.streams import TokenStream
 from rl_vlm.engines.vllm_adapters import AdapterShelf
 from rl_vlm.engines.vllm_request import DEAD, VLLMSampler
-from rl_vlm.engines.vllm_setup import engine_args, prepare_environment, start_llm
+from rl_vlm.engines.vllm_setup import Counts, engine_args, prepare_environment, start_llm
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import load_text_side, quiet_libraries
@@ -66,6 +66,7 @@ class VLLMEngine:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._loading = asyncio.Lock()
+        self._counts = Counts()
         args = engine_args(model, dtype, serving, max_lora_rank, max_loras, self._text)
         started: Future[Any] = Future()
         self._thread = threading.Thread(
@@ -78,7 +79,7 @@ class VLLMEngine:
             reason = " ".join((str(error) or repr(error)).split())
             raise EngineError(f"vLLM did not start: {reason[:500]}") from error
         self._shelf = AdapterShelf()
-        self._sampler = VLLMSampler(self._llm, self._text, serving.max_context)
+        self._sampler = VLLMSampler(self._llm, self._text, serving.max_context, self._counts)
 
     @property
     def version(self) -> int:
@@ -127,7 +128,7 @@ class VLLMEngine:
 
     def stats(self) -> EngineStats:
         """Counts for metrics. `mean_batch` is the mean number of unfinished samples while there are any."""
-        counts = self._sampler.counts
+        counts = self._counts
         images = self._llm.renderer.mm_processor_cache
         hits, total = images.make_stats() if images is not None else (0, 0)
         return EngineStats(
@@ -136,6 +137,7 @@ class VLLMEngine:
             waiting=max(counts.unfinished - self._max_num_seqs, 0),
             prompt_tokens=counts.prompt_tokens,
             generated_tokens=counts.generated_tokens,
+            progress=counts.steps,
             image_cache_hits=hits,
             image_cache_misses=total - hits,
             prefix_cache_queries=counts.prefix_queries,
@@ -213,7 +215,7 @@ class VLLMEngine:
 
         async def start() -> Any:
             # Inside the loop, so that vLLM watches the engine core from the beginning.
-            return start_llm(args, num_threads)
+            return start_llm(args, num_threads, self._counts)
 
         try:
             llm = self._loop.run_until_complete(start())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.choices import TokenSequence, encode_choices
 from rl_vlm.engines.streams import TokenStream, notify
 from rl_vlm.engines.vllm_sampling import Piece, read_piece, vllm_params
+from rl_vlm.engines.vllm_setup import Counts
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import GenerationRequest, Sample, StopReason, UserInputError
 
@@ -34,30 +34,6 @@ class Plan:
     prompt: Mapping[str, Any]
 
 
-@dataclass(slots=True)
-class Counts:
-    """What was asked of vLLM so far, and how many samples it had to do at once."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    unfinished: int = 0
-    busy_s: float = 0.0
-    sample_s: float = 0.0  # the integral of `unfinished` over time
-    _changed: float = 0.0
-
-    def change(self, difference: int) -> None:
-        """So many samples more are unfinished."""
-        now = time.monotonic()
-        if self.unfinished:
-            self.busy_s += now - self._changed
-            self.sample_s += (now - self._changed) * self.unfinished
-        self._changed = now
-        self.unfinished += difference
-
-
 class VLLMSampler:
     """Brings requests to an AsyncLLM. To be used on the event loop that the AsyncLLM was made on.
 
@@ -65,13 +41,14 @@ class VLLMSampler:
         llm: the AsyncLLM.
         text: codec and image geometry of the model.
         max_context: prompt plus new tokens of a sample.
+        counts: what is asked of vLLM is added here.
     """
 
-    def __init__(self, llm: Any, text: TextSide, max_context: int) -> None:
+    def __init__(self, llm: Any, text: TextSide, max_context: int, counts: Counts) -> None:
         self._llm = llm
         self._text = text
         self._max_context = max_context
-        self.counts = Counts()
+        self.counts = counts
 
     async def plan(self, request: GenerationRequest) -> Plan:
         """Check and expand a request; raises EngineError for what cannot be sampled."""
@@ -156,9 +133,7 @@ class VLLMSampler:
         self.counts.prefix_hits += result.num_cached_tokens or 0
 
     def _read(self, plan: Plan, output: Any) -> Piece:
-        piece = read_piece(output, plan.request.sampling.top_logprobs)
-        self.counts.generated_tokens += len(piece.token_ids)
-        return piece
+        return read_piece(output, plan.request.sampling.top_logprobs)
 
     def _stop_reason(self, plan: Plan, output: Any, piece: Piece) -> StopReason:
         tokens = piece.token_ids
@@ -167,7 +142,7 @@ class VLLMSampler:
                 f"Request {plan.request.request_id}: vLLM ended a sample with {output.finish_reason!r}, {len(tokens)} "
                 f"tokens and {len(piece.logprobs)} log-probabilities."
             )
-        if tokens[-1] == self._text.codec.end_of_turn_id:
+        if tokens[-1] == self._text.codec.end_of_turn_id and not plan.request.sampling.ignore_eos:
             return StopReason.END_OF_TURN
         return StopReason.STOP if output.finish_reason == "stop" else StopReason.LENGTH
 

@@ -36,7 +36,12 @@ def vllm_params(
         include_stop_str_in_output=True,
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
-        stop_token_ids=[end_of_turn_id],
+        stop_token_ids=[] if sampling.ignore_eos else [end_of_turn_id],
+        min_p=sampling.min_p,
+        min_tokens=sampling.min_tokens,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
         ignore_eos=True,  # the end of a turn is the chat template's, not the generation config's
         logprobs=sampling.top_logprobs,  # beside the sampled token's own
         flat_logprobs=True,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,31 @@ from rl_vlm.models.loading import TextSide
 from rl_vlm.types import UserInputError
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM has kernels for
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was asked of vLLM so far, what it has done, and how many samples it had to do at once."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0  # counted with every step of the engine core
+    steps: int = 0  # of the engine core that brought a token
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    unfinished: int = 0
+    busy_s: float = 0.0
+    sample_s: float = 0.0  # the integral of `unfinished` over time
+    _changed: float = 0.0
+
+    def change(self, difference: int) -> None:
+        """So many samples more are unfinished."""
+        now = time.monotonic()
+        if self.unfinished:
+            self.busy_s += now - self._changed
+            self.sample_s += (now - self._changed) * self.unfinished
+        self._changed = now
+        self.unfinished += difference
 
 
 def prepare_environment(serving: ServingSection) -> None:
@@ -120,8 +147,8 @@ def _check_device(serving: ServingSection, on_gpu: bool) -> None:
         )
 
 
-def start_llm(args: Any, num_threads: int) -> Any:
-    """An AsyncLLM whose weights are loaded; takes as long as that takes.
+def start_llm(args: Any, num_threads: int, counts: Counts) -> Any:
+    """An AsyncLLM whose weights are loaded; takes as long as that takes. Its steps and tokens are added to `counts`.
 
     Call it on the thread that outlives the engine: the engine core ends with the thread that started it.
     """
@@ -133,4 +160,19 @@ def start_llm(args: Any, num_threads: int) -> Any:
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
     executor = bound_executor(args.tensor_parallel_size)
     with _child_environment(num_threads):
-        return AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
+        llm = AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
+    _count_steps(llm.engine_core, counts)
+    return llm
+
+
+def _count_steps(core: Any, counts: Counts) -> None:
+    """A sample is told of when it ends, which may be minutes away; the engine core tells of every step."""
+    receive = core.get_output_async
+
+    async def receive_and_count() -> Any:
+        step = await receive()
+        counts.steps += 1
+        counts.generated_tokens += sum(len(output.new_token_ids) for output in step.outputs)
+        return step
+
+    core.get_output_async = receive_and_count

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI, HTTPException
 from fastapi.exceptions import RequestValidationError
@@ -24,7 +24,7 @@ from rl_vlm.http.errors import RequestError, error_response
 from rl_vlm.http.gate import DEADLINE, Deadlines, Gate
 from rl_vlm.http.service import Backend, Call, Service, as_request_error
 from rl_vlm.models.loading import TextSide
-from rl_vlm.types import RLVLMError
+from rl_vlm.types import RLVLMError, Role
 
 _MAX_SHOWN = 200  # characters of an error that may come from the client
 
@@ -60,7 +60,9 @@ def _validation_error(error: RequestValidationError) -> RequestError:
     first = error.errors()[0]
     place: list[str] = []
     for item in map(str, first["loc"][1:]):
-        if item not in ("parts", *place[-1:]):  # tags of unions
+        # Tags of unions are left out: of content's forms, of parts, and of messages by their role.
+        of_message = place[-2:-1] == ["messages"] and item in get_args(Role)
+        if not of_message and item not in ("parts", "developer", *place[-1:]):
             place.append(item)
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":

@@ -57,7 +57,8 @@ class RequestReader:
                 param="max_tokens",
             )
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-        prompt = self._encode(body.messages, extra_chars=sum(map(len, (*stop, *body.choices))))
+        thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs else None
+        prompt = self._encode(body.messages, sum(map(len, (*stop, *body.choices))), thinking)
         left = self._max_context - prompt.num_tokens
         if wanted is not None and wanted > left:
             raise self._too_long(f"The prompt has {prompt.num_tokens} tokens and max_tokens is {wanted}: together more")
@@ -71,6 +72,12 @@ class RequestReader:
             stop=stop,
             choices=body.choices,
             top_logprobs=body.top_logprobs or 0,
+            min_p=body.min_p or 0.0,
+            min_tokens=body.min_tokens or 0,
+            ignore_eos=bool(body.ignore_eos),
+            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
         )
         return self._request(prompt, sampling, name, version), prompt.num_tokens
 
@@ -89,7 +96,7 @@ class RequestReader:
     def _request(self, prompt: Prompt, sampling: SamplingParams, name: str, version: int) -> GenerationRequest:
         return GenerationRequest(name, prompt.span.token_ids, sampling, prompt.span.images, min_version=version)
 
-    def _encode(self, messages: Sequence[ChatMessage], extra_chars: int = 0) -> Prompt:
+    def _encode(self, messages: Sequence[ChatMessage], extra_chars: int = 0, thinking: bool | None = None) -> Prompt:
         parts = [part for message in messages for part in _parts(message)]
         if len(messages) + len(parts) > self._limits.max_parts:
             raise RequestError(
@@ -113,7 +120,7 @@ class RequestReader:
             for message in messages
         ]
         try:
-            span = self._text.codec.encode_prompt(conversation)
+            span = self._text.codec.encode_prompt(conversation, thinking)
         except TemplateError as error:
             raise UserInputError(f"The model's chat template refuses this conversation: {error}.") from error
         total = len(span.token_ids) - len(span.images) + self._num_image_tokens(span.images)

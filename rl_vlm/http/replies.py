@@ -19,7 +19,7 @@ from rl_vlm.http.schema import (
     Usage,
 )
 from rl_vlm.http.text import ReplyText
-from rl_vlm.types import Completion, Sample, SampleChunk, StopReason
+from rl_vlm.types import Completion, Sample, SampleChunk, SamplingParams, StopReason
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class ChatReply:
     Args:
         codec: the model's.
         request_id, model: what the reply says it is.
-        stop: stop strings; the text ends before the first.
+        sampling: its stop strings end the text before the first of them.
         num_prompt_tokens: with every token of the images.
         logprobs: whether the client wants log-probabilities.
     """
@@ -49,17 +49,20 @@ class ChatReply:
         request_id: str,
         model: str,
         *,
-        stop: tuple[str, ...],
+        sampling: SamplingParams,
         num_prompt_tokens: int,
         logprobs: bool,
     ) -> None:
         self._codec = codec
         self._id, self._model = request_id, model
-        self._stop = stop
+        self._sampling = sampling
         self.num_prompt_tokens = num_prompt_tokens
         self._logprobs = logprobs
         self._growing: dict[int, _Growing] = {}
         self._version = BASE_MODEL
+
+    def _new_text(self) -> ReplyText:
+        return ReplyText(self._codec, self._sampling.stop, self._sampling.min_tokens)
 
     def whole(self, completion: Completion) -> ChatCompletion:
         """The reply that is sent at once."""
@@ -77,7 +80,7 @@ class ChatReply:
         number, choices = grown.number, []
         sample = self._growing.get(number)
         if sample is None:
-            sample = self._growing[number] = _Growing(ReplyText(self._codec, self._stop))
+            sample = self._growing[number] = _Growing(self._new_text())
             choices.append(ChunkChoice(index=number, delta={"role": "assistant", "content": ""}))
         token_ids = grown.token_ids.tolist()
         sample.token_ids += token_ids
@@ -106,7 +109,7 @@ class ChatReply:
 
     def _choice(self, number: int, sample: Sample) -> Choice:
         ids = sample.token_ids.tolist()
-        text, tokens = ReplyText(self._codec, self._stop).feed(ids, last=True)
+        text, tokens = self._new_text().feed(ids, last=True)
         return Choice(
             index=number,
             message=AssistantMessage(content=text),

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 
-from rl_vlm.types import MAX_TOP_LOGPROBS
+from rl_vlm.types import MAX_REPETITION_PENALTY, MAX_TOP_LOGPROBS, MIN_REPETITION_PENALTY
 
 _MAX_ITEMS = 100_000  # a bound for the parser; the server's own limits are lower
 _MAX_INT = 2**31
@@ -43,18 +53,21 @@ _TextOrParts = Discriminator(lambda value: "text" if isinstance(value, str) else
 Content = Annotated[Annotated[str, Tag("text")] | Annotated[Parts, Tag("parts")], _TextOrParts]
 
 
-class ChatMessage(_In):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
+class _Message(_In):
     tool_calls: list[Any] | None = Field(None, max_length=0, description="Not supported.")
 
-    @model_validator(mode="after")
-    def _says_something(self) -> ChatMessage:
-        if self.content is None and self.role != "assistant":
-            raise ValueError(f"a {self.role} message needs content")
-        return self
+
+class SpokenMessage(_Message):
+    role: Literal["system", "developer", "user", "tool"]
+    content: Content
 
 
+class AssistantTurn(_Message):
+    role: Literal["assistant"]
+    content: Content | None = None
+
+
+ChatMessage = Annotated[SpokenMessage | AssistantTurn, Field(discriminator="role")]
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=_MAX_ITEMS, fail_fast=True)]
 
 
@@ -83,7 +96,17 @@ StopTexts = Annotated[list[StopText], Field(max_length=16)]
 Stop = Annotated[Annotated[StopText, Tag("text")] | Annotated[StopTexts, Tag("parts")], _TextOrParts]
 
 
-ChoiceTexts = Annotated[list[str], Field(min_length=1, max_length=1024)]
+def _different(texts: list[str]) -> list[str]:
+    if len(set(texts)) < len(texts):
+        raise ValueError("the texts must differ")
+    return texts
+
+
+ChoiceTexts = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    Field(min_length=1, max_length=1024, json_schema_extra={"uniqueItems": True}),
+    AfterValidator(_different),
+]
 
 
 class Choices(_In):
@@ -94,18 +117,64 @@ class ResponseFormat(_In):
     type: Literal["text"] = Field(description="Only text; guided choice restricts an answer to given texts.")
 
 
-class ChatRequest(BaseModel):
-    """OpenAI's request. Fields that are None count as absent; what is not known is refused by name."""
+class TemplateOptions(BaseModel):
+    """Options of the chat template."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    enable_thinking: bool | None = Field(None, description="Where the model's template knows the switch.")
+
+
+def _neutral(*values: Any) -> Any:
+    """The type of a field of other servers that is taken at the values that change nothing here, and refused at others."""
+
+    def check(value: Any) -> Any:
+        if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in values):
+            only = "leave it out" if not values else f"leave it out, or send {json.dumps(values[0])}"
+            raise ValueError(f"this is not supported here: {only}")
+        return value
+
+    return Annotated[Any, AfterValidator(check), WithJsonSchema({"enum": [None, *values]})]
+
+
+def _one_of(*alternatives: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [{"properties": properties} for properties in alternatives]}
+
+
+_NULL: dict[str, Any] = {"type": "null"}
+_GUIDES = ("guided_choice", "choice", "structured_outputs")
+_FREE = dict.fromkeys(_GUIDES, _NULL)
+# What `_consistent` checks, in the words of JSON Schema.
+_CONSISTENT = {
+    "allOf": [
+        _one_of({"top_logprobs": {"enum": [None, 0]}}, {"logprobs": {"const": True}}),
+        _one_of({"stream_options": _NULL}, {"stream": {"const": True}}),
+        _one_of(*({name: _NULL for name in _GUIDES if name != guide} for guide in _GUIDES)),
+        _one_of(_FREE, {"min_tokens": {"enum": [None, 0]}, "ignore_eos": {"enum": [None, False]}}),
+    ]
+}
+_CONSISTENT["allOf"][0]["anyOf"][1]["required"] = ["logprobs"]
+_CONSISTENT["allOf"][1]["anyOf"][1]["required"] = ["stream"]
+
+
+class ChatRequest(BaseModel):
+    """OpenAI's request, and vLLM's additions. Fields that are None count as absent; what is not known is refused by name."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, json_schema_extra=_CONSISTENT)
 
     model: str = Field(max_length=256)
     messages: Messages
     max_tokens: int | None = Field(None, ge=1, lt=_MAX_INT)
     max_completion_tokens: int | None = Field(None, ge=1, lt=_MAX_INT)
+    min_tokens: int | None = Field(None, ge=0, lt=_MAX_INT, description="Before an end of turn or a stop string.")
+    ignore_eos: bool | None = Field(None, description="Go on to max_tokens whatever is sampled.")
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=_MAX_INT)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
     n: int | None = Field(None, ge=1, lt=_MAX_INT)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: Stop | None = None
@@ -117,18 +186,26 @@ class ChatRequest(BaseModel):
     guided_choice: ChoiceTexts | None = Field(None, description="The answer is one of these texts.")
     choice: ChoiceTexts | None = Field(None, description="The same as guided_choice.")
     structured_outputs: Choices | None = Field(None, description="vLLM's form of guided_choice.")
-    # Known to OpenAI's clients and without a meaning here: what would change the answer is refused, the rest ignored.
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    logit_bias: Any = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    modalities: Any = None
+    chat_template_kwargs: TemplateOptions | None = None
+    # What would change the answer and is not done here.
+    tools: _neutral([]) = None  # type: ignore[valid-type]
+    tool_choice: _neutral("none") = None  # type: ignore[valid-type]
+    functions: _neutral([]) = None  # type: ignore[valid-type]
+    function_call: _neutral("none") = None  # type: ignore[valid-type]
+    logit_bias: _neutral({}) = None  # type: ignore[valid-type]
+    audio: _neutral() = None  # type: ignore[valid-type]
+    prediction: _neutral() = None  # type: ignore[valid-type]
+    web_search_options: _neutral() = None  # type: ignore[valid-type]
+    modalities: _neutral(["text"]) = None  # type: ignore[valid-type]
+    best_of: _neutral(1) = None  # type: ignore[valid-type]
+    skip_special_tokens: _neutral(True) = None  # type: ignore[valid-type]
+    spaces_between_special_tokens: _neutral(True) = None  # type: ignore[valid-type]
+    include_stop_str_in_output: _neutral(False) = None  # type: ignore[valid-type]
+    add_generation_prompt: _neutral(True) = None  # type: ignore[valid-type]
+    continue_final_message: _neutral(False) = None  # type: ignore[valid-type]
+    add_special_tokens: _neutral(False) = None  # type: ignore[valid-type]
+    echo: _neutral(False) = None  # type: ignore[valid-type]
+    # What has no meaning here and changes no answer.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -139,23 +216,16 @@ class ChatRequest(BaseModel):
     reasoning_effort: Any = None
     verbosity: Any = None
 
-    @field_validator(
-        "tools", "tool_choice", "functions", "function_call", "logit_bias", "frequency_penalty", "presence_penalty",
-        "audio", "prediction", "web_search_options", "modalities",
-    )  # fmt: skip
-    @classmethod
-    def _unsupported(cls, value: Any) -> None:
-        if value not in (None, 0, [], {}, "none", ["text"]):
-            raise ValueError("this is not supported here: leave it out")
-
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
-        if sum(given is not None for given in (self.guided_choice, self.choice, self.structured_outputs)) > 1:
+        if sum(getattr(self, guide) is not None for guide in _GUIDES) > 1:
             raise ValueError("guided_choice, choice and structured_outputs mean the same: give one of them")
+        if self.choices and (self.min_tokens or self.ignore_eos):
+            raise ValueError("a guided choice ends where its text does: leave min_tokens and ignore_eos out")
         return self
 
     @property

@@ -122,7 +122,7 @@ class Service:
             self._codec,
             request.request_id,
             body.model,
-            stop=request.sampling.stop,
+            sampling=request.sampling,
             num_prompt_tokens=num_prompt_tokens,
             logprobs=bool(body.logprobs),
         )

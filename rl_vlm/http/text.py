@@ -13,14 +13,16 @@ class ReplyText:
     """The text of one sample while it grows. Fed in pieces or at once, it gives the same text and tokens.
 
     Everything is done on bytes, because a token may hold part of a character. What could be the beginning of a stop
-    string is held back until it is known not to be one.
+    string is held back until it is known not to be one. A stop string that ends within the first `min_tokens` tokens is
+    text.
     """
 
-    def __init__(self, codec: ChatCodec, stop: Iterable[str] = ()) -> None:
+    def __init__(self, codec: ChatCodec, stop: Iterable[str] = (), min_tokens: int = 0) -> None:
         self._codec = codec
         self._stops = [text.encode() for text in stop]
         self._bytes = bytearray()
         self._starts: list[int] = []  # per token: its first byte
+        self._min_tokens, self._searched_from = min_tokens, 0  # the bytes of the first `min_tokens` tokens
         self._sent = 0  # bytes that were given out
         self._tokens_sent = 0
         self._over = False
@@ -35,11 +37,14 @@ class ReplyText:
             return "", range(0)
         before = len(self._bytes)
         for token_id in token_ids:
+            self._starts.append(len(self._bytes))
             if token_id != self._codec.end_of_turn_id:
-                self._starts.append(len(self._bytes))
                 self._bytes += self._codec.token_bytes(token_id)
+            if len(self._starts) <= self._min_tokens:
+                self._searched_from = len(self._bytes)
         end = len(self._bytes)
-        found = [self._bytes.find(stop, max(before - len(stop) + 1, 0)) for stop in self._stops]
+        first_end = max(before, self._searched_from) + 1  # where a stop string that counts may end at the earliest
+        found = [self._bytes.find(stop, max(first_end - len(stop), 0)) for stop in self._stops]
         cuts = [place for place in found if place >= 0]
         if cuts:
             end, last = min(cuts), True

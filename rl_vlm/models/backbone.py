@@ -63,6 +63,7 @@ class Backbone:
         self._cached_bytes = 0
         self.cache_hits = 0
         self.cache_misses = 0
+        self.vision_passes = 0
 
     @property
     def lm_head(self) -> nn.Linear:
@@ -79,6 +80,7 @@ class Backbone:
         fresh: dict[str, ImageFeatures] = {}
         for batch in self._vision_batches(missing):
             fresh |= self._encode(batch)
+            self.vision_passes += 1
         found = {key: fresh[key] if key in fresh else self._cache[key] for key in wanted}
         for key, features in fresh.items():
             self._cache[key] = features

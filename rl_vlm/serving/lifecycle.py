@@ -31,7 +31,7 @@ class Lifecycle:
     The state is derived from the facts, so no order of events can leave the two in disagreement.
 
     Args:
-        probe_after_s: an engine that has produced nothing for this long must prove that it can.
+        probe_after_s: an engine that has computed nothing for this long must prove that it can.
         load_patience_s: for how long loading the newest adapter may fail again and again before the replica is dead.
         max_failed_probes: failures in a row after which the replica is dead.
     """
@@ -47,7 +47,7 @@ class Lifecycle:
     death: str = ""  # why, once it is dead
     last_progress: float = float("-inf")
     _failing_since: float = 0.0
-    _produced: int = -1
+    _progress: int = -1
 
     @property
     def state(self) -> ReplicaState:
@@ -92,10 +92,10 @@ class Lifecycle:
         if curable and now - self._failing_since >= self.load_patience_s:
             self.die(reason)
 
-    def observe(self, produced: int, now: float) -> None:
-        """The engine's count of generated tokens: whoever produces, lives."""
-        if produced != self._produced:
-            self._produced = produced
+    def observe(self, progress: int, now: float) -> None:
+        """The engine's count of forward passes: whoever computes, lives."""
+        if progress != self._progress:
+            self._progress = progress
             self.last_progress = now
             self.failed_probes = 0
 
@@ -104,12 +104,12 @@ class Lifecycle:
         return not self.death and (self.failed_probes > 0 or now - self.last_progress >= self.probe_after_s)
 
     def pass_probe(self, now: float) -> None:
-        """The engine has generated a token."""
+        """The engine has generated that token, or works on others."""
         self.failed_probes = 0
         self.last_progress = now
 
     def fail_probe(self, reason: str) -> None:
-        """The engine did not generate a token within the deadline."""
+        """The engine neither generated that token within the deadline nor did anything else."""
         self.failed_probes += 1
         if self.failed_probes >= self.max_failed_probes:
             self.die(f"{reason} ({self.failed_probes} times in a row)")

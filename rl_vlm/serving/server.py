@@ -28,6 +28,7 @@ logger = logging.getLogger("ray.serve")
 
 _HEALTH_CHECK_S = 5.0
 _LAST_WORDS_S = 0.5  # for the reason to reach Serve's log
+_LOOK_S = 0.1  # how often a probe looks whether the engine has done a step
 _REPORT_S = 2.0  # how often counts go to Ray's metrics
 
 
@@ -188,7 +189,7 @@ class VLMServer:
             self._life.die("Its engine has died.")
         if ended := [task for task in self._tasks if task.done()]:
             self._life.die(f"Its task {ended[0].get_name()!r} has ended.")
-        self._life.observe(self._engine.stats().generated_tokens, time.monotonic())
+        self._life.observe(self._engine.stats().progress, time.monotonic())
         if self._life.probe_due(time.monotonic()):
             await self._probe()
             await self._notify()  # a request that waits for its version goes elsewhere
@@ -201,15 +202,24 @@ class VLMServer:
     async def _probe(self) -> None:
         timeout = self._serving.probe_timeout_s
         request = GenerationRequest("probe", self._probe_ids, SamplingParams(1, temperature=0.0))
-        try:
-            async with asyncio.timeout(timeout):
-                await self._engine.generate([request])
-            self._life.pass_probe(time.monotonic())
-        except TimeoutError:
-            self._life.fail_probe(f"Its engine did not generate a token within {timeout:g} s")
-        except EngineError as error:
+        token = asyncio.ensure_future(self._engine.generate([request]))
+        # The probe may stand in a queue behind hundreds of samples: a step that brings these on proves as much.
+        step = asyncio.ensure_future(self._next_step())
+        done, _ = await asyncio.wait({token, step}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        for task in (token, step):
+            task.cancel()
+        if not done:
+            self._life.fail_probe(f"Its engine did nothing for {timeout:g} s, nor did it generate a token")
+        elif token in done and (error := token.exception()) is not None:
             self._life.fail_probe(f"Its engine could not generate a token: {error}")
             logger.warning("replica %s failed its probe: %s", self.replica_id, error)
+        else:
+            self._life.pass_probe(time.monotonic())
+
+    async def _next_step(self) -> None:
+        before = self._engine.stats().progress
+        while self._engine.stats().progress == before:
+            await asyncio.sleep(_LOOK_S)
 
     async def __del__(self) -> None:
         """Serve awaits this when it stops the replica."""

@@ -120,23 +120,33 @@ def test_a_version_that_nobody_can_load_does_not_end_the_following(
     asyncio.run(until(lambda: min(r["version"] for r in registry_status()["reports"].values()) == version + 1, 30))
 
 
-def test_a_replica_that_cannot_load_fails_its_health_check(
-    policy: tuple[RunConfig, PolicyService], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In this process, beside the real ones: the registry is real, memory that is full is not."""
-    run, _ = policy
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Exit codes of a replica in this process, beside the real ones; only Serve's context is not Serve's."""
+    codes: list[int] = []
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="here"))
-    exits: list[int] = []
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(server.os, "_exit", exits.append)
-    impatient = run.model_copy(update={"serving": run.serving.model_copy(update={"publish_timeout_s": 1.0})})
+    monkeypatch.setattr(server.os, "_exit", codes.append)
+    return codes
+
+
+def replica_here(run: RunConfig, folder: Path, **serving: Any) -> server.VLMServer:
+    changed = run.model_copy(update={"serving": run.serving.model_copy(update=serving)})
+    return server.VLMServer(str(folder), changed, RUN_ID, ray.get_runtime_context().namespace)
+
+
+def test_a_replica_that_cannot_load_fails_its_health_check(
+    policy: tuple[RunConfig, PolicyService], adapters: Adapters, tiny_folder: Path, exits: list[int]
+) -> None:
+    run, service = policy
+    service.publish(adapters.payload(service.newest_version() + 1))
 
     async def load_adapter(payload: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     async def live() -> None:
-        replica = server.VLMServer(str(tiny_folder), impatient, RUN_ID, ray.get_runtime_context().namespace)
-        replica._engine.load_adapter = load_adapter  # type: ignore[method-assign, assignment]
+        replica = replica_here(run, tiny_folder, publish_timeout_s=1.0)
+        replica._engine.load_adapter = load_adapter  # type: ignore[method-assign]
         await replica.check_health()
         with pytest.raises(ReplicaUnavailableError, match="No space left"):
             await replica.generate([ask(tiny_folder, "hello")])
@@ -147,6 +157,37 @@ def test_a_replica_that_cannot_load_fails_its_health_check(
                     await asyncio.sleep(0.1)
         await asyncio.sleep(1.0)
         await replica.__del__()
+
+    asyncio.run(live())
+    assert exits == [1]
+
+
+def test_a_replica_that_is_busy_for_long_passes_its_health_checks(
+    policy: tuple[RunConfig, PolicyService], tiny_folder: Path, exits: list[int]
+) -> None:
+    """Every check probes, and every probe stands behind samples that end much later than its deadline."""
+    run, _ = policy
+
+    async def live() -> None:
+        replica = replica_here(run, tiny_folder, probe_after_s=1e-9, probe_timeout_s=2.0, max_rows=8)
+        long = [ask(tiny_folder, "count", str(k), n=8, max_new_tokens=450, temperature=9.0) for k in range(16)]
+        work = asyncio.ensure_future(replica._engine.generate(long))
+        await until(lambda: replica._engine.stats().running > 0)
+        for _ in range(10):
+            waiting = replica._engine.stats().waiting
+            await replica.check_health()
+            assert replica._life.failed_probes == 0
+        assert waiting > 8  # nothing got so far that a probe could have been answered
+        work.cancel()
+        hangs = replica_here(run, tiny_folder, probe_after_s=1e-9, probe_timeout_s=0.3)
+        await until(lambda: hangs._life.started or bool(hangs._ensure_started()))
+        hangs._engine._decoder.step = hangs._engine._admit = lambda: time.sleep(3)  # type: ignore[attr-defined]
+        with pytest.raises(EngineError, match="did nothing for 0.3 s"):
+            for _ in range(2):
+                await hangs.check_health()
+        await asyncio.sleep(1.0)
+        for each in (replica, hangs):
+            await each.__del__()
 
     asyncio.run(live())
     assert exits == [1]

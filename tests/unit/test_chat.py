@@ -359,3 +359,25 @@ def test_positions_matter_to_the_model(tiny_folder: Path, model: Any, text: Text
         inputs = processor(tiny_folder).image_processor([image.to_pil()], return_tensors="pt")
         other = model(input_ids=torch.from_numpy(ids).long()[None], position_ids=flat, **inputs).logits[0]
     assert (one - other).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("ending", "accepted"),
+    [
+        ("", {False: ""}),
+        ("<think>\n", {True: "<think>\n"}),
+        ("{% if enable_thinking is false %}<think></think>{% endif %}", {True: "", False: "<think></think>"}),
+    ],
+    ids=["never", "always", "switch"],
+)
+def test_thinking_is_switched_where_the_template_can(text: TextSide, ending: str, accepted: dict[bool, str]) -> None:
+    template = text.codec._template + "{% if add_generation_prompt %}" + ending + "{% endif %}"
+    codec = ChatCodec(text.codec._tokenizer, template, "<|image_pad|>")
+    messages = [Message.of("user", "hello")]
+    plain = text.codec.decode(text.codec.encode_prompt(messages).token_ids)
+    for thinking in (True, False):
+        if thinking in accepted:
+            assert codec.decode(codec.encode_prompt(messages, thinking).token_ids) == plain + accepted[thinking]
+        else:
+            with pytest.raises(UserInputError, match="leave enable_thinking out"):
+                codec.encode_prompt(messages, thinking)

@@ -19,6 +19,7 @@ from openai.types.chat import ChatCompletion
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import TextSide
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Message, SamplingParams
 
 IMAGE = picture(np.random.default_rng(3), 96, 64)
@@ -252,17 +253,30 @@ def test_a_nearly_zero_temperature_is_greedy(client: openai.OpenAI) -> None:
         ({"stop": [""]}, "stop.0"),
         ({"stop": ["a"] * 17}, "stop"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages.0"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages.0.content.0"),
         ({"messages": [{"role": "user", "content": "x" * 200_001}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x y " * 2000}]}, "messages"),
         ({"messages": [{"role": "user", "content": ""}] * 1025}, "messages"),
         ({"messages": [{"role": "user", "content": with_image("")[0]["content"] * 17}]}, "messages"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"extra_body": {"best_of": 2}}, "best_of"),
+        ({"extra_body": {"skip_special_tokens": False}}, "skip_special_tokens"),
+        ({"extra_body": {"add_generation_prompt": False}}, "add_generation_prompt"),
+        ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"),
+        ({"extra_body": {"min_tokens": 9}}, None),
+        ({"extra_body": {"min_tokens": 1, "guided_choice": ["a"]}}, None),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}, None),
+        (
+            {"extra_body": {"chat_template_kwargs": {"tools_in_user_message": True}}},
+            "chat_template_kwargs.tools_in_user_message",
+        ),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
-        ({"extra_body": {"min_p": 0.1}}, "min_p"),
+        ({"extra_body": {"min_p": 1.1}}, "min_p"),
+        ({"extra_body": {"min_q": 0.1}}, "min_q"),
         ({"extra_body": {"guided_choice": []}}, "guided_choice"),
         ({"extra_body": {"guided_choice": ["a"], "choice": ["b"]}}, None),
     ],
@@ -279,7 +293,53 @@ def test_bad_requests_are_refused_by_name(client: openai.OpenAI, arguments: dict
 
 def test_what_does_not_change_the_answer_is_accepted(client: openai.OpenAI) -> None:
     neutral: dict[str, Any] = {"frequency_penalty": 0, "logit_bias": {}, "tool_choice": "none", "user": "me"}
-    assert chat(client, **neutral, store=True, response_format={"type": "text"}).choices
+    others = {
+        "skip_special_tokens": True, "add_generation_prompt": True, "best_of": 1, "min_p": 0, "repetition_penalty": 1,
+        "ignore_eos": False, "min_tokens": 0, "chat_template_kwargs": {"enable_thinking": False},
+    }  # fmt: skip
+    plain, same = (
+        chat(client, temperature=0, **more)
+        for more in ({}, {**neutral, "store": True, "response_format": {"type": "text"}, "extra_body": others})
+    )
+    assert same.choices == plain.choices
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ignore_eos_gives_exactly_the_tokens_that_were_asked_for(client: openai.OpenAI, stream: bool) -> None:
+    arguments: dict[str, Any] = {
+        "n": 8,
+        "temperature": 1.0,
+        "seed": 3,
+        "max_tokens": 40,
+        "extra_body": {"ignore_eos": True},
+    }
+    if not stream:
+        answer = chat(client, **arguments)
+        assert answer.usage is not None and answer.usage.completion_tokens == 8 * 40
+        assert {choice.finish_reason for choice in answer.choices} == {"length"}
+        assert not any("<|im_end|>" in choice.message.content for choice in answer.choices)
+        return
+    chunks = list(chat(client, stream=True, stream_options={"include_usage": True}, **arguments))
+    assert chunks[-1].usage.completion_tokens == 8 * 40
+    reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+    assert reasons == ["length"] * 8
+
+
+def test_what_a_request_asks_for_reaches_the_engine(
+    client: openai.OpenAI, engine: TransformersEngine, text: TextSide
+) -> None:
+    asked: dict[str, Any] = {
+        "min_p": 0.05, "min_tokens": 6, "repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": -0.4
+    }  # fmt: skip
+    answer = chat(client, seed=1, max_tokens=24, logprobs=True, extra_body=asked).choices[0]
+    seeds = (derive_seed(1, 0),)
+    direct = ask(engine, text, [Message.of("user", HI[0]["content"])], max_new_tokens=24, seeds=seeds, **asked).samples[
+        0
+    ]
+    assert answer.message.content == text.codec.decode(direct.token_ids)
+    content = answer.logprobs.content
+    np.testing.assert_allclose([token.logprob for token in content], direct.logprobs[: len(content)], atol=1e-5)
+    assert len(direct.token_ids) > 6
 
 
 def test_an_engine_that_fails_is_a_server_error(tiny_folder: Path) -> None:

@@ -88,6 +88,19 @@ def test_nothing_follows_a_stop_string(codec: ChatCodec) -> None:
     assert reply.feed(encode(codec, " three"), last=True) == ("", range(0))
 
 
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_a_stop_string_counts_only_after_the_least_tokens(codec: ChatCodec, size: int) -> None:
+    ids = encode(codec, "a.b.c.d")
+    reply = ReplyText(codec, ["."], min_tokens=len(encode(codec, "a.b")))
+    pieces = [reply.feed(ids[k : k + size], last=k + size >= len(ids))[0] for k in range(0, len(ids), size)]
+    assert "".join(pieces) == "a.b"
+
+
+def test_an_end_of_turn_that_was_ignored_keeps_tokens_in_their_places(codec: ChatCodec) -> None:
+    ids = [*encode(codec, "a"), codec.end_of_turn_id, *encode(codec, "b")]
+    assert ReplyText(codec).feed(ids, last=True) == ("ab", range(len(ids)))
+
+
 def test_end_of_turn_is_no_text(codec: ChatCodec) -> None:
     assert ReplyText(codec).feed([*encode(codec, "yes"), codec.end_of_turn_id], last=True)[0] == "yes"
 
