@@ -13,7 +13,11 @@ import numpy as np
 
 from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.registry import Registry
-from rl_vlm.types import TrajectoryGroup
+from rl_vlm.types import RLVLMError, TrajectoryGroup
+
+
+class EstimatorError(RLVLMError):
+    """A registered estimator does not keep to the seam."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,18 @@ class Estimate:
     """`advantages[group][trajectory]`: float32 [T], in the order of the groups and trajectories that were given."""
 
     advantages: list[list[np.ndarray]]
+
+    def check(self, groups: Sequence[TrajectoryGroup], name: str) -> None:
+        """Raise EstimatorError where a user's estimator gave something else than finite numbers, one per sampled token."""
+        lengths = [[trajectory.num_sampled for trajectory in group.trajectories] for group in groups]
+        if [[np.shape(tokens) for tokens in group] for group in self.advantages] != [
+            [(length,) for length in group] for group in lengths
+        ]:
+            raise EstimatorError(
+                f"algorithm.estimator {name}: it must give one array per trajectory, one number per sampled token."
+            )
+        if not all(np.all(np.isfinite(tokens)) for group in self.advantages for tokens in group):
+            raise EstimatorError(f"algorithm.estimator {name}: it gave a number that is not finite.")
 
     def per_trajectory(self) -> list[np.ndarray]:
         """The mean advantage of each trajectory, float64 [G] per group; 0 for one without a sampled token."""

@@ -41,6 +41,7 @@ def plan_update(
     if settings.shuffle_rewards:
         rewards = _shuffled(rewards, rng)
     estimate = ESTIMATORS.get(settings.estimator)(groups, rewards, settings)
+    estimate.check(groups, settings.estimator)
     order = rng.permutation(len(groups))
     shards: list[list[Minibatch]] = [[] for _ in range(num_learners)]
     active: list[bool] = []

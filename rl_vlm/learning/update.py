@@ -18,6 +18,7 @@ from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
 from rl_vlm.learning.logprobs import token_logprobs
 from rl_vlm.learning.losses import LOSSES, TokenBatch, kl_estimate, truncated_importance_weights
+from rl_vlm.types import RLVLMError
 
 if TYPE_CHECKING:
     # Env runners import this with the algorithm's configuration, and have no model.
@@ -84,6 +85,10 @@ class UpdateStats:
             "mismatch/kl": self.mismatch_kl / tokens,
             "mismatch/token_mult_prob_error": self.mismatch_prob / tokens if self.tokens else 1.0,
         }
+
+
+class LossError(RLVLMError):
+    """A registered loss does not keep to the seam."""
 
 
 class PolicyUpdater:
@@ -172,6 +177,11 @@ class PolicyUpdater:
         weight = torch.from_numpy(micro.weight).to(device)
         sample, turn = (torch.from_numpy(ids).to(device) for ids in (micro.sample, micro.turn))
         terms = self._loss(TokenBatch(new, old, behaviour, advantage, sample, turn), self._settings)
+        if terms.loss.shape != new.shape:
+            raise LossError(
+                f"algorithm.loss {self._settings.loss}: it must give one number per token, shape {tuple(new.shape)}, and gave "
+                f"{tuple(terms.loss.shape)}."
+            )
         token_loss = terms.loss * truncated_importance_weights(old, behaviour, self._settings.tis_cap)
         if self._settings.kl_coef:
             kl = kl_estimate(new, minibatch.reference[number], self._settings.kl_estimator)

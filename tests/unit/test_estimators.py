@@ -8,7 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_vlm.learning.estimators import group_advantages
+from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.learning.estimators import ESTIMATORS, Estimate, EstimatorError, group_advantages, register_estimator
+from rl_vlm.learning.plan import plan_update
+from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
 
 def test_advantages_by_hand() -> None:
@@ -67,3 +70,58 @@ def test_advantages_sum_to_zero_keep_the_order_and_ignore_a_shift(rewards: list[
         # Only where the shift itself loses no digits can the result be the same.
         if np.array_equal((values + shift) - shift, values):
             assert np.allclose(moved, advantages, rtol=1e-6, atol=1e-6)
+
+
+# --- the seam
+
+
+def group_of(rewards: list[float], lengths: list[int]) -> TrajectoryGroup:
+    members = []
+    for number, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
+        mask = np.arange(length + 2) >= 2
+        turn = Turn(2, length + 2, 0, StopReason.END_OF_TURN, reward)
+        members.append(
+            Trajectory(
+                str(number), np.arange(length + 2, dtype=np.int32), mask, np.where(mask, -1, 0).astype(np.float32),
+                (turn,), TrajectoryStatus.COMPLETED,
+            ).check()
+        )  # fmt: skip
+    return TrajectoryGroup("g", 0, members)
+
+
+def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
+    rewards = [1.0, 0.0, 0.5, 1.0]
+    group = group_of(rewards, [1, 2, 3, 4])
+    (advantages,) = ESTIMATORS.get("rloo")([group], [group.rewards], AlgorithmSection()).advantages
+    for number, tokens in enumerate(advantages):
+        others = np.delete(rewards, number).mean()
+        assert tokens.dtype == np.float32 and tokens.tolist() == pytest.approx(
+            [rewards[number] - others] * (number + 1)
+        )
+
+
+def test_every_token_has_an_advantage_of_its_own_in_the_plan() -> None:
+    @register_estimator("test_ramp")
+    def ramp(groups, rewards, settings):  # type: ignore[no-untyped-def]
+        return Estimate([[np.arange(t.num_sampled, dtype=np.float32) for t in g.trajectories] for g in groups])
+
+    plan = plan_update([group_of([0, 0], [3, 1])], AlgorithmSection(estimator="test_ramp"), np.random.default_rng(0))
+    samples = [sample for group in plan.shards[0][0].groups for sample in group]
+    # The second trajectory's only token has advantage zero and is skipped.
+    assert [sample.advantage.tolist() for sample in samples] == [[0.0, 1.0, 2.0]]
+    assert plan.advantages[0].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda group: [[np.zeros(3), np.zeros(2)]], "one number per sampled token"),
+        (lambda group: [[np.zeros(3)]], "one array per trajectory"),
+        (lambda group: [], "one array per trajectory"),
+        (lambda group: [[np.full(3, np.nan), np.zeros(1)]], "not finite"),
+    ],
+)
+def test_an_estimator_that_does_not_keep_to_the_seam_is_named(made: object, message: str) -> None:
+    register_estimator("test_wrong")(lambda groups, rewards, settings: Estimate(made(groups)))  # type: ignore[operator]
+    with pytest.raises(EstimatorError, match=f"test_wrong: .*{message}"):
+        plan_update([group_of([0, 0], [3, 1])], AlgorithmSection(estimator="test_wrong"), np.random.default_rng(0))
