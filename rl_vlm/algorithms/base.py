@@ -145,7 +145,7 @@ class RunAlgorithm(Algorithm):
         self.restarts["learner"] += 1
         if self.restarts["learner"] > self.run.learner.max_restarts:
             raise LearnerDiedError(
-                f"A learner died {self.restarts['learner']} times, the last time with: {error}. Raise "
+                f"A learner died {self.restarts['learner']} times, the last time with: {str(error).splitlines()[0]} Raise "
                 "learner.max_restarts, or give the learners more memory."
             ) from error
         self.learner_group.shutdown()
