@@ -132,6 +132,65 @@ def test_vllm_profiles_no_larger_images_than_the_limits_allow(engine: VLLMEngine
     assert size.width * size.height <= PIXELS.maximum
 
 
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.6},
+    {"repetition_penalty": 0.6},
+    {"frequency_penalty": 1.1, "presence_penalty": -0.7},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": 0.3, "min_tokens": 12},
+]
+
+
+@pytest.mark.parametrize("penalties", PENALTIES, ids=str)
+def test_penalties_equal_the_transformers_engines(
+    engine: VLLMEngine, other_engine: TransformersEngine, text: TextSide, penalties: dict[str, Any]
+) -> None:
+    """Whose own are held against transformers' logits processors."""
+    requests = [
+        ask(text, "again again", picture(40), temperature=0.0, **penalties),
+        ask(text, "plain", temperature=0.0),
+    ]
+    for one, two in zip(generate(engine, *requests), generate(other_engine, *requests), strict=True):
+        np.testing.assert_array_equal(one.samples[0].token_ids, two.samples[0].token_ids)
+        np.testing.assert_allclose(one.samples[0].logprobs, two.samples[0].logprobs, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "warp", [{"min_p": 0.2}, {"min_p": 0.02, "top_p": 0.7}, {"min_p": 0.02, "presence_penalty": 1.0}]
+)
+def test_min_p_leaves_the_transformers_engines_distribution(
+    engine: VLLMEngine, other_engine: TransformersEngine, text: TextSide, warp: dict[str, Any]
+) -> None:
+    request = ask(text, "first", picture(41), temperature=1.5, seeds=(1,), max_new_tokens=1, top_logprobs=20, **warp)
+    one, two = (dict(generate(each, request)[0].samples[0].top_logprobs[0]) for each in (engine, other_engine))
+    assert one.keys() == two.keys()
+    np.testing.assert_allclose([one[token] for token in two], list(two.values()), atol=TOLERANCE)
+
+
+def test_samples_end_neither_early_nor_before_their_least_length(engine: VLLMEngine, text: TextSide) -> None:
+    long = ask(text, "on", n=8, temperature=2.0, max_new_tokens=60, ignore_eos=True)
+    least = ask(text, "on", n=8, temperature=2.0, max_new_tokens=60, min_tokens=20)
+    endless, kept = generate(engine, long, least)
+    assert {(len(s.token_ids), s.stop_reason) for s in endless.samples} == {(60, StopReason.LENGTH)}
+    assert all(len(sample.token_ids) >= 20 for sample in kept.samples)
+
+
+def test_progress_is_counted_while_no_sample_has_ended(engine: VLLMEngine, text: TextSide) -> None:
+    async def watch() -> list[tuple[int, int]]:
+        request = ask(text, "long", n=16, temperature=1.0, max_new_tokens=300, ignore_eos=True)
+        work = asyncio.ensure_future(engine.generate([request]))
+        seen = []
+        while not work.done():
+            stats = engine.stats()
+            seen.append((stats.generated_tokens, stats.progress))
+            await asyncio.sleep(0.05)
+        await work
+        return seen
+
+    tokens, steps = (sorted(set(values)) for values in zip(*asyncio.run(watch()), strict=True))
+    assert len(tokens) > 5 and len(steps) > 5
+    assert tokens[-1] - tokens[0] > 16 * 100
+
+
 def mixed_batch(text: TextSide, **sampling: Any) -> list[GenerationRequest]:
     """Prompts of many lengths with none to three images, as one call."""
     sizes = [(96, 64), (64, 64), (40, 90)]
