@@ -138,12 +138,12 @@ def test_ten_thousand_requests_survive_kills_and_publications(tiny_folder: Path,
 @pytest.mark.acceptance
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize("tokens", [int(os.environ.get("RL_VLM_DRILL_TOKENS", "400"))])
+@pytest.mark.parametrize("tokens", [int(os.environ.get("RL_VLM_DRILL_TOKENS", "1000"))])
 def test_a_replica_with_hours_of_work_is_not_taken_for_dead(tmp_path: Path, tokens: int) -> None:
     """512 samples, half of which wait: none ends for a long time, and no probe would be answered before they do."""
     folder = resolve_model("tiny-wide")
     settings = {"serving__engine": "vllm", "serving__num_replicas": 1, "serving__max_context": tokens + 64}
-    probes = {"serving__probe_after_s": 1.0, "serving__probe_timeout_s": 1.0}
+    probes = {"serving__probe_after_s": 1.0, "serving__probe_timeout_s": 5.0}
     with served(folder, tmp_path, **settings, **probes):
         requests = [ask(folder, "go on", str(k), n=64, max_new_tokens=tokens, ignore_eos=True) for k in range(8)]
 
