@@ -125,7 +125,6 @@ class TrajectoryStatus(StrEnum):
 
     COMPLETED = "completed"  # the environment said terminated
     TRUNCATED = "truncated"  # a limit: turns, context, new tokens, or the environment said truncated
-    ABORTED = "aborted"  # an environment, request or encoding failed; never trained on
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +203,8 @@ class GenerationRequest:
 
     `prompt_ids` is int32 [P] with exactly one image placeholder per image; the engine expands them.
     `min_version` is the oldest policy version that may answer; -1 asks for the base model without an adapter.
-    `session_id` keeps the turns of one conversation on one replica.
+    `preferred_replica` is the id of the replica that should answer, usually because it answered the earlier turns of the
+    conversation; empty for any.
     """
 
     request_id: str
@@ -212,7 +212,7 @@ class GenerationRequest:
     sampling: SamplingParams
     images: tuple[EncodedImage, ...] = ()
     min_version: int = 0
-    session_id: str = ""
+    preferred_replica: str = ""
 
 
 @dataclass(frozen=True, slots=True)

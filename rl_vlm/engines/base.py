@@ -71,14 +71,6 @@ class Engine(Protocol):
         """Counts for metrics; cheap, and callable from any thread."""
         ...
 
-    async def sleep(self) -> None:
-        """Give the device's memory back until `wake`. Raises EngineError where the engine cannot."""
-        ...
-
-    async def wake(self) -> None:
-        """Take the memory again and go on. Raises EngineError where the engine cannot."""
-        ...
-
     async def close(self) -> None:
         """Stop all work and free the model."""
         ...

@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 _AHEAD_IMAGES = 8  # encoded ahead in one go; a call that comes meanwhile waits for them
 _AHEAD_LIMIT = 1024  # images that wait to be
-_NO_SLEEP = "The transformers engine keeps its weights in place: use engine vllm on a GPU to sleep and wake."
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +108,6 @@ class TransformersEngine:
         """Whether the engine's thread has ended without being told to."""
         return not (self._closed or self._thread.is_alive())
 
-    @property
-    def num_waiting(self) -> int:
-        """Calls that no sample has started for."""
-        return len(self._waiting)
-
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Answer all requests, in order. Cancelling the call frees its rows at the next step."""
         if not requests:
@@ -180,14 +174,6 @@ class TransformersEngine:
             adapter_swaps=self._swaps,
             last_swap_s=self._last_swap_s,
         )
-
-    async def sleep(self) -> None:
-        """Not possible here."""
-        raise EngineError(_NO_SLEEP)
-
-    async def wake(self) -> None:
-        """Not possible here."""
-        raise EngineError(_NO_SLEEP)
 
     async def load_adapter(self, payload: AdapterPayload) -> None:
         """Merge a version and serve it to every request that starts from now on.

@@ -15,8 +15,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from rl_vlm.config import ServingSection
 from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats
 from rl_vlm.engines.streams import TokenStream
@@ -60,8 +58,7 @@ class VLLMEngine:
         quiet_libraries()
         self._text = load_text_side(model, pixels)
         self._max_num_seqs = serving.vllm.max_num_seqs
-        self._sleep_mode = serving.vllm.sleep_mode
-        self._closed = self._asleep = False
+        self._closed = False
         self._swaps, self._last_swap_s = 0, 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
@@ -99,7 +96,6 @@ class VLLMEngine:
         """
         if not requests:
             return []
-        self._check_awake()
         return await self._call(self._generate(list(requests)))
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[SampleChunk]:
@@ -107,7 +103,6 @@ class VLLMEngine:
 
         Closing the iterator aborts the request in vLLM.
         """
-        self._check_awake()
         if self._closed:
             raise EngineError(_CLOSED)
         stream = TokenStream(request.sampling.n)
@@ -121,7 +116,6 @@ class VLLMEngine:
     async def load_adapter(self, payload: AdapterPayload) -> None:
         """Serve a version to every request that starts from now on."""
         started = time.monotonic()
-        self._check_awake()
         await self._call(self._load(payload))
         self._swaps += 1
         self._last_swap_s = time.monotonic() - started
@@ -149,37 +143,6 @@ class VLLMEngine:
 
     def encode_images(self, images: Sequence[EncodedImage]) -> None:
         """vLLM keeps no features between requests: nothing is done."""
-
-    async def sleep(self) -> None:
-        """Wait for the running requests, then move the weights to the machine's memory and drop keys and values.
-
-        Requests that come meanwhile are refused.
-        """
-        self._check_sleep_mode()
-        self._check_awake()
-        self._asleep = True
-        try:
-            await self._call(self._llm.sleep(level=1, mode="wait"))
-        except BaseException:
-            self._asleep = False
-            raise
-
-    async def wake(self) -> None:
-        """Bring the weights back. No error for an engine that is awake."""
-        self._check_sleep_mode()
-        if self._asleep:
-            await self._call(self._llm.wake_up())
-            self._asleep = False
-
-    def _check_sleep_mode(self) -> None:
-        if not torch.cuda.is_available():
-            raise EngineError("This engine runs without a GPU: there is no device memory to give back.")
-        if not self._sleep_mode:
-            raise EngineError("The engine was started without sleep mode: set serving.vllm.sleep_mode to true.")
-
-    def _check_awake(self) -> None:
-        if self._asleep:
-            raise EngineError("The engine sleeps: wake it first.")
 
     async def close(self) -> None:
         """End vLLM and delete the adapters' files; calls that wait get an EngineError."""

@@ -116,7 +116,6 @@ def engine_args(
         max_num_batched_tokens=None if on_gpu else max(16384, serving.max_context),
         enable_prefix_caching=settings.enable_prefix_caching,
         quantization="fp8_per_tensor" if serving.quantization == "fp8" else None,  # done while loading
-        enable_sleep_mode=settings.sleep_mode,
         enable_lora=True,
         max_lora_rank=next(rank for rank in _RANKS if rank >= max_lora_rank),  # type: ignore[arg-type]
         max_loras=max_loras,
@@ -141,10 +140,8 @@ def engine_args(
 def _check_device(serving: ServingSection, on_gpu: bool) -> None:
     if serving.quantization == "nf4":
         raise UserInputError("vLLM has no NF4: set serving.engine to transformers, or serving.quantization to fp8.")
-    if not on_gpu and (serving.quantization == "fp8" or serving.vllm.sleep_mode):
-        raise UserInputError(
-            "serving.quantization fp8 and serving.vllm.sleep_mode need a GPU, and torch sees none: leave them out."
-        )
+    if not on_gpu and serving.quantization == "fp8":
+        raise UserInputError("serving.quantization fp8 needs a GPU, and torch sees none: leave it out.")
 
 
 def start_llm(args: Any, num_threads: int, counts: Counts) -> Any:

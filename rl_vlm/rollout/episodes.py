@@ -229,7 +229,7 @@ async def _continue(
                     seeds=(derive_seed(task.sampling_seed, episode.number, turn),),
                 ),
                 min_version=task.min_version,
-                session_id=episode.replicas[-1],
+                preferred_replica=episode.replicas[-1],
             )
         )
         _check_prompt(completion, np.concatenate(episode.spans), task.group_id)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from rl_vlm.types import Split, TrajectoryGroup
 
@@ -41,7 +40,3 @@ class RolloutResult:
     timings: dict[str, float] = field(default_factory=dict)  # seconds: sample, env, encode, wait
     client: dict[str, int] = field(default_factory=dict)  # calls, retries
     needs_restart: bool = False  # an environment hangs in a thread of this runner
-
-    def summary(self) -> dict[str, Any]:
-        """Counts for the log."""
-        return {"groups": len(self.groups), "lost": len(self.lost), **self.dropped}

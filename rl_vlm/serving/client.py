@@ -72,7 +72,7 @@ class PolicyClient:
     async def generate(self, request: GenerationRequest) -> Completion:
         """Answer one request. Raises GenerationFailedError."""
         if not self._coalesce:
-            return (await self.call([request], request.session_id))[0]
+            return (await self.call([request], request.preferred_replica))[0]
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         if not self._queue:
@@ -100,20 +100,20 @@ class PolicyClient:
 
     def _flush(self) -> None:
         queue, self._queue = self._queue, []
-        by_session: dict[str, list[tuple[GenerationRequest, asyncio.Future[Completion]]]] = {}
+        by_replica: dict[str, list[tuple[GenerationRequest, asyncio.Future[Completion]]]] = {}
         for entry in queue:
-            by_session.setdefault(entry[0].session_id, []).append(entry)
-        for session, entries in by_session.items():
-            targets = (session,) if session else tuple(map(home_session, self._homes[: len(entries)]))
+            by_replica.setdefault(entry[0].preferred_replica, []).append(entry)
+        for replica, entries in by_replica.items():
+            targets = (replica,) if replica else tuple(map(home_session, self._homes[: len(entries)]))
             for part, target in enumerate(targets):
                 self._spawn(entries[part :: len(targets)], target)
 
-    def _spawn(self, entries: list[tuple[GenerationRequest, asyncio.Future[Completion]]], session: str) -> None:
+    def _spawn(self, entries: list[tuple[GenerationRequest, asyncio.Future[Completion]]], session_id: str) -> None:
         futures = [future for _, future in entries]
 
         async def run() -> None:
             try:
-                completions = await self.call([request for request, _ in entries], session)
+                completions = await self.call([request for request, _ in entries], session_id)
                 answered = list(zip(futures, completions, strict=True))
             except Exception as error:
                 # Whatever went wrong, nobody may wait for an answer that cannot come any more.
@@ -136,10 +136,10 @@ class PolicyClient:
         for future in futures:
             future.add_done_callback(stop_if_unwanted)
 
-    async def call(self, requests: list[GenerationRequest], session: str = "") -> list[Completion]:
+    async def call(self, requests: list[GenerationRequest], session_id: str = "") -> list[Completion]:
         """Answer several requests in one call, on one replica; retried with backoff until the deadline.
 
-        `session` says which replica is tried first (see `AffinityRouter`).
+        `session_id` says which replica is tried first (see `AffinityRouter`).
         """
         started = time.monotonic()
         attempt = 0
@@ -147,7 +147,7 @@ class PolicyClient:
             left = self._deadline_s - (time.monotonic() - started)
             try:
                 self.stats.calls += 1
-                target = session if attempt == 0 else ""
+                target = session_id if attempt == 0 else ""
                 response = self._handle.options(session_id=target).generate.remote(requests)
                 async with asyncio.timeout(max(left, 0.001)):
                     completions: list[Completion] = await response

@@ -322,12 +322,6 @@ def test_statistics_count_what_was_done(engine: VLLMEngine, text: TextSide) -> N
     assert (stats.running, stats.waiting) == (0, 0) and 1 <= stats.mean_batch <= SERVING.vllm.max_num_seqs
 
 
-def test_an_engine_without_a_gpu_cannot_sleep(engine: VLLMEngine) -> None:
-    for work in (engine.sleep, engine.wake):
-        with pytest.raises(EngineError, match="without a GPU"):
-            asyncio.run(work())
-
-
 def test_what_cannot_be_sampled_is_named_and_leaves_the_engine_working(
     engine: VLLMEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -509,8 +503,7 @@ def test_a_start_that_fails_says_why(model: Path) -> None:
     ("serving", "message"),
     [
         (ServingSection(quantization="nf4"), "vLLM has no NF4"),
-        (ServingSection(quantization="fp8"), "need a GPU"),
-        (ServingSection(vllm=VLLMSection(sleep_mode=True)), "need a GPU"),
+        (ServingSection(quantization="fp8"), "needs a GPU"),
     ],
 )
 def test_what_this_machine_cannot_do_is_refused_before_the_start(

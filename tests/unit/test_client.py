@@ -74,7 +74,7 @@ class Handle:
 
 
 def ask(name: str, session: str = "") -> GenerationRequest:
-    return GenerationRequest(name, np.zeros(1, dtype=np.int32), SamplingParams(1), session_id=session)
+    return GenerationRequest(name, np.zeros(1, dtype=np.int32), SamplingParams(1), preferred_replica=session)
 
 
 def answer(asked: GenerationRequest, replica: str = "r") -> Completion:
