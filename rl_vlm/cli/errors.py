@@ -46,6 +46,9 @@ class ErrorReport:
         return name
 
 
+error_report = ErrorReport()  # of this process: `rl-vlm train` sets its folder
+
+
 class _StderrHandler(logging.StreamHandler[TextIO]):
     """Writes to what sys.stderr is at that moment: a live panel puts itself there while it is shown."""
 
