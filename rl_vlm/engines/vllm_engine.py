@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from rl_vlm.config import ServingSection
 from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats
 from rl_vlm.engines.streams import TokenStream
-from rl_vlm.engines.vllm_adapters import AdapterShelf
+from rl_vlm.engines.vllm_adapters import AdapterFolders
 from rl_vlm.engines.vllm_request import DEAD, VLLMSampler
 from rl_vlm.engines.vllm_setup import Counts, engine_args, prepare_environment, start_llm
 from rl_vlm.models.adapter import AdapterPayload
@@ -75,13 +75,13 @@ class VLLMEngine:
         except Exception as error:
             reason = " ".join((str(error) or repr(error)).split())
             raise EngineError(f"vLLM did not start: {reason[:500]}") from error
-        self._shelf = AdapterShelf()
+        self._folders = AdapterFolders()
         self._sampler = VLLMSampler(self._llm, self._text, serving.max_context, self._counts)
 
     @property
     def version(self) -> int:
         """The newest adapter version that is loaded."""
-        newest = self._shelf.newest
+        newest = self._folders.newest
         return newest.version if newest else 0
 
     @property
@@ -92,7 +92,7 @@ class VLLMEngine:
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Answer all requests, in order. Cancelling the call aborts them in vLLM.
 
-        vLLM does not tell when it starts with a request: `generate_s` includes the time in its queue, `queue_s` is 0.
+        vLLM does not report when it starts a request: `generate_s` includes the time in its queue, `queue_s` is 0.
         """
         if not requests:
             return []
@@ -142,7 +142,7 @@ class VLLMEngine:
         )
 
     def encode_images(self, images: Sequence[EncodedImage]) -> None:
-        """vLLM keeps no features between requests: nothing is done."""
+        """Does nothing: vLLM keeps no features between requests."""
 
     async def close(self) -> None:
         """End vLLM and delete the adapters' files; calls that wait get an EngineError."""
@@ -156,7 +156,7 @@ class VLLMEngine:
             await asyncio.to_thread(core.join, 5.0)  # vLLM may have killed it, and does not wait for its end
         self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.to_thread(self._thread.join, 10.0)
-        self._shelf.close()
+        self._folders.close()
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the engine's loop and wait for it on the caller's."""
@@ -206,17 +206,17 @@ class VLLMEngine:
 
     async def _load(self, payload: AdapterPayload) -> None:
         async with self._loading:
-            adapter = await asyncio.to_thread(self._shelf.write, payload)
+            adapter = await asyncio.to_thread(self._folders.write, payload)
             try:
                 await self._llm.add_lora(adapter.request)
             except BaseException as error:
-                self._shelf.discard(adapter)
+                self._folders.discard(adapter)
                 if not isinstance(error, Exception):
                     raise
-                # vLLM passes what happened in the engine core on as a plain Exception.
+                # vLLM raises errors of the engine core as plain Exceptions.
                 reason = DEAD if self._llm.errored else f"vLLM refused adapter version {payload.version}: {error}"
                 raise EngineError(reason) from error
-            self._shelf.add(adapter, payload.sha256)
+            self._folders.add(adapter, payload.sha256)
 
     async def _generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         return await _all_or_none([self._complete(request) for request in requests])
@@ -246,7 +246,7 @@ class VLLMEngine:
                     [self._sampler.feed(plan, number, lora, stream) for number in range(request.sampling.n)]
                 )
         except asyncio.CancelledError:
-            stream.fail(EngineError(_CLOSED))  # whoever cancels it otherwise does not read any more
+            stream.fail(EngineError(_CLOSED))  # other cancellations come from the reader, which has stopped reading
             raise
         except Exception as error:
             stream.fail(error if isinstance(error, EngineError) else EngineError(f"Generation failed: {error!r}."))
@@ -257,7 +257,7 @@ class VLLMEngine:
         if request.min_version == BASE_MODEL:
             yield None, BASE_MODEL
             return
-        with self._shelf.lease() as adapter:
+        with self._folders.lease() as adapter:
             yield (adapter.request, adapter.version) if adapter else (None, 0)
 
 
