@@ -99,7 +99,7 @@ class ServeBackend:
             finally:
                 if not finished:
                     response.cancel()
-            self._client.stats.retries += 1
+            self._client.retries += 1
             await asyncio.sleep(pause)
 
     async def health(self) -> None:
@@ -117,7 +117,7 @@ class ServeBackend:
         """Each replica's last report (sent every few seconds), and this server's retries."""
         registry = CollectorRegistry()
         retries = Counter("rl_vlm_client_retries", "Calls that went to another replica.", registry=registry)
-        retries.inc(self._client.stats.retries)
+        retries.inc(self._client.retries)
         gauges: dict[str, Gauge] = {}
 
         def put(name: str, value: float, **labels: str) -> None:

@@ -39,11 +39,6 @@ class Minibatch:
     def __len__(self) -> int:
         return sum(len(group) for group in self.groups)
 
-    @property
-    def num_tokens(self) -> int:
-        """Sampled tokens."""
-        return sum(sample.trajectory.num_sampled for group in self.groups for sample in group)
-
 
 @dataclass(slots=True)
 class MicroBatch:
