@@ -1,4 +1,4 @@
-"""Writing files whole or not at all, and values as JSON that every reader accepts."""
+"""Atomic writing of files, and conversion of values to plain JSON types."""
 
 from __future__ import annotations
 

@@ -134,8 +134,8 @@ class SamplingParams:
     `choices` restricts a sample to one of these texts, followed by end-of-turn (guided choice). `top_logprobs` asks for
     the most likely tokens at every position beside the sampled one.
 
-    `min_p` leaves out tokens that are less likely than this share of the most likely one. `min_tokens` come before an
-    end of turn or a stop string may; with `ignore_eos` a sample has `max_new_tokens` whatever it says. Penalties: see
+    `min_p` leaves out tokens that are less likely than this share of the most likely one. Before `min_tokens` no
+    end of turn is sampled and no stop string counts; with `ignore_eos` a sample does not end at an end of turn. Penalties: see
     `engines/penalties.py`.
     """
 

@@ -1,4 +1,4 @@
-"""Which keys a run reads. A key that its algorithm or engine ignores is an error where it is set, not a silent wish."""
+"""Which keys a run reads. Setting a key that its algorithm or engine ignores is an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Reads:
     """What an algorithm reads.
 
     keys: sections or single keys; a section stands for all that is in it.
-    instead: a key that people set and the algorithm ignores -> the key that does the same there.
+    instead: a key that the algorithm ignores -> the key that it reads in its place.
     """
 
     keys: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""From trajectories to the micro-batches of one optimiser step.
+"""Packs trajectories into the micro-batches of one optimiser step.
 
 The samples of a group share their prompt. A packed row holds that prompt once, followed by the group's continuations;
 the attention mask lets each continuation see the prompt and itself only. The result equals one row per sample, at a

@@ -1,4 +1,4 @@
-"""VLMLearner: RLlib's learner around the policy update."""
+"""VLMLearner: RLlib's learner that runs the policy update."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class AdapterRegistry:
         self._remember(published)
         async with self._changed:
             self._changed.notify_all()
-        # Replicas load while the disk writes. A full disk costs only the copy that a restarted registry would read.
+        # Replicas load while the disk writes. With a full disk only a restarted registry has nothing to read.
         try:
             async with asyncio.timeout(FETCH_S):
                 payload: AdapterPayload = await published.ref
