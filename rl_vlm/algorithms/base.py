@@ -42,7 +42,7 @@ class RunAlgorithm(Algorithm):
 
     @classmethod
     def get_default_config(cls) -> RunAlgorithmConfig:
-        """RLlib asks for this."""
+        """RLlib's hook: the default configuration."""
         return cls.config_class()  # type: ignore[call-arg]  # the subclasses know their algorithm
 
     def setup(self, config: AlgorithmConfig) -> None:

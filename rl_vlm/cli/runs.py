@@ -132,7 +132,7 @@ def _check_out(out: Path | None) -> None:
 
 def _summary(result: dict[str, Any], folder: Path) -> str:
     parts = [f"{result.get('status')} after {result.get('iterations')} {result.get('unit', 'iterations')}"]
-    # A preference run's own reward is learned and changes its scale: its evaluation tells how it went.
+    # A preference run's own reward is learned and changes its scale: only its evaluation is comparable over a run.
     reward = "evaluation_reward" if "evaluation_reward_after" in result else "reward"
     for label, name in (("accuracy", "accuracy"), ("reward", reward)):
         before, after = result.get(f"{name}_before"), result.get(f"{name}_after")

@@ -36,7 +36,7 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine: versions, hardware, rendering, ports, caches; say how to mend what is wrong."""
+    """Check this machine: versions, hardware, rendering, ports, caches; say how to fix what is wrong."""
     from rl_vlm.cli import doctor as checkup
 
     checks = checkup.diagnose(load_run(config, None) if config is not None else None)

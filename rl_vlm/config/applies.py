@@ -43,8 +43,8 @@ _OF_ENGINE = {"vllm": ("serving.vllm",), "transformers": ("serving.max_rows", "s
 def refuse_unread(config: Section, algorithm: str, reads: Reads, engine: str) -> None:
     """Raise ValueError for a key that is set and that neither this algorithm nor this engine reads.
 
-    An engine's keys may be set to their defaults under another engine: a saved configuration holds them all, and whoever
-    serves a run may choose another engine.
+    An engine's keys may be set to their defaults under another engine: a saved configuration holds them all, and
+    `rl-vlm serve` may choose another engine.
     """
     for key, is_default in _set_keys(config):
         if key not in reads:

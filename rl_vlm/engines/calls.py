@@ -34,7 +34,7 @@ class Call:
 
 
 def end_call(call: Call, error: Exception) -> None:
-    """Tell whoever waits for a call that it failed."""
+    """Raise an error in the caller of a call."""
     if call.stream is not None:
         call.stream.fail(error)
     else:

@@ -145,7 +145,7 @@ _NULL: dict[str, Any] = {"type": "null"}
 _GUIDES = ("guided_choice", "choice", "structured_outputs")
 _FREE = dict.fromkeys(_GUIDES, _NULL)
 # The checks of `_consistent` as JSON Schema.
-_CONSISTENT = {
+_CONSISTENT: dict[str, Any] = {
     "allOf": [
         _one_of({"top_logprobs": {"enum": [None, 0]}}, {"logprobs": {"const": True}}),
         _one_of({"stream_options": _NULL}, {"stream": {"const": True}}),

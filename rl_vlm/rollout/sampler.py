@@ -75,7 +75,7 @@ class RolloutSampler:
         return work
 
     def prepare(self, tasks: Sequence[RolloutTask]) -> None:
-        """Let the runners open the episodes of a round that `start` will send; nobody waits for it."""
+        """Let the runners open the episodes of a round that `start` will send. Returns at once."""
         self._preparing = [
             (runner, self._manager.actors()[runner].prepare.remote(tasks=shard)) for runner, shard in self._deal(tasks)
         ]

@@ -29,7 +29,7 @@ class TaskStream:
         self._repeated: list[RolloutTask] = []  # handed out before a resume
 
     def round(self) -> list[RolloutTask]:
-        """The tasks of the next round. Whoever sends them sets `min_version`."""
+        """The tasks of the next round. The sender sets `min_version`."""
         count = self._run.rollout.prompts_per_iteration
         tasks, self._repeated = self._repeated[:count], self._repeated[count:]
         if len(tasks) < count:

@@ -23,7 +23,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def inspect_run(run: RunConfig) -> dict[str, Any]:
     """Check everything that can be checked without starting Ray: model folder, data, environment, resources.
 
-    Returns what was found, as figures for people. Raises UserInputError.
+    Returns what was found, to be printed. Raises UserInputError.
     """
     load_plugins(run.plugins)
     check_quantization(run.serving.quantization)

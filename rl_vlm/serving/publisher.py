@@ -97,8 +97,8 @@ class PolicyService:
     def publish(self, payload: AdapterPayload) -> PublishReport | None:
         """Hand a version to all replicas. A dying registry is waited for; raises ServingError when it does not come back.
 
-        Returns once the registry holds it. Nobody waits for the replicas: requests carry the version that they need. The
-        return value tells of the newest version that was acknowledged before this one: who has loaded it, and after how long.
+        Returns once the registry holds it. It does not wait for the replicas: requests carry the version that they need. The
+        result reports the newest version that was acknowledged before this one: who has loaded it, and after how long.
         None before the first acknowledgement, also of a registry that died meanwhile.
         """
         # Kept here, because the registry may die before its replicas have fetched the object.
