@@ -3,7 +3,7 @@
 The chat template is rendered once per *shape* of a conversation, with markers where texts go; the pieces between
 the template's own special tokens are then tokenised as plain text. So every span that the policy did not sample
 equals the template's own rendering, token for token, and a special string inside user or environment text stays
-text: nobody can forge a turn or an image. What the policy sampled is never tokenised again.
+text: no text can forge a turn or an image. What the policy sampled is never tokenised again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 # Private-use characters mark where texts go in a rendered template; templates do not contain them.
 _MARK = re.compile("\ue000(\\d+)\ue001")
 _ASSISTANT_MARK = "\ue002"
-# What the policy may sample besides ordinary text: everything that the tokenizer does not call special.
+# The only special token that the policy may sample.
 _END_OF_TURN = "<|im_end|>"
-_REMEMBERED_CHARACTERS = 2000  # texts up to this length are worth remembering the ids of
+_REMEMBERED_CHARACTERS = 2000  # ids of texts up to this length are cached
 
 Shape = tuple[tuple[str, str], ...]  # per message: role, and its parts as "t" (text) or "i" (image)
 
@@ -72,7 +72,7 @@ class ChatCodec:
         by_length = sorted(self._special_ids, key=len, reverse=True)
         self._special_pattern = re.compile("(" + "|".join(re.escape(token) for token in by_length) + ")")
         self._render = lru_cache(maxsize=512)(self._render_uncached)
-        # Prompts repeat themselves: a task's question, the words between pictures.
+        # Texts of prompts repeat: a task's question, the words between images.
         self._remembered_ids = lru_cache(maxsize=4096)(self._ids_of)
         self._token_bytes: dict[int, bytes] = {}
 

@@ -1,4 +1,4 @@
-"""Writing files whole or not at all, and values as JSON that every reader accepts."""
+"""Atomic writing of files, and conversion of values to plain JSON types."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write_atomic(path: str | Path, data: bytes | str) -> None:
     """
     path = Path(path)
     content = data.encode("utf-8", "replace") if isinstance(data, str) else data
-    # Not mkstemp, whose files nobody but the owner may read.
+    # Not mkstemp, which makes files readable for their owner only.
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file:

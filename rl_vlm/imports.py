@@ -1,4 +1,4 @@
-"""Imports that overlap with waiting, and names in libraries that have no setting for what we need."""
+"""Imports in a background thread, and temporary replacement of names in libraries that have no setting for it."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _RUN_FOLDERS = ("adapter", "checkpoints", "labels", "serving", "trajectories", "
 
 
 def mark_run(folder: Path) -> None:
-    """Say that this is the folder of a run. Raises OSError."""
+    """Mark the folder as a run's. Raises OSError."""
     (folder / RUN_MARKER).write_text(_NOTE)
 
 
@@ -52,7 +52,9 @@ def clear_run(folder: Path) -> None:
     for name in _RUN_FOLDERS:
         if (folder / name).is_symlink():
             raise UserInputError(f"{folder / name} is a link: delete it and what it names yourself.")
-    _delete(folder, sorted(run_files(folder), key=lambda name: name == RUN_MARKER))  # last: half a run is still one
+    _delete(
+        folder, sorted(run_files(folder), key=lambda name: name == RUN_MARKER)
+    )  # the marker last: after a failure the rest is still known as a run
 
 
 def run_files(folder: Path) -> list[str]:
@@ -61,7 +63,7 @@ def run_files(folder: Path) -> list[str]:
 
 
 def mark_model(folder: Path) -> None:
-    """Say that this is a model folder of ours, and that all files in it are. Raises OSError."""
+    """Mark the folder as an exported model's, and list its files. Raises OSError."""
     names = [name for name in files_in(folder) if name != MODEL_MARKER]
     (folder / MODEL_MARKER).write_text(json.dumps([*names, MODEL_MARKER], indent=1))
 

@@ -1,4 +1,4 @@
-"""Registries: names that a configuration may use, and what they stand for. Users add their own from plugins."""
+"""Registries: map the names that a configuration may use to objects. Users add their own from plugins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Maps the names that one configuration key accepts to what they stand for.
+    """Maps the names that one configuration key accepts to objects.
 
     Args:
         key: the dotted configuration key, for error messages.

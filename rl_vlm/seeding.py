@@ -1,4 +1,4 @@
-"""Where every random number comes from: hashes of integers such as (run, iteration, group, sample, turn)."""
+"""Random numbers and seeds as hashes of integers such as (run, iteration, group, sample, turn)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The shared types: what flows between environments, engines, env runners and the learner.
+"""The shared types, which pass between environments, engines, env runners and the learner.
 
-An environment speaks in `Observation`s, which are lists of `Message`s of text and images. `chat.py` turns them
+An environment returns `Observation`s, which are lists of `Message`s of text and images. `chat.py` turns them
 into token ids. A `GenerationRequest` asks an engine for samples and a `Completion` brings them back. One episode
 becomes a `Trajectory`; the episodes of one task instance become a `TrajectoryGroup`, the unit of the GRPO
 baseline, of retries and of transport. Nothing here knows Ray or torch.
@@ -102,7 +102,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment shows: the messages to append to the conversation. Empty after the last step."""
+    """The messages that an environment appends to the conversation. Empty after the last step."""
 
     messages: tuple[Message, ...] = ()
 
@@ -125,7 +125,6 @@ class TrajectoryStatus(StrEnum):
 
     COMPLETED = "completed"  # the environment said terminated
     TRUNCATED = "truncated"  # a limit: turns, context, new tokens, or the environment said truncated
-    ABORTED = "aborted"  # an environment, request or encoding failed; never trained on
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +134,8 @@ class SamplingParams:
     `choices` restricts a sample to one of these texts, followed by end-of-turn (guided choice). `top_logprobs` asks for
     the most likely tokens at every position beside the sampled one.
 
-    `min_p` leaves out tokens that are less likely than this share of the most likely one. `min_tokens` come before an
-    end of turn or a stop string may; with `ignore_eos` a sample has `max_new_tokens` whatever it says. Penalties: see
+    `min_p` leaves out tokens that are less likely than this share of the most likely one. Before `min_tokens` no
+    end of turn is sampled and no stop string counts; with `ignore_eos` a sample does not end at an end of turn. Penalties: see
     `engines/penalties.py`.
     """
 
@@ -204,7 +203,8 @@ class GenerationRequest:
 
     `prompt_ids` is int32 [P] with exactly one image placeholder per image; the engine expands them.
     `min_version` is the oldest policy version that may answer; -1 asks for the base model without an adapter.
-    `session_id` keeps the turns of one conversation on one replica.
+    `preferred_replica` is the id of the replica that should answer, usually because it answered the earlier turns of the
+    conversation; empty for any.
     """
 
     request_id: str
@@ -212,7 +212,7 @@ class GenerationRequest:
     sampling: SamplingParams
     images: tuple[EncodedImage, ...] = ()
     min_version: int = 0
-    session_id: str = ""
+    preferred_replica: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleChunk:
-    """What a streamed sample has grown by: new token ids int32 [k] and their log-probabilities float32 [k].
+    """New tokens of a streamed sample: ids int32 [k] and their log-probabilities float32 [k].
 
     `number` says which of the request's `n` samples it is. `stop_reason` is set on a sample's last chunk.
     """
@@ -281,7 +281,7 @@ class Turn:
     reward: float = 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Turn, _fields(self)  # a third of the cost of what dataclasses do by themselves
+        return Turn, _fields(self)  # costs a third of the dataclass's own pickling
 
 
 @dataclass(slots=True)
@@ -300,7 +300,7 @@ class Trajectory:
     status: TrajectoryStatus
     images: tuple[EncodedImage, ...] = ()
     info: dict[str, Any] = field(default_factory=dict)
-    messages: tuple[Message, ...] = ()  # the conversation as text, for people; images replaced by their hash
+    messages: tuple[Message, ...] = ()  # the recorded conversation; images replaced by their hash
     error: str = ""  # the reason, when aborted
     replica_ids: tuple[str, ...] = ()
 
@@ -331,7 +331,7 @@ class Trajectory:
                 f"{len(self.logprobs)} log-probabilities must be equally many."
             )
         sampled = np.zeros(total, dtype=bool)
-        end = 1  # the first token has nothing before it that could predict it
+        end = 1  # no position predicts the first token
         for number, turn in enumerate(self.turns):
             if not end <= turn.start < turn.stop <= total:
                 raise TrajectoryError(
@@ -359,8 +359,6 @@ class TrajectoryGroup:
     group_id: str
     index: int
     trajectories: list[Trajectory]
-    dropped: dict[str, int] = field(default_factory=dict)  # reason -> attempts lost on the way to this group
-    timings: dict[str, float] = field(default_factory=dict)  # seconds by activity
 
     def __reduce__(self) -> tuple[Any, ...]:
         packed = _Packed.of(self.trajectories, ("token_ids", "loss_mask", "logprobs"))

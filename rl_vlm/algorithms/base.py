@@ -1,4 +1,4 @@
-"""RunAlgorithm: what every algorithm of a run shares: start, supervision of its learners, timing, figures, clean-up."""
+"""RunAlgorithm: the base class of the algorithms: start, replacement of learners, timing, metrics, clean-up."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RunAlgorithm(Algorithm):
 
     @classmethod
     def get_default_config(cls) -> RunAlgorithmConfig:
-        """RLlib asks for this."""
+        """RLlib's hook: the default configuration."""
         return cls.config_class()  # type: ignore[call-arg]  # the subclasses know their algorithm
 
     def setup(self, config: AlgorithmConfig) -> None:
@@ -55,7 +55,7 @@ class RunAlgorithm(Algorithm):
         self.stop_requested: Callable[[], bool] = lambda: False
         self._clock: defaultdict[str, float] = defaultdict(float)
         try:
-            # What is served loads while env runners and learners start.
+            # The served model loads while env runners and learners start.
             self.start_services(config)
             config.freeze()
             self.config = config
@@ -69,7 +69,7 @@ class RunAlgorithm(Algorithm):
 
     @abstractmethod
     def start_services(self, config: Any) -> None:
-        """Start what runs beside RLlib's actors, and complete the configuration with what only this process knows."""
+        """Start what runs beside RLlib's actors, and add to the configuration what is known only then."""
 
     @abstractmethod
     def stop_services(self) -> None:
@@ -77,7 +77,7 @@ class RunAlgorithm(Algorithm):
 
     @abstractmethod
     def prepare(self) -> None:
-        """The algorithm's own state; env runners and learners are there."""
+        """Make the algorithm's own state; env runners and learners have started."""
 
     @abstractmethod
     def iterate(self) -> dict[str, float]:
@@ -85,7 +85,7 @@ class RunAlgorithm(Algorithm):
 
     @abstractmethod
     def restore_learners(self) -> None:
-        """Give learners that were started anew the newest state that is left."""
+        """Restore the newest available state in new learners."""
 
     def training_step(self) -> None:
         """RLlib's hook for one iteration."""
@@ -135,7 +135,7 @@ class RunAlgorithm(Algorithm):
                     f"An update did not fit into a learner's memory ({str(error).splitlines()[0]}): lower "
                     "learner.micro_batch_tokens, or set learner.gradient_checkpointing."
                 ) from error
-            # A RuntimeError may be a collective that broke because another learner died, or a defect.
+            # A RuntimeError is either a collective that failed because another learner died, or a defect.
             if group.is_local or all_learners_answer(group, len(batches)):
                 raise
             self._replace_learners(error)
@@ -157,7 +157,7 @@ class RunAlgorithm(Algorithm):
     # RLlib's other hooks.
 
     def restore_env_runners(self, env_runner_group: Any) -> list[int]:
-        """RLlib calls this before each step: the samplers revive runners themselves, which have no state to restore."""
+        """RLlib calls this before each step. Nothing to do: the samplers replace runners, which have no state to restore."""
         return []
 
     def cleanup(self) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ class Checkpoint:
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write all files into `folder`, which exists. Not atomic by itself: see `save_checkpoint`."""
+    """Write all files into `folder`, which exists. Not atomic: see `write_folder`."""
     import torch
     from safetensors.torch import save
 
@@ -68,29 +69,44 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def save_checkpoint(checkpoints: Path, iteration: int, checkpoint: Checkpoint, keep: int) -> Path:
     """Write `checkpoints/iteration-000123` atomically, then delete all but the newest `keep`. Raises OSError."""
-    checkpoints.mkdir(parents=True, exist_ok=True)
-    target = checkpoints / f"iteration-{iteration:06d}"
-    temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=checkpoints))
-    temporary.chmod(0o755)  # mkdtemp lets nobody else in
+    target = write_folder(
+        checkpoints, f"iteration-{iteration:06d}", lambda folder: write_checkpoint(folder, checkpoint)
+    )
+    delete_old(list_checkpoints(checkpoints), target, keep)
+    return target
+
+
+def write_folder(parent: Path, name: str, write: Callable[[Path], None]) -> Path:
+    """Let `write` fill a temporary folder, then rename it to `parent / name`, replacing what is there. Raises OSError."""
+    parent.mkdir(parents=True, exist_ok=True)
+    target = parent / name
+    temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=parent))
+    temporary.chmod(0o755)  # mkdtemp makes it readable for its owner only
     try:
-        write_checkpoint(temporary, checkpoint)
+        write(temporary)
         if target.exists():
             shutil.rmtree(target)
         os.replace(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    # The new one stays even where a higher number is left over from before the run was resumed.
-    others = [folder for folder in list_checkpoints(checkpoints) if folder != target]
-    for old in others[: max(len(others) + 1 - keep, 0)]:
-        shutil.rmtree(old, ignore_errors=True)
     return target
 
 
-def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+def delete_old(checkpoints: list[Path], written: Path, keep: int) -> None:
+    """Delete the oldest checkpoints, so that `keep` stay.
+
+    `written` always stays, also where a higher number is left over from before the run was resumed.
+    """
+    others = [folder for folder in checkpoints if folder != written]
+    for old in others[: max(len(others) + 1 - keep, 0)]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def list_checkpoints(checkpoints: Path, name: re.Pattern[str] = _NAME) -> list[Path]:
+    """Complete checkpoints, oldest first; `name` matches their names, with the number as its first group."""
     if not checkpoints.is_dir():
         return []
-    found = [(int(match[1]), path) for path in checkpoints.iterdir() if (match := _NAME.fullmatch(path.name))]
+    found = [(int(match[1]), path) for path in checkpoints.iterdir() if (match := name.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
 
 

@@ -1,4 +1,4 @@
-"""What all algorithms' RLlib configurations share: they follow from one run configuration."""
+"""The base of the algorithms' RLlib configurations, which are derived from a run configuration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RunAlgorithmConfig(AlgorithmConfig):
         return config
 
     def own_copy(self, given: AlgorithmConfig | dict[str, Any]) -> Self:
-        """What an algorithm is set up with, not frozen: RLlib gives a frozen configuration, Tune may give a dictionary."""
+        """A copy that is not frozen, of RLlib's frozen configuration or of Tune's dictionary."""
         config = given if isinstance(given, AlgorithmConfig) else self.update_from_dict(given)
         assert isinstance(config, type(self))
         return config.copy(copy_frozen=False)
@@ -64,10 +64,10 @@ class RunAlgorithmConfig(AlgorithmConfig):
         self.debugging(seed=self.run_config.seed)
 
     def build_learner_connector(self, *args: Any, **kwargs: Any) -> None:
-        """No connector: batches come ready for the learner."""
+        """No connector: batches are made by the driver."""
 
     def build_env_to_module_connector(self, *args: Any, **kwargs: Any) -> None:
-        """No connector: env runners prepare what the policy sees."""
+        """No connector: env runners encode observations themselves."""
 
     def build_module_to_env_connector(self, *args: Any, **kwargs: Any) -> None:
-        """No connector."""
+        """No connector: env runners decode actions themselves."""

@@ -1,4 +1,4 @@
-"""Calls to an RLlib learner group whose learners may be dead, and what an error of theirs means."""
+"""Calls to an RLlib learner group whose learners may have died, and the meaning of their errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TIMEOUT_S = 300.0
 
 
 class LearnerLostError(RLVLMError):
-    """No learner answered: it died. The next update finds that out too and replaces it."""
+    """No learner answered, because it died. The next update replaces it."""
 
 
 class LearnerDiedError(RLVLMError):
@@ -34,7 +34,7 @@ def on_one_learner(group: Any, function: Callable[[Any], Any]) -> Any:
         return function(group._learner)
     failed = None
     for learner in group._worker_manager.healthy_actor_ids():
-        # A failed call is a result that holds an exception, which RLlib raises nowhere.
+        # RLlib returns an exception as a result and does not raise it.
         for result in group.foreach_learner(function, remote_actor_ids=[learner], timeout_seconds=_TIMEOUT_S):
             if result.ok:
                 return result.get()
@@ -61,7 +61,7 @@ def all_learners_answer(group: Any, count: int) -> bool:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch could not allocate: on a GPU its own class, on a CPU a RuntimeError that says so.
 
-    Ray's OutOfMemoryError is something else: a whole node ran full and Ray killed the process, which may go well next time.
+    Ray's OutOfMemoryError does not count: a node's memory was full and Ray killed the process, so a retry may succeed.
     """
     if isinstance(error, NodeOutOfMemoryError):
         return False

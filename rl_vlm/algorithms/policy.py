@@ -1,4 +1,4 @@
-"""PolicyAlgorithm: what GRPO and its relatives share: a served policy, rollouts, publication, evaluation, checkpoints."""
+"""PolicyAlgorithm: the base class of algorithms that train the served policy: rollouts, publication, evaluation, checkpoints."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
         self.training(lr=run.learner.lr)
 
     def prepare(self, service: PolicyService) -> None:
-        """Fill in what is known only where the algorithm runs: the served policy's run id and model folder."""
+        """Set the served policy's run id and model folder, which are known once it is started."""
         self.run_id, self.model_folder = service.run_id, service.model
         self._apply_run_config()
 
     def get_default_rl_module_spec(self) -> RLModuleSpec:
         """RLlib asks for the module that the learners train."""
-        from rl_vlm.learning.module import VLMModule  # where the module is built; env runners need none of it
+        from rl_vlm.learning.module import VLMModule  # env runners must not import it
 
         return RLModuleSpec(
             module_class=VLMModule, model_config={"folder": self.model_folder, "run_config": self.run_config}
@@ -95,7 +95,7 @@ class PolicyAlgorithm(RunAlgorithm):
         return self._service
 
     def prepare(self) -> None:
-        """The data, the rollouts, and counters."""
+        """Make the task stream, the rollouts and the counters."""
         run = self.run
         env = make(run.env.id, **run.env.make_kwargs())
         num_train = run.env.num_items or env.num_items("train")
@@ -110,7 +110,7 @@ class PolicyAlgorithm(RunAlgorithm):
         self.last_groups: list[TrajectoryGroup] = []
         self.last_advantages: list[np.ndarray] = []
         self._text: TextSide | None = None
-        self._publication: dict[str, float] = {}  # how the last reported publication went
+        self._publication: dict[str, float] = {}  # figures of the last publication that was acknowledged
         self._last_checkpoint: Path | None = None
         self._beginning = self.rollouts.state()
         self.service.wait_until_ready()
@@ -209,7 +209,7 @@ class PolicyAlgorithm(RunAlgorithm):
         self._last_checkpoint = Path(checkpoint_dir)
 
     def remember_checkpoint(self, folder: Path) -> None:
-        """Dead learners are replaced from here."""
+        """Use this checkpoint when learners must be replaced."""
         self._last_checkpoint = folder
 
     def restore_learners(self) -> None:
@@ -223,7 +223,7 @@ class PolicyAlgorithm(RunAlgorithm):
             version = self.version
             self._publish_restored(self.on_learner(lambda learner: learner.adapter(version)))
         self.rollouts.dropped["iterations_repeated"] += lost - self.updates
-        self.updates -= 1  # training_step counts this iteration, which taught nothing
+        self.updates -= 1  # `training_step` counts this iteration, in which nothing was learned
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         moments, state = checkpoint.moments, checkpoint.state
@@ -241,7 +241,7 @@ class PolicyAlgorithm(RunAlgorithm):
         fresh = self.version == 0 and not self.service.newest_version()
         self.rollouts.restore(state["rollouts"], counts=fresh)
         if fresh:
-            # A new process goes on with the numbers of the checkpoint.
+            # A new process continues with the checkpoint's counts.
             self.restarts = Counter(state["restarts"])
             self._publish(checkpoint.adapter)
         else:
@@ -252,5 +252,5 @@ class PolicyAlgorithm(RunAlgorithm):
         self._publish(replace(adapter, version=max(self.service.newest_version(), self.version) + 1))
 
     def remember_groups(self, groups: Sequence[TrajectoryGroup], plan: UpdatePlan) -> None:
-        """Keep what this iteration learned from, for those who look at trajectories."""
+        """Keep the groups of this iteration and their advantages, for the dump of trajectories."""
         self.last_groups, self.last_advantages = list(groups), plan.advantages

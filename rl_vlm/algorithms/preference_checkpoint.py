@@ -1,4 +1,4 @@
-"""Folders of checkpoints of the preference loop: whole or not at all, the latest beside the run, all of them on scratch.
+"""Checkpoint folders of the preference loop: in the run folder, and all of them under ARTIFACT_ROOT where that is set.
 
 A checkpoint holds `agent.safetensors`, `replay.safetensors`, `reward_model.safetensors` (learned rewards only), `labels/` (hard links
 where the file system has them) and `state.json`. Loading one runs no code.
@@ -10,12 +10,12 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.algorithms.checkpoint import clean_leftovers
+from rl_vlm.algorithms.checkpoint import clean_leftovers, delete_old, write_folder
+from rl_vlm.algorithms.checkpoint import list_checkpoints as list_folders
 from rl_vlm.files import write_atomic
 from rl_vlm.labelling.store import LabelStore
 from rl_vlm.types import UserInputError
@@ -42,22 +42,20 @@ class CheckpointFolders:
 
     @property
     def videos(self) -> Path | None:
-        """Where the pictures of evaluations go, if not into the run folder."""
+        """The folder of evaluation videos, if it is not the run folder's."""
         return self.artifacts / "videos" if self.artifacts is not None else None
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Let `write` fill a new folder, then make it appear; returns the one in the run folder. Raises OSError."""
+        """Let `write` fill a new checkpoint; returns its folder in the run folder. Raises OSError."""
         name = f"step-{step:08d}"
         if self.artifacts is None:
-            target = _appear(self._local, name, write)
+            target = write_folder(self._local, name, write)
             keep = self._keep
         else:
-            kept = _appear(self.artifacts / "checkpoints", name, write)
-            target = _appear(self._local, name, lambda folder: _copy(kept, folder))
+            kept = write_folder(self.artifacts / "checkpoints", name, write)
+            target = write_folder(self._local, name, lambda folder: link_tree(kept, folder))
             keep = 1
-        others = [folder for folder in list_checkpoints(self._local) if folder != target]
-        for old in others[: max(len(others) + 1 - keep, 0)]:
-            shutil.rmtree(old, ignore_errors=True)
+        delete_old(list_checkpoints(self._local), target, keep)
         return target
 
     def latest(self) -> Path | None:
@@ -78,14 +76,11 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    return list_folders(folder, _NAME)
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """The last file of a checkpoint: with it the checkpoint is complete."""
+    """Write `state.json`, the last file of a checkpoint, which makes it complete."""
     write_atomic(folder / STATE, json.dumps(state, sort_keys=True))
 
 
@@ -117,22 +112,3 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:  # another file system, or one without links
         shutil.copy2(source, target)
-
-
-def _copy(source: Path, target: Path) -> None:
-    link_tree(source, target)
-
-
-def _appear(parent: Path, name: str, write: Callable[[Path], None]) -> Path:
-    parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=parent))
-    temporary.chmod(0o755)  # mkdtemp lets nobody else in
-    try:
-        write(temporary)
-        target = parent / name
-        if target.exists():
-            shutil.rmtree(target)
-        os.replace(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return target

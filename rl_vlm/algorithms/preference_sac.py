@@ -1,7 +1,7 @@
 """PreferenceSAC: SAC on a reward that is learned from preferences, as PEBBLE (arXiv 2106.05091) and RL-VLM-F do it.
 
 Random steps; exploration rewarded by the entropy of states; a first labelling session, after which the whole replay buffer
-is relabelled and the critics start anew; then a session every `num_interact` steps until `max_feedback`, each followed by
+is relabelled and the critics are reset; then a session every `num_interact` steps until `max_feedback`, each followed by
 relabelling. One SAC update per environment step throughout. With a reward that is not learned this is SAC alone.
 """
 
@@ -39,7 +39,7 @@ from rl_vlm.preference.schedule import first_session_step, next_boundary, phase,
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import UserInputError
 
-# With fewer updates than this a run ends before compiling has paid for itself.
+# With fewer updates compiling takes longer than it saves.
 _WORTH_COMPILING = 100_000
 # The updater's statistics under the names of a run's figures.
 _FIGURES = {
@@ -77,7 +77,7 @@ class PreferenceSACConfig(RunAlgorithmConfig):
         self.compile_updates = sac.compile == "on" or (sac.compile == "auto" and planned >= _WORTH_COMPILING)
 
     def prepare(self) -> None:
-        """Fill in what only the environment knows: its spaces and its horizon."""
+        """Set the environment's spaces and horizon."""
         env = make_run_env(self.run_config)
         self.environment(env=None, observation_space=env.observation_space, action_space=env.action_space)
         self.horizon = env.horizon
@@ -102,20 +102,20 @@ class PreferenceSAC(RunAlgorithm):
     config_class = PreferenceSACConfig
 
     def start_services(self, config: PreferenceSACConfig) -> None:
-        """Start the labeller's side."""
+        """Start what the labeller needs."""
         load_plugins(self.run.plugins)
         config.prepare()
         self._labelling = LabellingSide(self.run, self.folder)
 
     def stop_services(self) -> None:
-        """Stop the labeller and its side. A second call does nothing."""
+        """Stop the labeller and what it needs. A second call does nothing."""
         for part in (getattr(self, "feedback", None), getattr(self, "_labelling", None)):
             if part is not None:
                 part.close()
 
     def prepare(self) -> None:
         """Replay buffer, labels, reward model, env runners' sampler, and counters."""
-        # Small products: more threads win little, and lose much where others use the same cores.
+        # The matrices are small: more threads gain little, and cost much where other processes use the same cores.
         torch.set_num_threads(self.run.learner.num_threads)
         settings = self.settings = self.run.preference
         observations, actions = (self.config.observation_space.shape[0], self.config.action_space.shape[0])
@@ -165,7 +165,7 @@ class PreferenceSAC(RunAlgorithm):
                 session = report
             self._advance(end)
         if self.sampler.is_running:
-            self._advance(end)  # the user wants to stop; what the env runners do must agree with the replay buffer
+            self._advance(end)  # the user wants to stop; the running steps must be in the replay buffer too
         self._remember_learner()
         return {**self._figures(time.perf_counter() - started, self.env_steps - first), **session}
 
@@ -189,7 +189,7 @@ class PreferenceSAC(RunAlgorithm):
                 self._update(len(batch) * self.settings.sac.updates_per_step, explore=current == "explore")
 
     def _request(self, end: int) -> None:
-        """Ask for the next round of steps, if that has not been done: no further than to where something changes."""
+        """Start the next round of steps unless one is running; it ends at the next change of phase at the latest."""
         if self.sampler.is_running:
             return
         num_envs = self.sampler.num_envs
@@ -226,7 +226,7 @@ class PreferenceSAC(RunAlgorithm):
         self._actor = self._actor_of(result.actor)
 
     def _remember_learner(self) -> None:
-        """Keep the learner's state where its death cannot reach it: a few megabytes, once per row of figures."""
+        """Copy the learner's state (a few megabytes) to the driver once per iteration, for the case that the learner dies."""
         if self.learner_group.is_local:
             actor = self.on_learner(lambda learner: learner.actor_layers())
         else:
@@ -236,7 +236,7 @@ class PreferenceSAC(RunAlgorithm):
         self._actor = self._actor_of(actor)
 
     def restore_learners(self) -> None:
-        """Give a new learner what the last row of figures left. Experience, labels and reward model are the driver's."""
+        """Restore the last iteration's state in a new learner. Experience, labels and reward model are in the driver."""
         tensors, scalars = self._learner_state
         self.on_learner(lambda learner: learner.restore(tensors, scalars))
         self._actor = self._actor_of(self.on_learner(lambda learner: learner.actor_layers()))
@@ -260,7 +260,7 @@ class PreferenceSAC(RunAlgorithm):
 
     @property
     def _starts_anew(self) -> bool:
-        """Whether the critics learn from another reward at first than later."""
+        """Whether the reward changes after the first phase, so that the critics must be reset."""
         return self.settings.learns_reward or self.settings.exploration_steps > 0
 
     def _session_is_due(self) -> bool:
@@ -268,7 +268,7 @@ class PreferenceSAC(RunAlgorithm):
         return due is not None and self.env_steps >= due
 
     def _session(self) -> dict[str, float] | None:
-        """Labels, a better reward model, relabelling; after the first also new critics. None: the user wants to stop."""
+        """Ask for labels, train the reward model, relabel; the first session also resets the critics. None: the user wants to stop."""
         figures: dict[str, float] = {}
         first = self.last_session < 0
         if self.feedback is not None:

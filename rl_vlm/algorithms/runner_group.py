@@ -1,4 +1,4 @@
-"""RLlib's env-runner group, whose processes get what an env runner needs instead of RLlib's whole configuration."""
+"""An env-runner group whose processes get a small configuration instead of RLlib's, so that they need not import RLlib."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ray.util.placement_group import get_current_placement_group
 from rl_vlm.imports import replaced
 from rl_vlm.rollout.base_env_runner import RunEnvRunner, RunnerConfig
 
-# Theirs to RLlib by their methods, though not by a base class whose import would cost each of their processes seconds.
+# RLlib accepts them as env runners without the base class, whose import would cost each of their processes seconds.
 EnvRunner.register(RunEnvRunner)
 
 
@@ -38,7 +38,7 @@ class RunnerGroup(EnvRunnerGroup):
         return runner.remote(config=settings, worker_index=worker_index)
 
     def sync_env_runner_states(self, **_: Any) -> None:
-        """Nothing: weights are in Serve or travel with each call, and env runners keep no other state of RLlib's."""
+        """Does nothing: weights are in Serve or sent with each call, and env runners keep no other state of RLlib's."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What is installed on this machine, what is known to be wrong with it, and how to mend it: `rl-vlm doctor`."""
+"""The checks of `rl-vlm doctor`: what is installed, what is known to be wrong with it, and how to fix it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _packages() -> Iterator[Check]:
     for name in _PACKAGES:
         version = version_of(name)
         requirement, extra = wanted.get(name, (Requirement(name), name in ("deepspeed", "metaworld", "mujoco")))
-        # Without its marker, whose extra nobody asked for here, and with ray's extras.
+        # Without the marker that names the extra; ray's own extras are kept.
         asked = str(requirement).split(";")[0].strip()
         if version is None:
             if extra:
@@ -173,7 +173,7 @@ def _torch(probe: _Probe) -> Iterator[Check]:
 
 
 def slow_conv3d(torch: Version | None, cudnn: int | None) -> str:
-    """What is wrong with conv3d in this pair; empty if nothing is.
+    """The known problem of conv3d in this pair of versions; empty if there is none.
 
     The vision encoders' patch embedding is a conv3d. torch 2.9.0 never uses cuDNN for it, 2.9.1 only from cuDNN 9.15
     on (pytorch issues 166122 and 166643): ten times slower, several times the memory.

@@ -1,4 +1,4 @@
-"""What `rl-vlm doctor` sees of the machine itself: cores, memory, rendering, ports, caches, disks, services."""
+"""The checks of `rl-vlm doctor` on the machine itself: cores, memory, rendering, ports, caches, disks, services."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PORTS = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at. `remedy` says how to mend what is not ok."""
+    """The result of one check. `remedy` says how to fix what is not ok."""
 
     name: str
     status: Status
@@ -54,7 +54,7 @@ def version_of(package: str) -> Version | None:
 
 
 def machine_checks() -> Iterator[Check]:
-    """Everything that needs no torch."""
+    """All checks that need no torch."""
     for part in (_machine, _rendering, _ports, _storage, _services):
         yield from part()
 
@@ -140,7 +140,7 @@ def _ports() -> Iterator[Check]:
 def port_is_free(port: int) -> bool:
     """Whether a server could listen there on this machine."""
     with socket.socket() as probe:
-        # As servers do: connections that ended a minute ago do not count.
+        # As servers do: connections that were closed recently do not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
@@ -178,7 +178,7 @@ def _existing(path: Path) -> Path:
 
 
 def _services() -> Iterator[Check]:
-    # The key itself is shown to nobody.
+    # The key itself is never shown.
     if not os.environ.get("WANDB_API_KEY"):
         yield Check("wandb", "ok", "WANDB_API_KEY is not set: TensorBoard and files only")
     elif version_of("wandb") is None:

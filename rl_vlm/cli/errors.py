@@ -13,14 +13,14 @@ from typing import TextIO
 
 
 class ErrorReport:
-    """Turns an exception into a sentence and an exit code. `folder` is where the traceback of a surprise goes."""
+    """Turns an exception into a sentence and an exit code. `folder` is where the traceback of an unexpected error is written."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
 
     def report(self, error: Exception) -> int:
         """Print the sentence; return 2 for bad input, an interrupted run's own code, 1 otherwise."""
-        from rl_vlm.types import RLVLMError, UserInputError  # after the fact: --help must not wait for it
+        from rl_vlm.types import RLVLMError, UserInputError  # imported here because --help must not wait for it
 
         if isinstance(error, RLVLMError):
             print(f"error: {error}", file=sys.stderr)
@@ -46,8 +46,11 @@ class ErrorReport:
         return name
 
 
+error_report = ErrorReport()  # of this process: `rl-vlm train` sets its folder
+
+
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what sys.stderr is at that moment: a live panel puts itself there while it is shown."""
+    """Writes to the current sys.stderr, which a live display replaces while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr

@@ -1,4 +1,4 @@
-"""Models and data sets from the Hugging Face hub, once; afterwards everything works offline."""
+"""Downloads models and data sets from the Hugging Face hub, so that runs work offline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rl_vlm.types import RLVLMError, UserInputError
 
-# Weights other than safetensors: never read, often as large again.
+# Weights in other formats than safetensors are never read.
 _IGNORED = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5", "*.onnx", "*.gguf", "original/*"]
 
 

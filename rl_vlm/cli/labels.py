@@ -8,7 +8,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-plot_app = typer.Typer(help="Draw figures from the files that runs write, RL-VLM-F's included.", no_args_is_help=True)
+from rl_vlm.cli.options import Overwrite
+
+commands = typer.Typer()
+plot_commands = typer.Typer(
+    help="Draw figures from the files that runs write, RL-VLM-F's included.", no_args_is_help=True
+)
+commands.add_typer(plot_commands, name="plot")
 
 Outputs = Annotated[
     list[Path] | None, typer.Option("--out", "--output", help="A .png, .svg or .pdf file; may be given several times.")
@@ -16,6 +22,7 @@ Outputs = Annotated[
 Title = Annotated[str, typer.Option(help="Above the figure.")]
 
 
+@commands.command(epilog="Example: rl-vlm label pairs/ --goal 'to open the drawer' --model Qwen/Qwen3-VL-8B-Instruct")
 def label(
     folder: Annotated[
         Path,
@@ -42,7 +49,7 @@ def label(
     free_text: Annotated[bool, typer.Option("--free-text", help="Do not restrict the answer; read the text.")] = False,
     deadline: Annotated[float, typer.Option(min=0.1, help="Seconds for one question, retries included.")] = 300.0,
     out: Annotated[Path | None, typer.Option(help="The CSV to write; FOLDER/vlm_query_log.csv by default.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Label a folder of picture pairs: which is nearer to the goal? Writes a CSV and prints a summary as JSON."""
     from rl_vlm.config import EndpointSection, LabelsSection
@@ -103,6 +110,7 @@ def _labeller(section: Any, model: str) -> tuple[Any, Any]:
     return build_labeller(section, client=EngineClient(engine), text=load_text_side(folder)), engine.close
 
 
+@commands.command(epilog="Example: rl-vlm import-labels cached_labels/Drawer/seed_0 labels --observations 39")
 def import_labels(
     source: Annotated[Path, typer.Argument(help="A folder of RL-VLM-F's .pkl label caches, or one of them.")],
     target: Annotated[Path, typer.Argument(help="The label store to write.")],
@@ -116,7 +124,9 @@ def import_labels(
     typer.echo(f"Wrote {pairs} pairs of {sessions} sessions to {target}; use it as preference.labels.cache={target}")
 
 
-@plot_app.command("learning-curve", epilog="Example: rl-vlm plot learning-curve vlm=runs/a vlm=runs/b teacher=runs/c")
+@plot_commands.command(
+    "learning-curve", epilog="Example: rl-vlm plot learning-curve vlm=runs/a vlm=runs/b teacher=runs/c"
+)
 def learning_curve(
     runs: Annotated[
         list[str], typer.Argument(help="Run folders or eval.csv files. NAME=PATH puts runs of one NAME into one curve.")
@@ -147,7 +157,7 @@ def learning_curve(
     typer.echo(f"Wrote {', '.join(map(str, outputs))}")
 
 
-@plot_app.command("label-accuracy", epilog="Example: rl-vlm plot label-accuracy runs/a --out accuracy.svg")
+@plot_commands.command("label-accuracy", epilog="Example: rl-vlm plot label-accuracy runs/a --out accuracy.svg")
 def label_accuracy(
     logs: Annotated[list[Path], typer.Argument(help="Run folders or vlm_query_log.csv files, counted together.")],
     out: Outputs = None,

@@ -9,8 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from rl_vlm.config.section import Section
 
-# Losses that are here without a plugin; importing them would import torch.
-LOSSES_OF_OURS = ("clipped", "gspo")
+# The losses that need no plugin. Importing their module would import torch.
+BUILTIN_LOSSES = ("clipped", "gspo")
 # What a preset sets. A key that is given beside the preset wins over it.
 PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath, arXiv 2402.03300.

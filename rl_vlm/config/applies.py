@@ -1,4 +1,4 @@
-"""Which keys a run reads. A key that its algorithm or engine ignores is an error where it is set, not a silent wish."""
+"""Which keys a run reads. Setting a key that its algorithm or engine ignores is an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Reads:
     """What an algorithm reads.
 
     keys: sections or single keys; a section stands for all that is in it.
-    instead: a key that people set and the algorithm ignores -> the key that does the same there.
+    instead: a key that the algorithm ignores -> the key that it reads in its place.
     """
 
     keys: tuple[str, ...]
@@ -43,8 +43,8 @@ _OF_ENGINE = {"vllm": ("serving.vllm",), "transformers": ("serving.max_rows", "s
 def refuse_unread(config: Section, algorithm: str, reads: Reads, engine: str) -> None:
     """Raise ValueError for a key that is set and that neither this algorithm nor this engine reads.
 
-    An engine's keys may be set to their defaults under another engine: a saved configuration holds them all, and whoever
-    serves a run may choose another engine.
+    An engine's keys may be set to their defaults under another engine: a saved configuration holds them all, and
+    `rl-vlm serve` may choose another engine.
     """
     for key, is_default in _set_keys(config):
         if key not in reads:

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in one sentence; an unknown key names the key that was probably meant."""
+"""Error messages for configurations, in one sentence; for an unknown key they suggest the nearest known one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from rl_vlm.config.run import RunConfig
 from rl_vlm.config.section import Section, keys_of, section_of
 
-# What people who know other libraries call a key (TRL, verl, slime, vLLM, RLlib, Stable-Baselines3, RL-VLM-F). A name may
-# stand for several keys: the one that is in the section at hand is meant.
+# Names of a key in other libraries (TRL, verl, slime, vLLM, RLlib, Stable-Baselines3, RL-VLM-F). A name may stand for
+# several keys: the one in the section where the unknown key was found is suggested.
 _SYNONYMS: dict[str, tuple[str, ...]] = {
     "alpha": ("lora_alpha",),
     "batch_size": ("train_batch_size", "minibatch_size"),
@@ -53,12 +53,12 @@ _SYNONYMS: dict[str, tuple[str, ...]] = {
     "wandb_project": ("project", "project_name"),
 }
 _NO_TRUNCATION = "the learner cannot reproduce a truncated distribution, so training samples from the whole one"
-# Keys that people expect and that cannot exist.
-_IMPOSSIBLE = {
+# Keys of other libraries that cannot be supported, and why.
+_UNSUPPORTED = {
     "rollout.top_p": f"{_NO_TRUNCATION}; `rl-vlm rollout` has --top-p",
     "rollout.top_k": f"{_NO_TRUNCATION}; `rl-vlm rollout` has --top-k",
 }
-_CLOSE, _FAINT = 0.75, 0.55  # how alike names are (difflib) that are probably, and perhaps, the same
+_CLOSE, _FAINT = 0.75, 0.55  # similarity (difflib) of names that are probably, and possibly, the same
 
 
 def explain(error: ValidationError) -> str:
@@ -78,8 +78,8 @@ def explain(error: ValidationError) -> str:
 
 def _explain_unknown(location: list[str]) -> str:
     key = ".".join(location)
-    if key in _IMPOSSIBLE:
-        return f"Unknown config key {key}: {_IMPOSSIBLE[key]}."
+    if key in _UNSUPPORTED:
+        return f"Unknown config key {key}: {_UNSUPPORTED[key]}."
     section: type[Section] = RunConfig
     for part in location[:-1]:
         section = section_of(section.model_fields[part].annotation) or section

@@ -1,11 +1,9 @@
-"""One YAML file and dotted overrides to a checked configuration, and back."""
+"""Loading a configuration from YAML and dotted overrides, and saving it."""
 
 from __future__ import annotations
 
 import copy
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from pydantic import ValidationError
 from rl_vlm.config.algorithm import without_preset_keys
 from rl_vlm.config.hints import explain
 from rl_vlm.config.run import RunConfig
+from rl_vlm.files import write_atomic
 from rl_vlm.types import UserInputError
 
 _SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -75,11 +74,7 @@ def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
 
 def save_config(config: RunConfig, path: Path) -> None:
     """Write the resolved configuration, atomically."""
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    os.replace(temporary, path)
+    write_atomic(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
 
 def _parse_override(override: str) -> tuple[str, Any]:
@@ -91,7 +86,7 @@ def _parse_override(override: str) -> tuple[str, Any]:
     except yaml.YAMLError as error:
         raise UserInputError(f"The value of override {override!r} is not valid YAML: quote it.") from error
     if isinstance(value, str) and _SCIENTIFIC.fullmatch(text.strip()):
-        value = float(value)  # YAML 1.1 reads 1e-3 as text; people mean a number, unless they quote it
+        value = float(value)  # YAML 1.1 reads 1e-3 as text
     return key.strip(), value
 
 

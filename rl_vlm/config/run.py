@@ -1,4 +1,4 @@
-"""Everything about a run: all sections, and what must agree between them."""
+"""The configuration of a run: all sections, and checks between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rl_vlm.config.specs import ALGORITHMS, AlgorithmSpec
 
 
 class RunConfig(Section):
-    """Everything about a run."""
+    """The configuration of a run."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")
     plugins: tuple[str, ...] = Field(
@@ -74,12 +74,12 @@ class RunConfig(Section):
 
     @model_serializer(mode="wrap")
     def _without_unread(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What is written can be read again: keys that the algorithm ignores are left out."""
+        """Leave out keys that the algorithm ignores, because reading them again would be an error."""
         return self.spec.reads.only(handler(self))
 
     @property
     def spec(self) -> AlgorithmSpec:
-        """What a run of this algorithm is made of."""
+        """The classes and checks of the run's algorithm."""
         return ALGORITHMS.get(self.algorithm.name)
 
     @property

@@ -21,9 +21,6 @@ class VLLMSection(Section):
     mm_processor_cache_gib: float | None = Field(
         None, ge=0, description="Memory for the pixels of past images; null: 4 GiB on a GPU, 0.5 without; 0: none."
     )
-    sleep_mode: bool = Field(
-        False, description="On a GPU: the engine can give its memory to a learner and take it back."
-    )
 
 
 class AutoscalingSection(Section):

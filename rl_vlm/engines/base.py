@@ -1,4 +1,4 @@
-"""What every engine offers, and the randomness that they share."""
+"""The interface of an engine: samples from one model, with adapters that can be replaced."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class EngineError(RLVLMError):
 class EngineStats:
     """What an engine is doing, and what it has done since it started."""
 
-    requests: int = 0  # answered or not
+    requests: int = 0  # received, whether answered or not
     running: int = 0  # samples that are being generated
     waiting: int = 0  # samples that have not begun
     prompt_tokens: int = 0  # image placeholders included; once per request, whatever its number of samples
     generated_tokens: int = 0  # of samples that are still running, too
-    progress: int = 0  # grows with every forward pass: tells an engine that is busy from one that hangs
+    progress: int = 0  # grows with every forward pass, so that a busy engine can be told from one that hangs
     image_cache_hits: int = 0
     image_cache_misses: int = 0
     prefix_cache_queries: int = 0  # prompt tokens that were looked up in the prefix cache, and found there;
@@ -60,7 +60,7 @@ class Engine(Protocol):
         ...
 
     def encode_images(self, images: Sequence[EncodedImage]) -> None:
-        """A hint: coming requests will show these images. Returns at once; an engine may encode them, or do nothing."""
+        """A hint that later requests will contain these images. Returns at once; an engine may encode them or do nothing."""
         ...
 
     async def load_adapter(self, payload: AdapterPayload) -> None:
@@ -69,14 +69,6 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """Counts for metrics; cheap, and callable from any thread."""
-        ...
-
-    async def sleep(self) -> None:
-        """Give the device's memory back until `wake`. Raises EngineError where the engine cannot."""
-        ...
-
-    async def wake(self) -> None:
-        """Take the memory again and go on. Raises EngineError where the engine cannot."""
         ...
 
     async def close(self) -> None:

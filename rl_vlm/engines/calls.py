@@ -1,4 +1,4 @@
-"""Calls of the transformers engine on their way between the callers' event loops and the engine's thread."""
+"""Calls of the transformers engine, which pass from the callers' event loops to the engine's thread and back."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Call:
     answers: dict[int, Completion] = field(default_factory=dict)
     admitted: int = 0
     jobs: list[Job] = field(default_factory=list)
-    over: bool = False  # cancelled or refused: nothing of it starts any more
-    stream: TokenStream | None = None  # of a call of `stream`; nobody waits for the future then
+    over: bool = False  # cancelled or refused: none of its remaining requests is started
+    stream: TokenStream | None = None  # set by `stream`, which does not use the future
 
     @property
     def base_model(self) -> bool:
@@ -34,7 +34,7 @@ class Call:
 
 
 def end_call(call: Call, error: Exception) -> None:
-    """Tell whoever waits for a call that it failed."""
+    """Raise an error in the caller of a call."""
     if call.stream is not None:
         call.stream.fail(error)
     else:
@@ -57,5 +57,5 @@ def resolve(
         else:
             future.set_result(result)
 
-    with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits
+    with contextlib.suppress(RuntimeError):  # the caller's loop is closed
         loop.call_soon_threadsafe(settle)

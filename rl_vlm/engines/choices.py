@@ -1,4 +1,4 @@
-"""Guided choice: which tokens may follow, when a sample must be one of several texts and then end."""
+"""Guided choice: restricts a sample to one of several texts, followed by the end of the turn."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ class DecoderCounts:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     passes: int = 0  # forward passes of the language model
-    steps: int = 0  # those of them that decode; a prefill is none
-    step_rows: int = 0  # rows of all these steps
+    steps: int = 0  # decode steps, which are part of `passes`
+    step_rows: int = 0  # rows summed over the decode steps
 
 
 class Decoder:
@@ -62,7 +62,7 @@ class Decoder:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all rows, and whatever a failed step may have left half done."""
+        """Drop all rows, including those that a failed step left incomplete."""
         self._cache = RowCache()
         self._rows = RowTable()
 
@@ -85,7 +85,7 @@ class Decoder:
         try:
             self._encode_images([job for job in jobs if isinstance(job, Job)])
         except UserInputError:
-            # One of the images is damaged: encode them request by request to see whose it is.
+            # One of the images is damaged: encode them request by request to find the request that holds it.
             for place, job in enumerate(jobs):
                 if isinstance(job, Job):
                     try:
@@ -163,7 +163,7 @@ class Decoder:
         now = time.monotonic()
         for job in jobs:
             job.started = now
-            job.features = []  # the cache of the backbone keeps them as long as it likes
+            job.features = []  # the backbone's own cache may still hold them
         self._rows.append(jobs, [self._seeds_of(job.request) for job in jobs])
         self.counts.prompt_tokens += int(lengths.sum())
         return self._choose(logits[source_t], first)
@@ -226,7 +226,7 @@ class Decoder:
         for row in np.flatnonzero(ended | (rows.produced[new] >= rows.limit[new])).tolist():
             stops[first + row] = StopReason.END_OF_TURN if ended[row] else StopReason.LENGTH
         if special:
-            self._note_alternatives(special, chosen, first)
+            self._record_top_logprobs(special, chosen, first)
             self._advance(special, stops)
         for row in range(first, len(rows)):
             if rows.slots[row].job.cancelled:
@@ -244,8 +244,8 @@ class Decoder:
             if sampling.penalises:
                 penalise(logits, row - first, sampling, job.prompt_ids, rows.tokens[row, :produced])
 
-    def _note_alternatives(self, special: list[int], chosen: Chosen, first: int) -> None:
-        """Keep the most likely tokens of the rows that asked for them."""
+    def _record_top_logprobs(self, special: list[int], chosen: Chosen, first: int) -> None:
+        """Store the most likely tokens for the rows whose requests ask for them."""
         slots = self._rows.slots
         asked = [row for row in special if slots[row].job.request.sampling.top_logprobs]
         if asked:
@@ -255,15 +255,15 @@ class Decoder:
                 slots[row].top_logprobs.append(alternatives)
 
     def _advance(self, special: list[int], stops: dict[int, StopReason]) -> None:
-        """Look for stop strings (they go into `stops`), walk on among choices, and feed streams."""
+        """Search for stop strings (added to `stops`), move in the choice tries, and feed the streams."""
         rows = self._rows
         for row in special:
             slot, place = rows.slots[row], rows.produced[row] - 1
             sampling = slot.job.request.sampling
             stop = sampling.stop
             if stop and place >= sampling.min_tokens and stops.get(row) is not StopReason.END_OF_TURN:
-                # A stop string that this token completes lies within so many tokens of a byte or more each; three more
-                # keep a character together whose bytes are tokens.
+                # Every token has at least one byte, so a stop string that ends here lies within this window. Three more
+                # tokens keep a character whole whose bytes are separate tokens.
                 window = max(len(string.encode()) for string in stop) + 3
                 ids = rows.tokens[row, max(place + 1 - window, 0) : place + 1]
                 text = self._codec.decode(ids)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 _BLOCK = 64  # lengths grow in blocks, so that the tensors are rarely reallocated
-_ALIGN = 8  # of the attended window: CUDA's attention kernels want it
+_ALIGN = 8  # the attended window is a multiple of this, as CUDA's attention kernels require
 
 
 class RowCache:
@@ -25,8 +25,8 @@ class RowCache:
         self._bias: Tensor | None = None
         self._window = 0
 
-    def admit(self, layers: list[tuple[Tensor, Tensor]], source: Tensor, max_length: int) -> int:
-        """Copy prefilled keys and values into new rows; returns the first new row.
+    def admit(self, layers: list[tuple[Tensor, Tensor]], source: Tensor, max_length: int) -> None:
+        """Copy prefilled keys and values into new rows.
 
         layers: per layer keys and values [P, heads, L, head_dim]; source int64 [R]: the prefilled row of each new row;
         max_length: the longest that any of the new rows can become.
@@ -37,7 +37,6 @@ class RowCache:
             self._keys[k][first : first + len(source), :, :length] = keys[source]
             self._values[k][first : first + len(source), :, :length] = values[source]
         self.num_rows = first + len(source)
-        return first
 
     def begin_step(self, lengths: Tensor, shortest: int, longest: int) -> None:
         """Announce a decode step: row r writes its new key and value at position lengths[r]; int64 [rows]."""
@@ -58,7 +57,7 @@ class RowCache:
         rows, heads, size = keys.shape
         for tensor, new in ((self._keys[layer], keys), (self._values[layer], values)):
             tensor.view(-1, size).index_copy_(0, self._write_at, new.reshape(-1, size))
-        # The query heads that share a key head stand where other queries would: keys and values are never repeated.
+        # Query heads that share a key head are passed as the query dimension, so keys and values are not repeated.
         mixed = functional.scaled_dot_product_attention(
             queries.view(rows, heads, -1, size),
             self._keys[layer][:rows, :, : self._window],

@@ -1,4 +1,4 @@
-"""Penalties on tokens that were there already, and a least length: changes of single rows of logits, before temperature."""
+"""Penalties on tokens that occurred before: changes of single rows of logits, before temperature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the decoder knows of each running sample: arrays with one entry per row, in the order of the key-value cache."""
+"""The state of the running samples: arrays with one entry per row, in the order of the key-value cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VECTORS = ("length", "position", "produced", "limit", "seeds", "temperature", "
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request on its way: its expanded prompt, and its samples as they finish."""
+    """A request in the decoder: its expanded prompt, and the samples that are finished."""
 
     request: GenerationRequest
     prompt_ids: np.ndarray
@@ -31,7 +31,7 @@ class Job:
 
     @property
     def plain(self) -> bool:
-        """Whether its rows need nothing but the next token: nothing that looks at a row's past, and no reader."""
+        """Whether a step has nothing to do for its rows beyond the next token: no rule that depends on earlier tokens, and no stream."""
         sampling = self.request.sampling
         looks_back = (
             sampling.stop or sampling.choices or sampling.min_tokens or sampling.ignore_eos or sampling.penalises
@@ -41,7 +41,7 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """The part of a row that is no number: which sample it is, where it stands among its choices, its alternatives."""
+    """The part of a row that is not in arrays: its job and sample number, its place in the choice trie, its top log-probabilities."""
 
     job: Job
     number: int
@@ -107,7 +107,7 @@ class RowTable:
     def remove(self, rows: set[int]) -> np.ndarray:
         """Drop these rows; returns int64 [rows left]: the former row of each remaining one.
 
-        The last surviving rows move into the holes, so that few rows are copied.
+        The last remaining rows take the places of removed ones, so that few rows are copied.
         """
         total = len(self)
         left = total - len(rows)

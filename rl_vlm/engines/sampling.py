@@ -35,7 +35,7 @@ def choose_tokens(
     greedy = temperature == 0
     scaled = logits / torch.where(greedy, torch.ones_like(temperature), temperature)[:, None]
     if min_p is not None:
-        # Before top-p, as vLLM does: what it leaves out counts for nothing there.
+        # Before top-p, as vLLM does: tokens that min-p removes do not count towards its mass.
         floor = scaled.amax(dim=-1, keepdim=True) + min_p.log()[:, None]
         scaled = scaled.masked_fill((scaled < floor) & ~greedy[:, None], float("-inf"))
     if top_k is not None or top_p is not None:

@@ -1,4 +1,4 @@
-"""Sampled tokens on their way from an engine's thread to the event loop of whoever reads a stream."""
+"""Streams of sampled tokens, from an engine's thread to the reader's event loop."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TopLogprobs = tuple[tuple[int, float], ...]
 
 
 @dataclass(slots=True)
-class _Growth:
-    """What one sample has grown by since the reader looked last."""
+class _NewTokens:
+    """Tokens of one sample that have not been read yet."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -26,9 +26,9 @@ class _Growth:
 
 
 class TokenStream:
-    """The tokens of one request. An engine's thread puts them in, one event loop reads chunks of what is there.
+    """The tokens of one request. An engine's thread adds them, one event loop reads them in chunks.
 
-    A reader that is slower than the engine gets longer chunks, never an older state.
+    A reader that is slower than the engine gets longer chunks.
     """
 
     def __init__(self, num_samples: int) -> None:
@@ -40,8 +40,8 @@ class TokenStream:
         self.policy_version = 0  # set before the first token
 
     @property
-    def has_news(self) -> bool:
-        """Whether the reader has something to take."""
+    def has_tokens(self) -> bool:
+        """Whether there are tokens that have not been read."""
         return bool(self._pending)
 
     def put(
@@ -52,11 +52,11 @@ class TokenStream:
         top_logprobs: list[TopLogprobs],
         stop_reason: StopReason | None,
     ) -> None:
-        """New tokens of sample `number`, from any thread; the reader learns of them by `notify`."""
+        """Add tokens of sample `number`, from any thread; `notify` wakes the reader."""
         self._pending.append((number, token_ids, logprobs, top_logprobs, stop_reason))
 
     def fail(self, error: Exception) -> None:
-        """End the stream with an error, after the tokens that are in it; from any thread."""
+        """End the stream with an error, which is raised after the tokens added before; from any thread."""
         self._error = error
         notify([self])
 
@@ -72,10 +72,10 @@ class TokenStream:
                 raise self._error
 
     def _take(self) -> list[SampleChunk]:
-        growth: dict[int, _Growth] = {}
+        growth: dict[int, _NewTokens] = {}
         while self._pending:
             number, token_ids, logprobs, top_logprobs, stop_reason = self._pending.popleft()
-            entry = growth.setdefault(number, _Growth([], [], []))
+            entry = growth.setdefault(number, _NewTokens([], [], []))
             entry.token_ids += token_ids
             entry.logprobs += logprobs
             entry.top_logprobs += top_logprobs
@@ -99,7 +99,7 @@ def notify(streams: Iterable[TokenStream]) -> None:
     for stream in streams:
         by_loop.setdefault(stream._loop, []).append(stream)
     for loop, members in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody reads
+        with contextlib.suppress(RuntimeError):  # the reader's loop is closed
             loop.call_soon_threadsafe(_wake, members)
 
 

@@ -1,8 +1,8 @@
-"""Qwen's language model, written out for generation: prefill of prompts and one decode step for all rows.
+"""Qwen's language model written out for generation: prefill of prompts, and one decode step for all rows.
 
-In transformers' modules much of the cost is no arithmetic: masks, positions in three axes, keys and values repeated for
-every query head, cache objects, and a last layer computed for prompt tokens whose output nobody reads. Weights are read
-through the model's own modules, so adapters and quantised layers count.
+transformers' modules spend much time outside arithmetic: masks, positions in three axes, keys and values repeated for every
+query head, cache objects, and a last layer computed for prompt tokens whose output is not used. Weights are read through the
+model's own modules, so adapters and quantised layers are included.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KeysValues = list[tuple[Tensor, Tensor]]
 
 
 class TextModel:
-    """The language model of a Qwen2.5-VL or Qwen3-VL. Its results may not be used by autograd.
+    """The language model of a Qwen2.5-VL or Qwen3-VL. Its results carry no gradients.
 
     Args:
         model: the model for conditional generation; a sampled token's rotary position has one value here, because sampled
@@ -88,7 +88,7 @@ class TextModel:
             keys, values = (part.view(rows, longest, *part.shape[1:]).transpose(1, 2) for part in (keys, values))
             stored.append((keys, values))
             if number == num_layers - 1 and number >= num_deepstack:
-                # Nobody reads what the last layer makes of the other tokens.
+                # The last layer's output is used for each prompt's last token only.
                 hidden, normed, cos, sin = hidden[last], normed[last], cos[last], sin[last]
                 mask = (torch.arange(longest, device=lengths.device) < lengths[:, None])[:, None, None]
             queries = _queries(attention, normed, cos, sin)
@@ -113,14 +113,14 @@ def _split(attention: Any, projected: Tensor) -> Tensor:
 
 
 def _queries(attention: Any, normed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _turned(_split(attention, attention.q_proj(normed)), getattr(attention, "q_norm", None), cos, sin)
+    return _rotated(_split(attention, attention.q_proj(normed)), getattr(attention, "q_norm", None), cos, sin)
 
 
 def _keys(attention: Any, normed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _turned(_split(attention, attention.k_proj(normed)), getattr(attention, "k_norm", None), cos, sin)
+    return _rotated(_split(attention, attention.k_proj(normed)), getattr(attention, "k_norm", None), cos, sin)
 
 
-def _turned(heads: Tensor, norm: Any, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(heads: Tensor, norm: Any, cos: Tensor, sin: Tensor) -> Tensor:
     # Qwen3 normalises queries and keys, Qwen2.5 does not.
     return rotate(heads if norm is None else _rms_norm(norm, heads), cos, sin)
 

@@ -22,7 +22,7 @@ from rl_vlm.engines.calls import Call, end_call, resolve
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import Job
 from rl_vlm.engines.streams import TokenStream, notify
-from rl_vlm.engines.weights import Formed, MergedWeights, SideWeights, Weights
+from rl_vlm.engines.weights import Formed, MergedWeights, UnmergedWeights, Weights
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.backbone import Backbone
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
@@ -31,14 +31,13 @@ from rl_vlm.types import Completion, EncodedImage, GenerationRequest, SampleChun
 
 logger = logging.getLogger(__name__)
 
-_AHEAD_IMAGES = 8  # encoded ahead in one go; a call that comes meanwhile waits for them
-_AHEAD_LIMIT = 1024  # images that wait to be
-_NO_SLEEP = "The transformers engine keeps its weights in place: use engine vllm on a GPU to sleep and wake."
+_IDLE_BATCH = 8  # images encoded at once while idle; a call that arrives meanwhile waits for them
+_MAX_UPCOMING_IMAGES = 1024  # images that wait to be encoded ahead of their requests
 
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """A policy version; `formed` is what its adapter makes of the weights (see `Weights`), None without one."""
+    """A policy version; `formed` is its prepared adapter (see `Weights`), None without one."""
 
     number: int
     formed: Formed | None = None
@@ -81,15 +80,15 @@ class TransformersEngine:
         loaded = load_model(model, dtype, device, quantization)
         self.backbone = Backbone(loaded, text.images, text.codec.suppressed_token_ids(text.vocab_size))
         self._decoder = Decoder(self.backbone, text.codec, max_context=max_context)
-        self._weights: Weights = MergedWeights(loaded) if quantization == "none" else SideWeights(loaded)
+        self._weights: Weights = MergedWeights(loaded) if quantization == "none" else UnmergedWeights(loaded)
         self._max_rows = max_rows
         self._lockstep = lockstep
         self._newest = _Version(0)
         self._active = _Version(BASE_MODEL)  # whose weights are in place
         self._loading = False
-        self._open: set[Call] = set()  # calls without an answer
-        self._ahead: deque[EncodedImage] = deque(maxlen=_AHEAD_LIMIT)  # of requests that are still to come
-        self._waiting: deque[Call] = deque()  # those of them that are not admitted whole
+        self._open: set[Call] = set()  # calls that are not answered yet
+        self._upcoming: deque[EncodedImage] = deque(maxlen=_MAX_UPCOMING_IMAGES)  # of later requests
+        self._waiting: deque[Call] = deque()  # calls with requests that are not admitted yet
         self._owners: dict[int, tuple[Call, int]] = {}  # id(job) -> its call and place in it
         self._streams: set[TokenStream] = set()  # of running calls
         self._requests = self._swaps = 0
@@ -108,11 +107,6 @@ class TransformersEngine:
     def dead(self) -> bool:
         """Whether the engine's thread has ended without being told to."""
         return not (self._closed or self._thread.is_alive())
-
-    @property
-    def num_waiting(self) -> int:
-        """Calls that no sample has started for."""
-        return len(self._waiting)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Answer all requests, in order. Cancelling the call frees its rows at the next step."""
@@ -141,13 +135,13 @@ class TransformersEngine:
             self._drop(call)
 
     def encode_images(self, images: Sequence[EncodedImage]) -> None:
-        """Encode these images when nothing else is to be done; of very many the oldest are forgotten.
+        """Encode these images while the engine is idle; beyond a limit the oldest are dropped.
 
-        Not with lockstep, where features would be of another batch than the call's own.
+        Not with lockstep, where the features would come from another batch than the call's own.
         """
         if not self._lockstep:
             with self._wake:
-                self._ahead.extend(images)
+                self._upcoming.extend(images)
                 self._wake.notify()
 
     def _enqueue(self, requests: Sequence[GenerationRequest], stream: TokenStream | None = None) -> Call:
@@ -181,19 +175,11 @@ class TransformersEngine:
             last_swap_s=self._last_swap_s,
         )
 
-    async def sleep(self) -> None:
-        """Not possible here."""
-        raise EngineError(_NO_SLEEP)
-
-    async def wake(self) -> None:
-        """Not possible here."""
-        raise EngineError(_NO_SLEEP)
-
     async def load_adapter(self, payload: AdapterPayload) -> None:
         """Merge a version and serve it to every request that starts from now on.
 
-        The sum of weights is formed beside the running samples, which finish with the version that they started with;
-        putting it in place then costs no more than changing pointers.
+        The merged weights are computed while samples run, which finish with the version that they started with. Switching to
+        them only changes pointers.
         """
         started = time.monotonic()
         if self._closed:
@@ -220,7 +206,7 @@ class TransformersEngine:
         await asyncio.to_thread(self._thread.join, 30.0)
 
     def _drop(self, call: Call) -> None:
-        """Nobody waits for this call any more: its rows are free at the next step."""
+        """Stop working on a call; its rows are freed at the next step."""
         with self._wake:
             call.over = True
             self._open.discard(call)
@@ -236,22 +222,24 @@ class TransformersEngine:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._closed or self._waiting or self._decoder.num_rows or self._ahead):
+                while not (self._closed or self._waiting or self._decoder.num_rows or self._upcoming):
                     self._wake.wait()
                 if self._closed:
                     break
                 idle = not (self._waiting or self._decoder.num_rows)
-                ahead = [self._ahead.popleft() for _ in range(min(_AHEAD_IMAGES, len(self._ahead)))] if idle else []
+                images = (
+                    [self._upcoming.popleft() for _ in range(min(_IDLE_BATCH, len(self._upcoming)))] if idle else []
+                )
             try:
-                if ahead:
-                    self._encode_ahead(ahead)
+                if images:
+                    self._encode_ahead(images)
                     continue
                 self._admit()
                 if self._decoder.num_rows:
                     self._finish(self._decoder.step())
                 if self._streams:
                     with self._wake:
-                        readers = [stream for stream in self._streams if stream.has_news]
+                        readers = [stream for stream in self._streams if stream.has_tokens]
                     notify(readers)
             except Exception as error:
                 self._fail(error)
@@ -261,7 +249,7 @@ class TransformersEngine:
         try:
             self.backbone.image_features(images)
         except UserInputError as error:
-            logger.debug("an image cannot be encoded: %s", error)  # the request that shows it will be told
+            logger.debug("an image cannot be encoded: %s", error)  # the request with this image reports the error
 
     def _activate(self, base_model: bool) -> None:
         """Put the weights of the base model or of the newest version in place, for samples that start now."""
@@ -327,7 +315,7 @@ class TransformersEngine:
                 with self._wake:
                     self._open.discard(call)
                 if call.stream is not None:
-                    continue  # its reader has seen the last tokens, or will
+                    continue  # the stream has delivered the tokens
                 resolve(call.loop, call.future, [call.answers[k] for k in range(len(call.requests))])
 
     def _refuse(self, call: Call, error: Exception) -> None:
@@ -335,7 +323,7 @@ class TransformersEngine:
         end_call(call, error)
 
     def _fail(self, error: Exception) -> None:
-        """Fail everything that runs or waits; the engine itself goes on unless it is closed."""
+        """Fail all running and waiting calls; the engine continues unless it is closed."""
         self._decoder.clear()
         with self._wake:
             calls = list(self._open)

@@ -1,4 +1,4 @@
-"""The adapter versions of a vLLM engine: their files, their ids, and which of them running requests still need."""
+"""The adapter versions of a vLLM engine: their folders, their ids, and which of them running requests still use."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Adapter:
     users: int = 0
 
 
-class AdapterShelf:
-    """Folders of adapters that vLLM reads from, in memory where the system has such a place.
+class AdapterFolders:
+    """The adapter folders that vLLM reads, in /dev/shm where that is writable.
 
     Every version gets a new id, name and folder: vLLM keeps the old weights of an id that it knows, and its prefix
     cache tells versions apart by their names. vLLM reads a folder again when it has dropped an adapter that a running
@@ -40,7 +40,7 @@ class AdapterShelf:
 
     def __init__(self) -> None:
         self._root, lock = _claim_root()
-        self._release = weakref.finalize(self, _release_root, self._root, lock)  # at the latest when Python exits
+        self._release = weakref.finalize(self, _release_root, self._root, lock)  # also run when Python exits
         self._adapters: list[Adapter] = []  # oldest first
         self._hashes: dict[int, str] = {}  # of every version that was added
         self._next_id = 1
@@ -51,7 +51,7 @@ class AdapterShelf:
         return self._adapters[-1] if self._adapters else None
 
     def write(self, payload: AdapterPayload) -> Adapter:
-        """Write a version's folder; the version is not in use before `add`. Raises EngineError for an unfit one."""
+        """Write a version's folder; the version is not in use before `add`. Raises EngineError for one that vLLM cannot serve."""
         from vllm.lora.request import LoRARequest
 
         payload.verify()
@@ -59,18 +59,18 @@ class AdapterShelf:
             raise EngineError(
                 f"Adapter version {payload.version} was loaded with other weights: publish these under a new version."
             )
-        strangers = [name for name in payload.state() if ".language_model." not in name]
-        if strangers:
-            # vLLM would leave an adapted vision tower out without a word.
+        unsupported = [name for name in payload.state() if ".language_model." not in name]
+        if unsupported:
+            # vLLM would silently ignore an adapted vision tower.
             raise EngineError(
-                f"Adapter version {payload.version} adapts {strangers[0]}: only the language model's linear layers may be."
+                f"Adapter version {payload.version} adapts {unsupported[0]}: only the language model's linear layers may be."
             )
         number, self._next_id = self._next_id, self._next_id + 1
         folder = payload.write(self._root / f"v{payload.version}-{number}")
         return Adapter(payload.version, folder, LoRARequest(f"policy-v{payload.version}", number, str(folder)))
 
     def add(self, adapter: Adapter, sha256: str) -> None:
-        """Make a written version the newest, and delete the folders that nobody needs any more."""
+        """Make a written version the newest, and delete the folders of old versions that no request uses."""
         self._hashes[adapter.version] = sha256
         self._adapters.append(adapter)
         for old in [one for one in self._adapters[:-_KEPT] if not one.users]:
@@ -102,7 +102,7 @@ class AdapterShelf:
 def _claim_root() -> tuple[Path, int]:
     """A new folder, and the descriptor that locks it. Folders of engines that were killed are deleted.
 
-    A lock tells the dead from the living where process ids cannot: containers may share /dev/shm.
+    The lock shows whether the owner is alive; process ids do not, because containers may share /dev/shm.
     """
     memory = Path("/dev/shm")
     base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
@@ -114,7 +114,7 @@ def _claim_root() -> tuple[Path, int]:
                 shutil.rmtree(stale, ignore_errors=True)
             finally:
                 os.close(descriptor)
-    # Locked under a name that nobody sweeps, then renamed.
+    # Locked under a name that the clean-up above does not match, then renamed.
     draft = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=base))
     descriptor = os.open(draft, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)

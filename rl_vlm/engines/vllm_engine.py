@@ -15,12 +15,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from rl_vlm.config import ServingSection
 from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats
 from rl_vlm.engines.streams import TokenStream
-from rl_vlm.engines.vllm_adapters import AdapterShelf
+from rl_vlm.engines.vllm_adapters import AdapterFolders
 from rl_vlm.engines.vllm_request import DEAD, VLLMSampler
 from rl_vlm.engines.vllm_setup import Counts, engine_args, prepare_environment, start_llm
 from rl_vlm.models.adapter import AdapterPayload
@@ -60,8 +58,7 @@ class VLLMEngine:
         quiet_libraries()
         self._text = load_text_side(model, pixels)
         self._max_num_seqs = serving.vllm.max_num_seqs
-        self._sleep_mode = serving.vllm.sleep_mode
-        self._closed = self._asleep = False
+        self._closed = False
         self._swaps, self._last_swap_s = 0, 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
@@ -78,13 +75,13 @@ class VLLMEngine:
         except Exception as error:
             reason = " ".join((str(error) or repr(error)).split())
             raise EngineError(f"vLLM did not start: {reason[:500]}") from error
-        self._shelf = AdapterShelf()
+        self._folders = AdapterFolders()
         self._sampler = VLLMSampler(self._llm, self._text, serving.max_context, self._counts)
 
     @property
     def version(self) -> int:
         """The newest adapter version that is loaded."""
-        newest = self._shelf.newest
+        newest = self._folders.newest
         return newest.version if newest else 0
 
     @property
@@ -95,11 +92,10 @@ class VLLMEngine:
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Answer all requests, in order. Cancelling the call aborts them in vLLM.
 
-        vLLM does not tell when it starts with a request: `generate_s` includes the time in its queue, `queue_s` is 0.
+        vLLM does not report when it starts a request: `generate_s` includes the time in its queue, `queue_s` is 0.
         """
         if not requests:
             return []
-        self._check_awake()
         return await self._call(self._generate(list(requests)))
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[SampleChunk]:
@@ -107,7 +103,6 @@ class VLLMEngine:
 
         Closing the iterator aborts the request in vLLM.
         """
-        self._check_awake()
         if self._closed:
             raise EngineError(_CLOSED)
         stream = TokenStream(request.sampling.n)
@@ -121,7 +116,6 @@ class VLLMEngine:
     async def load_adapter(self, payload: AdapterPayload) -> None:
         """Serve a version to every request that starts from now on."""
         started = time.monotonic()
-        self._check_awake()
         await self._call(self._load(payload))
         self._swaps += 1
         self._last_swap_s = time.monotonic() - started
@@ -148,38 +142,7 @@ class VLLMEngine:
         )
 
     def encode_images(self, images: Sequence[EncodedImage]) -> None:
-        """vLLM keeps no features between requests: nothing is done."""
-
-    async def sleep(self) -> None:
-        """Wait for the running requests, then move the weights to the machine's memory and drop keys and values.
-
-        Requests that come meanwhile are refused.
-        """
-        self._check_sleep_mode()
-        self._check_awake()
-        self._asleep = True
-        try:
-            await self._call(self._llm.sleep(level=1, mode="wait"))
-        except BaseException:
-            self._asleep = False
-            raise
-
-    async def wake(self) -> None:
-        """Bring the weights back. No error for an engine that is awake."""
-        self._check_sleep_mode()
-        if self._asleep:
-            await self._call(self._llm.wake_up())
-            self._asleep = False
-
-    def _check_sleep_mode(self) -> None:
-        if not torch.cuda.is_available():
-            raise EngineError("This engine runs without a GPU: there is no device memory to give back.")
-        if not self._sleep_mode:
-            raise EngineError("The engine was started without sleep mode: set serving.vllm.sleep_mode to true.")
-
-    def _check_awake(self) -> None:
-        if self._asleep:
-            raise EngineError("The engine sleeps: wake it first.")
+        """Does nothing: vLLM keeps no features between requests."""
 
     async def close(self) -> None:
         """End vLLM and delete the adapters' files; calls that wait get an EngineError."""
@@ -193,7 +156,7 @@ class VLLMEngine:
             await asyncio.to_thread(core.join, 5.0)  # vLLM may have killed it, and does not wait for its end
         self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.to_thread(self._thread.join, 10.0)
-        self._shelf.close()
+        self._folders.close()
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the engine's loop and wait for it on the caller's."""
@@ -243,17 +206,17 @@ class VLLMEngine:
 
     async def _load(self, payload: AdapterPayload) -> None:
         async with self._loading:
-            adapter = await asyncio.to_thread(self._shelf.write, payload)
+            adapter = await asyncio.to_thread(self._folders.write, payload)
             try:
                 await self._llm.add_lora(adapter.request)
             except BaseException as error:
-                self._shelf.discard(adapter)
+                self._folders.discard(adapter)
                 if not isinstance(error, Exception):
                     raise
-                # vLLM passes what happened in the engine core on as a plain Exception.
+                # vLLM raises errors of the engine core as plain Exceptions.
                 reason = DEAD if self._llm.errored else f"vLLM refused adapter version {payload.version}: {error}"
                 raise EngineError(reason) from error
-            self._shelf.add(adapter, payload.sha256)
+            self._folders.add(adapter, payload.sha256)
 
     async def _generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         return await _all_or_none([self._complete(request) for request in requests])
@@ -283,7 +246,7 @@ class VLLMEngine:
                     [self._sampler.feed(plan, number, lora, stream) for number in range(request.sampling.n)]
                 )
         except asyncio.CancelledError:
-            stream.fail(EngineError(_CLOSED))  # whoever cancels it otherwise does not read any more
+            stream.fail(EngineError(_CLOSED))  # other cancellations come from the reader, which has stopped reading
             raise
         except Exception as error:
             stream.fail(error if isinstance(error, EngineError) else EngineError(f"Generation failed: {error!r}."))
@@ -294,7 +257,7 @@ class VLLMEngine:
         if request.min_version == BASE_MODEL:
             yield None, BASE_MODEL
             return
-        with self._shelf.lease() as adapter:
+        with self._folders.lease() as adapter:
             yield (adapter.request, adapter.version) if adapter else (None, 0)
 
 

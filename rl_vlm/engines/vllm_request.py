@@ -1,4 +1,4 @@
-"""One request in vLLM: checked, expanded, asked for sample by sample, read back whole or piece by piece."""
+"""One request in vLLM: checks it, expands its prompt, runs one vLLM request per sample, and reads the outputs."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Plan:
 
 
 class VLLMSampler:
-    """Brings requests to an AsyncLLM. To be used on the event loop that the AsyncLLM was made on.
+    """Sends requests to an AsyncLLM. Use it on the event loop that the AsyncLLM was made on.
 
     Args:
         llm: the AsyncLLM.
         text: codec and image geometry of the model.
         max_context: prompt plus new tokens of a sample.
-        counts: what is asked of vLLM is added here.
+        counts: requests and tokens are added here.
     """
 
     def __init__(self, llm: Any, text: TextSide, max_context: int, counts: Counts) -> None:
@@ -98,7 +98,7 @@ class VLLMSampler:
         try:
             output = await self._run(plan, number, params, lora, stream)
             if output.finish_reason == "error":
-                # The engine core dropped an image that this process believed it had: the second try sends it again.
+                # The engine core had evicted an image that this process took for cached: the second attempt sends it again.
                 output = await self._run(plan, number, params, lora, stream)
         except (VLLMError, ValueError) as error:
             reason = DEAD if self._llm.errored else f"vLLM could not answer ({error.__cause__ or error})."
@@ -148,7 +148,7 @@ class VLLMSampler:
 
 
 async def _prompt(request: GenerationRequest) -> Mapping[str, Any]:
-    """What vLLM takes: token ids with one placeholder per image, and images that its caches know by their hash."""
+    """vLLM's prompt: token ids with one placeholder per image, and the images with their hashes as cache keys."""
     prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
     if request.images:
         pictures = await asyncio.to_thread(lambda: [image.to_pil() for image in request.images])

@@ -1,4 +1,4 @@
-"""Requests in vLLM's terms, and vLLM's outputs in ours."""
+"""Conversion of sampling parameters to vLLM's, and of vLLM's outputs to ours."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM has kernels for
 
 @dataclass(slots=True)
 class Counts:
-    """What was asked of vLLM so far, what it has done, and how many samples it had to do at once."""
+    """Counts of a vLLM engine since its start."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -35,7 +35,7 @@ class Counts:
     _changed: float = 0.0
 
     def change(self, difference: int) -> None:
-        """So many samples more are unfinished."""
+        """Add `difference` to the number of unfinished samples."""
         now = time.monotonic()
         if self.unfinished:
             self.busy_s += now - self._changed
@@ -68,7 +68,7 @@ def prepare_environment(serving: ServingSection) -> None:
 
 @contextlib.contextmanager
 def _child_environment(num_threads: int) -> Iterator[None]:
-    """What only the engine core may see, on a machine without a GPU.
+    """Environment variables for the engine core alone, on a machine without a GPU.
 
     torch.compile would keep the first sample waiting for 17 s, and needs a C++ compiler.
     """
@@ -116,13 +116,12 @@ def engine_args(
         max_num_batched_tokens=None if on_gpu else max(16384, serving.max_context),
         enable_prefix_caching=settings.enable_prefix_caching,
         quantization="fp8_per_tensor" if serving.quantization == "fp8" else None,  # done while loading
-        enable_sleep_mode=settings.sleep_mode,
         enable_lora=True,
         max_lora_rank=next(rank for rank in _RANKS if rank >= max_lora_rank),  # type: ignore[arg-type]
         max_loras=max_loras,
         max_cpu_loras=max_loras + 2,
         limit_mm_per_prompt={"video": 0},
-        mm_processor_kwargs={"images_kwargs": {"size": images}},  # what our own accounting counts with
+        mm_processor_kwargs={"images_kwargs": {"size": images}},  # the same limits as our own token counts
         mm_processor_cache_gb=cache if cache is not None else 4 if on_gpu else 0.5,
         structured_outputs_config={"backend": "xgrammar"},  # type: ignore[arg-type]  # whose grammars know tokens
         generation_config="vllm",  # nothing from the model's generation_config.json
@@ -141,24 +140,22 @@ def engine_args(
 def _check_device(serving: ServingSection, on_gpu: bool) -> None:
     if serving.quantization == "nf4":
         raise UserInputError("vLLM has no NF4: set serving.engine to transformers, or serving.quantization to fp8.")
-    if not on_gpu and (serving.quantization == "fp8" or serving.vllm.sleep_mode):
-        raise UserInputError(
-            "serving.quantization fp8 and serving.vllm.sleep_mode need a GPU, and torch sees none: leave them out."
-        )
+    if not on_gpu and serving.quantization == "fp8":
+        raise UserInputError("serving.quantization fp8 needs a GPU, and torch sees none: leave it out.")
 
 
 def start_llm(args: Any, num_threads: int, counts: Counts) -> Any:
-    """An AsyncLLM whose weights are loaded; takes as long as that takes. Its steps and tokens are added to `counts`.
+    """An AsyncLLM; returns once its weights are loaded. Its steps and tokens are added to `counts`.
 
     Call it on the thread that outlives the engine: the engine core ends with the thread that started it.
     """
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rl_vlm.engines.vllm_worker import bound_executor
+    from rl_vlm.engines.vllm_worker import executor_class
 
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    executor = bound_executor(args.tensor_parallel_size)
+    executor = executor_class(args.tensor_parallel_size)
     with _child_environment(num_threads):
         llm = AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
     _count_steps(llm.engine_core, counts)
@@ -166,7 +163,7 @@ def start_llm(args: Any, num_threads: int, counts: Counts) -> Any:
 
 
 def _count_steps(core: Any, counts: Counts) -> None:
-    """A sample is told of when it ends, which may be minutes away; the engine core tells of every step."""
+    """Count the engine core's steps: the AsyncLLM reports a sample only when it ends, which may take minutes."""
     receive = core.get_output_async
 
     async def receive_and_count() -> Any:

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's own processes: the token mask, and the promise to die with the process that owns the engine.
+"""Code that runs inside vLLM's own processes: the token mask, and their end together with the process that owns the engine.
 
 vLLM imports this module by name in its engine core and worker processes.
 """
@@ -46,7 +46,7 @@ class TokenMask(LogitsProcessor, RunnerV2LogitsProcessor):
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Nothing depends on the batch."""
+        """Does nothing: the mask is the same for every batch."""
 
 
 def die_with_parent() -> None:
@@ -59,18 +59,18 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is not None and os.getppid() != parent.pid:
-        os._exit(1)  # it has died already
+        os._exit(1)  # the parent has already ended
 
 
 class BoundUniProcExecutor(UniProcExecutor):
-    """The executor of one device. It brings this module, and so the last lines below, into the engine core."""
+    """The executor of one device. Unpickling it imports this module, and so runs its last lines, in the engine core."""
 
 
 class BoundMultiprocExecutor(MultiprocExecutor):
     """The executor of several devices; its workers end with the engine core by themselves."""
 
 
-def bound_executor(tensor_parallel_size: int) -> type[Executor]:
+def executor_class(tensor_parallel_size: int) -> type[Executor]:
     """The executor class for this many devices."""
     return BoundUniProcExecutor if tensor_parallel_size == 1 else BoundMultiprocExecutor
 

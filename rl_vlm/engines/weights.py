@@ -1,4 +1,4 @@
-"""Which weights the transformers engine computes with: the base model's, or those with an adapter.
+"""The weights of the transformers engine: the base model's, or those with an adapter.
 
 Both ways change nothing but the language model's linear layers, and switch between base and adapter at once.
 """
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.lora import LoraFactors, language_linears, linear_weights, lora_factors, merged_weights
 
-Formed = Mapping[str, Any]  # what an adapter makes of each adapted layer, by module name
+Formed = Mapping[str, Any]  # a prepared adapter: merged weights or LoRA factors by module name
 
 
 class Weights(Protocol):
     """The linear weights of a model that can be with or without an adapter."""
 
     def form(self, payload: AdapterPayload) -> Formed:
-        """Prepare an adapter, beside samples that are running. Raises UserInputError for an unfit one."""
+        """Prepare an adapter while samples run. Raises UserInputError for one that does not fit the model."""
         ...
 
     def use(self, formed: Formed | None) -> None:
@@ -34,10 +34,10 @@ class Weights(Protocol):
 
 
 class MergedWeights:
-    """The adapter is added to the weights: decoding costs the same with and without one, memory is taken twice.
+    """The adapter is added to the weights: decoding costs the same with and without one, and the weights are stored twice.
 
-    And a third time while a version is formed. Of float32 on a CPU that memory is kept for the next one: the system takes a third of
-    the time of the sum itself to hand out fresh pages.
+    A third copy exists while a version is formed. For float32 on a CPU its memory is reused for the next version, because
+    allocating fresh pages takes a third of the time of the sum itself.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,7 +52,7 @@ class MergedWeights:
         return merged_weights(payload, self._base, spare)
 
     def release(self, formed: Formed) -> None:
-        """Keep its memory for the next version, where that can be written over."""
+        """Keep its memory for the next version, if that may overwrite it."""
         if self._reuses:
             self._spare = formed
 
@@ -63,7 +63,7 @@ class MergedWeights:
             linear.weight.data = weights[name]
 
 
-class SideWeights:
+class UnmergedWeights:
     """The adapter is computed beside the weights, y = W·x + (alpha / r) · B·A·x.
 
     For quantised weights: adding the adapter to four-bit numbers would round most of it away.
@@ -90,7 +90,7 @@ class SideWeights:
         self._in_place = formed or {}
 
     def release(self, formed: Formed) -> None:
-        """Factors are small: nothing is kept."""
+        """Does nothing: factors are too small to reuse their memory."""
 
     def _hook(self, name: str) -> Any:
         def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's chat completions, `/generate`, models, health, metrics. It knows no Ray."""
+"""The HTTP application: OpenAI's chat completions, `/generate`, models, health, metrics. It does not import Ray."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_SHOWN = 200  # characters of an error that may come from the client
 
 class _JSONRequest(Request):
     async def json(self) -> Any:
-        """Parsed strictly: no NaN, no lone surrogates, no bottomless nesting."""
+        """Parse the body strictly: NaN, lone surrogates and deep nesting are refused."""
         try:
             return from_json(await self.body(), allow_inf_nan=False, cache_strings="keys")
         except ValueError as error:
@@ -54,13 +54,13 @@ def _json(model: BaseModel) -> Response:
 
 
 def _validation_error(error: RequestValidationError) -> RequestError:
-    """The first thing that is wrong, in one sentence and without what was sent."""
+    """The first error in one sentence, without the client's data."""
     if isinstance(error.body, bytes):
         return RequestError(400, "The body must be a JSON object, sent with the header Content-Type: application/json.")
     first = error.errors()[0]
     place: list[str] = []
     for item in map(str, first["loc"][1:]):
-        # Tags of unions are left out: of content's forms, of parts, and of messages by their role.
+        # Tags of pydantic's unions are not fields of the request: content's forms, kinds of parts, roles of messages.
         of_message = place[-2:-1] == ["messages"] and item in get_args(Role)
         if not of_message and item not in ("parts", "developer", *place[-1:]):
             place.append(item)
@@ -91,7 +91,7 @@ def build_http_app(
     Args:
         backend: answers requests.
         text: tokenizer, chat template and image geometry of the model.
-        limits: what is refused.
+        limits: the server's limits.
         max_context: prompt and new tokens of one sample.
         token: the bearer token that clients must send; None: only this machine's own names are answered.
     """
@@ -141,7 +141,7 @@ def build_http_app(
 
     @app.get("/v1/models", response_model=schema.ModelList, responses=_documented(schema.OpenAIError, 401, 403))
     async def models() -> Response:
-        """What is served."""
+        """The models that are served."""
         cards = [schema.ModelCard(id=model.name, created=started) for model in await backend.models()]
         return _json(schema.ModelList(data=cards))
 
@@ -151,7 +151,7 @@ def build_http_app(
         responses=_documented(schema.OpenAIError, 401, 403, 404),
     )
     async def one_model(name: str) -> Response:
-        """One of them."""
+        """One model by its name."""
         return _json(schema.ModelCard(id=(await service.find(name)).name, created=started))
 
     @app.get("/health", response_model=schema.Health, responses=_documented(schema.Health, 503))
@@ -183,7 +183,7 @@ def build_http_app(
 
 
 def _schema(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's, without the 422 that it expects every operation to answer with: bad input is a 400 here."""
+    """FastAPI's schema without its status 422 for every operation: bad input is a 400 here."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     for operations in document["paths"].values():
         for operation in operations.values():

@@ -22,7 +22,7 @@ from rl_vlm.types import Completion, GenerationRequest, RLVLMError, SampleChunk
 
 logger = logging.getLogger("rl_vlm.http")
 
-_REFRESH_S = 0.5  # how old the known adapter version may be
+_REFRESH_S = 0.5  # how old the cached status of the registry may be
 _PROBE_S = 5.0
 
 
@@ -32,7 +32,7 @@ class ServeBackend:
     Args:
         handle: the deployment handle.
         registry: the adapter registry's actor handle.
-        name: what clients call the model without an adapter. `policy` is its newest adapter, once there is one, and
+        name: the name of the model without an adapter. `policy` is its newest adapter, once there is one, and
             `policy-vN` that version alone.
         run_id: of the application.
         deadline_s: of one request, retries included.
@@ -57,7 +57,7 @@ class ServeBackend:
         return [ServedModel("policy", version), ServedModel(f"policy-v{version}", version, pinned=True), base]
 
     async def _status(self) -> dict[str, Any]:
-        """What the registry knows, at most half a second old unless it is being restarted."""
+        """The registry's status, at most half a second old unless the registry is being restarted."""
         if time.monotonic() - self._asked >= _REFRESH_S:
             self._asked = time.monotonic()
             try:
@@ -75,7 +75,7 @@ class ServeBackend:
         return await self._client.generate(request)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[SampleChunk, None]:
-        """Answer one request piece by piece. Tried again only as long as nothing has arrived."""
+        """Answer one request piece by piece; retried on another replica only before the first piece has arrived."""
         deadline = time.monotonic() + self._deadline_s
         attempt = 0
         while True:
@@ -99,7 +99,7 @@ class ServeBackend:
             finally:
                 if not finished:
                     response.cancel()
-            self._client.stats.retries += 1
+            self._client.retries += 1
             await asyncio.sleep(pause)
 
     async def health(self) -> None:
@@ -114,10 +114,10 @@ class ServeBackend:
             raise GenerationFailedError("Every replica's engine is silent: they are being replaced.")
 
     async def metrics(self) -> str:
-        """What each replica said about itself last (every few seconds), and this server's retries."""
+        """Each replica's last report (sent every few seconds), and this server's retries."""
         registry = CollectorRegistry()
         retries = Counter("rl_vlm_client_retries", "Calls that went to another replica.", registry=registry)
-        retries.inc(self._client.stats.retries)
+        retries.inc(self._client.retries)
         gauges: dict[str, Gauge] = {}
 
         def put(name: str, value: float, **labels: str) -> None:
@@ -139,5 +139,5 @@ class ServeBackend:
 
 
 def _sentence(error: BaseException | None) -> str:
-    """The first line of an error: Ray's go on with the traceback of another process."""
+    """The first line of an error: Ray appends the traceback of another process."""
     return next(iter(str(error or "").strip().splitlines()), "")

@@ -1,4 +1,4 @@
-"""What goes wrong with a request, and the two shapes in which clients read it."""
+"""Errors of requests, and the two JSON shapes in which they are sent."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rl_vlm.types import RLVLMError
 
 # HTTP status -> OpenAI's error type.
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-RETRY_AFTER_S = 1  # clients add their own jitter and backoff
+_RETRY_AFTER_S = 1  # clients add their own jitter and backoff
 
 
 class RequestError(RLVLMError):
-    """A request gets no answer; `status` is HTTP's, `code` and `param` are OpenAI's."""
+    """A request that cannot be answered; `status` is HTTP's, `code` and `param` are OpenAI's."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -23,10 +23,10 @@ class RequestError(RLVLMError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """When to come back, and how to authenticate."""
+        """Retry-After for a server that is busy, WWW-Authenticate for a missing token."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
-        return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+        return {"Retry-After": str(_RETRY_AFTER_S)} if self.status in (429, 503) else {}
 
 
 def error_body(error: RequestError) -> dict[str, Any]:

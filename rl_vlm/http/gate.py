@@ -1,4 +1,4 @@
-"""The outermost layer: token, queue, size of the body, deadlines, clients that go away. Nothing is parsed before it."""
+"""The outermost layer: checks token, queue and body size, and enforces deadlines, before anything is parsed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rl_vlm.http.errors import RequestError, error_response
 from rl_vlm.http.metrics import HTTPMetrics
 
 DEADLINE = "rl_vlm.deadline"  # key of the request's scope: when it must be answered, in the event loop's time
-# How long an answer may take to reach its client once its deadline has passed: a client may read too slowly, or not.
-LINGER_S = 5.0
+# How long sending an answer may continue after its deadline, for a client that reads slowly or not at all.
+SEND_GRACE_S = 5.0
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Deadlines:
-    """Timeouts that can all be brought forward, for a server that is told to stop."""
+    """Timeouts that can all be shortened when the server is told to stop."""
 
     def __init__(self) -> None:
         self._open: set[asyncio.Timeout] = set()
@@ -40,11 +40,11 @@ class Deadlines:
                 self._open.discard(timeout)
 
     @property
-    def hastened(self) -> bool:
+    def stopping(self) -> bool:
         """Whether the server is stopping."""
         return self._latest < math.inf
 
-    def hasten(self, latest: float) -> None:
+    def shorten(self, latest: float) -> None:
         """Let nothing run longer than `latest`."""
         self._latest = latest
         for timeout in self._open:
@@ -53,10 +53,10 @@ class Deadlines:
 
 
 class Gate:
-    """An ASGI application around the real one.
+    """An ASGI application that wraps another one and refuses requests beyond the limits.
 
     Args:
-        app: the application; it sees whole bodies within the limits, and is cancelled when its client is gone.
+        app: the application; it gets whole bodies within the limits, and is cancelled when its client disconnects.
         limits: the server's.
         token: what clients must send as a bearer token; None: nothing, and only requests to this machine's own names
             are answered, so that a web page that rebinds its name cannot reach the server through a browser.
@@ -85,16 +85,16 @@ class Gate:
         self.draining = False
 
     def drain(self) -> None:
-        """Take no new request; running ones may go on for `drain_s`."""
+        """Refuse new requests; running ones may continue for `drain_s`."""
         if not self.draining:
             self.draining = True
-            self._deadlines.hasten(asyncio.get_running_loop().time() + self._limits.drain_s)
+            self._deadlines.shorten(asyncio.get_running_loop().time() + self._limits.drain_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, status = time.perf_counter(), 499  # nginx's number for a client that did not wait
+        started, status = time.perf_counter(), 499  # nginx's status for a client that closed the connection
 
         async def counted(message: Message) -> None:
             nonlocal status
@@ -143,7 +143,7 @@ class Gate:
             if body is not None:
                 # ASGI 2.4: the application need not listen for a disconnect itself.
                 asgi = {**scope["asgi"], "spec_version": "2.4"}
-                latest = max(deadline + LINGER_S - asyncio.get_running_loop().time(), 0)
+                latest = max(deadline + SEND_GRACE_S - asyncio.get_running_loop().time(), 0)
                 await self._run({**scope, "asgi": asgi, DEADLINE: deadline}, body, receive, send, latest)
         finally:
             self.in_flight -= 1

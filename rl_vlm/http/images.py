@@ -75,11 +75,11 @@ class ImageReader:
             return _as_sent(image) or EncodedImage.from_pil(upright)
         except UserInputError:
             raise
-        except Exception as error:  # as above: whatever a decoder makes of bytes that came from outside
+        except Exception as error:  # as above: decoders raise many kinds of errors on damaged data
             raise UserInputError(f"Image {name} is damaged and cannot be decoded: send another one.") from error
 
     def _bytes(self, uri: str, name: str) -> tuple[bytes, str]:
-        """The file inside a data URI and its format in PIL's words."""
+        """The file inside a data URI, and PIL's name of its format."""
         head, comma, encoded = uri.partition(",")
         if head[:5].lower() != "data:" or not comma:
             raise UserInputError(
@@ -106,7 +106,7 @@ class ImageReader:
 
 
 def _as_sent(image: Image.Image) -> EncodedImage | None:
-    """The file itself where it is what encoding would make of it, a plain RGB PNG: encoding costs more than all else."""
+    """The file itself if it is a plain RGB PNG, which need not be encoded again: encoding is the most expensive step."""
     plain = image.format == "PNG" and image.mode == "RGB" and getattr(image, "n_frames", 1) == 1
     if not plain or "transparency" in image.info or _ORIENTATION in image.getexif():
         return None

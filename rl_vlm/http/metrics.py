@@ -1,4 +1,4 @@
-"""What the HTTP side counts, in Prometheus' text format."""
+"""Metrics of the HTTP server, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ class HTTPMetrics:
         self.answered(len(completion.prompt_ids), sampled, completion.policy_version)
 
     def text(self) -> str:
-        """All of it."""
+        """All metrics."""
         return generate_latest(self._registry).decode()

@@ -1,4 +1,4 @@
-"""From a client's conversation to what an engine is asked: limits first, tokens last."""
+"""Turns request bodies into requests for the engine; limits are checked before anything expensive is done."""
 
 from __future__ import annotations
 

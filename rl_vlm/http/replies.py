@@ -1,4 +1,4 @@
-"""From samples to OpenAI's replies, whole and in chunks."""
+"""Builds OpenAI's replies from samples, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rl_vlm.types import Completion, Sample, SampleChunk, SamplingParams, StopRe
 
 
 @dataclass(slots=True)
-class _Growing:
-    """One sample of a stream: its text, and everything that was sampled of it."""
+class _StreamedSample:
+    """One sample of a stream: its text, and all its tokens so far."""
 
     text: ReplyText
     token_ids: list[int] = field(default_factory=list)
@@ -37,7 +37,7 @@ class ChatReply:
 
     Args:
         codec: the model's.
-        request_id, model: what the reply says it is.
+        request_id, model: written into the reply.
         sampling: its stop strings end the text before the first of them.
         num_prompt_tokens: with every token of the images.
         logprobs: whether the client wants log-probabilities.
@@ -58,14 +58,14 @@ class ChatReply:
         self._sampling = sampling
         self.num_prompt_tokens = num_prompt_tokens
         self._logprobs = logprobs
-        self._growing: dict[int, _Growing] = {}
+        self._streamed: dict[int, _StreamedSample] = {}
         self._version = BASE_MODEL
 
     def _new_text(self) -> ReplyText:
         return ReplyText(self._codec, self._sampling.stop, self._sampling.min_tokens)
 
     def whole(self, completion: Completion) -> ChatCompletion:
-        """The reply that is sent at once."""
+        """The reply without streaming."""
         return ChatCompletion(
             id=self._id,
             model=self._model,
@@ -75,12 +75,12 @@ class ChatReply:
         )
 
     def chunks(self, grown: SampleChunk) -> list[ChatChunk]:
-        """What a stream says after one step of one sample."""
+        """The chunks to send for new tokens of one sample."""
         self._version = grown.policy_version
         number, choices = grown.number, []
-        sample = self._growing.get(number)
+        sample = self._streamed.get(number)
         if sample is None:
-            sample = self._growing[number] = _Growing(self._new_text())
+            sample = self._streamed[number] = _StreamedSample(self._new_text())
             choices.append(ChunkChoice(index=number, delta={"role": "assistant", "content": ""}))
         token_ids = grown.token_ids.tolist()
         sample.token_ids += token_ids
@@ -100,8 +100,8 @@ class ChatReply:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the stream's samples have so far."""
-        return sum(len(sample.token_ids) for sample in self._growing.values())
+        """Tokens sampled by the stream so far."""
+        return sum(len(sample.token_ids) for sample in self._streamed.values())
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | None = None) -> ChatChunk:
         name = fingerprint(self._version)
@@ -149,7 +149,7 @@ class ChatReply:
 
 
 def fingerprint(version: int) -> str:
-    """The policy version in words."""
+    """The policy version as `system_fingerprint`."""
     return "base" if version == BASE_MODEL else f"policy-v{version}"
 
 

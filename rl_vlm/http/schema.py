@@ -1,4 +1,4 @@
-"""What comes in and goes out as JSON: OpenAI's chat completions, and the plain `/generate`."""
+"""JSON schemas of requests and replies: OpenAI's chat completions, and the plain `/generate`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ImageURLPart(_In):
 
 Part = Annotated[TextPart | ImagePart | ImageURLPart, Field(discriminator="type")]
 Parts = Annotated[list[Part], Field(max_length=_MAX_ITEMS, fail_fast=True)]
-# Tagged unions, so that an error speaks of the form that was sent.
+# Tagged unions, so that an error names the form that was sent.
 _TextOrParts = Discriminator(lambda value: "text" if isinstance(value, str) else "parts")
 Content = Annotated[Annotated[str, Tag("text")] | Annotated[Parts, Tag("parts")], _TextOrParts]
 
@@ -126,7 +126,7 @@ class TemplateOptions(BaseModel):
 
 
 def _neutral(*values: Any) -> Any:
-    """The type of a field of other servers that is taken at the values that change nothing here, and refused at others."""
+    """Annotation of a field that other servers support: only values that have no effect here are accepted."""
 
     def check(value: Any) -> Any:
         if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in values):
@@ -144,7 +144,7 @@ def _one_of(*alternatives: dict[str, Any]) -> dict[str, Any]:
 _NULL: dict[str, Any] = {"type": "null"}
 _GUIDES = ("guided_choice", "choice", "structured_outputs")
 _FREE = dict.fromkeys(_GUIDES, _NULL)
-# What `_consistent` checks, in the words of JSON Schema.
+# The checks of `_consistent` as JSON Schema.
 _CONSISTENT: dict[str, Any] = {
     "allOf": [
         _one_of({"top_logprobs": {"enum": [None, 0]}}, {"logprobs": {"const": True}}),
@@ -187,7 +187,7 @@ class ChatRequest(BaseModel):
     choice: ChoiceTexts | None = Field(None, description="The same as guided_choice.")
     structured_outputs: Choices | None = Field(None, description="vLLM's form of guided_choice.")
     chat_template_kwargs: TemplateOptions | None = None
-    # What would change the answer and is not done here.
+    # Not supported: these would change the answer.
     tools: _neutral([]) = None  # type: ignore[valid-type]
     tool_choice: _neutral("none") = None  # type: ignore[valid-type]
     functions: _neutral([]) = None  # type: ignore[valid-type]
@@ -205,7 +205,7 @@ class ChatRequest(BaseModel):
     continue_final_message: _neutral(False) = None  # type: ignore[valid-type]
     add_special_tokens: _neutral(False) = None  # type: ignore[valid-type]
     echo: _neutral(False) = None  # type: ignore[valid-type]
-    # What has no meaning here and changes no answer.
+    # Accepted and ignored: these do not change the answer.
     user: Any = None
     metadata: Any = None
     store: Any = None

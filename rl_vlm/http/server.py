@@ -1,4 +1,4 @@
-"""uvicorn around the application: binds early, drains on SIGTERM, says which signal ended it."""
+"""Runs the application in uvicorn: binds the port early, and drains on SIGINT and SIGTERM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_vlm.http.gate import LOOPBACK, Gate
 from rl_vlm.types import UserInputError
 
 TOKEN_VARIABLE = "RL_VLM_API_TOKEN"
-_GRACE_S = 5.0  # beyond the drain: running requests need a moment to say why they end
+_GRACE_S = 5.0  # after the drain, for running requests to send their errors
 
 
 def check_exposure(host: str, token: str | None) -> None:
@@ -28,7 +28,7 @@ def check_exposure(host: str, token: str | None) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the address before anything expensive starts. Port 0 is any free one."""
+    """Bind the address before anything expensive starts. Port 0 is any free port. Raises UserInputError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
@@ -45,7 +45,7 @@ def _cannot_listen(host: str, port: int, error: OSError) -> UserInputError:
 
 
 class _Server(uvicorn.Server):
-    """Tells when it listens, and leaves signals alone."""
+    """A uvicorn server that calls `ready` when it listens and installs no signal handlers."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -63,7 +63,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are ours: uvicorn would raise them again after its end, before the model is stopped."""
+        """Install nothing: uvicorn would raise the signals again when it ends, before the model is stopped."""
         yield
 
 
@@ -87,7 +87,7 @@ class HTTPServer:
         self._server = _Server(self._config, ready)
 
     def stop(self) -> None:
-        """Drain: refuse what is new, let what runs end. The second call does not wait. On the server's event loop."""
+        """Refuse new requests and let running ones end; a second call does not wait for them. Call it on the server's event loop."""
         self._server.force_exit = self._app.draining
         self._app.drain()
         self._server.should_exit = True

@@ -1,4 +1,4 @@
-"""Answers requests with a backend: looks models up, keeps deadlines, turns streams into server-sent events."""
+"""Answers requests with a backend: finds the model, enforces deadlines, and turns streams into server-sent events."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class ServedModel:
 
 
 class Backend(Protocol):
-    """What the HTTP side needs of an engine or of a Serve application. Its errors are RLVLMErrors."""
+    """The interface to an engine or a Serve application. Its errors are RLVLMErrors."""
 
     async def models(self) -> Sequence[ServedModel]:
-        """What is served; the first is the one for clients that name none."""
+        """The models that are served; the first is for clients that name none."""
         ...
 
     async def generate(self, request: GenerationRequest) -> Completion:
@@ -66,7 +66,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request on its way: what the engine is asked, for which model, and when it is too late (the loop's time)."""
+    """One request: what the engine is asked, the model, and the deadline in the event loop's time."""
 
     request: GenerationRequest
     model: ServedModel
@@ -132,7 +132,7 @@ class Service:
         return without_thoughts(self._codec.decode(completion.samples[0].token_ids))
 
     async def stream(self, call: Call, reply: ChatReply, usage: bool) -> StreamingResponse:
-        """Server-sent events. What fails before the first token is an ordinary error, what fails later an event."""
+        """Server-sent events. A failure before the first token is an HTTP error, a later one an event."""
         started = time.perf_counter()
         source = self._backend.stream(call.request)
         first = await self._next(source, call.deadline)
@@ -170,14 +170,14 @@ class Service:
                 if usage:
                     yield _event(reply.last_chunk())
                 yield b"data: [DONE]\n\n"
-            except Exception as error:  # a stream never ends silently, whatever happened
+            except Exception as error:  # whatever the error, the client gets it as an event
                 self.metrics.stream_errors.inc()
                 yield _event(error_body(as_request_error(error)))
             finally:
                 self.metrics.answered(reply.num_prompt_tokens, reply.num_sampled, version)
 
     def _too_late(self) -> RequestError:
-        if self._deadlines.hastened:
+        if self._deadlines.stopping:
             return RequestError(503, "The server is shutting down: try again later.")
         return RequestError(504, f"No complete answer within {self._limits.deadline_s:g} s: ask for less, or later.")
 
@@ -193,14 +193,13 @@ def _check_version(model: ServedModel, version: int) -> None:
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """What a client may know of an error; surprises are logged and not shown."""
+    """The error that a client may see; unexpected ones are logged and not shown."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, UserInputError):
         return RequestError(400, str(error))
     if isinstance(error, RLVLMError):
-        return RequestError(
-            500, next(iter(str(error).splitlines()), "The engine failed.")
-        )  # Ray's errors go on for pages
+        # The first line only: Ray appends tracebacks.
+        return RequestError(500, next(iter(str(error).splitlines()), "The engine failed."))
     logger.error("A request failed unexpectedly.", exc_info=error)
     return RequestError(500, "Internal error: the server's log says more.")

@@ -1,4 +1,4 @@
-"""From sampled tokens to the text that a client gets: cut at stop strings, whole characters only, thoughts removed."""
+"""Turns sampled tokens into a client's text: cut at stop strings, whole characters only, thoughts removed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_vlm.chat import ChatCodec
 class ReplyText:
     """The text of one sample while it grows. Fed in pieces or at once, it gives the same text and tokens.
 
-    Everything is done on bytes, because a token may hold part of a character. What could be the beginning of a stop
+    It works on bytes, because a token may hold part of a character. What could be the beginning of a stop
     string is held back until it is known not to be one. A stop string that ends within the first `min_tokens` tokens is
     text.
     """
@@ -23,7 +23,7 @@ class ReplyText:
         self._bytes = bytearray()
         self._starts: list[int] = []  # per token: its first byte
         self._min_tokens, self._searched_from = min_tokens, 0  # the bytes of the first `min_tokens` tokens
-        self._sent = 0  # bytes that were given out
+        self._sent = 0  # bytes that were returned
         self._tokens_sent = 0
         self._over = False
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -70,8 +70,8 @@ _CLOSED_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 def without_thoughts(text: str) -> str:
     """`text` without `<think>...</think>`.
 
-    Templates may open the thought in the prompt, so everything before a lone `</think>` is one too; and a thought that
-    was cut off before its end is no answer.
+    Templates may open the thought in the prompt, so everything before a lone `</think>` is one too; and a thought without an
+    end is not part of the answer.
     """
     text = _CLOSED_THOUGHT.sub("", text)
     return text.rpartition("</think>")[2].partition("<think>")[0].strip()

@@ -1,4 +1,4 @@
-"""From trajectories to the micro-batches of one optimiser step.
+"""Packs trajectories into the micro-batches of one optimiser step.
 
 The samples of a group share their prompt. A packed row holds that prompt once, followed by the group's continuations;
 the attention mask lets each continuation see the prompt and itself only. The result equals one row per sample, at a
@@ -38,11 +38,6 @@ class Minibatch:
 
     def __len__(self) -> int:
         return sum(len(group) for group in self.groups)
-
-    @property
-    def num_tokens(self) -> int:
-        """Sampled tokens."""
-        return sum(sample.trajectory.num_sampled for group in self.groups for sample in group)
 
 
 @dataclass(slots=True)

@@ -64,7 +64,7 @@ def group_advantages(
     """
     rewards = np.asarray(rewards, dtype=np.float64)
     if len(rewards) < 2 or np.all(rewards == rewards[0]):
-        # Stated explicitly: the floating-point mean of equal numbers need not be that number.
+        # The floating-point mean of equal numbers need not be that number.
         return np.zeros_like(rewards)
     centred = rewards - rewards.mean()
     if normalization == "std":

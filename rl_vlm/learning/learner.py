@@ -1,9 +1,9 @@
-"""VLMLearner: RLlib's learner around the policy update."""
+"""VLMLearner: RLlib's learner that runs the policy update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +45,6 @@ class UpdateResult:
 
     stats: UpdateStats
     adapter: AdapterPayload | None = None
-    timings: dict[str, float] = field(default_factory=dict)
 
 
 def make_updater(policy: PolicyModel, run: RunConfig) -> PolicyUpdater:

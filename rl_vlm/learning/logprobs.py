@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, without ever holding logits for all positions."""
+"""Log-probabilities of given tokens, computed without logits of all positions in memory."""
 
 from __future__ import annotations
 

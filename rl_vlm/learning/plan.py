@@ -1,4 +1,4 @@
-"""From trajectory groups to what each learner does in each optimiser step. Pure and exact: no Ray, no torch."""
+"""Plans an update: advantages of trajectory groups, and each learner's share of each optimiser step. No Ray, no torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plan_update(
     num_learners: int = 1,
     max_new_tokens: int = 1,
 ) -> UpdatePlan:
-    """Compute advantages over complete groups and deal the groups out. `max_new_tokens` is aggregation "constant"'s.
+    """Compute advantages over complete groups and distribute the groups. `max_new_tokens` is aggregation "constant"'s.
 
     Every step's weights are normalised over the whole step, all learners and skipped samples included, so neither the
     number of learners nor the skipping changes the gradient. Samples with zero advantage are skipped unless a KL penalty or
@@ -82,6 +82,6 @@ def _weights(groups: Sequence[TrajectoryGroup], aggregation: str, max_new_tokens
 
 
 def _shuffled(rewards: list[np.ndarray], rng: np.random.Generator) -> list[np.ndarray]:
-    """The control that must fail: the same rewards, given to other trajectories."""
+    """A control, with which nothing can be learned: the same rewards assigned to other trajectories."""
     mixed = rng.permutation(np.concatenate(rewards))
     return list(np.split(mixed, np.cumsum([len(r) for r in rewards])[:-1]))

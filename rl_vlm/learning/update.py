@@ -21,7 +21,7 @@ from rl_vlm.learning.losses import LOSSES, TokenBatch, kl_estimate, truncated_im
 from rl_vlm.types import RLVLMError
 
 if TYPE_CHECKING:
-    # Env runners import this with the algorithm's configuration, and have no model.
+    # env runners import this module and must not import the model's
     from rl_vlm.models.backbone import Backbone
 
 Metrics = dict[str, float]
@@ -34,7 +34,7 @@ class PackedMinibatch:
     micro_batches: list[MicroBatch]
     old: list[Tensor | None] = field(default_factory=list)
     reference: list[Tensor] = field(default_factory=list)
-    probe: list[Tensor] = field(default_factory=list)  # a pass of its own, to check the first ratios against
+    probe: list[Tensor] = field(default_factory=list)  # log-probabilities of a separate pass, to check the first ratios
 
 
 @dataclass(slots=True)

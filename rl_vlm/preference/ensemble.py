@@ -78,11 +78,6 @@ class RewardEnsemble:
         """What it looks at."""
         return "state_action" if self._settings.architecture == "mlp" else "image"
 
-    @property
-    def num_parameters(self) -> int:
-        """Of all members."""
-        return sum(parameter.numel() for parameter in self._members.parameters())
-
     def rewards(self, inputs: np.ndarray) -> np.ndarray:
         """float32 [N], the mean of the members; inputs uint8 [N, H, W, 3] or float32 [N, O + A]."""
         return self.member_rewards(inputs).mean(0)

@@ -1,4 +1,4 @@
-"""What both env runners tell RLlib. Nothing heavy is imported here: every env-runner process does.
+"""The base of the env runners: the methods that RLlib calls. Every env-runner process imports it, so its imports are few.
 
 They do not derive from RLlib's EnvRunner, whose import brings torch, Tune and Data into each of those processes: five
 seconds of CPU. `RunnerGroup` starts them, and RLlib calls them by the names of these methods.
@@ -40,9 +40,9 @@ class RunnerConfig:
 
 
 class RunEnvRunner:
-    """An env runner of a run, without state that RLlib should carry around.
+    """An env runner of a run, without state that RLlib has to synchronise.
 
-    Weights are in Serve or travel with each call, figures travel with the results, and checkpoints are the driver's.
+    Weights are in Serve or sent with each call, metrics are part of the results, and the driver writes checkpoints.
     `worker_index` counts from 1; 0 is one in the driver's own process.
     """
 
@@ -61,7 +61,7 @@ class RunEnvRunner:
         return "pong"
 
     def apply(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """RLlib's way to call any function with the runner. What fails there leaves an unknown state: the process ends."""
+        """RLlib calls any function with the runner. A failure leaves it in an unknown state, so the process ends."""
         try:
             return func(self, *args, **kwargs)
         except Exception:
@@ -69,19 +69,19 @@ class RunEnvRunner:
             sys.exit(1)
 
     def assert_healthy(self) -> None:
-        """RLlib asks after construction: an answer is all that it needs."""
+        """RLlib calls this after construction; any answer will do."""
 
     def get_spaces(self) -> dict[str, Spaces]:
         """Observation and action space, under RLlib's keys."""
         return {ENV_SPACES: self._spaces, MODULE_ID: self._spaces}
 
     def get_metrics(self) -> dict[str, Any]:
-        """Nothing: figures travel with the results."""
+        """Empty: metrics are part of the results."""
         return {}
 
     def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Nothing: checkpoints are the driver's."""
+        """Empty: the driver writes checkpoints."""
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Nothing to set."""
+        """Does nothing: there is no state."""

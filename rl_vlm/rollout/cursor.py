@@ -15,7 +15,7 @@ _ENDLESS = 2**31 - 1
 
 
 class DataCursor:
-    """Goes through the items of a split in a new order each epoch; endless splits just count up.
+    """Returns the items of a split in a new order each epoch; without a size, indices are drawn without end.
 
     Args:
         num_items: size of the split, or None when items are drawn without end from their index.
@@ -56,7 +56,7 @@ class DataCursor:
         return taken
 
     def observe(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """The order does not depend on how items went."""
+        """Does nothing: the order does not depend on results."""
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs."""

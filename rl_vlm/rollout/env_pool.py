@@ -1,4 +1,4 @@
-"""Running environment calls beside the event loop: deadlines, thread hops only where they pay, and fresh copies."""
+"""Runs environment calls in threads beside the event loop, with deadlines; short calls share one thread switch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_vlm.types import Observation, RLVLMError
 
 logger = logging.getLogger(__name__)
 
-# Calls this short are run one after the other in one thread: a hop costs about as much as they do.
+# Calls this short run one after the other in one thread: a thread switch costs about as much as they do.
 _SHORT_CALL_S = 0.002
 
 
@@ -47,8 +47,8 @@ class EnvPool:
         self._threads = ThreadPoolExecutor(max_threads, thread_name_prefix="env")
         self._call_s = _SHORT_CALL_S  # running mean; the first calls go alone
         self._idle: list[VisionEnv] = []
-        self._gathering: asyncio.Task[tuple[list[Any], float]] | None = None
-        self._gathered: list[Callable[[], Any]] = []
+        self._batch: asyncio.Task[tuple[list[Any], float]] | None = None
+        self._batch_calls: list[Callable[[], Any]] = []
         self.busy_s = 0.0
         self.stuck = 0  # threads that a hanging environment holds
 
@@ -83,11 +83,11 @@ class EnvPool:
         return built
 
     def give_back(self, envs: Sequence[VisionEnv]) -> None:
-        """Environments whose episodes ended well may be used again."""
+        """Keep environments whose episodes ended without an error for later groups."""
         self._idle.extend(envs)
 
     def discard(self, envs: Sequence[VisionEnv]) -> None:
-        """Close environments that failed; one that hangs is left alone."""
+        """Close environments that failed, unless one hangs: its thread would be waited for."""
         if self.stuck:
             return
         for env in envs:
@@ -98,7 +98,7 @@ class EnvPool:
     ) -> list[tuple[Observation, Info]]:
         """Open the same task instance in all copies."""
         results = await self.run([partial(_reset, env, seed, options) for env in envs])
-        return [_raise_or(result) for result in results]
+        return [_result_or_raise(result) for result in results]
 
     async def step(self, envs: Sequence[VisionEnv], actions: Sequence[str]) -> list[StepResult | RLVLMError]:
         """Step each environment with its action; an environment's error is returned in its place."""
@@ -109,7 +109,7 @@ class EnvPool:
         if self._inline:
             results, seconds = _run_all(calls)
         elif self._call_s < _SHORT_CALL_S:
-            results, seconds = await self._together(calls)
+            results, seconds = await self._run_batched(calls)
         else:
             parts = await asyncio.gather(*(self._within_deadline([call], self._timeout_s) for call in calls))
             results = [result for part, _ in parts for result in part]
@@ -118,23 +118,23 @@ class EnvPool:
         self._call_s = 0.7 * self._call_s + 0.3 * seconds / max(len(calls), 1)
         return results
 
-    async def _together(self, calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], float]:
-        """Run short calls in one thread hop with all others of this moment, whichever group they belong to.
+    async def _run_batched(self, calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], float]:
+        """Run short calls of all groups at this moment in one thread switch.
 
-        It saves hops, and groups that come back together ask the policy together: one call instead of many.
+        Groups that finish together then send their requests in one call to the policy.
         """
-        if self._gathering is None:
-            self._gathering = asyncio.get_running_loop().create_task(self._run_gathered())
-            self._gathered = []
-        start = len(self._gathered)
-        self._gathered.extend(calls)
-        results, seconds = await asyncio.shield(self._gathering)
+        if self._batch is None:
+            self._batch = asyncio.get_running_loop().create_task(self._run_batch())
+            self._batch_calls = []
+        start = len(self._batch_calls)
+        self._batch_calls.extend(calls)
+        results, seconds = await asyncio.shield(self._batch)
         share = len(calls) / max(len(results), 1)
         return results[start : start + len(calls)], seconds * share
 
-    async def _run_gathered(self) -> tuple[list[Any], float]:
-        await asyncio.sleep(0)  # whoever is ready now adds its calls first
-        calls, self._gathering = self._gathered, None
+    async def _run_batch(self) -> tuple[list[Any], float]:
+        await asyncio.sleep(0)  # other tasks that are ready add their calls first
+        calls, self._batch = self._batch_calls, None
         return await self._within_deadline(calls, self._timeout_s)
 
     async def _within_deadline(self, calls: Sequence[Callable[[], Any]], timeout_s: float) -> tuple[list[Any], float]:
@@ -144,10 +144,10 @@ class EnvPool:
             began.append(time.monotonic())
             return _run_all(calls)
 
-        # The thread cannot be stopped: it is left behind, and the driver restarts this runner.
+        # The thread cannot be stopped: after a timeout it keeps running, and the driver restarts this runner.
         future = asyncio.get_running_loop().run_in_executor(self._threads, work)
         while True:
-            # Waiting for a free thread does not count, unless there will be none.
+            # The deadline starts when a thread is free, unless all threads hang.
             left = began[0] + timeout_s - time.monotonic() if began else timeout_s
             if left <= 0 or (not began and self.stuck >= self._max_threads):
                 break
@@ -194,7 +194,7 @@ def _run_all(calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], float]:
     return results, time.perf_counter() - started
 
 
-def _raise_or(result: Any) -> Any:
+def _result_or_raise(result: Any) -> Any:
     if isinstance(result, RLVLMError):
         raise result
     return result
@@ -204,5 +204,5 @@ def _close_quietly(env: VisionEnv) -> None:
     try:
         env.close()
     except Exception as error:
-        # The environment has failed already and nothing depends on its closing.
+        # Nothing depends on closing an environment that failed.
         logger.debug("closing an environment failed: %s", error)

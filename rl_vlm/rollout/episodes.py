@@ -1,7 +1,7 @@
-"""Episodes and groups: an environment and the policy talk until one of them is done.
+"""Episodes and groups: runs the policy in environments until the episodes end.
 
 A group's first turn is one request with `n = group size`: one prefill and one image encoding for all its samples.
-From then on every episode goes its own way, at its own speed.
+After that the episodes of a group are independent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rl_vlm.types import (
 
 
 class CompletionClient(Protocol):
-    """Whatever answers generation requests: the Serve client, or an engine in the same process."""
+    """Answers generation requests: the Serve client, or an engine in the same process."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Answer one request."""
@@ -47,7 +47,7 @@ class CompletionClient(Protocol):
 
 
 class GroupFailedError(RLVLMError):
-    """An episode of the group failed; `reason` is the count that it goes under."""
+    """An episode of the group failed; `reason` is the name under which it is counted."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -76,7 +76,7 @@ class _Episode:
 
 @dataclass(frozen=True, slots=True)
 class OpenGroup:
-    """A group whose episodes are open and have not met the policy: what `open_group` made of a task."""
+    """A group whose episodes are reset and whose prompt is encoded, before the first request."""
 
     envs: list[VisionEnv]
     openings: list[tuple[Observation, Info]]
@@ -87,7 +87,7 @@ class OpenGroup:
 async def open_group(task: RolloutTask, pool: EnvPool, text: TextSide) -> OpenGroup:
     """Reset the environments of a group and encode what they show. Raises GroupFailedError."""
     envs: list[VisionEnv] = []
-    with _failing(pool, envs):
+    with _discard_on_failure(pool, envs):
         envs += await pool.take(task.size)
         openings = await pool.reset(envs, task.seed, {"index": task.index, "split": task.split})
         first = openings[0][0]
@@ -112,15 +112,15 @@ async def run_group(
     """
     if opened is None:
         opened = await open_group(task, pool, text)
-    with _failing(pool, opened.envs):
+    with _discard_on_failure(pool, opened.envs):
         group = await _run_group(task, opened, pool, policy, text, rollout, max_context)
     pool.give_back(opened.envs)
     return group
 
 
 @contextmanager
-def _failing(pool: EnvPool, envs: list[VisionEnv]) -> Iterator[None]:
-    """Whatever goes wrong gives the environments up; a known error leaves as GroupFailedError."""
+def _discard_on_failure(pool: EnvPool, envs: list[VisionEnv]) -> Iterator[None]:
+    """Discard the environments on any error; an RLVLMError is raised as GroupFailedError."""
     try:
         yield
     except RLVLMError as error:
@@ -144,8 +144,8 @@ async def _run_group(
 ) -> TrajectoryGroup:
     envs, openings, prompt, expanded = opened.envs, opened.openings, opened.prompt, opened.expanded
     first = openings[0][0]
-    room = _room(rollout, max_context, len(expanded), 0)
-    if room < 1:
+    budget = _token_budget(rollout, max_context, len(expanded), 0)
+    if budget < 1:
         raise GroupFailedError(
             "prompt_too_long",
             f"The prompt of item {task.index} has {len(expanded)} tokens and serving.max_context is "
@@ -157,7 +157,7 @@ async def _run_group(
             request_id=f"{task.group_id}:0",
             prompt_ids=prompt.token_ids,
             images=prompt.images,
-            sampling=SamplingParams(room, task.temperature, task.top_p, task.top_k, task.size, seeds),
+            sampling=SamplingParams(budget, task.temperature, task.top_p, task.top_k, task.size, seeds),
             min_version=task.min_version,
         )
     )
@@ -177,14 +177,14 @@ async def _run_group(
         for number, (env, opening) in enumerate(zip(envs, openings, strict=True))
     ]
     samples = [(episode, sample) for episode, sample in zip(episodes, completion.samples, strict=True)]
-    # The first answers of all copies go to their environments together; what follows is each episode's own.
+    # The first actions are sent to all environments together, later ones by each episode alone.
     observations = await _act(samples, completion, pool, text, rollout, task)
     going_on = [
         _continue(episode, observation, task, pool, policy, text, rollout, max_context)
         for (episode, _), observation in zip(samples, observations, strict=True)
         if observation is not None
     ]
-    # All episodes end before an error leaves, so that nothing still steps an environment that is given up.
+    # All episodes end before an error is raised, so that no environment is stepped after it was discarded.
     for outcome in await asyncio.gather(*going_on, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome
@@ -207,8 +207,8 @@ async def _continue(
         ended = episode.turns[-1].stop_reason is StopReason.END_OF_TURN
         span = text.codec.encode_continuation(current.messages, ended)
         expanded = _expand(span, text, task.group_id)
-        room = _room(rollout, max_context, episode.length + len(expanded), episode.sampled)
-        if room < 1 or len(episode.turns) >= rollout.max_turns:
+        budget = _token_budget(rollout, max_context, episode.length + len(expanded), episode.sampled)
+        if budget < 1 or len(episode.turns) >= rollout.max_turns:
             episode.status = TrajectoryStatus.TRUNCATED
             return
         _append(episode, span.token_ids, expanded)
@@ -222,14 +222,14 @@ async def _continue(
                 prompt_ids=np.concatenate(episode.ids),
                 images=tuple(episode.images),
                 sampling=SamplingParams(
-                    room,
+                    budget,
                     task.temperature,
                     task.top_p,
                     task.top_k,
                     seeds=(derive_seed(task.sampling_seed, episode.number, turn),),
                 ),
                 min_version=task.min_version,
-                session_id=episode.replicas[-1],
+                preferred_replica=episode.replicas[-1],
             )
         )
         _check_prompt(completion, np.concatenate(episode.spans), task.group_id)
@@ -257,7 +257,7 @@ async def _act(
         if task.record:
             episode.messages.append(Message.of("assistant", action))
         if sample.stop_reason is StopReason.LENGTH and rollout.require_end_of_turn:
-            # The policy did not finish its turn: there is no answer to reward.
+            # The turn is not finished, so there is no answer to reward.
             episode.status = TrajectoryStatus.TRUNCATED
         else:
             acting.append((episode, action))
@@ -290,7 +290,7 @@ def _append(episode: _Episode, ids: np.ndarray, expanded: np.ndarray) -> None:
 def _finish(episode: _Episode, task: RolloutTask) -> Trajectory:
     loss_mask = np.zeros(episode.length, dtype=bool)
     logprobs = np.zeros(episode.length, dtype=np.float32)
-    # A conversation ends with what the policy said: nothing is appended after the last turn.
+    # A conversation ends with the policy's last turn: nothing is appended after it.
     for turn, sampled in zip(episode.turns, episode.logprobs, strict=True):
         loss_mask[turn.start : turn.stop] = True
         logprobs[turn.start : turn.stop] = np.minimum(sampled, 0)  # rounding in log_softmax can give +1e-8
@@ -309,7 +309,7 @@ def _finish(episode: _Episode, task: RolloutTask) -> Trajectory:
 
 
 def _plain_values(info: Info) -> Info:
-    """What travels of an environment's info: plain values, and numpy's scalars as such."""
+    """The plain values of an environment's info, which are sent to the driver; numpy's scalars are converted."""
     return {
         key: value.item() if isinstance(value, np.generic) else value
         for key, value in info.items()
@@ -322,7 +322,7 @@ def _expand(span: EncodedSpan, text: TextSide, name: str) -> np.ndarray:
     return expand_image_tokens(span.token_ids, text.codec.image_token_id, counts, name)
 
 
-def _room(rollout: RolloutSection, max_context: int, length: int, sampled: int) -> int:
+def _token_budget(rollout: RolloutSection, max_context: int, length: int, sampled: int) -> int:
     return min(rollout.max_new_tokens_per_turn, rollout.max_new_tokens - sampled, max_context - length)
 
 

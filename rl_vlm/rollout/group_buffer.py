@@ -1,4 +1,4 @@
-"""GroupBuffer: complete groups that wait to be learned from, each with its own age. Pure: no Ray, no clock."""
+"""GroupBuffer: complete groups that wait for the learner, each with its own age. No Ray, no clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GroupBuffer:
     def add(self, groups: Iterable[TrajectoryGroup]) -> None:
         """Add complete groups, in any order."""
         self._groups.extend(groups)
-        # Ids sort in the order in which tasks were made: the order of arrival must not matter.
+        # Ids sort in the order in which tasks were made, so the order of arrival does not matter.
         self._groups.sort(key=lambda group: group.group_id)
 
     def take(self, count: int, version: int) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup]]:

@@ -1,4 +1,4 @@
-"""When a run that loses its groups stops."""
+"""Stops a run that loses too many groups in a row."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from rl_vlm.types import RLVLMError
 
 
 class TooManyFailuresError(RLVLMError):
-    """So many groups in a row were lost that going on makes no sense."""
+    """Too many groups in a row were lost."""
 
 
 @dataclass(slots=True)
 class FailureBudget:
-    """Stops a run that only loses groups."""
+    """Counts groups that were lost in a row."""
 
     limit: int
     in_a_row: int = 0

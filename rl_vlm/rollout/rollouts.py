@@ -19,7 +19,7 @@ from rl_vlm.types import TrajectoryGroup
 
 
 class Rollouts:
-    """What the driver of a policy loop samples, and what became of it.
+    """Samples rounds for the learner and counts what was learned from, dropped and lost.
 
     Args:
         sampler: runs rounds on the env runners.
@@ -32,9 +32,9 @@ class Rollouts:
         self._buffer = GroupBuffer(run.rollout.max_policy_lag)
         self._failures = FailureBudget(run.rollout.max_consecutive_failures)
         self._rounds: deque[Round] = deque()
-        self._ahead: list[RolloutTask] | None = None  # tasks whose episodes are being opened
+        self._prepared: list[RolloutTask] | None = None  # tasks whose episodes are being opened
         self.stop_requested: Callable[[], bool] = lambda: False
-        self.trajectories = 0  # that were learned from
+        self.trajectories = 0  # given to the learner
         self.dropped: Counter[str] = Counter()
         self.requests_by_replica: Counter[str] = Counter()
         self.timings: dict[str, float] = {}  # seconds of the last round: env, runner
@@ -63,7 +63,7 @@ class Rollouts:
         if stale:
             self.dropped["too_old"] += len(stale)
         self._stream.finish(group.group_id for group in [*taken, *stale])
-        # The next rounds are sampled by the weights of now, while the learner works.
+        # The next rounds are sampled with the current weights while the learner works.
         while len(self._rounds) < min(rollout.max_policy_lag, iterations_left):
             self._start_round(version)
         self.trajectories += sum(len(group) for group in taken)
@@ -73,16 +73,16 @@ class Rollouts:
         return taken
 
     def _start_round(self, version: int) -> None:
-        tasks, self._ahead = self._ahead or self._stream.round(), None
+        tasks, self._prepared = self._prepared or self._stream.round(), None
         self._rounds.append(self._sampler.start([replace(task, min_version=version) for task in tasks]))
 
     def open_next(self) -> None:
         """Open the next round's episodes and encode their images: neither needs the weights that are learned meanwhile."""
         rollout = self._run.rollout
-        # In a deterministic run, the features of images that are encoded in another batch would differ in their last bits.
+        # Not in a deterministic run: features of images that are encoded in another batch differ in their last bits.
         if rollout.open_ahead and not rollout.max_policy_lag and not self._run.deterministic:
-            self._ahead = self._stream.round()
-            self._sampler.prepare(self._ahead)
+            self._prepared = self._stream.round()
+            self._sampler.prepare(self._prepared)
 
     def evaluate(self, tasks: Sequence[RolloutTask], timeout_s: float) -> tuple[list[TrajectoryGroup], RolloutResult]:
         """Run held-out tasks, which are not learned from."""
@@ -96,8 +96,8 @@ class Rollouts:
     def _count(self, result: RolloutResult) -> None:
         self.timings = {"env": result.timings.get("env", 0.0), "runner": result.timings.get("sample", 0.0)}
         self.dropped.update(result.dropped)
-        if retries := result.client.get("retries"):
-            self.dropped["request_retries"] += retries
+        if result.retries:
+            self.dropped["request_retries"] += result.retries
         if result.lost:
             self.dropped["group_lost"] += len(result.lost)
 
@@ -115,7 +115,7 @@ class Rollouts:
         self._stream.restore(state["tasks"])
         self._rounds.clear()
         self._buffer.clear()
-        self._ahead = None
+        self._prepared = None
         if counts:
             self.trajectories = int(state["trajectories"])
             self.dropped = Counter(state["dropped"])
@@ -125,7 +125,7 @@ class Rollouts:
 def sampling_figures(
     groups: Sequence[TrajectoryGroup], version: int, seconds: float, max_turns: int
 ) -> dict[str, float]:
-    """Figures of the groups that a learner at `version` learns from; `seconds` is what it waited for them."""
+    """Figures of the groups that a learner at `version` learns from; `seconds`: how long it waited for them."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
         return {}

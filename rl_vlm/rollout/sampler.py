@@ -1,4 +1,4 @@
-"""The driver's side of sampling: deals tasks to env runners, collects groups, survives runners that die or hang."""
+"""The driver's side of sampling: distributes tasks to env runners, collects groups, and replaces runners that die or hang."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rl_vlm.types import RLVLMError, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
-# How often a wait looks up to see whether the user wants to stop.
-_LOOK_UP_S = 0.5
+# How often a wait checks whether the user wants to stop.
+_STOP_CHECK_S = 0.5
 
 
 class SamplingError(RLVLMError):
@@ -55,8 +55,10 @@ class RolloutSampler:
         self._timeout_s = timeout_s
         self._restart_grace_s = restart_grace_s
         self._preparing: list[tuple[int, ray.ObjectRef]] = []
-        self._away: set[int] = set()  # runners that died or were killed, are counted, and are not back yet
-        self._deaths = 0  # that no round has told yet
+        self._down: set[int] = (
+            set()
+        )  # runners that died or were killed and have not come back; their deaths are counted
+        self._deaths = 0  # not yet reported in a round's result
         self.restarts = 0
 
     @property
@@ -64,22 +66,22 @@ class RolloutSampler:
         return self._group._worker_manager
 
     def start(self, tasks: Sequence[RolloutTask], timeout_s: float | None = None) -> Round:
-        """Send tasks to the healthy runners, dealt round so that runner and place in a round always agree."""
-        self._look_at_preparations()
-        self._revive()
+        """Send tasks to the healthy runners, in turn, so that a task's place in the round decides its runner."""
+        self._check_preparations()
+        self._probe_unhealthy()
         work = Round(timeout_s or self._timeout_s)
         for runner, shard in self._deal(tasks):
             self._send(work, runner, shard)
         return work
 
     def prepare(self, tasks: Sequence[RolloutTask]) -> None:
-        """Let the runners open the episodes of a round that `start` will send; nobody waits for it."""
+        """Let the runners open the episodes of a round that `start` will send. Returns at once."""
         self._preparing = [
             (runner, self._manager.actors()[runner].prepare.remote(tasks=shard)) for runner, shard in self._deal(tasks)
         ]
 
-    def _look_at_preparations(self) -> None:
-        """A runner that died while it prepared may be back already; its next call would not tell."""
+    def _check_preparations(self) -> None:
+        """Count runners that died while they prepared: they may be back already, and then their next call succeeds."""
         for runner, ref in self._preparing:
             if ray.wait([ref], timeout=0)[0]:
                 try:
@@ -91,10 +93,10 @@ class RolloutSampler:
         self._preparing = []
 
     def _lost(self, runner: int) -> None:
-        """Count a runner that died, once however many of its calls tell, until it is back."""
+        """Count a runner that died, once however many of its calls fail, until it is back."""
         self._manager.set_actor_state(runner, healthy=False)
-        if runner not in self._away:
-            self._away.add(runner)
+        if runner not in self._down:
+            self._down.add(runner)
             self._deaths += 1
             self.restarts += 1
 
@@ -114,8 +116,8 @@ class RolloutSampler:
     ) -> tuple[list[TrajectoryGroup], RolloutResult]:
         """Wait for a round. Returns its groups in the order of their tasks and the merged counts.
 
-        The shard of a runner that dies is given to another one. The round's deadline counts from here: whatever the
-        driver did meanwhile (an evaluation, an update) has cost the round no time, and what is finished is always taken.
+        The shard of a runner that dies is given to another one. The round's deadline counts from here: time
+        that the driver spent on other work before does not count, and finished results are always taken.
         Raises SamplingError, and RoundAbandonedError once `stop_requested()` is true.
         """
         deadline = time.monotonic() + work.timeout_s
@@ -126,12 +128,12 @@ class RolloutSampler:
             if work.waiting and left:
                 self._reassign(work, left)
                 continue
-            # Results that are there are taken before the deadline is looked at.
+            # Finished results are taken before the deadline is checked.
             ready, _ = (
-                ray.wait(list(work.open), num_returns=1, timeout=min(left, _LOOK_UP_S)) if work.open else ([], [])
+                ray.wait(list(work.open), num_returns=1, timeout=min(left, _STOP_CHECK_S)) if work.open else ([], [])
             )
             if not ready and not left:
-                self._give_up(work)
+                self._expire(work)
                 break
             for ref in ready:
                 runner, shard = work.open.pop(ref)
@@ -157,7 +159,7 @@ class RolloutSampler:
             if time.monotonic() > deadline:
                 raise SamplingError("All env runners died and none came back: see the Ray logs of the env runners.")
             time.sleep(0.2)
-            self._revive()
+            self._probe_unhealthy()
             healthy = self._manager.healthy_actor_ids()
         busy = Counter(runner for runner, _ in work.open.values())
         for shard in work.waiting:
@@ -166,8 +168,8 @@ class RolloutSampler:
             self._send(work, runner, shard)
         work.waiting.clear()
 
-    def _give_up(self, work: Round) -> None:
-        """The deadline has passed: what has not come is lost, and its runners are restarted."""
+    def _expire(self, work: Round) -> None:
+        """The deadline has passed: tasks without a result are lost, and their runners are restarted."""
         for runner, shard in work.open.values():
             work.results.append(
                 RolloutResult(lost={task.group_id: f"no result within {work.timeout_s:g} s" for task in shard})
@@ -180,19 +182,19 @@ class RolloutSampler:
         work.waiting.clear()
 
     def _restart(self, runner: int) -> None:
-        """Kill a runner that an environment hangs in; Ray starts it again."""
+        """Kill a runner in which an environment hangs; Ray starts it again."""
         ray.kill(self._manager.actors()[runner], no_restart=False)
         self._manager.set_actor_state(runner, healthy=False)
-        self._away.add(runner)
+        self._down.add(runner)
         self.restarts += 1
 
-    def _revive(self) -> None:
-        """Ask the unhealthy runners, those that RLlib has found as well, whether they are back."""
+    def _probe_unhealthy(self) -> None:
+        """Probe the unhealthy runners, including those that RLlib has marked, to see whether they are back."""
         for runner in self._unhealthy():
             self._lost(runner)
-        if self._away:
+        if self._down:
             self._manager.probe_unhealthy_actors(timeout_seconds=1.0, mark_healthy=True)
-            self._away &= self._unhealthy()
+            self._down &= self._unhealthy()
 
     def _unhealthy(self) -> set[int]:
         return set(self._manager.actor_ids()) - set(self._manager.healthy_actor_ids())
@@ -203,16 +205,15 @@ class RolloutSampler:
         if self._deaths:
             dropped["runner_died"] += self._deaths
             self._deaths = 0
-        client: Counter[str] = Counter()
         timings: dict[str, float] = {}
         for result in work.results:
             merged.groups.extend(result.groups)
             merged.lost.update(result.lost)
             dropped.update(result.dropped)
-            client.update(result.client)
+            merged.retries += result.retries
             for name, seconds in result.timings.items():
                 timings[name] = max(timings.get(name, 0.0), seconds)  # runners work side by side
-        merged.dropped, merged.client, merged.timings = dict(dropped), dict(client), timings
+        merged.dropped, merged.timings = dict(dropped), timings
         # Arrival order must not matter: group ids sort in the order in which the driver made them.
         merged.groups.sort(key=lambda group: group.group_id)
         return merged.groups, merged

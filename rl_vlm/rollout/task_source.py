@@ -1,4 +1,4 @@
-"""TaskSource: the seam that decides which task instances come next. The driver owns it, so a resumed run goes on with it."""
+"""TaskSource: decides which task instances come next. It is part of the driver's checkpoint, so a resumed run continues with it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class TaskItem:
 
 
 class TaskSource(Protocol):
-    """Gives task instances, and may learn from how they went."""
+    """Returns task instances, and may adapt to their results."""
 
     def take(self, count: int) -> list[TaskItem]:
         """The next `count` instances."""
         ...
 
     def observe(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """What was sampled for instances taken before, each group once."""
+        """Note the groups that were sampled for earlier instances, each once."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""TaskStream: numbered rollout tasks from a task source; what was handed out and never learned from comes again after a resume."""
+"""TaskStream: numbered rollout tasks from a task source; tasks that were not finished are repeated after a resume."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_vlm.types import TrajectoryGroup
 
 
 class TaskStream:
-    """Makes the tasks of rounds. A round's number and a task's place in it are its id and seed the policy's randomness.
+    """Makes the tasks of rounds. A task's round and place form its id and the seed of its sampling.
 
     Args:
         source: which instances come.
@@ -26,12 +26,12 @@ class TaskStream:
         self._run = run
         self._next_round = 0
         self._open: dict[str, RolloutTask] = {}  # handed out and not finished, in order
-        self._again: list[RolloutTask] = []  # handed out before a resume
+        self._repeated: list[RolloutTask] = []  # handed out before a resume
 
     def round(self) -> list[RolloutTask]:
-        """The tasks of the next round. Whoever sends them sets `min_version`."""
+        """The tasks of the next round. The sender sets `min_version`."""
         count = self._run.rollout.prompts_per_iteration
-        tasks, self._again = self._again[:count], self._again[count:]
+        tasks, self._repeated = self._repeated[:count], self._repeated[count:]
         if len(tasks) < count:
             number, self._next_round = self._next_round, self._next_round + 1
             items = self._source.take(count - len(tasks))
@@ -54,11 +54,11 @@ class TaskStream:
         )
 
     def sampled(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """Tell the source how tasks went."""
+        """Pass the groups on to the source."""
         self._source.observe(groups)
 
     def finish(self, group_ids: Iterable[str]) -> None:
-        """These tasks were learned from, dropped or lost: they do not come again."""
+        """Mark tasks that were learned from, dropped or lost: they are not repeated."""
         for group_id in group_ids:
             self._open.pop(group_id, None)
 
@@ -74,5 +74,5 @@ class TaskStream:
         """Go back to a saved state; its open tasks are handed out first."""
         self._source.restore(state["source"])
         self._next_round = int(state["round"])
-        self._again = [RolloutTask(**fields) for fields in state["open"]]
+        self._repeated = [RolloutTask(**fields) for fields in state["open"]]
         self._open = {}

@@ -1,9 +1,8 @@
-"""What the driver sends to env runners, and what comes back besides trajectory groups."""
+"""The tasks that the driver sends to env runners, and the results that they return."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from rl_vlm.types import Split, TrajectoryGroup
 
@@ -26,9 +25,9 @@ class RolloutTask:
     temperature: float
     min_version: int
     variant: str = ""
-    top_p: float = 1.0  # training samples from the whole distribution; rollouts for people may restrict it
+    top_p: float = 1.0  # training samples from the whole distribution; `rl-vlm rollout` may restrict it
     top_k: int = 0  # 0: off
-    record: bool = False  # keep the conversation as text, for people
+    record: bool = False  # keep the conversation as text
 
 
 @dataclass(slots=True)
@@ -38,10 +37,6 @@ class RolloutResult:
     groups: list[TrajectoryGroup] = field(default_factory=list)
     lost: dict[str, str] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> failed attempts, retried ones included
-    timings: dict[str, float] = field(default_factory=dict)  # seconds: sample, env, encode, wait
-    client: dict[str, int] = field(default_factory=dict)  # calls, retries
+    timings: dict[str, float] = field(default_factory=dict)  # seconds: sample, env
+    retries: int = 0  # of requests, by the client
     needs_restart: bool = False  # an environment hangs in a thread of this runner
-
-    def summary(self) -> dict[str, Any]:
-        """Counts for the log."""
-        return {"groups": len(self.groups), "lost": len(self.lost), **self.dropped}

@@ -1,6 +1,6 @@
-"""RolloutWorker: everything that an env runner does between receiving tasks and returning groups. No RLlib here.
+"""RolloutWorker: samples groups for an env runner, from its tasks to complete groups. It does not use RLlib.
 
-(The env runner itself must not have coroutines: Ray would make it an asynchronous actor.)
+It is not part of the env runner's class because that must not have coroutines: Ray would make it an asynchronous actor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rl_vlm.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
-# Answers up to this many tokens are so short that a Serve call costs more than waiting for the slowest of a batch.
+# Up to this many tokens per answer a Serve call costs more than waiting for the slowest answer of a batch.
 _COALESCE_UP_TO_TOKENS = 128
 
 
@@ -42,15 +42,15 @@ class RolloutWorker:
         self._text = load_text_side(model, run.model.pixels)
         self._client: PolicyClient | None = None
         self._pools: dict[str, EnvPool] = {}
-        self._counted_env_s = 0.0  # of the pools' busy seconds, what results have told
+        self._counted_env_s = 0.0  # busy seconds of the pools that results have reported
         self._opened: dict[str, tuple[RolloutTask, OpenGroup]] = {}
 
     async def prepare(self, tasks: list[RolloutTask]) -> None:
         """Open the episodes of tasks that will be run next, and let the replicas encode their images.
 
-        Neither needs the policy's weights, so it is done while the learner works. What fails here is left to `run`.
+        Neither needs the policy's weights, so it is done while the learner works. `run` repeats what fails here.
         """
-        for task, opened in self._opened.values():  # of a round that never came
+        for task, opened in self._opened.values():  # of a round that was not run
             self._pool(task.variant).give_back(opened.envs)
         self._opened = {}
         outcomes = await asyncio.gather(*(self._open(task) for task in tasks))
@@ -66,19 +66,18 @@ class RolloutWorker:
             return None
 
     async def run(self, tasks: list[RolloutTask]) -> RolloutResult:
-        """Sample all tasks at once; nothing that an environment or a request does leaves as an exception."""
+        """Sample all tasks at once; failures of environments and requests are reported in the result, never raised."""
         started = time.perf_counter()
         client = self._connect()
         dropped: Counter[str] = Counter()
-        calls, retries = client.stats.calls, client.stats.retries
+        retries = client.retries
         outcomes = await asyncio.gather(*(self._attempt(task, client, dropped) for task in tasks))
-        result = RolloutResult(dropped=dict(dropped))
+        result = RolloutResult(dropped=dict(dropped), retries=client.retries - retries)
         for task, outcome in zip(tasks, outcomes, strict=True):
             if isinstance(outcome, TrajectoryGroup):
                 result.groups.append(outcome)
             else:
                 result.lost[task.group_id] = outcome
-        result.client = {"calls": client.stats.calls - calls, "retries": client.stats.retries - retries}
         busy = sum(pool.busy_s for pool in self._pools.values())
         result.timings = {"sample": time.perf_counter() - started, "env": busy - self._counted_env_s}
         self._counted_env_s = busy
@@ -100,12 +99,12 @@ class RolloutWorker:
 
     async def _attempt(self, task: RolloutTask, client: PolicyClient, dropped: Counter[str]) -> TrajectoryGroup | str:
         """The group, or why it is lost after all its attempts."""
-        rollout, room = self._run.rollout, self._run.serving.max_context
+        rollout, max_context = self._run.rollout, self._run.serving.max_context
         attempt = 0
         opened = self._take_opened(task)
         while True:
             try:
-                return await run_group(task, self._pool(task.variant), client, self._text, rollout, room, opened)
+                return await run_group(task, self._pool(task.variant), client, self._text, rollout, max_context, opened)
             except GroupFailedError as error:
                 dropped[error.reason] += 1
                 if attempt >= rollout.group_retries:
@@ -122,7 +121,7 @@ class RolloutWorker:
         if task.group_id not in self._opened:
             return None
         prepared, opened = self._opened.pop(task.group_id)
-        if replace(prepared, min_version=task.min_version) != task:  # the same name for other work
+        if replace(prepared, min_version=task.min_version) != task:  # the same id with other parameters
             self._pool(prepared.variant).give_back(opened.envs)
             return None
         return opened

@@ -14,7 +14,7 @@ from rl_vlm.config import RunConfig
 from rl_vlm.runs.private_node import fewer_processes
 from rl_vlm.types import RLVLMError, UserInputError
 
-# Workers inherit these from the private cluster's processes. One torch thread each: more only get in each other's way.
+# Workers inherit these from the private cluster's processes. One torch thread each, because they share the cores.
 _WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -69,17 +69,17 @@ def _check_cpus(run: RunConfig, cpus: float) -> None:
 
 
 class ClusterError(RLVLMError):
-    """Ray's own processes did not come up."""
+    """Ray's own processes did not start."""
 
 
-def _init_patiently(**settings: Any) -> None:
+def _init_with_retry(**settings: Any) -> None:
     """`ray.init`, tried again once: Ray gives its processes 30 s, which a busy machine may exceed."""
     for last in (False, True):
         try:
             with fewer_processes():
                 ray.init(**settings)
             return
-        except Exception as error:  # Ray raises nothing more precise
+        except Exception as error:  # Ray raises a plain Exception
             if "timed out during startup" not in str(error):
                 raise
             ray.shutdown()
@@ -103,18 +103,18 @@ def ray_cluster(run: RunConfig) -> Iterator[None]:
     for name, value in _WORKER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     common = {"namespace": "rl_vlm", "log_to_driver": False, "logging_level": logging.ERROR}
-    # What these say at INFO and WARNING is about their own plumbing; errors still come through.
+    # Their INFO and WARNING messages are about internals; errors are still shown.
     for name in ("ray.serve", "ray.rllib", "ray.tune", "ray.train"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if joins_cluster():
         ray.init(address="auto", **common)
         limits = ray.cluster_resources()
-        # An autoscaling cluster may still grow: only a fixed one can be told to be too small.
+        # Only a fixed cluster can be too small: an autoscaling one may still grow.
         if not os.environ.get("RL_VLM_AUTOSCALING") and limits.get("CPU", 0) < run.needed_cpus:
             _check_cpus(run, limits.get("CPU", 0))
     else:
         check_resources(run)
-        _init_patiently(
+        _init_with_retry(
             address="local",
             num_cpus=run.resources.num_cpus or max(available_cpus(), 1),
             include_dashboard=run.resources.dashboard,

@@ -26,7 +26,7 @@ from rl_vlm.types import RLVLMError, TrajectoryGroup
 
 
 class EpisodesLostError(RLVLMError):
-    """Not one episode could be finished."""
+    """No episode could be finished."""
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def served_worker(run: RunConfig, adapter: Path | None) -> Iterator[Any]:
             service.stop()
 
 
-def _play(run: RunConfig, adapter: Path | None, tasks: list[RolloutTask], batch: int) -> RolloutResult:
+def _run_tasks(run: RunConfig, adapter: Path | None, tasks: list[RolloutTask], batch: int) -> RolloutResult:
     """Run the tasks, `batch` at a time."""
     merged = RolloutResult()
     with served_worker(run, adapter) as worker:
@@ -83,7 +83,7 @@ def evaluate_policy_run(
     env.close()
     started = time.monotonic()
     tasks = evaluation_tasks(run, num_items, min_version=1 if adapter is not None else 0)
-    result = _play(run, adapter, tasks, batch=len(tasks))
+    result = _run_tasks(run, adapter, tasks, batch=len(tasks))
     summary = {
         "env": run.env.id,
         "model": run.model.path,
@@ -145,7 +145,7 @@ def rollout(
         )
         for number, index in enumerate(order)
     ]
-    result = _play(run, adapter, tasks, batch)
+    result = _run_tasks(run, adapter, tasks, batch)
     lines = [json.dumps(_line(group), ensure_ascii=False) for group in result.groups]
     if out is not None:
         write_atomic(out, "\n".join(lines) + "\n")
@@ -169,7 +169,7 @@ def _tokens(groups: list[TrajectoryGroup]) -> int:
 
 def _line(group: TrajectoryGroup) -> dict[str, Any]:
     (trajectory,) = group.trajectories
-    said = [message.text for message in trajectory.messages if message.role == "assistant"]
+    responses = [message.text for message in trajectory.messages if message.role == "assistant"]
     return {
         "episode": trajectory.trajectory_id,
         "index": group.index,
@@ -178,6 +178,6 @@ def _line(group: TrajectoryGroup) -> dict[str, Any]:
         "status": trajectory.status.value,
         "turns": len(trajectory.turns),
         "tokens": trajectory.num_sampled,
-        "responses": said,
+        "responses": responses,
         "info": trajectory.info,
     }

@@ -1,4 +1,4 @@
-"""What every kind of training run has: signals, a result whatever happens, an algorithm that is stopped."""
+"""The base of training runs: handles signals, always writes a result, and always stops the algorithm."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class RunLifecycle(ABC):
         self.started = time.monotonic()
         self.train_seconds = self.startup_seconds = 0.0
         self.write_errors = 0
-        self.rewards: list[float] = []  # of this process: what a full disk has kept out of progress.csv
+        self.rewards: list[float] = []  # of this process, for when a full disk keeps them out of progress.csv
 
     def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
         return RunRecorder(self.folder, self.run, resumed_iteration, draw=_draw_curve)
@@ -122,11 +122,11 @@ class RunLifecycle(ABC):
 
     @abstractmethod
     def _outcome(self) -> dict[str, Any]:
-        """What `result.json` says beyond status, times and the reward of training."""
+        """The algorithm's part of `result.json`."""
 
     @contextmanager
     def _algorithm(self, config: Any) -> Iterator[Any]:
-        """The algorithm of an RLlib configuration, from its building to its end."""
+        """Build the algorithm of an RLlib configuration, and stop it at the end."""
         try:
             with stderr_to(self.folder / "startup.log"):
                 self.algorithm = config.build_algo()
@@ -137,7 +137,7 @@ class RunLifecycle(ABC):
                 self.algorithm.stop()
 
     def _started(self) -> None:
-        """Everything runs: from here on a signal is answered with a checkpoint."""
+        """Everything has started: from here on a signal ends the run with a checkpoint."""
         self.startup_seconds = time.monotonic() - self.started
         self.stop.starting = False
 
@@ -173,9 +173,9 @@ def _draw_curve(folder: Path) -> None:
 
 @contextmanager
 def stderr_to(path: Path) -> Iterator[None]:
-    """Ray's C++ side and RLlib write notes about their own plumbing to stderr while they start; keep them in a file.
+    """Redirect stderr to a file, for the start: Ray and RLlib write messages about internals there.
 
-    What really fails is raised as an exception.
+    Failures are raised as exceptions.
     """
     with ExitStack() as stack:
         try:

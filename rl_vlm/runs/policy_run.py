@@ -1,4 +1,4 @@
-"""A run of GRPO or a relative: iterations, evaluations, checkpoints, the adapter at the end."""
+"""A run that trains the served policy: iterations, evaluations, checkpoints, and the final adapter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PolicyRun(RunLifecycle):
             algorithm.load_checkpoint(str(self.start_from))
             self.display.message(f"Resumed from iteration {algorithm.updates}.")
         self._started()
-        # A signal that comes while sampling ends the round: nothing of it is in the weights.
+        # A signal during sampling ends the round, of which nothing has been learned yet.
         with suppress(RoundAbandonedError):
             if self.start_from is None or not self.recorder.has_evaluation(algorithm.updates):
                 self._evaluate()

@@ -1,4 +1,4 @@
-"""`rl-vlm train` for the preference loop: one run from its configuration to its result, with the files that its users know."""
+"""A run of the preference loop: iterations, evaluations, checkpoints, and the CSV files of RL-VLM-F."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PreferenceRun(RunLifecycle):
             with self._timed():
                 self._iterate()
         except BaseException:
-            # Hours of experience are worth a checkpoint, and its labels are paid for. What ended the run is what is raised.
+            # Save the experience and the labels, whose collection was expensive; the original error is raised.
             with suppress(RLVLMError):
                 self._checkpoint()
             raise
@@ -73,9 +73,9 @@ class PreferenceRun(RunLifecycle):
             self.recorder.log_iteration(step, algorithm.last_metrics)
             self.display.update(step, algorithm.last_metrics)
             # `checkpoint_every` counts rows of figures, as everywhere.
-            if _passed(before, step, every * settings.steps_per_iteration):
+            if _crosses_multiple(before, step, every * settings.steps_per_iteration):
                 self._checkpoint()
-            if step >= settings.total_steps or (evaluations and _passed(before, step, evaluations)):
+            if step >= settings.total_steps or (evaluations and _crosses_multiple(before, step, evaluations)):
                 self._evaluate()
 
     def _evaluate(self) -> None:
@@ -86,9 +86,9 @@ class PreferenceRun(RunLifecycle):
         figures = {**evaluation_figures(results), "seconds": time.monotonic() - started}
         self.recorder.log_evaluation(algorithm.env_steps, figures)
         self.display.evaluation(algorithm.env_steps, figures)
-        self._film(results)
+        self._save_videos(results)
 
-    def _film(self, results: list[EpisodeResult]) -> None:
+    def _save_videos(self, results: list[EpisodeResult]) -> None:
         folder = self.checkpoints.videos or self.folder / "videos"
         for number, result in enumerate(results):
             if result.frames is None:
@@ -179,6 +179,6 @@ class PreferenceRun(RunLifecycle):
         }
 
 
-def _passed(before: int, now: int, every: int) -> bool:
+def _crosses_multiple(before: int, now: int, every: int) -> bool:
     """Whether a multiple of `every` lies in (before, now]."""
     return now // every > before // every

@@ -1,4 +1,4 @@
-"""What can be checked before a run starts: model, data, environment, resources. Wrong input ends here, with exit code 2."""
+"""Checks before a run starts: model, data, environment, resources. Wrong input raises UserInputError."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig
-from rl_vlm.config.algorithm import LOSSES_OF_OURS
+from rl_vlm.config.algorithm import BUILTIN_LOSSES
 from rl_vlm.envs.registry import make
 from rl_vlm.learning.estimators import ESTIMATORS
 from rl_vlm.models.loading import check_quantization, load_text_side, quiet_libraries, resolve_model
@@ -23,7 +23,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def inspect_run(run: RunConfig) -> dict[str, Any]:
     """Check everything that can be checked without starting Ray: model folder, data, environment, resources.
 
-    Returns what was found, as figures for people. Raises UserInputError.
+    Returns what was found, to be printed. Raises UserInputError.
     """
     load_plugins(run.plugins)
     check_quantization(run.serving.quantization)
@@ -33,7 +33,7 @@ def inspect_run(run: RunConfig) -> dict[str, Any]:
 def inspect_policy_run(run: RunConfig) -> dict[str, Any]:
     """Open one item of each split and encode it, and look up what learns from it."""
     ESTIMATORS.get(run.algorithm.estimator)
-    if run.algorithm.loss not in LOSSES_OF_OURS:
+    if run.algorithm.loss not in BUILTIN_LOSSES:
         from rl_vlm.learning.losses import LOSSES  # imports torch
 
         LOSSES.get(run.algorithm.loss)

@@ -1,4 +1,4 @@
-"""The head node of a private cluster, without the processes that a run asks nothing of.
+"""The head node of a private cluster, without the processes that a run does not use.
 
 Each takes seconds of CPU to start, and `ray.init` waits for the API server. Ray has no setting for them; this derives from
 its node class, which is why Ray's version is pinned exactly.

@@ -139,7 +139,7 @@ def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
 
 
 def _wait_for_adapter(registry: Any, run: RunConfig) -> None:
-    """A replica that cannot load an adapter goes on with older weights: here that is nobody's wish."""
+    """Wait until all replicas have loaded the adapter. Raises ServingError: they would otherwise serve the base model."""
     seconds, replicas = run.serving.publish_timeout_s, run.serving.num_replicas
     report = ray.get(registry.report.remote(1, replicas, seconds), timeout=seconds + 10)
     if len(report.acked) < replicas:

@@ -1,4 +1,4 @@
-"""The client of the served policy: batches calls, spreads them over replicas, retries what a dead replica lost."""
+"""The client of the served policy: batches requests, spreads them over replicas, retries when a replica dies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ray import serve
@@ -20,21 +19,12 @@ from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError
 
 logger = logging.getLogger(__name__)
 
-_AHEAD_S = 5.0  # how long a replica may take to note which images come next
+_ENCODE_TIMEOUT_S = 5.0  # of the call that tells a replica which images come next
 _RETRYABLE = (ActorDiedError, ActorUnavailableError, RayActorError, BackPressureError, RayServeException)
 
 
 class GenerationFailedError(RLVLMError):
     """A request got no answer within its deadline, or the engine refused it."""
-
-
-@dataclass(slots=True)
-class ClientStats:
-    """Counts since the client was made."""
-
-    calls: int = 0
-    retries: int = 0
-    requests_by_replica: dict[str, int] = field(default_factory=dict)
 
 
 class PolicyClient:
@@ -43,8 +33,8 @@ class PolicyClient:
     Args:
         run_id: the run.
         deadline_s: how long one request may take, retries included.
-        homes: replicas, by their place among all, that new work goes to: requests of one moment are spread over them in
-            one call each. With a home of its own, an env runner's requests are one batch on one replica.
+        homes: places (in the order of ids) of the replicas for new work: requests of one moment are spread over them, one call
+            each. With one home of its own, an env runner's requests form one batch on one replica.
         coalesce: send requests of the same moment in common calls. A call ends when its slowest request does, so this
             pays when answers are short (a Serve call costs milliseconds) and hurts when they are long.
         handle: the deployment handle; looked up when None.
@@ -67,12 +57,12 @@ class PolicyClient:
         self._sleep = sleep
         self._queue: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self.stats = ClientStats()
+        self.retries = 0  # calls that were sent again
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Answer one request. Raises GenerationFailedError."""
         if not self._coalesce:
-            return (await self.call([request], request.session_id))[0]
+            return (await self.call([request], request.preferred_replica))[0]
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         if not self._queue:
@@ -84,8 +74,8 @@ class PolicyClient:
     async def encode_images(self, images: Sequence[Sequence[EncodedImage]]) -> None:
         """Tell replicas which images the next requests will show, one entry per request in the order of the requests.
 
-        It saves time where it arrives, and nothing depends on it. Long answers go to the replica that has least to do then,
-        which nobody knows yet: nothing is told.
+        A hint only, so failures are ignored. Without coalescing it does nothing: each request goes to the replica that is least
+        loaded at that time, which is not known yet.
         """
         if not self._coalesce:
             return
@@ -93,30 +83,30 @@ class PolicyClient:
         for part, target in enumerate(targets):
             shown = [image for entry in images[part :: len(targets)] for image in entry]
             try:
-                async with asyncio.timeout(_AHEAD_S):
+                async with asyncio.timeout(_ENCODE_TIMEOUT_S):
                     await self._handle.options(session_id=target).encode_images.remote(shown)
             except (*_RETRYABLE, RayTaskError, TaskCancelledError, RLVLMError, TimeoutError) as error:
                 logger.debug("images were not encoded ahead: %s", error)
 
     def _flush(self) -> None:
         queue, self._queue = self._queue, []
-        by_session: dict[str, list[tuple[GenerationRequest, asyncio.Future[Completion]]]] = {}
+        by_replica: dict[str, list[tuple[GenerationRequest, asyncio.Future[Completion]]]] = {}
         for entry in queue:
-            by_session.setdefault(entry[0].session_id, []).append(entry)
-        for session, entries in by_session.items():
-            targets = (session,) if session else tuple(map(home_session, self._homes[: len(entries)]))
+            by_replica.setdefault(entry[0].preferred_replica, []).append(entry)
+        for replica, entries in by_replica.items():
+            targets = (replica,) if replica else tuple(map(home_session, self._homes[: len(entries)]))
             for part, target in enumerate(targets):
                 self._spawn(entries[part :: len(targets)], target)
 
-    def _spawn(self, entries: list[tuple[GenerationRequest, asyncio.Future[Completion]]], session: str) -> None:
+    def _spawn(self, entries: list[tuple[GenerationRequest, asyncio.Future[Completion]]], session_id: str) -> None:
         futures = [future for _, future in entries]
 
         async def run() -> None:
             try:
-                completions = await self.call([request for request, _ in entries], session)
+                completions = await self.call([request for request, _ in entries], session_id)
                 answered = list(zip(futures, completions, strict=True))
             except Exception as error:
-                # Whatever went wrong, nobody may wait for an answer that cannot come any more.
+                # Whatever the error, the futures must not stay unresolved.
                 for future in futures:
                     if not future.done():
                         future.set_exception(error)
@@ -136,24 +126,20 @@ class PolicyClient:
         for future in futures:
             future.add_done_callback(stop_if_unwanted)
 
-    async def call(self, requests: list[GenerationRequest], session: str = "") -> list[Completion]:
+    async def call(self, requests: list[GenerationRequest], session_id: str = "") -> list[Completion]:
         """Answer several requests in one call, on one replica; retried with backoff until the deadline.
 
-        `session` says which replica is tried first (see `AffinityRouter`).
+        `session_id` says which replica is tried first (see `AffinityRouter`).
         """
         started = time.monotonic()
         attempt = 0
         while True:
             left = self._deadline_s - (time.monotonic() - started)
             try:
-                self.stats.calls += 1
-                target = session if attempt == 0 else ""
+                target = session_id if attempt == 0 else ""
                 response = self._handle.options(session_id=target).generate.remote(requests)
                 async with asyncio.timeout(max(left, 0.001)):
                     completions: list[Completion] = await response
-                for completion in completions:
-                    counts = self.stats.requests_by_replica
-                    counts[completion.replica_id] = counts.get(completion.replica_id, 0) + 1
                 return completions
             except TimeoutError as error:
                 response.cancel()
@@ -174,7 +160,7 @@ class PolicyClient:
             except RLVLMError as error:
                 raise GenerationFailedError(f"The engine refused {len(requests)} requests: {error}") from error
             attempt += 1
-            self.stats.retries += 1
+            self.retries += 1
             # Full jitter keeps the clients of a dead replica from coming back together.
             pause = random.uniform(0, min(2.0, 0.05 * 2**attempt))
             if time.monotonic() - started + pause >= self._deadline_s:

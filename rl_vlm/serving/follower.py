@@ -1,4 +1,4 @@
-"""Keeps one engine at the registry's newest adapter, whatever fails on the way."""
+"""Keeps one engine at the registry's newest adapter, and retries after any failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_vlm.types import UserInputError
 
 logger = logging.getLogger("ray.serve")
 
-_REGISTRY_ANSWER_S = 10.0  # how long the registry may take for an answer that it need not wait for
+_REGISTRY_ANSWER_S = 10.0  # how long the registry may take for an immediate answer
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between attempts that fail
 
 
@@ -26,7 +26,7 @@ class AdapterFollower:
     Args:
         replica_id: by which the registry knows this replica.
         engine: what adapters are loaded into.
-        life: is told what is announced, loaded, and fails.
+        life: gets each version that is announced, loaded, or fails to load.
         tally: its report goes to the registry; the seconds of the last publication come back into it.
         find_registry: returns the registry's actor handle; raises ValueError while it is being restarted.
         load_timeout_s: how long fetching and loading one version may take.
@@ -77,7 +77,7 @@ class AdapterFollower:
             self._tally.publish_s = seconds or self._tally.publish_s
 
     async def _ask(self, registry: Any) -> Published | None:
-        # Each wait ends: what a dead process owned may never come, and nobody would say so.
+        # Each wait has a deadline: an object of a dead owner may never arrive, and no error be raised.
         if not self._life.started:
             async with asyncio.timeout(_REGISTRY_ANSWER_S):
                 return await registry.newest.remote()  # type: ignore[no-any-return]
@@ -95,7 +95,7 @@ class AdapterFollower:
                 if payload.version > self._engine.version:
                     await self._engine.load_adapter(payload)
         except Exception as error:
-            # An adapter that is wrong in itself stays wrong in a new replica; all other failures may not.
+            # A wrong adapter fails in a new replica as well; other failures may not.
             reason = f"Adapter version {published.version} could not be loaded: {error!r}"
             self._life.fail_load(reason, time.monotonic(), curable=not isinstance(error, UserInputError))
             await self._notify()

@@ -1,4 +1,4 @@
-"""A replica's life as a state machine without Ray and without a clock of its own: facts in, consequences out."""
+"""The state machine of a replica, without Ray and without a clock of its own."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from enum import StrEnum
 
 
 class ReplicaState(StrEnum):
-    """What a replica is good for at the moment."""
+    """The state of a replica."""
 
-    STARTING = "starting"  # it has not asked the registry for the newest adapter yet
-    STALE = "stale"  # a newer adapter is known than the one it has loaded
+    STARTING = "starting"  # it has not loaded the registry's newest adapter yet
+    STALE = "stale"  # a newer adapter exists than the one it has loaded
     SERVING = "serving"
     SUSPECT = "suspect"  # its engine did not answer a probe in time; requests go elsewhere until it does
-    DEAD = "dead"  # only a new replica helps
+    DEAD = "dead"  # it must be replaced
 
 
 class Admission(StrEnum):
-    """What happens to a request."""
+    """The decision about a request."""
 
     NOW = "now"
     WAIT = "wait"  # until the adapter version that it asks for is loaded
@@ -28,10 +28,10 @@ class Admission(StrEnum):
 class Lifecycle:
     """The facts about one replica. Times are seconds of any clock that only goes forward.
 
-    The state is derived from the facts, so no order of events can leave the two in disagreement.
+    The state is computed from the facts, so the two always agree, whatever the order of events.
 
     Args:
-        probe_after_s: an engine that has computed nothing for this long must prove that it can.
+        probe_after_s: an engine without progress for this long is probed.
         load_patience_s: for how long loading the newest adapter may fail again and again before the replica is dead.
         max_failed_probes: failures in a row after which the replica is dead.
     """
@@ -85,7 +85,7 @@ class Lifecycle:
         self.announce(version)
 
     def fail_load(self, reason: str, now: float, *, curable: bool = True) -> None:
-        """The newest version could not be loaded. `curable`: a new replica may succeed, so patience has an end."""
+        """The newest version could not be loaded. `curable`: a new replica may succeed, so this one dies after `load_patience_s`."""
         if not self.load_error:
             self._failing_since = now
         self.load_error = reason
@@ -93,7 +93,7 @@ class Lifecycle:
             self.die(reason)
 
     def observe(self, progress: int, now: float) -> None:
-        """The engine's count of forward passes: whoever computes, lives."""
+        """Note the engine's count of forward passes: a new value proves that it works."""
         if progress != self._progress:
             self._progress = progress
             self.last_progress = now
@@ -115,5 +115,5 @@ class Lifecycle:
             self.die(f"{reason} ({self.failed_probes} times in a row)")
 
     def die(self, reason: str) -> None:
-        """The replica is dead. The first reason stays, and nothing brings it back."""
+        """The replica is dead. Only the first reason is kept."""
         self.death = self.death or reason

@@ -1,7 +1,7 @@
-"""What a replica counts, and how it reaches Ray's metrics.
+"""Counts of a replica, and their way to Ray's metrics.
 
-Requests only add to plain numbers; a task of the replica hands them to Ray now and then, so that nothing on the way of
-a request waits for a metrics agent. Names begin with `rl_vlm_`; every series is tagged with its replica.
+Requests only add to plain numbers; a task of the replica sends them to Ray every few seconds, so that no request waits for
+a metrics agent. Names begin with `rl_vlm_`; every series is tagged with its replica.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _COUNTERS = {
     "generated_tokens_total": "Sampled tokens",
     "adapter_swaps_total": "Adapter versions loaded",
 }
-# Observations between two reports beyond this are left out of the histograms; the counters hold all.
+# The histograms leave out observations beyond this number between two reports; the counters hold all.
 _MAX_OBSERVATIONS = 10_000
 
 
@@ -82,7 +82,7 @@ class ReplicaTally:
 
 
 class RayMetrics:
-    """Hands a replica's counts to `ray.util.metrics`."""
+    """Sends a replica's counts to `ray.util.metrics`."""
 
     def __init__(self, replica_id: str) -> None:
         tags = {"replica": replica_id}

@@ -28,7 +28,7 @@ from rl_vlm.serving.registry import Published, PublishReport, start_registry
 from rl_vlm.serving.server import app_name, build_app
 from rl_vlm.types import RLVLMError
 
-# A call that a dying registry swallowed is repeated after this long; the registry takes repeated calls.
+# A call that a dying registry does not answer is repeated after this long; repeated calls change nothing.
 _ATTEMPT_S = 15.0
 
 
@@ -47,7 +47,7 @@ def start_serve(timeout_s: float) -> None:
             serve.start(proxy_location="Disabled")
             return
         except ActorAlreadyExistsError as error:
-            # Another run looked at the same moment, and its controller has the name: the next look finds it.
+            # Another run starts it at the same time: the next attempt finds its controller.
             if time.monotonic() > deadline:
                 raise ServingError(
                     f"Serve is being started elsewhere and did not come up in {timeout_s:g} s."
@@ -62,7 +62,7 @@ class PolicyService:
         self.run_id, self.model = run_id, model
         self._serving = run.serving
         self._namespace = ray.get_runtime_context().namespace
-        # What is in there outlives the registry's own deaths, not the run: a resumed run publishes its checkpoint anew.
+        # The folder serves a restarted registry of this run only: a resumed run publishes its checkpoint again.
         shutil.rmtree(folder, ignore_errors=True)
         self._registry = start_registry(run_id, self._namespace, folder)
         self._newest: Published | None = None
@@ -97,11 +97,11 @@ class PolicyService:
     def publish(self, payload: AdapterPayload) -> PublishReport | None:
         """Hand a version to all replicas. A dying registry is waited for; raises ServingError when it does not come back.
 
-        Returns once the registry holds it. Nobody waits for the replicas: requests carry the version that they need. The
-        return value tells of the newest version that was acknowledged before this one: who has loaded it, and after how long.
+        Returns once the registry holds it. It does not wait for the replicas: requests carry the version that they need. The
+        result reports the newest version that was acknowledged before this one: who has loaded it, and after how long.
         None before the first acknowledgement, also of a registry that died meanwhile.
         """
-        # Held here while it is the newest: the registry that also holds it may die before it has told its replicas.
+        # Kept here, because the registry may die before its replicas have fetched the object.
         published = self._newest = Published(payload.version, payload.sha256, ray.put(payload))
         deadline = time.monotonic() + self._serving.publish_timeout_s
         while True:
@@ -124,7 +124,7 @@ class PolicyService:
         ray.kill(self._registry, no_restart=True)
 
 
-_ahead: dict[Path, PolicyService] = {}
+_started_early: dict[Path, PolicyService] = {}
 
 
 @contextmanager
@@ -133,18 +133,18 @@ def serving_ahead(run: RunConfig, folder: Path) -> Iterator[None]:
 
     The algorithm that asks `start_service` for the same folder takes it over; else it ends with this context.
     """
-    _ahead[folder] = _new_service(run, folder)
+    _started_early[folder] = _new_service(run, folder)
     try:
         yield
     finally:
-        left = _ahead.pop(folder, None)
+        left = _started_early.pop(folder, None)
         if left is not None:
             left.stop()
 
 
 def start_service(run: RunConfig, folder: Path) -> PolicyService:
     """The served policy of a run, which may have been started ahead; `folder` is the registry's."""
-    return _ahead.pop(folder, None) or _new_service(run, folder)
+    return _started_early.pop(folder, None) or _new_service(run, folder)
 
 
 def _new_service(run: RunConfig, folder: Path) -> PolicyService:

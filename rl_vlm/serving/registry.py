@@ -1,9 +1,9 @@
-"""AdapterRegistry: the actor that owns the newest adapter and tells every replica of it.
+"""AdapterRegistry: the actor that owns the newest adapter and sends it to every replica.
 
-Replicas keep one call open each (`wait_newer`); a publication answers all of them at once, which is a push with the
-safety of a pull: a replica that starts late, restarts or misses a call asks again and gets the newest version. An
+Replicas keep one call open each (`wait_newer`); a publication answers all of them at once. A replica
+that starts late, restarts or misses a call asks again and gets the newest version. An
 acknowledgement carries the hash of what the replica loaded. The newest adapter is also on disk, so that the registry
-itself may die and come back.
+itself can be restarted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PublishReport:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A version as it travels: its hash, and a reference to the payload, whose bytes each node fetches once."""
+    """A published version: its hash, and a reference to the payload, whose bytes each node fetches once."""
 
     version: int
     sha256: str
@@ -82,10 +82,10 @@ class AdapterRegistry:
         self._folder = Path(folder)
         self._newest: Published | None = None
         self._remembered: OrderedDict[int, _Acknowledgements] = OrderedDict()  # by version, oldest first
-        self._reports: dict[str, dict[str, Any]] = {}  # replica -> what it said about itself last
+        self._reports: dict[str, dict[str, Any]] = {}  # replica -> its last report
         self._seen: dict[str, float] = {}  # replica -> when it last asked
         self._changed = asyncio.Condition()
-        self._disk = ThreadPoolExecutor(1, initializer=_step_back)
+        self._disk = ThreadPoolExecutor(1, initializer=_lower_disk_thread_priority)
         self._restore()
 
     def _restore(self) -> None:
@@ -125,7 +125,7 @@ class AdapterRegistry:
         self._remember(published)
         async with self._changed:
             self._changed.notify_all()
-        # Replicas load while the disk writes. A full disk costs only the copy that a restarted registry would read.
+        # Replicas load while the disk writes. With a full disk only a restarted registry has nothing to read.
         try:
             async with asyncio.timeout(FETCH_S):
                 payload: AdapterPayload = await published.ref
@@ -137,7 +137,7 @@ class AdapterRegistry:
     async def wait_newer(self, replica_id: str, version: int, report: dict[str, Any] | None = None) -> Published | None:
         """The newest adapter once it is newer than `version`; None after a while without one.
 
-        `report` is what the replica says about itself meanwhile.
+        `report` is the replica's own report (see `ReplicaTally`).
         """
         self._seen[replica_id] = time.monotonic()
         if report is not None:
@@ -187,7 +187,7 @@ class AdapterRegistry:
         return self._report(version)
 
     async def acknowledged(self) -> PublishReport | None:
-        """Who has acknowledged the newest version that anybody has; None before the first acknowledgement."""
+        """Who has acknowledged the newest version that any replica has; None before the first acknowledgement."""
         version = next((version for version in reversed(self._remembered) if self._acks(version)), None)
         return None if version is None else self._report(version)
 
@@ -204,7 +204,7 @@ class AdapterRegistry:
         return {replica for replica, seen in self._seen.items() if now - seen < LIVE_WINDOW_S}
 
     async def status(self) -> dict[str, Any]:
-        """The newest version, its hash, and what the replicas that asked lately say about themselves."""
+        """The newest version, its hash, and the reports of the replicas that asked lately."""
         live = self._live()
         for gone in self._reports.keys() - live:
             del self._reports[gone]
@@ -216,9 +216,9 @@ class AdapterRegistry:
         }
 
 
-def _step_back() -> None:
-    """Let replicas that load a version go before its copy on disk, where there are fewer cores than processes."""
-    if sys.platform == "linux":  # where a priority is a thread's own
+def _lower_disk_thread_priority() -> None:
+    """Run the disk thread at a lower priority, so that replicas load a version before it is written where cores are few."""
+    if sys.platform == "linux":  # where each thread has its own priority
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 

@@ -10,7 +10,7 @@ from ray.serve._private.request_router.request_router import FIFOMixin, RequestR
 
 from rl_vlm.config import ServingSection
 
-# Replica ids are letters and digits: no id begins like this.
+# No replica id begins with this: ids are letters and digits.
 _HOME = "#"
 
 

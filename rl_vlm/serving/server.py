@@ -27,13 +27,13 @@ from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Message, R
 logger = logging.getLogger("ray.serve")
 
 _HEALTH_CHECK_S = 5.0
-_LAST_WORDS_S = 0.5  # for the reason to reach Serve's log
-_LOOK_S = 0.1  # how often a probe looks whether the engine has done a step
+_EXIT_DELAY_S = 0.5  # so that the reason reaches Serve's log
+_STEP_POLL_S = 0.1  # how often a probe checks whether the engine has done a step
 _REPORT_S = 2.0  # how often counts go to Ray's metrics
 
 
 class ReplicaUnavailableError(RLVLMError):
-    """This replica cannot answer now, another one or a later attempt may: the client tries again."""
+    """This replica cannot answer now; the client tries again, on any replica."""
 
 
 class StaleReplicaError(ReplicaUnavailableError):
@@ -78,7 +78,7 @@ class VLMServer:
     """One replica: an engine that follows the adapter registry of its run.
 
     It loads the newest adapter before it takes its first request, keeps a call to the registry open from then on, and
-    holds a request whose `min_version` it does not have yet. `Lifecycle` says what requests and health checks meet.
+    holds a request whose `min_version` it does not have yet. `Lifecycle` decides about requests and health checks.
     """
 
     def __init__(self, model: str, run: RunConfig, run_id: str, namespace: str) -> None:
@@ -103,7 +103,7 @@ class VLMServer:
         )
 
     def _ensure_started(self) -> None:
-        """The first call of anything starts what runs beside requests: there is no event loop before."""
+        """Start the background tasks; called by every method, because there is no event loop before the first call."""
         if not self._tasks:
             work = {"following the registry": self._follower.run(), "reporting figures": self._report()}
             self._tasks = [asyncio.create_task(coroutine, name=name) for name, coroutine in work.items()]
@@ -117,7 +117,7 @@ class VLMServer:
             await asyncio.sleep(_REPORT_S)
             try:
                 self._metrics.send(self._tally, self._engine.stats(), self._engine.version)
-            except Exception as error:  # figures are not worth a replica
+            except Exception as error:  # a replica goes on without metrics
                 logger.warning("replica %s cannot report its figures: %r", self.replica_id, error)
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
@@ -182,7 +182,7 @@ class VLMServer:
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises.
 
-        An engine that is silent must generate a token, and following the registry may neither end nor fail for long.
+        An idle engine must generate a token, and following the registry may neither end nor fail for long.
         """
         self._ensure_started()
         if self._engine.dead:
@@ -196,14 +196,14 @@ class VLMServer:
         if self._life.state is ReplicaState.DEAD:
             # Serve would ask twice more before it replaces the replica; a process that has ended it replaces at once.
             logger.error("replica %s ends itself. %s", self.replica_id, self._life.death)
-            asyncio.get_running_loop().call_later(_LAST_WORDS_S, os._exit, 1)
+            asyncio.get_running_loop().call_later(_EXIT_DELAY_S, os._exit, 1)
             raise EngineError(f"Replica {self.replica_id} is dead. {self._life.death}")
 
     async def _probe(self) -> None:
         timeout = self._serving.probe_timeout_s
         request = GenerationRequest("probe", self._probe_ids, SamplingParams(1, temperature=0.0))
         token = asyncio.ensure_future(self._engine.generate([request]))
-        # The probe may stand in a queue behind hundreds of samples: a step that brings these on proves as much.
+        # The probe may wait in a queue behind hundreds of samples: a step of these proves that the engine works, too.
         step = asyncio.ensure_future(self._next_step())
         done, _ = await asyncio.wait({token, step}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         for task in (token, step):
@@ -219,7 +219,7 @@ class VLMServer:
     async def _next_step(self) -> None:
         before = self._engine.stats().progress
         while self._engine.stats().progress == before:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_STEP_POLL_S)
 
     async def __del__(self) -> None:
         """Serve awaits this when it stops the replica."""
@@ -227,12 +227,10 @@ class VLMServer:
             task.cancel()
         await self._engine.close()
 
-    def _status(self) -> dict[str, Any]:
-        return self._tally.report(self._engine.stats(), self._engine.version, self._life.state)
-
     async def status(self) -> dict[str, Any]:
-        """What this replica serves and has done."""
-        return {"replica_id": self.replica_id, **self._status()}
+        """This replica's id and report."""
+        report = self._tally.report(self._engine.stats(), self._engine.version, self._life.state)
+        return {"replica_id": self.replica_id, **report}
 
 
 def app_name(run_id: str) -> str:

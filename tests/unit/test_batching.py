@@ -128,7 +128,6 @@ def test_every_sampled_token_appears_once_with_its_own_numbers(text: TextSide) -
     targets = np.concatenate([micro.target for micro in batches])
     wanted = [sample.trajectory.token_ids[sample.trajectory.loss_mask] for group in groups for sample in group]
     assert sorted(targets.tolist()) == sorted(np.concatenate(wanted).tolist())
-    assert Minibatch(groups).num_tokens == len(targets)
     assert len(Minibatch(groups)) == 9
     for micro in batches:
         assert len(micro.row) == len(micro.column) == len(micro.target) == len(micro.behaviour) == len(micro.advantage)

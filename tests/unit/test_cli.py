@@ -230,7 +230,7 @@ def test_a_surprise_is_a_sentence_and_its_traceback_a_file_of_the_run(config, tr
 
 
 def test_without_a_run_folder_the_traceback_is_a_temporary_file(config, harness, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(cli.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(harness, "evaluate_policy_run", lambda *a, **k: {}[0])
     assert run("eval", config) == 1
     assert "KeyError" in failure(capsys)

@@ -74,7 +74,7 @@ class Handle:
 
 
 def ask(name: str, session: str = "") -> GenerationRequest:
-    return GenerationRequest(name, np.zeros(1, dtype=np.int32), SamplingParams(1), session_id=session)
+    return GenerationRequest(name, np.zeros(1, dtype=np.int32), SamplingParams(1), preferred_replica=session)
 
 
 def answer(asked: GenerationRequest, replica: str = "r") -> Completion:
@@ -169,13 +169,6 @@ def test_long_answers_are_asked_for_one_by_one() -> None:
     assert [len(batch) for _, batch in handle.calls] == [1] * 4
 
 
-def test_statistics_count_calls_and_requests_by_replica() -> None:
-    client = client_of(Handle())
-    run(client, *(ask(str(k)) for k in range(6)))
-    assert (client.stats.calls, client.stats.retries) == (2, 0)
-    assert client.stats.requests_by_replica == {"replica-1": 3, "replica-2": 3}
-
-
 # --- retries
 
 
@@ -199,7 +192,7 @@ def test_what_a_dead_or_stale_replica_lost_is_asked_again_elsewhere(error: Excep
     assert completion.request_id == "a"
     # The first replica is asked for by name only once: it may be the dead one.
     assert [session for session, _ in handle.calls] == ["replica-7", "", ""]
-    assert (client.stats.calls, client.stats.retries, len(pauses)) == (3, 2, 2)
+    assert (client.retries, len(pauses)) == (2, 2)
 
 
 def test_pauses_grow_up_to_a_bound_and_are_random() -> None:

@@ -150,11 +150,11 @@ def test_cancelling_a_call_that_waits_takes_it_out_of_the_queue(tiny_folder: Pat
         await until(lambda: rows(engine) > 0)
         # The same ids on purpose: a repeated group asks with the ids of the first attempt.
         calls = [asyncio.ensure_future(engine.generate([fixed(text)])) for _ in range(3)]
-        await until(lambda: engine.num_waiting == 3)
+        await until(lambda: engine.stats().waiting == 3 * fixed(text).sampling.n)
         calls[1].cancel()
         outcomes = await asyncio.gather(running, *calls, return_exceptions=True)
         assert [isinstance(outcome, asyncio.CancelledError) for outcome in outcomes] == [False, False, True, False]
-        assert engine.num_waiting == 0
+        assert engine.stats().waiting == 0
 
     with endless(engine, text):
         asyncio.run(cancelled())

@@ -170,7 +170,7 @@ def test_the_first_turn_is_one_request_for_all_samples(speaker: Speaker, text: T
     pool = pool_of(END)
     group = play(pool, speaker)
     (asked,) = speaker.requests
-    assert (asked.sampling.n, asked.sampling.temperature, asked.min_version, asked.session_id) == (3, 0.9, 5, "")
+    assert (asked.sampling.n, asked.sampling.temperature, asked.min_version, asked.preferred_replica) == (3, 0.9, 5, "")
     assert asked.sampling.max_new_tokens == ROLLOUT.max_new_tokens_per_turn
     assert asked.sampling.seeds == tuple(derive_seed(700, sample, 0) for sample in range(3))
     assert asked.images == (FIRST,)
@@ -210,7 +210,7 @@ def test_later_turns_follow_their_episode(speaker: Speaker, text: TextSide) -> N
     pool = pool_of(on("Closer:", LATER, reward=0.5), on("And?"), END)
     (trajectory,) = play(pool, speaker, size=1).trajectories
     first, second, third = speaker.requests
-    assert [asked.session_id for asked in speaker.requests] == ["", "replica-1", "replica-2"]
+    assert [asked.preferred_replica for asked in speaker.requests] == ["", "replica-1", "replica-2"]
     assert [asked.request_id for asked in speaker.requests] == ["g7:0", "g7:0:1", "g7:0:2"]
     for turn, asked in enumerate((second, third), start=1):
         assert asked.sampling.seeds == (derive_seed(700, 0, turn),)

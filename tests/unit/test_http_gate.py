@@ -174,7 +174,7 @@ def test_a_client_that_goes_away_frees_its_rows(
 def test_a_client_that_does_not_read_is_not_waited_for(
     never_ending: EngineBackend, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate, "LINGER_S", 0.5)
+    monkeypatch.setattr(gate, "SEND_GRACE_S", 0.5)
     body = json.dumps({**STREAM, "max_tokens": 900, "n": 64, "logprobs": True, "top_logprobs": 20}).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     with serving(never_ending, tiny_folder, deadline_s=2) as server, socket.socket() as sock:

@@ -20,7 +20,7 @@ from rl_vlm.envs.errors import EnvError
 from rl_vlm.envs.shapes import ShapesEnv
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.rollout.worker import RolloutWorker
-from rl_vlm.serving.client import ClientStats, GenerationFailedError
+from rl_vlm.serving.client import GenerationFailedError
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest
 
 
@@ -29,7 +29,7 @@ class Direct:
 
     def __init__(self, engine: TransformersEngine) -> None:
         self.engine = engine
-        self.stats = ClientStats()
+        self.retries = 0
         self.announced: list[str] = []
 
     async def generate(self, asked: GenerationRequest) -> Completion:
@@ -170,7 +170,7 @@ def test_a_damaged_image_is_told_to_the_request_that_shows_it(engine: Transforme
 
     async def run() -> None:
         engine.encode_images([broken])
-        await until(lambda: not engine._ahead)
+        await until(lambda: not engine._upcoming)
         assert len(await engine.generate([good])) == 1
         assert not engine.dead
 
@@ -180,7 +180,7 @@ def test_a_damaged_image_is_told_to_the_request_that_shows_it(engine: Transforme
 def test_lockstep_encodes_nothing_ahead(tiny_folder: Path) -> None:
     engine = TransformersEngine(tiny_folder, lockstep=True)
     engine.encode_images([picture(np.random.default_rng(0), 64, 64)])
-    assert not engine._ahead
+    assert not engine._upcoming
     asyncio.run(engine.close())
 
 

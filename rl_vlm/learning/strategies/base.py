@@ -1,4 +1,4 @@
-"""Strategy: the seam between what is learned and how its gradients are computed, shared and stored."""
+"""Strategy: how the learners compute, share and apply gradients, and store the optimiser's state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Strategy(Protocol):
     """One optimiser step is: `backward` for each micro-batch, then `step`."""
 
     def prepare(self, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
-        """Take over the policy and its optimiser, once, before the first step."""
+        """Set the policy and its optimiser, once, before the first step."""
         ...
 
     def backward(self, loss: Tensor) -> None:
@@ -34,7 +34,7 @@ class Strategy(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `state` gave, perhaps to another number of learners."""
+        """Load what `state` returned, also for another number of learners."""
         ...
 
     def gather_adapter(self, version: int) -> AdapterPayload:

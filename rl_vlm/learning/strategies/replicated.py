@@ -22,7 +22,7 @@ def make_strategy(num_learners: int) -> Strategy:
 
 
 class SingleProcess:
-    """One process that holds everything."""
+    """One learner."""
 
     def prepare(self, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
         """See Strategy."""
@@ -44,7 +44,7 @@ class SingleProcess:
         return norm if finite else None
 
     def _sum_gradients(self) -> None:
-        """Nobody else has gradients."""
+        """One process has nothing to add."""
 
     def state(self) -> dict[str, Tensor]:
         """See Strategy."""

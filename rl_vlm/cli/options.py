@@ -1,0 +1,26 @@
+"""Arguments and options that several commands share, and how they read a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rl_vlm.config import RunConfig
+
+Config = Annotated[Path, typer.Argument(help="A YAML configuration, or a run folder, whose config.yaml is used.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Changes to the configuration, such as learner.lr=1e-3 env.kwargs.turns=2.")
+]
+Adapter = Annotated[Path | None, typer.Option(help="A peft adapter folder. Without it the base model is used.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+
+
+def load_run(config: Path, overrides: Sequence[str] | None) -> RunConfig:
+    """The configuration of a YAML file, or of the run folder that holds it, with changes."""
+    from rl_vlm.config import load_config
+
+    return load_config(config / "config.yaml" if config.is_dir() else config, overrides or ())

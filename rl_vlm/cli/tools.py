@@ -1,0 +1,95 @@
+"""The commands that prepare and check a machine: `rl-vlm fetch`, `doctor`, `envs` and `model make-tiny`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rl_vlm.cli.options import Overwrite, load_run
+
+commands = typer.Typer()
+model_commands = typer.Typer(help="Build models.", no_args_is_help=True)
+commands.add_typer(model_commands, name="model")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+@commands.command(epilog="Examples: rl-vlm fetch Qwen/Qwen3-VL-2B-Instruct; rl-vlm fetch hiyouga/geometry3k --data")
+def fetch(
+    name: Annotated[str, typer.Argument(help="owner/name on the Hugging Face hub.")],
+    data: Annotated[bool, typer.Option("--data", help="It is a data set.")] = False,
+) -> None:
+    """Download a model or a data set once; afterwards everything works offline."""
+    from rl_vlm.cli.fetch import fetch as fetch_from_hub
+
+    typer.echo(str(fetch_from_hub(name, data)))
+
+
+@commands.command(epilog="Example: rl-vlm doctor configs/quickstart.yaml")
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(help="Also look whether this machine is large enough for it.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine: versions, hardware, rendering, ports, caches; say how to fix what is wrong."""
+    from rl_vlm.cli import doctor as checkup
+
+    checks = checkup.diagnose(load_run(config, None) if config is not None else None)
+    if as_json:
+        typer.echo(checkup.as_json(checks))
+    else:
+        colors = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
+        width = max(len(check.name) for check in checks)
+        for check in checks:
+            typer.secho(f"{check.status:<5}", fg=colors[check.status], nl=False)
+            typer.echo(f"{check.name:<{width}}  {check.detail}")
+            if check.remedy:
+                typer.echo(f"{'':<{width + 7}}→ {check.remedy}")
+    if checkup.worst(checks) == "fail":
+        raise typer.Exit(1)
+
+
+@commands.command()
+def envs(as_json: AsJson = False) -> None:
+    """List the environments that are known by name."""
+    from rl_vlm.envs.listing import list_environments
+
+    found = list_environments()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    width = max(len(entry["id"]) for entry in found)
+    for entry in found:
+        items = entry["num_items"]
+        counts = f" ({items['train']} items to train on, {items['test']} to test on)" if items else ""
+        typer.echo(f"{entry['id']:<{width}}  {entry['description']}{counts}")
+
+
+@model_commands.command("make-tiny", epilog="Example: rl-vlm model make-tiny /tmp/tiny --seed 1")
+def make_tiny(
+    folder: Annotated[Path | None, typer.Argument(help="Where to write it; the cache by default.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Another seed, other weights.")] = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Build the tiny vision-language model, which needs no network. It takes about a minute."""
+    from rl_vlm.models.export import check_target, replace_folder
+    from rl_vlm.models.loading import quiet_libraries
+    from rl_vlm.models.tiny import model as tiny
+    from rl_vlm.types import UserInputError
+
+    quiet_libraries()
+    if folder is None:
+        if overwrite:
+            raise UserInputError("--overwrite needs a folder: the model in the cache is always up to date.")
+        typer.echo(str(tiny.tiny_model_path(seed=seed)))
+        return
+    check_target(folder, overwrite)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        replace_folder(tiny.make_tiny(Path(scratch) / "model", seed=seed), folder)
+    typer.echo(str(folder))
