@@ -1,4 +1,4 @@
-"""Labellers elsewhere, by HTTP: OpenAI's chat completions, and the plain `/generate` of RL-VLM-F with a local model."""
+"""Endpoints by HTTP: OpenAI's chat completions, and the plain `/generate` of RL-VLM-F with a local model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ import httpx
 
 from rl_vlm.config.labels import Guidance
 from rl_vlm.labelling.endpoints import Answer, Ask, EndpointError, Question, choice_probabilities
-from rl_vlm.types import (
-    EncodedImage,
-    Message,
-    UserInputError,
-    as_encoded,
-)
+from rl_vlm.types import Message, UserInputError, as_encoded
 
 _RETRYABLE_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 # Ways to enforce choices, in the order in which `auto` tries them.
@@ -34,8 +29,8 @@ class OpenAIEndpoint:
         token: sent as a bearer token.
         timeout_s: how long one HTTP request may take.
         guidance: how choices are enforced there: `structured_outputs` and `guided_choice` are vLLM's new and old field,
-            `none` leaves the answer free and reads it as text. `auto` finds out: it begins with the new field, and goes on
-            to the next form when a request is refused or an answer is none of the choices.
+            `none` leaves the answer free and reads it as text. `auto` begins with the new field, and goes on to the next
+            form when a request is refused or an answer is none of the choices.
         logprobs: ask for log-probabilities of the first token of an answer among choices.
         max_in_flight: questions at once, for endpoints with a rate limit; None: all of a session.
     """
@@ -89,7 +84,7 @@ class OpenAIEndpoint:
                 answer = _read_completion(reply, question)
                 if unguided or answer.text.strip() in question.choices:
                     return answer
-            # Refused or ignored. Other questions in flight may have found that out already.
+            # Refused or ignored. Other questions in flight may have changed the form already.
             self._form = max(self._form, form + 1)
 
     def _body(self, question: Question, form: str) -> dict[str, Any]:
@@ -214,12 +209,14 @@ def _read_completion(reply: dict[str, Any], question: Question) -> Answer:
 
 
 def _message(message: Message, image: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """The message as JSON; `image` turns a data URI into a part."""
     content: list[dict[str, Any]] = []
     for part in message.parts:
         if isinstance(part, str):
             content.append({"type": "text", "text": part})
         else:
-            content.append(image(_data_uri(as_encoded([part])[0])))
+            png = base64.b64encode(as_encoded([part])[0].png).decode()
+            content.append(image(f"data:image/png;base64,{png}"))
     return {"role": message.role, "content": content}
 
 
@@ -229,7 +226,3 @@ def _openai_image(uri: str) -> dict[str, Any]:
 
 def _plain_image(uri: str) -> dict[str, Any]:
     return {"type": "image", "image": uri}
-
-
-def _data_uri(image: EncodedImage) -> str:
-    return f"data:image/png;base64,{base64.b64encode(image.png).decode()}"
