@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -11,7 +10,7 @@ import numpy as np
 
 from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.endpoints import Client, Endpoint, ServedEndpoint
-from rl_vlm.labelling.http_endpoints import GenerateEndpoint, OpenAIEndpoint, server_url
+from rl_vlm.labelling.http_endpoints import GenerateEndpoint, OpenAIEndpoint
 from rl_vlm.labelling.labeller import LabelStats, VLMLabeller
 from rl_vlm.labelling.prompts import TaskPrompts, task_prompts
 from rl_vlm.labelling.teachers import (
@@ -85,20 +84,10 @@ def build_similarity(
 
 
 def _endpoint(section: LabelsSection, client: Client | None, text: TextSide | None, min_version: int) -> Endpoint:
-    endpoint = section.endpoint
-    token = os.environ.get(endpoint.token_env, "") if endpoint.token_env else ""
     if section.source == "endpoint":
-        return OpenAIEndpoint(
-            endpoint.url,
-            endpoint.model,
-            token=token,
-            timeout_s=endpoint.timeout_s,
-            guidance=endpoint.guidance if section.guided else "none",
-            logprobs=endpoint.logprobs,
-            max_in_flight=endpoint.max_in_flight,
-        )
+        return OpenAIEndpoint(section.endpoint)
     if section.source == "generate":
-        return GenerateEndpoint(endpoint.url or server_url(), token=token, timeout_s=endpoint.timeout_s)
+        return GenerateEndpoint(section.endpoint)
     if client is None or text is None:
         raise UserInputError("Labels of the served model need a served model: start one, or choose another source.")
     return ServedEndpoint(client, text, min_version)
