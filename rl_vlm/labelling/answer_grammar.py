@@ -51,7 +51,7 @@ _LEXICON: tuple[tuple[str, str], ...] = (
         r"to (?:conclude|summari[sz]e)|all in all|in the end|yes|so|thus|therefore|hence|consequently|ultimately|overall|"
         r"=>|->|→|conclusion|summary|reason(?:ing)?|explanation|comparison",
     ),
-    (  # what was looked at
+    (  # an introduction: what was compared
         "l",
         r"after|having|upon|looking at|comparing|based on(?! a )|according to(?= (?:the|this|what)\b)|judging (?:from|by)|considering|between|among|regarding",
     ),
@@ -191,7 +191,7 @@ _MARKS = {mark: mark for mark in ",:()?ABZ"} | {"=": ":", "-": "~"}
 
 
 class Grammar:
-    """The statements about one goal, whose own words also say what is good: "closed" for "to close the box"."""
+    """The grammar for one goal, whose words add qualities that are good: "closed" for "to close the box"."""
 
     def __init__(self, goal: str = "") -> None:
         goal = goal.lower()

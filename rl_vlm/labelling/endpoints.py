@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class EndpointError(RLVLMError):
-    """A question got no answer. `retryable` says whether asking again may help, `retry_after_s` how soon at the earliest.
+    """A question got no answer. `retryable`: asking again may help, after `retry_after_s` at the earliest.
 
     `status` is that of the HTTP reply, 0 where there was none.
     """

@@ -32,7 +32,7 @@ def import_labels(
 ) -> tuple[int, int]:
     """Convert every `*.pkl` of a folder (or one file) into sessions of a label store at `target`.
 
-    `observation_size` says where the actions begin in the cached state-action rows. `image_size` resizes the pictures,
+    `observation_size` is the length of the observation in the cached state-action rows. `image_size` resizes the pictures,
     as the original does when it reads its caches. A session without a pair is left out. Returns (sessions, pairs).
     The store appears whole or not at all. Raises UserInputError for a file that is not such a cache, or that holds
     anything but numbers.

@@ -92,7 +92,7 @@ _CONCEDES = re.compile(r"(?:while|although|though|even though)\b")
 
 
 class _Item(NamedTuple):
-    """What one statement says.
+    """The meaning of one statement.
 
     A verdict that `contrasts` ("..., but Image 2 is better") outweighs ties before it; one that `concludes` ("Overall, ...")
     also the verdicts before it. A claim only excludes the other image; a hint is a number that may be a list's.
@@ -235,7 +235,7 @@ _NO_SCORE = re.compile(
 
 
 def parse_score(text: str) -> float | None:
-    """The score in [0, 1] that an answer gives, -1.0 where it says that it is unsure, None where it gives none.
+    """The score in [0, 1] that an answer gives, -1.0 where it is unsure, None where it gives none.
 
     "0.7", "70 %", "7/10", "7 out of 10" and "0.7/1.0" are the same score. The last statement of a score counts; counts of
     things, ranges and bounds ("at least 0.3") are none.

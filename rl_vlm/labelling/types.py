@@ -71,7 +71,7 @@ IDENTICAL = "the pictures are identical"  # the `text` of a label that needed no
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A labeller's mark in [0, 1] for one picture; None where it was unsure, or where `error` says that there is none."""
+    """A labeller's score in [0, 1] for one picture; None where it was unsure, or where `error` is set."""
 
     value: float | None
     text: str = ""
@@ -88,7 +88,7 @@ class Labeller(Protocol):
 
 
 class Scorer(Protocol):
-    """Marks single pictures."""
+    """Scores single pictures."""
 
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
         """One score per frame (uint8 [H, W, 3]), in order; all frames are in flight at once."""
