@@ -1,4 +1,4 @@
-"""ControlEnv: what the preference loop steps. Vectors in, vectors out, a picture of the moment, and whether the task is done."""
+"""ControlEnv, the interface of control environments: vector observations and actions, pictures, and success."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from gymnasium.spaces import Box
 
 from rl_vlm.types import UserInputError
 
-Observation = np.ndarray  # float32 [O]
 StepResult = tuple[np.ndarray, float, bool, bool, dict[str, Any]]
 
 
@@ -33,14 +32,14 @@ class ControlEnv(gymnasium.Env[np.ndarray, np.ndarray]):
 
     @abstractmethod
     def frame(self) -> np.ndarray:
-        """uint8 [image_size, image_size, 3]: the picture of now."""
+        """uint8 [image_size, image_size, 3]: the current picture."""
 
     def success(self, info: Mapping[str, Any]) -> float:
         """1.0 where the `info` of a step says that the task is done at this moment, else 0.0."""
         return float(bool(info.get("success", info.get("is_success", False))))
 
     def render(self) -> np.ndarray:  # type: ignore[override]
-        """gymnasium's name for `frame`."""
+        """`frame` under gymnasium's name."""
         return self.frame()
 
 
@@ -50,7 +49,18 @@ def unit_box(size: int) -> Box:
 
 
 def check_image_size(image_size: int) -> int:
-    """Raises UserInputError for sizes that nothing can be seen in."""
+    """Return the size. Raises UserInputError unless it is 16 to 1024 pixels."""
     if not 16 <= image_size <= 1024:
         raise UserInputError(f"image_size is {image_size}: it must be between 16 and 1024 pixels.")
     return image_size
+
+
+def from_unit_box(action: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """An action [A] from [-1, 1], clipped, on the bounds low and high [A]."""
+    share = (np.clip(action, -1.0, 1.0).astype(np.float32) + 1) / 2
+    return np.asarray(low + share * (high - low))
+
+
+def as_vector(observation: Any) -> np.ndarray:
+    """float32 [O] of an observation of any shape."""
+    return np.asarray(observation, np.float32).reshape(-1)

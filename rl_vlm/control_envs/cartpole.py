@@ -1,4 +1,4 @@
-"""Continuous CartPole as RL-VLM-F defines it: a real-valued force, 100 steps whatever happens, the angle is the reward."""
+"""Continuous CartPole as RL-VLM-F defines it: real-valued force, 100 steps in every episode, reward from the angle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SUCCESS_DEGREES = 5.0
 class ContinuousCartPole(ControlEnv):
     """Keep a pole upright on a cart; the reward is minus the angle in degrees; success is an angle below 5° at the end.
 
-    Observation: place, velocity, angle, angular velocity. The pole never falls below 30°, so an episode never ends early
+    Observation: place, velocity, angle, angular velocity. The angle is limited to 30°, so an episode never ends early
     and 0 is a perfect return. Not gymnasium's `CartPole-v1`, which is discrete and ends when the pole falls.
     """
 
@@ -54,7 +54,7 @@ class ContinuousCartPole(ControlEnv):
         x_acc = push - _POLE_MASS * _HALF_LENGTH * angle_acc * cosine / mass
         x, x_dot = x + _SECONDS * x_dot, x_dot + _SECONDS * x_acc
         angle, angle_dot = angle + _SECONDS * angle_dot, angle_dot + _SECONDS * angle_acc
-        # Only the places are held back, as in the original: the velocities go on.
+        # Only place and angle are clipped, as in the original, and not the velocities.
         x = min(max(x, -_TRACK), _TRACK)
         angle = min(max(angle, -_MAX_ANGLE), _MAX_ANGLE)
         self._state = (x, x_dot, angle, angle_dot)

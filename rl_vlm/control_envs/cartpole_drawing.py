@@ -1,4 +1,4 @@
-"""The picture of the cart and its pole, drawn by PIL: no display, no OpenGL, the same bytes on every machine."""
+"""Draws the cart and its pole with PIL: no display, no OpenGL, equal bytes on every machine."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _WHITE, _BLACK, _BROWN, _AXLE = (255, 255, 255), (0, 0, 0), (202, 152, 101), (12
 def draw_cartpole(angle: float, size: int = SIZE) -> np.ndarray:
     """uint8 [size, size, 3]: a black cart in the middle and a brown pole on it.
 
-    `angle` is in radians, 0 is upright, positive leans to the right. The picture follows the cart, so that its place
-    on the rail is not to be seen.
+    `angle` is in radians, 0 is upright, positive leans to the right. The picture follows the cart and does
+    not show its place on the rail.
     """
     scale = size * _SUPERSAMPLING / SIZE
     side = size * _SUPERSAMPLING

@@ -1,4 +1,4 @@
-"""Any Gymnasium control environment by its id, seen through its own camera or a function of the user's."""
+"""Gymnasium control environments, with pictures from their own camera or from a function of the user."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium.spaces import Box
 from PIL import Image
 
-from rl_vlm.control_envs.base import ControlEnv, StepResult, check_image_size, unit_box
+from rl_vlm.control_envs.base import ControlEnv, StepResult, as_vector, check_image_size, from_unit_box, unit_box
 from rl_vlm.envs.loading import load_object
 from rl_vlm.types import UserInputError
 
@@ -76,16 +76,15 @@ class GymnasiumControlEnv(ControlEnv):
         super().reset(seed=seed)
         observation, info = self.env.reset(seed=seed, options=options)
         self._steps = 0
-        return self._vector(observation), info
+        return as_vector(observation), info
 
     def step(self, action: np.ndarray) -> StepResult:
         """One step; the action goes from [-1, 1] to the environment's own bounds."""
-        share = (np.clip(action, -1.0, 1.0).astype(np.float32) + 1) / 2
-        native = (self._low + share * (self._high - self._low)).reshape(self._action_shape)
+        native = from_unit_box(action, self._low, self._high).reshape(self._action_shape)
         observation, reward, terminated, truncated, info = self.env.step(native.astype(self.env.action_space.dtype))
         self._steps += 1
         truncated = bool(truncated) or self._steps >= self.horizon
-        return self._vector(observation), float(reward), bool(terminated), truncated, info
+        return as_vector(observation), float(reward), bool(terminated), truncated, info
 
     def frame(self) -> np.ndarray:
         """The environment's own picture, resized."""
@@ -96,7 +95,7 @@ class GymnasiumControlEnv(ControlEnv):
         array = np.asarray(picture)
         if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
             raise UserInputError(
-                f"The picture is a {type(picture).__name__} of shape {getattr(array, 'shape', ())}: the render function "
+                f"The picture is a {type(picture).__name__} of shape {array.shape}: the render function "
                 "must return uint8 [height, width, 3]. Name one with env.kwargs.render."
             )
         return resize_frame(array, self.image_size)
@@ -111,13 +110,9 @@ class GymnasiumControlEnv(ControlEnv):
         """Close the environment."""
         self.env.close()
 
-    @staticmethod
-    def _vector(observation: Any) -> np.ndarray:
-        return np.asarray(observation, np.float32).reshape(-1)
-
 
 def resize_frame(frame: np.ndarray, size: int) -> np.ndarray:
-    """uint8 [size, size, 3]; every pixel is the mean of what it covers."""
+    """uint8 [size, size, 3] by area averaging."""
     if frame.shape[:2] == (size, size):
         return frame
     return np.asarray(Image.fromarray(frame).resize((size, size), Image.Resampling.BOX))

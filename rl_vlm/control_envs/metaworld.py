@@ -13,7 +13,7 @@ from rl_vlm.control_envs.metaworld_cameras import SceneRenderer, choose_view, im
 from rl_vlm.types import UserInputError
 
 _GREEN = (0.10, 0.65, 0.15, 1.0)
-# The prompts of the original speak of a green cube; MetaWorld 3 draws a brown one.
+# RL-VLM-F's prompts name a green cube; MetaWorld 3 draws a brown one.
 _RECOLOURED = {"sweep-into": ("objGeom", _GREEN)}
 
 
@@ -84,7 +84,7 @@ class MetaWorldEnv(ControlEnv):
         return observation.astype(np.float32), float(reward), False, truncated or self._steps >= self.horizon, info
 
     def frame(self) -> np.ndarray:
-        """The scene from the task's camera."""
+        """The picture of the task's camera."""
         if self._renderer is None:
             self._renderer = SceneRenderer(self._inner.model, self._view, self.image_size, self._hide_arm)
             # The camera's place in the world follows from its edited place in the model.

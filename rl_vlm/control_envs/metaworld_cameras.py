@@ -1,4 +1,4 @@
-"""Where RL-VLM-F looks from in each MetaWorld task, and how such a view is drawn quickly without a GPU."""
+"""RL-VLM-F's camera in each MetaWorld task, and a renderer that is fast without a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class View:
     """A camera: either one of the model's by `name`, or one at `position` with `xyaxes` or `euler` (radians, xyz).
 
     `window` is what is kept of the picture: first row, last row, first column, last column of 480. `turned` marks
-    cameras that stand on their heads.
+    cameras whose picture is upside down.
     """
 
     name: str = ""
@@ -116,9 +116,9 @@ def import_mujoco() -> Any:
 
 
 def _load_triton() -> None:
-    """Mesa draws by LLVM, and torch's compiler (Triton) has an LLVM of its own: loaded after Mesa's it crashes the process.
+    """Load Triton before Mesa: both contain LLVM, and loading Triton's after Mesa's crashes the process.
 
-    torch loads it late, with its first optimiser for instance.
+    torch loads Triton late, for instance with its first optimiser.
     """
     with contextlib.suppress(ImportError):
         import triton  # noqa: F401

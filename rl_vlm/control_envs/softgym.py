@@ -1,48 +1,30 @@
-"""SoftGym and other simulators of the old gym interface, behind ControlEnv. Nothing here imports them."""
+"""Wraps SoftGym and other simulators of the old gym interface as ControlEnv, without importing them."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from gymnasium.spaces import Box
 
-from rl_vlm.control_envs.base import ControlEnv, StepResult, check_image_size, unit_box
+from rl_vlm.control_envs.base import ControlEnv, StepResult, as_vector, check_image_size, from_unit_box, unit_box
 from rl_vlm.control_envs.gymnasium_env import resize_frame
 from rl_vlm.types import UserInputError
-
-
-class OldGymEnv(Protocol):
-    """The old interface: `reset` returns an observation, `step` four values, `render(mode)` a picture."""
-
-    observation_space: Any
-    action_space: Any
-
-    def reset(self) -> np.ndarray:
-        """Start an episode."""
-        ...
-
-    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, dict[str, Any]]:
-        """Observation, reward, done, info."""
-        ...
-
-    def render(self, mode: str = "rgb_array", **kwargs: Any) -> np.ndarray:
-        """uint8 [H, W, 3]."""
-        ...
 
 
 class SoftGymControlEnv(ControlEnv):
     """Wraps an environment of the old gym interface.
 
     Args:
-        env: the simulator's environment.
+        env: the simulator's environment: `reset()` returns an observation, `step(action)` observation, reward, done and info,
+            `render(mode, **kwargs)` a picture uint8 [H, W, 3].
         horizon: steps of an episode; by default the environment's own `horizon`.
         success_key, success_above: a moment is a success where `info[success_key]` exceeds `success_above`: rope
             `normalized_length` .95, cloth `normalized_performance` .9, pass-water `reward` -.36.
         image_size: pictures are resized to this.
         render_kwargs: passed to `render`, such as `hide_picker=True`.
 
-    A package makes it known by an entry point, and nothing here has to be changed:
+    A package makes it known by an entry point:
 
         [project.entry-points."rl_vlm.control_envs"]
         "softgym/RopeFlattenEasy" = "my_package:make_rope"
@@ -52,7 +34,7 @@ class SoftGymControlEnv(ControlEnv):
 
     def __init__(
         self,
-        env: OldGymEnv,
+        env: Any,
         *,
         horizon: int | None = None,
         success_key: str = "normalized_performance",
@@ -83,18 +65,17 @@ class SoftGymControlEnv(ControlEnv):
         if seed is not None:
             np.random.seed(seed % 2**32)
         self._steps = 0
-        return self._vector(self.env.reset()), {}
+        return as_vector(self.env.reset()), {}
 
     def step(self, action: np.ndarray) -> StepResult:
         """One step; `done` before the horizon is a termination, at the horizon a truncation."""
-        share = (np.clip(action, -1.0, 1.0).astype(np.float32) + 1) / 2
-        native = (self._low + share * (self._high - self._low)).reshape(self._action_shape)
+        native = from_unit_box(action, self._low, self._high).reshape(self._action_shape)
         observation, reward, done, info = self.env.step(native)
         self._steps += 1
         truncated = self._steps >= self.horizon
         measured = {"reward": float(reward), **info}.get(self._success_key)
         extra = {"success": measured is not None and float(measured) > self._success_above}
-        return self._vector(observation), float(reward), bool(done) and not truncated, truncated, {**info, **extra}
+        return as_vector(observation), float(reward), bool(done) and not truncated, truncated, {**info, **extra}
 
     def frame(self) -> np.ndarray:
         """The simulator's picture, resized."""
@@ -105,7 +86,3 @@ class SoftGymControlEnv(ControlEnv):
         close = getattr(self.env, "close", None)
         if callable(close):
             close()
-
-    @staticmethod
-    def _vector(observation: Any) -> np.ndarray:
-        return np.asarray(observation, np.float32).reshape(-1)

@@ -1,4 +1,4 @@
-"""The `args` of an interactive environment, and the check that something reads what the configuration puts there."""
+"""The `args` of an interactive environment, and the check that it reads every argument of the configuration."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check_all_used(given: Iterable[str], args: Arguments, build: Any, env: objec
 
 @functools.lru_cache(maxsize=64)
 def _names_in(module: str) -> frozenset[str] | None:
-    """Every identifier, attribute and string constant of a module's source; None if there is no source to be had."""
+    """Every identifier, attribute and string constant of a module's source; None without source."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError, TypeError, SyntaxError):

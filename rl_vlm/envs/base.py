@@ -32,7 +32,7 @@ class ObservationSpace(gymnasium.Space[Observation]):
 
 
 class TextSpace(gymnasium.Space[str]):
-    """The set of all strings: what a language model may answer."""
+    """The set of all strings: the actions of a language model."""
 
     def __init__(self) -> None:
         super().__init__(shape=None, dtype=None)
@@ -54,7 +54,7 @@ class VisionEnv(gymnasium.Env[Observation, str]):
 
     `reset(seed=..., options={"index": i, "split": "train"})` opens task instance `i`; `step(text)` answers one turn
     of the policy. `terminated` is the task's own end, `truncated` a limit's. An environment that draws from a
-    finite set tells its size by `num_items(split)`; the driver then hands out indices, and train and test are disjoint.
+    finite set returns its size from `num_items(split)`; the driver then chooses indices, and train and test are disjoint.
     """
 
     observation_space: gymnasium.Space[Observation]

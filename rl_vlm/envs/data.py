@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_vlm.envs.images import MAX_PIXELS, ImageError, check_header, decode, image_bytes
-from rl_vlm.envs.rows import BadRowError, ParquetRows, RowSource, hub_rows, local_files, split_hint
+from rl_vlm.envs.rows import BadRowError, HubRows, ParquetRows, hub_rows, local_files, split_hint
 from rl_vlm.types import EncodedImage, Part, Split, UserInputError
 
 IMAGE_MARKER = "<image>"
@@ -29,8 +29,8 @@ T = TypeVar("T")
 _HUB_NAME = re.compile(r"(?!.*\.parquet$)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SLICE = re.compile(r"(?P<path>.*)@\[(?P<range>[^\[\]]*)\]")
 
-# Tables by source and version of their files, so that many environments of one process share one table. They go when
-# the last environment goes.
+# Tables by source and version of their files, so that the environments of one process share tables; a table is
+# freed with its last environment.
 _TABLES: weakref.WeakValueDictionary[tuple[Any, ...], ImageTable] = weakref.WeakValueDictionary()
 _TABLES_LOCK = threading.Lock()
 
@@ -39,7 +39,7 @@ DataSource = str | Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One row: the problem with its `<image>` markers, the true answer, the images, and where the row is from."""
+    """One row: the problem with its `<image>` markers, the true answer, the images, and the file and row."""
 
     problem: str
     answer: str
@@ -60,7 +60,7 @@ class Question:
 class ImageTable:
     """A sequence of `Question`s. A row is read, checked and decoded when it is asked for."""
 
-    def __init__(self, rows: RowSource, selected: range, name: str, max_pixels: int = MAX_PIXELS) -> None:
+    def __init__(self, rows: ParquetRows | HubRows, selected: range, name: str, max_pixels: int = MAX_PIXELS) -> None:
         self.name = name
         self._rows = rows
         self._selected = selected
@@ -149,7 +149,7 @@ def open_dataset(source: str, split: str, max_pixels: int = MAX_PIXELS) -> Image
         key = (source, split, max_pixels, versions)
         table = _TABLES.get(key)
         if table is None:
-            rows: RowSource = ParquetRows(files) if local else hub_rows(path_text, split)
+            rows = ParquetRows(files) if local else hub_rows(path_text, split)
             chosen = range(len(rows))[selected]
             if not chosen:
                 raise UserInputError(f"{source} selects none of the {len(rows)} rows of its {split} split.")
@@ -160,7 +160,7 @@ def open_dataset(source: str, split: str, max_pixels: int = MAX_PIXELS) -> Image
 def open_split(data: DataSource, split: Split) -> ImageTable:
     """Open a split for an environment: `data` is a source for both splits, or a mapping from split to source.
 
-    A single file is one split: the one in its name, else train. So that nobody evaluates on the training rows by
+    A single file is one split: the one in its name, else train. To prevent evaluation on training rows by
     accident, the other split must then be named: `{"train": "a.parquet", "test": "b.parquet"}`.
     """
     if isinstance(data, Mapping):
@@ -174,6 +174,36 @@ def open_split(data: DataSource, split: Split) -> ImageTable:
         if own != split:
             raise UserInputError(f"{path} is a single file and holds the {own} split. {split_hint(path, split)}")
     return open_dataset(data, split)
+
+
+class QuestionSet:
+    """The question set of an environment: its splits as tables, each opened on first use (see `open_split`)."""
+
+    def __init__(self, data: DataSource) -> None:
+        self._data = data
+        self._tables: dict[str, ImageTable] = {}
+
+    def split(self, split: Split) -> ImageTable:
+        """The questions of a split. Raises UserInputError if there is no such split."""
+        if split not in ("train", "test"):
+            raise UserInputError(f'There is no split {split!r}; use "train" or "test".')
+        if split not in self._tables:
+            self._tables[split] = open_split(self._data, split)
+        return self._tables[split]
+
+    def question(self, split: Split, index: int) -> Question:
+        """Question `index` of a split. Raises UserInputError outside the split, BadRowError if the row cannot be used."""
+        table = self.split(split)
+        if not 0 <= index < len(table):
+            raise UserInputError(f"Question {index} does not exist: the {split} split has {len(table)}.")
+        return table[index]
+
+
+def check_max_turns(max_turns: int) -> int:
+    """Return `max_turns`; UserInputError unless it is a whole number of at least 1."""
+    if isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1:
+        raise UserInputError(f"env.max_turns is {max_turns!r}; it must be a whole number of at least 1.")
+    return max_turns
 
 
 def _split_slice(source: str) -> tuple[str, slice]:

@@ -1,4 +1,4 @@
-"""What can go wrong in an environment, and the check of what an environment returns."""
+"""Errors of environments, and checks of what `reset` and `step` return."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_reset(result: Any) -> tuple[Observation, Info]:
 def check_step(result: Any) -> StepResult:
     """Return what `step` returned with a float reward and bool flags; raise EnvError if it is not a step result.
 
-    A step that does not end the episode must bring at least one message: the policy needs something to answer.
+    A step that does not end the episode must return at least one message for the policy to answer.
     """
     if not isinstance(result, tuple) or len(result) != 5:
         raise EnvError(f"step() must return (observation, reward, terminated, truncated, info), not {_shape(result)}.")

@@ -7,18 +7,18 @@ import re
 from typing import Any, Literal, get_args
 
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
-from rl_vlm.envs.data import DataSource, ImageTable, Question, open_split
+from rl_vlm.envs.data import DataSource, Question, QuestionSet, check_max_turns
 from rl_vlm.envs.errors import EnvError
 from rl_vlm.envs.images import fit
 from rl_vlm.envs.tools import ToolCall, ToolCallError, parse_tool_call
 from rl_vlm.rewards.math import extract_boxed, grade_turns, is_equal
-from rl_vlm.types import EncodedImage, Message, Observation, Part, Split, UserInputError
+from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
 
 TOOLS = ("calc_score", "calc_geo3k_reward")  # the second is an alias
-MAX_ECHO = 80  # characters of the policy's own words that a reply repeats
+MAX_ECHO = 80  # characters of the policy's answer that a reply repeats
 
 Prompt = Literal["auto", "full", "brief", "none"]
-# What only instructions say, never a geometry problem: then the data set brings its own.
+# Text of instructions, which no geometry problem holds: a data set with it has instructions of its own.
 _INSTRUCTIONS = re.compile(r"\\(?:boxed|fbox)\b|<tool_call>|" + "|".join(TOOLS))
 
 _FULL = (
@@ -73,21 +73,18 @@ class Geo3kEnv(VisionEnv):
             raise UserInputError(
                 "Geo3k needs a question set: pass env.data, a folder with train.parquet, or a hub name."
             )
-        if isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1:
-            raise UserInputError(f"env.max_turns is {max_turns!r}; it must be a whole number of at least 1.")
         if (image_size is not None and image_size < 1) or (square and image_size is None):
             raise UserInputError(f"env.image_size is {image_size}; give at least 1 pixel, and give it with env.square.")
         if prompt not in get_args(Prompt):
             raise UserInputError(f"env.prompt is {prompt!r}; use one of {', '.join(get_args(Prompt))}.")
-        self._data = data
-        self._max_turns = max_turns
+        self._questions = QuestionSet(data)
+        self._max_turns = check_max_turns(max_turns)
         self._scoring_tool = scoring_tool
         self._tool_cost = tool_cost
         self._format_bonus = format_bonus
         self._image_size = image_size
         self._square = square
         self._prompt = prompt
-        self._tables: dict[str, ImageTable] = {}
         self._question: Question | None = None
         self._status = "closed"
         self._turns: list[str] = []
@@ -96,21 +93,18 @@ class Geo3kEnv(VisionEnv):
 
     def num_items(self, split: Split) -> int:
         """The number of questions in the split."""
-        return len(self._table(split))
+        return len(self._questions.split(split))
 
     def validate(self, split: Split, limit: int | None = None) -> int:
         """Check the split's rows before training starts (see `ImageTable.validate`); return how many."""
-        return self._table(split).validate(limit)
+        return self._questions.split(split).validate(limit)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
         """Ask question `options["index"]` of `options["split"]`. Raises BadRowError if the row cannot be used."""
         super().reset(seed=seed)
         self._status = "closed"
-        size = self.num_items((options or {}).get("split", "train"))
-        split, index = self.item(options, size)
-        if not 0 <= index < size:
-            raise UserInputError(f"Question {index} does not exist: the {split} split has {size}.")
-        self._question = question = self._table(split)[index]
+        split, index = self.item(options, self.num_items((options or {}).get("split", "train")))
+        self._question = question = self._questions.question(split, index)
         self._status = "running"
         self._turns = []
         self._tool_calls = self._tool_errors = 0
@@ -186,11 +180,15 @@ class Geo3kEnv(VisionEnv):
         return f"Score: 0. The answer {shown} is wrong.{self._warning() or ' Look for the mistake.'}", True
 
     def _warning(self) -> str:
-        """The last-turn warning, when the turn that is being answered is the last but one."""
+        """The last-turn warning in the reply to the second-last turn."""
         return _LAST_TURN if len(self._turns) == self._max_turns - 1 else ""
 
     def _opening(self, question: Question) -> Observation:
-        parts = tuple(self._fitted(part) for part in question.parts())
+        size = self._image_size
+        parts = tuple(
+            _fit_cached(part, size, self._square) if size is not None and isinstance(part, EncodedImage) else part
+            for part in question.parts()
+        )
         own = self._prompt == "auto" and _INSTRUCTIONS.search(question.problem)
         if own or self._prompt == "none":
             return Observation.user(*parts)
@@ -200,20 +198,5 @@ class Geo3kEnv(VisionEnv):
         instructions = _FULL + (_FULL_TOOL % self._max_turns if self._scoring_tool else "")
         return Observation((Message.of("system", instructions), Message("user", parts)))
 
-    def _fitted(self, part: Part) -> Part:
-        if self._image_size is None or not isinstance(part, EncodedImage):
-            return part
-        return _fit_cached(part, self._image_size, self._square)
 
-    def _table(self, split: Split) -> ImageTable:
-        if split not in ("train", "test"):
-            raise UserInputError(f'There is no split {split!r}; use "train" or "test".')
-        if split not in self._tables:
-            self._tables[split] = open_split(self._data, split)
-        return self._tables[split]
-
-
-@functools.lru_cache(maxsize=256)
-def _fit_cached(image: EncodedImage, size: int, square: bool) -> EncodedImage:
-    """`fit`, remembered: the copies of a group show the same image."""
-    return fit(image, size, square)
+_fit_cached = functools.lru_cache(maxsize=256)(fit)  # the copies of a group show the same image

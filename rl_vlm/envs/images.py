@@ -1,23 +1,26 @@
-"""Images from question sets and foreign environments: read with limits that hold before a pixel is decoded."""
+"""Reads images of question sets and foreign environments, with limits that are checked before decoding."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import io
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rl_vlm.types import EncodedImage, UserInputError
 
-# Formats with a decoder that runs nothing else: PIL would hand PostScript to an interpreter.
+# Formats that PIL decodes itself; PostScript, for example, it passes to an interpreter.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 64_000_000
 MAX_BYTES = 64 * 2**20
 GREY = (127, 127, 127)
+
+T = TypeVar("T")
 
 
 class ImageError(UserInputError):
@@ -51,20 +54,20 @@ def check_header(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> EncodedImage:
     """Decode an image whole and encode it as RGB; ImageError if it is too large, truncated or not an image."""
-    image = _open(data, max_pixels)
-    try:
-        return EncodedImage.from_pil(ImageOps.exif_transpose(image))
-    except Exception as error:  # decoders raise nearly anything on corrupt bytes
-        raise ImageError(f"cannot be decoded ({_line(error)})") from error
+    return _decoded(data, max_pixels, EncodedImage.from_pil)
 
 
 def pixels(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Decode an image to uint8 [H, W, 3] RGB; ImageError as `decode`."""
+    return _decoded(data, max_pixels, lambda image: np.asarray(image.convert("RGB")))
+
+
+def _decoded(data: bytes, max_pixels: int, convert: Callable[[Image.Image], T]) -> T:
     image = _open(data, max_pixels)
     try:
-        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+        return convert(ImageOps.exif_transpose(image))
     except Exception as error:  # decoders raise nearly anything on corrupt bytes
-        raise ImageError(f"cannot be decoded ({_line(error)})") from error
+        raise ImageError(f"cannot be decoded ({one_line(error)})") from error
 
 
 def fit(image: EncodedImage, size: int, square: bool = False) -> EncodedImage:
@@ -93,14 +96,14 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
     except UnidentifiedImageError as error:
         raise ImageError(f"is not a readable image ({', '.join(FORMATS)})") from error
     except Exception as error:  # header parsers raise nearly anything on corrupt bytes
-        raise ImageError(f"is not a readable image ({_line(error)})") from error
+        raise ImageError(f"is not a readable image ({one_line(error)})") from error
     if image.width * image.height > max_pixels:
         raise ImageError(f"has {image.width}x{image.height} pixels, more than {max_pixels}")
     return image
 
 
 def _from_data_uri(uri: str) -> bytes:
-    """The payload of `data:<anything>;base64,<payload>`; writers are known to put None for the media type."""
+    """The payload of `data:<anything>;base64,<payload>`; some writers put None for the media type."""
     header, comma, payload = uri[:256].partition(",")
     if not comma or not header.lower().endswith(";base64"):
         raise ImageError("is a data URI without ;base64,")
@@ -129,9 +132,9 @@ def _from_path(path: str, folder: Path | None) -> bytes:
             raise ImageError(f"has {file.stat().st_size} bytes, more than {MAX_BYTES}")
         return file.read_bytes()
     except (OSError, ValueError) as error:
-        raise ImageError(f"is the path {path[:80]!r}, which cannot be read ({_line(error)})") from error
+        raise ImageError(f"is the path {path[:80]!r}, which cannot be read ({one_line(error)})") from error
 
 
-def _line(error: Exception) -> str:
-    """An exception as one short line."""
+def one_line(error: Exception) -> str:
+    """The first line of an exception's text, shortened."""
     return (str(error).splitlines() or [type(error).__name__])[0][:160]

@@ -8,7 +8,7 @@ Such an environment is a module with `build_env(sample, args)`. What it builds h
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +20,7 @@ from PIL import Image
 from rl_vlm.envs import registry
 from rl_vlm.envs.arguments import Arguments, check_all_used
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
-from rl_vlm.envs.data import DataSource, ImageTable, open_split
+from rl_vlm.envs.data import DataSource, QuestionSet, check_max_turns
 from rl_vlm.envs.errors import ROLES, EnvError, as_reward
 from rl_vlm.envs.images import ImageError, decode, image_bytes
 from rl_vlm.rewards.math import grade_turns
@@ -68,21 +68,18 @@ class InteractiveEnvAdapter(VisionEnv):
         **args: Any,
     ) -> None:
         super().__init__()
-        if isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1:
-            raise UserInputError(f"env.max_turns is {max_turns!r}; it must be a whole number of at least 1.")
         if reward not in get_args(RewardSource):
             raise UserInputError(f"env.reward is {reward!r}; use one of {', '.join(get_args(RewardSource))}.")
         found = registry.lookup(env) if isinstance(env, str) else env
         self._build = registry.pick(found) if isinstance(found, ModuleType) else found
         if not callable(self._build):
             raise UserInputError(f"{env} is not a build_env(sample, args) function.")
-        self._data = data
-        self._max_turns = max_turns
+        self._questions = QuestionSet(data) if data is not None else None
+        self._max_turns = check_max_turns(max_turns)
         self._reward_source = reward
         self._given = tuple(args)
         self._args = Arguments(max_turns=max_turns, **args)
         self._args_checked = False
-        self._tables: dict[str, ImageTable] = {}
         self._inner: Any = None
         self._sample = Sample("", None, {}, {})
         self._turns: list[str] = []
@@ -91,26 +88,23 @@ class InteractiveEnvAdapter(VisionEnv):
 
     def num_items(self, split: Split) -> int | None:
         """The number of questions in the split; None without `data`."""
-        return None if self._data is None else len(self._table(split))
+        return None if self._questions is None else len(self._questions.split(split))
 
     def validate(self, split: Split, limit: int | None = None) -> int:
         """Check the split's rows before training starts (see `ImageTable.validate`); return how many."""
-        return 0 if self._data is None else self._table(split).validate(limit)
+        return 0 if self._questions is None else self._questions.split(split).validate(limit)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
         """Build the environment of question `options["index"]` and open its conversation."""
         super().reset(seed=seed)
         self.close()
-        size = self.num_items((options or {}).get("split", "train"))
-        split, index = self.item(options, size)
+        split, index = self.item(options, self.num_items((options or {}).get("split", "train")))
         messages: list[Message] = []
         where = {"split": split, "index": index, "seed": seed}
-        if self._data is None:
+        if self._questions is None:
             self._sample = Sample("", None, where, {}, index=index, group_index=index)
         else:
-            if not 0 <= index < (size or 0):
-                raise UserInputError(f"Question {index} does not exist: the {split} split has {size}.")
-            question = self._table(split)[index]
+            question = self._questions.question(split, index)
             pictures = [image.to_pil() for image in question.images]
             self._sample = Sample(question.problem, question.answer, where, {"images": pictures}, index, index)
             messages.append(Message("user", question.parts()))
@@ -131,7 +125,7 @@ class InteractiveEnvAdapter(VisionEnv):
         return Observation(tuple(messages)), result[1]
 
     def step(self, action: str) -> StepResult:
-        """Hand the policy's text on; the episode ends when the environment is done, or truncated after `max_turns`."""
+        """Pass the policy's text on; the episode ends when the environment is done, or is truncated after `max_turns`."""
         if self._inner is None:
             raise EnvError("This episode is over or never began: call reset() before step().")
         if not isinstance(action, str):
@@ -192,7 +186,7 @@ class InteractiveEnvAdapter(VisionEnv):
         return 0.0
 
     def _final_reward(self, info: Info) -> float:
-        """What the end of the episode pays on top of the steps' own rewards."""
+        """The reward at the end of the episode, besides those of the steps."""
         if self._env_paid:
             return 0.0
         label, source = self._sample.label, self._reward_source
@@ -214,13 +208,6 @@ class InteractiveEnvAdapter(VisionEnv):
             return to_message(self._inner.format_observation(obs))
         return to_message(default_message(obs))
 
-    def _table(self, split: Split) -> ImageTable:
-        if self._data is None:
-            raise UserInputError("This environment has no question set: pass env.data.")
-        if split not in self._tables:
-            self._tables[split] = open_split(self._data, split)
-        return self._tables[split]
-
 
 def default_message(obs: Any) -> dict[str, Any]:
     """The usual message for an observation: its images first, then its text, as the user."""
@@ -228,7 +215,9 @@ def default_message(obs: Any) -> dict[str, Any]:
         raise EnvError(f"An observation must be a dict with obs_str, not a {type(obs).__name__}.")
     content: list[dict[str, Any]] = []
     for images in (obs.get("multi_modal_data") or {}).values():
-        content += [{"type": "image", "image": image} for image in _as_list(images)]
+        content += [
+            {"type": "image", "image": image} for image in (images if isinstance(images, list | tuple) else [images])
+        ]
     content.append({"type": "text", "text": str(obs.get("obs_str", ""))})
     return {"role": "user", "content": content}
 
@@ -260,7 +249,7 @@ def _part(part: Any) -> Part:
 
 
 def _image(image: Any) -> Image.Image | EncodedImage:
-    """An image as environments give it: PIL, an array [H, W, 3], bytes, a data URI, or the path of a local file."""
+    """An image from PIL, an array [H, W, 3], bytes, a data URI, or the path of a local file."""
     if isinstance(image, Image.Image | EncodedImage):
         return image
     if isinstance(image, np.ndarray):
@@ -274,10 +263,6 @@ def _image(image: Any) -> Image.Image | EncodedImage:
         return decode(image_bytes(image, Path("/")))
     except ImageError as error:
         raise EnvError(f"An image of the observation {error}.") from error
-
-
-def _as_list(value: Any) -> Iterable[Any]:
-    return value if isinstance(value, list | tuple) else [value]
 
 
 def _has_content(obs: Any) -> bool:

@@ -1,7 +1,7 @@
 """Run an environment in a child process that can be killed: `ProcessEnv("my/env.py", {"turns": 3})`.
 
 An environment is foreign code: it may hang, leak, or take its process down. The child is this module run as a program;
-it speaks frames (see `wire`) over two pipes. Every call has a deadline, after which the child's process group is killed.
+it exchanges frames (see `wire`) over two pipes. Every call has a deadline, after which the child's process group is killed.
 It protects against accidents, not against malice: the child runs with the user's own rights.
 """
 
@@ -23,7 +23,7 @@ from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_r
 from rl_vlm.envs.registry import make, portable_id
 from rl_vlm.types import Split, UserInputError
 
-MAX_MESSAGE = 500  # characters of an exception's text that travel
+MAX_MESSAGE = 500  # characters of an exception's text that are sent
 _KINDS: dict[str, type[Exception]] = {"input": UserInputError, "env": EnvError}
 
 
@@ -31,9 +31,9 @@ class ProcessEnv(VisionEnv):
     """A VisionEnv in a child process.
 
     Raises EnvTimeoutError when a call takes longer than its deadline (the child is killed), EnvCrashError when the
-    child died, EnvError with the one-line message of an exception in the child or when it returned nonsense, and
+    child died, EnvError with the one-line message of an exception in the child or for an invalid result, and
     UserInputError for wrong arguments. After a timeout or crash, `reset` starts a fresh child. `kwargs` and `info`
-    travel as JSON: tuples arrive as lists, and values that JSON does not know as their text.
+    are sent as JSON: tuples become lists, and values that JSON does not know their text.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class ProcessEnv(VisionEnv):
         process = subprocess.Popen(
             [sys.executable, "-m", "rl_vlm.envs.isolation", str(child_reads), str(child_writes)],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what the environment prints must not end up in ours
+            stdout=2,  # output of the environment must not mix with ours
             pass_fds=(child_reads, child_writes),
-            start_new_session=True,  # a group of its own, that is killed whole and does not get the terminal's Ctrl-C
+            start_new_session=True,  # a process group of its own, which can be killed whole and does not get the terminal's Ctrl-C
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         os.close(child_reads)
@@ -126,8 +126,7 @@ class ProcessEnv(VisionEnv):
         except wire.PeerGoneError as error:
             raise EnvCrashError(f"{what}: the process died ({self._kill(grace_s=1.0)}).") from error
         except wire.FrameError as error:
-            self._kill()
-            raise EnvCrashError(f"{what}: the process spoke nonsense ({error}) and was killed.") from error
+            raise self._protocol_error(error) from error
         if "error" in reply:
             if request["op"] == "make":
                 self._kill()
@@ -139,11 +138,14 @@ class ProcessEnv(VisionEnv):
         try:
             return wire.unpack_observation(reply.get("messages"), blobs)
         except wire.FrameError as error:
-            self._kill()
-            raise EnvCrashError(f"{self._env_id}: the process spoke nonsense ({error}) and was killed.") from error
+            raise self._protocol_error(error) from error
+
+    def _protocol_error(self, error: wire.FrameError) -> EnvCrashError:
+        self._kill()
+        return EnvCrashError(f"{self._env_id}: the process sent an invalid message ({error}) and was killed.")
 
     def _kill(self, grace_s: float = 0.0) -> str:
-        """End the child and what it started, after `grace_s` to die by itself; return how it ended, in words."""
+        """Kill the child's process group if it has not ended after `grace_s`; return how the child ended, in words."""
         process, self._process, self._channel = self._process, None, None
         if process is None or self._finalizer is None:
             return "it was gone already"

@@ -1,4 +1,4 @@
-"""What `rl-vlm envs` says of the registered environments."""
+"""Descriptions of the registered environments, for `rl-vlm envs`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_vlm.types import RLVLMError
 
 
 def list_environments() -> list[dict[str, Any]]:
-    """Per id: `id`, the first line of the description, and `num_items` by split where that takes no data set."""
+    """Per id: `id`, the first line of the description, and `num_items` by split where no data set is needed."""
     return [_describe(env_id) for env_id in registered()]
 
 

@@ -1,7 +1,7 @@
 """Load what a user names as "package.module[:attribute]" or "path/to/file.py[:attribute]".
 
-Naming a module or file runs it. It is the user's own code, named on purpose: only the local file system and the
-installed packages are looked at, and nothing is fetched.
+Loading a module or file runs it: it is the user's own code. Only the local file system and the installed packages are
+searched, and nothing is fetched.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def load_object(spec: str) -> Any:
-    """The attribute that a spec names, or its module when it names none. Raises UserInputError if it cannot be had."""
+    """The attribute that a spec names, or its module when it names none. Raises UserInputError if it cannot be loaded."""
     target, attribute = split_spec(spec)
     try:
         module = _load_file(Path(target).expanduser()) if target.endswith(".py") else _load_module(target)
@@ -64,7 +64,7 @@ def absolute_spec(spec: str) -> str:
 
 
 def _missing_module(name: str, target: str) -> str:
-    """What to do about a module that was not found while `target`, a file or a module, was imported."""
+    """The advice where module `name` was not found while `target`, a file or a module, was imported."""
     path = name.replace(".", "/")
     above = Path(target).expanduser().resolve().parents if target.endswith(".py") else [Path.cwd()]
     found = [folder for folder in above if (folder / path).is_dir() or (folder / f"{path}.py").is_file()]

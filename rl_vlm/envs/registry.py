@@ -6,7 +6,6 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -27,11 +26,11 @@ def register(env_id: str, factory: EnvFactory | str | None = None) -> Any:
     """Make `factory` known as `env_id`; without a factory, a decorator for one: `@register("Mine-v0")`.
 
     It is a VisionEnv class, a function that makes one, a `build_env(sample, args)` function, or a string that names
-    one of these as `make` would. Other processes know an id if they register it too, which `plugins` of the configuration
-    sees to, or by a string.
+    one of these as `make` would. Other processes know an id if they register it too (see `plugins` of the configuration), or
+    if the factory is a string.
     """
     if factory is None:
-        return partial(register, env_id)
+        return functools.partial(register, env_id)
     _REGISTRY[env_id] = factory
     return factory
 
@@ -66,7 +65,7 @@ def resolve(env_id: str) -> EnvFactory:
 
 
 def lookup(env_id: str) -> Any:
-    """What an id, module or file names, as it is: a class, a function or a module."""
+    """The class, function or module that an id, module or file names."""
     found = _REGISTRY.get(env_id, env_id if is_spec(env_id) else None)
     if found is None:
         nearest = difflib.get_close_matches(env_id, _REGISTRY, n=1, cutoff=0.4)

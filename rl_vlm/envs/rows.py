@@ -7,11 +7,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rl_vlm.envs.images import one_line
 from rl_vlm.types import UserInputError
 
 COLUMNS = ("problem", "answer", "images")
@@ -22,24 +23,6 @@ _READ_ERRORS = (pa.ArrowException, OSError, ValueError)
 
 class BadRowError(UserInputError):
     """A row of a data set cannot be used; the message names file, row and what is wrong."""
-
-
-class RowSource(Protocol):
-    """Rows by number, as dicts of the three columns with images still encoded."""
-
-    def __len__(self) -> int: ...
-
-    def row(self, index: int) -> dict[str, Any]:
-        """Row `index`; BadRowError if the file is damaged there."""
-        ...
-
-    def where(self, index: int) -> str:
-        """File and row in words."""
-        ...
-
-    def folder(self, index: int) -> Path | None:
-        """The folder that the row's image paths are relative to, if there is one."""
-        ...
 
 
 class ParquetRows:
@@ -65,7 +48,7 @@ class ParquetRows:
         return self._total
 
     def row(self, index: int) -> dict[str, Any]:
-        """See RowSource."""
+        """Row `index` as a dict of the three columns, images still encoded; BadRowError if the file is damaged there."""
         group = self._group(index)
         try:
             with self._lock:
@@ -73,17 +56,17 @@ class ParquetRows:
             return table.slice(index - self._starts[group], 1).to_pylist()[0]
         except _READ_ERRORS as error:
             number = self._groups[group][1]
-            reason = _line(error)
+            reason = one_line(error)
             raise BadRowError(f"{self.where(index)}: row group {number} of the file is damaged ({reason}).") from error
 
     def where(self, index: int) -> str:
-        """See RowSource."""
+        """File and row in words."""
         group = self._group(index)
         file, _, first = self._groups[group]
         return f"{self._files[file]}, row {first + index - self._starts[group]}"
 
     def folder(self, index: int) -> Path:
-        """See RowSource."""
+        """The folder that the row's image paths are relative to."""
         return self._files[self._groups[self._group(index)][0]].parent
 
     def _group(self, index: int) -> int:
@@ -111,7 +94,7 @@ class HubRows:
 
     def __init__(self, dataset: Any, name: str) -> None:
         check_columns(dataset.column_names, name)
-        # The arrow format hands out images as they are stored; the default one would decode them.
+        # The arrow format returns images as they are stored; the default one would decode them.
         self._dataset = dataset.select_columns(list(COLUMNS)).with_format("arrow")
         self._name = name
 
@@ -119,19 +102,18 @@ class HubRows:
         return len(self._dataset)
 
     def row(self, index: int) -> dict[str, Any]:
-        """See RowSource."""
+        """As `ParquetRows.row`."""
         try:
             return self._dataset[index : index + 1].to_pylist()[0]
         except _READ_ERRORS as error:
-            raise BadRowError(f"{self.where(index)}: the cached copy is damaged ({_line(error)}).") from error
+            raise BadRowError(f"{self.where(index)}: the cached copy is damaged ({one_line(error)}).") from error
 
     def where(self, index: int) -> str:
-        """See RowSource."""
+        """Data set and row in words."""
         return f"{self._name}, row {index}"
 
-    def folder(self, index: int) -> Path | None:
-        """See RowSource."""
-        return None
+    def folder(self, index: int) -> None:
+        """There is none: image paths are refused."""
 
 
 def local_files(path: Path, split: str) -> list[Path]:
@@ -152,7 +134,7 @@ def local_files(path: Path, split: str) -> list[Path]:
 
 
 def split_hint(source: object, split: str) -> str:
-    """What to do where `source` has rows, but none of `split`."""
+    """The advice where `source` has rows, but none of `split`."""
     divided = f"\"env.data={{train: '{source}@[100:]', test: '{source}@[:100]'}}\""
     instead = ", or evaluate on training rows with evaluation.split=train" if split == "test" else ""
     return f"Name a source for each split, which may be rows of one file: {divided}{instead}."
@@ -166,7 +148,7 @@ def hub_rows(name: str, split: str) -> HubRows:
         dataset = datasets.load_dataset(name, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserInputError(
-            f"Cannot open data set {name!r}, split {split!r} ({_line(error)}). There is no such local path; for a data "
+            f"Cannot open data set {name!r}, split {split!r} ({one_line(error)}). There is no such local path; for a data "
             f"set of the hub, fetch it once with `rl-vlm fetch` while online."
         ) from error
     return HubRows(dataset, name)
@@ -186,10 +168,6 @@ def _open(file: Path) -> pq.ParquetFile:
     try:
         reader = pq.ParquetFile(file, page_checksum_verification=True)
     except _READ_ERRORS as error:
-        raise UserInputError(f"{file} is not a readable parquet file ({_line(error)}).") from error
+        raise UserInputError(f"{file} is not a readable parquet file ({one_line(error)}).") from error
     check_columns(reader.schema_arrow.names, file)
     return reader
-
-
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

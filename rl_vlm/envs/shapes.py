@@ -1,7 +1,6 @@
-"""Shapes-v0: count the shapes of a small drawing, or find out the hidden rule behind its colour.
+"""Shapes-v0: count the shapes of a small drawing, or learn a hidden map from its colour to a number.
 
-The smallest visual task on which a policy visibly learns: a guess is right one time in four, and only the picture
-tells more. It needs no data set and no network.
+A small visual task for quick runs: a guess is right one time in four. It needs no data set and no network.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _CALL = re.compile(r"<tool_call>(.*)</tool_call>", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class ShapesItem:
-    """One task instance: the picture, the question's words and the right answer."""
+    """One task instance: the picture, the question's text and the right answer."""
 
     image: EncodedImage
     question: str
@@ -38,7 +37,7 @@ class ShapesItem:
 def shapes_item(task: Task, split: Split, index: int, seed: int = 0, image_size: int = data.IMAGE_SIZE) -> ShapesItem:
     """Task instance `index`; cached, because all copies of a group ask for the same one.
 
-    Right answers go round with the index, so that any constant answer is right exactly one time in four.
+    Right answers rotate with the index, so that any constant answer is right exactly one time in four.
     """
     rng = data.stable_rng("shapes", task, split, index, seed)
     if task == "count":
@@ -84,7 +83,7 @@ class ShapesEnv(VisionEnv):
     seed: which data set of drawings (and which rule); num_train and num_test: how many task instances it holds.
 
     Rewards are 1 for a right first answer, `second_reward` for a right second one and 0 (or `call_bonus`) otherwise.
-    `info` says `correct`, `well_formed`, the right `answer` and the `turn`.
+    `info` holds `correct`, `well_formed`, the right `answer` and the `turn`.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Drawings of simple shapes and the questions that are asked about them.
 
 A drawing holds one to four shapes on mid-grey, at most one in each quadrant. The environment `Shapes-v0` and the warm
-start of the tiny model share this module, so both see the same pictures and the same words.
+start of the tiny model share this module and so the pictures and the questions.
 
 Train and test drawings are disjoint by construction: the hash of a drawing's pixels decides its split, and a drawing
 that falls into the other split is drawn again.
@@ -93,7 +93,7 @@ def render(shapes: Sequence[Shape], image_size: int = IMAGE_SIZE) -> np.ndarray:
 
 
 def pixel_hash(pixels: np.ndarray) -> str:
-    """The hash of a drawing's pixels; it names the drawing and decides its split."""
+    """The hash of a drawing's pixels, which decides its split."""
     return hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=16).hexdigest()
 
 
@@ -168,7 +168,7 @@ def presence_question(shapes: Sequence[Shape], quadrant: int) -> Question:
 def perception_question(
     rng: np.random.Generator, split: Split = "train", image_size: int = IMAGE_SIZE
 ) -> tuple[Question, np.ndarray]:
-    """A random question about what is to be seen (colour, corner or presence), with its drawing."""
+    """A random question about colour, corner or presence, with its drawing."""
     kind = int(rng.integers(0, 3))
     if kind < 2:
         shapes, pixels = draw(rng, 1, split, image_size)

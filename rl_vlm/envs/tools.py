@@ -1,7 +1,7 @@
 """Tool calls in the policy's text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
-The text is hostile input: it is sampled, and training searches for whatever an environment gets wrong. Parsing takes
-linear time, is bounded in size and depth, and every malformed call becomes a `ToolCallError` that says what was wrong.
+The text is hostile input: it is sampled, and training exploits any error of an environment. Parsing takes linear time,
+is bounded in size and depth, and every malformed call raises a `ToolCallError` that says what was wrong.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ MAX_DEPTH = 16
 MAX_NAME = 64
 _CALL = re.compile(rf"{OPEN}\s*\{{")
 
-# LaTeX commands that a valid JSON escape could begin. A line break and a tab are meant at times, so only these names
-# turn `\n` and `\t` into LaTeX. A backspace, a form feed or a carriage return before a letter is never meant.
+# LaTeX commands that a valid JSON escape could begin. Line breaks and tabs occur in calls, so `\n` and `\t`
+# become LaTeX only before these names; backspace, form feed and carriage return always do before a letter.
 _LATEX = (
     "nu|ne|neq|neg|ni|not|notin|nabla|natural|nearrow|nwarrow|newline|nexists|ngeq|ngtr|nleq|nless|nmid|"
     "nparallel|nsim|ncong|nsubseteq|nsupseteq|nonumber|nolimits|normalsize|"
@@ -54,8 +54,8 @@ def parse_tool_call(text: str) -> ToolCall | None:
     """The last tool call of a turn, or None when there is none.
 
     Accepts `{"name", "arguments"}` and `{"function": {"name", "arguments"}}`, with arguments as an object or as a
-    string that holds one. Unescaped LaTeX backslashes are repaired. What stands before `</think>` is the policy's
-    thought and calls nothing. Raises ToolCallError for a call that is malformed.
+    string that holds one. Unescaped LaTeX backslashes are repaired. Calls before `</think>` are part of
+    the policy's thought and do not count. Raises ToolCallError for a call that is malformed.
     """
     block = last_block(text)
     if block is None:

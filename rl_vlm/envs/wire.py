@@ -1,7 +1,7 @@
 """Frames between a process and the process of its environment: JSON and PNG bytes, never pickle.
 
 A frame is the JSON's length (4 bytes, big-endian), the JSON, and the blobs one after the other, whose lengths the JSON
-names under "blobs". Reading and writing hold a deadline, and a frame that is out of bounds is an error.
+names under "blobs". Reading and writing have deadlines, and a frame above the size limits is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rl_vlm.types import EncodedImage, Message, Observation
 
 MAX_JSON = 64 * 2**20
 MAX_BLOBS = 512 * 2**20
-_SLICE_S = 0.25  # how often a waiting side looks whether the other still lives
+_SLICE_S = 0.25  # how often a waiting side checks that the other process is alive
 _LENGTH = struct.Struct(">I")
 
 
@@ -35,7 +35,7 @@ class PeerGoneError(Exception):
 
 
 class Channel:
-    """A pair of pipe ends. `alive` is asked while waiting, for a peer that died while others hold its pipe open."""
+    """A pair of pipe ends. `alive` tells a waiting side that the peer died while other processes hold its pipe open."""
 
     def __init__(self, read_fd: int, write_fd: int, alive: Callable[[], bool] = lambda: True) -> None:
         self._read_fd, self._write_fd, self._alive = read_fd, write_fd, alive
@@ -45,7 +45,7 @@ class Channel:
     def send(
         self, content: Mapping[str, Any], blobs: list[bytes] | None = None, timeout_s: float | None = None
     ) -> None:
-        """Write one frame. TimeoutError after `timeout_s`, PeerGoneError if nobody reads."""
+        """Write one frame. TimeoutError after `timeout_s`, PeerGoneError if the reader is gone."""
         blobs = blobs or []
         text = json.dumps({**content, "blobs": [len(blob) for blob in blobs]}, default=_plain).encode()
         if len(text) > MAX_JSON or sum(map(len, blobs)) > MAX_BLOBS:
@@ -62,7 +62,7 @@ class Channel:
                 raise PeerGoneError from error
 
     def receive(self, timeout_s: float | None = None) -> tuple[dict[str, Any], list[bytes]]:
-        """Read one frame. TimeoutError after `timeout_s`, PeerGoneError at the end, FrameError for nonsense."""
+        """Read one frame. TimeoutError after `timeout_s`, PeerGoneError at the end, FrameError for invalid data."""
         deadline = _deadline(timeout_s)
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
         if length > MAX_JSON:
@@ -98,7 +98,7 @@ class Channel:
         poll = select.poll()
         poll.register(fd, event)
         while True:
-            # Asked before the last look at the pipe: what a peer wrote before it died is still read.
+            # Called before the last poll, so that data which the peer wrote before it died is still read.
             alive = self._alive()
             left = deadline - time.monotonic()
             if poll.poll(1000 * max(0.0, min(left, _SLICE_S)) if alive else 0):
@@ -152,7 +152,7 @@ def _deadline(timeout_s: float | None) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no word for: numpy values as numbers and lists, everything else as its text."""
+    """Values that JSON does not know: numpy values as numbers and lists, others as their text."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):

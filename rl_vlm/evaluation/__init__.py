@@ -1,1 +1,1 @@
-"""Held-out evaluation: which tasks to run, and what their results mean. No Ray here."""
+"""Held-out evaluation: its tasks and its metrics. No Ray here."""

@@ -1,4 +1,4 @@
-"""Held-out evaluation through the env runners: which tasks to run, and what their results mean."""
+"""Held-out evaluation through the env runners: its tasks and its metrics."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def evaluation_tasks(run: RunConfig, num_items: int | None, min_version: int) ->
 
 
 def is_correct(trajectory: Trajectory) -> bool:
-    """What the environment says under `correct`; without it, whether the episode earned its full reward of 1."""
+    """The environment's `correct` of the info; without it, whether the reward is at least 1."""
     correct = trajectory.info.get("correct")
     return bool(correct) if correct is not None else trajectory.reward >= 1.0
 

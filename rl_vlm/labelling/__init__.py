@@ -1,1 +1,1 @@
-"""Preference labels: what a labeller is asked, who answers, how answers are read and kept."""
+"""Preference labels: what a labeller is asked, who answers, and how answers are read and stored."""

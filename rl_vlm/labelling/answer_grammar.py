@@ -2,8 +2,8 @@
 
 A statement counts only if the grammar accounts for every word of it, up to a reason at its end. Words that merely occur
 ("better", "1") decide nothing: "I don't think Image 1 is better" is not understood, which is no label, whereas a label for
-the wrong image would teach the reward model the opposite. Two tables are the grammar: `_LEXICON` turns phrases into one
-symbol each, `_SHAPES` says which rows of symbols are statements. Images are A and B, see `answer_text`.
+the wrong image would teach the reward model the opposite. Two tables are the grammar: `_LEXICON` turns each phrase into a
+symbol of one character, `_SHAPES` lists the rows of symbols that are statements. Images are A and B, see `answer_text`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import re
 
-# Qualities that say how far a goal is reached: (what goals ask for, the words for it, whether they count without a goal).
+# Qualities that say how far a goal is reached: (stems in goals that ask for it, its words in answers, whether it counts as
+# good where the goal does not ask for it).
 _QUALITIES = (
     (r"upright|vertical|balanc|stabl", r"upright|vertical\w*|balanced|stable|steady", True),
     (r"straight|flat|stretch|unfold", r"straight\w*|flat|flatter|flattened|stretched|unfolded", True),
@@ -22,28 +23,14 @@ _QUALITIES = (
     (r"fill|pour", r"full|filled", False),
     (r"lift|rais|pick", r"lifted|raised", False),
 )
-_OPPOSITES = ((2, 3), (1, 4))  # rows of the table above: a goal that asks for one of them takes the other away
+_OPPOSITES = ((2, 3), (1, 4))  # rows of _QUALITIES: where the goal asks for one of them, the other one is not good
 _SUCCESS = (
     r"success\w*|complet\w*|achiev\w*|reach\w*|accomplish\w*|fulfil\w*|satisf\w*|attain\w*|meeting|aligned|accurate\w*|"
     r"effective\w*|desirable|suitable|promising|advanced|favou?rable|optimal|finished|done|progress\w*"
 )
 _TASKS = r"(?:open|clos|balanc|straighten|flatten|fold|push|pull|press|mov|plac|pick|bring|lift|grasp|scor|put|stack|pour|turn)(?:t?ing)"
-_NO_PLACES = {
-    "with",
-    "from",
-    "into",
-    "onto",
-    "that",
-    "this",
-    "have",
-    "much",
-    "possible",
-    "without",
-    "close",
-    "near",
-    "camera",
-    "spilling",
-}
+# Words of goals that name no thing to be close to.
+_NO_PLACES = r"with|from|into|onto|that|this|have|much|possible|without|close|near|camera|spilling"
 
 _ADVERBS = (
     r"clearly|definitely|certainly|obviously|evidently|undoubtedly|slightly|marginally|significantly|considerably|noticeably|"
@@ -52,122 +39,116 @@ _ADVERBS = (
     r"thus|already|finally|successfully|strongly|fully|almost|nearly|completely|mostly|partially|here|there|then|the|a|an|its|"
     r"their|that|this|these|in (?:this|that) (?:case|comparison|regard)|in comparison|please|perfectly|ever so"
 )
-# Longest phrases first; articles and adverbs of degree leave no symbol, a word that is not listed becomes "w".
+# (symbol, its phrases; the comment says what they express). The first entry that matches counts. Articles and adverbs of
+# degree have no symbol. A word that no entry lists becomes "w", another token "#", and marks stand for themselves.
 _LEXICON: tuple[tuple[str, str], ...] = (
     ("", r"to me|to be honest|of (?:the|these) two(?: images)?"),
-    ("o", r"i(?: would|'d)? (?:{adverbs} )?(?:think|believe|say|feel|conclude|find|judge|guess)(?: that)?"),
-    (
+    (  # the speaker's opinion or a conclusion: opens a statement
         "o",
-        r"(?:it|this) (?:seems|appears|looks like|suggests|means|is (?:clear|evident|obvious))(?: to me)?(?: that)?|(?:which|that) means",
+        r"i(?: would|'d)? (?:{adverbs} )?(?:think|believe|say|feel|conclude|find|judge|guess)(?: that)?|"
+        r"(?:it|this) (?:seems|appears|looks like|suggests|means|is (?:clear|evident|obvious))(?: to me)?(?: that)?|(?:which|that) means|"
+        r"(?:in|from) my (?:honest )?(?:opinion|view|judge?ment|assessment|perspective)|(?:in|as a) (?:conclusion|summary|result|short)|as such|"
+        r"to (?:conclude|summari[sz]e)|all in all|in the end|yes|so|thus|therefore|hence|consequently|ultimately|overall|"
+        r"=>|->|→|conclusion|summary|reason(?:ing)?|explanation|comparison",
     ),
-    (
-        "o",
-        r"(?:in|from) my (?:honest )?(?:opinion|view|judge?ment|assessment|perspective)|(?:in|as a) (?:conclusion|summary|result|short)|as such",
-    ),
-    (
-        "o",
-        r"to (?:conclude|summari[sz]e)|all in all|in the end|yes|so|thus|therefore|hence|consequently|ultimately|overall",
-    ),
-    ("o", r"=>|->|→|conclusion|summary|reason(?:ing)?|explanation|comparison"),
-    (
+    (  # an introduction: what was compared
         "l",
         r"after|having|upon|looking at|comparing|based on(?! a )|according to(?= (?:the|this|what)\b)|judging (?:from|by)|considering|between|among|regarding",
     ),
-    ("y", r"while|although|though|even though|whereas|despite"),
-    (
+    ("y", r"while|although|though|even though|whereas|despite"),  # concession
+    (  # choice
         "c",
         r"(?:i(?: would|'d| will|'ll| am|'m)? (?:{adverbs} )?)?(?:choose|pick|prefer|select)|i(?: would|'d| will|'ll| am|'m)? (?:{adverbs} )?"
         r"(?:chose|favou?r|go with|going with|go for|vote for|opt for|lean towards?|lean to|answer|label (?:this|it)(?: as)?|reply(?: with)?)",
     ),
-    (
+    (  # comparison with the other image
         ">",
         r"than|(?:when |as )?compared (?:to|with)|rather than|instead of|as opposed to|in (?:contrast|comparison) (?:to|with)|unlike|versus|vs\.?|relative to|over|>|beats",
     ),
-    (
+    (  # doubt, condition, another's opinion: no statement holds it
         "?",
         r"if|unless|whether|or|either|maybe|perhaps|possibly|might|may|could|would have|were|wrong\w*|false\w*|incorrect\w*|untrue|mistake\w*|doubt\w*|"
         r"says?|said|saying|told|thinks?|thought|believes?|some|somebody|someone|others|people|anyone|anybody|everyone|everybody|reasons?|would|asked|questions?|wonder\w*|claims?|"
         r"argu\w+|pretends?|opposite|unsure|uncertain\w*|unclear|unlikely|supposed(?:ly)?|suppose|assum\w+|imagine|pretend|but|however|yet",
     ),
-    (
+    (  # negation
         "x",
         r"not|no|never|nor|none|nothing|nobody|neither|hardly|barely|scarcely|without|\w+n't|cannot|fail\w*|only|both|equal\w*|same|similar\w*",
     ),
     ("d", r"distance|gap"),
     ("s", r"smaller|shorter"),
-    (
+    (  # properties of the picture itself: no statement holds them
         "u",
         r"camera|viewer|views?|viewpoint|lighting|lights?|lit|quality|resolution|background|colou?rs?|contrast|perspective|exposure|composition|"
         r"framing|shadows?|textures?|sharp\w*|clarity|clearer|visib\w*|brightness|details?|size",
     ),
     ("f", r"(?:further|farther)(?: away)? from|far from"),
-    (
+    (  # preferred
         "p",
         r"(?:further|farther) (?:along|ahead)|ahead|(?:the )?winner|my (?:choice|pick|preference)|preferable|preferred|favou?red|superior",
     ),
     ("W", r"wins|succeeds"),
-    (
+    (  # more progress
         "j",
         r"(?:more|greater|better|best|most) (?:{adverbs} )?(?:progress|results?|outcome|performance|achievement|success|job|state|configuration|alignment|position|"
         r"goal (?:achievement|completion|attainment)|(?:match|fit|representation|example|illustration)(?= (?:of|for|to)\b))",
     ),
-    (
+    (  # more of a quality that the goal asks for
         "*",
         r"(?:more|most) (?:{adverbs} )?(?:{quality})|straighter|(?:opened?|pulled(?: out)?|extended) (?:wider|further|more)|(?:wider|further|farther) open(?:ed)?",
     ),
     ("-", r"worse|worst|inferior|poorer|less (?:{adverbs} )?(?:{quality})"),
     ("n", r"closer|closest|nearer|nearest"),
-    (
+    (  # better
         "+",
         r"better|best|more (?:closely|fully|completely|nearly|convincingly)|(?:correct|winning)(?= (?:image|one|choice|answer)\b)",
     ),
     ("!", r"(?:achieved|satisfied|met|reached|accomplished|fulfilled|completed|reali[sz]ed|attained)"),
-    (
+    (  # achieves
         "a",
         r"(?:achieves|meets|satisfies|reaches|fulfil+s|accomplishes|completes|reali[sz]es|attains|approaches|serves|matches|resembles|fits|suits|corresponds to|aligns with)",
     ),
-    (
+    (  # the goal
         "g",
         r"(?:our |stated |desired |given |final |intended |task )*(?:goals?|objective|target|task)(?: (?:state|position|configuration|pose|location))?|"
         r"(?:desired|target|final|intended|ideal|correct) (?:state|position|configuration|outcome|result|condition|pose|location)",
     ),
-    (
+    (  # is, looks, performs
         "v",
         r"(?:is (?:doing|considered|standing|held)|is|are|was|has been|would be|(?:looks|appears|seems)(?: to (?:be|have been))?|comes|gets|came|got|performs|fares|stands|remains|stays|ends up|'s)",
     ),
-    (
+    (  # shows, makes
         "h",
         r"shows?|has(?: made| achieved)?|makes|made|demonstrates|represents|depicts|displays|reflects|indicates|does",
     ),
-    (
+    (  # a reason follows
         "r",
         r"because|since|as(?! (?:for|far|regards|long|if|soon|well|bad|good|though|much|little|close)\b)|due to|given(?! (?:goal|task))|where|which|meaning|indicating|showing|making|having",
     ),
     ("t", r"to|towards?|at|in terms of|as for|with respect to|with regard to|in relation to|with"),
-    ("i", r"in|of|on|from|within|inside|for|by|shown in|seen in|depicted in"),
-    (
+    ("i", r"in|of|on|from|within|inside|for|by|shown in|seen in|depicted in"),  # location
+    (  # the answer
         "k",
         r"(?:my |final |correct |answer )*(?:answer|vote|selected|chosen|label|choice|preference|pick|selection|verdict|decision|result|response|output|reply|prediction)(?: value)?",
     ),
-    ("z", r"images?|picture|frame|photo|one|option|match|fit|outcome|candidate"),
-    ("e", r"it"),
-    ("q", r"(?:{place})"),
+    ("z", r"images?|picture|frame|photo|one|option|match|fit|outcome|candidate"),  # noun for an image
+    ("e", r"it"),  # refers to anything
+    ("q", r"(?:{place})"),  # a quality or a thing that the goal names
     ("", r"(?:{adverbs})"),
 )
 
-_THING = r"(?:[wgqkz](?:[wgqkz]|i(?=[wgqz])|'(?=w)){0,7})"  # a noun phrase of any words but those that turn a statement
+_THING = r"(?:[wgqkz](?:[wgqkz]|i(?=[wgqz])|'(?=w)){0,7})"  # a noun phrase without words that could reverse a statement
 _GOAL = r"(?:[gq!](?:[wgqt!]|i(?=[wgq])){0,14}|e)"  # "the goal of opening the drawer", "achieving the goal", "vertical"
 _GOOD = rf"(?:[+p][zkq]?|n(?:t?{_GOAL})?z?|\*|z[+n](?:t{_GOAL})?|zvn(?:t{_GOAL})?)"
 _GOOD_THING = rf"(?:\+q?|nt?{_GOAL}|\*|p)"
 _BAD = rf"(?:-[zk]?|f{_GOAL})"
 _DONE = r"(?:[+*]|nt)?!(?:[+*])?"
-# (who is better where the group s is an image, as 0 for that image and 1 for the other one)
+# (rows of symbols with the image {S} that they are about; 0: that image is better, 1: the other one is)
 _SHAPES: tuple[tuple[str, int], ...] = (
     (rf"{{S}}v{_GOOD}", 0),  # Image 1 is better
     (rf"{{S}}v{_BAD}", 1),  # Image 1 is worse
     (rf"{{S}}vj[it]{_GOAL}", 0),  # Image 1 is a better match for the goal
-    (r"{S}:?[+p]", 0),  # Image 1: better
-    (r"{S}:n", 0),  # Image 1: closer
+    (r"{S}(?::?[+p]|:n)", 0),  # Image 1: better
     (
         rf"{{S}}(?:vz)?(?:\+?a{_GOAL}\+?|\*{_GOAL}?|hj|h\+|hn|W|\+h{_GOAL}|h\+!{_GOAL}|h{_GOAL}\+|h{_THING}\*|h\*[wqg]{{0,3}})",
         0,
@@ -196,7 +177,6 @@ _SHAPES: tuple[tuple[str, int], ...] = (
 )
 # "compared to Image 2, ...", "while both show a pole, ...", "so ...".
 _OPENING = rf",?(?:o[,:]?|>i?[AB],?|l[^,?]*,|y[^,]*(?:,[^,]*){{0,2}},|r[^,?]*,|[ti](?:{_GOAL}|z),|[kz]:){{0,5}}"  # bounded, or it takes exponential time
-_OPENS = re.compile(_OPENING)
 _COMPLEMENT = rf"(?:,?(?:>(?:[wgqze]{{0,4}}v?i)?[AB][vh]?|[ti]{_GOAL}|t[AB]|>z)){{0,3}}"
 _REASON = r"(?:,?r[^?]*|,?y[^?+*njp-]*)?"  # because the drawer is open; although the goal is not achieved
 _COMPARAND = re.compile(r"(?:>|x|(?<=[pc])t|(?<=[pc][AB])t)(?:[wgqze]{0,4}v?i)?([AB])")
@@ -204,88 +184,62 @@ _SUBJECT = r"(?P<s>[AB])(?:,>i?[AB],)?"  # the image that a statement is about
 _STATEMENTS = tuple(
     (re.compile(_OPENING + shape.replace("{S}", _SUBJECT) + _COMPLEMENT + _REASON), turned) for shape, turned in _SHAPES
 )
-_LONGEST = 400
+_MAX_CHARACTERS = 400  # of a statement
+# Tokens that are no phrase of the lexicon: an image, a word, a number, or any other character.
+_OTHER = r"[A-Z](?![a-z])|[a-z]+(?:[-'][a-z]+)*|-?\d+(?:[.,]\d+)*|(?s:.)"
+_MARKS = {mark: mark for mark in ",:()?ABZ"} | {"=": ":", "-": "~"}
 
 
 class Grammar:
-    """The statements about one goal, whose own words also say what is good: "closed" for "to close the box"."""
+    """The grammar for one goal, whose words add qualities that are good: "closed" for "to close the box"."""
 
     def __init__(self, goal: str = "") -> None:
         goal = goal.lower()
         asked = {row for row, (stem, _, _) in enumerate(_QUALITIES) if re.search(rf"\b(?:{stem})", goal)}
-        lost = {
-            other for pair in _OPPOSITES for row, other in (pair, pair[::-1]) if row in asked and other not in asked
-        }
-        known = [
-            words for row, (_, words, usual) in enumerate(_QUALITIES) if row in asked or (usual and row not in lost)
+        opposite = {other for one, two in _OPPOSITES for row, other in ((one, two), (two, one)) if row in asked} - asked
+        good = [
+            words for row, (_, words, usual) in enumerate(_QUALITIES) if row in asked or (usual and row not in opposite)
         ]
-        quality = "|".join([*known, _SUCCESS])
-        # What things may be close to: the words of the goal.
-        places = {word for word in re.findall(r"[a-z]{3,}", goal) if word not in _NO_PLACES}
-        place = "|".join(
-            [
-                quality,
-                "hole",
-                "net",
-                "peg",
-                _TASKS,
-                *(re.escape(word) for word in sorted(places - set(_ADVERBS.split("|")))),
-            ]
-        )
+        quality = "|".join([*good, _SUCCESS])
+        things = set(re.findall(r"[a-z]{3,}", goal)) - set(f"{_NO_PLACES}|{_ADVERBS}".split("|"))
+        place = "|".join([quality, "hole", "net", "peg", _TASKS, *sorted(things)])
         fill = {"{adverbs}": f"(?:{_ADVERBS})", "{quality}": quality, "{place}": place}
-        self._symbols = [symbol for symbol, _ in _LEXICON]
-        parts = []
+        entries = []
         for _, words in _LEXICON:
             for name, regex in fill.items():
                 words = words.replace(name, regex)
-            parts.append(rf"((?:{words})(?![\w-]))")
-        self._phrase = re.compile("|".join(parts))
+            entries.append(rf"((?:{words})(?![\w-]))")
+        self._token = re.compile("|".join([*entries, _OTHER]))
 
     def symbols(self, statement: str) -> str:
-        """The statement as a row of symbols, one for each phrase of the lexicon, image and mark."""
-        row: list[str] = []
-        place = 0
-        while place < len(statement):
-            if statement[place] == " ":
-                place += 1
-                continue
-            phrase = self._phrase.match(statement, place)
-            if phrase and phrase.lastindex:
-                row.append(self._symbols[phrase.lastindex - 1])
-                place = phrase.end()
-                continue
-            other = _OTHER.match(statement, place)
-            assert other is not None
-            row.append(
-                _MARKS.get(other[0], other[0] if other[0] in ("A", "B", "Z") else "w" if other[0].isalpha() else "#")
-            )
-            place = other.end()
-        return "".join(row)
+        """The statement as a row of symbols, one for each phrase of the lexicon, other word, number, image and mark."""
+        row = ""
+        for token in self._token.finditer(statement):
+            if token.lastindex:
+                row += _LEXICON[token.lastindex - 1][0]
+            elif token[0] != " ":
+                row += _MARKS.get(token[0], "w" if token[0].isalpha() else "#")
+        return row
 
     def opens(self, words: str) -> bool:
         """Whether these words, with a comma behind them, merely open a statement ("overall", "in my opinion")."""
-        return _OPENS.fullmatch(self.symbols(words) + ",") is not None
+        return re.fullmatch(_OPENING, self.symbols(words) + ",") is not None
 
     def verdict(self, statement: str) -> int | None:
         """0 or 1 where the whole statement says that the first or the second image is better, else None."""
-        if len(statement) > _LONGEST:
+        if len(statement) > _MAX_CHARACTERS:
             return None
         row = self.symbols(statement)
-        for shape, turned in _STATEMENTS:
-            match = shape.fullmatch(row)
-            if match:
-                others = set(_COMPARAND.findall(row)) - (
-                    {match["s"]} if row[match.start("s") - 1 : match.start("s")] == ">" else set()
-                )
-                return None if match["s"] in others else "AB".index(match["s"]) ^ turned
-        return None
+        match, turned = next(
+            ((found, turned) for shape, turned in _STATEMENTS if (found := shape.fullmatch(row))), (None, 0)
+        )
+        if match is None:
+            return None
+        subject = match["s"]
+        others = set(_COMPARAND.findall(row))
+        if row[match.start("s") - 1 : match.start("s")] == ">":  # "it is better than Image 1" compares with its subject
+            others.discard(subject)
+        return None if subject in others else "AB".index(subject) ^ turned
 
 
-@functools.lru_cache(maxsize=64)
-def grammar(goal: str = "") -> Grammar:
-    """The grammar for a goal in words."""
-    return Grammar(goal)
-
-
-_OTHER = re.compile(r"[A-Z](?![a-z])|[a-z]+(?:[-'][a-z]+)*|-?\d+(?:[.,]\d+)*|.", re.DOTALL)
-_MARKS = {",": ",", ":": ":", "=": ":", "-": "~", "(": "(", ")": ")", "?": "?"}
+grammar = functools.lru_cache(maxsize=64)(Grammar)  # compiling one takes milliseconds, and a run has one goal

@@ -43,7 +43,7 @@ _SENTENCE_END = re.compile(r"(?:(?<=[.!?])(?<!\bvs\.)(?<!\be\.g\.)(?<!\bi\.e\.)\
 
 
 def strip_thoughts(text: str) -> str:
-    """The text without what stands between thinking tags, whether both tags are there or one."""
+    """The text without thoughts between thinking tags; either tag may be missing."""
     for thought in _THOUGHTS:
         text = thought.sub(" ", text)
     return text.strip()

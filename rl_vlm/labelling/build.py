@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -11,7 +10,7 @@ import numpy as np
 
 from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.endpoints import Client, Endpoint, ServedEndpoint
-from rl_vlm.labelling.http_endpoints import GenerateEndpoint, OpenAIEndpoint, server_url
+from rl_vlm.labelling.http_endpoints import GenerateEndpoint, OpenAIEndpoint
 from rl_vlm.labelling.labeller import LabelStats, VLMLabeller
 from rl_vlm.labelling.prompts import TaskPrompts, task_prompts
 from rl_vlm.labelling.teachers import (
@@ -26,7 +25,6 @@ from rl_vlm.labelling.types import (
     KnowsMargin,
     Label,
     Labeller,
-    LabelValue,
     Score,
     Scorer,
     SegmentPair,
@@ -68,8 +66,7 @@ def build_labeller(
     elif section.source == "random":
         labeller = CoinFlips(seed)
     elif section.source in ("clip", "itm"):
-        similarity = build_similarity(section, env_id)
-        labeller = SimilarityLabeller(similarity, section.frames)
+        labeller = SimilarityLabeller(build_similarity(section, env_id), section.frames)
     else:
         endpoint = _endpoint(section, client, text, min_version)
         labeller = VLMLabeller(endpoint, prompts_of(section, env_id), section, seed)
@@ -87,20 +84,10 @@ def build_similarity(
 
 
 def _endpoint(section: LabelsSection, client: Client | None, text: TextSide | None, min_version: int) -> Endpoint:
-    endpoint = section.endpoint
-    token = os.environ.get(endpoint.token_env, "") if endpoint.token_env else ""
     if section.source == "endpoint":
-        return OpenAIEndpoint(
-            endpoint.url,
-            endpoint.model,
-            token=token,
-            timeout_s=endpoint.timeout_s,
-            guidance=endpoint.guidance if section.guided else "none",
-            logprobs=endpoint.logprobs,
-            max_in_flight=endpoint.max_in_flight,
-        )
+        return OpenAIEndpoint(section.endpoint)
     if section.source == "generate":
-        return GenerateEndpoint(endpoint.url or server_url(), token=token, timeout_s=endpoint.timeout_s)
+        return GenerateEndpoint(section.endpoint)
     if client is None or text is None:
         raise UserInputError("Labels of the served model need a served model: start one, or choose another source.")
     return ServedEndpoint(client, text, min_version)
@@ -109,8 +96,8 @@ def _endpoint(section: LabelsSection, client: Client | None, text: TextSide | No
 class FlippedLabels:
     """Another labeller's labels with 0 and 1 swapped, and scores s as 1 - s: a control that must not succeed.
 
-    What else a labeller may do is written out and handed on: since Python 3.12, isinstance with a protocol does not see
-    attributes that `__getattr__` would find.
+    The other methods are forwarded one by one: since Python 3.12, isinstance with a protocol does not see attributes
+    that `__getattr__` would find.
     """
 
     def __init__(self, labeller: Labeller) -> None:
@@ -121,23 +108,22 @@ class FlippedLabels:
         """What the inner labeller has cost, where it counts that."""
         return getattr(self.inner, "stats", None)
 
-    def turns(self, decided: bool) -> bool:
-        """Whether the next answer is turned round; `decided` is False for label -1 and for no score."""
+    def flips(self, decided: bool) -> bool:
+        """Whether the next answer is flipped; `decided` is False for label -1 and for no score."""
         return True
 
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
         """One label per pair, in order."""
         labels = await self.inner.label(pairs)
-        return [_flipped(label) if self.turns(label.value != -1) else label for label in labels]
+        return [label.swapped() if self.flips(label.value != -1) else label for label in labels]
 
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
         """One score per picture, in order; the inner labeller must be a scorer."""
         scores = await cast(Scorer, self.inner).score(frames)
+        flips = [self.flips(score.value is not None) for score in scores]
         return [
-            replace(score, value=1 - score.value)
-            if self.turns(score.value is not None) and score.value is not None
-            else score
-            for score in scores
+            replace(score, value=1 - score.value) if flip and score.value is not None else score
+            for score, flip in zip(scores, flips, strict=True)
         ]
 
     def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
@@ -158,15 +144,14 @@ class FlippedLabels:
 class CoinFlippedLabels(FlippedLabels):
     """Another labeller's labels with every 0 and 1 replaced by a coin flip: a control that must not succeed.
 
-    The same pairs are decided and undecided as without it, so nothing but the labels' information is gone. (Flipping a coin
-    for every pair leaves few coins for the pairs that matter, and those few may happen to be right.)
+    Undecided pairs stay undecided, so the number of usable labels is that of a run without it.
     """
 
     def __init__(self, labeller: Labeller, seed: int) -> None:
         super().__init__(labeller)
         self._coins = np.random.default_rng([seed, 1])
 
-    def turns(self, decided: bool) -> bool:
+    def flips(self, decided: bool) -> bool:
         """A coin for each decided answer."""
         return decided and bool(self._coins.integers(2))
 
@@ -179,14 +164,3 @@ class CoinFlippedLabels(FlippedLabels):
         self._coins.bit_generator.state = state["coins"]
         if state["inner"] is not None:
             super().set_state(state["inner"])
-
-
-def _flipped(label: Label) -> Label:
-    other = {0: 1, 1: 0, -1: -1}
-    known = label.probabilities
-    return replace(
-        label,
-        value=cast(LabelValue, other[label.value]),
-        probabilities=(known[1], known[0], known[2]) if known else None,
-        answers=tuple(cast(LabelValue, other[answer]) for answer in label.answers),
-    )

@@ -1,6 +1,6 @@
-"""Where a labeller's questions go: the served model by token ids; by HTTP see http_endpoints.py. Nothing here knows Ray.
+"""Endpoints answer a labeller's questions: the served model, by token ids. HTTP endpoints are in http_endpoints.py. No Ray.
 
-An endpoint answers one question; many are in flight at once. What goes wrong is an `EndpointError`, never an answer.
+An endpoint answers many questions at once. Failures are an `EndpointError`, never an answer.
 """
 
 from __future__ import annotations
@@ -15,21 +15,14 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from rl_vlm.engines.base import BASE_MODEL, Engine
-from rl_vlm.types import (
-    Completion,
-    GenerationRequest,
-    Message,
-    RLVLMError,
-    SamplingParams,
-    StopReason,
-)
+from rl_vlm.types import Completion, GenerationRequest, Message, RLVLMError, SamplingParams, StopReason
 
 if TYPE_CHECKING:
     from rl_vlm.models.loading import TextSide  # transformers: an endpoint needs none of it
 
 
 class EndpointError(RLVLMError):
-    """A question got no answer. `retryable` says whether asking again may help, `retry_after_s` how soon at the earliest.
+    """A question got no answer. `retryable`: asking again may help, after `retry_after_s` at the earliest.
 
     `status` is that of the HTTP reply, 0 where there was none.
     """
@@ -54,7 +47,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`probabilities` are those of the choices, summing to 1, where the endpoint tells them."""
+    """`probabilities` are those of the choices, summing to 1, where the endpoint reports them."""
 
     text: str
     prompt_tokens: int = 0
@@ -70,7 +63,7 @@ class Endpoint(Protocol):
     """Answers questions."""
 
     def open(self) -> contextlib.AbstractAsyncContextManager[Ask]:
-        """What answers questions until the context ends; raises EndpointError."""
+        """A function that answers questions until the context ends and raises EndpointError."""
         ...
 
 

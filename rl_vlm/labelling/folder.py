@@ -1,6 +1,6 @@
-"""`rl-vlm label FOLDER`: labels pairs of pictures that lie in a folder.
+"""`rl-vlm label FOLDER`: labels pairs of pictures in a folder.
 
-What is a pair, in this order: the rows of `pairs.csv` (columns first, second, and the true returns if they are known);
+The pairs are, from the first of these that exists: the rows of `pairs.csv` (columns first, second, and the true returns if they are known);
 the sessions of a label store; files called first_NAME and second_NAME, or NAME_1 and NAME_2.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from rl_vlm.envs.images import ImageError, image_bytes, pixels
 from rl_vlm.files import write_atomic
 from rl_vlm.labelling.labeller import VLMLabeller
-from rl_vlm.labelling.query_log import FILE_NAME, log_csv
+from rl_vlm.labelling.query_log import FILE_NAME, log_csv, true_return
 from rl_vlm.labelling.store import LabelStore
 from rl_vlm.labelling.types import Label, Labeller, Segment, SegmentPair
 from rl_vlm.types import UserInputError
@@ -29,12 +29,12 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _PREFIXED = re.compile(r"^(first|second)[_-](.+)$", re.IGNORECASE)
 _NUMBERED = re.compile(r"^(.+)[_-]([12])$")
 Close = Callable[[], Awaitable[None]]
-_AT_ONCE = 64  # pairs in flight: a folder may hold thousands, and their pictures must fit into memory
+_PAIRS_PER_CALL = 64  # bounds memory: a folder may hold thousands
 
 
 @dataclass(frozen=True, slots=True)
 class NamedPair:
-    """A pair and what its sides are called."""
+    """A pair and the names of its sides."""
 
     pair: SegmentPair
     first: str
@@ -73,14 +73,14 @@ def label_folder(
     labels = asyncio.run(_label_all(labeller, [named.pair for named in pairs], close))
     names = [(named.first, named.second) for named in pairs]
     write_atomic(out, log_csv([named.pair for named in pairs], labels, 0, started, ("first", "second"), names))
-    return {"out": str(out), **summary(pairs, labels), **_behaviour(labeller)}
+    return {"out": str(out), **summary(pairs, labels), **_statistics(labeller)}
 
 
 async def _label_all(labeller: Labeller, pairs: Sequence[SegmentPair], close: Close | None) -> list[Label]:
     labels: list[Label] = []
     try:
-        for start in range(0, len(pairs), _AT_ONCE):
-            labels += await labeller.label(pairs[start : start + _AT_ONCE])
+        for start in range(0, len(pairs), _PAIRS_PER_CALL):
+            labels += await labeller.label(pairs[start : start + _PAIRS_PER_CALL])
     finally:
         if close is not None:
             await close()
@@ -89,14 +89,13 @@ async def _label_all(labeller: Labeller, pairs: Sequence[SegmentPair], close: Cl
 
 def summary(pairs: Sequence[NamedPair], labels: Sequence[Label]) -> dict[str, Any]:
     """Counts, and the accuracy on pairs whose true returns are known and differ."""
-    known = [
-        (returns, label)
-        for named, label in zip(pairs, labels, strict=True)
-        for returns in [[float(part.true_rewards.sum()) for part in (named.pair.first, named.pair.second)]]
-        if not label.error and np.isfinite(returns).all() and returns[0] != returns[1]
-    ]
-    decided = [(returns, label) for returns, label in known if label.value != -1]
-    right = sum(label.value == int(returns[0] < returns[1]) for returns, label in decided)
+    known = []  # (the better side, label)
+    for named, label in zip(pairs, labels, strict=True):
+        difference = true_return(named.pair.second) - true_return(named.pair.first)
+        if not label.error and np.isfinite(difference) and difference != 0:
+            known.append((int(difference > 0), label.value))
+    decided = [(better, value) for better, value in known if value != -1]
+    right = sum(better == value for better, value in decided)
     answered = [label.value for label in labels if not label.error]
     return {
         "pairs": len(labels),
@@ -107,7 +106,7 @@ def summary(pairs: Sequence[NamedPair], labels: Sequence[Label]) -> dict[str, An
     }
 
 
-def _behaviour(labeller: Labeller) -> dict[str, Any]:
+def _statistics(labeller: Labeller) -> dict[str, Any]:
     if not isinstance(labeller, VLMLabeller):
         return {}
     stats = labeller.stats

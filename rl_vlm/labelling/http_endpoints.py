@@ -1,4 +1,4 @@
-"""Labellers elsewhere, by HTTP: OpenAI's chat completions, and the plain `/generate` of RL-VLM-F with a local model."""
+"""Endpoints by HTTP: OpenAI's chat completions, and the plain `/generate` of RL-VLM-F with a local model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ from typing import Any
 
 import httpx
 
-from rl_vlm.config.labels import Guidance
+from rl_vlm.config.labels import EndpointSection
 from rl_vlm.labelling.endpoints import Answer, Ask, EndpointError, Question, choice_probabilities
-from rl_vlm.types import (
-    EncodedImage,
-    Message,
-    UserInputError,
-    as_encoded,
-)
+from rl_vlm.types import Message, UserInputError, as_encoded
 
 _RETRYABLE_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 # Ways to enforce choices, in the order in which `auto` tries them.
@@ -26,49 +21,25 @@ _FORMS = ("structured_outputs", "guided_choice", "none")
 
 
 class OpenAIEndpoint:
-    """Asks an endpoint that speaks OpenAI's chat completions.
+    """Asks an endpoint that speaks OpenAI's chat completions. `settings.url` is the base, such as http://127.0.0.1:8000/v1.
 
-    Args:
-        url: the base, such as http://127.0.0.1:8000/v1.
-        model: the model's name there.
-        token: sent as a bearer token.
-        timeout_s: how long one HTTP request may take.
-        guidance: how choices are enforced there: `structured_outputs` and `guided_choice` are vLLM's new and old field,
-            `none` leaves the answer free and reads it as text. `auto` finds out: it begins with the new field, and goes on
-            to the next form when a request is refused or an answer is none of the choices.
-        logprobs: ask for log-probabilities of the first token of an answer among choices.
-        max_in_flight: questions at once, for endpoints with a rate limit; None: all of a session.
+    Where choices are enforced with guidance `auto`, it begins with the first of `_FORMS` and goes on to the next form when a
+    request is refused or an answer is none of the choices.
     """
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        *,
-        token: str = "",
-        timeout_s: float = 60.0,
-        guidance: Guidance = "auto",
-        logprobs: bool = True,
-        max_in_flight: int | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        self._max_in_flight = max_in_flight
-        self._url = _checked_url(url).rstrip("/")
+    def __init__(self, settings: EndpointSection, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self._settings, self._transport = settings, transport
+        self._url = _checked_url(settings.url).rstrip("/")
         if not self._url.endswith("/chat/completions"):
             self._url += "/chat/completions"
-        self._model = model
-        self._token = token
-        self._timeout_s = timeout_s
-        self._auto = guidance == "auto"
-        self._form = 0 if guidance == "auto" else _FORMS.index(guidance)
-        self._logprobs = logprobs
-        self._transport = transport
+        self._form = 0 if settings.guidance == "auto" else _FORMS.index(settings.guidance)
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Ask]:
         """See `Endpoint.open`."""
-        gate = asyncio.Semaphore(self._max_in_flight) if self._max_in_flight else contextlib.nullcontext()
-        async with _http(self._token, self._timeout_s, self._transport) as client:
+        most = self._settings.max_in_flight
+        gate = asyncio.Semaphore(most) if most else contextlib.nullcontext()
+        async with _http(self._settings, self._transport) as client:
 
             async def ask(question: Question) -> Answer:
                 async with gate:
@@ -79,7 +50,7 @@ class OpenAIEndpoint:
     async def _ask(self, client: httpx.AsyncClient, question: Question) -> Answer:
         while True:
             form = self._form
-            unguided = not self._auto or not question.choices or _FORMS[form] == "none"
+            unguided = self._settings.guidance != "auto" or not question.choices or _FORMS[form] == "none"
             try:
                 reply = await _post(client, self._url, self._body(question, _FORMS[form]))
             except EndpointError as error:
@@ -89,46 +60,39 @@ class OpenAIEndpoint:
                 answer = _read_completion(reply, question)
                 if unguided or answer.text.strip() in question.choices:
                     return answer
-            # Refused or ignored. Other questions in flight may have found that out already.
+            # Refused or ignored. Other questions in flight may have changed the form already.
             self._form = max(self._form, form + 1)
 
     def _body(self, question: Question, form: str) -> dict[str, Any]:
         body: dict[str, Any] = {
-            "model": self._model,
+            "model": self._settings.model,
             "messages": [_message(message, _openai_image) for message in question.messages],
             "max_tokens": question.max_new_tokens,
             "temperature": question.temperature,
             "seed": question.seed % 2**31,
         }
-        if question.choices and form == "structured_outputs":
+        if not question.choices:
+            return body
+        if form == "structured_outputs":
             body["structured_outputs"] = {"choice": list(question.choices)}
-        elif question.choices and form == "guided_choice":
+        elif form == "guided_choice":
             body["guided_choice"] = list(question.choices)
-        if question.choices and self._logprobs:
+        if self._settings.logprobs:
             body |= {"logprobs": True, "top_logprobs": 20}
         return body
 
 
 class GenerateEndpoint:
-    """Asks a server that speaks the plain `POST /generate` of RL-VLM-F with a local model: text back, nothing else."""
+    """Asks a server that speaks the plain `POST /generate` of RL-VLM-F with a local model: the reply is text alone."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        token: str = "",
-        timeout_s: float = 60.0,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        self._url = _checked_url(url)
-        self._token = token
-        self._timeout_s = timeout_s
-        self._transport = transport
+    def __init__(self, settings: EndpointSection, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self._settings, self._transport = settings, transport
+        self._url = _checked_url(settings.url or server_url())
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Ask]:
         """See `Endpoint.open`."""
-        async with _http(self._token, self._timeout_s, self._transport) as client:
+        async with _http(self._settings, self._transport) as client:
 
             async def ask(question: Question) -> Answer:
                 body = {
@@ -157,11 +121,12 @@ def _checked_url(url: str) -> str:
     return url
 
 
-def _http(token: str, timeout_s: float, transport: httpx.AsyncBaseTransport | None) -> httpx.AsyncClient:
+def _http(settings: EndpointSection, transport: httpx.AsyncBaseTransport | None) -> httpx.AsyncClient:
+    token = os.environ.get(settings.token_env, "") if settings.token_env else ""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     # Every pair is in flight at once: no request may wait for a free connection.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
-    return httpx.AsyncClient(headers=headers, timeout=timeout_s, limits=limits, transport=transport)
+    return httpx.AsyncClient(headers=headers, timeout=settings.timeout_s, limits=limits, transport=transport)
 
 
 async def _post(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -214,12 +179,14 @@ def _read_completion(reply: dict[str, Any], question: Question) -> Answer:
 
 
 def _message(message: Message, image: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """The message as JSON; `image` turns a data URI into a part."""
     content: list[dict[str, Any]] = []
     for part in message.parts:
         if isinstance(part, str):
             content.append({"type": "text", "text": part})
         else:
-            content.append(image(_data_uri(as_encoded([part])[0])))
+            png = base64.b64encode(as_encoded([part])[0].png).decode()
+            content.append(image(f"data:image/png;base64,{png}"))
     return {"role": message.role, "content": content}
 
 
@@ -229,7 +196,3 @@ def _openai_image(uri: str) -> dict[str, Any]:
 
 def _plain_image(uri: str) -> dict[str, Any]:
     return {"type": "image", "image": uri}
-
-
-def _data_uri(image: EncodedImage) -> str:
-    return f"data:image/png;base64,{base64.b64encode(image.png).decode()}"

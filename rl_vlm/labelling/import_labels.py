@@ -1,7 +1,7 @@
 """RL-VLM-F's label caches as a label store.
 
 They are pickles, and a pickle may run code. This reader knows arrays of plain numbers, lists and scalars, and refuses
-everything else: it looks names up in a short list of its own functions and never imports anything that a file names.
+everything else: it looks names up in a fixed table of its own functions and never imports anything that a file names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from rl_vlm.labelling.types import Label, LabelValue, Segment, SegmentPair
 from rl_vlm.types import UserInputError
 
 _KINDS = "biuf"  # booleans, integers, floats
-_FIELDS = ("images", "scripted labels", "labels", "first state-actions", "second state-actions", "rewards", "rewards")
+# images, scripted labels, labels, state-actions of both segments, rewards of both segments
+_NUM_ARRAYS = 7
 
 
 def import_labels(
@@ -31,7 +32,7 @@ def import_labels(
 ) -> tuple[int, int]:
     """Convert every `*.pkl` of a folder (or one file) into sessions of a label store at `target`.
 
-    `observation_size` says where the actions begin in the cached state-action rows. `image_size` resizes the pictures,
+    `observation_size` is the length of the observation in the cached state-action rows. `image_size` resizes the pictures,
     as the original does when it reads its caches. A session without a pair is left out. Returns (sessions, pairs).
     The store appears whole or not at all. Raises UserInputError for a file that is not such a cache, or that holds
     anything but numbers.
@@ -65,14 +66,15 @@ def read_cache(
     """The pairs and labels of one cached session; none where no pair was decided. Raises UserInputError."""
     file = Path(file)
     try:
-        data = _load(file)
+        with file.open("rb") as stream:
+            data = _NumbersOnly(stream).load()
     except (UserInputError, OSError) as error:
         raise UserInputError(f"Cannot read the label cache {file}: {error}") from error
     except Exception as error:
         # A damaged pickle raises whatever its damaged instructions lead to.
         raise UserInputError(f"The label cache {file} is damaged ({type(error).__name__}: {error}).") from error
-    if not isinstance(data, (list, tuple)) or len(data) != len(_FIELDS):
-        raise UserInputError(f"{file} is no label cache: it must hold a list of {len(_FIELDS)} arrays.")
+    if not isinstance(data, (list, tuple)) or len(data) != _NUM_ARRAYS:
+        raise UserInputError(f"{file} is no label cache: it must hold a list of {_NUM_ARRAYS} arrays.")
     arrays = [np.asarray(part) for part in data]
     if any(array.ndim == 0 for array in arrays):
         raise UserInputError(f"{file} is no label cache: it holds a single number in place of an array.")
@@ -119,11 +121,6 @@ def _resized(frame: np.ndarray, size: int | None) -> np.ndarray:
     return np.asarray(Image.fromarray(frame).resize((size, size), Image.Resampling.BILINEAR))
 
 
-def _load(file: Path) -> Any:
-    with file.open("rb") as stream:
-        return _NumbersOnly(stream).load()
-
-
 class _NumbersOnly(pickle.Unpickler):
     """Unpickles plain numpy arrays, numpy scalars and Python's own containers and numbers."""
 
@@ -138,7 +135,7 @@ class _NumbersOnly(pickle.Unpickler):
 
 
 class _Maker:
-    """A function that a pickle may call, and may do nothing else with."""
+    """A function that a pickle may call and must not change."""
 
     __slots__ = ("_make",)
 
@@ -189,7 +186,7 @@ def _scalar(dtype: Any, data: Any) -> Any:
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
-    """How Python writes bytes under old protocols."""
+    """Bytes under old pickle protocols."""
     if not isinstance(text, str) or encoding != "latin1":
         raise UserInputError("it encodes something that is no bytes.")
     return text.encode("latin1")

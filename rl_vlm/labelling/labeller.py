@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -56,31 +56,17 @@ class LabelStats:
 
     @property
     def position_bias(self) -> float:
-        """Share of answers for the picture shown first minus that for the second: 0 is fair, ±1 is blind."""
+        """Share of answers for the picture shown first minus that for the second: 0 without bias, ±1 if only the place counts."""
         total = self.shown_first + self.shown_second + self.no_preference
         return (self.shown_first - self.shown_second) / total if total else 0.0
 
     def summary(self) -> str:
-        """One line for people."""
+        """One line for the log."""
         return (
             f"{self.pairs} pairs in {self.seconds:.1f} s: {self.questions} questions, {self.prompt_tokens} prompt and "
             f"{self.sampled_tokens} sampled tokens, {self.disagreements} contradicted themselves, {self.errors} errors, "
             f"{self.not_understood} not understood, {self.retries} retries, position bias {self.position_bias:+.2f}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    """The answer for one order, as shown: 0 the picture shown first, 1 the second."""
-
-    value: LabelValue
-    probabilities: tuple[float, float, float] | None
-    text: str
-
-    def swapped(self) -> _Verdict:
-        value = cast(LabelValue, {0: 1, 1: 0, -1: -1}[self.value])
-        known = self.probabilities
-        return _Verdict(value, (known[1], known[0], known[2]) if known else None, self.text)
 
 
 class VLMLabeller:
@@ -101,9 +87,7 @@ class VLMLabeller:
         images = await asyncio.to_thread(_encode_pairs, pairs, self._settings.frames)
         started = time.monotonic()
         async with self._endpoint.open() as ask:
-            labels = await _all(
-                [self._label_one(ask, number, *both) for number, both in enumerate(images)],
-            )
+            labels = await _all([self._label_one(ask, number, *both) for number, both in enumerate(images)])
         self._end_session(len(pairs), started)
         return labels
 
@@ -117,7 +101,7 @@ class VLMLabeller:
         return scores
 
     def state(self) -> dict[str, int]:
-        """What a resumed run must know to draw the same seeds."""
+        """What a resumed run needs to draw the same seeds."""
         return {"sessions": self._sessions}
 
     def set_state(self, state: dict[str, int]) -> None:
@@ -141,25 +125,23 @@ class VLMLabeller:
         except EndpointError as error:
             self.stats.errors += 1
             return Label(-1, seconds=time.monotonic() - started, error=str(error))
-        for verdict in shown:
-            self._count(verdict.value)
-        verdicts = [shown[0], *(verdict.swapped() for verdict in shown[1:])]
-        answers = tuple(verdict.value for verdict in verdicts)
+        for label in shown:
+            self.stats.shown_first += label.value == 0
+            self.stats.shown_second += label.value == 1
+            self.stats.no_preference += label.value == -1
+        labels = [shown[0], *(label.swapped() for label in shown[1:])]
+        answers = tuple(label.value for label in labels)
         self.stats.disagreements += len(set(answers)) > 1
         return Label(
             answers[0] if len(set(answers)) == 1 else -1,
-            _mean([verdict.probabilities for verdict in verdicts]),
-            "\n".join(f"[{name}] {verdict.text}" for name, verdict in zip(("given", "swapped"), shown, strict=False)),
+            _mean([label.probabilities for label in labels]),
+            "\n".join(f"[{name}] {label.text}" for name, label in zip(("given", "swapped"), shown, strict=False)),
             time.monotonic() - started,
             answers=answers,
         )
 
-    def _count(self, value: LabelValue) -> None:
-        self.stats.shown_first += value == 0
-        self.stats.shown_second += value == 1
-        self.stats.no_preference += value == -1
-
-    async def _compare(self, ask: Ask, key: tuple[int, int], first: EncodedImage, second: EncodedImage) -> _Verdict:
+    async def _compare(self, ask: Ask, key: tuple[int, int], first: EncodedImage, second: EncodedImage) -> Label:
+        """The label for one order: 0 is the picture shown first."""
         templates, fill = self._prompts.templates, self._prompts.fill
         shown = (templates.first, first, templates.second, second)
         answer, said = await self._answer(ask, key, shown, fill(templates.describe), fill(templates.decide), CHOICES)
@@ -174,10 +156,10 @@ class VLMLabeller:
             self.stats.not_understood += 1
             value = -1
         known = answer.probabilities if answer.text.strip() in CHOICES else None
-        return _Verdict(value, (known["0"], known["1"], known["-1"]) if known else None, said)
+        return Label(value, (known["0"], known["1"], known["-1"]) if known else None, said)
 
     def _read(self, answer: Answer) -> LabelValue | None:
-        """The label of an answer, None if it is not understood. Raises EndpointError if it says nothing."""
+        """The label of an answer, None if it is not understood. Raises EndpointError for an empty answer."""
         if not strip_thoughts(answer.text):
             raise EndpointError(f"The answer decides nothing: {answer.text[:200]!r}", retryable=False)
         text = finished_sentences(answer.text) if answer.cut_off else answer.text
@@ -208,7 +190,7 @@ class VLMLabeller:
         decide: str,
         choices: tuple[str, ...],
     ) -> tuple[Answer, str]:
-        """The last answer, and all that was said on the way to it."""
+        """The last answer, and the text of all answers."""
         settings, templates = self._settings, self._prompts.templates
         guide = choices if settings.guided else ()
         if settings.steps == 1:

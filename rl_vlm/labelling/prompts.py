@@ -64,10 +64,8 @@ class Templates:
     )
 
     def __post_init__(self) -> None:
-        for name in _TEMPLATE_NAMES:
-            text = getattr(self, name)
-            wanted = _PLACEHOLDERS[name]
-            found = set(_PLACEHOLDER.findall(text))
+        for name, wanted in _PLACEHOLDERS.items():
+            found = set(_PLACEHOLDER.findall(getattr(self, name)))
             if found != wanted:
                 shown = " and ".join(f"{{{part}}}" for part in sorted(wanted)) or "no placeholder"
                 raise UserInputError(
@@ -76,18 +74,8 @@ class Templates:
                 )
 
 
-_TEMPLATE_NAMES = tuple(field.name for field in fields(Templates))
-_PLACEHOLDERS: dict[str, set[str]] = {
-    "first": set(),
-    "second": set(),
-    "describe": {"goal"},
-    "summarise": {"goal", "answer"},
-    "decide": {"goal"},
-    "score_image": set(),
-    "score_describe": {"goal"},
-    "score_summarise": {"goal", "answer"},
-    "score_decide": {"goal"},
-}
+# Every template keeps the placeholders of its default.
+_PLACEHOLDERS = {field.name: set(_PLACEHOLDER.findall(str(field.default))) for field in fields(Templates)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +88,14 @@ class TaskPrompts:
     templates: Templates = Templates()
 
     def fill(self, template: str, answer: str = "") -> str:
-        """The template with the goal and the answer of the first step in place."""
+        """The template with the goal and the answer of the first step filled in."""
         parts = {"goal": self.goal, "answer": answer}
         # Not str.format: answers may hold braces.
         return _PLACEHOLDER.sub(lambda match: parts[match[1]], template)
 
 
 _REGISTRY: dict[str, TaskPrompts] = {}
-# What the tasks are called in RL-VLM-F, where that differs by more than prefix and version.
+# RL-VLM-F's names of tasks, where they differ by more than prefix and version.
 _ALIASES = {
     "continuouscartpole": "cartpole",
     "ropeflatteneasy": "rope-flatten",
@@ -183,7 +171,7 @@ def _parse_task(file: Path, name: str, value: Any) -> TaskPrompts:
     templates = value.get("templates") or {}
     if not isinstance(templates, dict) or not all(isinstance(text, str) for text in templates.values()):
         raise UserInputError(f"{where} `templates` must map names of templates to texts.")
-    _check_keys(where, templates, _TEMPLATE_NAMES)
+    _check_keys(where, templates, tuple(_PLACEHOLDERS))
     try:
         changed = replace(Templates(), **templates)
     except UserInputError as error:

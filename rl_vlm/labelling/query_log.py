@@ -34,7 +34,7 @@ _ITERATION = COLUMNS.index("train_iter")
 
 
 class QueryLog:
-    """Appends to the log; a line is there whole or not at all."""
+    """Appends to the log; each line is written whole or not at all."""
 
     def __init__(self, path: str | Path, keep_until: int | None = None) -> None:
         """Continue the file. With `keep_until`, lines of later iterations are removed first: a resumed run repeats them."""
@@ -100,7 +100,7 @@ def _known(value: float) -> float | str:
 
 
 def _one_line(text: str) -> str:
-    """Line ends as \\n in two characters: a line of the file is a row, for us and for `wc`."""
+    """Line breaks as the two characters \\n, so that every line of the file is one row."""
     return text.replace("\\", "\\\\").replace("\r", "").replace("\n", "\\n").replace("\0", "")
 
 

@@ -44,9 +44,9 @@ def is_decided(label: Label) -> bool:
 async def label_session(labeller: Labeller, draw: Draw, wanted: int, max_rounds: int = 4) -> LabelledSession:
     """Label `wanted` pairs; while fewer than that are decided, draw and label as many again as are missing.
 
-    With the original's single round, a policy that stands still (pairs look alike) leaves a session of 50 with a handful
-    of usable pairs, and the reward model learns nothing from them. `max_rounds` bounds the questions, 1 switches topping
-    up off; `draw(n)` gives up to n fresh pairs. Raises LabellerDownError if nothing could be labelled.
+    With the original's single round, a policy that hardly moves (pairs look alike) leaves few usable pairs in a session,
+    and the reward model learns nothing from them. `max_rounds` bounds the rounds (1: no further pairs are drawn);
+    `draw(n)` gives up to n new pairs. Raises LabellerDownError if nothing could be labelled.
     """
     session = LabelledSession()
     for number in range(max_rounds):

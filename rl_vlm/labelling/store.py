@@ -1,7 +1,7 @@
-"""Labels that were paid for are kept: parquet and pictures by hash, replayed without a VLM.
+"""The label store: labelled sessions as parquet files, pictures as files named by hash; replayed without a VLM.
 
-One file per session, which appears whole or not at all, so a process that is killed in the middle of a write leaves
-every earlier session readable and no half of the new one. Sessions are numbered; nothing is ever changed in place.
+One file per session, which is written whole or not at all: a process that is killed during a write leaves every
+earlier session readable. Sessions are numbered, and no file is changed after it was written.
 """
 
 from __future__ import annotations
@@ -138,16 +138,16 @@ class LabelStore:
             yield self.read(number)
 
     def rewind(self, sessions: int) -> int:
-        """Go back to the first `sessions` sessions, for a run that is resumed from a checkpoint of that time.
+        """Keep the first `sessions` sessions only, for a run that is resumed from a checkpoint of that time.
 
-        Later ones are kept in `superseded/`. Returns how many they were.
+        Later ones are moved to `superseded/`; returns their number.
         """
         later = self._files()[sessions:]
+        superseded = self.folder / "superseded"
         for path in later:
-            shelf = self.folder / "superseded"
-            shelf.mkdir(exist_ok=True)
-            taken = len(list(shelf.glob(f"{path.stem}*.parquet")))
-            os.replace(path, shelf / f"{path.stem}-{taken + 1}.parquet")
+            superseded.mkdir(exist_ok=True)
+            earlier = len(list(superseded.glob(f"{path.stem}*.parquet")))
+            os.replace(path, superseded / f"{path.stem}-{earlier + 1}.parquet")
         return len(later)
 
     def _path(self, number: int) -> Path:
@@ -179,7 +179,7 @@ class LabelStore:
 
     def _read_segment(self, row: dict[str, Any]) -> Segment:
         steps = row["steps"]
-        # The names come from a file that others may have written: they must not lead out of the folder.
+        # The names come from a file that others may have written; image_bytes refuses paths that leave the folder.
         frames = [pixels(image_bytes(f"images/{sha}.png", self.folder)) for sha in row["frames"]]
         return Segment(
             np.array(row["observations"], np.float32).reshape(steps, -1),
@@ -202,7 +202,7 @@ def _read_label(row: dict[str, Any]) -> Label:
 
 
 class LabelReplay:
-    """Gives out the sessions of a store, one after the other, instead of asking anybody.
+    """Returns the sessions of a store one after the other, in place of a labeller.
 
     As in the original, the cached pairs replace those of the policy: a replayed session is trained on as it was labelled.
     """
@@ -212,7 +212,7 @@ class LabelReplay:
         self._next = 1
 
     def next_session(self) -> StoredSession | None:
-        """The next session, or None when all were given out."""
+        """The next session, or None after the last one."""
         if self._next > len(self._store):
             return None
         session = self._store.read(self._next)
@@ -220,7 +220,7 @@ class LabelReplay:
         return session
 
     def state(self) -> dict[str, int]:
-        """Where it stands, as JSON."""
+        """The number of the next session, as JSON."""
         return {"next": self._next}
 
     def set_state(self, state: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""Labellers without a chat model: the scripted teacher of B-Pref, and similarity of picture and text."""
+"""Labellers without a chat model: the scripted teacher of B-Pref, random labels, and similarity of picture and text."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 from rl_vlm.config import TeacherSection
 from rl_vlm.labelling.labeller import picture_of
 from rl_vlm.labelling.types import SKIPPED, Label, LabelValue, Score, SegmentPair
+from rl_vlm.models.loading import resolve_model
 from rl_vlm.types import UserInputError
 
 _BATCH = 32  # pictures per forward pass
@@ -50,7 +51,7 @@ class ScriptedTeacher:
     def _label_one(self, pair: SegmentPair) -> Label:
         settings = self._settings
         plain = [float(np.sum(part.true_rewards, dtype=np.float64)) for part in (pair.first, pair.second)]
-        # Drawn for every pair, whatever comes of it: labels of later pairs do not hang on earlier thresholds.
+        # Drawn for every pair, used or not, so that labels of later pairs do not depend on the thresholds of earlier ones.
         noise, mistake = self._rng.random(2)
         skip = self._margin * settings.eps_skip
         if skip > 0 and max(plain) <= skip:
@@ -107,63 +108,64 @@ class Similarity(Protocol):
         ...
 
 
-class ClipSimilarity:
-    """Cosine similarity of picture and text under a CLIP model, such as openai/clip-vit-large-patch14-336.
+class _ModelSimilarity:
+    """A model that scores pictures against a text. `model` is a local folder, or a hub name that was fetched before."""
 
-    `model` is a local folder, or a hub name that was fetched before.
-    """
+    families: tuple[str, ...]  # model types that the class can run
+
+    def __init__(self, model: str | Path, text: str, device: str = "cpu") -> None:
+        if not text.strip():
+            raise UserInputError("Similarity needs a description of the achieved goal, such as 'The drawer is open.'")
+        self._model, self._processor = _load_pretrained(model, self.families)
+        self._model.to(device)
+        self._device, self._text = device, text
+
+    def similarities(self, frames: np.ndarray) -> np.ndarray:
+        """float32 [N] for uint8 [N, H, W, 3]."""
+        import torch
+
+        found = []
+        with torch.inference_mode():
+            for start in range(0, len(frames), _BATCH):
+                found.append(self._score(list(frames[start : start + _BATCH])).float().cpu().numpy())
+        return np.concatenate(found) if found else np.empty(0, np.float32)
+
+    def _score(self, batch: list[np.ndarray]) -> Any:
+        """Tensor [n] for n pictures uint8 [H, W, 3]."""
+        raise NotImplementedError  # abstract: models differ in their forward pass
+
+
+class ClipSimilarity(_ModelSimilarity):
+    """Cosine similarity in [-1, 1] of picture and text under a CLIP model, such as openai/clip-vit-large-patch14-336."""
+
+    families = ("clip",)
 
     def __init__(self, model: str | Path, text: str, device: str = "cpu") -> None:
         import torch
 
-        if not text.strip():
-            raise UserInputError("Similarity needs a description of the achieved goal, such as 'The drawer is open.'")
-        self._model, self._processor = _load_pretrained(model, ("clip",))
-        self._model.to(device)
-        self._device = device
+        super().__init__(model, text, device)
         tokens = self._processor(text=[text], return_tensors="pt", padding=True, truncation=True).to(device)
         with torch.inference_mode():
             outputs = self._model.text_model(tokens["input_ids"], tokens["attention_mask"])
-            self._text = torch.nn.functional.normalize(self._model.text_projection(outputs.pooler_output), dim=-1)
+            self._features = torch.nn.functional.normalize(self._model.text_projection(outputs.pooler_output), dim=-1)
 
-    def similarities(self, frames: np.ndarray) -> np.ndarray:
-        """float32 [N] in [-1, 1] for uint8 [N, H, W, 3]."""
+    def _score(self, batch: list[np.ndarray]) -> Any:
         import torch
 
-        found = []
-        for start in range(0, len(frames), _BATCH):
-            batch = list(frames[start : start + _BATCH])
-            pixels = self._processor(images=batch, return_tensors="pt")["pixel_values"].to(self._device)
-            with torch.inference_mode():
-                pooled = self._model.vision_model(pixels).pooler_output
-                images = torch.nn.functional.normalize(self._model.visual_projection(pooled), dim=-1)
-                found.append((images @ self._text.T)[:, 0].float().cpu().numpy())
-        return np.concatenate(found) if found else np.empty(0, np.float32)
+        pixels = self._processor(images=batch, return_tensors="pt")["pixel_values"].to(self._device)
+        pooled = self._model.vision_model(pixels).pooler_output
+        return (torch.nn.functional.normalize(self._model.visual_projection(pooled), dim=-1) @ self._features.T)[:, 0]
 
 
-class MatchingSimilarity:
+class MatchingSimilarity(_ModelSimilarity):
     """Probability of the match of picture and text under a BLIP-2 model, such as Salesforce/blip2-itm-vit-g."""
 
-    def __init__(self, model: str | Path, text: str, device: str = "cpu") -> None:
-        if not text.strip():
-            raise UserInputError("Similarity needs a description of the achieved goal, such as 'The drawer is open.'")
-        self._model, self._processor = _load_pretrained(model, ("blip-2", "blip_2"))
-        self._model.to(device)
-        self._device = device
-        self._text = text
+    families = ("blip-2", "blip_2")
 
-    def similarities(self, frames: np.ndarray) -> np.ndarray:
-        """float32 [N] in [0, 1] for uint8 [N, H, W, 3]."""
-        import torch
-
-        found = []
-        for start in range(0, len(frames), _BATCH):
-            batch = list(frames[start : start + _BATCH])
-            inputs = self._processor(images=batch, text=[self._text] * len(batch), return_tensors="pt", padding=True)
-            with torch.inference_mode():
-                logits = self._model(**inputs.to(self._device), use_image_text_matching_head=True).logits_per_image
-            found.append(torch.softmax(logits.float(), dim=1)[:, 1].cpu().numpy())
-        return np.concatenate(found) if found else np.empty(0, np.float32)
+    def _score(self, batch: list[np.ndarray]) -> Any:
+        inputs = self._processor(images=batch, text=[self._text] * len(batch), return_tensors="pt", padding=True)
+        logits = self._model(**inputs.to(self._device), use_image_text_matching_head=True).logits_per_image
+        return logits.float().softmax(1)[:, 1]
 
 
 class SimilarityLabeller:
@@ -206,7 +208,7 @@ class SimilarityReward:
 
     @property
     def input_kind(self) -> Literal["image", "state_action"]:
-        """It looks at pictures."""
+        """Its inputs are pictures."""
         return "image"
 
     def rewards(self, inputs: np.ndarray) -> np.ndarray:
@@ -215,18 +217,9 @@ class SimilarityReward:
 
 
 def _load_pretrained(name: str | Path, families: tuple[str, ...]) -> tuple[Any, Any]:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
     from transformers import AutoConfig, AutoModel, AutoProcessor, Blip2ForImageTextRetrieval
 
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        try:
-            folder = Path(snapshot_download(str(name), local_files_only=True))
-        except (LocalEntryNotFoundError, HFValidationError) as error:
-            raise UserInputError(
-                f"The model {name} is not on this machine: give a folder, or run `rl-vlm fetch {name}` once while online."
-            ) from error
+    folder = resolve_model(str(name))
     family = AutoConfig.from_pretrained(folder).model_type
     if family not in families:
         raise UserInputError(f"The model {name} is of type {family!r}; this labeller needs {' or '.join(families)}.")

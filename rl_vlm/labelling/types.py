@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class Label:
 
     `probabilities` are those of (first better, second better, neither) where the labeller knows them. `answers` are
     those of each order in which the pair was shown, in terms of the pair as it is. A label with `error` set is not an
-    answer and is never trained on; `SKIPPED` there means that the labeller passed the pair over on purpose.
+    answer and is never trained on; the error `SKIPPED` means that the labeller skipped the pair on purpose.
     """
 
     value: LabelValue
@@ -53,14 +53,25 @@ class Label:
     error: str = ""
     answers: tuple[LabelValue, ...] = ()
 
+    def swapped(self) -> Label:
+        """The label of the same pair in the other order."""
+        other = cast("dict[LabelValue, LabelValue]", {0: 1, 1: 0, -1: -1})
+        known = self.probabilities
+        return replace(
+            self,
+            value=other[self.value],
+            probabilities=(known[1], known[0], known[2]) if known else None,
+            answers=tuple(other[answer] for answer in self.answers),
+        )
 
-SKIPPED = "skipped"  # the `error` of a pair that a scripted teacher passed over
-IDENTICAL = "the pictures are identical"  # the `text` of a label that nobody was asked for
+
+SKIPPED = "skipped"  # the `error` of a pair that a scripted teacher skipped
+IDENTICAL = "the pictures are identical"  # the `text` of a label that needed no question
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A labeller's mark in [0, 1] for one picture; None where it was unsure, or where `error` says that there is none."""
+    """A labeller's score in [0, 1] for one picture; None where it was unsure, or where `error` is set."""
 
     value: float | None
     text: str = ""
@@ -77,7 +88,7 @@ class Labeller(Protocol):
 
 
 class Scorer(Protocol):
-    """Marks single pictures."""
+    """Scores single pictures."""
 
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
         """One score per frame (uint8 [H, W, 3]), in order; all frames are in flight at once."""
@@ -107,11 +118,11 @@ class HasState(Protocol):
 
 
 class RewardModel(Protocol):
-    """A learned reward. `inputs` are frames uint8 [N, H, W, 3] or state-actions float32 [N, O + A], as it was made for."""
+    """A learned reward. `inputs` are frames uint8 [N, H, W, 3] or state-actions float32 [N, O + A], by `input_kind`."""
 
     @property
     def input_kind(self) -> Literal["image", "state_action"]:
-        """What it looks at."""
+        """What its inputs are."""
         ...
 
     def rewards(self, inputs: np.ndarray) -> np.ndarray:

@@ -1,7 +1,6 @@
 """Adapter versions as bytes and as folders in peft's own format.
 
-Light on purpose: torch and peft are imported only where tensors are touched, so that the registry, which only passes
-bytes on, starts (and restarts) at once.
+torch and peft are imported only where tensors are needed, so that the registry, which only passes bytes on, starts fast.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from torch import Tensor
 
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' names of what adapters are made of
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by safetensors' names
 PREFIX = "base_model.model."  # peft's, before the module names in adapter files
 
 
@@ -38,9 +37,9 @@ class AdapterPayload:
     sha256: str
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Out of band where the protocol can: Ray then lets all processes of a node read the same bytes in place."""
+        """Out of band from pickle protocol 5 on: Ray then lets all processes of a node read the same bytes in place."""
         tensors = pickle.PickleBuffer(self.tensors) if int(protocol) >= 5 else bytes(self.tensors)
-        return _received, (self.version, tensors, self.config_json, self.sha256)
+        return _unpickled, (self.version, tensors, self.config_json, self.sha256)
 
     @classmethod
     def build(cls, version: int, state: Mapping[str, Tensor], config: LoraConfig) -> AdapterPayload:
@@ -69,7 +68,7 @@ class AdapterPayload:
             raise UserInputError(f"Adapter version {self.version} is corrupt ({error}).") from error
 
     def views(self) -> dict[str, Tensor]:
-        """The tensors by peft's names where their bytes lie: nothing may write to them. Raises as `state` does."""
+        """The tensors by peft's names as views of the bytes, not to be written to. Raises as `state` does."""
         import torch
 
         try:
@@ -94,7 +93,7 @@ class AdapterPayload:
         """Write a folder that peft and vLLM load, atomically: the folder appears complete or not at all."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        temporary.chmod(0o755)  # mkdtemp lets nobody else in
+        temporary.chmod(0o755)  # mkdtemp makes it private
         try:
             (temporary / "adapter_model.safetensors").write_bytes(self.tensors)
             (temporary / "adapter_config.json").write_text(self.config_json)
@@ -123,7 +122,7 @@ class AdapterPayload:
         return cls(version, tensors, config_json, hashlib.sha256(tensors).hexdigest())
 
 
-def _received(version: int, tensors: Any, config_json: str, sha256: str) -> AdapterPayload:
+def _unpickled(version: int, tensors: Any, config_json: str, sha256: str) -> AdapterPayload:
     return AdapterPayload(version, tensors if isinstance(tensors, bytes) else memoryview(tensors), config_json, sha256)
 
 
@@ -135,7 +134,7 @@ def config_to_json(config: LoraConfig) -> str:
 
 
 def find_adapter(adapter: Path | None, run_dir: Path | None) -> Path | None:
-    """The adapter folder that a command names, by itself or through its run's folder; None: the base model.
+    """The adapter folder that a command names directly or by its run folder; None: the base model.
 
     Raises UserInputError when both are named, or what is named is no adapter.
     """

@@ -21,13 +21,13 @@ from rl_vlm.models.images import ImageProcessorSpec, frame_patches
 from rl_vlm.models.vision import fast_vision
 from rl_vlm.types import EncodedImage
 
-# In one pass of the vision tower: 8 million pixels on a GPU; on a CPU what stays in its caches.
+# Patches per pass of the vision tower: 8 million pixels on a GPU; on a CPU what fits into its caches.
 _VISION_PATCHES = {"cuda": 32_768, "cpu": 2_048}
 
 
 @dataclass(slots=True)
 class ImageFeatures:
-    """What the language model sees of one image: `merged` [N, D] and, per deep-stack layer, [N, D]; N placeholder tokens."""
+    """Inputs of the language model for one image of N placeholder tokens: `merged` [N, D] and [N, D] per deep-stack layer."""
 
     merged: Tensor
     deepstack: list[Tensor]

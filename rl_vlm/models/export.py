@@ -1,4 +1,4 @@
-"""A trained adapter back into an ordinary Hugging Face model folder: base weights and adapter merged."""
+"""Exports a trained adapter as a Hugging Face model folder: base weights and adapter merged."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ def export_model(source: str | Path, out: str | Path, model: str | None = None, 
     and even then unless it is empty or a model folder that was written by this function; other files in there stay.
     """
     source, out = Path(source).expanduser(), Path(out).expanduser().resolve()
-    adapter, named = find_adapter(source)
-    base = resolve_model(model or named or _missing_model(source))
+    adapter, named = find_adapter_and_model(source)
+    if not (model or named):
+        raise UserInputError(f"{source} does not say which model its adapter belongs to: name it with --model.")
+    base = resolve_model(model or str(named))
     check_target(out, overwrite, keep=(base, adapter))
     payload = AdapterPayload.read(adapter, 0)
     merged = merge_adapter(base, payload)
@@ -44,7 +46,7 @@ def export_model(source: str | Path, out: str | Path, model: str | None = None, 
     out.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        draft.chmod(0o755)  # mkdtemp lets nobody else in
+        draft.chmod(0o755)  # mkdtemp makes it private
         merged.save_pretrained(draft)
         del merged  # the check below loads the model a second time
         AutoProcessor.from_pretrained(base).save_pretrained(draft)
@@ -55,7 +57,7 @@ def export_model(source: str | Path, out: str | Path, model: str | None = None, 
     return out
 
 
-def find_adapter(source: Path) -> tuple[Path, str | None]:
+def find_adapter_and_model(source: Path) -> tuple[Path, str | None]:
     """The adapter folder of a run folder or an adapter folder, and the name of its base model if it is known."""
     if (source / "adapter_config.json").is_file():
         return source, None
@@ -126,9 +128,9 @@ def check_target(out: Path, overwrite: bool, keep: tuple[Path, ...] = ()) -> Non
 
 
 def replace_folder(draft: Path, out: Path) -> None:
-    """Move `draft` to `out`. Of what was there, our own files disappear, and all others are moved into the new folder.
+    """Move `draft` to `out`. Files of an earlier export are removed, all other files of `out` move into the new folder.
 
-    Raises UserInputError, with nothing changed, where a file that is not ours has the name of a new one.
+    Raises UserInputError, with nothing changed, if a file of the user has the name of a new one.
     """
     mark_model(draft)
     if not out.exists():
@@ -148,10 +150,6 @@ def replace_folder(draft: Path, out: Path) -> None:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(old / name, out / name)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _missing_model(source: Path) -> str:
-    raise UserInputError(f"{source} does not say which model its adapter belongs to: name it with --model.")
 
 
 def _digest(tensor: Tensor) -> str:

@@ -1,7 +1,7 @@
-"""Images to patches as Qwen's image processors make them, in numpy.
+"""Cuts images into patches as Qwen's image processors do, in numpy.
 
 `patchify` equals `Qwen2VLImageProcessor` bit by bit (Qwen2-VL, 2.5-VL and 3-VL all use it) at a
-fraction of its cost; `ImageProcessorSpec` tells an image's place in the prompt without decoding it (`grid_thw`,
+fraction of its cost; `ImageProcessorSpec` computes the number of an image's tokens without decoding it (`grid_thw`,
 `num_image_tokens`).
 """
 
@@ -24,8 +24,6 @@ Grid = tuple[int, int, int]  # temporal, height, width in patches
 
 MAX_ASPECT_RATIO = 200  # Qwen's own limit
 _BICUBIC = 3
-
-
 DEFAULT_PIXELS = PixelLimits(None, None)
 
 
@@ -50,7 +48,7 @@ def _lookup(rescale_factor: float | None, mean: tuple[float, ...] | None, std: t
 
 @dataclass(frozen=True, slots=True)
 class ImageProcessorSpec:
-    """What an image processor does: resize to multiples of patch * merge within a pixel budget, scale, cut.
+    """The settings of an image processor: resize to multiples of patch * merge within a pixel budget, scale, cut.
 
     `rescale_factor`, `mean` and `std` are None where the processor skips that step.
     """
@@ -108,11 +106,11 @@ class ImageProcessorSpec:
         raise UserInputError(f"{folder} holds no image processor config: is it the folder of a Qwen-VL model?")
 
     def limited(self, pixels: PixelLimits) -> ImageProcessorSpec:
-        """The same with other pixel limits. Raises UserInputError for limits that no image can keep."""
-        least = self.min_pixels if pixels.minimum is None else pixels.minimum
-        most = self.max_pixels if pixels.maximum is None else pixels.maximum
+        """The same with other pixel limits. Raises UserInputError for limits that no image can meet."""
         if pixels == DEFAULT_PIXELS:
             return self
+        least = self.min_pixels if pixels.minimum is None else pixels.minimum
+        most = self.max_pixels if pixels.maximum is None else pixels.maximum
         if not self.do_resize:
             raise UserInputError(
                 "The model's image processor does not resize: leave model.min_pixels and max_pixels out."
@@ -204,7 +202,7 @@ def _decode(image: Image.Image | EncodedImage, label: str) -> np.ndarray:
     try:
         picture = image.to_pil() if isinstance(image, EncodedImage) else image
         pixels = np.asarray(picture if picture.mode == "RGB" else picture.convert("RGB"))
-    except (OSError, SyntaxError, ValueError) as error:  # PIL's ways to say that a file is damaged
+    except (OSError, SyntaxError, ValueError) as error:  # what PIL raises for damaged files
         raise ImageError(f"Image {label} cannot be decoded ({error}): replace it.") from error
     if pixels.shape[:2] != (image.height, image.width):
         size = f"{pixels.shape[1]}x{pixels.shape[0]}"

@@ -14,7 +14,7 @@ from rl_vlm.models.images import DEFAULT_PIXELS, ImageProcessorSpec, PixelLimits
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
-    # Whoever only encodes needs neither torch nor the models of transformers, which take eight seconds of CPU.
+    # Encoding needs neither torch nor the models of transformers, whose imports take eight seconds of CPU.
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -32,23 +32,22 @@ _TINY: dict[str, Literal["small", "wide", "labeller"]] = {
 
 @dataclass(frozen=True, slots=True)
 class TextSide:
-    """What is needed to turn conversations into ids for one model, without its weights."""
+    """Chat codec and image geometry of one model, without its weights."""
 
     codec: ChatCodec
     images: ImageProcessorSpec
     vocab_size: int
 
     def count_image_tokens(self, width: int, height: int) -> int:
-        """How many placeholder tokens an image of this size takes: grid / merge²."""
-        t, h, w = self.images.grid_thw(width, height)
-        return t * h * w // self.images.merge_size**2
+        """How many placeholder tokens an image of this size takes."""
+        return self.images.num_image_tokens(self.images.grid_thw(width, height))
 
 
 def resolve_model(name: str, seed: int = 0) -> Path:
     """The folder of a model: `tiny` (built on first use), a local folder, or a hub name that was fetched before.
 
-    `tiny-wide` has heads of 32 dimensions, the smallest that vLLM's CPU kernels know. `tiny-labeller` has them too, and
-    tells which of two drawn poles is nearer to upright.
+    `tiny-wide` has heads of 32 dimensions, the smallest that vLLM's CPU kernels support. `tiny-labeller` has them too, and
+    is trained to compare drawings of poles.
     """
     if name in _TINY:
         from rl_vlm.models.tiny.model import tiny_model_path
@@ -77,7 +76,7 @@ def resolve_model(name: str, seed: int = 0) -> Path:
 def load_text_side(folder: Path, pixels: PixelLimits = DEFAULT_PIXELS) -> TextSide:
     """The chat codec and the image geometry of a model folder; `pixels` replaces the processor's own limits.
 
-    Whoever counts, shows or encodes images of one run must give the same limits.
+    All processes of a run must give the same limits.
     """
     config = _read_config(folder)
     if config.get("model_type") not in SUPPORTED_FAMILIES:
@@ -100,7 +99,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """As AutoTokenizer does it; by the class's own name where transformers knows that, without importing models."""
+    """As AutoTokenizer, but without importing models for Qwen's own class."""
     import transformers
 
     settings = folder / "tokenizer_config.json"
@@ -111,7 +110,7 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _chat_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A processor's own template goes before its tokenizer's. Raises UserInputError if there is none."""
+    """The processor's template, else the tokenizer's. Raises UserInputError without either."""
     older = folder / "chat_template.json"
     if older.is_file() and not (folder / "chat_template.jinja").is_file():
         return str(json.loads(older.read_text(encoding="utf-8"))["chat_template"])

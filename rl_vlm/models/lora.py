@@ -66,7 +66,7 @@ def merged_weights(
     """The weights of every adapted linear layer with the adapter merged in: W + (alpha / r) · B·A, by module name.
 
     `base` holds the layers' own weights [out, in] by module name; the sum is formed in float32. `spare` is an earlier
-    result of float32 weights that nobody uses any more: its memory is written over.
+    result of float32 weights that is no longer in use: its memory is overwritten.
     """
     shapes = {name: (weight.shape[0], weight.shape[1]) for name, weight in base.items()}
     merged: dict[str, Tensor] = {}
@@ -80,11 +80,12 @@ def merged_weights(
 
 def language_linears(model: nn.Module) -> dict[str, nn.Linear]:
     """The language model's linear layers by module name, the ones that an adapter may change."""
-    names = TARGET_MODULES["all"]
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and "language_model" in name and name.rsplit(".", 1)[-1] in names
+        if isinstance(module, nn.Linear)
+        and "language_model" in name
+        and name.rsplit(".", 1)[-1] in TARGET_MODULES["all"]
     }
 
 

@@ -19,7 +19,7 @@ def lora_config(rank: int, alpha: int, target_modules: str) -> LoraConfig:
     return LoraConfig(
         r=rank,
         lora_alpha=alpha,
-        lora_dropout=0.0,  # noise between the old and the new policy would drown the ratios
+        lora_dropout=0.0,  # its noise would exceed the difference between the old and the new policy
         target_modules=rf".*language_model.*\.({'|'.join(names)})",
         task_type="CAUSAL_LM",
     )

@@ -1,4 +1,4 @@
-"""The smoke test "can it see?": does a model answer questions about a picture better with the picture than without?"""
+"""Tests whether a model uses images: its accuracy on questions about a picture, with the picture and with a blank one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROWS = 64  # per forward pass
 
 @dataclass(frozen=True, slots=True)
 class SightReport:
-    """Accuracy of the likeliest answer with the real picture, with a blank one, and of blind guessing."""
+    """Accuracy of the likeliest answer with the real picture and with a blank one, and that of guessing."""
 
     real: float
     blank: float
@@ -25,7 +25,7 @@ class SightReport:
 
     @property
     def sees(self) -> bool:
-        """Whether the picture helps far more than luck could explain."""
+        """Whether accuracy with the picture is at least 0.2 higher."""
         return self.real >= self.blank + 0.2
 
 

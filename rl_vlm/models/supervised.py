@@ -1,4 +1,4 @@
-"""Dialogues as teacher-forced batches for a Qwen-VL model, encoded exactly as in reinforcement learning."""
+"""Dialogues as teacher-forced batches for a Qwen-VL model, encoded as in reinforcement learning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STAND_IN = EncodedImage("", b"", 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """token_ids int32 [T]; targets bool [T], True where the policy speaks; positions int64 [3, T]; patches; grids."""
+    """token_ids int32 [T]; targets bool [T], True for tokens of the policy; positions int64 [3, T]; patches; grids."""
 
     token_ids: np.ndarray
     targets: np.ndarray
@@ -38,9 +38,8 @@ class DialogueEncoder:
         self._tokenizer = tokenizer
         self.images = images
         # A warm start repeats few texts many times.
-        self._prompt = lru_cache(maxsize=4096)(self._prompt_uncached)
         self._continuation = lru_cache(maxsize=256)(self._continuation_uncached)
-        self._turn = lru_cache(maxsize=256)(self._turn_uncached)
+        self._prompt = lru_cache(maxsize=4096)(self._prompt_uncached)
         self._reply = lru_cache(maxsize=4096)(self._reply_uncached)
 
     @classmethod
@@ -60,7 +59,8 @@ class DialogueEncoder:
         ids: list[np.ndarray] = []
         sampled: list[np.ndarray] = []
         for number, (role, text, reply) in enumerate(exchanges):
-            given = self._prompt(role, text, len(images)) if number == 0 else self._continuation(role, text)
+            opening = (*[None] * len(images), text)
+            given = self._continuation(role, text) if number else self._prompt(role, opening)
             for span, is_reply in ((given, False), (self._reply(reply), True)):
                 ids.append(span)
                 sampled.append(np.full(len(span), is_reply))
@@ -68,7 +68,7 @@ class DialogueEncoder:
 
     def encode_turn(self, parts: Sequence[str | np.ndarray], reply: str) -> Example:
         """One message of the user, texts and images (uint8 [height, width, 3]) in any order, and the reply."""
-        given = self._turn(tuple(part if isinstance(part, str) else None for part in parts))
+        given = self._prompt("user", tuple(part if isinstance(part, str) else None for part in parts))
         spans = [given, self._reply(reply)]
         sampled = [np.full(len(span), number == 1) for number, span in enumerate(spans)]
         return self._example(spans, sampled, [part for part in parts if not isinstance(part, str)])
@@ -92,12 +92,10 @@ class DialogueEncoder:
             grids,
         )
 
-    def _turn_uncached(self, parts: tuple[str | None, ...]) -> np.ndarray:
-        message = Message("user", tuple(_STAND_IN if part is None else part for part in parts))
+    def _prompt_uncached(self, role: Role, parts: tuple[str | None, ...]) -> np.ndarray:
+        """The ids of one message; None stands for an image."""
+        message = Message(role, tuple(_STAND_IN if part is None else part for part in parts))
         return self._codec.encode_prompt([message]).token_ids
-
-    def _prompt_uncached(self, role: Role, text: str, num_images: int) -> np.ndarray:
-        return self._codec.encode_prompt([Message(role, (*[_STAND_IN] * num_images, text))]).token_ids
 
     def _continuation_uncached(self, role: Role, text: str) -> np.ndarray:
         return self._codec.encode_continuation([Message.of(role, text)], ended=True).token_ids

@@ -17,9 +17,9 @@ from rl_vlm.models.rotary import rolled_sin, rotate
 def fast_vision(model: Any) -> Iterator[None]:
     """Within this context the model's vision tower computes the same faster.
 
-    The patch embedding is a 3-D convolution that covers its input, so a matrix product does it; of a still image one frame
-    is enough (`frame_patches`), because its frames are equal. Attention goes image by image in a loop; when all images have
-    the same size, one call does them all.
+    The patch embedding is a 3-D convolution whose kernel is as large as its input, so it is a matrix product; for a still
+    image one frame is enough (`frame_patches`), because its frames are equal. transformers computes attention image by
+    image; for images of equal size one call computes all.
     """
     embed = model.model.visual.patch_embed
     attentions = [block.attn for block in model.model.visual.blocks]

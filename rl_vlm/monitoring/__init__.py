@@ -1,1 +1,1 @@
-"""What a run records while it goes on: metrics, trajectories, the terminal."""
+"""Records a run: metrics, trajectories, terminal output."""

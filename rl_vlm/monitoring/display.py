@@ -1,11 +1,10 @@
-"""The terminal of a run: a live panel for people, plain lines where nobody watches."""
+"""Terminal output of a run: a live panel in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
@@ -28,7 +27,7 @@ class MovingAverage:
         self._sum = self._weight = 0.0
 
     def add(self, value: float) -> None:
-        """Take in a value; nan and infinity are ignored."""
+        """Add a value; nan and infinity are ignored."""
         if math.isfinite(value):
             self._sum = self._decay * self._sum + (1 - self._decay) * value
             self._weight = self._decay * self._weight + (1 - self._decay)
@@ -68,16 +67,14 @@ class ProgressDisplay:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of an iteration that has just ended; `dropped/*` are counts since the start of the run."""
         now = self._clock()
-        # Wall time and not time/step: evaluation and checkpoints count for the time that is left.
+        # Wall time and not time/step, because the remaining time includes evaluation and checkpoints.
         self._seconds.add((now - self._updated) / max(iteration - self._done, 1))
         self._updated, self._done, self._metrics = now, iteration, dict(metrics)
         if "reward/mean" in metrics:
@@ -87,7 +84,9 @@ class ProgressDisplay:
         elif iteration % PLAIN_EVERY == 0 or iteration >= self._total or now - self._printed >= PLAIN_SECONDS:
             self._printed = now
             facts = [value if name in ("speed", "policy") else f"{name} {value}" for name, value in self._facts()]
-            self._plain(" | ".join([f"{self.unit} {iteration}/{self._total}", *facts, *filter(None, [self._left()])]))
+            self._plain(
+                " | ".join([f"{self.unit} {iteration}/{self._total}", *facts, *filter(None, [self._remaining()])])
+            )
 
     def evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
         """Show held-out accuracy, `accuracy/<variant>` of `results`."""
@@ -99,7 +98,7 @@ class ProgressDisplay:
         self._before = {**found, **self._before}
         self._latest.update(found)
         self._latest_iteration = iteration
-        # The time of an evaluation belongs to no iteration.
+        # The time of an evaluation counts for no iteration.
         self._updated = self._clock()
         if self._live is not None:
             self._live.refresh()
@@ -115,15 +114,15 @@ class ProgressDisplay:
             self._plain(text)
 
     def _plain(self, line: str) -> None:
-        # A Text, which is printed as it is (no markup, no emoji), and whole lines for log files.
+        # Text is printed without markup and emoji; soft_wrap keeps lines whole for log files.
         self._console.print(Text(line), soft_wrap=True)
 
-    def _left(self) -> str:
+    def _remaining(self) -> str:
         seconds, rest = self._seconds.value, self._total - self._done
         return f"{duration(seconds * rest)} left" if seconds is not None and rest > 0 else ""
 
     def _facts(self) -> list[tuple[str, str]]:
-        """Name and value of what is known by now, the most important first."""
+        """Name and value of each known figure, the most important first."""
 
         def listed(*pairs: tuple[str, float | None]) -> str:
             return ", ".join(form.format(value) for form, value in pairs if value is not None)
@@ -164,7 +163,7 @@ class ProgressDisplay:
         head = f"{self._done}/{self._total}"
         if width < 24:
             return Text(head, no_wrap=True, overflow="crop")
-        left = self._left()
+        left = self._remaining()
         room = min(width - len(head) - len(left) - 4, 50)
         bar = ProgressBar(total=max(self._total, 1), completed=self._done, width=room) if room >= 4 else Text("")
         top = Table.grid(padding=(0, 1))
@@ -178,7 +177,7 @@ class ProgressDisplay:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: 45s, 3m 20s, 2h 05m."""
+    """Seconds as 45s, 3m 20s, 2h 05m."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

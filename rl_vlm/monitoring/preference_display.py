@@ -1,4 +1,4 @@
-"""The terminal of a preference run: steps, returns by the true reward, labels."""
+"""Terminal output of a preference run: steps, returns by the true reward, labels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rl_vlm.monitoring.display import ProgressDisplay
 
 
 class PreferenceDisplay(ProgressDisplay):
-    """As a training run's; it counts environment steps and shows the evaluation's true return beside success."""
+    """A ProgressDisplay that counts environment steps and shows the evaluation's true return beside success."""
 
     unit = "step"
 

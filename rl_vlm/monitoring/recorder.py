@@ -1,4 +1,4 @@
-"""RunRecorder: everything that a run leaves behind for people and programs, in one folder."""
+"""RunRecorder writes the results of a run into its folder."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ import numpy as np
 from rl_vlm.config import RunConfig
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.monitoring.sinks import JsonLines, ProgressCsv, TensorBoardFile, WandbRun
-from rl_vlm.monitoring.trajectories import choose_groups, dump_name, read_trajectories, write_trajectories
+from rl_vlm.monitoring.trajectories import choose_groups, dump_name, write_trajectories
 from rl_vlm.types import TrajectoryGroup
-
-__all__ = ["STATUSES", "RunRecorder", "read_trajectories"]
 
 STATUSES = ("done", "interrupted", "failed")
 
-# result.json holds at least these keys; what the run did not get to stays at the value here.
+# result.json holds at least these keys; a run that ended before a value was known keeps the one here.
 _RESULT: dict[str, Any] = {
     "status": None,
     "iterations": 0,
@@ -45,12 +43,12 @@ logger = logging.getLogger(__name__)
 class RunRecorder:
     """Writes `progress.csv`, `eval.jsonl`, TensorBoard events, `trajectories/`, `result.json` and what `draw` draws.
 
-    `folder` exists. `resumed_iteration` is the iteration that the run continues after; what an earlier process recorded
-    beyond it is removed. None starts anew: rows of an earlier run in the folder are removed. `draw(folder)` is called at the end.
+    `folder` exists. The run continues after `resumed_iteration`, and later rows of an earlier process are removed; with
+    None all rows of an earlier run in the folder are removed. `draw(folder)` is called at the end.
 
-    No OSError leaves a method (the constructor may raise): a full disk must not end a run. Failures are counted in
-    `write_errors` and warned of once per kind; metrics that could not be written are kept and written with the next ones. No file is ever half
-    written. With WANDB_API_KEY set, metrics also go to Weights & Biases.
+    No method but the constructor raises an OSError: a full disk must not end a run. Failures are counted in `write_errors`
+    and logged once per kind; metrics that could not be written are kept and written with the next ones. Files are written
+    whole or not at all. With WANDB_API_KEY set, metrics also go to Weights & Biases.
     """
 
     def __init__(
@@ -125,7 +123,7 @@ class RunRecorder:
             text = json.dumps(to_jsonable({**_RESULT, **result}), indent=2, ensure_ascii=False, allow_nan=False)
             write_atomic(self.folder / "result.json", text + "\n")
         if self._draw is not None:
-            # A figure must not turn a run that has ended well into a failure, whatever is wrong with fonts or figures.
+            # An error in drawing must not make a successful run fail.
             with self._guard("the figure", Exception):
                 self._draw(self.folder)
         self.close()
@@ -154,7 +152,7 @@ class RunRecorder:
             with self._guard("TensorBoard"):
                 self._tensorboard.add(iteration, metrics)
         if self._wandb is not None:
-            # Its client raises errors of many kinds, none of them the run's business.
+            # Its client raises errors of many kinds, which must not end the run.
             with self._guard("Weights & Biases", Exception):
                 self._wandb.add(iteration, metrics)
 

@@ -1,7 +1,7 @@
-"""Where metrics go: progress.csv, files of JSON lines, TensorBoard event files, Weights & Biases.
+"""Sinks of metrics: progress.csv, files of JSON lines, TensorBoard event files, Weights & Biases.
 
-A sink keeps what it could not write (a full disk) and tries again with the next entry. It raises the OSError each
-time, and whoever feeds it decides what that means.
+A sink keeps entries that it could not write (a full disk) and tries again with the next entry. It raises the OSError
+each time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from rl_vlm.files import append_whole, to_jsonable, whole_lines, write_atomic
 
 Metrics = Mapping[str, float]
 
-# What is kept while the disk is full: hours of iterations, a few megabytes.
-MAX_PENDING = 10_000
+MAX_PENDING = 10_000  # entries that are kept while the disk is full: hours of iterations, a few megabytes
 
 
 class ProgressCsv:
@@ -36,7 +35,7 @@ class ProgressCsv:
         self._path = path
         self._pending: deque[tuple[int, Metrics]] = deque(maxlen=MAX_PENDING)
         lines = whole_lines(path)
-        kept = [line for line in lines[1:] if _in_first_cell(line) <= keep_until]
+        kept = [line for line in lines[1:] if _iteration_of_row(line) <= keep_until]
         _keep_lines(path, lines[:1] + kept if kept else [])
         self._columns: list[str] = next(csv.reader([lines[0].decode()])) if kept else []
 
@@ -46,7 +45,7 @@ class ProgressCsv:
         self.flush()
 
     def flush(self) -> None:
-        """Write what is pending."""
+        """Write the pending entries."""
         if not self._pending:
             return
         columns = self._columns or ["iteration"]
@@ -77,7 +76,7 @@ class JsonLines:
         """Continue the file after iteration `keep_until`; later lines are removed (all of them at -1)."""
         self._path = path
         self._pending: deque[bytes] = deque(maxlen=MAX_PENDING)
-        _keep_lines(path, [line for line in whole_lines(path) if _in_object(line) <= keep_until])
+        _keep_lines(path, [line for line in whole_lines(path) if _iteration_of_object(line) <= keep_until])
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Append a line."""
@@ -85,7 +84,7 @@ class JsonLines:
         self.flush()
 
     def flush(self) -> None:
-        """Write what is pending."""
+        """Write the pending entries."""
         if self._pending:
             append_whole(self._path, b"".join(self._pending))
             self._pending.clear()
@@ -125,7 +124,7 @@ class TensorBoardFile:
         self.flush()
 
     def flush(self) -> None:
-        """Write what is pending."""
+        """Write the pending entries."""
         if self._pending:
             append_whole(self._path, b"".join([self._header, *self._pending]))
             self._header = b""
@@ -171,7 +170,7 @@ def _csv(rows: Iterable[Sequence[Any]]) -> bytes:
 
 
 def _record(event: Any) -> bytes:
-    """An event with length and checksums, as it stands in an event file."""
+    """An event with length and checksums, in the format of event files."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     buffer = io.BytesIO()
@@ -180,23 +179,23 @@ def _record(event: Any) -> bytes:
 
 
 def _keep_lines(path: Path, lines: list[bytes]) -> None:
-    """Leave only these lines in the file; no file without lines. It stays untouched if it holds nothing else."""
+    """Keep only these lines of the file; without lines it is removed. A file that holds nothing else is not written."""
     if not lines:
         path.unlink(missing_ok=True)
     elif path.stat().st_size > sum(len(line) + 1 for line in lines):
         write_atomic(path, b"".join(line + b"\n" for line in lines))
 
 
-def _in_first_cell(line: bytes) -> float:
-    """The iteration of a row; infinity, which no file keeps, for a line that a crash of the machine has damaged."""
+def _iteration_of_row(line: bytes) -> float:
+    """The iteration of a row; infinity, so that it is removed, for a line that a crash of the machine has damaged."""
     try:
         return int(line.split(b",", 1)[0])
     except ValueError:
         return float("inf")
 
 
-def _in_object(line: bytes) -> float:
-    """As `_in_first_cell`, of a JSON object."""
+def _iteration_of_object(line: bytes) -> float:
+    """As `_iteration_of_row`, of a JSON object."""
     try:
         return int(json.loads(line)["iteration"])
     except (ValueError, TypeError, KeyError):

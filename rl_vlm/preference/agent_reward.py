@@ -1,8 +1,6 @@
-"""What the agent is rewarded by: the true reward, success alone, or a model of either kind. Users register more."""
+"""The agent's reward: the task's own, success alone, or a reward model, learned or not."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 
@@ -10,45 +8,26 @@ from rl_vlm.config import PreferenceSection
 from rl_vlm.labelling.types import RewardModel
 from rl_vlm.preference.replay import ReplayBuffer, StepBatch
 
-# (settings, environment id) -> a model that is not learned, such as the similarity of picture and text.
-RewardFactory = Callable[[PreferenceSection, str], RewardModel]
-
 _TRUE = {"gt_task_reward", "sparse_task_reward"}
-
-
-def _similarity(source: str) -> RewardFactory:
-    def build(settings: PreferenceSection, env_id: str) -> RewardModel:
-        from rl_vlm.labelling.build import build_similarity  # transformers is slow to import
-        from rl_vlm.labelling.teachers import SimilarityReward
-
-        labels = settings.labels.model_copy(update={"source": source})
-        return SimilarityReward(build_similarity(labels, env_id))
-
-    return build
-
-
-_FACTORIES: dict[str, RewardFactory] = {
-    "clip_image_text_matching": _similarity("clip"),
-    "blip2_image_text_matching": _similarity("itm"),
-}
-
-
-def register_reward(name: str, factory: RewardFactory) -> None:
-    """Replace what a reward mode that is not learned is computed by."""
-    _FACTORIES[name] = factory
+# Reward modes by the similarity of picture and text: the labels.source with the same model.
+_SIMILARITY_SOURCES = {"clip_image_text_matching": "clip", "blip2_image_text_matching": "itm"}
 
 
 class AgentReward:
     """Rewards of new steps, and of the whole replay buffer when the model has changed.
 
-    `model` is what the mode needs: the ensemble of learned modes, or what a registered factory makes.
+    `ensemble` is the reward model of learned modes, None for others.
     """
 
     def __init__(self, settings: PreferenceSection, env_id: str, ensemble: RewardModel | None) -> None:
         self.mode = settings.reward
         self.model = ensemble
-        if self.mode not in _TRUE and ensemble is None:
-            self.model = _FACTORIES[self.mode](settings, env_id)
+        if self.mode in _SIMILARITY_SOURCES:
+            from rl_vlm.labelling.build import build_similarity  # transformers is slow to import
+            from rl_vlm.labelling.teachers import SimilarityReward
+
+            labels = settings.labels.model_copy(update={"source": _SIMILARITY_SOURCES[self.mode]})
+            self.model = SimilarityReward(build_similarity(labels, env_id))
 
     def of(self, batch: StepBatch) -> np.ndarray:
         """float32 [n]."""
@@ -63,6 +42,6 @@ class AgentReward:
         return self.model.rewards(np.concatenate([batch.observations, batch.actions], axis=1))
 
     def relabel(self, replay: ReplayBuffer) -> None:
-        """Every row gets the reward that the model gives it now."""
+        """Replace the reward of every row by the model's present one."""
         assert self.model is not None
         replay.relabel_with(self.model.input_kind, self.model.rewards)

@@ -1,4 +1,4 @@
-"""Stepping control environments with a policy: collecting steps, evaluating, and coming back exactly. No Ray here."""
+"""Steps control environments with a policy: collection, evaluation, exact resume. No Ray here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CollectionError(RLVLMError):
 
 @contextmanager
 def environment_errors() -> Iterator[None]:
-    """Turn whatever an environment raises into a CollectionError; this package's own errors stay as they are."""
+    """Raise any exception of an environment as a CollectionError; this package's own errors stay as they are."""
     try:
         yield
     except RLVLMError:
@@ -75,9 +75,9 @@ class NumpyActor:
 
 @dataclass(slots=True)
 class _OpenEpisode:
-    """An episode that is being stepped, and what it takes to step it again."""
+    """An unfinished episode, and the actions that repeat it."""
 
-    number: int  # of this environment's episodes
+    number: int  # counted per environment
     noise: np.random.Generator
     observation: np.ndarray
     actions: list[np.ndarray] = field(default_factory=list)
@@ -104,15 +104,14 @@ class Collector:
         self._open: list[_OpenEpisode] = []
 
     def collect(self, actor: NumpyActor | None, steps: int, episode_counts: Sequence[int] | None = None) -> StepBatch:
-        """Take `steps` steps in every environment; the rows of one moment stand together.
+        """Take `steps` steps in every environment; the rows of one time step are adjacent.
 
-        `actor` None acts uniformly at random. `episode_counts` [count] says with which episode a collector that is new
-        (because its process died) goes on, so that numbers of episodes are never used twice.
+        `actor` None acts uniformly at random. `episode_counts` [count] are the first episode numbers of a new collector, so
+        that one that replaces a dead process uses no number twice.
         """
         if not self._envs:
             self._start(episode_counts or [0] * self._count)
-        rows: list[StepBatch] = [self._step_all(actor) for _ in range(steps)]
-        return StepBatch.concatenate(rows)
+        return StepBatch.concatenate([self._step_all(actor) for _ in range(steps)])
 
     def _start(self, episode_counts: Sequence[int]) -> None:
         self._envs = [self._make() for _ in range(self._count)]
@@ -141,7 +140,10 @@ class Collector:
             successes=np.array([e.success(r[4]) for e, r in zip(self._envs, results, strict=True)], np.float32),
             terminated=np.array([result[2] for result in results], bool),
             truncated=np.array([result[3] for result in results], bool),
-            episodes=np.array([self._name(place) for place in range(self._count)], np.int64),
+            # A number that no other episode of the run has.
+            episodes=np.array(
+                [e.number * self._num_envs + self._first + k for k, e in enumerate(self._open)], np.int64
+            ),
             times=np.array([len(episode.actions) for episode in self._open], np.int32),
             frames=np.stack([env.frame() for env in self._envs]) if self._frames else None,
         )
@@ -154,12 +156,8 @@ class Collector:
                 episode.actions.append(actions[place])
         return batch
 
-    def _name(self, place: int) -> int:
-        """A number that no other episode of the run has."""
-        return self._open[place].number * self._num_envs + self._first + place
-
     def state(self) -> dict[str, Any]:
-        """What `load` needs: per environment its episode, the actions so far and the state of its noise."""
+        """Per environment its episode, the actions so far and the state of its noise, for `load`."""
         return {
             "episodes": [
                 {
@@ -172,7 +170,7 @@ class Collector:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Come back to a saved state: every open episode is started again and its actions are repeated."""
+        """Restore a saved state: every open episode is started again and its actions are repeated."""
         saved = state["episodes"]
         if not saved:
             return
@@ -209,7 +207,7 @@ def evaluation_seeds(run: RunConfig) -> list[int]:
 
 
 class Evaluator:
-    """Plays whole episodes with the mode of the policy.
+    """Runs whole episodes with the mode of the policy.
 
     Args:
         make: makes one environment.

@@ -46,7 +46,7 @@ class RewardEnsemble:
         input_shape: (H, W, 3) of the pictures, or (O + A,).
         settings: the networks and how they are trained.
         seed: of the initial weights and of the order of examples.
-        capacity: pairs that are kept, and scores.
+        capacity: how many pairs, and how many scores, are kept.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RewardEnsemble:
     ) -> None:
         self._settings = settings or RewardModelSection()
         self._capacity, self._device = capacity, device
-        self._shape = _seen_shape(tuple(input_shape), self._settings)
+        self._shape = _input_shape(tuple(input_shape), self._settings)
         self._rng = np.random.default_rng(seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -69,13 +69,13 @@ class RewardEnsemble:
         self.forget_examples()
 
     def forget_examples(self) -> None:
-        """Begin with no pairs and no scores."""
+        """Drop all pairs and scores."""
         self.pairs = Examples(self.input_kind, 2, self._capacity)
         self.scores = Examples(self.input_kind, 1, self._capacity)
 
     @property
     def input_kind(self) -> InputKind:
-        """What it looks at."""
+        """What its inputs are."""
         return "state_action" if self._settings.architecture == "mlp" else "image"
 
     def rewards(self, inputs: np.ndarray) -> np.ndarray:
@@ -84,7 +84,7 @@ class RewardEnsemble:
 
     def member_rewards(self, inputs: np.ndarray) -> np.ndarray:
         """float32 [E, N]."""
-        inputs = self._seen(inputs)
+        inputs = self._subsampled(inputs)
         rows = _INFERENCE_ROWS[self.input_kind]
         self._members.eval()
         found = []
@@ -109,15 +109,15 @@ class RewardEnsemble:
         return torch.sigmoid(torch.from_numpy(difference)).numpy()
 
     def add_pairs(self, pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> int:
-        """Keep what may be trained on; returns how many pairs that are."""
+        """Keep the pairs that may be trained on; returns how many."""
         for pair in pairs[:1]:
-            self._seen(inputs_of(pair.first, self.input_kind))  # before anything is kept
+            self._subsampled(inputs_of(pair.first, self.input_kind))  # raises before anything is kept
         return self.pairs.add_pairs(pairs, labels, self._settings)
 
     def add_scores(self, segments: Sequence[Segment], scores: Sequence[Score]) -> int:
         """Keep the segments that have a score; returns how many."""
         for segment in segments[:1]:
-            self._seen(inputs_of(segment, self.input_kind))
+            self._subsampled(inputs_of(segment, self.input_kind))
         return self.scores.add_scores(segments, scores)
 
     def fit(self) -> FitReport:
@@ -165,12 +165,12 @@ class RewardEnsemble:
         batches = []
         for row in places:
             inputs = examples.batch(row)  # [B, parts, T, ...]
-            batches.append(self._tensor(self._seen(inputs.reshape(-1, *inputs.shape[3:]))))
+            batches.append(self._tensor(self._subsampled(inputs.reshape(-1, *inputs.shape[3:]))))
         members, rows = places.shape
         return self._members(batches).reshape(members, rows, examples.parts, -1).sum(-1)  # type: ignore[no-any-return]
 
-    def _seen(self, inputs: np.ndarray) -> np.ndarray:
-        """The inputs as the networks take them. Raises UserInputError if they have another size."""
+    def _subsampled(self, inputs: np.ndarray) -> np.ndarray:
+        """The inputs with every `stride`-th pixel. Raises UserInputError if they have another size."""
         stride = self._settings.stride
         if self.input_kind == "image" and stride > 1 and inputs.shape[1:] != self._shape:
             inputs = inputs[:, ::stride, ::stride]
@@ -237,7 +237,7 @@ def _adam_state(tensors: dict[str, Tensor]) -> dict[int, dict[str, Any]]:
     return state
 
 
-def _seen_shape(shape: tuple[int, ...], settings: RewardModelSection) -> tuple[int, ...]:
+def _input_shape(shape: tuple[int, ...], settings: RewardModelSection) -> tuple[int, ...]:
     if settings.architecture == "mlp":
         if len(shape) != 1:
             raise UserInputError(

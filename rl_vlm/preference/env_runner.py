@@ -12,7 +12,7 @@ from rl_vlm.rollout.base_env_runner import RunEnvRunner
 
 
 class ControlEnvRunner(RunEnvRunner):
-    """Steps this runner's share of the run's environments; `run_config` says everything."""
+    """Steps this runner's share of the run's environments; all settings are in `run_config`."""
 
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
         super().__init__((config.observation_space, config.action_space), config=config, **kwargs)

@@ -1,4 +1,4 @@
-"""Episodes as they end, and the CSV files that RL-VLM-F's users know: `train.csv` and `eval.csv`."""
+"""Finished episodes, and RL-VLM-F's CSV files `train.csv` and `eval.csv`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import numpy as np
 from rl_vlm.files import append_whole, whole_lines, write_atomic
 from rl_vlm.preference.collector import EpisodeResult
 from rl_vlm.preference.replay import StepBatch
+from rl_vlm.statistics import wilson_interval
 
-# The original's columns in one order; `step` is the environment step, success is 0 or 1 here and percent in eval.csv. The
-# original writes success under two names. New columns go to the end: a resumed run keeps its lines.
+# RL-VLM-F's columns; `step` is the environment step, success is 0 or 1 in train.csv and percent in eval.csv. RL-VLM-F
+# writes success under two names. New columns go to the end, because a resumed run keeps its lines.
 TRAIN_COLUMNS = (
     "episode", "step", "episode_reward", "true_episode_reward", "true_episode_success", "duration", "total_feedback",
     "labeled_feedback", "reward_learning_acc", "vlm_acc", "batch_reward", "critic_loss", "actor_loss", "actor_entropy",
@@ -48,7 +49,7 @@ class FinishedEpisode:
 
 
 class EpisodeTracker:
-    """Adds up the steps of every episode, of many environments at once."""
+    """Sums rewards and steps per episode, of many environments at once."""
 
     def __init__(self) -> None:
         self.finished = 0
@@ -56,7 +57,7 @@ class EpisodeTracker:
         self._returns: deque[float] = deque(maxlen=10)
 
     def add(self, batch: StepBatch, rewards: np.ndarray) -> list[FinishedEpisode]:
-        """Take in steps with the rewards that the agent got; returns the episodes that ended, in order."""
+        """Add steps with the agent's rewards; returns the episodes that ended, in order."""
         done = batch.terminated | batch.truncated
         ended = []
         for row, episode in enumerate(batch.episodes.tolist()):
@@ -93,10 +94,10 @@ class EpisodeTracker:
 
 
 class StepCsv:
-    """A CSV file with a `step` column. It continues after a step; later rows are removed."""
+    """A CSV file with a `step` column, continued after a given step."""
 
     def __init__(self, path: Path, columns: Sequence[str], keep_until: int) -> None:
-        """`keep_until` -1 starts anew."""
+        """Rows after step `keep_until` are removed, all of them at -1."""
         self._path, self._columns = path, tuple(columns)
         lines = whole_lines(path)
         header = self._line(self._columns)
@@ -104,7 +105,7 @@ class StepCsv:
         write_atomic(path, b"".join([header, *rows]))
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Append a row; what it lacks is empty."""
+        """Append a row; missing columns are empty."""
         append_whole(self._path, self._line([row.get(name, "") for name in self._columns]))
 
     def _step(self, line: bytes) -> float:
@@ -123,8 +124,6 @@ class StepCsv:
 
 def evaluation_row(results: Sequence[EpisodeResult], step: int, episode: int) -> dict[str, float]:
     """A row of eval.csv: success in percent, with the 95 % interval of a proportion (Wilson, 1927)."""
-    from rl_vlm.statistics import wilson_interval
-
     best = [result.success_best for result in results]
     returns = [result.true_return for result in results]
     low, high = wilson_interval(round(sum(best)), len(best))
@@ -143,7 +142,7 @@ def evaluation_row(results: Sequence[EpisodeResult], step: int, episode: int) ->
 
 
 def evaluation_figures(results: Sequence[EpisodeResult]) -> dict[str, float]:
-    """What eval.jsonl and `rl-vlm eval` say of evaluation episodes: shares in [0, 1], returns by the true reward."""
+    """Metrics of evaluation episodes for eval.jsonl and `rl-vlm eval`: shares in [0, 1], returns by the true reward."""
     row = evaluation_row(results, step=0, episode=0)
     return {
         "accuracy/success": row["success_rate"] / 100,

@@ -1,4 +1,4 @@
-"""What a reward model is trained on: the inputs of labelled segments in memory, large pictures compressed."""
+"""Training examples of a reward model: the inputs of labelled segments in memory, large pictures compressed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from rl_vlm.labelling.types import Label, Score, Segment, SegmentPair
 from rl_vlm.types import UserInputError
 
 InputKind = Literal["image", "state_action"]
-# Smaller arrays are kept as they are: unpacking would cost more than it saves.
-_COMPRESS_FROM = 32 * 1024
+_COMPRESS_FROM = 32 * 1024  # bytes; smaller arrays would cost more time than they save memory
 _CODEC = pa.Codec("zstd", compression_level=1)
 
 
 def inputs_of(segment: Segment, kind: InputKind) -> np.ndarray:
-    """What a reward model sees of a segment: uint8 [T, H, W, 3] or float32 [T, O + A]."""
+    """A reward model's inputs of a segment: uint8 [T, H, W, 3] or float32 [T, O + A]."""
     if kind == "state_action":
         return np.concatenate([segment.observations, segment.actions], axis=1, dtype=np.float32)
     if segment.frames is None:
@@ -30,7 +29,7 @@ def inputs_of(segment: Segment, kind: InputKind) -> np.ndarray:
 
 
 def target_of(label: Label, settings: RewardModelSection) -> tuple[float, float] | None:
-    """(weight of the first, weight of the second), summing to 1; None: not to be trained on.
+    """(weight of the first, weight of the second), summing to 1; None if the label is not trained on.
 
     Where the label's probabilities are used, no preference counts half for each side.
     """
@@ -46,7 +45,7 @@ def target_of(label: Label, settings: RewardModelSection) -> tuple[float, float]
 
 
 class _Packed:
-    """An array, compressed if that pays."""
+    """An array, compressed if it is large."""
 
     __slots__ = ("_data", "_dtype", "_shape")
 

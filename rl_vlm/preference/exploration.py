@@ -1,22 +1,22 @@
-"""Exploration before the first labels: states far from all others are worth a visit (PEBBLE, arXiv 2106.05091, section 4.1)."""
+"""Exploration before the first labels by state entropy: PEBBLE, arXiv 2106.05091, section 4.1."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-_SPARE = 8  # candidates beyond the k nearest, whose exact distances are computed
+_EXTRA_CANDIDATES = 8  # candidates beyond the k nearest, whose exact distances are computed
 
 
 def state_entropy(states: Tensor, visited: Tensor, k: int) -> Tensor:
     """float32 [B]: the distance from each of `states` [B, O] to the k-th nearest other one of `visited` [N, O].
 
     `visited` holds `states` too, so the nearest neighbour is the state itself and is not counted. Distances to all come
-    from one matrix product, which loses digits for close neighbours; those of the nearest few are computed again exactly.
+    from one matrix product, which is inexact for close neighbours; those of the nearest few are computed again exactly.
     With N <= k, the farthest one counts.
     """
     wanted = min(k + 1, len(visited))
-    candidates = min(wanted + _SPARE, len(visited))
+    candidates = min(wanted + _EXTRA_CANDIDATES, len(visited))
     centre = visited.mean(0)
     near, far = states - centre, visited - centre
     squared = torch.addmm(far.square().sum(1)[None, :], near, far.t(), alpha=-2.0)  # plus |state|², the same in a row
@@ -32,7 +32,7 @@ class RunningStd:
         self.count, self.mean, self.squares = 0.0, 0.0, 0.0
 
     def update(self, values: Tensor) -> None:
-        """Take in values [n]."""
+        """Add values [n]."""
         exact = values.double()
         count, mean = float(len(values)), float(exact.mean())
         total, delta = self.count + count, mean - self.mean
@@ -42,7 +42,7 @@ class RunningStd:
 
     @property
     def std(self) -> float:
-        """1 before anything was seen, and where nothing differs."""
+        """1 without values, and where all are equal."""
         return (self.squares / self.count) ** 0.5 if self.squares > 0 else 1.0
 
     def state(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Labelling sessions: pairs from the replay buffer, labels, the reward model. What PEBBLE calls feedback. No Ray here."""
+"""Labelling sessions (PEBBLE's feedback): pairs from the replay buffer, their labels, the reward model. No Ray here."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SessionReport:
-    """What a session brought."""
+    """Figures of one session."""
 
     asked: int = 0
-    usable: int = 0  # pairs (or scores) that the reward model took
+    usable: int = 0  # pairs (or scores) that the reward model is trained on
     undecided: int = 0
     errors: int = 0
     right: float = float("nan")  # share of the decided labels that agree with the true rewards
@@ -38,7 +38,7 @@ class SessionReport:
     fit: FitReport | None = None
 
     def metrics(self) -> dict[str, float]:
-        """As figures of a run."""
+        """As metrics of a run."""
         figures = {
             "labels/asked": float(self.asked),
             "labels/usable": float(self.usable),
@@ -66,9 +66,9 @@ class Feedback:
     Args:
         settings: `preference` of the configuration.
         model: the reward ensemble.
-        labeller: who answers; None where only a label cache is replayed.
-        cache: labels of an earlier run, which are used up first.
-        folder: `labels/` and the query log go there.
+        labeller: answers; None where only a label cache is replayed.
+        folder: holds `labels/` and the query log.
+        cache: labels of an earlier run, which are replayed first.
     """
 
     def __init__(
@@ -84,21 +84,20 @@ class Feedback:
         self.asked = self.usable = self.sessions = 0
         self.stop_requested: Callable[[], bool] = lambda: False
         self._labeller, self._cache = labeller, cache
+        self._cache_is_used_up = False
         self._log_path = folder / FILE_NAME
-        self._known: list[SegmentPair] = []  # for selections that keep away from what was asked before
+        self._known: list[SegmentPair] = []  # for rules that select pairs far from earlier ones
         # One loop for all sessions: clients of served models belong to the loop that they were first used in.
         self._loop = asyncio.new_event_loop()
 
     @property
     def exhausted(self) -> bool:
-        """Whether there is nobody left to ask."""
+        """Whether no labels are left: no labeller, and the cache is replayed."""
         return self._labeller is None and (self._cache is None or self._cache_is_used_up)
-
-    _cache_is_used_up = False
 
     @property
     def cost(self) -> str:
-        """What labelling has cost so far and how the labeller behaves, for people; empty for one that costs nothing."""
+        """What labelling has cost so far and how the labeller behaves, in one line; empty for labellers that count nothing."""
         stats = getattr(self._labeller, "stats", None)
         return stats.summary() if stats is not None else ""
 
@@ -107,9 +106,9 @@ class Feedback:
     ) -> SessionReport | None:
         """Have `count` pairs labelled and train the reward model on all that are known.
 
-        The first session's pairs are drawn uniformly: the untrained model knows nothing. A labeller that is down is waited
-        for; nothing of a failed attempt is kept. Returns None if the user wants to stop, or a cache has run out with
-        nobody to ask. Raises LabellerDownError when the patience is over.
+        The first session's pairs are drawn uniformly, because the model is untrained. While the labeller is down, the
+        session is tried again; nothing of a failed attempt is kept. Returns None if the user wants to stop, or if the cache
+        is replayed and there is no labeller. Raises LabellerDownError after `labeller_patience_s`.
         """
         if isinstance(self._labeller, KnowsMargin):
             self._labeller.set_margin(mean_return, self.settings.segment_length, horizon)
@@ -133,10 +132,8 @@ class Feedback:
         self, replay: ReplayBuffer, count: int, step: int, rng: np.random.Generator, horizon: int
     ) -> SessionReport | None:
         session = self._cached()
-        if session is None:
-            if self._labeller is None:
-                return None
-            labeller, labels = self._labeller, self.settings.labels
+        labeller, labels = self._labeller, self.settings.labels
+        if session is None and labeller is not None:
 
             def draw(wanted: int) -> list[SegmentPair]:
                 rule = labels.rule if self.sessions else "uniform"
@@ -148,9 +145,9 @@ class Feedback:
                 )
                 return select_pairs(rule, candidates, wanted, self.model, self._known)
 
-            session = self._patiently(lambda: label_session(labeller, draw, count, labels.rounds), rng)
-            if session is None:
-                return None
+            session = self._retried(lambda: label_session(labeller, draw, count, labels.rounds), rng)
+        if session is None:
+            return None
         session.labels = [_as_stored(label) for label in session.labels]
         now = time.time()
         self.store.append(session.pairs, session.labels, step=step, time=now)
@@ -174,7 +171,7 @@ class Feedback:
                 raise LabellerDownError(f"None of {len(scores)} pictures could be scored: {scores[0].error}")
             return segments, scores
 
-        found = self._patiently(ask, rng)
+        found = self._retried(ask, rng)
         if found is None:
             return None
         segments, scores = found
@@ -193,13 +190,11 @@ class Feedback:
         if self._cache is None or self._cache_is_used_up:
             return None
         stored = self._cache.next_session()
-        if stored is None:
-            self._cache_is_used_up = True
-            return None
-        return LabelledSession(stored.pairs, stored.labels)
+        self._cache_is_used_up = stored is None
+        return LabelledSession(stored.pairs, stored.labels) if stored is not None else None
 
-    def _patiently(self, ask: Callable[[], Any], rng: np.random.Generator) -> Any:
-        """The result of `ask()`, tried again while the labeller is down. Each attempt draws the same pairs."""
+    def _retried(self, ask: Callable[[], Any], rng: np.random.Generator) -> Any:
+        """The result of `ask()`, tried again while the labeller is down. Every attempt draws the same pairs."""
         deadline = time.monotonic() + self.settings.labeller_patience_s
         drawn, labeller = rng.bit_generator.state, self._labeller
         before = labeller.state() if isinstance(labeller, HasState) else None
@@ -225,10 +220,8 @@ class Feedback:
         if self.settings.labels.rule.startswith("kcenter"):
             self._known += pairs
 
-    # Saving.
-
     def state(self) -> dict[str, Any]:
-        """What is in neither the label store nor the reward model's file, as JSON."""
+        """The state that neither the label store nor the reward model's file holds, as JSON."""
         return {
             "asked": self.asked,
             "usable": self.usable,
@@ -239,7 +232,7 @@ class Feedback:
         }
 
     def load(self, state: Mapping[str, Any], model_file: Path) -> None:
-        """Go on from a saved state; the label store must hold its sessions, later ones are set aside."""
+        """Go on from a saved state; the label store must hold its sessions, later ones are moved aside."""
         self.asked, self.usable = int(state["asked"]), int(state["usable"])
         self.sessions = int(state["sessions"])
         if isinstance(self._labeller, HasState) and state["labeller"] is not None:
@@ -267,16 +260,16 @@ class Feedback:
 
 def label_accuracy(pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> float:
     """Share of the decided labels, of pairs whose true returns differ, that prefer the higher return; nan without any."""
-    found = []
-    for pair, label in zip(pairs, labels, strict=True):
-        difference = true_return(pair.second) - true_return(pair.first)
-        if is_decided(label) and difference != 0:
-            found.append((difference > 0) == (label.value == 1))
+    found = [
+        (difference > 0) == (label.value == 1)
+        for pair, label in zip(pairs, labels, strict=True)
+        if is_decided(label) and (difference := true_return(pair.second) - true_return(pair.first)) != 0
+    ]
     return float(np.mean(found)) if found else float("nan")
 
 
 def _as_stored(label: Label) -> Label:
-    """With probabilities as exact as the label store keeps them, so that a resumed run trains on the same numbers."""
+    """With probabilities in float32, as the label store holds them, so that a resumed run trains on the same numbers."""
     if label.probabilities is None:
         return label
     first, second, neither = np.asarray(label.probabilities, np.float32).tolist()

@@ -1,9 +1,11 @@
-"""What a run's configuration makes of the labeller's side: the served model, the labeller, the reward model."""
+"""Builds the labelling side of a run from its configuration: the served model, the labeller, the reward model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from rl_vlm.config import RunConfig
 from rl_vlm.labelling.store import LabelReplay, label_cache
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LabellingSide:
-    """The served model that labels, where the run asks for one. It starts while the rest of the run does."""
+    """The served model that labels, where the run asks for one. It starts in parallel with the rest of the run."""
 
     def __init__(self, run: RunConfig, folder: Path) -> None:
         self._run = run
@@ -65,15 +67,10 @@ def build_feedback(run: RunConfig, folder: Path, side: LabellingSide, sizes: tup
         labeller = build_labeller(
             settings.labels, env_id=run.env.id, seed=derive_seed(run.seed, 50) % 2**31, client=client, text=text
         )
+    device = "cuda" if run.learner.gpus_per_learner > 0 and torch.cuda.is_available() else "cpu"
     shape = (settings.image_size, settings.image_size, 3) if settings.rewards_images else (sum(sizes),)
     seed = derive_seed(run.seed, 51) % 2**31
-    model = RewardEnsemble(shape, settings.reward_model, seed, capacity=settings.max_feedback, device=_device(run))
+    model = RewardEnsemble(shape, settings.reward_model, seed, capacity=settings.max_feedback, device=device)
     if settings.reward_model.load:
         model.load(Path(settings.reward_model.load))
     return Feedback(settings, model, labeller, folder, LabelReplay(cache) if cache is not None else None)
-
-
-def _device(run: RunConfig) -> str:
-    import torch
-
-    return "cuda" if run.learner.gpus_per_learner > 0 and torch.cuda.is_available() else "cpu"

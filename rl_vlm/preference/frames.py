@@ -1,8 +1,7 @@
-"""A bounded ring of frames, compressed without loss.
+"""A ring buffer of frames, compressed without loss.
 
-A camera that stands still shows much the same picture all episode long. So the first frame of an episode is kept whole
-and the later ones as their difference to it (modulo 256), and both are compressed by zstd: what comes out is, byte for
-byte, what went in, at a tenth of its size or less.
+Frames of one episode from a fixed camera are similar. So the first frame of an episode is kept whole, later ones as
+their difference to it (modulo 256), both compressed by zstd, at a tenth of the size or less.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ _DECODED_KEYS = 16  # kept decompressed: one per environment that is being stepp
 
 
 class FrameRing:
-    """The newest `capacity` frames of one size; older ones are overwritten.
-
-    Slots are numbered in the order of adding: frame number n lives in slot n % capacity.
-    """
+    """The newest `capacity` frames of one size: frame number n is in slot n % capacity."""
 
     def __init__(self, capacity: int, image_size: int) -> None:
         if capacity < 1:
@@ -45,22 +41,22 @@ class FrameRing:
         """Bytes of all compressed frames, Python's own overhead included."""
         overhead = len(self) * (33 + 8 + 8)  # a bytes object, its place in the list, its episode
         keys = sum(len(key) + 300 for key in self._keys.values())
-        # The cache may be full of them; what it holds just now depends on who looked last.
+        # An upper bound of the cache of decoded first frames, whose size depends on the last calls.
         decoded = min(len(self._keys), _DECODED_KEYS) * self.image_size**2 * 3
         return sum(map(len, self._payloads)) + overhead + keys + decoded
 
     def add(self, frames: np.ndarray, episodes: Sequence[int] | np.ndarray) -> None:
-        """Append frames uint8 [n, S, S, 3]; `episodes` [n] says which frames look alike. Numbers of episodes are never reused."""
+        """Append frames uint8 [n, S, S, 3]; `episodes` [n] are their episode numbers, which are never reused."""
         size = self.image_size
         if frames.dtype != np.uint8 or frames.shape[1:] != (size, size, 3):
             raise ValueError(f"Frames must be uint8 [n, {size}, {size}, 3], not {frames.dtype} {frames.shape}.")
         for frame, episode in zip(frames, np.asarray(episodes).tolist(), strict=True):
             slot = self.total % self.capacity
-            self._forget(slot)
+            self._clear(slot)
             if episode not in self._keys:
                 self._keys[episode] = _compress(frame)
                 self._users[episode] = 0
-                self._remember(episode, frame.copy())
+                self._cache_key(episode, frame.copy())
             self._payloads[slot] = _compress(frame - self._key(episode))
             self._episodes[slot] = episode
             self._users[episode] += 1
@@ -70,7 +66,7 @@ class FrameRing:
         """uint8 [n, S, S, 3]: the frames in these slots."""
         size = self.image_size
         frames = np.empty((len(slots), size, size, 3), np.uint8)
-        # Frames of one episode after each other, so that its first frame is decompressed once.
+        # By episode, so that each first frame is decompressed once.
         for place in np.argsort(self._episodes[slots], kind="stable").tolist():
             slot = int(slots[place])
             if not self._payloads[slot]:
@@ -80,7 +76,7 @@ class FrameRing:
         return frames
 
     def state(self) -> dict[str, np.ndarray]:
-        """Everything as arrays; `load` gives the same ring back."""
+        """Everything as arrays, for `load`."""
         keys = sorted(self._keys)
         used = self._payloads[: len(self)]
         return {
@@ -111,7 +107,7 @@ class FrameRing:
         self._users = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
         self._decoded.clear()
 
-    def _forget(self, slot: int) -> None:
+    def _clear(self, slot: int) -> None:
         episode = int(self._episodes[slot])
         if episode < 0:
             return
@@ -125,12 +121,12 @@ class FrameRing:
         found = self._decoded.get(episode)
         if found is None:
             found = _decompress(self._keys[episode], self.image_size)
-            self._remember(episode, found)
+            self._cache_key(episode, found)
         else:
             self._decoded.move_to_end(episode)
         return found
 
-    def _remember(self, episode: int, frame: np.ndarray) -> None:
+    def _cache_key(self, episode: int, frame: np.ndarray) -> None:
         self._decoded[episode] = frame
         if len(self._decoded) > _DECODED_KEYS:
             self._decoded.popitem(last=False)

@@ -1,8 +1,8 @@
 """SAC's networks: ReLU MLPs whose weights lie in one vector, and the squashed Gaussian policy. Plain torch.
 
-One vector per network means one optimiser kernel, one target update and one copy. The gradients of an MLP are three lines
-of matrix products; written out they leave out what SAC throws away (weights of the critics in the policy's loss, gradients
-of the critic that is not the minimum), which autograd computes.
+One vector per network means one optimiser kernel, one target update and one copy. The gradients are written out as matrix
+products, without those that autograd computes and SAC does not use (of the critics' weights in the policy's loss, of the
+critic that is not the minimum).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _through_relu(gradient: Tensor, output: Tensor) -> Tensor:
 
 
 class PolicySample(NamedTuple):
-    """Actions drawn with given noise; the last three are what the gradient needs."""
+    """Actions drawn with given noise; the last three fields are inputs of `policy_gradient`."""
 
     actions: Tensor  # [B, A] in (-1, 1)
     log_probs: Tensor  # [B]
@@ -127,7 +127,7 @@ class SACNetworks(nn.Module):
         self.reset_critics(generator)
 
     def reset_critics(self, generator: torch.Generator) -> None:
-        """Draw both critics anew; the targets equal them."""
+        """Initialise both critics again; the targets equal them."""
         for layers in self.critic_layers(self.critics.data):
             self._initialize(layers, generator)
         self.targets.copy_(self.critics.data)
@@ -163,6 +163,6 @@ class SACNetworks(nn.Module):
         return {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave. Raises KeyError or RuntimeError if it does not fit."""
+        """Copy the tensors of `state` in. Raises KeyError or RuntimeError if they do not fit."""
         for name, tensor in {**self.named_layers(), "log_alpha": self.log_alpha.data}.items():
             tensor.copy_(state[name])

@@ -1,19 +1,22 @@
-"""The replay buffer: one float32 array per field, a ring of rows, the frames of the newest rows beside it."""
+"""The replay buffer: a ring of steps with one array per field, and the frames of the newest rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from rl_vlm.labelling.types import Segment, SegmentPair
+from rl_vlm.preference.examples import InputKind
 from rl_vlm.preference.frames import FrameRing
 from rl_vlm.types import UserInputError
 
-InputKind = Literal["image", "state_action"]
-_COLUMNS = ("observations", "actions", "next_observations", "rewards", "continues", "true_rewards", "successes")
+_COLUMNS = (
+    "observations", "actions", "next_observations", "rewards", "continues", "true_rewards", "successes",
+    "episodes", "times", "previous",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -22,7 +25,7 @@ class StepBatch:
 
     observations, next_observations float32 [n, O]; actions float32 [n, A]; true_rewards, successes float32 [n];
     terminated, truncated bool [n]; episodes int64 [n], numbers that are never reused; times int32 [n], from 0; frames
-    uint8 [n, S, S, 3], what is seen after the step, or None.
+    uint8 [n, S, S, 3], drawn after the step, or None.
     """
 
     observations: np.ndarray
@@ -54,7 +57,7 @@ class StepBatch:
 class ReplayBuffer:
     """A ring of `capacity` steps.
 
-    `rewards` is what the agent learns from: `relabel` overwrites it. Truncated episodes go on for the critic
+    `rewards` are those that the agent learns from; `relabel_with` replaces them. Truncated episodes go on for the critic
     (`continues` is 1), terminated ones do not. Where the reward is learned from images, `frame_capacity` must be at least
     `capacity`: a row without a frame could not be relabelled.
     """
@@ -85,11 +88,11 @@ class ReplayBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays and frames."""
-        arrays = sum(getattr(self, name).nbytes for name in (*_COLUMNS, "episodes", "times", "previous"))
+        arrays = sum(getattr(self, name).nbytes for name in _COLUMNS)
         return arrays + (self.frames.nbytes if self.frames is not None else 0)
 
     def add(self, batch: StepBatch, rewards: np.ndarray) -> None:
-        """Append steps; `rewards` float32 [n] is what the agent is to learn from."""
+        """Append steps; `rewards` float32 [n] are those of the agent."""
         n = len(batch)
         if n > self.capacity:
             raise ValueError(f"A batch of {n} steps does not fit into a ring of {self.capacity}.")
@@ -118,28 +121,15 @@ class ReplayBuffer:
         """int64 [count]: rows drawn uniformly, with replacement."""
         return rng.integers(0, len(self), count)
 
-    # Rewards.
-
-    def relabel(self, rewards: np.ndarray) -> None:
-        """Replace the reward of every row by `rewards` float32 [len(self)]: one array write."""
-        self.rewards[: len(self)] = rewards
-
-    def reward_inputs(self, kind: InputKind, chunk: int = 256) -> Iterator[np.ndarray]:
-        """What a reward model looks at, row by row of the whole ring, in pieces of `chunk` rows."""
-        for start in range(0, len(self), chunk):
-            yield self.inputs_of(kind, np.arange(start, min(start + chunk, len(self))))
-
-    def inputs_of(self, kind: InputKind, rows: np.ndarray) -> np.ndarray:
-        """Frames uint8 [n, S, S, 3] or state-actions float32 [n, O + A] of these rows."""
-        if kind == "image":
-            return self.frames_of(rows)
-        return np.concatenate([self.observations[rows], self.actions[rows]], axis=1)
-
     def relabel_with(self, kind: InputKind, rewards: Callable[[np.ndarray], np.ndarray], chunk: int = 256) -> None:
-        """Relabel the whole ring by a reward model's `rewards`."""
-        pieces = [rewards(inputs) for inputs in self.reward_inputs(kind, chunk)]
-        if pieces:
-            self.relabel(np.concatenate(pieces))
+        """Replace the reward of every row by that of a reward model, which gets the inputs of `chunk` rows at a time."""
+        for start in range(0, len(self), chunk):
+            rows = np.arange(start, min(start + chunk, len(self)))
+            if kind == "image":
+                inputs = self.frames_of(rows)
+            else:
+                inputs = np.concatenate([self.observations[rows], self.actions[rows]], axis=1)
+            self.rewards[rows] = rewards(inputs)
 
     def frames_of(self, rows: np.ndarray) -> np.ndarray:
         """uint8 [n, S, S, 3]. Raises IndexError for rows whose frame has been overwritten."""
@@ -153,8 +143,6 @@ class ReplayBuffer:
     def _ages(self, rows: np.ndarray) -> np.ndarray:
         """0 for the newest row."""
         return (self.total - 1 - rows) % self.capacity
-
-    # Segments.
 
     def sample_pairs(
         self, count: int, length: int, rng: np.random.Generator, newest: int | None = None
@@ -177,13 +165,7 @@ class ReplayBuffer:
             rows, whole = self._walk_back(ends.reshape(-1), length, reach)
             usable = whole.reshape(-1, 2).all(1) & (ends[:, 0] != ends[:, 1])
             rows = rows.reshape(-1, 2, length)[usable]
-            frames = self._segment_frames(rows)
-            pairs += [
-                SegmentPair(
-                    *(self._segment(rows[k, side], None if frames is None else frames[k, side]) for side in (0, 1))
-                )
-                for k in range(len(rows))
-            ]
+            pairs += [SegmentPair(self._segment(first), self._segment(second)) for first, second in rows]
         return pairs
 
     def _walk_back(self, ends: np.ndarray, length: int, reach: int) -> tuple[np.ndarray, np.ndarray]:
@@ -191,31 +173,22 @@ class ReplayBuffer:
         rows = np.empty((len(ends), length), np.int64)
         whole = np.ones(len(ends), bool)
         current = ends
-        for place in range(length - 1, -1, -1):
-            rows[:, place] = current
-            if place == 0:
-                break
+        rows[:, -1] = current
+        for place in range(length - 2, -1, -1):
             before = self.previous[current]
-            # A row that was overwritten since belongs to another episode now, or to another time of it.
+            # A row that was overwritten holds another episode, or another time of it.
             whole &= (before >= 0) & (self._ages(before) < reach)
             whole &= (self.episodes[before] == self.episodes[current]) & (self.times[before] == self.times[current] - 1)
-            current = np.where(before >= 0, before, current)
+            rows[:, place] = current = np.where(before >= 0, before, current)
         return rows, whole
 
-    def _segment_frames(self, rows: np.ndarray) -> np.ndarray | None:
-        if self.frames is None:
-            return None
-        return self.frames_of(rows.reshape(-1)).reshape(*rows.shape, *(self.frames.image_size,) * 2, 3)
-
-    def _segment(self, rows: np.ndarray, frames: np.ndarray | None) -> Segment:
+    def _segment(self, rows: np.ndarray) -> Segment:
+        frames = None if self.frames is None else self.frames_of(rows)
         return Segment(self.observations[rows], self.actions[rows], self.true_rewards[rows], frames)
 
-    # Saving.
-
     def state(self) -> dict[str, np.ndarray]:
-        """Everything as arrays, only the rows that are used; `load` gives the same buffer back."""
-        names = (*_COLUMNS, "episodes", "times", "previous")
-        arrays = {name: getattr(self, name)[: len(self)] for name in names}
+        """All rows in use as arrays, for `load`."""
+        arrays = {name: getattr(self, name)[: len(self)] for name in _COLUMNS}
         arrays["total"] = np.array([self.total])
         arrays["open"] = np.array(sorted(self._open.items()), np.int64).reshape(-1, 2)
         if self.frames is not None:
@@ -235,7 +208,7 @@ class ReplayBuffer:
             raise UserInputError("The checkpoint's replay buffer comes from another environment: use its own env.id.")
         if (self.frames is not None) != ("frames.total" in arrays):
             raise UserInputError("The checkpoint was made with frames and this run has none, or the other way round.")
-        for name in (*_COLUMNS, "episodes", "times", "previous"):
+        for name in _COLUMNS:
             getattr(self, name)[:size] = arrays[name]
         self.total = int(arrays["total"][0])
         self._open = {int(episode): int(row) for episode, row in arrays["open"]}

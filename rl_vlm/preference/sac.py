@@ -1,7 +1,7 @@
-"""One update of SAC (arXiv 1801.01290 and 1812.05905), as RL-VLM-F runs it; the whole of it is matrix products.
+"""One update of SAC (arXiv 1801.01290 and 1812.05905) with RL-VLM-F's settings.
 
-`critic_loss`, `actor_loss` and `alpha_loss` are the algorithm as the paper has it. `SACUpdater` makes the same steps with
-the gradients written out (see networks.py); a test holds them equal.
+`critic_loss`, `actor_loss` and `alpha_loss` are the losses of the papers. `SACUpdater` makes the same steps with the
+gradients written out (see networks.py); a test compares them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
     continues: Tensor
 
 
-# The algorithm, for reading and for testing.
+# The losses of the papers.
 
 
 def critic_target(networks: SACNetworks, batch: Batch, noise: Tensor, settings: SACSection) -> Tensor:
@@ -74,9 +74,6 @@ def alpha_loss(networks: SACNetworks, log_probs: Tensor, target_entropy: float) 
     return (networks.log_alpha.exp() * (-log_probs.detach() - target_entropy)).mean()
 
 
-# The same, fast.
-
-
 class SACUpdater:
     """Makes updates in place and counts them.
 
@@ -102,25 +99,26 @@ class SACUpdater:
         networks.log_alpha.grad = torch.zeros_like(networks.log_alpha)
         self._statistics = torch.zeros(len(STATISTICS), device=networks.actor.device)
         self._counted = 0
-        self._critic_part = _maybe_compiled(self._critics, compiled)
-        self._policy_part = _maybe_compiled(self._policy, compiled)
-        self._actor_part = _maybe_compiled(self._actor, compiled)
+        part: Callable[..., Any] = _Compiled if compiled else lambda function: function
+        self._critic_part = part(self._critics)
+        self._policy_part = part(self._policy)
+        self._actor_part = part(self._actor)
 
     def _adam(self, parameter: torch.nn.Parameter, lr: float) -> torch.optim.Adam:
         return torch.optim.Adam([parameter], lr=lr, betas=self.settings.betas, fused=True)
 
     @torch.no_grad()
     def update(self, batch: Batch) -> None:
-        """One step of the critics, the actor and alpha, and of the targets when their turn has come."""
+        """One step of the critics, the actor and alpha, and of the targets every `target_update_every` updates."""
         networks, settings = self.networks, self.settings
         alpha = networks.log_alpha.exp()
         shape = (len(batch.actions), networks.action_size)
-        gradient, self_loss, q = self._critic_part(
+        gradient, critic_loss, q = self._critic_part(
             networks.critics, networks.targets, networks.actor, batch, self._noise(shape), alpha
         )
         networks.critics.grad.copy_(gradient)  # type: ignore[union-attr]
         self.critic_optimizer.step()
-        figures = [self_loss, q, batch.rewards.mean()]
+        figures = [critic_loss, q, batch.rewards.mean()]
         if self.updates % settings.actor_update_every == 0:
             figures += self._update_actor(batch.observations, self._noise(shape), alpha)
         if self.updates % settings.target_update_every == 0:
@@ -168,7 +166,7 @@ class SACUpdater:
     def _policy(
         self, actor: Tensor, critics: Tensor, observations: Tensor, noise: Tensor
     ) -> tuple[list[Tensor], Any, tuple[Tensor, Tensor], tuple[list[Tensor], list[Tensor]]]:
-        """Fresh actions, what both critics think of them, and what the gradients need."""
+        """Activations and sample of the policy, both critics' values of the sample, and their activations."""
         networks = self.networks
         head, activations = forward(layers_of(actor, networks.actor_sizes), observations)
         sample = sample_actions(head, noise, self.settings.log_std_bounds)
@@ -195,11 +193,9 @@ class SACUpdater:
         return torch.cat(backward(layers_of(actor, self.networks.actor_sizes), activations, head))
 
     def reset_critics(self) -> None:
-        """Forget what the critics learned from another reward: new weights, new optimiser, targets equal to them."""
+        """Reset the critics after the reward has changed: new weights, new optimiser state, targets equal to them."""
         self.networks.reset_critics(self.generator)
         self.critic_optimizer.state.clear()
-
-    # Figures.
 
     def _count(self, figures: list[Tensor]) -> None:
         loss, q, reward, *policy = figures
@@ -220,20 +216,16 @@ class SACUpdater:
         return found
 
 
-def _maybe_compiled(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-    return _Compiled(function) if compiled else function
-
-
 class _Compiled:
-    """A function through torch.compile, compiled at its first call; without a compiler it runs as it is."""
+    """A function under torch.compile, compiled at its first call; where that fails, the function itself."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._plain = function
         self._function = torch.compile(function, dynamic=False)
-        self._proven = False
+        self._tried = False
 
     def __call__(self, *args: Any) -> Any:
-        if self._proven:
+        if self._tried:
             return self._function(*args)
         try:
             result = self._function(*args)
@@ -241,5 +233,5 @@ class _Compiled:
             logger.warning("SAC runs without torch.compile, somewhat slower: %s", str(error).split("\n")[0][:200])
             self._function = self._plain  # type: ignore[assignment]
             result = self._plain(*args)
-        self._proven = True
+        self._tried = True
         return result

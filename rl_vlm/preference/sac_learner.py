@@ -1,4 +1,4 @@
-"""SAC as an RLlib learner: the networks are an RLModule, the optimisers are registered, `update` takes columns."""
+"""SAC as an RLlib learner: its RLModule, its optimisers, and `update` on arrays of rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SACUpdateBatch:
     """Rows for U updates of batch size B, one array per field.
 
     observations, next_observations float32 [U, B, O]; actions float32 [U, B, A]; rewards, continues float32 [U, B].
-    `visited` float32 [N, O] marks exploration: the reward is then the entropy of the states among these.
+    With `visited` float32 [N, O] (exploration), the reward is the entropy of the states among these.
     """
 
     observations: np.ndarray
@@ -83,7 +83,7 @@ class SACModule(TorchRLModule):
 
 
 class SACLearner(TorchLearner):
-    """Runs `SACUpdater`. Everything that a resume needs is in `tensors` and `scalars`; RLlib's own state holds it as well."""
+    """Runs `SACUpdater`. `tensors` and `scalars` are its complete state; RLlib's own state holds it as well."""
 
     def build(self) -> None:
         """Build module and optimisers."""
@@ -108,14 +108,14 @@ class SACLearner(TorchLearner):
 
     @property
     def networks(self) -> SACNetworks:
-        """The networks."""
+        """Those of the module."""
         return self.module[DEFAULT_MODULE_ID].networks  # type: ignore[no-any-return]
 
     def _make_modules_ddp_if_necessary(self) -> None:
-        """One learner: nothing to share."""
+        """There is one learner, so DDP is not needed."""
 
     def compute_loss_for_module(self, *, module_id: str, config: Any, batch: Batch, fwd_out: Any) -> Tensor:
-        """The three losses added, as the paper has them; `update` makes the same steps faster."""
+        """The sum of the papers' three losses; `update` makes the same steps faster."""
         updater, settings = self.updater, self.updater.settings
         noise = [torch.randn(batch.actions.shape, generator=updater.generator) for _ in range(2)]
         target = critic_target(self.networks, batch, noise[0], settings)
@@ -134,13 +134,7 @@ class SACLearner(TorchLearner):
             self.updater.reset_critics()
         visited = None if rows.visited is None else self._tensor(rows.visited)
         for number in range(len(rows.rewards)):
-            batch = Batch(
-                self._tensor(rows.observations[number]),
-                self._tensor(rows.actions[number]),
-                self._tensor(rows.rewards[number]),
-                self._tensor(rows.next_observations[number]),
-                self._tensor(rows.continues[number]),
-            )
+            batch = Batch(*(self._tensor(getattr(rows, name)[number]) for name in Batch._fields))
             if visited is not None:
                 entropy = state_entropy(batch.observations, visited, rows.exploration_k)
                 self.entropy_scale.update(entropy)
@@ -152,11 +146,9 @@ class SACLearner(TorchLearner):
         return torch.from_numpy(array).to(self.networks.actor.device)
 
     def actor_layers(self) -> ActorLayers:
-        """The policy's matrices. In the driver's own process they are views: they follow later updates by themselves."""
+        """The policy's matrices. In the driver's own process they are views, which later updates change."""
         layers = layers_of(self.networks.actor.data, self.networks.actor_sizes)
         return [(weight.cpu().numpy(), bias.cpu().numpy()) for weight, bias in layers]
-
-    # Saving.
 
     def tensors(self) -> dict[str, Tensor]:
         """Networks, targets, log alpha, Adam's moments and the state of the noise, by name."""
@@ -167,11 +159,11 @@ class SACLearner(TorchLearner):
         return {**found, "noise": self.updater.generator.get_state()}
 
     def scalars(self) -> dict[str, Any]:
-        """What is no tensor."""
+        """The rest of the state."""
         return {"updates": self.updater.updates, "entropy_scale": self.entropy_scale.state()}
 
     def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        """Take over a saved state. Raises UserInputError when it does not fit."""
+        """Load a saved state. Raises UserInputError when it does not fit."""
         try:
             self.networks.load(tensors)
         except (KeyError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""The driver's side of collecting: asks all env runners for steps at once, survives runners that die or hang."""
+"""Collects steps from all env runners in parallel and handles runners that die or hang."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from rl_vlm.preference.collector import CollectionError, EpisodeResult, NumpyActor, environment_errors
 from rl_vlm.preference.replay import StepBatch
 
-_LOOK_UP_S = 0.5
+_POLL_S = 0.5
 
 
 class ControlSampler:
@@ -33,15 +33,15 @@ class ControlSampler:
         self._local: Any = group.local_env_runner
         self.runners = 1 if self._local is not None else group.num_remote_env_runners()
         self.num_envs = self.runners * envs_per_runner
-        self.episode_counts = [0] * self.num_envs  # with which episode a runner that is new goes on
-        self.restarts = 0  # deaths of runners, however many calls failed until they were back
+        self.episode_counts = [0] * self.num_envs  # the first episode number of a replaced runner
+        self.restarts = 0  # deaths of runners, not failed calls
         self.is_running = False  # between `start` and `finish`
         self._running: dict[ray.ObjectRef, int] = {}
         self._request: tuple[NumpyActor | None, int] = (None, 0)
 
     @property
     def is_local(self) -> bool:
-        """Whether the driver steps the environments itself, and so not while it learns."""
+        """Whether the driver steps the environments itself, which it cannot do while it learns."""
         return self._local is not None
 
     @property
@@ -49,7 +49,7 @@ class ControlSampler:
         return self._group._worker_manager
 
     def start(self, actor: NumpyActor | None, steps: int) -> None:
-        """Ask every runner for `steps` steps per environment; `finish` brings them."""
+        """Ask every runner for `steps` steps per environment; `finish` returns them."""
         self._request, self.is_running = (actor, steps), True
         if self._local is None:
             actor_ref = ray.put(actor)
@@ -71,17 +71,17 @@ class ControlSampler:
                 return self._counted(self._local.sample(actor=actor, steps=steps, episode_counts=self.episode_counts))
         deadline = time.monotonic() + self._timeout_s
         found: dict[int, StepBatch] = {}
-        died: set[int] = set()  # calls to these fail until Ray has started them again
+        died: set[int] = set()  # calls to these fail until Ray has restarted them
         actor_ref = ray.put(actor)
         while self._running:
-            ready, _ = ray.wait(list(self._running), timeout=_LOOK_UP_S)
+            ready, _ = ray.wait(list(self._running), timeout=_POLL_S)
             for reference in ready:
                 runner = self._running.pop(reference)
                 try:
                     found[runner] = ray.get(reference, timeout=30)
                 except RayTaskError as error:
                     raise CollectionError(f"An environment failed: {error.cause}.") from error
-                except RayError as error:  # of GetTimeoutError too: an answer that does not arrive is asked for again
+                except RayError as error:  # GetTimeoutError included: the steps are asked for again
                     if isinstance(error, RayActorError) and runner not in died:
                         died.add(runner)
                         self.restarts += 1
@@ -97,13 +97,13 @@ class ControlSampler:
         return self._counted(StepBatch.concatenate([found[runner] for runner in sorted(found)]))
 
     def _counted(self, batch: StepBatch) -> StepBatch:
-        """Note the episode after each environment's current one: whoever takes over for a dead runner starts there."""
+        """Note the episode after each environment's current one, where the replacement of a dead runner starts."""
         for episode in np.unique(batch.episodes).tolist():
             self.episode_counts[episode % self.num_envs] = episode // self.num_envs + 1
         return batch
 
     def evaluate(self, actor: NumpyActor, seeds: Sequence[int], film: int, timeout_s: float) -> list[EpisodeResult]:
-        """One episode per seed, in order, dealt over all runners."""
+        """One episode per seed, in order, distributed over all runners."""
         if self._local is not None:
             with environment_errors():
                 results: list[EpisodeResult] = self._local.evaluate(actor, seeds, film)
@@ -121,8 +121,6 @@ class ControlSampler:
         found = {result.seed: result for part in parts for result in part}
         return [found[seed] for seed in seeds]
 
-    # Saving.
-
     def states(self) -> list[dict[str, Any]]:
         """The state of every runner's collector, in order."""
         if self._local is not None:
@@ -130,7 +128,7 @@ class ControlSampler:
         return self._get(lambda runner: runner.apply.remote(lambda r: r.collector.state()))
 
     def load_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Bring every runner's environments back to a saved state."""
+        """Restore every runner's environments."""
         if len(states) != self.runners:
             raise CollectionError(
                 f"The checkpoint has {len(states)} env runners and this run {self.runners}: keep "

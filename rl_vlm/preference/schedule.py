@@ -1,4 +1,4 @@
-"""What happens at which environment step: random actions, exploration, labelling sessions, learning. Pure functions."""
+"""The schedule in environment steps: random actions, exploration, labelling sessions, learning. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def first_session_step(settings: PreferenceSection) -> int:
 
 
 def phase(settings: PreferenceSection, step: int) -> Phase:
-    """What the step that follows `step` steps belongs to."""
+    """The phase of the step after `step` steps."""
     if step < settings.random_steps:
         return "random"
     return "explore" if step < first_session_step(settings) else "learn"
 
 
 def next_boundary(settings: PreferenceSection, step: int, next_session: int | None) -> int:
-    """The next step at which something changes; collecting stops there and not later."""
+    """The next step at which the phase changes or a session takes place; collection stops there."""
     steps = [settings.random_steps, first_session_step(settings), settings.total_steps]
     if next_session is not None:
         steps.append(next_session)

@@ -1,4 +1,4 @@
-"""Which pairs are worth a question: the six rules of B-Pref, for states and for pictures.
+"""Selects the pairs to label: the six rules of B-Pref, for states and for pictures.
 
 Rules other than uniform draw more candidates than they keep. Uncertain pairs are those on which the members of the
 reward ensemble disagree, or whose preference has a high entropy; k-center keeps pairs that are far from each other and
@@ -8,28 +8,16 @@ from what was labelled before (Sener and Savarese 2018, arXiv 1708.00489, algori
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
 
 import numpy as np
 from PIL import Image
 
 from rl_vlm.config.labels import Rule
 from rl_vlm.labelling.types import Segment, SegmentPair
+from rl_vlm.preference.ensemble import RewardEnsemble
+from rl_vlm.preference.examples import InputKind
 
-_THUMBNAIL = 16  # pixels: pictures are compared by what is left of them at this size
-
-
-class Preferences(Protocol):
-    """A reward ensemble, as far as selection needs it."""
-
-    @property
-    def input_kind(self) -> Literal["image", "state_action"]:
-        """What it looks at."""
-        ...
-
-    def preferences(self, pairs: Sequence[SegmentPair]) -> np.ndarray:
-        """float32 [E, N]: each member's probability that the first segment is better."""
-        ...
+_THUMBNAIL = 16  # pixels: the size at which pictures are compared
 
 
 def num_candidates(rule: Rule, count: int, large_batch: int) -> int:
@@ -38,7 +26,7 @@ def num_candidates(rule: Rule, count: int, large_batch: int) -> int:
 
 
 def select_pairs(
-    rule: Rule, candidates: Sequence[SegmentPair], count: int, model: Preferences, known: Sequence[SegmentPair] = ()
+    rule: Rule, candidates: Sequence[SegmentPair], count: int, model: RewardEnsemble, known: Sequence[SegmentPair] = ()
 ) -> list[SegmentPair]:
     """`count` of the candidates, or all if there are fewer; `known` are the pairs that were labelled before.
 
@@ -80,7 +68,7 @@ _UNCERTAINTY: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 def k_center(points: np.ndarray, known: np.ndarray, count: int) -> np.ndarray:
     """Places of `count` of the points [N, D], chosen one by one: each is the farthest from all that are known or chosen.
 
-    With nothing known [0, D], the first is the one that is farthest from the mean.
+    Without known points [0, D], the first one is the farthest from the mean.
     """
     nearest = (
         _squared_distances(points, known).min(1)
@@ -103,7 +91,7 @@ def _squared_distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:
     return np.maximum((a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T, 0.0)
 
 
-def pair_features(pairs: Sequence[SegmentPair], kind: Literal["image", "state_action"]) -> np.ndarray:
+def pair_features(pairs: Sequence[SegmentPair], kind: InputKind) -> np.ndarray:
     """float32 [N, D]: observations of both segments, or thumbnails of their pictures, one after the other."""
     if not pairs:
         return np.empty((0, 0), np.float32)
@@ -118,7 +106,7 @@ def pair_features(pairs: Sequence[SegmentPair], kind: Literal["image", "state_ac
     return np.stack([np.concatenate([of(pair.first), of(pair.second)]) for pair in pairs])
 
 
-def _segment_features(segment: Segment, kind: Literal["image", "state_action"]) -> np.ndarray:
+def _segment_features(segment: Segment, kind: InputKind) -> np.ndarray:
     if kind == "image" and segment.frames is not None:
         small = [
             np.asarray(Image.fromarray(frame).resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BOX))

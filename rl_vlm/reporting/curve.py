@@ -1,9 +1,8 @@
-"""curve.png: how a run learned, sampled reward beside greedy held-out accuracy."""
+"""Draws curve.png: sampled reward and greedy held-out accuracy of a run."""
 
 from __future__ import annotations
 
 import csv
-import io
 import json
 import math
 from collections.abc import Sequence
@@ -14,17 +13,14 @@ from typing import Any
 import numpy as np
 import yaml
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from rl_vlm.files import whole_lines, write_atomic
-from rl_vlm.reporting.style import GROUND, INK, MUTED, new_figure, style_panel
+from rl_vlm.files import whole_lines
+from rl_vlm.reporting.style import COLORS, GROUND, INK, MUTED, new_figure, save_figure, style_panel
 from rl_vlm.types import UserInputError
 
-_REWARD = "#2a78b8"
-# Told apart by colour-blind readers too (Okabe and Ito), and by their markers.
-_VARIANTS = ("#d55e00", "#009e73", "#8a5fbf", "#a6761d", "#444444")
+_REWARD, *_VARIANTS = COLORS
 _MARKERS = "osD^v"
 _LEFT, _RIGHT = 0.105, 0.975  # of the panels, as shares of the figure
 
@@ -33,14 +29,14 @@ Series = list[tuple[int, float]]
 
 @dataclass(slots=True)
 class Curves:
-    """What is drawn: values by iteration."""
+    """The values to draw, by iteration."""
 
     name: str
     reward: Series = field(default_factory=list)
     accuracy: dict[str, Series] = field(default_factory=dict)  # by variant
     interval: dict[str, list[tuple[int, float, float]]] = field(default_factory=dict)
     chance: float | None = None
-    of_steps: bool = False  # a preference run: by environment steps, and success instead of accuracy
+    of_steps: bool = False  # a preference run: environment steps, and success instead of accuracy
 
 
 def draw_curve(run_folder: str | Path) -> Path:
@@ -54,19 +50,15 @@ def draw_curve(run_folder: str | Path) -> Path:
             f"There is no run folder {folder}: give the folder that a run wrote, such as runs/quickstart."
         )
     curves = read_curves(folder)
-    # Matplotlib's own objects and not pyplot: no global state, so it works beside a user's notebook and in threads.
     figure = new_figure()
-    canvas = FigureCanvasAgg(figure)
     _draw(figure, curves)
-    buffer = io.BytesIO()
-    canvas.print_png(buffer)
     path = folder / "curve.png"
-    write_atomic(path, buffer.getvalue())
+    save_figure(figure, [path])
     return path
 
 
 def read_curves(folder: Path) -> Curves:
-    """Read what `draw_curve` draws."""
+    """Read the values that `draw_curve` draws."""
     name, of_steps = _run_name(folder)
     curves = Curves(name, of_steps=of_steps)
     try:
@@ -82,7 +74,7 @@ def read_curves(folder: Path) -> Curves:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """A centred Gaussian average of float64 [N], as wide as a twentieth of the values; at the ends of what is there."""
+    """A centred Gaussian average of float64 [N] over about a twentieth of the values, normalised at the ends."""
     width = max(len(values) / 40, 1.0)
     reach = int(3 * width)
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / width) ** 2)
@@ -122,9 +114,9 @@ def _add_evaluation(curves: Curves, entry: dict[str, Any]) -> None:
 
 def _draw(figure: Figure, curves: Curves) -> None:
     rewards = np.array([value for _, value in curves.reward])
-    # Rewards on another scale than accuracy get a panel of their own: two scales on one axis mislead.
-    apart = bool(curves.accuracy) and len(rewards) > 0 and (rewards.min() < -0.05 or rewards.max() > 1.05)
-    axes = list(figure.subplots(2 if apart else 1, 1, sharex=True, squeeze=False)[:, 0])
+    # Rewards on another scale than accuracy get their own panel: two scales on one axis mislead.
+    separate = bool(curves.accuracy) and len(rewards) > 0 and (rewards.min() < -0.05 or rewards.max() > 1.05)
+    axes = list(figure.subplots(2 if separate else 1, 1, sharex=True, squeeze=False)[:, 0])
     upper, lower = axes[0], axes[-1]
     for panel in axes:
         style_panel(panel)
@@ -153,7 +145,7 @@ def _draw(figure: Figure, curves: Curves) -> None:
     if not len(rewards) and not curves.accuracy:
         upper.text(0.5, 0.5, "no iterations yet", transform=upper.transAxes, ha="center", color=MUTED, fontsize=13)
         upper.set_xlim(0, 10)
-    if apart:
+    if separate:
         upper.set_ylabel("reward\n(mean per episode)")
         lower.set_ylabel("success\n(share of episodes)" if curves.of_steps else "accuracy\n(share correct)")
         if np.abs(rewards).max() >= 1000:  # long numbers would push the label out of the picture
@@ -168,7 +160,7 @@ def _draw(figure: Figure, curves: Curves) -> None:
     last = [series[-1][0] for series in [curves.reward, *curves.accuracy.values()] if series]
     if last:
         lower.set_xlim(-0.02 * max(last), max(*last, 1) * 1.02)
-    top = _draw_heads(figure, axes, curves)
+    top = _draw_title_and_legend(figure, axes, curves)
     figure.subplots_adjust(left=_LEFT, right=_RIGHT, top=top, bottom=0.125, hspace=0.12)
 
 
@@ -188,7 +180,7 @@ def _draw_accuracy(
     iterations, values = np.array(series).T
     for iteration, low, high in intervals:
         panel.plot([iteration, iteration], [low, high], color=color, linewidth=1.6, alpha=0.55, zorder=3.5)
-    # Many points run together: smaller, and still one per evaluation.
+    # Smaller markers where there are many points.
     size = 7.0 if len(series) <= 30 else 4.5
     panel.plot(
         iterations, values, color=color, linewidth=1.2, linestyle=(0, (1, 1.5)), marker=_MARKERS[place],
@@ -196,9 +188,9 @@ def _draw_accuracy(
     )  # fmt: skip
 
 
-def _draw_heads(figure: Figure, axes: Sequence[Axes], curves: Curves) -> float:
-    """Title and legend above the panels; returns where the panels may begin."""
-    # parse_math: a run may be called by anything, and $ opens a formula.
+def _draw_title_and_legend(figure: Figure, axes: Sequence[Axes], curves: Curves) -> float:
+    """Title and legend above the panels; returns the top of the panels."""
+    # parse_math: $ in the name of a run would begin a formula.
     figure.text(
         _LEFT, 0.945, curves.name, fontsize=15, fontweight="bold", color=INK, va="center", parse_math=False
     )  # fmt: skip

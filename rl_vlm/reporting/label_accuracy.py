@@ -1,4 +1,4 @@
-"""How often labels are right, by how far apart the true returns are; from vlm_query_log.csv, ours and the fork's."""
+"""Draws the accuracy of labels by the difference of the true returns, from vlm_query_log.csv, ours and the fork's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning curves from eval.csv: ours, RL-VLM-F's and its fork's. Several runs of a kind become mean and interval."""
+"""Draws learning curves from eval.csv, ours, RL-VLM-F's and its fork's: mean and interval over the runs of a kind."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ Unit = Literal["auto", "percent", "fraction"]
 DEFAULT_FILE = "figure4_learning_curve.png"
 DEFAULT_WINDOW = 5
 SUCCESS = "success_rate"
-# What is drawn where a file has no success rate.
-_RETURNS = ("true_episode_reward", "episode_reward")
+_RETURNS = ("true_episode_reward", "episode_reward")  # drawn where a file has no success rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ def read_curve(path: str | Path, column: str | None = None, unit: Unit = "auto")
     """Read eval.csv, or that of a run folder. Raises UserInputError.
 
     Lines without a number are left out, and of several lines of a step the last counts. A success rate is taken as
-    percent unless the whole column stays within [0, 1]; `unit` says it where that guess is wrong.
+    percent unless the whole column stays within [0, 1]; `unit` overrides that guess.
     """
     file = Path(path)
     file = file / "eval.csv" if file.is_dir() else file

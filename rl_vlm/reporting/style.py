@@ -1,12 +1,14 @@
-"""What all figures share: colours, panels, files."""
+"""Colours, panels and files of all figures."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -16,7 +18,7 @@ from rl_vlm.files import write_atomic
 from rl_vlm.types import UserInputError
 
 INK, MUTED, GRID, GROUND = "#1f2933", "#6b7785", "#e4e7eb", "#ffffff"
-# Told apart by colour-blind readers too (Okabe and Ito), and by their markers.
+# Distinct for colour-blind readers (Okabe and Ito).
 COLORS = ("#2a78b8", "#d55e00", "#009e73", "#8a5fbf", "#a6761d", "#444444")
 MARKERS = "os^Dvp"
 
@@ -53,28 +55,24 @@ def check_outputs(paths: Sequence[Path]) -> None:
 
 
 def save_figure(figure: Figure, paths: Sequence[Path]) -> None:
-    """Write the figure to each path, whole or not at all; the suffix says how."""
+    """Write the figure to each path, whole or not at all, in the format of its suffix."""
     check_outputs(paths)
     for path in paths:
         write_atomic(path, _WRITERS[path.suffix.lower()](figure))
 
 
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
-    return buffer.getvalue()
+def _file(canvas: type[FigureCanvasBase], suffix: str, **options: Any) -> Callable[[Figure], bytes]:
+    def write(figure: Figure) -> bytes:
+        buffer = io.BytesIO()
+        getattr(canvas(figure), f"print_{suffix}")(buffer, **options)
+        return buffer.getvalue()
+
+    return write
 
 
-def _svg(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
-    return buffer.getvalue()
-
-
-def _pdf(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    FigureCanvasPdf(figure).print_pdf(buffer, metadata={"CreationDate": None})  # equal figures, equal files
-    return buffer.getvalue()
-
-
-_WRITERS: dict[str, Callable[[Figure], bytes]] = {".png": _png, ".svg": _svg, ".pdf": _pdf}
+# Without dates, so that equal figures are equal files.
+_WRITERS: dict[str, Callable[[Figure], bytes]] = {
+    ".png": _file(FigureCanvasAgg, "png"),
+    ".svg": _file(FigureCanvasSVG, "svg", metadata={"Date": None}),
+    ".pdf": _file(FigureCanvasPdf, "pdf", metadata={"CreationDate": None}),
+}

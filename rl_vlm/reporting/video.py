@@ -1,4 +1,4 @@
-"""Episodes as moving pictures: GIF by PIL, MP4 by ffmpeg."""
+"""Writes episodes as videos: GIF by PIL, MP4 by ffmpeg."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_video(path: str | Path, frames: Sequence[np.ndarray] | np.ndarray, fps
 def _write_gif(path: Path, frames: Sequence[np.ndarray] | np.ndarray, fps: float) -> None:
     pictures = [Image.fromarray(frame) for frame in frames]
     buffer = io.BytesIO()
-    # GIF counts in hundredths of a second, and viewers slow down what is faster than 50 pictures per second.
+    # GIF counts in hundredths of a second, and viewers slow down videos with more than 50 pictures per second.
     duration = max(round(100 / fps), 2) * 10
     pictures[0].save(buffer, "GIF", save_all=True, append_images=pictures[1:], duration=duration, loop=0)
     write_atomic(path, buffer.getvalue())

@@ -22,7 +22,7 @@ _POWER = re.compile(r"\^\{(-?\d{1,2})\}")
 
 
 class NotExactError(ValueError):
-    """The text is not of the form rational · √integer · π^integer, or it is too large to bother."""
+    """The text is not of the form rational · √integer · π^integer, or its numbers are too large."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-r"""Which normalised answers may be evaluated symbolically: short, known commands only, and nothing that explodes.
+r"""Decides which normalised answers may be evaluated symbolically: short ones, of known commands, without huge powers.
 
-These checks make hostile input cheap; the time limit of `symbolic` is what makes it harmless.
+These checks refuse most hostile input at little cost; the time limit of `symbolic` holds for the rest.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def refusal(text: str) -> str:
         return "words, point names or numbers side by side"
     if any(len(digits) > MAX_DIGITS for digits in _INTEGER.findall(text)):
         return f"a number of more than {MAX_DIGITS} digits"
-    return _explosive(text)
+    return _large_value(text)
 
 
-def _explosive(text: str) -> str:
+def _large_value(text: str) -> str:
+    """Why evaluating a text would take too long; "" if it would not."""
     product = 1
     for match in _EXPONENT.finditer(text):
         exponent = _group(text, match.end()) if match[1] else text[match.end() : match.end() + 1]

@@ -1,4 +1,4 @@
-r"""Grade mathematical answers: is the last boxed answer exactly the truth, and if not, why not.
+r"""Grades mathematical answers: whether the last boxed answer equals the truth exactly, and if not, the reason.
 
 Equal means: the same text after normalisation, the same exact number, or the same expression symbolically. There is
 no numeric tolerance: `5.657` is not `4\sqrt{2}`. Tuples and lists agree element by element, in order; sets in any
@@ -32,13 +32,12 @@ __all__ = [
     "grade_turns",
     "is_equal",
     "normalize_answer",
-    "symbolic_equal",
 ]
 
 _ONE = Monomial(Fraction(1))
 _PERCENT = Monomial(Fraction(1, 100))
 _DEGREE = Monomial(Fraction(1, 180), pi_power=1)
-_LEAST_S = 0.1  # less is not worth a question that would only get the child killed
+_LEAST_S = 0.1  # with less time left the child would only be killed
 _AFTER_COMMA = re.compile(r",\s+")
 _VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]")
 _WORD = re.compile(r"[A-Za-z][A-Za-z' ]*")
@@ -57,7 +56,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """The verdict on one response; `answer` is what stood in the box, cut to MAX_CHARS."""
+    """The verdict on one response; `answer` is the content of the box, cut to MAX_CHARS."""
 
     correct: bool
     answer: str | None
@@ -72,7 +71,7 @@ def grade(response: str, truth: str) -> Grade:
 def grade_turns(turns: Sequence[str], truth: str) -> Grade:
     """Grade an episode by the last of the policy's turns that holds a boxed answer.
 
-    Pass only what the policy sampled. What the environment said may hold boxes too, and they are not answers.
+    Pass only what the policy sampled: boxes in messages of the environment are not answers.
     """
     for turn in reversed(turns):
         answer = extract_boxed(turn)
@@ -90,33 +89,20 @@ def is_equal(answer: str, truth: str) -> bool:
 def compare(answer: str, truth: str) -> Reason:
     """`is_equal` with its reason.
 
-    Results are cached, time-outs too: an answer that made the child late once must not do so again.
+    Results are cached, time-outs too: the same answer must not take that time again.
     """
     if len(answer) > MAX_CHARS:
         return Reason.TOO_LONG
     return _compare(answer.strip(), truth.strip())
 
 
-def symbolic_equal(answer: str, truth: str, timeout_s: float = TIMEOUT_S) -> bool:
-    """Whether two single expressions are symbolically equal, by the child process only; not cached.
-
-    False for what may not be evaluated and where `timeout_s` (wall seconds, without the child's start) runs out.
-    """
-    if is_oversized(answer) or is_oversized(truth):
-        return False
-    given, expected = normalize_answer(answer), normalize_answer(truth)
-    if refusal(given) or refusal(expected):
-        return False
-    return WORKER.compare(given, expected, timeout_s)[0] is Verdict.EQUAL
-
-
-class _Clock:
-    """One time limit over all the elements of an answer."""
+class _SymbolicBudget:
+    """Symbolic comparisons of all elements of an answer under one time limit."""
 
     def __init__(self, limit_s: float) -> None:
         self._left_s = limit_s
 
-    def symbolic(self, answer: str, truth: str) -> Reason:
+    def compare(self, answer: str, truth: str) -> Reason:
         if refusal(answer) or refusal(truth):
             return Reason.UNPARSABLE
         if self._left_s < _LEAST_S:
@@ -142,44 +128,44 @@ def _compare(answer: str, truth: str) -> Reason:
         return Reason.CORRECT
     if is_oversized(answer) or is_oversized(truth):
         return Reason.UNPARSABLE
-    return _same(read_answer(answer), read_answer(truth), _Clock(TIMEOUT_S))
+    return _same(read_answer(answer), read_answer(truth), _SymbolicBudget(TIMEOUT_S))
 
 
-def _same(given: Answer, expected: Answer, clock: _Clock) -> Reason:
+def _same(given: Answer, expected: Answer, budget: _SymbolicBudget) -> Reason:
     if bool(given.items) != bool(expected.items):
         return Reason.WRONG
     if len(given.name) == len(expected.name) == 1 and given.name != expected.name:
         return Reason.WRONG  # x = 5 is not y = 5; longer names are only different ways to name one thing
-    return _same_items(given, expected, clock) if given.items else _same_leaf(given, expected, clock)
+    return _same_items(given, expected, budget) if given.items else _same_leaf(given, expected, budget)
 
 
-def _same_items(given: Answer, expected: Answer, clock: _Clock) -> Reason:
+def _same_items(given: Answer, expected: Answer, budget: _SymbolicBudget) -> Reason:
     kinds = {(given.opening, given.closing), (expected.opening, expected.closing)}
     if len(given.items) != len(expected.items) or (len(kinds) > 1 and kinds != {("", ""), ("\\{", "\\}")}):
         return Reason.WRONG
     if given.unordered or expected.unordered:
-        return _same_set(given.items, expected.items, clock)
+        return _same_set(given.items, expected.items, budget)
     ours, theirs = (_in_order_of_names(side.items) for side in (given, expected))
     for item, wanted in zip(ours, theirs, strict=True):
-        reason = _same(item, wanted, clock)
+        reason = _same(item, wanted, budget)
         if reason is not Reason.CORRECT:
             return reason
     return Reason.CORRECT
 
 
 def _in_order_of_names(items: tuple[Answer, ...]) -> list[Answer]:
-    """`y=2, x=1` says the same as `x=1, y=2`."""
+    """Sorted by name, because `y=2, x=1` equals `x=1, y=2`."""
     names = {item.name for item in items}
     return sorted(items, key=lambda item: item.name) if "" not in names and len(names) == len(items) else list(items)
 
 
-def _same_set(given: tuple[Answer, ...], expected: tuple[Answer, ...], clock: _Clock) -> Reason:
-    """Every element has its own partner; equality is transitive, so the first partner that fits is as good as any."""
+def _same_set(given: tuple[Answer, ...], expected: tuple[Answer, ...], budget: _SymbolicBudget) -> Reason:
+    """Whether every element has a partner of its own; equality is transitive, so the first one that fits is taken."""
     left = list(given)
     for wanted in expected:
         reasons = []
         for position, item in enumerate(left):
-            reasons.append(_same(item, wanted, clock))
+            reasons.append(_same(item, wanted, budget))
             if reasons[-1] is Reason.CORRECT:
                 del left[position]
                 break
@@ -188,7 +174,7 @@ def _same_set(given: tuple[Answer, ...], expected: tuple[Answer, ...], clock: _C
     return Reason.CORRECT
 
 
-def _same_leaf(given: Answer, expected: Answer, clock: _Clock) -> Reason:
+def _same_leaf(given: Answer, expected: Answer, budget: _SymbolicBudget) -> Reason:
     answer, truth = given.text, expected.text
     value, wanted = parse_monomial(answer), parse_monomial(truth)
     if value and wanted:
@@ -210,11 +196,11 @@ def _same_leaf(given: Answer, expected: Answer, clock: _Clock) -> Reason:
     truth = expected.equation if "=" in answer and expected.equation and _VARIABLE.search(truth) else truth
     if ("=" in answer) != ("=" in truth):
         return Reason.WRONG
-    return clock.symbolic(answer, truth)
+    return budget.compare(answer, truth)
 
 
 def _same_number(value: Monomial, given: Answer, wanted: Monomial, expected: Answer) -> bool:
-    """Equal as written, or with the marks taken at their word: 50% = 1/2, 180 degrees = pi."""
+    """Equal as written, or in value with percent and degree signs: 50% = 1/2, 180 degrees = pi."""
     if {given.unit, expected.unit} <= {"degree", "rad", ""} and "degree" in {given.unit, expected.unit}:
         in_radians = [
             number.times(_DEGREE if side.unit == "degree" else _ONE)

@@ -1,4 +1,4 @@
-r"""Bring the spellings of one answer together: spacing, fractions, roots, units, degrees, percent, names such as `x=`.
+r"""Normalises the spelling of answers: spacing, fractions, roots, units, degrees, percent, names such as `x=`.
 
 `normalize_answer` gives one canonical text. `read_answer` keeps the structure as well (tuple, list, set) and what the
 text loses (name, unit, percent sign), for the comparison. Nothing here evaluates anything.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rl_vlm.rewards.units import detach_unit
 
-MAX_CHARS = 1000  # no honest answer is longer; a longer text is left as it is
+MAX_CHARS = 1000  # longer texts are no answers and are left as they are
 MAX_NESTING = 20  # braces, brackets and parentheses inside each other
 
 _UNICODE = str.maketrans(
@@ -52,7 +52,7 @@ _UNICODE = str.maketrans(
 )
 _END = r"(?![A-Za-z])"
 _TEXT = r"\\(?:text(?:bf|it|rm|normal|sf)?|mathrm|[mh]box)"
-# Applied in order, to text whose whitespace is single spaces: what textbooks and models write for the same thing.
+# Spellings of textbooks and models, replaced in this order, in text whose whitespace is single spaces.
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -76,7 +76,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"{_TEXT} ?\{{ ?(?:and|or) ?\}}|,? (?:and|or) ", ","),
         (rf"{_TEXT} ?\{{", r"\\text{"),
         (rf"(?<![A-Za-z\\])(sqrt|pi|sin|cos|tan|sec|csc|cot|ln|log|theta){_END}", r"\\\1"),
-        # TeX takes the next token as the argument: \frac12, \sqrt2. After ^ people mean the whole number.
+        # TeX takes the next token as the argument: \frac12, \sqrt2. After ^ the whole number is meant.
         (r"\\frac ?([0-9A-Za-z]) ?([0-9A-Za-z])", r"\\frac{\1}{\2}"),
         (r"\\frac ?([0-9A-Za-z]) ?\{", r"\\frac{\1}{"),
         (r"\\frac ?(\{[^{}]*\}) ?([0-9A-Za-z])", r"\\frac\1{\2}"),
@@ -136,7 +136,7 @@ def normalize_answer(text: str) -> str:
 
 
 def is_oversized(text: str) -> bool:
-    """Whether a text is too long or too deeply nested to be an honest answer."""
+    """Whether a text is too long or too deeply nested for an answer."""
     return len(text) > MAX_CHARS or nesting(text) > MAX_NESTING
 
 
@@ -203,7 +203,7 @@ def _read_item(text: str) -> Answer:
 
 
 def _without_text(text: str) -> str:
-    r"""What stands in a `\text{}` around a whole answer: `\text{12 cm}` as `12 cm`, `\text{3 apples}` as `3\text{ apples}`."""
+    r"""The content of a `\text{}` around a whole answer: `\text{12 cm}` as `12 cm`, `\text{3 apples}` as `3\text{ apples}`."""
     whole = _WHOLE_TEXT.fullmatch(text)
     if whole is None:
         return text
@@ -265,5 +265,5 @@ def _enclosing(text: str) -> tuple[str, str] | None:
 
 
 def _squeeze(text: str) -> str:
-    r"""Remove the spaces that mean nothing: not the one in `\pi r`, nor the one between the numbers `2 3`."""
+    r"""Remove all spaces but the one in `\pi r` and the one between the numbers `2 3`."""
     return _SPACES.sub(lambda match: f"{match[1] or match[2]} " if match[1] or match[2] else "", text.strip())

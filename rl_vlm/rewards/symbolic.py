@@ -24,7 +24,7 @@ from typing import Any
 from rl_vlm.types import RLVLMError
 
 TIMEOUT_S = 2.0
-STARTUP_S = 120.0  # imports take about 2 s, much longer from a cold network disk
+STARTUP_S = 120.0  # imports take about 2 s, much longer from a slow network disk
 
 # By file name and without the script's folder on the path (-P): `rl_vlm/rewards` holds a module called math.
 _COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("worker.py")))
@@ -68,7 +68,7 @@ class SymbolicWorker:
         request = json.dumps({"answer": answer, "truth": truth, "limit_s": timeout_s}).encode() + b"\n"
         with self._lock:
             spent_s = 0.0
-            for _ in range(2):  # once more if the child was killed from outside, by the OOM killer for example
+            for _ in range(2):  # again if the child was killed from outside, by the OOM killer for example
                 self._ensure_ready()
                 started = time.monotonic()
                 verdict = self._ask(request, timeout_s)
@@ -83,11 +83,11 @@ class SymbolicWorker:
             self._kill()
 
     def forget(self) -> None:
-        """After a fork, in the new process: the child belongs to the parent, and its pipes must not be shared."""
+        """Drop the child in a forked process: it belongs to the parent, and its pipes must not be shared."""
         self._lock = threading.Lock()
         if self._process is not None:
             self._close_pipes(self._process)
-            self._process.returncode = 0  # not ours to wait for
+            self._process.returncode = 0  # only the parent can wait for it
             self._process = None
 
     def _ask(self, request: bytes, timeout_s: float) -> Verdict | None:
@@ -107,7 +107,7 @@ class SymbolicWorker:
         finally:
             if not finished:  # also after KeyboardInterrupt: a late reply must not answer the next question
                 self._kill()
-                self._spawn()  # imports while the caller does other things
+                self._spawn()  # so that it imports while the caller goes on
 
     def _ensure_ready(self) -> None:
         if self._process is None or self._process.poll() is not None:
@@ -124,8 +124,8 @@ class SymbolicWorker:
                 ) from error
 
     def _spawn(self) -> None:
-        # Its own session: Ctrl-C is for the run, which may still have episodes to grade on its way out. A fixed hash
-        # seed, because sympy orders its steps by hash: the same pair always takes the same path.
+        # A session of its own, so that Ctrl-C does not end it: the run may still have episodes to grade. A fixed hash seed,
+        # because sympy orders its steps by hash and equal pairs must give equal results.
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,

@@ -51,7 +51,7 @@ _PERCENT = re.compile(r" ?(?:\\?%|percent|\\text\{ ?(?:percent|\\?%) ?\})$")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALE = re.compile(rf"(?<=[0-9]) ?(?:\\text\{{ ?(?P<text>{'|'.join(_SCALES)})\}}|(?P<bare>{'|'.join(_SCALES)}))$")
 _ANY_WORDS = re.compile(r"[A-Za-z]{2}[A-Za-z ./]*")
-# Words that change what a number says: dropping them like a unit would grade another answer.
+# Words that change the value: removing them like a unit would grade another answer.
 _NOT_A_UNIT = re.compile(
     r"\b(?:not?|none|never|or|and|plus|minus|times|over|dozens?|hal(?:f|ves)|thirds?|quarters?|than|except|pi|"
     r"hundreds?|thousands?|millions?|billions?|trillions?)\b"
@@ -69,7 +69,7 @@ class Measured:
 
 
 def detach_unit(text: str) -> Measured:
-    """Take percent sign, degree sign, unit or counted thing off the end of an answer; a lone word stays."""
+    """Remove percent sign, degree sign, unit or counted noun from the end of an answer; a word alone stays."""
     text = text.strip()
     if (match := _PERCENT.search(text)) and match.start():
         return Measured(text[: match.start()], "percent", percent=True)

@@ -23,9 +23,9 @@ from math_verify import verify
 from sympy.core.relational import Eq, Ge, Gt, Le, Lt, Relational
 
 MEMORY_LIMIT = 2 << 30  # bytes of address space; the imports take 0.1 GiB
-DIGITS = 60  # two expressions that agree to so many digits at every point are not merely close
+DIGITS = 60  # of the numeric comparison
 TOLERANCE = sympy.Float("1e-45", DIGITS)
-# Where expressions with variables are compared; both signs, and on both sides of one.
+# Values of the variables in numeric comparisons: of both signs, above and below 1.
 POINTS = ("0.3719", "2.6131", "-1.8137", "-0.4391", "7.2917")
 _DECIMAL = re.compile(r"(\d+)\.(\d*)|\.(\d+)")
 _CASE_SENSITIVE = ConversionConfig(lowercase_symbols=False)
@@ -41,7 +41,7 @@ def main() -> None:
     _limit_memory()
     logging.disable(logging.CRITICAL)
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a library prints must not get between the replies
+    os.dup2(2, 1)  # output of libraries must not mix with the replies
     compare("x^{2}+\\sqrt{2}", "\\sqrt{2}+x^{2}")  # the parser builds its tables on first use
     _reply(replies, {"ready": True})
     for line in sys.stdin:
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 # What sympy raises for expressions that it cannot handle.
-_SYMPY_GIVES_UP = (
+_SYMPY_ERRORS = (
     ArithmeticError,
     AttributeError,
     NotImplementedError,  # for relations and functions too abstract to decide
@@ -81,7 +81,7 @@ def compare(answer: str, truth: str) -> bool:
             # verify() compares a lone symbol with an expression by its name only, so 2x-x needs the second way.
             return _agree(expected, given) and (_verify(expected, given) or sympy.simplify(expected - given) == 0)
         return _verify(expected, given)
-    except _SYMPY_GIVES_UP as error:
+    except _SYMPY_ERRORS as error:
         raise UnparsableError(str(error)) from error
 
 
@@ -150,7 +150,7 @@ def _same_relation(expected: Any, given: Any) -> bool:
         return bool(expected == given)
     difference = sympy.simplify(given.lhs - given.rhs)
     if not difference.free_symbols:
-        return False  # 5 = 3 and 3 = 3 say nothing
+        return False  # equations without variables, such as 5 = 3, are not compared
     factor = sympy.simplify((expected.lhs - expected.rhs) / difference)
     if not factor.is_number or factor.is_zero:
         return False

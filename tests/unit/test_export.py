@@ -8,7 +8,7 @@ import torch
 
 from rl_vlm.models import export
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.models.export import ExportError, check_target, export_model, find_adapter, replace_folder
+from rl_vlm.models.export import ExportError, check_target, export_model, find_adapter_and_model, replace_folder
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora import linear_weights, merged_weights
 from rl_vlm.models.lora_layers import inject_lora, lora_config, lora_state
@@ -80,7 +80,7 @@ def test_a_low_precision_model_stays_so_and_is_rounded_once(tiny, adapted, adapt
 
 def test_a_run_folder_names_its_model(tiny, adapter, tmp_path):
     (tmp_path / "config.yaml").write_text(json.dumps({"model": {"path": str(tiny)}}))
-    assert find_adapter(tmp_path) == (adapter, str(tiny))
+    assert find_adapter_and_model(tmp_path) == (adapter, str(tiny))
     assert export_model(tmp_path, tmp_path / "out").is_dir()
     (tmp_path / "config.yaml").unlink()
     with pytest.raises(UserInputError, match="--model"):

@@ -18,6 +18,7 @@ from label_support import pair, random_pairs
 from PIL import Image
 
 from rl_vlm.config import LabelsSection
+from rl_vlm.config.labels import EndpointSection
 from rl_vlm.labelling.endpoints import choice_probabilities
 from rl_vlm.labelling.http_endpoints import GenerateEndpoint, OpenAIEndpoint, server_url
 from rl_vlm.labelling.labeller import VLMLabeller
@@ -65,7 +66,7 @@ def completion(text: str, top: dict[str, float] | None = None, finish: str = "st
 
 
 def endpoint(server: Server, **more: Any) -> OpenAIEndpoint:
-    return OpenAIEndpoint("http://vlm/v1/", "qwen", transport=httpx.ASGITransport(server), **more)
+    return OpenAIEndpoint(EndpointSection(url="http://vlm/v1/", model="qwen", **more), httpx.ASGITransport(server))
 
 
 def asked(endpoint: Any, options: LabelsSection = ONE) -> tuple[Label, VLMLabeller]:
@@ -74,9 +75,10 @@ def asked(endpoint: Any, options: LabelsSection = ONE) -> tuple[Label, VLMLabell
     return label, labeller
 
 
-def test_an_openai_endpoint_gets_images_as_data_uris_and_the_token() -> None:
+def test_an_openai_endpoint_gets_images_as_data_uris_and_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "secret")
     server = Server(completion("0", {"0": 0.6, " 1": 0.1, "-": 0.2, "The": 0.1}))
-    label, labeller = asked(endpoint(server, token="secret", guidance="structured_outputs"))
+    label, labeller = asked(endpoint(server, token_env="MY_TOKEN", guidance="structured_outputs"))
     (sent,) = server.requests
     assert server.paths == ["/v1/chat/completions"] and server.headers[0]["authorization"] == "Bearer secret"
     assert sent["model"] == "qwen" and sent["temperature"] == 0 and sent["max_tokens"] == 16
@@ -131,7 +133,7 @@ def test_other_errors_are_not_taken_for_a_refusal() -> None:
 
 def test_the_plain_generate_of_the_fork() -> None:
     server = Server({"text": "<think>hm</think>Image 2 is better."}, {"text": "1"})
-    endpoint = GenerateEndpoint("http://vlm:8001/generate", transport=httpx.ASGITransport(server))
+    endpoint = GenerateEndpoint(EndpointSection(url="http://vlm:8001/generate"), httpx.ASGITransport(server))
     label, _ = asked(endpoint, LabelsSection(both_orders=False))
     describe, summarise = server.requests
     assert server.paths == ["/generate"] * 2
@@ -181,7 +183,7 @@ def test_failures_that_may_pass_are_errors_after_all_attempts(reply: Any) -> Non
 
 
 def test_a_server_that_is_not_there_is_an_error() -> None:
-    endpoint = OpenAIEndpoint("http://127.0.0.1:9/v1", "qwen", timeout_s=1)
+    endpoint = OpenAIEndpoint(EndpointSection(url="http://127.0.0.1:9/v1", timeout_s=1))
     label, _ = asked(endpoint, LabelsSection(steps=1, both_orders=False, attempts=1))
     assert "127.0.0.1:9" in label.error
 
@@ -199,14 +201,14 @@ def test_all_pairs_go_out_at_once_unless_that_is_limited(limit: int | None, expe
         inside -= 1
         await Server(completion("0"))(scope, receive, send)
 
-    endpoint = OpenAIEndpoint("http://vlm/v1", "qwen", max_in_flight=limit, transport=httpx.ASGITransport(slow))
+    endpoint = OpenAIEndpoint(EndpointSection(url="http://vlm/v1", max_in_flight=limit), httpx.ASGITransport(slow))
     asyncio.run(VLMLabeller(endpoint, PROMPTS, LabelsSection(steps=1)).label(random_pairs(20)))
     assert most == expected
 
 
 def test_an_address_must_be_http() -> None:
     with pytest.raises(UserInputError, match="must be an http"):
-        OpenAIEndpoint("file:///etc/passwd", "qwen")
+        OpenAIEndpoint(EndpointSection(url="file:///etc/passwd"))
 
 
 def test_the_forks_variables_name_the_server() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from rl_vlm.rewards.guard import refusal
-from rl_vlm.rewards.math import compare, is_equal, symbolic_equal
+from rl_vlm.rewards.math import compare, is_equal
 from rl_vlm.rewards.symbolic import WORKER, GraderError, SymbolicWorker, Verdict
 
 TOWER = "9^{9^{9^{9}}}"  # the guard stops it; handed straight to the child, it runs for ever
@@ -71,7 +71,7 @@ def test_the_guard_stops_what_would_hang_the_child() -> None:
 
 
 def test_a_power_tower_is_stopped_off_the_main_thread() -> None:
-    assert symbolic_equal("x+3", "3+x")  # the child is up, so that its start is not measured
+    assert is_equal("x+3", "3+x")  # the child is up, so that its start is not measured
     start = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         verdict, seconds = pool.submit(WORKER.compare, TOWER, "5", 0.5).result()
@@ -129,11 +129,11 @@ def test_threads_that_time_out_and_threads_that_do_not_share_a_child(worker: Sym
 
 
 def test_a_killed_child_is_replaced() -> None:
-    assert symbolic_equal("x", "0+x")
+    assert is_equal("x", "0+x")
     first = WORKER.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
-    assert symbolic_equal("x+2", "2+x")
+    assert is_equal("x+2", "2+x")
     assert WORKER.pid != first
 
 
@@ -148,13 +148,13 @@ def test_a_child_killed_in_the_middle_is_asked_again(worker: SymbolicWorker) -> 
 
 
 def test_a_forked_process_forgets_the_child_of_its_parent() -> None:
-    assert symbolic_equal("x+4", "4+x")
+    assert is_equal("x+4", "4+x")
     before = WORKER.pid
     pid = os.fork()
     if pid == 0:
         os._exit(0 if WORKER.pid is None else 1)
     assert os.waitpid(pid, 0)[1] == 0
-    assert symbolic_equal("x+6", "6+x")
+    assert is_equal("x+6", "6+x")
     assert WORKER.pid == before
 
 

@@ -63,7 +63,8 @@ import numpy as np
 sys.path.insert(0, sys.argv[3])
 from recorder_support import group, leftovers, picture, rows, scalars, words, evaluations
 from rl_vlm.config import RunConfig
-from rl_vlm.monitoring.recorder import RunRecorder, read_trajectories
+from rl_vlm.monitoring.recorder import RunRecorder
+from rl_vlm.monitoring.trajectories import read_trajectories
 from rl_vlm.reporting.curve import draw_curve
 
 folder, how = Path(sys.argv[1]), sys.argv[2]

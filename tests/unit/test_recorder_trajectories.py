@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from recorder_support import QUIET, group, leftovers, picture, trajectory, words, zeros
 
-from rl_vlm.monitoring.recorder import RunRecorder, read_trajectories
-from rl_vlm.monitoring.trajectories import choose_groups
+from rl_vlm.monitoring.recorder import RunRecorder
+from rl_vlm.monitoring.trajectories import choose_groups, read_trajectories
 from rl_vlm.types import Message, TrajectoryGroup, UserInputError
 
 

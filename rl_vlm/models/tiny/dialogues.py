@@ -1,13 +1,14 @@
-"""The dialogues that the tiny model's warm start imitates: the form of answers, and what is to be seen.
+"""Training dialogues of the tiny model's warm start, which teach the form of answers and perception.
 
-Questions about perception (colour, corner, presence) are answered rightly. Questions that reinforcement learning is
-to solve are answered at random, so that only the form is learned: accuracy on them stays at chance, sampled and greedy.
+Questions about perception (colour, corner, presence) have right answers. Questions of the reinforcement learning task
+have random answers, so that only the form is learned: accuracy on them stays at chance, sampled and greedy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,13 +16,12 @@ from rl_vlm.envs import shapes_data as data
 from rl_vlm.types import Role
 
 SECOND_TURN_SHARE = 0.4  # of the wrong answers
-# How often each number is answered at random. One is a little ahead of the others, whatever the drawing shows: with
-# equal odds the likeliest number would be left to the noise of training, and greedy accuracy anywhere around chance.
+# Probabilities of the random answers. One is more probable than the others: with equal probabilities the likeliest number
+# would depend on the noise of training, and so would greedy accuracy.
 NUMBER_ODDS = (0.22, 0.34, 0.22, 0.22)
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
+class Exchange(NamedTuple):
     """One message to the policy and the policy's reply."""
 
     role: Role
@@ -38,7 +38,7 @@ class Dialogue:
 
 
 def perception_dialogue(rng: np.random.Generator) -> Dialogue:
-    """A question about what is to be seen, answered rightly."""
+    """A question about perception with its right answer."""
     question, pixels = data.perception_question(rng)
     return Dialogue((pixels,), (Exchange("user", question.text, data.format_answer(question.answer)),))
 

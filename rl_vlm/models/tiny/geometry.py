@@ -1,7 +1,7 @@
-"""Geometry dialogues for the tiny model's warm start: the real environment, made-up questions, random answers.
+"""Geometry dialogues for the tiny model's warm start: the real environment, generated questions, random answers.
 
-They teach how a tool is called and how a turn after its reply looks. The numbers are random, the drawings belong to
-no question, so nothing about geometry can be learned.
+They teach the form of tool calls and of turns after a reply. Numbers and drawings are random, so nothing about geometry
+can be learned.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _ANSWER_AT_ONCE = (0.35, 0.5, 0.9)  # by turn: how often the reply is a boxed an
 
 
 class GeometryDialogues:
-    """Plays `Geo3kEnv` with brief prompts on made-up questions."""
+    """Runs `Geo3kEnv` with brief prompts on generated questions."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        """`folder` takes the made-up question set and must live as long as this object."""
+        """`folder` holds the generated question set and must exist as long as this object."""
         rng = shapes_data.stable_rng("geometry", seed)
         self._answers = [_number(rng) for _ in range(NUM_QUESTIONS)]
         rows = {
@@ -38,7 +38,7 @@ class GeometryDialogues:
         }
         path = folder / "train.parquet"
         pq.write_table(pa.table(rows), path)
-        # As they are used with the tiny model: whole figures, small grey squares, and without the tool.
+        # The settings of the tiny model's runs: whole figures, small grey squares, and without the tool.
         self._envs = [
             Geo3kEnv(str(path), prompt="brief"),
             Geo3kEnv(str(path), prompt="brief", image_size=64, square=True),

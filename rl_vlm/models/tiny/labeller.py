@@ -1,4 +1,4 @@
-"""The tiny labeller's warm start: a minute of supervised lessons on poles, after which it compares pictures of them."""
+"""The tiny labeller's warm start: supervised lessons in which it learns to compare pictures of poles, in a minute."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def warm_start(
 ) -> float:
     """Train all weights in place on random lessons; returns the last loss (nats per token).
 
-    A few seeds have not begun to compare when the learning rate is used up: they get further rounds of lessons, at most
-    `rounds` (ROUNDS by default) in all.
+    With a few seeds the model has not learned to compare at the end of the learning rate schedule; these get further
+    rounds of lessons, at most `rounds` (ROUNDS by default) in all.
     """
     rng = np.random.default_rng([seed, 2])
     with fast_vision(model):
@@ -79,8 +79,8 @@ def labels_of(model: Any, encoder: DialogueEncoder, pairs: list[tuple[float, flo
 
 
 def right_share(model: Any, encoder: DialogueEncoder) -> tuple[float, float]:
-    """On pairs that it was not trained on, asked in both orders: right on which share of those that differ clearly, and
-    which share of all is answered differently in the other order.
+    """On new pairs, asked in both orders: the share of right answers for pairs that differ clearly, and the share of
+    contradictions among all pairs.
     """
     rng = np.random.default_rng(12345)
     pairs = [(random_angle(rng), random_angle(rng)) for _ in range(200)]
@@ -94,7 +94,7 @@ def right_share(model: Any, encoder: DialogueEncoder) -> tuple[float, float]:
 
 
 def log_accuracy(model: Any, encoder: DialogueEncoder, loss: float, seconds: float) -> None:
-    """Say how good it is."""
+    """Log the accuracy."""
     logger.info(
         "tiny labeller: done in %.0f s, loss %.3f; right on %.2f of clear pairs (both orders), contradicts itself on %.2f",
         seconds, loss, *right_share(model, encoder),

@@ -1,7 +1,7 @@
 """The tiny offline VLM: a real Qwen3-VL of half a million weights, built and warm-started from code.
 
 It has Qwen's architecture, tokenizer format, chat template and processor, needs no network, and learns to count from
-pixels by reinforcement learning within minutes on one core. The warm start teaches form and perception only.
+pixels by reinforcement learning within minutes on one core. The warm start teaches form and perception, not the task.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MIN_PIXELS, MAX_PIXELS = 32 * 32, 128 * 128  # 1 to 16 image tokens
 Variant = Literal["small", "wide", "labeller"]
 _SMALL_HEADS: dict[str, Any] = {"head_dim": 16, "mrope_section": [4, 2, 2]}
 _WIDE_HEADS: dict[str, Any] = {"head_dim": 32, "mrope_section": [8, 4, 4]}
-# "wide" has attention heads of 32, the least that vLLM's kernels take. "labeller" compares pictures of poles.
+# "wide" has attention heads of 32, the least that vLLM's kernels support. "labeller" compares pictures of poles.
 _HEADS = {"small": _SMALL_HEADS, "wide": _WIDE_HEADS, "labeller": _WIDE_HEADS}
 _LABELLER_VERSION = 2  # as RECIPE_VERSION, for its lessons
 
@@ -73,7 +73,7 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: Variant = "small", ste
     folder = Path(folder)
     if folder.exists():
         raise UserInputError(f"{folder} exists already: remove it or choose another folder.")
-    # Imported here: the path of a model that is cached must be had without torch and the environments of the warm start.
+    # Imported here: the path of a cached model must not need torch and the environments of the warm start.
     from rl_vlm.models.supervised import DialogueEncoder
     from rl_vlm.models.tiny import labeller as tiny_labeller
     from rl_vlm.models.tiny import warmstart as tiny_warmstart
@@ -177,7 +177,7 @@ def build_model(seed: int, tokenizer: Any, variant: Variant = "small") -> Any:
         torch.manual_seed(seed)
         model = Qwen3VLForConditionalGeneration(config)
     with torch.no_grad():
-        # Larger positions than usual: with small ones the model learned no place of anything.
+        # Larger position embeddings than usual: with small ones the model did not learn positions.
         positions = model.model.visual.pos_embed.weight
         positions *= 0.5 / positions.std()
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad, bos_token_id=pad, do_sample=False)
@@ -185,7 +185,7 @@ def build_model(seed: int, tokenizer: Any, variant: Variant = "small") -> Any:
 
 
 def _log_chance(model: Any, encoder: DialogueEncoder, loss: float, seconds: float) -> None:
-    """Say how near to chance the model still is on the task, on drawings that are not of the test split."""
+    """Log the accuracy on the task, which should be near chance, on drawings of the train split."""
     from rl_vlm.models.sight import accuracy, choice_logprobs, sampled_accuracy
 
     rng = data.stable_rng("chance")
@@ -200,7 +200,7 @@ def _log_chance(model: Any, encoder: DialogueEncoder, loss: float, seconds: floa
 
 
 def _make_readable(folder: Path) -> None:
-    """Drafts are private by default; a cache may be shared."""
+    """Let other users read the folder: temporary folders are private, and a cache may be shared."""
     folder.chmod(0o755)
     for file in folder.iterdir():
         file.chmod(0o644)

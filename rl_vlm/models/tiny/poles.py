@@ -1,6 +1,6 @@
-"""What the tiny labeller is taught: which of two drawn poles is nearer to upright.
+"""Lessons of the tiny labeller: which of two drawn poles is nearer to upright.
 
-Angles are in degrees, drawn from a mixture of what runs show: anything, nearly upright, and fallen to the stops.
+Angles are in degrees, drawn from a mixture of those in runs: any angle, nearly upright, and at the limits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ ANGLE_QUESTION = " How far from upright?"
 
 SIZE = 64  # pixels of the pictures
 MAX_ANGLE = 30.0
-# Nearer than this is answered -1. Less than the 3 degrees below which a pair counts as a tie, so that pairs just above
-# them are decided.
+# Smaller differences are answered -1. It is below the 3 degrees up to which evaluation counts a tie, so that pairs just
+# above these are decided.
 TIE_DEGREES = 2.0
-_ANGLE_SHARE = 0.3  # of the lessons; without a single pole to read first, comparing two takes longer to learn
+_ANGLE_SHARE = 0.3  # of the lessons is about one pole; without these, comparing two takes longer to learn
 _BUCKET = 3.0  # degrees of one answer to ANGLE_QUESTION
 
 
@@ -58,7 +58,7 @@ def right_label(first: float, second: float, tie: float) -> int:
 
 
 def random_angle(rng: np.random.Generator) -> float:
-    """A tenth of a degree exactly, so that pictures repeat."""
+    """Rounded to a tenth of a degree, so that pictures repeat."""
     draw = rng.random()
     if draw < 0.5:
         angle = rng.uniform(-MAX_ANGLE, MAX_ANGLE)

@@ -42,7 +42,7 @@ ADDED_TOKENS: tuple[tuple[str, bool], ...] = (
     ("</think>", False),
 )
 
-# Written anew so that it renders, character for character, what Qwen3-VL-Instruct's template renders.
+# Our own template, which renders the same text as that of Qwen3-VL-Instruct.
 CHAT_TEMPLATE = r"""
 {%- set images = namespace(count=0) %}
 {%- set videos = namespace(count=0) %}
@@ -145,7 +145,7 @@ _SENTENCES = (
 
 
 def train_bpe() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The vocabulary (text -> id) and the merges, trained anew: the same every time."""
+    """The vocabulary (text -> id) and the merges, trained from the corpus: the same every time."""
     import json
 
     from tokenizers import Tokenizer, trainers

@@ -1,4 +1,4 @@
-"""The tiny model's warm start: a minute of supervised learning of form and perception, never of the task."""
+"""The tiny model's warm start: supervised learning of form and perception, not of the task, in a minute."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from rl_vlm.models.vision import fast_vision
 STEPS = 450
 BATCH = 64
 LEARNING_RATE = 3e-3
-# Shares of the mixture; the rest are perception questions.
-TARGET_SHARE = 0.36
-GEOMETRY_SHARE = 0.06
+TARGET_SHARE, GEOMETRY_SHARE = 0.36, 0.06  # of the dialogues; the rest are perception questions
 _LOG_EVERY_S = 5.0
 _BUCKETS = (32, 64)  # tokens; rows of similar length share a forward pass, so that little is padding
 
@@ -69,7 +67,7 @@ def _random_dialogue(rng: np.random.Generator, geometry: GeometryDialogues) -> D
 
 def encode_dialogue(encoder: DialogueEncoder, dialogue: Dialogue) -> Example:
     """The dialogue as a teacher-forced example."""
-    return encoder.encode(dialogue.images, [(item.role, item.text, item.reply) for item in dialogue.exchanges])
+    return encoder.encode(dialogue.images, dialogue.exchanges)
 
 
 def train_step(model: Any, optimizer: torch.optim.Optimizer, examples: list[Example], pad_token_id: int) -> float:
