@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 # How often a wait checks whether the user wants to stop.
 _STOP_CHECK_S = 0.5
+_RESTART_GRACE_S = 120.0  # how long to wait for a first runner to come back when all have died
 
 
 class SamplingError(RLVLMError):
@@ -47,13 +48,11 @@ class RolloutSampler:
     Args:
         group: the env runners; actors that Ray restarts when they die.
         timeout_s: deadline of a round for which `start` is given none.
-        restart_grace_s: how long to wait for a first runner to come back when all are gone.
     """
 
-    def __init__(self, group: EnvRunnerGroup, timeout_s: float, restart_grace_s: float = 120.0) -> None:
+    def __init__(self, group: EnvRunnerGroup, timeout_s: float) -> None:
         self._group = group
         self._timeout_s = timeout_s
-        self._restart_grace_s = restart_grace_s
         self._preparing: list[tuple[int, ray.ObjectRef]] = []
         self._down: set[int] = (
             set()
@@ -154,7 +153,7 @@ class RolloutSampler:
 
     def _reassign(self, work: Round, left: float) -> None:
         healthy = self._manager.healthy_actor_ids()
-        deadline = time.monotonic() + min(left, self._restart_grace_s)
+        deadline = time.monotonic() + min(left, _RESTART_GRACE_S)
         while not healthy:
             if time.monotonic() > deadline:
                 raise SamplingError("All env runners died and none came back: see the Ray logs of the env runners.")
