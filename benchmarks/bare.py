@@ -94,7 +94,7 @@ class BareLoop:
         plan = plan_update(groups, algorithm, self._rng, max_new_tokens=run.rollout.max_new_tokens)
         factor = 1.0
         if run.learner.lr_schedule == "linear":
-            factor = linear_schedule(self.iteration, algorithm.iterations, run.learner.lr_final_fraction)
+            factor = linear_schedule(self.iteration, algorithm.iterations - 1, run.learner.lr_final_fraction)
         for group in self._optimizer.param_groups:
             group["lr"] = run.learner.lr * factor
         stats = UpdateStats()

@@ -112,7 +112,7 @@ class PolicyAlgorithm(RunAlgorithm):
         self._text: TextSide | None = None
         self._publication: dict[str, float] = {}  # figures of the last publication that was acknowledged
         self._last_checkpoint: Path | None = None
-        self._beginning = self.rollouts.state()
+        self._beginning = (self.rollouts.state(), self.rng.bit_generator.state)
         self.service.wait_until_ready()
 
     def training_step(self) -> None:
@@ -132,7 +132,7 @@ class PolicyAlgorithm(RunAlgorithm):
         learner, algorithm = self.run.learner, self.run.algorithm
         lr = learner.lr
         if learner.lr_schedule == "linear":
-            lr *= linear_schedule(self.updates, algorithm.iterations, learner.lr_final_fraction)
+            lr *= linear_schedule(self.updates, algorithm.iterations - 1, learner.lr_final_fraction)
         results: list[UpdateResult] | None = self.update_learners(
             [UpdateBatch(shard, plan.active, algorithm.epochs, lr, self.version + 1) for shard in plan.shards]
         )
@@ -219,7 +219,8 @@ class PolicyAlgorithm(RunAlgorithm):
             self._restore(read_checkpoint(self._last_checkpoint))
         else:
             self.updates = 0
-            self.rollouts.restore(self._beginning, counts=False)
+            rollouts, self.rng.bit_generator.state = self._beginning
+            self.rollouts.restore(rollouts, counts=False)
             version = self.version
             self._publish_restored(self.on_learner(lambda learner: learner.adapter(version)))
         self.rollouts.dropped["iterations_repeated"] += lost - self.updates

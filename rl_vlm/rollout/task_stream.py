@@ -67,7 +67,8 @@ class TaskStream:
         return {
             "round": self._next_round,
             "source": self._source.state(),
-            "open": [asdict(task) for task in self._open.values()],
+            # A second interruption may come before the tasks of the first are handed out again.
+            "open": [asdict(task) for task in (*self._open.values(), *self._repeated)],
         }
 
     def restore(self, state: dict[str, Any]) -> None:

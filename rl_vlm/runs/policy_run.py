@@ -49,9 +49,11 @@ class PolicyRun(RunLifecycle):
         algorithm.train()
         iteration, metrics = algorithm.updates, algorithm.last_metrics
         if iteration <= self.last_iteration:
-            # Learners were replaced from a checkpoint: the iterations since then are done again.
+            # Learners were replaced from a checkpoint: the iterations since then are done again, and this one learned nothing.
             self.recorder.close()
-            self.recorder = self._new_recorder(iteration - 1)
+            self.recorder = self._new_recorder(iteration)
+            self.last_iteration = iteration
+            return
         self.last_iteration = iteration
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])

@@ -127,6 +127,23 @@ def test_what_was_under_way_comes_first_after_a_resume(lag: int) -> None:
     assert resumed.trajectories == 15
 
 
+def test_a_second_interruption_loses_nothing_either() -> None:
+    """It may come before the tasks of the first one were handed out again, in part or in whole."""
+    run = run_of(lag=2)
+    rollouts, _ = rollouts_of(run)
+    rollouts.next_groups(0, iterations_left=9)
+    first = rollouts.state()["tasks"]
+    assert len(first["open"]) == 6
+    once, _ = rollouts_of(run)
+    once.restore(json.loads(json.dumps(rollouts.state())), counts=True)
+    assert once.state()["tasks"] == first
+    twice, sampler = rollouts_of(run)
+    twice.restore(once.state(), counts=True)
+    twice._start_round(0)  # one round of the two is under way, the other waits
+    assert [task.group_id for task in sampler.started[0]] == [task["group_id"] for task in first["open"][:3]]
+    assert [task["group_id"] for task in twice.state()["tasks"]["open"]] == [task["group_id"] for task in first["open"]]
+
+
 # --- the buffer
 
 
