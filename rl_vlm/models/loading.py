@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,9 +166,10 @@ def _nf4(dtype: torch.dtype) -> Any:
 
 
 def quiet_libraries() -> None:
-    """Keep transformers' progress bars and tokenizers' fork warnings out of worker logs."""
-    from transformers.utils import logging
+    """Keep transformers' progress bars, tokenizers' fork warnings and bitsandbytes' notes on kernels out of the output."""
+    from transformers.utils import logging as transformers_logging
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it where it is installed

@@ -40,8 +40,8 @@ def inspect_policy_run(run: RunConfig) -> dict[str, Any]:
     env_kwargs = run.env.make_kwargs()
     env = make(run.env.id, **env_kwargs)
     try:
-        folder = resolve_model(run.model.path)
         quiet_libraries()
+        folder = resolve_model(run.model.path)
         text = load_text_side(folder, run.model.pixels)
         found: dict[str, Any] = {"model": str(folder), "env": run.env.id}
         for split in ("train", run.evaluation.split):
