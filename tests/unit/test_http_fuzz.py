@@ -127,13 +127,13 @@ def test_memory_does_not_grow(server: Server) -> None:
     requests = [(name, body) for name, body, _ in corpus()]
     process, sizes = psutil.Process(), []
     with httpx.Client(base_url=server.url, headers={"Content-Type": "application/json"}, timeout=20) as client:
-        for _ in range(6):
+        for _ in range(8):
             for _, body in requests:
                 client.post("/generate", content=body)
             gc.collect()
             sizes.append(process.memory_info().rss / 2**20)
-    # The first rounds fill caches and the allocator's pools.
-    assert sizes[-1] - sizes[2] < 40, sizes
+    # The first rounds fill caches and the allocator's pools, which may keep a body or two of 33 MB. One kept per round is 165.
+    assert sizes[-1] - sizes[2] < 100, sizes
 
 
 def test_whatever_the_schema_allows_or_not_gets_a_documented_answer(server: Server) -> None:

@@ -49,9 +49,7 @@ def trajectory(number: int, length: int) -> Trajectory:
 
 
 def test_a_group_comes_back_as_it_was() -> None:
-    group = TrajectoryGroup(
-        "g", 3, [trajectory(k, length) for k, length in enumerate((5, 3, 9))], {"x": 1}, {"env": 2.0}
-    )
+    group = TrajectoryGroup("g", 3, [trajectory(k, length) for k, length in enumerate((5, 3, 9))])
     back = pickle.loads(pickle.dumps(group))
     assert same(group, back)
     assert not same(group.trajectories[0], back.trajectories[1])
