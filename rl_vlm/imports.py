@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import ModuleType
+
+logger = logging.getLogger(__name__)
 
 
 def import_meanwhile(*modules: str) -> threading.Thread:
@@ -18,8 +21,10 @@ def import_meanwhile(*modules: str) -> threading.Thread:
 
     def load() -> None:
         for module in modules:
-            with suppress(Exception):
+            try:
                 importlib.import_module(module)
+            except Exception as error:  # a broken library may raise anything; the `import` that needs it will too
+                logger.debug("importing %s ahead failed: %s", module, error)
 
     thread = threading.Thread(target=load, name="imports", daemon=True)
     thread.start()

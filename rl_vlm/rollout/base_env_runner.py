@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,9 +63,9 @@ class RunEnvRunner:
         """RLlib calls any function with the runner. A failure leaves it in an unknown state, so the process ends."""
         try:
             return func(self, *args, **kwargs)
-        except Exception:
+        except Exception as error:
             logger.exception("%s failed in the env runner, which ends", func)
-            sys.exit(1)
+            raise SystemExit(1) from error
 
     def assert_healthy(self) -> None:
         """RLlib calls this after construction; any answer will do."""
