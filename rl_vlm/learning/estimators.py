@@ -26,24 +26,31 @@ class Estimate:
 
     advantages: list[list[np.ndarray]]
 
-    def check(self, groups: Sequence[TrajectoryGroup], name: str) -> None:
-        """Raise EstimatorError where a user's estimator gave something else than finite numbers, one per sampled token."""
-        lengths = [[trajectory.num_sampled for trajectory in group.trajectories] for group in groups]
+    def summary(self, lengths: list[list[int]], name: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Per group: the trajectories' mean advantages float64 [G], 0 without a sampled token, and bool [G]: any not zero.
+
+        Raises EstimatorError where a user's estimator gave something else than finite numbers, one per sampled token;
+        `lengths` holds the numbers of sampled tokens.
+        """
         if [[np.shape(tokens) for tokens in group] for group in self.advantages] != [
             [(length,) for length in group] for group in lengths
         ]:
             raise EstimatorError(
                 f"algorithm.estimator {name}: it must give one array per trajectory, one number per sampled token."
             )
-        if not all(np.all(np.isfinite(tokens)) for group in self.advantages for tokens in group):
-            raise EstimatorError(f"algorithm.estimator {name}: it gave a number that is not finite.")
-
-    def per_trajectory(self) -> list[np.ndarray]:
-        """The mean advantage of each trajectory, float64 [G] per group; 0 for one without a sampled token."""
-        return [
-            np.array([tokens.mean(dtype=np.float64) if len(tokens) else 0.0 for tokens in group])
-            for group in self.advantages
-        ]
+        # One array for the whole batch: numpy's calls cost more than its work on thousands of short ones.
+        flat_lengths = np.array([length for group in lengths for length in group], dtype=np.int64)
+        means, learns = np.zeros(len(flat_lengths)), np.zeros(len(flat_lengths), dtype=bool)
+        sampled = flat_lengths > 0
+        if sampled.any():
+            tokens = np.concatenate([tokens for group in self.advantages for tokens in group]).astype(np.float64)
+            if not np.isfinite(tokens).all():
+                raise EstimatorError(f"algorithm.estimator {name}: it gave a number that is not finite.")
+            starts = np.cumsum(flat_lengths[sampled]) - flat_lengths[sampled]
+            means[sampled] = np.add.reduceat(tokens, starts) / flat_lengths[sampled]
+            learns[sampled] = np.logical_or.reduceat(tokens != 0, starts)
+        ends = np.cumsum([len(group) for group in lengths])[:-1]
+        return np.split(means, ends), np.split(learns, ends)
 
 
 # (groups, rewards, settings) -> Estimate. It sees the whole batch; `rewards` holds float64 [G] per group, which are the

@@ -41,19 +41,22 @@ def plan_update(
     if settings.shuffle_rewards:
         rewards = _shuffled(rewards, rng)
     estimate = ESTIMATORS.get(settings.estimator)(groups, rewards, settings)
-    estimate.check(groups, settings.estimator)
+    lengths = [[trajectory.num_sampled for trajectory in group.trajectories] for group in groups]
+    means, learns = estimate.summary(lengths, settings.estimator)
     order = rng.permutation(len(groups))
     shards: list[list[Minibatch]] = [[] for _ in range(num_learners)]
     active: list[bool] = []
     for members in np.array_split(order, min(settings.minibatches, max(len(groups), 1))):
-        weight = _weights([groups[k] for k in members], settings.aggregation, max_new_tokens)
+        weight = _weights([length for k in members for length in lengths[k]], settings.aggregation, max_new_tokens)
         parts: list[list[list[TrainSample]]] = [[] for _ in range(num_learners)]
         load = [0] * num_learners
         samples = {
             k: [
-                TrainSample(trajectory, advantage, weight(trajectory.num_sampled))
-                for trajectory, advantage in zip(groups[k].trajectories, estimate.advantages[k], strict=True)
-                if trajectory.num_sampled and (settings.learns_without_advantage or np.any(advantage))
+                TrainSample(trajectory, advantage, weight(length))
+                for trajectory, advantage, length, learned in zip(
+                    groups[k].trajectories, estimate.advantages[k], lengths[k], learns[k], strict=True
+                )
+                if learned or (length and settings.learns_without_advantage)
             ]
             for k in members
         }
@@ -66,14 +69,12 @@ def plan_update(
         for learner, part in enumerate(parts):
             shards[learner].append(Minibatch(part))
         active.append(any(parts))
-    zero = sum(not any(np.any(tokens) for tokens in group) for group in estimate.advantages)
-    return UpdatePlan(shards, active, estimate.per_trajectory(), zero)
+    return UpdatePlan(shards, active, means, sum(not group.any() for group in learns))
 
 
-def _weights(groups: Sequence[TrajectoryGroup], aggregation: str, max_new_tokens: int) -> Callable[[int], float]:
-    """The weight of each token loss of a trajectory, given how many tokens were sampled in it."""
-    sequences = sum(len(group) for group in groups)
-    tokens = sum(trajectory.num_sampled for group in groups for trajectory in group.trajectories)
+def _weights(lengths: Sequence[int], aggregation: str, max_new_tokens: int) -> Callable[[int], float]:
+    """The weight of each token loss of a trajectory, given the sampled tokens of all trajectories of the step, and its own."""
+    sequences, tokens = len(lengths), sum(lengths)
     if aggregation == "sequence_mean":
         return lambda length: 1.0 / (length * sequences)
     if aggregation == "token_mean":
