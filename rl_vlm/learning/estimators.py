@@ -1,6 +1,7 @@
 """Advantage estimators: complete groups in, one advantage per sampled token out. Users register more.
 
-Shapes: G trajectories in a group, T sampled tokens in a trajectory.
+Shapes: G trajectories in a group, K turns and T sampled tokens in a trajectory. Per-token arrays of all trajectories are
+lists: `values[group][trajectory]`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,43 @@ class EstimatorError(RLVLMError):
     """A registered estimator does not keep to the seam."""
 
 
+PerToken = list[list[np.ndarray]]
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """The whole batch, as estimators see it.
+
+    turn_rewards: float64 [K] per trajectory; the environment's, unless a control has permuted them. token_rewards:
+    float32 [T], what is added to the reward of a token (a KL penalty), or None. values: float32 [T], the critic's value of
+    the state before each sampled token, or None without a critic.
+    """
+
+    groups: Sequence[TrajectoryGroup]
+    turn_rewards: list[list[np.ndarray]]
+    token_rewards: PerToken | None = None
+    values: PerToken | None = None
+
+    @property
+    def rewards(self) -> list[np.ndarray]:
+        """The sum of a trajectory's rewards, those per token included: float64 [G] per group."""
+        totals = [np.array([turns.sum() for turns in group]) for group in self.turn_rewards]
+        if self.token_rewards is not None:
+            for total, group in zip(totals, self.token_rewards, strict=True):
+                total += [tokens.sum(dtype=np.float64) for tokens in group]
+        return totals
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """`advantages[group][trajectory]`: float32 [T], in the order of the groups and trajectories that were given."""
+    """In the order of the groups and trajectories that were given.
 
-    advantages: list[list[np.ndarray]]
+    advantages: float32 [T]. returns: float32 [T], what the critic learns to predict before each token, NaN where nothing;
+    None without a critic.
+    """
+
+    advantages: PerToken
+    returns: PerToken | None = None
 
     def summary(self, lengths: list[list[int]], name: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Per group: the trajectories' mean advantages float64 [G], 0 without a sampled token, and bool [G]: any not zero.
@@ -53,9 +86,7 @@ class Estimate:
         return np.split(means, ends), np.split(learns, ends)
 
 
-# (groups, rewards, settings) -> Estimate. It sees the whole batch; `rewards` holds float64 [G] per group, which are the
-# groups' own unless a control has permuted them.
-AdvantageEstimator = Callable[[Sequence[TrajectoryGroup], Sequence[np.ndarray], AlgorithmSection], Estimate]
+AdvantageEstimator = Callable[[Experience, AlgorithmSection], Estimate]
 
 ESTIMATORS: Registry[AdvantageEstimator] = Registry("algorithm.estimator")
 register_estimator = ESTIMATORS.register
@@ -80,36 +111,32 @@ def group_advantages(
 
 
 @register_estimator("group")
-def group_mean(
-    groups: Sequence[TrajectoryGroup], rewards: Sequence[np.ndarray], settings: AlgorithmSection
-) -> Estimate:
+def group_mean(experience: Experience, settings: AlgorithmSection) -> Estimate:
     """GRPO: each trajectory is compared with the mean of its group; all of its tokens get the same advantage."""
-    return _same_for_all_tokens(
-        groups, [group_advantages(r, settings.advantage_normalization, settings.advantage_scale) for r in rewards]
-    )
+    normalization, scale = settings.advantage_normalization, settings.advantage_scale
+    return same_for_all_tokens(experience, [group_advantages(r, normalization, scale) for r in experience.rewards])
 
 
 @register_estimator("rloo")
-def leave_one_out(
-    groups: Sequence[TrajectoryGroup], rewards: Sequence[np.ndarray], settings: AlgorithmSection
-) -> Estimate:
+def leave_one_out(experience: Experience, settings: AlgorithmSection) -> Estimate:
     """RLOO (arXiv 2402.14740, section 2.2): each trajectory is compared with the mean of the *others* of its group."""
     values = []
-    for group_rewards in rewards:
+    for group_rewards in experience.rewards:
         size = len(group_rewards)
         # r - mean of the others = (r - mean of all) · G / (G - 1)
         centred = group_advantages(group_rewards, "none", settings.advantage_scale)
         values.append(centred * size / (size - 1) if size > 1 else centred)
-    return _same_for_all_tokens(groups, values)
+    return same_for_all_tokens(experience, values)
 
 
-def _same_for_all_tokens(groups: Sequence[TrajectoryGroup], values: Sequence[np.ndarray]) -> Estimate:
+def same_for_all_tokens(experience: Experience, values: Sequence[np.ndarray]) -> Estimate:
+    """One number per trajectory, `values` float64 [G] per group, given to each of its tokens."""
     return Estimate(
         [
             [
                 np.full(trajectory.num_sampled, value, dtype=np.float32)
                 for trajectory, value in zip(group.trajectories, group_values, strict=True)
             ]
-            for group, group_values in zip(groups, values, strict=True)
+            for group, group_values in zip(experience.groups, values, strict=True)
         ]
     )

@@ -9,7 +9,7 @@ import numpy as np
 
 from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.learning.batching import Minibatch, TrainSample
-from rl_vlm.learning.estimators import ESTIMATORS
+from rl_vlm.learning.estimators import ESTIMATORS, Experience
 from rl_vlm.types import TrajectoryGroup
 
 
@@ -37,10 +37,8 @@ def plan_update(
     number of learners nor the skipping changes the gradient. Samples with zero advantage are skipped unless a KL penalty or
     an entropy bonus gives them a gradient.
     """
-    rewards = [group.rewards for group in groups]
-    if settings.shuffle_rewards:
-        rewards = _shuffled(rewards, rng)
-    estimate = ESTIMATORS.get(settings.estimator)(groups, rewards, settings)
+    experience = make_experience(groups, settings, rng)
+    estimate = ESTIMATORS.get(settings.estimator)(experience, settings)
     lengths = [[trajectory.num_sampled for trajectory in group.trajectories] for group in groups]
     means, learns = estimate.summary(lengths, settings.estimator)
     order = rng.permutation(len(groups))
@@ -82,7 +80,18 @@ def _weights(lengths: Sequence[int], aggregation: str, max_new_tokens: int) -> C
     return lambda length: 1.0 / (max_new_tokens * sequences)
 
 
-def _shuffled(rewards: list[np.ndarray], rng: np.random.Generator) -> list[np.ndarray]:
-    """A control, with which nothing can be learned: the same rewards assigned to other trajectories."""
-    mixed = rng.permutation(np.concatenate(rewards))
-    return list(np.split(mixed, np.cumsum([len(r) for r in rewards])[:-1]))
+def make_experience(
+    groups: Sequence[TrajectoryGroup], settings: AlgorithmSection, rng: np.random.Generator
+) -> Experience:
+    """What an estimator sees of the groups. With `shuffle_rewards`, a control with which nothing can be learned, the same
+    total rewards are given to other trajectories, at their last turns.
+    """
+    turn_rewards = [
+        [np.array([turn.reward for turn in trajectory.turns]) for trajectory in group.trajectories] for group in groups
+    ]
+    if settings.shuffle_rewards:
+        trajectories = [turns for group in turn_rewards for turns in group]
+        for turns, total in zip(trajectories, rng.permutation([turns.sum() for turns in trajectories]), strict=True):
+            turns[:] = 0
+            turns[-1:] = total
+    return Experience(groups, turn_rewards)

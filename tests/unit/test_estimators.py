@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.learning.estimators import ESTIMATORS, Estimate, EstimatorError, group_advantages, register_estimator
-from rl_vlm.learning.plan import plan_update
+from rl_vlm.learning.plan import make_experience, plan_update
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
 
@@ -92,7 +92,9 @@ def group_of(rewards: list[float], lengths: list[int]) -> TrajectoryGroup:
 def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
     rewards = [1.0, 0.0, 0.5, 1.0]
     group = group_of(rewards, [1, 2, 3, 4])
-    (advantages,) = ESTIMATORS.get("rloo")([group], [group.rewards], AlgorithmSection()).advantages
+    (advantages,) = ESTIMATORS.get("rloo")(
+        make_experience([group], AlgorithmSection(), np.random.default_rng(0)), AlgorithmSection()
+    ).advantages
     for number, tokens in enumerate(advantages):
         others = np.delete(rewards, number).mean()
         assert tokens.dtype == np.float32 and tokens.tolist() == pytest.approx(
@@ -102,8 +104,10 @@ def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
 
 def test_every_token_has_an_advantage_of_its_own_in_the_plan() -> None:
     @register_estimator("test_ramp")
-    def ramp(groups, rewards, settings):  # type: ignore[no-untyped-def]
-        return Estimate([[np.arange(t.num_sampled, dtype=np.float32) for t in g.trajectories] for g in groups])
+    def ramp(experience, settings):  # type: ignore[no-untyped-def]
+        return Estimate(
+            [[np.arange(t.num_sampled, dtype=np.float32) for t in g.trajectories] for g in experience.groups]
+        )
 
     plan = plan_update([group_of([0, 0], [3, 1])], AlgorithmSection(estimator="test_ramp"), np.random.default_rng(0))
     samples = [sample for group in plan.shards[0][0].groups for sample in group]
@@ -122,6 +126,6 @@ def test_every_token_has_an_advantage_of_its_own_in_the_plan() -> None:
     ],
 )
 def test_an_estimator_that_does_not_keep_to_the_seam_is_named(made: object, message: str) -> None:
-    register_estimator("test_wrong")(lambda groups, rewards, settings: Estimate(made(groups)))  # type: ignore[operator]
+    register_estimator("test_wrong")(lambda experience, settings: Estimate(made(experience.groups)))  # type: ignore[operator]
     with pytest.raises(EstimatorError, match=f"test_wrong: .*{message}"):
         plan_update([group_of([0, 0], [3, 1])], AlgorithmSection(estimator="test_wrong"), np.random.default_rng(0))
