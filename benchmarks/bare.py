@@ -12,7 +12,7 @@ import torch
 from rl_vlm.config import RunConfig
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.registry import make
-from rl_vlm.learning.learner import make_optimizer, make_updater, optimizer_step
+from rl_vlm.learning.learner import make_optimizer, make_updater, optimizer_step, scale_lr
 from rl_vlm.learning.module import PolicyModel
 from rl_vlm.learning.plan import plan_update
 from rl_vlm.learning.strategies.replicated import SingleProcess
@@ -95,8 +95,7 @@ class BareLoop:
         factor = 1.0
         if run.learner.lr_schedule == "linear":
             factor = linear_schedule(self.iteration, algorithm.iterations - 1, run.learner.lr_final_fraction)
-        for group in self._optimizer.param_groups:
-            group["lr"] = run.learner.lr * factor
+        scale_lr(self._optimizer, factor)
         stats = UpdateStats()
         packed = self._updater.pack(plan.shards[0])
         for _ in range(algorithm.epochs):

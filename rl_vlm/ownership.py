@@ -34,7 +34,7 @@ _RUN_FILE = re.compile(
         )
     )
 )
-_RUN_FOLDERS = ("adapter", "checkpoints", "labels", "serving", "trajectories", "videos")
+_RUN_FOLDERS = ("adapter", "adapter-ema", "checkpoints", "labels", "serving", "trajectories", "videos")
 
 
 def mark_run(folder: Path) -> None:

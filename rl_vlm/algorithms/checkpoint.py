@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +28,13 @@ _NAME = re.compile(r"iteration-(\d{6,})")
 
 @dataclass(slots=True)
 class Checkpoint:
-    """What a checkpoint holds: the adapter, the optimiser's moments by name, and the algorithm's state."""
+    """What a checkpoint holds: the adapter, the optimiser's moments by name, the algorithm's state, and further tensors
+    of the learners (a critic, averaged weights)."""
 
     adapter: AdapterPayload
     moments: dict[str, Tensor]
     state: dict[str, Any]
+    extras: dict[str, Tensor] = field(default_factory=dict)
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
@@ -45,7 +47,15 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     _write(folder / "adapter" / "adapter_config.json", checkpoint.adapter.config_json.encode())
     moments = {name: torch.as_tensor(value).contiguous() for name, value in sorted(checkpoint.moments.items())}
     _write(folder / "optimizer.safetensors", save(moments))
-    state = {**checkpoint.state, "version": checkpoint.adapter.version, "adapter_sha256": checkpoint.adapter.sha256}
+    if checkpoint.extras:
+        extras = {name: checkpoint.extras[name].contiguous() for name in sorted(checkpoint.extras)}
+        _write(folder / "learner.safetensors", save(extras))
+    state = {
+        **checkpoint.state,
+        "version": checkpoint.adapter.version,
+        "adapter_sha256": checkpoint.adapter.sha256,
+        "extras": bool(checkpoint.extras),
+    }
     _write(folder / "state.json", json.dumps(state, sort_keys=True, indent=1).encode())
 
 
@@ -57,6 +67,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         state = json.loads((folder / "state.json").read_text())
         adapter = AdapterPayload.read(folder / "adapter", state["version"])
         moments = load_file(folder / "optimizer.safetensors")
+        extras = load_file(folder / "learner.safetensors") if state.get("extras") else {}
         sha256 = state["adapter_sha256"]
     except (OSError, ValueError, TypeError, KeyError, SafetensorError, UserInputError) as error:
         raise UserInputError(
@@ -64,7 +75,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         ) from error
     if adapter.sha256 != sha256:
         raise UserInputError(f"The checkpoint {folder} is corrupt: its adapter has another SHA-256. Use an older one.")
-    return Checkpoint(adapter, moments, state)
+    return Checkpoint(adapter, moments, state, extras)
 
 
 def save_checkpoint(checkpoints: Path, iteration: int, checkpoint: Checkpoint, keep: int) -> Path:

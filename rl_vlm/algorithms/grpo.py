@@ -11,11 +11,14 @@ Dr. GRPO, DAPO, RLOO and GSPO are this algorithm with other settings.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ray.rllib.algorithms.algorithm import Algorithm
 
-from rl_vlm.algorithms.policy import PolicyAlgorithm, PolicyAlgorithmConfig
-from rl_vlm.learning.plan import plan_update
-from rl_vlm.rollout.rollouts import sampling_figures
+from rl_vlm.algorithms.policy import PolicyAlgorithmConfig
+from rl_vlm.algorithms.scored import ScoredAlgorithm
+from rl_vlm.learning.plan import Shards, plan_update
+from rl_vlm.types import TrajectoryGroup
 
 
 class GRPOConfig(PolicyAlgorithmConfig):
@@ -25,32 +28,28 @@ class GRPOConfig(PolicyAlgorithmConfig):
         super().__init__(algo_class or GRPO)
 
 
-class GRPO(PolicyAlgorithm):
+class GRPO(ScoredAlgorithm):
     """The training loop. One `train()` is one GRPO iteration."""
 
     config_class = GRPOConfig
 
-    def iterate(self) -> dict[str, float]:
-        """Sample, compute advantages, learn, publish."""
+    def learn_from(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+        """Compute advantages, learn, publish."""
         run = self.run
-        with self.timed("sample"):
-            groups = self.rollouts.next_groups(self.version, self.iterations_left)
-        figures = sampling_figures(groups, self.version, self._clock["sample"], run.rollout.max_turns)
-        if groups:
-            with self.timed("advantages"):
-                plan = plan_update(
-                    groups,
-                    run.algorithm,
-                    self.rng,
-                    num_learners=max(run.learner.num_learners, 1),
-                    max_new_tokens=run.rollout.max_new_tokens,
-                )
-            figures["reward/zero_advantage_groups"] = plan.zero_advantage_groups / len(groups)
-            if self.iterations_left:
-                self.rollouts.open_next()
-            with self.timed("learn"):
-                stats = self.learn(plan)
-            if stats is not None:
-                figures |= stats.metrics()
-            self.remember_groups(groups, plan)
-        return {**figures, **self.counts()}
+        if run.algorithm.kl_in_reward:
+            return self.learn_scored(groups)
+        with self.timed("advantages"):
+            plan = plan_update(
+                groups,
+                run.algorithm,
+                self.rng,
+                num_learners=max(run.learner.num_learners, 1),
+                max_new_tokens=run.rollout.max_new_tokens,
+            )
+        figures = {"reward/zero_advantage_groups": plan.zero_advantage_groups / len(groups)}
+        if self.iterations_left:
+            self.rollouts.open_next()
+        with self.timed("learn"):
+            stats = self.learn(Shards(plan.shards, plan.active))
+        self.remember_groups(groups, plan.advantages)
+        return figures if stats is None else figures | stats.metrics()

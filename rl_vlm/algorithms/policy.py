@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +24,16 @@ from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.envs.registry import make
 from rl_vlm.evaluation.heldout import evaluation_tasks, summarize
 from rl_vlm.learning.learner import UpdateBatch, UpdateResult, VLMLearner
-from rl_vlm.learning.plan import UpdatePlan
+from rl_vlm.learning.plan import Shards
+from rl_vlm.learning.returns import Rescaling
+from rl_vlm.learning.scores import Targets
 from rl_vlm.learning.update import UpdateStats, linear_schedule
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.plugins import load_plugins
 from rl_vlm.rollout.cursor import DataCursor
 from rl_vlm.rollout.env_runner import VLMEnvRunner
-from rl_vlm.rollout.rollouts import Rollouts
+from rl_vlm.rollout.rollouts import Rollouts, sampling_figures
 from rl_vlm.rollout.sampler import RolloutSampler
 from rl_vlm.rollout.task_stream import TaskStream
 from rl_vlm.seeding import derive_seed
@@ -73,7 +77,7 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
 
 
 class PolicyAlgorithm(RunAlgorithm):
-    """The policy loop. A subclass says what one iteration learns (`iterate`)."""
+    """The policy loop. A subclass says what is learned from the groups of an iteration (`learn_from`)."""
 
     def start_services(self, config: PolicyAlgorithmConfig) -> None:
         """Start the served policy."""
@@ -112,8 +116,35 @@ class PolicyAlgorithm(RunAlgorithm):
         self._text: TextSide | None = None
         self._publication: dict[str, float] = {}  # figures of the last publication that was acknowledged
         self._last_checkpoint: Path | None = None
-        self._beginning = (self.rollouts.state(), self.rng.bit_generator.state)
+        self.reset()
+        self._beginning = self.state()
         self.service.wait_until_ready()
+
+    @abstractmethod
+    def learn_from(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+        """Learn from the groups of an iteration, publish, and return the figures."""
+
+    def reset(self) -> None:
+        """Set the state that `state` returns to that of the beginning."""
+        self.updates = 0
+
+    def state(self) -> dict[str, Any]:
+        """The driver's part of a checkpoint, as JSON."""
+        return {"updates": self.updates, "rollouts": self.rollouts.state(), "rng": self.rng.bit_generator.state}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from `state`; the rollouts are restored apart from it."""
+        self.updates = int(state["updates"])
+        self.rng.bit_generator.state = state["rng"]
+
+    def iterate(self) -> dict[str, float]:
+        """Sample, learn, publish."""
+        with self.timed("sample"):
+            groups = self.rollouts.next_groups(self.version, self.iterations_left)
+        figures = sampling_figures(groups, self.version, self._clock["sample"], self.run.rollout.max_turns)
+        if groups:
+            figures |= self.learn_from(groups)
+        return {**figures, **self.counts()}
 
     def training_step(self) -> None:
         """RLlib's hook for one iteration."""
@@ -127,14 +158,36 @@ class PolicyAlgorithm(RunAlgorithm):
 
     # Parts of an iteration.
 
-    def learn(self, plan: UpdatePlan) -> UpdateStats | None:
-        """Update the learners and publish the new adapter; None when learners died and were replaced."""
+    def learn(
+        self,
+        shards: Shards,
+        *,
+        targets: Sequence[Targets] = (),
+        rescaling: Rescaling | None = None,
+        learn_policy: bool = True,
+    ) -> UpdateStats | None:
+        """Update the learners and publish the new adapter; None when learners died and were replaced.
+
+        With `targets`, one per learner, they learn from the minibatches that they have scored.
+        """
         learner, algorithm = self.run.learner, self.run.algorithm
-        lr = learner.lr
+        factor = 1.0
         if learner.lr_schedule == "linear":
-            lr *= linear_schedule(self.updates, algorithm.iterations - 1, learner.lr_final_fraction)
+            factor = linear_schedule(self.updates, algorithm.iterations - 1, learner.lr_final_fraction)
         results: list[UpdateResult] | None = self.update_learners(
-            [UpdateBatch(shard, plan.active, algorithm.epochs, lr, self.version + 1) for shard in plan.shards]
+            [
+                UpdateBatch(
+                    minibatches,
+                    shards.active,
+                    algorithm.epochs,
+                    factor,
+                    self.version + 1,
+                    targets[place] if targets else None,
+                    rescaling,
+                    learn_policy,
+                )
+                for place, minibatches in enumerate(shards.minibatches)
+            ]
         )
         if results is None:
             return None
@@ -142,7 +195,7 @@ class PolicyAlgorithm(RunAlgorithm):
         with self.timed("publish"):
             self._publish(adapter)
         stats = UpdateStats.merge([result.stats for result in results])
-        stats.lr = lr
+        stats.lr = learner.lr * factor
         return stats
 
     def _publish(self, adapter: AdapterPayload) -> None:
@@ -169,9 +222,10 @@ class PolicyAlgorithm(RunAlgorithm):
 
     def evaluate_policy(self) -> dict[str, Any]:
         """Greedy (and, with `evaluation.samples` above 1, pass@k) accuracy on the held-out split, per variant."""
-        tasks = evaluation_tasks(self.run, self._num_test, self.version)
         started = time.perf_counter()
-        groups, result = self.rollouts.evaluate(tasks, self.run.evaluation.timeout_s)
+        with self._evaluated_weights():
+            tasks = evaluation_tasks(self.run, self._num_test, self.version)
+            groups, result = self.rollouts.evaluate(tasks, self.run.evaluation.timeout_s)
         self.restarts["env_runner"] = self.rollouts.restarts
         return {
             **summarize(self.run, tasks, groups),
@@ -180,24 +234,36 @@ class PolicyAlgorithm(RunAlgorithm):
             "seconds": time.perf_counter() - started,
         }
 
+    @contextmanager
+    def _evaluated_weights(self) -> Iterator[None]:
+        """Inside, the replicas hold what `evaluation.weights` names; each exchange takes a version."""
+        if self.run.evaluation.weights == "policy":
+            yield
+            return
+        version = self.version
+        self._publish_restored(self.averaged_adapter())
+        yield
+        self._publish_restored(self.on_learner(lambda learner: learner.adapter(version)))
+
+    def averaged_adapter(self) -> AdapterPayload:
+        """The average of the weights. Raises LearnerLostError."""
+        version = self.version
+        return self.on_learner(lambda learner: learner.averaged_adapter(version))  # type: ignore[no-any-return]
+
     # Checkpoints.
 
     def checkpoint(self) -> Checkpoint:
         """Everything that an exact resume needs."""
         version = self.version
 
-        def learner_state(learner: VLMLearner) -> tuple[AdapterPayload, dict[str, torch.Tensor], list[int]]:
-            return learner.adapter(version), learner.moments(), torch.get_rng_state().tolist()
+        def learner_state(
+            learner: VLMLearner,
+        ) -> tuple[AdapterPayload, dict[str, torch.Tensor], dict[str, torch.Tensor], list[int]]:
+            return learner.adapter(version), learner.moments(), learner.extras(), torch.get_rng_state().tolist()
 
-        adapter, moments, torch_rng = self.on_learner(learner_state)
-        state = {
-            "updates": self.updates,
-            "rollouts": self.rollouts.state(),
-            "rng": self.rng.bit_generator.state,
-            "torch_rng": torch_rng,
-            "restarts": dict(self.restarts),
-        }
-        return Checkpoint(adapter, moments, state)
+        adapter, moments, extras, torch_rng = self.on_learner(learner_state)
+        state = {**self.state(), "torch_rng": torch_rng, "restarts": dict(self.restarts)}
+        return Checkpoint(adapter, moments, state, extras)
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Tune's hook; the folder holds safetensors and JSON, no pickle."""
@@ -218,27 +284,25 @@ class PolicyAlgorithm(RunAlgorithm):
         if self._last_checkpoint is not None:
             self._restore(read_checkpoint(self._last_checkpoint))
         else:
-            self.updates = 0
-            rollouts, self.rng.bit_generator.state = self._beginning
-            self.rollouts.restore(rollouts, counts=False)
+            self.set_state(self._beginning)
+            self.rollouts.restore(self._beginning["rollouts"], counts=False)
             version = self.version
             self._publish_restored(self.on_learner(lambda learner: learner.adapter(version)))
         self.rollouts.dropped["iterations_repeated"] += lost - self.updates
         self.updates -= 1  # `training_step` counts this iteration, in which nothing was learned
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        moments, state = checkpoint.moments, checkpoint.state
+        moments, state, extras = checkpoint.moments, checkpoint.state, checkpoint.extras
         arrays = {name: tensor.numpy() for name, tensor in checkpoint.adapter.state().items()}
         torch_rng = state["torch_rng"]
 
         def load(learner: VLMLearner) -> bool:
-            learner.restore(arrays, moments)
+            learner.restore(arrays, moments, extras)
             torch.set_rng_state(torch.tensor(torch_rng, dtype=torch.uint8))
             return True
 
         on_every_learner(self.learner_group, load)
-        self.updates = int(state["updates"])
-        self.rng.bit_generator.state = state["rng"]
+        self.set_state(state)
         fresh = self.version == 0 and not self.service.newest_version()
         self.rollouts.restore(state["rollouts"], counts=fresh)
         if fresh:
@@ -252,6 +316,6 @@ class PolicyAlgorithm(RunAlgorithm):
         """Publish old weights under a new version: versions only grow, and one version never has two contents."""
         self._publish(replace(adapter, version=max(self.service.newest_version(), self.version) + 1))
 
-    def remember_groups(self, groups: Sequence[TrajectoryGroup], plan: UpdatePlan) -> None:
-        """Keep the groups of this iteration and their advantages, for the dump of trajectories."""
-        self.last_groups, self.last_advantages = list(groups), plan.advantages
+    def remember_groups(self, groups: Sequence[TrajectoryGroup], advantages: list[np.ndarray]) -> None:
+        """Keep the groups of this iteration and their mean advantages float64 [G], for the dump of trajectories."""
+        self.last_groups, self.last_advantages = list(groups), advantages

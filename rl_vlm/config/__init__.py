@@ -1,6 +1,7 @@
 """The configuration of a run: sections only, one file per concern. Nothing here imports what reads it."""
 
 from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.config.critic import CriticSection
 from rl_vlm.config.env import EnvSection
 from rl_vlm.config.evaluation import EvaluationSection
 from rl_vlm.config.http import HTTPSection
@@ -23,6 +24,7 @@ __all__ = [
     "AutoscalingSection",
     "CollectionSection",
     "ControlEvaluationSection",
+    "CriticSection",
     "EndpointSection",
     "EnvSection",
     "EvaluationSection",

@@ -15,6 +15,9 @@ class EvaluationSection(Section):
     every: int = Field(50, ge=0, description="Iterations between evaluations; 0: only before and after.")
     num_items: int = Field(512, ge=1)
     samples: int = Field(1, ge=1)
+    weights: Literal["policy", "ema"] = Field(
+        "policy", description="ema: evaluate the average of the weights (learner.ema_decay); needs max_policy_lag 0."
+    )
     split: Literal["train", "test"] = "test"
     variants: dict[str, dict[str, Any]] = Field({"default": {}}, description="Name -> environment arguments to change.")
     timeout_s: float = Field(1800.0, gt=0)

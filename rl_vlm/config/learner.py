@@ -23,6 +23,12 @@ class LearnerSection(Section):
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
+    ema_decay: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Per optimiser step, of an average of the weights that is kept beside them; evaluation.weights uses it.",
+    )
     micro_batch_tokens: int = Field(8192, ge=1)
     share_prompts: bool = True
     gradient_checkpointing: bool = False

@@ -9,6 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 
 from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.config.applies import refuse_unread
+from rl_vlm.config.critic import CriticSection
 from rl_vlm.config.env import EnvSection
 from rl_vlm.config.evaluation import EvaluationSection
 from rl_vlm.config.http import HTTPSection
@@ -37,6 +38,7 @@ class RunConfig(Section):
     env: EnvSection = EnvSection()
     rollout: RolloutSection = RolloutSection()
     algorithm: AlgorithmSection = AlgorithmSection()
+    critic: CriticSection = CriticSection()
     learner: LearnerSection = LearnerSection()
     evaluation: EvaluationSection = EvaluationSection()
     preference: PreferenceSection = PreferenceSection()
@@ -68,6 +70,8 @@ class RunConfig(Section):
                 "model.train: full is not available yet, because full weights cannot be sent to running replicas: "
                 "use model.train: lora"
             )
+        if self.evaluation.weights == "ema" and (self.learner.ema_decay is None or rollout.max_policy_lag):
+            raise ValueError("evaluation.weights: ema needs learner.ema_decay (0.99, say) and rollout.max_policy_lag 0")
         refuse_unread(self, self.algorithm.name, self.spec.reads, self.serving.expected_engine)
         self.spec.check(self)
         return self

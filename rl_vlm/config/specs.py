@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from rl_vlm.config.algorithm import WITHOUT_CRITIC
 from rl_vlm.config.applies import Reads
 from rl_vlm.registry import Registry
 
@@ -34,7 +35,7 @@ class AlgorithmSpec:
     config, run: the RLlib configuration's class and the run's class. preflight(run) -> figures for people, raises
     UserInputError. evaluate(run, adapter=, run_dir=, out=) -> results. samplers(run): the actors beside replicas
     and learners. serves(run): whether it has replicas. check(run) raises ValueError where sections contradict each other.
-    reads: the keys that it reads; others are refused where they are set.
+    reads: the keys that it reads; others are refused where they are set. has_critic: whether learners hold a value function.
     """
 
     config: str
@@ -45,6 +46,7 @@ class AlgorithmSpec:
     serves: Callable[[RunConfig], bool]
     check: Callable[[RunConfig], None]
     reads: Reads
+    has_critic: bool = False
 
     def load(self, part: str) -> Any:
         """The object that `config`, `run`, `preflight` or `evaluate` names."""
@@ -77,6 +79,16 @@ def _check_policy(run: RunConfig) -> None:
             f"({run.rollout.prompts_per_iteration}): a minibatch needs at least one group"
         )
 
+    settings = run.algorithm
+    if settings.kl_target and settings.kl_in != "reward":
+        raise ValueError("algorithm.kl_target adapts a penalty in the reward: set algorithm.kl_in to reward")
+    if settings.kl_min > settings.kl_max:
+        raise ValueError(f"algorithm.kl_min ({settings.kl_min}) exceeds algorithm.kl_max ({settings.kl_max})")
+    if settings.estimator == "gae" and not run.spec.has_critic:
+        raise ValueError("algorithm.estimator gae needs a critic: set algorithm.name to ppo")
+    if settings.estimator in WITHOUT_CRITIC and run.spec.has_critic:
+        raise ValueError(f"algorithm.estimator {settings.estimator} needs no critic: use gae, or algorithm.name grpo")
+
 
 def _check_preference(run: RunConfig) -> None:
     if run.learner.num_learners > 1:
@@ -101,6 +113,7 @@ _POLICY_READS = Reads(
         "preference.evaluation.every": "evaluation.every",
     },
 )
+_PPO_READS = Reads((*_POLICY_READS.keys, "critic"), _POLICY_READS.instead)
 _PREFERENCE_READS = Reads(
     (
         "preference",
@@ -129,18 +142,18 @@ _PREFERENCE_READS = Reads(
     },
 )
 
-ALGORITHMS.register("grpo")(
-    AlgorithmSpec(
-        config="rl_vlm.algorithms.grpo:GRPOConfig",
-        run="rl_vlm.runs.policy_run:PolicyRun",
-        preflight="rl_vlm.runs.preflight:inspect_policy_run",
-        evaluate="rl_vlm.runs.evaluate:evaluate_policy_run",
-        samplers=_rollout_actors,
-        serves=lambda run: True,
-        check=_check_policy,
-        reads=_POLICY_READS,
-    )
+_GRPO = AlgorithmSpec(
+    config="rl_vlm.algorithms.grpo:GRPOConfig",
+    run="rl_vlm.runs.policy_run:PolicyRun",
+    preflight="rl_vlm.runs.preflight:inspect_policy_run",
+    evaluate="rl_vlm.runs.evaluate:evaluate_policy_run",
+    samplers=_rollout_actors,
+    serves=lambda run: True,
+    check=_check_policy,
+    reads=_POLICY_READS,
 )
+ALGORITHMS.register("grpo")(_GRPO)
+ALGORITHMS.register("ppo")(replace(_GRPO, config="rl_vlm.algorithms.ppo:PPOConfig", reads=_PPO_READS, has_critic=True))
 ALGORITHMS.register("preference_sac")(
     AlgorithmSpec(
         config="rl_vlm.algorithms.preference_sac:PreferenceSACConfig",

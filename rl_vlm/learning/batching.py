@@ -7,7 +7,7 @@ fraction of the work when prompts (images!) are long and answers are short.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,7 +46,8 @@ class MicroBatch:
 
     segments int16 [B, L]: 0 prompt, 1.. the continuations, -1 padding. `row`, `column` int64 [N] locate the hidden
     state that predicts `target` int64 [N]. behaviour, advantage and weight: float32 [N]. `sample`, `turn` int64 [N]: the
-    trajectory of the micro-batch that a token belongs to, and its turn there; a trajectory is never split.
+    trajectory of the micro-batch that a token belongs to, and its turn there; a trajectory is never split. trajectory_ids:
+    those of the trajectories, by their place. returns: float32 [N], NaN where the critic learns nothing; None without one.
     """
 
     input_ids: np.ndarray
@@ -61,6 +62,17 @@ class MicroBatch:
     weight: np.ndarray
     sample: np.ndarray
     turn: np.ndarray
+    trajectory_ids: list[str]
+    returns: np.ndarray | None = None
+
+    def split(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
+        """An array [N] as the arrays of the trajectories, by id."""
+        ends = np.cumsum(np.bincount(self.sample, minlength=len(self.trajectory_ids)))[:-1]
+        return dict(zip(self.trajectory_ids, np.split(tokens, ends), strict=True))
+
+    def join(self, tokens: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The inverse of `split`; other trajectories may be among them."""
+        return np.concatenate([tokens[trajectory_id] for trajectory_id in self.trajectory_ids])
 
 
 @dataclass(slots=True)
@@ -75,6 +87,7 @@ class _Row:
     advantage: list[np.ndarray] = field(default_factory=list)
     weight: list[np.ndarray] = field(default_factory=list)
     turn: list[np.ndarray] = field(default_factory=list)
+    trajectory_ids: list[str] = field(default_factory=list)
     length: int = 0
 
 
@@ -158,6 +171,7 @@ class BatchBuilder:
             row.weight.append(np.full(len(sampled), sample.weight, dtype=np.float32))
             lengths = [turn.stop - turn.start for turn in trajectory.turns]
             row.turn.append(np.repeat(np.arange(len(lengths)), lengths))
+            row.trajectory_ids.append(trajectory.trajectory_id)
             row.length += len(trajectory) - start
         return row
 
@@ -213,6 +227,7 @@ class BatchBuilder:
             weight=np.concatenate([part for row in rows for part in row.weight]),
             sample=np.repeat(np.arange(len(per_sample)), per_sample),
             turn=np.concatenate([part for row in rows for part in row.turn]),
+            trajectory_ids=[trajectory_id for row in rows for trajectory_id in row.trajectory_ids],
         )
 
 

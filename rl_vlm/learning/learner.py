@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,28 +12,47 @@ from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 from ray.rllib.core.learner.training_data import TrainingData
 
 from rl_vlm.config import RunConfig
+from rl_vlm.learning.averaging import WeightAverage
 from rl_vlm.learning.batching import BatchBuilder, Minibatch
+from rl_vlm.learning.returns import Rescaling
+from rl_vlm.learning.scores import Scores, Targets
 from rl_vlm.learning.strategies.base import Strategy
 from rl_vlm.learning.strategies.replicated import make_strategy
-from rl_vlm.learning.update import PackedMinibatch, PolicyUpdater, UpdateStats
+from rl_vlm.learning.update import MicroBatchLoss, PackedMinibatch, PolicyUpdater, UpdateStats
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.plugins import load_plugins
 
 if TYPE_CHECKING:
     from rl_vlm.learning.module import PolicyModel, VLMModule  # with peft and all of transformers, for env runners too
 
-MicroBatchLoss = Callable[[PackedMinibatch, int, UpdateStats], torch.Tensor]
+CRITIC_GROUP = 1  # of the optimiser's parameter groups; 0 is the policy's
+
+
+@dataclass(slots=True)
+class ScoreBatch:
+    """One learner's share of an update whose advantages need the learners: answered with `Scores`, kept for the update."""
+
+    minibatches: list[Minibatch]
+
+    def __len__(self) -> int:
+        return sum(len(minibatch) for minibatch in self.minibatches)
 
 
 @dataclass(slots=True)
 class UpdateBatch:
-    """One learner's share of one update: its part of every optimiser step, and what all learners agree on."""
+    """One learner's share of one update: its part of every optimiser step, and what all learners agree on.
+
+    `minibatches` is empty where the ones of the last ScoreBatch are meant, whose `targets` are given instead.
+    """
 
     minibatches: list[Minibatch]
     active: list[bool]
     epochs: int
-    lr: float
+    lr_factor: float  # of the schedule
     version: int  # of the adapter that the update makes
+    targets: Targets | None = None
+    rescaling: Rescaling | None = None  # of the critic's normalisation
+    learn_policy: bool = True
 
     def __len__(self) -> int:
         return sum(len(minibatch) for minibatch in self.minibatches)
@@ -62,42 +81,65 @@ def make_updater(policy: PolicyModel, run: RunConfig) -> PolicyUpdater:
         run.algorithm,
         temperature=run.rollout.temperature,
         without_adapter=policy.without_adapter,
+        critic=policy.critic,
     )
 
 
 def make_optimizer(policy: PolicyModel, run: RunConfig) -> torch.optim.Optimizer:
-    """AdamW on the LoRA weights (Adam when weight_decay is 0)."""
+    """AdamW on the LoRA weights (Adam when weight_decay is 0), and in a second group on the critic.
+
+    Each group keeps its own `base_lr`, which a schedule scales.
+    """
     learner = run.learner
-    return torch.optim.AdamW(
-        policy.parameters, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay, fused=True
-    )
+    groups: list[dict[str, Any]] = [{"params": policy.parameters, "lr": learner.lr}]
+    if policy.critic is not None:
+        groups.append({"params": policy.critic.parameters, "lr": run.critic.lr or learner.lr})
+    for group in groups:
+        group["base_lr"] = group["lr"]
+    return torch.optim.AdamW(groups, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay, fused=True)
+
+
+def scale_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set every group's learning rate to that share of its base."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * factor
 
 
 def optimizer_step(
-    strategy: Strategy, minibatch: PackedMinibatch, loss: MicroBatchLoss, max_grad_norm: float, stats: UpdateStats
-) -> None:
-    """One optimiser step; `loss(minibatch, number, stats)` is the loss of one micro-batch. Non-finite gradients are skipped."""
+    strategy: Strategy,
+    minibatch: PackedMinibatch,
+    losses: MicroBatchLoss | Sequence[MicroBatchLoss],
+    max_grad_norm: float,
+    stats: UpdateStats,
+    groups: Sequence[int] | None = None,
+) -> bool:
+    """One optimiser step on the parameter groups (None: all); each loss is called as `loss(minibatch, number, stats)`.
+
+    Returns whether it was taken: non-finite gradients are skipped.
+    """
     for number in range(len(minibatch.micro_batches)):
-        strategy.backward(loss(minibatch, number, stats))
-    norm = strategy.step(max_grad_norm)
+        for loss in [losses] if callable(losses) else losses:
+            strategy.backward(loss(minibatch, number, stats))
+    norm = strategy.step(max_grad_norm, groups)
     if norm is None:
         stats.skipped_steps += 1
-        return
+        return False
     stats.grad_norm += norm
     stats.steps += 1
+    return True
 
 
 class VLMLearner(TorchLearner):
     """Trains the LoRA weights of one VLMModule on packed minibatches of trajectory groups."""
 
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
-        """One AdamW over the LoRA weights, registered with RLlib under its learning rate."""
+        """One AdamW over the LoRA weights and the critic, registered with RLlib under the policy's learning rate."""
         module = self.module[module_id]
         optimizer = make_optimizer(module.policy, self._run)
         self.register_optimizer(
             module_id=module_id,
             optimizer=optimizer,
-            params=module.policy.parameters,
+            params=[parameter for group in optimizer.param_groups for parameter in group["params"]],
             lr_or_lr_schedule=self._run.learner.lr,
         )
 
@@ -122,47 +164,88 @@ class VLMLearner(TorchLearner):
         self._updater = make_updater(self.vlm.policy, self._run)
         self._strategy = make_strategy(self.config.num_learners)
         self._strategy.prepare(self.vlm.policy, self.optimizer)
+        decay = self._run.learner.ema_decay
+        self._average = None if decay is None else WeightAverage(self.vlm.policy.weights(), decay)
+        self._scored: list[PackedMinibatch] = []
 
     def _make_modules_ddp_if_necessary(self) -> None:
         """No DDP: the strategy adds the gradients, once per step, whatever the number of micro-batches."""
 
     def compute_loss_for_module(self, *, module_id: str, config: Any, batch: Any, fwd_out: Any) -> torch.Tensor:
-        """The loss of one micro-batch; `batch` is (packed minibatch, number of the micro-batch, statistics)."""
-        return self._updater.loss(*batch)
+        """A loss of one micro-batch; `batch` is (loss, packed minibatch, number of the micro-batch, statistics)."""
+        loss, *where = batch
+        return loss(*where)  # type: ignore[no-any-return]
 
-    def update(self, training_data: TrainingData | None = None, **_: Any) -> UpdateResult:  # type: ignore[override]
-        """One GRPO update from an `UpdateBatch` (the only "episode" of `training_data`)."""
+    def update(self, training_data: TrainingData | None = None, **_: Any) -> UpdateResult | Scores:  # type: ignore[override]
+        """One update from an `UpdateBatch`, or the scores that a `ScoreBatch` asks for (the only "episode" of `training_data`)."""
         assert training_data is not None
         training_data.validate()
         training_data.solve_refs()
         (batch,) = training_data.episodes
+        if isinstance(batch, ScoreBatch):
+            self._scored, scores = self._updater.score(batch.minibatches)
+            return scores
         self._weights_seq_no += 1
-        for group in self.optimizer.param_groups:
-            group["lr"] = batch.lr
+        scale_lr(self.optimizer, batch.lr_factor)
         stats = UpdateStats()
-        packed = self._updater.pack(batch.minibatches)
-
-        def loss(minibatch: PackedMinibatch, number: int, stats: UpdateStats) -> torch.Tensor:
-            return self.compute_loss_for_module(
-                module_id=DEFAULT_MODULE_ID, config=self.config, batch=(minibatch, number, stats), fwd_out={}
-            )
-
+        if batch.targets is None:
+            packed = self._updater.pack(batch.minibatches)
+        else:
+            packed, self._scored = self._scored, []
+            self._updater.set_targets(packed, batch.targets, batch.rescaling)
+        losses = [self._through_rllib(loss) for loss in self._updater.losses(batch.learn_policy)]
+        groups = None if batch.learn_policy else [CRITIC_GROUP]
         for _epoch in range(batch.epochs):
             for minibatch, active in zip(packed, batch.active, strict=True):
                 if active:
-                    optimizer_step(self._strategy, minibatch, loss, self._run.learner.max_grad_norm, stats)
+                    taken = optimizer_step(
+                        self._strategy, minibatch, losses, self._run.learner.max_grad_norm, stats, groups
+                    )
+                    if taken and self._average is not None and batch.learn_policy:
+                        self._average.update(self.vlm.policy.weights())
         first = self._learner_index in (None, 0)
         return UpdateResult(stats, self._strategy.gather_adapter(batch.version) if first else None)
+
+    def _through_rllib(self, loss: MicroBatchLoss) -> MicroBatchLoss:
+        """The loss by way of RLlib's hook, which subclasses override."""
+
+        def called(minibatch: PackedMinibatch, number: int, stats: UpdateStats) -> torch.Tensor:
+            return self.compute_loss_for_module(
+                module_id=DEFAULT_MODULE_ID, config=self.config, batch=(loss, minibatch, number, stats), fwd_out={}
+            )
+
+        return called
 
     def adapter(self, version: int) -> AdapterPayload:
         """The adapter as it is."""
         return self._strategy.gather_adapter(version)
 
+    def averaged_adapter(self, version: int) -> AdapterPayload | None:
+        """The average of the weights under `learner.ema_decay`, None without it."""
+        return None if self._average is None else self._average.payload(version, self.vlm.policy.lora)
+
     def moments(self) -> dict[str, Any]:
         """The optimiser's state as flat CPU tensors by name: `exp_avg.3`, `exp_avg_sq.3`, `step.3`."""
         return self._strategy.state()
 
-    def restore(self, adapter: dict[str, Any], moments: dict[str, Any]) -> None:
-        """Load adapter tensors and optimiser moments."""
+    def extras(self) -> dict[str, torch.Tensor]:
+        """What a learner holds beside the adapter and its moments: the critic (`critic.`) and averaged weights (`average.`)."""
+        critic, average = self.vlm.policy.critic, self._average
+        return {
+            **{f"critic.{name}": tensor for name, tensor in (critic.state() if critic else {}).items()},
+            **{f"average.{name}": tensor for name, tensor in (average.state() if average else {}).items()},
+        }
+
+    def restore(self, adapter: dict[str, Any], moments: dict[str, Any], extras: dict[str, torch.Tensor]) -> None:
+        """Load adapter tensors, optimiser moments and what `extras` returned."""
         self.vlm.set_state(adapter)
         self._strategy.restore(moments)
+        if self.vlm.policy.critic is not None:
+            self.vlm.policy.critic.restore(_under("critic.", extras))
+        if self._average is not None:
+            # A run that goes on with an average it did not have begins it at the present weights.
+            self._average.restore(_under("average.", extras) or self.vlm.policy.weights())
+
+
+def _under(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

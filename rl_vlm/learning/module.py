@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraLayer
 from ray.rllib.core.rl_module.torch import TorchRLModule
+from torch import Tensor
 
 from rl_vlm.config import RunConfig
+from rl_vlm.learning.critic import Critic
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.backbone import Backbone
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
-from rl_vlm.models.lora_layers import inject_lora, load_lora_state, lora_config, lora_state, seed_lora
+from rl_vlm.models.lora_layers import ExtraLora, inject_lora, load_lora_state, lora_config, lora_state, seed_lora
+from rl_vlm.seeding import derive_seed
 
 
 class PolicyModel:
@@ -46,10 +49,22 @@ class PolicyModel:
         suppressed = codec.suppressed_token_ids(self.text.vocab_size)
         self.backbone = Backbone(self.model, self.text.images, suppressed)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.critic = self._make_critic(run) if run.spec.has_critic else None
+
+    def _make_critic(self, run: RunConfig) -> Critic:
+        own = None
+        if run.critic.kind == "adapter":
+            seed_lora(derive_seed(run.seed, 5) % 2**31)  # another A than the policy's, the same in every learner
+            own = ExtraLora(self.model, self.lora, "critic")
+        return Critic(self.model, run.critic, self.model.config.get_text_config().hidden_size, own)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The adapter's tensors by peft's names, not copied."""
+        return lora_state(self.model)
 
     def payload(self, version: int) -> AdapterPayload:
         """The adapter as it is, as an immutable version."""
-        return AdapterPayload.build(version, lora_state(self.model), self.lora)
+        return AdapterPayload.build(version, self.weights(), self.lora)
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
@@ -76,6 +91,8 @@ class VLMModule(TorchRLModule):
         device = "cuda" if learner.gpus_per_learner > 0 and torch.cuda.is_available() else "cpu"
         self.policy = PolicyModel(settings["folder"], settings["run_config"], device)
         self.vlm = self.policy.model  # registered as a submodule, so that RLlib finds the parameters
+        if self.policy.critic is not None:
+            self.value_head = self.policy.critic.head
 
     def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The adapter's tensors as numpy arrays, by peft's names."""

@@ -16,8 +16,11 @@ from torch import Tensor
 
 from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
+from rl_vlm.learning.critic import Critic, value_loss
 from rl_vlm.learning.logprobs import token_logprobs
 from rl_vlm.learning.losses import LOSSES, TokenBatch, kl_estimate, truncated_importance_weights
+from rl_vlm.learning.returns import Rescaling
+from rl_vlm.learning.scores import Scores, Targets
 from rl_vlm.types import RLVLMError
 
 if TYPE_CHECKING:
@@ -34,6 +37,8 @@ class PackedMinibatch:
     micro_batches: list[MicroBatch]
     old: list[Tensor | None] = field(default_factory=list)
     reference: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)  # of the critic, before the first step
+    value_weight: float = 0.0  # of each token that has a return: one over their number in the whole step
     probe: list[Tensor] = field(default_factory=list)  # log-probabilities of a separate pass, to check the first ratios
 
 
@@ -45,6 +50,8 @@ class UpdateStats:
     loss: float = 0.0
     clipped: float = 0.0
     entropy: float = 0.0
+    logprob: float = 0.0
+    value_loss: float = 0.0
     kl: float = 0.0
     approx_kl: float = 0.0
     mismatch_kl: float = 0.0
@@ -60,7 +67,8 @@ class UpdateStats:
     def merge(cls, parts: Sequence[UpdateStats]) -> UpdateStats:
         """The statistics of all learners together."""
         merged = cls(grad_norm=parts[0].grad_norm, steps=parts[0].steps, skipped_steps=parts[0].skipped_steps)
-        for name in ("tokens", "loss", "clipped", "entropy", "kl", "approx_kl", "mismatch_kl", "mismatch_prob"):
+        sums = ("tokens", "loss", "clipped", "entropy", "logprob", "value_loss", "kl", "approx_kl")
+        for name in (*sums, "mismatch_kl", "mismatch_prob"):
             setattr(merged, name, sum(getattr(part, name) for part in parts))
         for name in ("ratio_max", "first_ratio_error"):
             setattr(merged, name, max(getattr(part, name) for part in parts))
@@ -75,6 +83,7 @@ class UpdateStats:
             "policy/kl": self.kl / tokens,
             "policy/approx_kl": self.approx_kl / tokens,
             "policy/entropy": self.entropy / tokens,
+            "policy/token_logprob_mean": self.logprob / tokens,
             "policy/clip_fraction": self.clipped / tokens,
             "policy/ratio_max": self.ratio_max,
             "policy/grad_norm": self.grad_norm / steps,
@@ -91,6 +100,9 @@ class LossError(RLVLMError):
     """A registered loss does not keep to the seam."""
 
 
+MicroBatchLoss = Callable[[PackedMinibatch, int, UpdateStats], Tensor]
+
+
 class PolicyUpdater:
     """Computes log-probabilities and losses for one model.
 
@@ -100,6 +112,7 @@ class PolicyUpdater:
         settings: the loss and its constants.
         temperature: the sampling temperature of the rollouts.
         without_adapter: context in which the model computes as the base model, for the KL penalty.
+        critic: the value function, for PPO.
     """
 
     def __init__(
@@ -110,6 +123,7 @@ class PolicyUpdater:
         *,
         temperature: float,
         without_adapter: Callable[[], AbstractContextManager[None]] = nullcontext,
+        critic: Critic | None = None,
     ) -> None:
         self._backbone = backbone
         self._builder = builder
@@ -117,6 +131,7 @@ class PolicyUpdater:
         self._settings = settings
         self._temperature = temperature
         self._without_adapter = without_adapter
+        self._critic = critic
         self._probed = False
 
     def pack(self, minibatches: Sequence[Minibatch]) -> list[PackedMinibatch]:
@@ -136,14 +151,72 @@ class PolicyUpdater:
                     with torch.no_grad():
                         minibatch.probe.append(self.logprobs(micro)[0])
                 minibatch.old.append(old)
-                if self._settings.kl_coef:
-                    with torch.no_grad(), self._without_adapter():
-                        minibatch.reference.append(self.logprobs(micro)[0])
+                if self._settings.kl_loss_coef:
+                    minibatch.reference.append(self._reference(micro))
         self._probed = self._probed or any(minibatch.probe for minibatch in packed)
         return packed
 
+    @torch.no_grad()
+    def score(self, minibatches: Sequence[Minibatch]) -> tuple[list[PackedMinibatch], Scores]:
+        """Pack minibatches whose advantages follow later (`set_targets`), with what an estimator needs to know of them."""
+        packed = [PackedMinibatch(self._builder.build(minibatch)) for minibatch in minibatches]
+        scores = Scores()
+        for minibatch in packed:
+            for micro in minibatch.micro_batches:
+                hidden = self._predicting(micro)
+                old = self._token_logprobs(hidden, micro)[0]
+                minibatch.old.append(old)
+                if self._settings.kl_in_reward or self._settings.kl_loss_coef:
+                    reference = self._reference(micro)
+                    if self._settings.kl_loss_coef:
+                        minibatch.reference.append(reference)
+                    scores.log_ratio |= micro.split((old - reference).cpu().numpy())
+                if self._critic is not None:
+                    values = self._critic.values(hidden) if self._critic.shares_policy else self._critic_values(micro)
+                    minibatch.values.append(values)
+                    scores.values |= micro.split(values.cpu().numpy())
+        return packed, scores
+
+    def set_targets(
+        self, packed: Sequence[PackedMinibatch], targets: Targets, rescaling: Rescaling | None = None
+    ) -> None:
+        """Fill the advantages and returns into scored minibatches, and change the critic's normalisation."""
+        for minibatch, weight in zip(packed, targets.value_weights, strict=True):
+            minibatch.value_weight = weight
+            for micro in minibatch.micro_batches:
+                micro.advantage = micro.join(targets.advantages)
+                micro.returns = micro.join(targets.returns) if targets.returns else None
+        if self._critic is not None and rescaling is not None:
+            self._critic.rescale(rescaling)
+            for minibatch in packed:
+                minibatch.values = [values * rescaling.factor + rescaling.shift for values in minibatch.values]
+
+    def losses(self, learn_policy: bool = True) -> list[MicroBatchLoss]:
+        """What an optimiser step adds up for each micro-batch, each with a forward pass of its own."""
+        if not learn_policy:
+            return [self.value_loss]
+        return [self.loss] if self._critic is None or self._critic.shares_policy else [self.loss, self.value_loss]
+
     def logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies float32 [N] of the micro-batch's sampled tokens."""
+        return self._token_logprobs(self._predicting(micro), micro)
+
+    @torch.no_grad()
+    def _reference(self, micro: MicroBatch) -> Tensor:
+        with self._without_adapter():
+            return self.logprobs(micro)[0]
+
+    def _critic_values(self, micro: MicroBatch) -> Tensor:
+        assert self._critic is not None
+        with self._critic.active():
+            return self._critic.values(self._predicting(micro))
+
+    def _token_logprobs(self, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        target = torch.from_numpy(micro.target).to(self._backbone.device)
+        return token_logprobs(self._backbone, hidden, target, self._temperature)
+
+    def _predicting(self, micro: MicroBatch) -> Tensor:
+        """The hidden states [N, D] that predict the sampled tokens."""
         device = self._backbone.device
         segments = torch.from_numpy(micro.segments).to(device)
         length = segments.shape[1]
@@ -157,14 +230,17 @@ class PolicyUpdater:
             mask,
             self._backbone.image_features(micro.images) if micro.images else (),
         )
-        predicting = hidden[torch.from_numpy(micro.row).to(device), torch.from_numpy(micro.column).to(device)]
-        return token_logprobs(self._backbone, predicting, torch.from_numpy(micro.target).to(device), self._temperature)
+        return hidden[torch.from_numpy(micro.row).to(device), torch.from_numpy(micro.column).to(device)]
 
     def loss(self, minibatch: PackedMinibatch, number: int, stats: UpdateStats) -> Tensor:
-        """The weighted loss of one micro-batch, a scalar with a gradient; adds to `stats`."""
+        """The weighted loss of one micro-batch, a scalar with a gradient; adds to `stats`.
+
+        With a critic on the policy's hidden states, the value loss is part of it.
+        """
         micro = minibatch.micro_batches[number]
         device = self._backbone.device
-        new, entropy = self.logprobs(micro)
+        hidden = self._predicting(micro)
+        new, entropy = self._token_logprobs(hidden, micro)
         old = minibatch.old[number]
         if old is None:
             old = new.detach()
@@ -183,21 +259,56 @@ class PolicyUpdater:
                 f"{tuple(terms.loss.shape)}."
             )
         token_loss = terms.loss * truncated_importance_weights(old, behaviour, self._settings.tis_cap)
-        if self._settings.kl_coef:
+        if self._settings.kl_loss_coef:
             kl = kl_estimate(new, minibatch.reference[number], self._settings.kl_estimator)
-            token_loss = token_loss + self._settings.kl_coef * kl
+            token_loss = token_loss + self._settings.kl_loss_coef * kl
             stats.kl += float(kl.detach().sum())
         if self._settings.entropy_coef:
             token_loss = token_loss - self._settings.entropy_coef * entropy
         loss = (token_loss * weight).sum()
-        self._record(stats, loss, terms.ratio, terms.clipped, entropy, old - behaviour, new - old)
+        self._record(stats, loss, terms.ratio, terms.clipped, entropy, old - behaviour, new, old)
+        if self._critic is not None and self._critic.shares_policy:
+            detached = hidden.detach() if self._critic.section.stop_gradient else hidden
+            loss = loss + self._value_loss(minibatch, number, self._critic.values(detached), stats)
         return loss
+
+    def value_loss(self, minibatch: PackedMinibatch, number: int, stats: UpdateStats) -> Tensor:
+        """The weighted value loss of one micro-batch, with a forward pass of its own; adds to `stats`."""
+        micro = minibatch.micro_batches[number]
+        assert self._critic is not None
+        if self._critic.shares_policy:  # the warm-up: the policy stays as it is
+            with torch.no_grad():
+                hidden = self._predicting(micro)
+            values = self._critic.values(hidden)
+        else:
+            values = self._critic_values(micro)
+        return self._value_loss(minibatch, number, values, stats)
+
+    def _value_loss(self, minibatch: PackedMinibatch, number: int, values: Tensor, stats: UpdateStats) -> Tensor:
+        assert self._critic is not None
+        returns = minibatch.micro_batches[number].returns
+        assert returns is not None
+        known = torch.from_numpy(np.flatnonzero(np.isfinite(returns))).to(values.device)
+        target = torch.from_numpy(returns).to(values.device)[known]
+        section = self._critic.section
+        per_token = value_loss(values[known], minibatch.values[number][known], target, section.clip)
+        loss = per_token.sum() * minibatch.value_weight
+        stats.value_loss += float(loss.detach())
+        return section.loss_coef * loss
 
     @staticmethod
     @torch.no_grad()
     def _record(
-        stats: UpdateStats, loss: Tensor, ratio: Tensor, clipped: Tensor, entropy: Tensor, gap: Tensor, change: Tensor
+        stats: UpdateStats,
+        loss: Tensor,
+        ratio: Tensor,
+        clipped: Tensor,
+        entropy: Tensor,
+        gap: Tensor,
+        new: Tensor,
+        old: Tensor,
     ) -> None:
+        change = new.detach() - old
         # One transfer for all figures: on a GPU each float() would wait for the device.
         figures = torch.stack(
             [
@@ -208,6 +319,7 @@ class PolicyUpdater:
                 (gap.exp() - 1 - gap).sum(),
                 gap.abs().exp().sum(),
                 ratio.detach().max(),
+                new.detach().sum(),
             ]
         ).tolist()
         stats.tokens += len(ratio)
@@ -218,6 +330,7 @@ class PolicyUpdater:
         stats.mismatch_kl += figures[4]
         stats.mismatch_prob += figures[5]
         stats.ratio_max = max(stats.ratio_max, figures[6])
+        stats.logprob += figures[7]
 
 
 def linear_schedule(iteration: int, total: int, final_fraction: float) -> float:

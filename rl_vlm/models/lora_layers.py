@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from rl_vlm.models.adapter import PREFIX
@@ -34,6 +36,43 @@ def inject_lora(model: nn.Module, config: LoraConfig) -> nn.Module:
             parameter.data = parameter.data.float()
             parameter.requires_grad_(True)
     return model
+
+
+class ExtraLora:
+    """A second trainable LoRA adapter (float32) in the layers of the first, which stays the active one.
+
+    Args:
+        model: with the first adapter injected.
+        config: the second one's.
+        name: peft's name of it.
+    """
+
+    def __init__(self, model: nn.Module, config: LoraConfig, name: str) -> None:
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        inject_adapter_in_model(config, model, adapter_name=name)
+        self._name = name
+        self._layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+        self.parameters = {n: p for n, p in model.named_parameters() if "lora_" in n and f".{name}." in n}
+        for parameter in self.parameters.values():
+            parameter.data = parameter.data.float()
+        self._trainable = [*trainable, *self.parameters.values()]
+        self._switch("default")
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, the model computes with this adapter instead of the first."""
+        self._switch(self._name)
+        try:
+            yield
+        finally:
+            self._switch("default")
+
+    def _switch(self, name: str) -> None:
+        for layer in self._layers:
+            layer.set_adapter(name)
+        # peft freezes what is not active; the optimiser steps both.
+        for parameter in self._trainable:
+            parameter.requires_grad_(True)
 
 
 def lora_state(model: nn.Module) -> dict[str, Tensor]:

@@ -101,6 +101,8 @@ class PolicyRun(RunLifecycle):
     def _save_adapter(self) -> None:
         try:
             self.algorithm.checkpoint().adapter.write(self.folder / "adapter")
+            if self.run.learner.ema_decay is not None:
+                self.algorithm.averaged_adapter().write(self.folder / "adapter-ema")
         except OSError as error:
             raise RLVLMError(
                 f"Could not write the adapter to {self.folder} ({error.strerror or error}): free some space and --resume."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -25,8 +25,11 @@ class Strategy(Protocol):
         """Add the gradient of one micro-batch; loss weights are already normalised over all learners."""
         ...
 
-    def step(self, max_grad_norm: float) -> float | None:
-        """Clip to the norm, step, forget the gradients. Returns the norm before clipping; None: not finite, not stepped."""
+    def step(self, max_grad_norm: float, groups: Sequence[int] | None = None) -> float | None:
+        """Clip each of the optimiser's parameter groups to the norm, step them (None: all), forget the gradients.
+
+        Returns the norm of the first one before clipping; None: not finite, not stepped.
+        """
         ...
 
     def state(self) -> dict[str, Tensor]:

@@ -33,17 +33,20 @@ class SingleProcess:
         """See Strategy."""
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def step(self, max_grad_norm: float) -> float | None:
+    def step(self, max_grad_norm: float, groups: Sequence[int] | None = None) -> float | None:
         """See Strategy."""
-        self._sum_gradients()
-        norm = float(torch.nn.utils.clip_grad_norm_(self._policy.parameters, max_grad_norm))
-        finite = math.isfinite(norm)
+        every = [group["params"] for group in self._optimizer.param_groups]
+        stepped = every if groups is None else [every[k] for k in groups]
+        self._sum_gradients([parameter for parameters in stepped for parameter in parameters])
+        # Each group by itself: large gradients of a critic must not shrink the policy's.
+        norms = [float(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)) for parameters in stepped]
+        finite = all(map(math.isfinite, norms))
         if finite:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return norm if finite else None
+        return norms[0] if finite else None
 
-    def _sum_gradients(self) -> None:
+    def _sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """One process has nothing to add."""
 
     def state(self) -> dict[str, Tensor]:
@@ -72,10 +75,10 @@ class AllReduce(SingleProcess):
     micro-batches of each learner; learners without a micro-batch take part with zeros.
     """
 
-    def _sum_gradients(self) -> None:
-        vector = gradient_vector(self._policy.parameters)
+    def _sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        vector = gradient_vector(parameters)
         torch.distributed.all_reduce(vector)
-        set_gradients(self._policy.parameters, vector)
+        set_gradients(parameters, vector)
 
 
 def gradient_vector(parameters: Sequence[torch.nn.Parameter]) -> Tensor:

@@ -1,0 +1,38 @@
+"""PPO: clipped policy-gradient steps on advantages that a critic estimates.
+
+Schulman et al., arXiv 1707.06347, with generalised advantage estimation (arXiv 1506.02438) over tokens, turns, or tokens
+inside turns (learning/gae.py). One iteration: env runners sample episodes through Ray Serve; the learners compute the
+critic's values (and log-probabilities of the base model, where a KL penalty is part of the reward); the driver computes
+advantages and returns; the learners take clipped steps on the policy's LoRA and on the critic; the new adapter goes to every
+replica.
+
+The critic is a linear head on the policy's last hidden state, or has a LoRA adapter of its own on the same frozen model
+(learning/critic.py). Returns are normalised (PopArt). In the first `critic.warmup_iterations` the policy stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ray.rllib.algorithms.algorithm import Algorithm
+
+from rl_vlm.algorithms.policy import PolicyAlgorithmConfig
+from rl_vlm.algorithms.scored import ScoredAlgorithm
+from rl_vlm.types import TrajectoryGroup
+
+
+class PPOConfig(PolicyAlgorithmConfig):
+    """RLlib's configuration of PPO."""
+
+    def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
+        super().__init__(algo_class or PPO)
+
+
+class PPO(ScoredAlgorithm):
+    """The training loop. One `train()` is one PPO iteration."""
+
+    config_class = PPOConfig
+
+    def learn_from(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+        """Score, estimate advantages, learn, publish."""
+        return self.learn_scored(groups, learn_policy=self.updates >= self.run.critic.warmup_iterations)
