@@ -62,7 +62,7 @@ class MicroBatch:
     weight: np.ndarray
     sample: np.ndarray
     turn: np.ndarray
-    trajectory_ids: list[str]
+    trajectory_ids: list[str] = field(default_factory=list)
     returns: np.ndarray | None = None
 
     def split(self, tokens: np.ndarray) -> dict[str, np.ndarray]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+import rl_vlm.learning.gae  # noqa: F401  # registers an estimator
 from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.learning.batching import Minibatch, TrainSample
 from rl_vlm.learning.estimators import ESTIMATORS, Estimate, Experience, PerToken

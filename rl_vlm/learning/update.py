@@ -239,8 +239,13 @@ class PolicyUpdater:
         """
         micro = minibatch.micro_batches[number]
         device = self._backbone.device
-        hidden = self._predicting(micro)
-        new, entropy = self._token_logprobs(hidden, micro)
+        values = None
+        if self._critic is not None and self._critic.shares_policy:
+            hidden = self._predicting(micro)
+            new, entropy = self._token_logprobs(hidden, micro)
+            values = self._critic.values(hidden.detach() if self._critic.section.stop_gradient else hidden)
+        else:
+            new, entropy = self.logprobs(micro)
         old = minibatch.old[number]
         if old is None:
             old = new.detach()
@@ -267,10 +272,7 @@ class PolicyUpdater:
             token_loss = token_loss - self._settings.entropy_coef * entropy
         loss = (token_loss * weight).sum()
         self._record(stats, loss, terms.ratio, terms.clipped, entropy, old - behaviour, new, old)
-        if self._critic is not None and self._critic.shares_policy:
-            detached = hidden.detach() if self._critic.section.stop_gradient else hidden
-            loss = loss + self._value_loss(minibatch, number, self._critic.values(detached), stats)
-        return loss
+        return loss if values is None else loss + self._value_loss(minibatch, number, values, stats)
 
     def value_loss(self, minibatch: PackedMinibatch, number: int, stats: UpdateStats) -> Tensor:
         """The weighted value loss of one micro-batch, with a forward pass of its own; adds to `stats`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -49,7 +50,9 @@ class ExtraLora:
 
     def __init__(self, model: nn.Module, config: LoraConfig, name: str) -> None:
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        inject_adapter_in_model(config, model, adapter_name=name)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # on purpose
+            inject_adapter_in_model(config, model, adapter_name=name)
         self._name = name
         self._layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
         self.parameters = {n: p for n, p in model.named_parameters() if "lora_" in n and f".{name}." in n}

@@ -12,7 +12,7 @@ from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig
 from rl_vlm.config.algorithm import BUILTIN_LOSSES
 from rl_vlm.envs.registry import make
-from rl_vlm.learning.estimators import ESTIMATORS
+from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.models.loading import check_quantization, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.plugins import load_plugins
 from rl_vlm.types import RLVLMError, UserInputError

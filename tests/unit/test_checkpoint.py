@@ -250,11 +250,12 @@ class Trainer:
         self.strategy.prepare(self.policy, self.optimizer)
         self.max_grad_norm = run.learner.max_grad_norm
         vlm = SimpleNamespace(
+            policy=self.policy,
             set_state=lambda state: load_lora_state(
                 self.policy.model, {k: torch.as_tensor(v) for k, v in state.items()}
-            )
+            ),
         )
-        self.learner: Any = SimpleNamespace(_strategy=self.strategy, vlm=vlm)
+        self.learner: Any = SimpleNamespace(_strategy=self.strategy, vlm=vlm, _average=None)
 
     def train(self, minibatches: list[Minibatch]) -> None:
         for minibatch in minibatches:
@@ -266,7 +267,7 @@ class Trainer:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         arrays = {name: tensor.numpy() for name, tensor in checkpoint.adapter.state().items()}
-        VLMLearner.restore(self.learner, arrays, checkpoint.moments)
+        VLMLearner.restore(self.learner, arrays, checkpoint.moments, checkpoint.extras)
 
 
 def test_two_and_two_steps_equal_four_byte_for_byte(tiny_folder: Path, tmp_path: Path) -> None:

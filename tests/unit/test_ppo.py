@@ -1,0 +1,290 @@
+"""The critic beside the policy: what each loss trains, two-step updates, and going on from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from core_support import conversation, picture, randomize, run_config, text_side
+
+from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.learning.averaging import WeightAverage
+from rl_vlm.learning.learner import VLMLearner, make_optimizer, make_updater, optimizer_step
+from rl_vlm.learning.module import PolicyModel
+from rl_vlm.learning.plan import Credit, Shards, assign_credit, distribute, make_experience, plan_update, targets_of
+from rl_vlm.learning.returns import ReturnScale
+from rl_vlm.learning.scores import Scores
+from rl_vlm.learning.strategies.replicated import SingleProcess, gradient_vector
+from rl_vlm.learning.update import PolicyUpdater, UpdateStats
+from rl_vlm.models.lora_layers import load_lora_state
+from rl_vlm.types import TrajectoryGroup
+
+KINDS = ["head", "adapter"]
+
+
+def ppo_run(folder: Path, **dotted: Any) -> RunConfig:
+    return run_config(folder, algorithm__name="ppo", learner__micro_batch_tokens=300, **dotted)
+
+
+def make_groups(folder: Path, count: int = 4, seed: int = 0) -> list[TrajectoryGroup]:
+    text, rng = text_side(folder), np.random.default_rng(seed)
+    groups = []
+    for k in range(count):
+        prompt = [picture(rng, 64, 32), f"Question {k}?"]
+        members = [
+            conversation(
+                text,
+                rng,
+                prompt,
+                [int(rng.integers(1, 9)), int(rng.integers(1, 5))],
+                [["more"]],
+                name=f"{seed}.{k}:{n}",
+            )
+            for n in range(3)
+        ]
+        groups.append(TrajectoryGroup(f"{seed}.{k}", k, members))
+    return groups
+
+
+class Half:
+    """One learner's two-step update without RLlib."""
+
+    def __init__(self, run: RunConfig, folder: Path) -> None:
+        self.run, self.policy = run, PolicyModel(folder, run)
+        self.updater: PolicyUpdater = make_updater(self.policy, run)
+        self.optimizer = make_optimizer(self.policy, run)
+        self.strategy = SingleProcess()
+        self.strategy.prepare(self.policy, self.optimizer)
+        self.scale = ReturnScale()
+        self.average = WeightAverage(self.policy.weights(), 0.9)
+
+    def score(self, groups: list[TrajectoryGroup], learners: int = 1) -> tuple[Shards, list[Any], Credit, list[Any]]:
+        """Shards, each learner's packed minibatches, credit and targets; the scale moves on."""
+        settings, rng = self.run.algorithm, np.random.default_rng(3)
+        shards = distribute(groups, settings, rng, num_learners=learners)
+        scored = [self.updater.score(minibatches) for minibatches in shards.minibatches]
+        scores = Scores.merge([scores for _, scores in scored])
+        experience = make_experience(groups, settings, rng, scores, kl_coef=settings.kl_coef, scale=self.scale)
+        credit = assign_credit(experience, settings)
+        new = self.scale.observe(
+            np.concatenate([tokens for group in credit.estimate.returns or [] for tokens in group])
+        )
+        targets = targets_of(experience, credit, shards, new)
+        for (packed, _), target in zip(scored, targets, strict=True):
+            # The head is shared by all of these learners and must be rescaled once.
+            first = target is targets[0]
+            self.updater.set_targets(packed, target, self.scale.rescaling_to(new) if first else None)
+            if not first:
+                change = self.scale.rescaling_to(new)
+                for minibatch in packed:
+                    minibatch.values = [v * change.factor + change.shift for v in minibatch.values]
+        self.scale = new
+        return shards, [packed for packed, _ in scored], credit, targets
+
+    def train(self, groups: list[TrajectoryGroup], learn_policy: bool = True) -> UpdateStats:
+        shards, (packed,), _, _ = self.score(groups)
+        stats = UpdateStats()
+        for minibatch, active in zip(packed, shards.active, strict=True):
+            assert active
+            losses = self.updater.losses(learn_policy)
+            optimizer_step(self.strategy, minibatch, losses, 1.0, stats, None if learn_policy else [1])
+            self.average.update(self.policy.weights())
+        return stats
+
+    @property
+    def learner(self) -> Any:
+        """What `VLMLearner`'s own methods need of it."""
+
+        def set_state(state: dict[str, Any]) -> None:
+            load_lora_state(self.policy.model, {name: torch.as_tensor(array) for name, array in state.items()})
+
+        vlm = SimpleNamespace(policy=self.policy, set_state=set_state)
+        return SimpleNamespace(_strategy=self.strategy, vlm=vlm, _average=self.average)
+
+    def gradients(self, packed: list[Any], learn_policy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        """Policy's and critic's, of all minibatches."""
+        self.policy.model.zero_grad(set_to_none=True)
+        assert self.policy.critic is not None
+        self.policy.critic.head.zero_grad(set_to_none=True)
+        for minibatch in packed:
+            for number in range(len(minibatch.micro_batches)):
+                for loss in self.updater.losses(learn_policy):
+                    loss(minibatch, number, UpdateStats()).backward()
+        return gradient_vector(self.policy.parameters), gradient_vector(self.policy.critic.parameters)
+
+
+def bytes_of(half: Half) -> bytes:
+    critic = half.policy.critic
+    assert critic is not None
+    tensors = [*half.policy.weights().values(), *critic.state().values(), *half.average.state().values()]
+    tensors += [half.strategy.state()[name] for name in sorted(half.strategy.state())]
+    return b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
+
+
+def disturb_head(half: Half) -> None:
+    """A head that is not zero, so that values differ and gradients reach the critic's LoRA."""
+    assert half.policy.critic is not None
+    torch.manual_seed(5)
+    torch.nn.init.normal_(half.policy.critic.head.weight, std=0.3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_critic_does_not_change_the_policys_log_probabilities(tiny_folder: Path, kind: str) -> None:
+    run = ppo_run(tiny_folder, critic__kind=kind)
+    half, plain = Half(run, tiny_folder), PolicyModel(tiny_folder, run_config(tiny_folder))
+    assert (
+        half.policy.payload(1).tensors == plain.payload(1).tensors
+    )  # the same first adapter, and nothing of the critic
+    randomize(half.policy, 1)
+    randomize(plain, 1)
+    if kind == "adapter":
+        assert half.policy.critic is not None
+        with torch.no_grad():
+            for parameter in half.policy.critic.parameters:
+                parameter.normal_(0, 0.5)
+    groups = make_groups(tiny_folder)
+    shards = distribute(groups, run.algorithm, np.random.default_rng(0))
+    ours, scores = half.updater.score(shards.minibatches[0])
+    theirs = make_updater(plain, run_config(tiny_folder, learner__micro_batch_tokens=300))
+    for minibatch in ours:
+        for old, micro in zip(minibatch.old, minibatch.micro_batches, strict=True):
+            assert old is not None and torch.equal(old, theirs.logprobs(micro)[0])
+    values = np.concatenate(list(scores.values.values()))
+    assert len(values) == sum(t.num_sampled for g in groups for t in g.trajectories)
+    assert bool(values.any()) == (kind == "adapter")  # a head that was not touched says zero
+
+
+def test_each_loss_trains_its_own_part(tiny_folder: Path) -> None:
+    groups = make_groups(tiny_folder)
+    for kind, stop_gradient in (("head", False), ("head", True), ("adapter", False)):
+        half = Half(ppo_run(tiny_folder, critic__kind=kind, critic__stop_gradient=stop_gradient), tiny_folder)
+        plain = Half(ppo_run(tiny_folder, critic__kind=kind, critic__loss_coef=1e-9), tiny_folder)
+        for each in (half, plain):
+            randomize(each.policy, 1)
+            disturb_head(each)
+        found, critic = half.gradients(half.score(groups)[1][0])
+        without, _ = plain.gradients(plain.score(groups)[1][0])
+        shared = kind == "head" and not stop_gradient
+        assert torch.allclose(found, without, rtol=1e-4, atol=1e-6) == (not shared)
+        assert critic.abs().sum() > 0
+        # In the warm-up the critic learns alone.
+        policy, critic = half.gradients(half.score(groups)[1][0], learn_policy=False)
+        assert not policy.any() and critic.abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", ["token", "turn"])
+def test_the_number_of_learners_does_not_change_the_gradient(tiny_folder: Path, kind: str, level: str) -> None:
+    groups = make_groups(tiny_folder, 5)
+    found = []
+    for learners in (1, 2, 3):
+        half = Half(ppo_run(tiny_folder, critic__kind=kind, algorithm__gae_level=level), tiny_folder)
+        randomize(half.policy, 1)
+        disturb_head(half)
+        _, packed, _, _ = half.score(groups, learners)
+        sums = [half.gradients(part) for part in packed]
+        found.append(torch.cat([sum(policy for policy, _ in sums), sum(critic for _, critic in sums)]))  # type: ignore[list-item]
+    assert found[0].abs().max() > 1e-3
+    for other in found[1:]:
+        assert torch.allclose(other, found[0], rtol=1e-3, atol=1e-5)
+
+
+def test_a_two_step_update_without_a_critic_equals_the_one_step(tiny_folder: Path) -> None:
+    """The same gradient, though trajectories are packed before their advantages are known."""
+    groups = make_groups(tiny_folder)
+    run = run_config(tiny_folder, learner__micro_batch_tokens=300, algorithm__entropy_coef=1e-9)
+    half = PolicyModel(tiny_folder, run)
+    randomize(half, 1)
+    updater = make_updater(half, run)
+    plan = plan_update(groups, run.algorithm, np.random.default_rng(0))
+    shards = distribute(groups, run.algorithm, np.random.default_rng(0))
+    scored, _ = updater.score(shards.minibatches[0])
+    experience = make_experience(groups, run.algorithm, np.random.default_rng(0))
+    targets = targets_of(experience, assign_credit(experience, run.algorithm), shards, ReturnScale())
+    updater.set_targets(scored, targets[0])
+    found = []
+    for packed in (scored, updater.pack(plan.shards[0])):
+        half.model.zero_grad(set_to_none=True)
+        for minibatch in packed:
+            for number in range(len(minibatch.micro_batches)):
+                updater.loss(minibatch, number, UpdateStats()).backward()
+        found.append(gradient_vector(half.parameters))
+    assert found[0].abs().max() > 1e-3 and torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_keep_their_meaning_when_the_scale_changes(tiny_folder: Path, kind: str) -> None:
+    half = Half(ppo_run(tiny_folder, critic__kind=kind), tiny_folder)
+    disturb_head(half)
+    groups = make_groups(tiny_folder)
+    shards = distribute(groups, half.run.algorithm, np.random.default_rng(0))
+
+    def returns() -> np.ndarray:
+        values = half.updater.score(shards.minibatches[0])[1].values
+        return np.concatenate([values[name] for name in sorted(values)]) * half.scale.std + half.scale.mean
+
+    before = returns()
+    half.score(groups)  # moves the scale and rescales the head
+    assert half.scale != ReturnScale()
+    np.testing.assert_allclose(returns(), before, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_and_two_updates_equal_four_byte_for_byte(tiny_folder: Path, kind: str) -> None:
+    run = ppo_run(tiny_folder, critic__kind=kind, learner__lr=1e-2, algorithm__minibatches=2)
+    batches = [make_groups(tiny_folder, seed=k) for k in range(4)]
+    whole = Half(run, tiny_folder)
+    for batch in batches:
+        whole.train(batch)
+    first = Half(run, tiny_folder)
+    for batch in batches[:2]:
+        first.train(batch)
+    second = Half(run, tiny_folder)
+    arrays = {name: tensor.detach().numpy().copy() for name, tensor in first.policy.weights().items()}
+    VLMLearner.restore(second.learner, arrays, VLMLearner.moments(first.learner), VLMLearner.extras(first.learner))
+    second.scale = first.scale
+    assert bytes_of(second) == bytes_of(first) != bytes_of(Half(run, tiny_folder))
+    for batch in batches[2:]:
+        second.train(batch)
+    assert bytes_of(second) == bytes_of(whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_critic_learns_what_trajectories_are_worth(tiny_folder: Path, kind: str) -> None:
+    """Fixed trajectories, policy fixed: after some steps the values explain the returns."""
+    half = Half(ppo_run(tiny_folder, critic__kind=kind, critic__lr=1e-2, critic__clip=None), tiny_folder)
+    groups = make_groups(tiny_folder)
+    before = [p.detach().clone() for p in half.policy.parameters]
+    losses = [half.train(groups, learn_policy=False).value_loss for _ in range(60)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(torch.equal(a, b) for a, b in zip(before, half.policy.parameters, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"algorithm": {"estimator": "gae"}}, "set algorithm.name to ppo"),
+        ({"algorithm": {"name": "ppo", "estimator": "group"}}, "needs no critic"),
+        ({"algorithm": {"name": "ppo", "kl_target": 0.02}}, "set algorithm.kl_in to reward"),
+        ({"algorithm": {"name": "ppo", "kl_in": "reward", "kl_min": 0.4, "kl_max": 0.1}}, "exceeds"),
+        ({"critic": {"kind": "adapter"}}, "critic.kind has no effect with algorithm.name grpo"),
+        ({"evaluation": {"weights": "ema"}}, "needs learner.ema_decay"),
+        (
+            {"evaluation": {"weights": "ema"}, "learner": {"ema_decay": 0.9}, "rollout": {"max_policy_lag": 1}},
+            "max_policy_lag 0",
+        ),
+    ],
+)
+def test_contradictions_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        parse_config(settings)
+
+
+def test_ppo_by_its_name_alone_is_the_preset() -> None:
+    by_name, by_preset = parse_config({"algorithm": {"name": "ppo"}}), parse_config({"algorithm": {"preset": "ppo"}})
+    assert by_name.algorithm.model_copy(update={"preset": "ppo"}) == by_preset.algorithm
+    assert by_name.algorithm.estimator == "gae" and by_name.spec.has_critic
