@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
-from rl_vlm.algorithms.grpo import GRPOConfig
 from rl_vlm.config import RunConfig, load_config
 from rl_vlm.runs.cluster import ray_cluster
 
@@ -17,7 +16,17 @@ ROOT = Path(__file__).resolve().parents[2]
 HALF = 3
 
 
-def run_config(folder: Path) -> RunConfig:
+PPO = (
+    "algorithm.preset=ppo",
+    "critic.kind=adapter",
+    "critic.warmup_iterations=1",
+    "algorithm.kl_in=reward",
+    "algorithm.kl_target=0.02",
+    "learner.ema_decay=0.9",
+)
+
+
+def run_config(folder: Path, *changes: str) -> RunConfig:
     return load_config(
         ROOT / "configs/quickstart.yaml",
         [
@@ -31,28 +40,31 @@ def run_config(folder: Path) -> RunConfig:
             "algorithm.shuffle_rewards=true",  # so that an undertrained model has advantages
             "algorithm.entropy_coef=0.01",
             "env.num_items=16",  # so that the cursor starts a second epoch
+            *changes,
         ],
     )
 
 
 def build(run: RunConfig, folder: Path) -> Any:
-    return GRPOConfig.from_run_config(run, folder).build_algo()
+    return run.spec.load("config").from_run_config(run, folder).build_algo()
 
 
 def same(one: Checkpoint, other: Checkpoint) -> None:
     assert one.adapter.tensors == other.adapter.tensors
-    assert one.moments.keys() == other.moments.keys()
-    for name, tensor in one.moments.items():
-        assert np.asarray(tensor).tobytes() == np.asarray(other.moments[name]).tobytes(), name
-    for key in ("updates", "rng", "torch_rng"):
+    for ours, theirs in ((one.moments, other.moments), (one.extras, other.extras)):
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            assert np.asarray(tensor).tobytes() == np.asarray(theirs[name]).tobytes(), name
+    for key in ("updates", "rng", "torch_rng", "kl_coef", "return_scale"):
         assert one.state[key] == other.state[key], key
     for key in ("tasks", "trajectories"):
         assert one.state["rollouts"][key] == other.state["rollouts"][key], key
 
 
 @pytest.mark.timeout(900)
-def test_three_and_three_iterations_equal_six(tiny_folder: Path, tmp_path: Path) -> None:
-    run = run_config(tiny_folder)
+@pytest.mark.parametrize("changes", [(), pytest.param(PPO, marks=pytest.mark.acceptance)], ids=["grpo", "ppo"])
+def test_three_and_three_iterations_equal_six(changes: tuple[str, ...], tiny_folder: Path, tmp_path: Path) -> None:
+    run = run_config(tiny_folder, *changes)
     with ray_cluster(run):
         whole = build(run, tmp_path / "whole")
         for _ in range(HALF):
@@ -73,3 +85,7 @@ def test_three_and_three_iterations_equal_six(tiny_folder: Path, tmp_path: Path)
         resumed.stop()
     before = read_checkpoint(saved)
     assert before.adapter.tensors != straight.adapter.tensors
+    if changes:
+        assert straight.state["kl_coef"] != before.state["kl_coef"]
+        assert any(name.startswith("critic.") for name in before.extras)
+        assert any(name.startswith("average.") for name in before.extras)

@@ -1,0 +1,87 @@
+"""A PPO learner that is killed at any point is replaced, and the run ends as it would have ended without."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_determinism import PPO, build, run_config, same
+
+from rl_vlm.algorithms.checkpoint import save_checkpoint
+from rl_vlm.algorithms.learners import LearnerLostError, on_one_learner
+from rl_vlm.runs.cluster import ray_cluster
+
+POINTS = ["sampling", "score", "between score and update", "update", "checkpoint"]
+
+
+class Killer:
+    """Kills the learner once, at a point of the next iteration."""
+
+    def __init__(self, algorithm: Any) -> None:
+        self.algorithm = algorithm
+        self.point = ""
+        self._update, self._sample = algorithm.update_learners, algorithm.rollouts.next_groups
+        algorithm.update_learners, algorithm.rollouts.next_groups = self._update_learners, self._next_groups
+
+    def kill(self) -> None:
+        self.point = ""
+        os.kill(on_one_learner(self.algorithm.learner_group, lambda _: os.getpid()), signal.SIGKILL)
+
+    def _next_groups(self, *arguments: Any) -> Any:
+        if self.point == "sampling":
+            self.kill()
+        return self._sample(*arguments)
+
+    def _update_learners(self, batches: list[Any]) -> Any:
+        scores = type(batches[0]).__name__ == "ScoreBatch"
+        if self.point == ("score" if scores else "update"):
+            pid = on_one_learner(self.algorithm.learner_group, lambda _: os.getpid())
+            self.point = ""
+            threading.Timer(0.05, os.kill, (pid, signal.SIGKILL)).start()
+        answers = self._update(batches)
+        if scores and self.point == "between score and update":
+            self.kill()
+        return answers
+
+
+def train_to(algorithm: Any, updates: int, most: int = 12) -> None:
+    for _ in range(most):
+        if algorithm.updates >= updates:
+            return
+        algorithm.train()
+    raise AssertionError(f"{algorithm.updates} updates after {most} iterations")
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(1200)
+def test_a_learner_that_is_killed_at_any_of_five_points_changes_nothing(tiny_folder: Path, tmp_path: Path) -> None:
+    run = run_config(tiny_folder, *PPO, "learner.num_learners=1", "learner.max_restarts=9", "resources.num_cpus=4")
+    with ray_cluster(run):
+        algorithm = build(run, tmp_path / "run")
+        try:
+            train_to(algorithm, 2)
+            saved = save_checkpoint(tmp_path / "checkpoints", 2, algorithm.checkpoint(), keep=9)
+            train_to(algorithm, 4)
+            straight = algorithm.checkpoint()
+            killer = Killer(algorithm)
+            restarts: Callable[[], int] = lambda: algorithm.restarts["learner"]  # noqa: E731
+            for point in POINTS:
+                algorithm.load_checkpoint(str(saved))
+                before = restarts()
+                if point == "checkpoint":
+                    train_to(algorithm, 3)
+                    killer.kill()
+                    with pytest.raises(LearnerLostError):
+                        algorithm.checkpoint()
+                else:
+                    killer.point = point
+                train_to(algorithm, 4)
+                assert restarts() == before + 1, point
+                same(algorithm.checkpoint(), straight)
+        finally:
+            algorithm.stop()
