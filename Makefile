@@ -9,6 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed-$(notdir $(REQUIREMENTS))
 TEST := $(BIN)/python -m pytest -q
+UNIT := $(TEST) -n auto --dist loadfile tests/unit
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test unit integration e2e lint acceptance requirements clean
@@ -37,10 +38,11 @@ lint: install ## Check style, types and which way imports point
 	$(BIN)/lint-imports --no-cache
 
 unit: install ## Tests without Ray, in seconds
-	$(TEST) tests/unit
+	$(UNIT)
 
 test: lint ## Lint, types, and the tests that CI runs (both engines, one real learning run)
-	$(TEST) -m "not acceptance" --durations=25 tests/unit tests/integration tests/e2e
+	$(UNIT) -m "not acceptance"
+	$(TEST) -m "not acceptance" --durations=25 tests/integration tests/e2e
 
 acceptance: install ## Everything else: learning on several seeds, fault drills, benchmarks (hours)
 	$(TEST) -m acceptance tests

@@ -16,6 +16,7 @@ class CriticSection(Section):
         "head",
         description="head: on the policy's hidden state. adapter: a second LoRA on the same frozen model, with a head.",
     )
+    hidden: int = Field(0, ge=0, description="Width of a hidden layer of the head; 0: a linear head.")
     lr: float | None = Field(None, gt=0, description="null: learner.lr.")
     loss_coef: float = Field(0.5, gt=0, description="Weight of the value loss.")
     clip: float | None = Field(

@@ -20,6 +20,9 @@ class LearnerSection(Section):
     lr_final_fraction: float = Field(
         0.1, ge=0, le=1, description="Of a linear schedule, reached at the last iteration."
     )
+    optimizer: Literal["adamw", "adafactor"] = Field(
+        "adamw", description="adafactor keeps row and column sums instead of moments, and has no betas."
+    )
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)

@@ -29,9 +29,9 @@ class SecondAdapter(Protocol):
 
 
 class Critic:
-    """A linear value head on the hidden states of the policy (`kind: head`) or of a second LoRA adapter (`adapter`).
+    """A value head on the hidden states of the policy (`kind: head`) or of a second LoRA adapter (`adapter`).
 
-    Values are of normalised returns. The head starts at zero: every state is worth the mean return.
+    Values are of normalised returns. The head's last layer starts at zero: every state is worth the mean return.
 
     Args:
         model: the model, with the policy's LoRA layers injected.
@@ -44,9 +44,12 @@ class Critic:
         self, model: nn.Module, section: CriticSection, width: int, adapter: SecondAdapter | None = None
     ) -> None:
         self.section = section
-        self.head = nn.Linear(width, 1, device=next(model.parameters()).device)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        device = next(model.parameters()).device
+        self.last = nn.Linear(section.hidden or width, 1, device=device)
+        nn.init.zeros_(self.last.weight)
+        nn.init.zeros_(self.last.bias)
+        before = [nn.Linear(width, section.hidden, device=device), nn.GELU()] if section.hidden else []
+        self.head = nn.Sequential(*before, self.last)
         self._adapter = adapter
 
     @property
@@ -78,8 +81,8 @@ class Critic:
 
         PopArt, arXiv 1602.07714, equation 5.
         """
-        self.head.weight *= change.factor
-        self.head.bias.copy_(self.head.bias * change.factor + change.shift)
+        self.last.weight *= change.factor
+        self.last.bias.copy_(self.last.bias * change.factor + change.shift)
 
     def state(self) -> dict[str, Tensor]:
         """All tensors by name, on the CPU."""

@@ -86,7 +86,7 @@ def make_updater(policy: PolicyModel, run: RunConfig) -> PolicyUpdater:
 
 
 def make_optimizer(policy: PolicyModel, run: RunConfig) -> torch.optim.Optimizer:
-    """AdamW on the LoRA weights (Adam when weight_decay is 0), and in a second group on the critic.
+    """AdamW (Adam when weight_decay is 0) or Adafactor on the LoRA weights, and in a second group on the critic.
 
     Each group keeps its own `base_lr`, which a schedule scales.
     """
@@ -96,6 +96,8 @@ def make_optimizer(policy: PolicyModel, run: RunConfig) -> torch.optim.Optimizer
         groups.append({"params": policy.critic.parameters, "lr": run.critic.lr or learner.lr})
     for group in groups:
         group["base_lr"] = group["lr"]
+    if learner.optimizer == "adafactor":
+        return torch.optim.Adafactor(groups, lr=learner.lr, weight_decay=learner.weight_decay)
     return torch.optim.AdamW(groups, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay, fused=True)
 
 
