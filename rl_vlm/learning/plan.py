@@ -31,13 +31,15 @@ def plan_update(
     num_learners: int = 1,
     max_new_tokens: int = 1,
 ) -> UpdatePlan:
-    """Compute advantages over complete groups and distribute the groups. `max_new_tokens` is aggregation "constant"'s.
+    """Compute advantages over complete groups and distribute the groups.
+
+    `max_new_tokens` is the token budget of a trajectory, which aggregation "constant" and `overlong_buffer` use.
 
     Every step's weights are normalised over the whole step, all learners and skipped samples included, so neither the
     number of learners nor the skipping changes the gradient. Samples with zero advantage are skipped unless a KL penalty or
     an entropy bonus gives them a gradient.
     """
-    experience = make_experience(groups, settings, rng)
+    experience = make_experience(groups, settings, rng, max_new_tokens=max_new_tokens)
     estimate = ESTIMATORS.get(settings.estimator)(experience, settings)
     lengths = [[trajectory.num_sampled for trajectory in group.trajectories] for group in groups]
     means, learns = estimate.summary(lengths, settings.estimator)
@@ -81,17 +83,34 @@ def _weights(lengths: Sequence[int], aggregation: str, max_new_tokens: int) -> C
 
 
 def make_experience(
-    groups: Sequence[TrajectoryGroup], settings: AlgorithmSection, rng: np.random.Generator
+    groups: Sequence[TrajectoryGroup],
+    settings: AlgorithmSection,
+    rng: np.random.Generator,
+    *,
+    max_new_tokens: int = 1,
 ) -> Experience:
-    """What an estimator sees of the groups. With `shuffle_rewards`, a control with which nothing can be learned, the same
-    total rewards are given to other trajectories, at their last turns.
+    """What an estimator sees of the groups. `overlong_buffer` takes its penalty from a trajectory's last turn. With
+    `shuffle_rewards`, a control with which nothing can be learned, the same total rewards are given to other trajectories,
+    at their last turns.
     """
     turn_rewards = [
         [np.array([turn.reward for turn in trajectory.turns]) for trajectory in group.trajectories] for group in groups
     ]
+    if settings.overlong_buffer:
+        for group, rewards in zip(groups, turn_rewards, strict=True):
+            for trajectory, turns in zip(group.trajectories, rewards, strict=True):
+                turns[-1:] += overlong_penalty(trajectory.num_sampled, max_new_tokens, settings.overlong_buffer)
     if settings.shuffle_rewards:
-        trajectories = [turns for group in turn_rewards for turns in group]
+        trajectories = [turns for rewards in turn_rewards for turns in rewards]
         for turns, total in zip(trajectories, rng.permutation([turns.sum() for turns in trajectories]), strict=True):
             turns[:] = 0
             turns[-1:] = total
     return Experience(groups, turn_rewards)
+
+
+def overlong_penalty(length: int, max_new_tokens: int, buffer: int) -> float:
+    """What DAPO adds to the reward of a trajectory of `length` sampled tokens (arXiv 2503.14476, equation 13).
+
+    0 up to max_new_tokens - buffer, then linearly down to -1 at max_new_tokens.
+    """
+    return float(np.clip((max_new_tokens - buffer - length) / buffer, -1.0, 0.0))

@@ -17,7 +17,8 @@ from torch import Tensor
 from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
 from rl_vlm.learning.logprobs import token_logprobs
-from rl_vlm.learning.losses import LOSSES, TokenBatch, kl_estimate, truncated_importance_weights
+from rl_vlm.learning.losses import LOSSES, TokenBatch, kl_estimate
+from rl_vlm.learning.mismatch import mismatch_weights
 from rl_vlm.types import RLVLMError
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class UpdateStats:
     approx_kl: float = 0.0
     mismatch_kl: float = 0.0
     mismatch_prob: float = 0.0
+    masked: float = 0.0  # tokens that a mask of algorithm.mismatch left out
     ratio_max: float = 0.0
     grad_norm: float = 0.0
     steps: int = 0
@@ -60,7 +62,9 @@ class UpdateStats:
     def merge(cls, parts: Sequence[UpdateStats]) -> UpdateStats:
         """The statistics of all learners together."""
         merged = cls(grad_norm=parts[0].grad_norm, steps=parts[0].steps, skipped_steps=parts[0].skipped_steps)
-        for name in ("tokens", "loss", "clipped", "entropy", "kl", "approx_kl", "mismatch_kl", "mismatch_prob"):
+        for name in (
+            "tokens", "loss", "clipped", "entropy", "kl", "approx_kl", "mismatch_kl", "mismatch_prob", "masked",
+        ):  # fmt: skip
             setattr(merged, name, sum(getattr(part, name) for part in parts))
         for name in ("ratio_max", "first_ratio_error"):
             setattr(merged, name, max(getattr(part, name) for part in parts))
@@ -84,6 +88,7 @@ class UpdateStats:
             "policy/first_ratio_error": self.first_ratio_error,
             "mismatch/kl": self.mismatch_kl / tokens,
             "mismatch/token_mult_prob_error": self.mismatch_prob / tokens if self.tokens else 1.0,
+            "mismatch/masked": self.masked / tokens,
         }
 
 
@@ -182,7 +187,8 @@ class PolicyUpdater:
                 f"algorithm.loss {self._settings.loss}: it must give one number per token, shape {tuple(new.shape)}, and gave "
                 f"{tuple(terms.loss.shape)}."
             )
-        token_loss = terms.loss * truncated_importance_weights(old, behaviour, self._settings.tis_cap)
+        correction, masked = mismatch_weights(old, behaviour, sample, self._settings)
+        token_loss = terms.loss * correction
         if self._settings.kl_coef:
             kl = kl_estimate(new, minibatch.reference[number], self._settings.kl_estimator)
             token_loss = token_loss + self._settings.kl_coef * kl
@@ -190,13 +196,20 @@ class PolicyUpdater:
         if self._settings.entropy_coef:
             token_loss = token_loss - self._settings.entropy_coef * entropy
         loss = (token_loss * weight).sum()
-        self._record(stats, loss, terms.ratio, terms.clipped, entropy, old - behaviour, new - old)
+        self._record(stats, loss, terms.ratio, terms.clipped, masked, entropy, old - behaviour, new - old)
         return loss
 
     @staticmethod
     @torch.no_grad()
     def _record(
-        stats: UpdateStats, loss: Tensor, ratio: Tensor, clipped: Tensor, entropy: Tensor, gap: Tensor, change: Tensor
+        stats: UpdateStats,
+        loss: Tensor,
+        ratio: Tensor,
+        clipped: Tensor,
+        masked: Tensor,
+        entropy: Tensor,
+        gap: Tensor,
+        change: Tensor,
     ) -> None:
         # One transfer for all figures: on a GPU each float() would wait for the device.
         figures = torch.stack(
@@ -208,6 +221,7 @@ class PolicyUpdater:
                 (gap.exp() - 1 - gap).sum(),
                 gap.abs().exp().sum(),
                 ratio.detach().max(),
+                masked.float().sum(),
             ]
         ).tolist()
         stats.tokens += len(ratio)
@@ -218,6 +232,7 @@ class PolicyUpdater:
         stats.mismatch_kl += figures[4]
         stats.mismatch_prob += figures[5]
         stats.ratio_max = max(stats.ratio_max, figures[6])
+        stats.masked += figures[7]
 
 
 def linear_schedule(iteration: int, total: int, final_fraction: float) -> float:
