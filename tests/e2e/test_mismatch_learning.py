@@ -22,7 +22,7 @@ from rl_vlm.models.loading import resolve_model
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(900)]
 
 NOISE = 0.04  # nats per token, root mean square
-ITERATIONS = 100
+ITERATIONS = 60
 SETTINGS: dict[str, tuple[str, ...]] = {
     "none": ("algorithm.mismatch=none",),
     "truncate": ("algorithm.mismatch=truncate",),
