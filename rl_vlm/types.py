@@ -272,13 +272,18 @@ def _unpack_completion(packed: _Packed, prompt_ids: np.ndarray, request_id: str,
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One sampled turn of a trajectory: tokens [start, stop) of `Trajectory.token_ids`."""
+    """One sampled turn of a trajectory: tokens [start, stop) of `Trajectory.token_ids`.
+
+    `state_id` is a hash of what the environment showed before the turn: turns that were shown the same texts and images have
+    the same one; empty where it is unknown.
+    """
 
     start: int
     stop: int
     policy_version: int
     stop_reason: StopReason
     reward: float = 0.0
+    state_id: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Turn, _fields(self)  # costs a third of the dataclass's own pickling

@@ -59,7 +59,15 @@ class ScoredAlgorithm(PolicyAlgorithm):
             return {}
         with self.timed("advantages"):
             scores, scale = Scores.merge(answers), self.return_scale
-            experience = make_experience(groups, settings, self.rng, scores, kl_coef=self.kl_coef, scale=scale)
+            experience = make_experience(
+                groups,
+                settings,
+                self.rng,
+                scores,
+                max_new_tokens=run.rollout.max_new_tokens,
+                kl_coef=self.kl_coef,
+                scale=scale,
+            )
             credit = assign_credit(experience, settings)
             figures = {"reward/zero_advantage_groups": credit.zero_advantage_groups / len(groups)}
             if credit.estimate.returns is not None and experience.values is not None:

@@ -10,32 +10,77 @@ from pydantic import Field, field_validator, model_validator
 from rl_vlm.config.section import Section
 
 # The losses that need no plugin. Importing their module would import torch.
-BUILTIN_LOSSES = ("clipped", "gspo")
+BUILTIN_LOSSES = ("clipped", "gspo", "cispo", "sapo")
+BUILTIN_ESTIMATORS = ("group", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gigpo", "gae")
 # Estimators that compare trajectories with each other, so that a critic would learn nothing from them.
-WITHOUT_CRITIC = ("group", "rloo")
+WITHOUT_CRITIC = tuple(name for name in BUILTIN_ESTIMATORS if name != "gae")
 # What a preset sets. A key that is given beside the preset wins over it.
 PRESETS: dict[str, dict[str, Any]] = {
-    # DeepSeekMath, arXiv 2402.03300.
+    # DeepSeekMath, arXiv 2402.03300; without its KL penalty of 0.04, which is kl_coef's.
     "grpo": {
         "loss": "clipped", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
-        "clip_low": 0.2, "clip_high": 0.2,
+        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
     },
-    # DAPO, arXiv 2503.14476: clip-higher, mean over all tokens.
+    # DAPO, arXiv 2503.14476: clip-higher, mean over all tokens. Its penalty for long answers is overlong_buffer's, whose
+    # size depends on the token budget (there a fifth of it).
     "dapo": {
         "loss": "clipped", "aggregation": "token_mean", "estimator": "group", "advantage_normalization": "std",
-        "clip_low": 0.2, "clip_high": 0.28,
+        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.28,
+    },
+    # GSPO, arXiv 2507.18071, section 5.1: one ratio per trajectory, whose mean over the tokens moves far less than a token's.
+    "gspo": {
+        "loss": "gspo", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
+        "advantage_scale": 1.0, "clip_low": 3e-4, "clip_high": 4e-4,
+    },
+    # CISPO, MiniMax-M1, arXiv 2506.13585, which does not publish its bound; 5 is that of ScaleRL, arXiv 2510.13786.
+    "cispo": {
+        "loss": "cispo", "aggregation": "token_mean", "estimator": "group", "advantage_normalization": "std",
+        "advantage_scale": 1.0, "cispo_cap": 5.0,
+    },
+    # SAPO, arXiv 2511.20347.
+    "sapo": {
+        "loss": "sapo", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
+        "advantage_scale": 1.0, "sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05,
+    },
+    # RLOO, arXiv 2402.14740: REINFORCE on whole trajectories, so token losses are added up. With one minibatch nothing is
+    # clipped.
+    "rloo": {
+        "loss": "clipped", "aggregation": "constant", "estimator": "rloo", "advantage_normalization": "none",
+        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
+    },
+    # REINFORCE++, arXiv 2501.03262: no baseline of the group, advantages normalised over the whole batch.
+    "reinforce_pp": {
+        "loss": "clipped", "aggregation": "sequence_mean", "estimator": "reinforce_pp", "advantage_normalization": "std",
+        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
     },
     # Dr. GRPO, arXiv 2503.20783: no division by the standard deviation or by the length.
     "dr_grpo": {
         "loss": "clipped", "aggregation": "constant", "estimator": "group", "advantage_normalization": "none",
-        "clip_low": 0.2, "clip_high": 0.2,
+        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
     },
     # PPO, arXiv 1707.06347, with a critic and GAE (arXiv 1506.02438).
     "ppo": {
         "name": "ppo", "loss": "clipped", "aggregation": "token_mean", "estimator": "gae",
-        "advantage_normalization": "std", "clip_low": 0.2, "clip_high": 0.2,
+        "advantage_normalization": "std", "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
     },
 }  # fmt: skip
+# Keys that one choice alone reads: the key that chooses, and its values.
+_ONLY_WITH: dict[str, tuple[str, tuple[str, ...]]] = {
+    "dual_clip": ("loss", ("clipped", "gspo")),
+    "cispo_cap": ("loss", ("cispo",)),
+    "sapo_tau_pos": ("loss", ("sapo",)),
+    "sapo_tau_neg": ("loss", ("sapo",)),
+    "gigpo_gamma": ("estimator", ("gigpo",)),
+    "gigpo_step_weight": ("estimator", ("gigpo",)),
+    **{key: ("estimator", ("gae",)) for key in ("gae_level", "gamma", "gae_lambda", "turn_gamma", "turn_lambda")},
+    "tis_cap": ("mismatch", ("truncate", "sequence_mask")),
+    "mismatch_low": ("mismatch", ("mask", "sequence_mask")),
+    "mismatch_high": ("mismatch", ("mask", "sequence_mask")),
+}
+# exp(old - behaviour) within which a token, or the geometric mean of a trajectory, is kept where the configuration says nothing.
+# Per token: IcePop (Ring-1T, arXiv 2510.18855). Per trajectory: with noise of s nats per token the logarithm of the mean over T
+# tokens has the deviation s / sqrt(T); thousands of tokens want a narrower band, a dozen a wider one.
+_MISMATCH_BOUNDS = {"mask": (0.5, 5.0), "sequence_mask": (0.99, 1.01)}
 
 
 class AlgorithmSection(Section):
@@ -44,23 +89,47 @@ class AlgorithmSection(Section):
     name: str = Field("grpo", description="grpo, ppo or preference_sac.")
     iterations: int = Field(100, ge=1)
     preset: str | None = Field(
-        None, description="grpo, dapo, dr_grpo or ppo: sets loss, aggregation, estimator and their constants together."
+        None,
+        description="Sets loss, aggregation, estimator and their published constants together: grpo (arXiv 2402.03300), dapo "
+        "(2503.14476), gspo (2507.18071), cispo (2506.13585), sapo (2511.20347), rloo (2402.14740), reinforce_pp (2501.03262), "
+        "dr_grpo (2503.20783), ppo (1707.06347).",
     )
-    loss: str = Field("clipped", description="Per token: clipped, gspo, or one that a plugin registers.")
+    loss: str = Field("clipped", description="Per token: clipped, gspo, cispo, sapo, or one that a plugin registers.")
     aggregation: Literal["sequence_mean", "token_mean", "constant"] = Field(
         "sequence_mean",
         description="Of token losses: mean of each sequence's mean, mean over all tokens, sum over a constant.",
     )
     estimator: str = Field(
-        "group", description="Of advantages: group, rloo, gae (PPO), or one that a plugin registers."
+        "group",
+        description="Of advantages: group, rloo, reinforce_pp, reinforce_pp_baseline, gigpo, gae (PPO), or one that a plugin registers.",
     )
     advantage_normalization: Literal["std", "none"] = Field(
-        "std", description="Of the estimators group (over the group) and gae (over all tokens of the batch)."
+        "std", description="Of the estimators group, gigpo and gae."
     )
     advantage_scale: float = Field(1.0, gt=0)
-    clip_low: float = Field(0.2, gt=0, lt=1)
+    gigpo_gamma: float = Field(0.95, ge=0, le=1, description="Discount per turn of gigpo's step rewards.")
+    gigpo_step_weight: float = Field(1.0, ge=0, description="Of gigpo's step-relative beside its episode advantage.")
+    overlong_buffer: int = Field(
+        0,
+        ge=0,
+        description="The last tokens before rollout.max_new_tokens, over which the reward falls linearly by 1 (DAPO); 0: off.",
+    )
+    clip_low: float = Field(0.2, gt=0, lt=1, description="Of the losses clipped and gspo, as is clip_high.")
     clip_high: float = Field(0.28, gt=0)
+    dual_clip: float | None = Field(
+        None, gt=1, description="Bounds a bad token's loss at this times its advantage (arXiv 1912.09729); null: off."
+    )
+    cispo_cap: float = Field(5.0, ge=1, description="Upper bound of the ratio, which cispo uses as a weight.")
+    sapo_tau_pos: float = Field(1.0, gt=0, description="Temperature of sapo's gate for positive advantages.")
+    sapo_tau_neg: float = Field(1.05, gt=0, description="Temperature of sapo's gate for negative advantages.")
+    mismatch: Literal["truncate", "mask", "sequence_mask", "none"] = Field(
+        "truncate",
+        description="What corrects the mismatch between engine and learner: token weights truncated at tis_cap; tokens outside "
+        "[mismatch_low, mismatch_high] masked; whole trajectories masked by their geometric mean, and the rest truncated; none.",
+    )
     tis_cap: float | None = Field(2.0, gt=0, description="Cap of the engine-to-learner importance weight; null: off.")
+    mismatch_low: float | None = Field(None, gt=0, lt=1, description="null: 0.5 with mask, 0.99 with sequence_mask.")
+    mismatch_high: float | None = Field(None, gt=1, description="null: 5 with mask, 1.01 with sequence_mask.")
     kl_coef: float = Field(0.0, ge=0)
     kl_estimator: Literal["k2", "k3"] = Field("k3", description="Of the KL penalty in the loss.")
     kl_in: Literal["loss", "reward"] = Field(
@@ -99,6 +168,12 @@ class AlgorithmSection(Section):
         """Whether tokens pay for their distance from the base model."""
         return self.kl_in == "reward" and bool(self.kl_coef or self.kl_target)
 
+    @property
+    def mismatch_bounds(self) -> tuple[float, float]:
+        """Where a mask of `mismatch` begins, below and above."""
+        low, high = _MISMATCH_BOUNDS.get(self.mismatch, (0.0, float("inf")))
+        return self.mismatch_low or low, self.mismatch_high or high
+
     @model_validator(mode="before")
     @classmethod
     def _with_preset(cls, data: Any) -> Any:
@@ -115,7 +190,7 @@ class AlgorithmSection(Section):
     @field_validator("loss")
     @classmethod
     def _no_preset_as_loss(cls, name: str) -> str:
-        if name in PRESETS:
+        if name in PRESETS and name not in BUILTIN_LOSSES:
             raise ValueError(f"{name} is a preset, which sets more than the loss: use algorithm.preset={name}")
         return name
 
@@ -125,6 +200,21 @@ class AlgorithmSection(Section):
         if name == "k1":
             raise ValueError("k1 as a loss has no expected gradient on-policy: use k3 (or k2)")
         return name
+
+    @model_validator(mode="after")
+    def _no_constants_of_another_choice(self) -> AlgorithmSection:
+        builtin = {"loss": BUILTIN_LOSSES, "estimator": BUILTIN_ESTIMATORS}
+        for key, (chooser, readers) in _ONLY_WITH.items():
+            value, chosen = getattr(self, key), getattr(self, chooser)
+            # A saved configuration holds the defaults of all keys, and what a plugin's loss or estimator reads is unknown.
+            if value in (None, type(self).model_fields[key].default) or chosen not in builtin.get(chooser, (chosen,)):
+                continue
+            if chosen not in readers:
+                raise ValueError(
+                    f"algorithm.{key} has no effect with algorithm.{chooser} {chosen}: remove it, or set algorithm.{chooser} to "
+                    f"{' or '.join(readers)}"
+                )
+        return self
 
 
 def without_preset_keys(algorithm: Mapping[str, Any], preset: str) -> dict[str, Any]:

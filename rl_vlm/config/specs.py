@@ -78,6 +78,19 @@ def _check_policy(run: RunConfig) -> None:
             f"algorithm.minibatches ({run.algorithm.minibatches}) exceeds rollout.prompts_per_iteration "
             f"({run.rollout.prompts_per_iteration}): a minibatch needs at least one group"
         )
+    if run.algorithm.overlong_buffer:
+        begins = run.rollout.max_new_tokens - run.algorithm.overlong_buffer
+        longest = run.rollout.max_turns * run.rollout.max_new_tokens_per_turn
+        if begins < 0:
+            raise ValueError(
+                f"algorithm.overlong_buffer ({run.algorithm.overlong_buffer}) exceeds rollout.max_new_tokens "
+                f"({run.rollout.max_new_tokens}): it is the last part of that budget"
+            )
+        if begins >= longest:
+            raise ValueError(
+                f"algorithm.overlong_buffer has no effect: its penalty begins after {begins} tokens, and rollout.max_turns x "
+                f"max_new_tokens_per_turn allows {longest}; lower rollout.max_new_tokens ({run.rollout.max_new_tokens})"
+            )
 
     settings = run.algorithm
     if settings.kl_target and settings.kl_in != "reward":

@@ -43,7 +43,7 @@ class Critic:
     def __init__(
         self, model: nn.Module, section: CriticSection, width: int, adapter: SecondAdapter | None = None
     ) -> None:
-        self.section = section
+        self.loss_coef, self.clip, self.stop_gradient = section.loss_coef, section.clip, section.stop_gradient
         device = next(model.parameters()).device
         self.last = nn.Linear(section.hidden or width, 1, device=device)
         nn.init.zeros_(self.last.weight)

@@ -13,8 +13,9 @@ from typing import Literal
 import numpy as np
 
 from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.learning.gigpo import gigpo_advantages
 from rl_vlm.registry import Registry
-from rl_vlm.types import RLVLMError, TrajectoryGroup
+from rl_vlm.types import RLVLMError, Trajectory, TrajectoryGroup
 
 
 class EstimatorError(RLVLMError):
@@ -127,6 +128,87 @@ def leave_one_out(experience: Experience, settings: AlgorithmSection) -> Estimat
         centred = group_advantages(group_rewards, "none", settings.advantage_scale)
         values.append(centred * size / (size - 1) if size > 1 else centred)
     return same_for_all_tokens(experience, values)
+
+
+@register_estimator("reinforce_pp")
+def whole_batch(experience: Experience, settings: AlgorithmSection) -> Estimate:
+    """REINFORCE++ (arXiv 2501.03262): the return of each token, normalised over all tokens of the batch.
+
+    The undiscounted sum of the rewards from the token on. A turn is paid at its last token; a KL penalty is part of
+    `token_rewards`. No group's mean is subtracted.
+    """
+    returns: PerToken = []
+    for number, group in enumerate(experience.groups):
+        returns.append([])
+        for place, trajectory in enumerate(group.trajectories):
+            rewards = np.zeros(trajectory.num_sampled)
+            if experience.token_rewards is not None:
+                rewards += experience.token_rewards[number][place]
+            rewards[_last_tokens(trajectory)] += experience.turn_rewards[number][place]
+            returns[-1].append(rewards[::-1].cumsum()[::-1])
+    return Estimate(_normalized(returns, settings.advantage_scale))
+
+
+@register_estimator("reinforce_pp_baseline")
+def group_mean_over_whole_batch(experience: Experience, settings: AlgorithmSection) -> Estimate:
+    """REINFORCE++ with a baseline (arXiv 2501.03262): minus the group's mean, then normalised over all tokens of the batch."""
+    centred = same_for_all_tokens(experience, [group_advantages(rewards, "none") for rewards in experience.rewards])
+    return Estimate(_normalized(centred.advantages, settings.advantage_scale))
+
+
+@register_estimator("gigpo")
+def same_state(experience: Experience, settings: AlgorithmSection) -> Estimate:
+    """GiGPO (arXiv 2505.10978): beside whole trajectories, turns that began in the same state are compared (gigpo.py)."""
+    advantages: PerToken = []
+    for group, rewards in zip(experience.groups, _rewards_per_turn(experience), strict=True):
+        per_turn = gigpo_advantages(
+            rewards,
+            [[turn.state_id for turn in trajectory.turns] for trajectory in group.trajectories],
+            lambda compared: group_advantages(compared, settings.advantage_normalization, settings.advantage_scale),
+            gamma=settings.gigpo_gamma,
+            step_weight=settings.gigpo_step_weight,
+        )
+        advantages.append(
+            [
+                np.repeat(turns, _turn_lengths(trajectory)).astype(np.float32)
+                for turns, trajectory in zip(per_turn, group.trajectories, strict=True)
+            ]
+        )
+    return Estimate(advantages)
+
+
+def _rewards_per_turn(experience: Experience) -> list[list[np.ndarray]]:
+    """The turns' rewards with those of their tokens, float64 [K] per trajectory."""
+    if experience.token_rewards is None:
+        return experience.turn_rewards
+    return [
+        [
+            turns
+            + np.array([part.sum(dtype=np.float64) for part in np.split(tokens, _last_tokens(trajectory) + 1)[:-1]])
+            for turns, tokens, trajectory in zip(rewards, per_token, group.trajectories, strict=True)
+        ]
+        for group, rewards, per_token in zip(
+            experience.groups, experience.turn_rewards, experience.token_rewards, strict=True
+        )
+    ]
+
+
+def _turn_lengths(trajectory: Trajectory) -> np.ndarray:
+    return np.array([turn.stop - turn.start for turn in trajectory.turns], dtype=np.int64)
+
+
+def _last_tokens(trajectory: Trajectory) -> np.ndarray:
+    """The place of each turn's last token among the sampled ones, int64 [K]."""
+    return np.cumsum(_turn_lengths(trajectory)) - 1
+
+
+def _normalized(values: PerToken, scale: float, eps: float = 1e-6) -> PerToken:
+    """(value - mean) / (standard deviation + eps) · scale over all tokens, float32. Equal values give exactly zero."""
+    flat = np.concatenate([tokens for group in values for tokens in group] or [np.zeros(0)]).astype(np.float64)
+    if not len(flat) or flat.min() == flat.max():
+        return [[np.zeros(len(tokens), dtype=np.float32) for tokens in group] for group in values]
+    mean, deviation = flat.mean(), flat.std()
+    return [[((tokens - mean) / (deviation + eps) * scale).astype(np.float32) for tokens in group] for group in values]
 
 
 def same_for_all_tokens(experience: Experience, values: Sequence[np.ndarray]) -> Estimate:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.learning.mismatch import sample_means
 from rl_vlm.registry import Registry
 
 
@@ -53,14 +54,19 @@ def clipped_surrogate(tokens: TokenBatch, settings: AlgorithmSection) -> LossTer
     """-min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A) with r = exp(new - old).
 
     PPO's surrogate (arXiv 1707.06347, equation 7) with separate bounds, "clip-higher" (DAPO, arXiv 2503.14476,
-    equation 10).
+    equation 10). With `dual_clip` c the objective of a token with A < 0 is at least c·A, so that an unlikely token that
+    became likely cannot push without bound (dual clip, arXiv 1912.09729).
     """
     advantage = tokens.advantage
     ratio = (tokens.new - tokens.old).exp()
     bounded = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    loss = -torch.minimum(ratio * advantage, bounded * advantage)
+    objective = torch.minimum(ratio * advantage, bounded * advantage)
     clipped = (bounded * advantage) < (ratio * advantage)
-    return LossTerms(loss, ratio, clipped)
+    if settings.dual_clip is not None:
+        least = settings.dual_clip * advantage
+        too_low = (advantage < 0) & (objective < least)
+        objective, clipped = torch.where(too_low, least, objective), clipped | too_low
+    return LossTerms(-objective, ratio, clipped)
 
 
 @register_loss("gspo")
@@ -71,11 +77,7 @@ def sequence_surrogate(tokens: TokenBatch, settings: AlgorithmSection) -> LossTe
     through each token.
     """
     change = tokens.new - tokens.old
-    num_samples = int(tokens.sample.max()) + 1
-    sums = torch.zeros(num_samples, dtype=change.dtype, device=change.device).index_add(
-        0, tokens.sample, change.detach()
-    )
-    mean = (sums / torch.bincount(tokens.sample, minlength=num_samples))[tokens.sample]
+    mean = sample_means(change.detach(), tokens.sample)
     # mean + change - change.detach() is written in this order so that the first ratio is exactly 1.
     return clipped_surrogate(
         TokenBatch(
@@ -90,15 +92,28 @@ def sequence_surrogate(tokens: TokenBatch, settings: AlgorithmSection) -> LossTe
     )
 
 
-def truncated_importance_weights(old: Tensor, behaviour: Tensor, cap: float | None) -> Tensor:
-    """min(exp(old - behaviour), cap) per token, without a gradient; all ones when `cap` is None.
+@register_loss("cispo")
+def clipped_importance_weight(tokens: TokenBatch, settings: AlgorithmSection) -> LossTerms:
+    """-sg(min(r, cispo_cap))·A·new: REINFORCE with the ratio as a weight, so that every token keeps a gradient.
 
-    Corrects the mismatch between the engine that sampled and the learner that differentiates (Yao et al., 2025,
-    "Your efficient RL framework secretly brings you off-policy RL training").
+    CISPO (MiniMax-M1, arXiv 2506.13585). Like the authors, without a lower bound.
     """
-    if cap is None:
-        return torch.ones_like(old)
-    return (old - behaviour).exp().clamp(max=cap).detach()
+    ratio = (tokens.new - tokens.old).exp()
+    weight = ratio.clamp(max=settings.cispo_cap).detach()
+    return LossTerms(-weight * tokens.advantage * tokens.new, ratio, ratio > settings.cispo_cap)
+
+
+@register_loss("sapo")
+def soft_gate(tokens: TokenBatch, settings: AlgorithmSection) -> LossTerms:
+    """-(4/τ)·σ(τ(r - 1))·A, a gate whose slope is 1 at r = 1 and falls off smoothly on both sides.
+
+    Soft Adaptive Policy Optimization (arXiv 2511.20347); τ is `sapo_tau_pos` for A > 0, else
+    `sapo_tau_neg`. Nothing is clipped.
+    """
+    ratio = (tokens.new - tokens.old).exp()
+    tau = torch.where(tokens.advantage > 0, settings.sapo_tau_pos, settings.sapo_tau_neg)
+    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    return LossTerms(-gate * tokens.advantage, ratio, torch.zeros_like(ratio, dtype=torch.bool))
 
 
 def kl_estimate(new: Tensor, reference: Tensor, estimator: Literal["k2", "k3"]) -> Tensor:

@@ -125,8 +125,11 @@ def plan_update(
     num_learners: int = 1,
     max_new_tokens: int = 1,
 ) -> UpdatePlan:
-    """Compute advantages that need nothing from the learners, and distribute the groups."""
-    credit = assign_credit(make_experience(groups, settings, rng), settings)
+    """Compute advantages that need nothing from the learners, and distribute the groups.
+
+    `max_new_tokens` is the token budget of a trajectory, which aggregation "constant" and `overlong_buffer` use.
+    """
+    credit = assign_credit(make_experience(groups, settings, rng, max_new_tokens=max_new_tokens), settings)
     shards = distribute(groups, settings, rng, credit, num_learners=num_learners, max_new_tokens=max_new_tokens)
     return UpdatePlan(shards.minibatches, shards.active, credit.means, credit.zero_advantage_groups)
 
@@ -179,10 +182,11 @@ def make_experience(
     rng: np.random.Generator,
     scores: Scores | None = None,
     *,
+    max_new_tokens: int = 1,
     kl_coef: float = 0.0,
     scale: ReturnScale | None = None,
 ) -> Experience:
-    """What an estimator sees of the groups.
+    """What an estimator sees of the groups. `overlong_buffer` takes its penalty from a trajectory's last turn.
 
     With `shuffle_rewards`, a control with which nothing can be learned, the same total rewards are given to other
     trajectories, at their last turns. From the learners' `scores` come the values, as returns by `scale`, and the penalty
@@ -191,8 +195,12 @@ def make_experience(
     turn_rewards = [
         [np.array([turn.reward for turn in trajectory.turns]) for trajectory in group.trajectories] for group in groups
     ]
+    if settings.overlong_buffer:
+        for group, rewards in zip(groups, turn_rewards, strict=True):
+            for trajectory, turns in zip(group.trajectories, rewards, strict=True):
+                turns[-1:] += overlong_penalty(trajectory.num_sampled, max_new_tokens, settings.overlong_buffer)
     if settings.shuffle_rewards:
-        trajectories = [turns for group in turn_rewards for turns in group]
+        trajectories = [turns for rewards in turn_rewards for turns in rewards]
         for turns, total in zip(trajectories, rng.permutation([turns.sum() for turns in trajectories]), strict=True):
             turns[:] = 0
             turns[-1:] = total
@@ -212,3 +220,11 @@ def _per_token(
     return [
         [change(arrays.get(trajectory.trajectory_id, nothing)) for trajectory in group.trajectories] for group in groups
     ]
+
+
+def overlong_penalty(length: int, max_new_tokens: int, buffer: int) -> float:
+    """What DAPO adds to the reward of a trajectory of `length` sampled tokens (arXiv 2503.14476, equation 13).
+
+    0 up to max_new_tokens - buffer, then linearly down to -1 at max_new_tokens.
+    """
+    return float(np.clip((max_new_tokens - buffer - length) / buffer, -1.0, 0.0))

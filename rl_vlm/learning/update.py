@@ -18,7 +18,8 @@ from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
 from rl_vlm.learning.critic import Critic, value_loss
 from rl_vlm.learning.logprobs import token_logprobs
-from rl_vlm.learning.losses import LOSSES, TokenBatch, kl_estimate, truncated_importance_weights
+from rl_vlm.learning.losses import LOSSES, TokenBatch, kl_estimate
+from rl_vlm.learning.mismatch import mismatch_weights
 from rl_vlm.learning.returns import Rescaling
 from rl_vlm.learning.scores import Scores, Targets
 from rl_vlm.types import RLVLMError
@@ -56,6 +57,7 @@ class UpdateStats:
     approx_kl: float = 0.0
     mismatch_kl: float = 0.0
     mismatch_prob: float = 0.0
+    masked: float = 0.0  # tokens that a mask of algorithm.mismatch left out
     ratio_max: float = 0.0
     grad_norm: float = 0.0
     steps: int = 0
@@ -68,7 +70,7 @@ class UpdateStats:
         """The statistics of all learners together."""
         merged = cls(grad_norm=parts[0].grad_norm, steps=parts[0].steps, skipped_steps=parts[0].skipped_steps)
         sums = ("tokens", "loss", "clipped", "entropy", "logprob", "value_loss", "kl", "approx_kl")
-        for name in (*sums, "mismatch_kl", "mismatch_prob"):
+        for name in (*sums, "mismatch_kl", "mismatch_prob", "masked"):
             setattr(merged, name, sum(getattr(part, name) for part in parts))
         for name in ("ratio_max", "first_ratio_error"):
             setattr(merged, name, max(getattr(part, name) for part in parts))
@@ -93,6 +95,7 @@ class UpdateStats:
             "policy/first_ratio_error": self.first_ratio_error,
             "mismatch/kl": self.mismatch_kl / tokens,
             "mismatch/token_mult_prob_error": self.mismatch_prob / tokens if self.tokens else 1.0,
+            "mismatch/masked": self.masked / tokens,
         }
 
 
@@ -243,7 +246,7 @@ class PolicyUpdater:
         if self._critic is not None and self._critic.shares_policy:
             hidden = self._predicting(micro)
             new, entropy = self._token_logprobs(hidden, micro)
-            values = self._critic.values(hidden.detach() if self._critic.section.stop_gradient else hidden)
+            values = self._critic.values(hidden.detach() if self._critic.stop_gradient else hidden)
         else:
             new, entropy = self.logprobs(micro)
         old = minibatch.old[number]
@@ -263,7 +266,8 @@ class PolicyUpdater:
                 f"algorithm.loss {self._settings.loss}: it must give one number per token, shape {tuple(new.shape)}, and gave "
                 f"{tuple(terms.loss.shape)}."
             )
-        token_loss = terms.loss * truncated_importance_weights(old, behaviour, self._settings.tis_cap)
+        correction, masked = mismatch_weights(old, behaviour, sample, self._settings)
+        token_loss = terms.loss * correction
         if self._settings.kl_loss_coef:
             kl = kl_estimate(new, minibatch.reference[number], self._settings.kl_estimator)
             token_loss = token_loss + self._settings.kl_loss_coef * kl
@@ -271,7 +275,7 @@ class PolicyUpdater:
         if self._settings.entropy_coef:
             token_loss = token_loss - self._settings.entropy_coef * entropy
         loss = (token_loss * weight).sum()
-        self._record(stats, loss, terms.ratio, terms.clipped, entropy, old - behaviour, new, old)
+        self._record(stats, loss, terms.ratio, terms.clipped, masked, entropy, old - behaviour, new, old)
         return loss if values is None else loss + self._value_loss(minibatch, number, values, stats)
 
     def value_loss(self, minibatch: PackedMinibatch, number: int, stats: UpdateStats) -> Tensor:
@@ -292,11 +296,10 @@ class PolicyUpdater:
         assert returns is not None
         known = torch.from_numpy(np.flatnonzero(np.isfinite(returns))).to(values.device)
         target = torch.from_numpy(returns).to(values.device)[known]
-        section = self._critic.section
-        per_token = value_loss(values[known], minibatch.values[number][known], target, section.clip)
+        per_token = value_loss(values[known], minibatch.values[number][known], target, self._critic.clip)
         loss = per_token.sum() * minibatch.value_weight
         stats.value_loss += float(loss.detach())
-        return section.loss_coef * loss
+        return self._critic.loss_coef * loss
 
     @staticmethod
     @torch.no_grad()
@@ -305,6 +308,7 @@ class PolicyUpdater:
         loss: Tensor,
         ratio: Tensor,
         clipped: Tensor,
+        masked: Tensor,
         entropy: Tensor,
         gap: Tensor,
         new: Tensor,
@@ -322,6 +326,7 @@ class PolicyUpdater:
                 gap.abs().exp().sum(),
                 ratio.detach().max(),
                 new.detach().sum(),
+                masked.float().sum(),
             ]
         ).tolist()
         stats.tokens += len(ratio)
@@ -333,6 +338,7 @@ class PolicyUpdater:
         stats.mismatch_prob += figures[5]
         stats.ratio_max = max(stats.ratio_max, figures[6])
         stats.logprob += figures[7]
+        stats.masked += figures[8]
 
 
 def linear_schedule(iteration: int, total: int, final_fraction: float) -> float:

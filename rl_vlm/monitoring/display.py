@@ -16,6 +16,7 @@ from rich.text import Text
 # Plain lines: one per PLAIN_EVERY iterations, and one when nothing was printed for PLAIN_SECONDS.
 PLAIN_EVERY = 10
 PLAIN_SECONDS = 5.0
+_ALARM_FIRST, _ALARM_GROWTH, _ALARM_FLOOR = 5, 10.0, 1e-4  # iterations, factor, nats per token
 _SMOOTHING = 0.9  # of the moving averages of reward and seconds per iteration
 
 
@@ -38,6 +39,34 @@ class MovingAverage:
         return self._sum / self._weight if self._weight else None
 
 
+class MismatchAlarm:
+    """Watches for engine and learner drifting apart; tells once.
+
+    The start is the mean of the first `_ALARM_FIRST` values of mismatch/kl, or `_ALARM_FLOOR` where that is less: in float32 the
+    two agree to 1e-9 or better, and ten times as much is still nothing.
+    """
+
+    def __init__(self) -> None:
+        self._first: list[float] = []
+        self._told = False
+
+    def check(self, kl: float) -> str:
+        """A sentence where this value is the first that is ten times the start, else an empty string."""
+        if self._told or not math.isfinite(kl):
+            return ""
+        if len(self._first) < _ALARM_FIRST:
+            self._first.append(kl)
+            return ""
+        start = sum(self._first) / len(self._first)
+        if kl < _ALARM_GROWTH * max(start, _ALARM_FLOOR):
+            return ""
+        self._told = True
+        return (
+            f"Engine and learner disagree more and more: mismatch/kl is {kl:.1e}, and was {start:.1e} at first. Watch the reward; "
+            "a lower learner.lr, algorithm.mismatch=mask or an engine in the learner's precision helps."
+        )
+
+
 class ProgressDisplay:
     """Shows a run of `total` iterations of which `start` are done already.
 
@@ -54,6 +83,7 @@ class ProgressDisplay:
         self._total, self._done = total, start
         self._metrics: Mapping[str, float] = {}
         self._reward, self._seconds = MovingAverage(), MovingAverage()
+        self._alarm = MismatchAlarm()
         self._before: dict[str, float] = {}
         self._latest: dict[str, float] = {}
         self._latest_iteration = start
@@ -79,6 +109,8 @@ class ProgressDisplay:
         self._updated, self._done, self._metrics = now, iteration, dict(metrics)
         if "reward/mean" in metrics:
             self._reward.add(metrics["reward/mean"])
+        if warning := self._alarm.check(metrics.get("mismatch/kl", math.nan)):
+            self.message(warning)
         if self._live is not None:
             self._live.refresh()
         elif iteration % PLAIN_EVERY == 0 or iteration >= self._total or now - self._printed >= PLAIN_SECONDS:

@@ -22,6 +22,7 @@ _TURN = pa.struct(
         ("policy_version", pa.int64()),
         ("stop_reason", pa.string()),
         ("reward", pa.float64()),
+        ("state_id", pa.string()),  # equal where the environment showed the same
     ]
 )
 SCHEMA = pa.schema(

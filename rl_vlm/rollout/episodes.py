@@ -7,6 +7,8 @@ After that the episodes of a group are independent.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,6 +71,7 @@ class _Episode:
     turns: list[Turn] = field(default_factory=list)
     length: int = 0
     sampled: int = 0
+    state_id: str = ""  # of what was shown last
     status: TrajectoryStatus = TrajectoryStatus.COMPLETED
     info: Info = field(default_factory=dict)
     replicas: list[str] = field(default_factory=list)
@@ -162,6 +165,7 @@ async def _run_group(
         )
     )
     _check_prompt(completion, expanded, task.group_id)
+    opening_state = state_id(first, prompt.images)
     episodes = [
         _Episode(
             number=number,
@@ -172,6 +176,7 @@ async def _run_group(
             logprobs=[],
             messages=list(first.messages) if task.record else [],
             length=len(expanded),
+            state_id=opening_state,
             info=dict(opening[1]),
         )
         for number, (env, opening) in enumerate(zip(envs, openings, strict=True))
@@ -213,6 +218,7 @@ async def _continue(
             return
         _append(episode, span.token_ids, expanded)
         episode.images.extend(span.images)
+        episode.state_id = state_id(current, span.images)
         if task.record:
             episode.messages.extend(current.messages)
         turn = len(episode.turns)
@@ -251,7 +257,9 @@ async def _act(
         _append(episode, sample.token_ids, sample.token_ids)
         episode.logprobs.append(sample.logprobs)
         episode.sampled += len(sample.token_ids)
-        episode.turns.append(Turn(start, episode.length, completion.policy_version, sample.stop_reason))
+        episode.turns.append(
+            Turn(start, episode.length, completion.policy_version, sample.stop_reason, state_id=episode.state_id)
+        )
         episode.replicas.append(completion.replica_id)
         action = text.codec.decode(sample.token_ids)
         if task.record:
@@ -270,7 +278,7 @@ async def _act(
             raise GroupFailedError(_reason(result), str(result)) from result
         observation, reward, terminated, truncated, info = result
         last = episode.turns[-1]
-        episode.turns[-1] = Turn(last.start, last.stop, last.policy_version, last.stop_reason, reward)
+        episode.turns[-1] = Turn(last.start, last.stop, last.policy_version, last.stop_reason, reward, last.state_id)
         episode.info.update(info)
         if terminated:
             episode.status = TrajectoryStatus.COMPLETED
@@ -279,6 +287,21 @@ async def _act(
         else:
             observations[episode.number] = observation
     return [observations.get(episode.number) for episode, _ in samples]
+
+
+def state_id(observation: Observation, images: Sequence[EncodedImage]) -> str:
+    """16 hexadecimal digits that equal observations share: of roles, texts and the encoded `images`, in order.
+
+    Not of token ids, which depend on how the turn before ended.
+    """
+    found = hashlib.sha256()
+    numbered = iter(images)
+    for message in observation.messages:
+        found.update(json.dumps([message.role, len(message.parts)]).encode())
+        for part in message.parts:
+            shown = ["text", part] if isinstance(part, str) else ["image", next(numbered).sha256]
+            found.update(json.dumps(shown).encode())
+    return found.hexdigest()[:16]
 
 
 def _append(episode: _Episode, ids: np.ndarray, expanded: np.ndarray) -> None:

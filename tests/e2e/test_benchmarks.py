@@ -32,3 +32,19 @@ def test_the_startup_benchmark_compares_with_a_bare_process(tmp_path: Path) -> N
     report = json.loads(out.read_text())
     assert {"bare process / quickstart, wall", "5 s / dry run, wall"} <= report["ratios"].keys()
     assert {"bare process", "quickstart", "dry run"} <= {row["label"] for row in report["rows"]}
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(7200)
+def test_every_preset_learns_the_quickstart_and_none_learns_from_shuffled_rewards(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/presets.py"), "--out", str(tmp_path), "--controls"]
+    subprocess.run(command, env=environment(), timeout=7000, check=True, cwd=ROOT)
+    rows = json.loads((tmp_path / "presets.json").read_text())["rows"]
+    for row in rows:
+        assert len(row["after"]) == 2 and row["before"] <= 0.35
+        if row["rewards"] == "own":
+            assert min(row["after"]) >= 0.90, row
+        else:
+            assert max(row["after"]) <= 0.35, row
+    assert len((tmp_path / "presets.md").read_text().splitlines()) == 2 + len(rows)
+    assert (tmp_path / "presets.png").stat().st_size > 10_000

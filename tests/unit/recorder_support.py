@@ -36,7 +36,7 @@ def trajectory(name: str, reward: float = 1.0, images: tuple[EncodedImage, ...] 
         token_ids=np.array([5, 6, 7, 8], dtype=np.int32),
         loss_mask=np.array([False, False, True, True]),
         logprobs=np.array([0, 0, -0.5, -0.25], dtype=np.float32),
-        turns=(Turn(2, 4, 3, StopReason.END_OF_TURN, reward),),
+        turns=(Turn(2, 4, 3, StopReason.END_OF_TURN, reward, "shown"),),
         status=TrajectoryStatus.COMPLETED,
         images=images,
         **kwargs,

@@ -77,6 +77,26 @@ def test_a_line_says_what_matters():
     )
 
 
+@pytest.mark.parametrize(
+    ("values", "alarms"),
+    [
+        ([1e-3] * 8 + [9e-3, 1.1e-2, 5e-2], 1),  # told once
+        ([1e-9, 1e-12, 0.0, 1e-9, 1e-10, 1e-7, 9e-4], 0),  # far more than at the start, and still nothing
+        ([0.0] * 6 + [1.1e-3], 1),
+        ([1e-3, 5e-2, 1e-3, 1e-3, 1e-3, 5e-2], 0),  # the mean of the first five counts
+        ([float("nan")] * 9, 0),
+        ([1e-3] * 6 + [float("nan"), 2e-2], 1),
+    ],
+)
+def test_a_mismatch_that_grows_tenfold_is_told_once(values, alarms):
+    display, _clock, out = plain()
+    with display:
+        for iteration, value in enumerate(values, start=1):
+            display.update(iteration, {"mismatch/kl": value})
+    assert out.getvalue().count("Engine and learner disagree") == alarms
+    assert out.getvalue().count("algorithm.mismatch=mask") == alarms
+
+
 def test_time_spent_in_an_evaluation_is_no_iteration_time():
     display, clock, out = plain(total=20)
     with display:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError
 from rl_vlm.models.loading import TextSide
 from rl_vlm.rollout.env_pool import EnvPool
-from rl_vlm.rollout.episodes import GroupFailedError, run_group
+from rl_vlm.rollout.episodes import GroupFailedError, run_group, state_id
 from rl_vlm.rollout.retry import FailureBudget, TooManyFailuresError
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.seeding import derive_seed
@@ -35,6 +36,7 @@ from rl_vlm.types import (
     StopReason,
     TrajectoryGroup,
     TrajectoryStatus,
+    as_encoded,
 )
 
 ROLLOUT = RolloutSection(max_turns=4, max_new_tokens_per_turn=32, max_new_tokens=100)
@@ -237,6 +239,45 @@ def test_later_turns_follow_their_episode(speaker: Speaker, text: TextSide) -> N
     ]
     rendered = speaker.tokenizer.apply_chat_template(content, tokenize=False, add_generation_prompt=True)
     assert third.prompt_ids.tolist() == speaker.ids(rendered)
+
+
+def test_turns_that_were_shown_the_same_have_the_same_state(speaker: Speaker) -> None:
+    """Whoever answered before, and however that turn ended."""
+    opening = (Observation.user(FIRST, "What?"), {})
+    left, right = on("Left.", LATER), on("Right.", LATER)
+    speaker.answer = lambda request, k: (
+        "ok",
+        StopReason.STOP if len(speaker.requests) == 1 else StopReason.END_OF_TURN,
+    )
+    pool = pool_of()
+    for steps in (
+        [left, right, END],
+        [right, left, (*opening[:1], 0.0, False, False, {}), END],
+        [on("Left.", FIRST), END],
+    ):
+        made(pool).append(Scripted(*steps, opening=opening))
+    pool.give_back(made(pool))
+    group = play(pool, speaker)
+    one, two, three = ([turn.state_id for turn in trajectory.turns] for trajectory in group.trajectories)
+    start, at_left, at_right = one
+    assert two == [start, at_right, at_left, start]
+    assert three[0] == start
+    assert len({start, at_left, at_right, three[1]}) == 4  # the same words with another picture are another state
+    assert all(re.fullmatch("[0-9a-f]{16}", name) for name in (*one, *three))
+
+
+def test_the_state_does_not_depend_on_how_texts_are_joined() -> None:
+    def state(*messages: Message) -> str:
+        images = [image for message in messages for image in message.images]
+        return state_id(Observation(messages), as_encoded(images))
+
+    names = [
+        state(Message.of("user", "ab", "c")), state(Message.of("user", "a", "bc")), state(Message.of("tool", "ab", "c")),
+        state(Message.of("user", "ab"), Message.of("user", "c")), state(Message.of("user", FIRST, "ab")),
+        state(Message.of("user", "ab", FIRST)), state(Message.of("user", "ab", LATER)), state(),
+    ]  # fmt: skip
+    assert len(set(names)) == len(names)
+    assert state(Message.of("user", FIRST.to_pil(), "ab")) == names[4]
 
 
 def test_nothing_is_appended_after_the_last_turn(speaker: Speaker, text: TextSide) -> None:

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.config.algorithm import BUILTIN_LOSSES, AlgorithmSection
 from rl_vlm.learning.batching import MicroBatch, TrainSample
-from rl_vlm.learning.losses import LOSSES, TokenBatch, clipped_surrogate, kl_estimate, truncated_importance_weights
+from rl_vlm.learning.losses import LOSSES, TokenBatch, clipped_surrogate, kl_estimate
+from rl_vlm.learning.mismatch import truncated_importance_weights
 from rl_vlm.learning.plan import plan_update
 from rl_vlm.learning.update import PackedMinibatch, PolicyUpdater, UpdateStats
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
@@ -60,6 +61,86 @@ def test_the_clipped_surrogate_by_hand(
     assert new.grad.item() == pytest.approx(gradient)
     assert terms.ratio.item() == pytest.approx(ratio)
     assert bool(terms.clipped) is clipped
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient", "clipped"),
+    [
+        (2.9, -1.0, 2.9, 2.9, False),
+        (
+            3.5,
+            -2.0,
+            6.0,
+            0.0,
+            True,
+        ),  # an unlikely token that became likely: its loss is 3 times |A|, and it stops pushing
+        (3.5, 2.0, -2.56, 0.0, True),  # a good one is bounded by clip_high as before
+        (0.5, -1.0, 0.8, 0.0, True),
+    ],
+)
+def test_dual_clip_by_hand(ratio: float, advantage: float, loss: float, gradient: float, clipped: bool) -> None:
+    """arXiv 1912.09729: max(min(r A, clip(r) A), c A) for A < 0."""
+    new = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    tokens = token_batch(new, torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64))
+    terms = clipped_surrogate(tokens, AlgorithmSection(clip_low=0.2, clip_high=0.28, dual_clip=3.0))
+    terms.loss.sum().backward()
+    assert new.grad is not None
+    assert (terms.loss.item(), new.grad.item()) == pytest.approx((loss, gradient))
+    assert bool(terms.clipped) is clipped
+
+
+RATIOS = [0.01, 0.5, 0.9, 1.0, 1.1, 2.0, 4.0, 30.0]
+
+
+@pytest.mark.parametrize("advantage", [-2.0, 0.0, 0.5])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_cispo_by_hand(ratio: float, advantage: float) -> None:
+    """arXiv 2506.13585: the weight is min(r, cap) without a gradient; the gradient is that of log π, for every token."""
+    new = torch.tensor([math.log(ratio) - 2], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([-2.0], dtype=torch.float64)
+    tokens = token_batch(new, old, torch.tensor([advantage], dtype=torch.float64))
+    terms = LOSSES.get("cispo")(tokens, AlgorithmSection(loss="cispo", cispo_cap=3.0))
+    terms.loss.sum().backward()
+    weight = min(ratio, 3.0)
+    assert new.grad is not None
+    assert terms.loss.item() == pytest.approx(-weight * advantage * (math.log(ratio) - 2), abs=1e-12)
+    assert new.grad.item() == pytest.approx(-weight * advantage, abs=1e-12)
+    assert bool(terms.clipped) is (ratio > 3)
+
+
+@pytest.mark.parametrize("advantage", [-2.0, 0.0, 0.5])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_sapo_by_hand(ratio: float, advantage: float) -> None:
+    """arXiv 2511.20347: the gate 4 σ(τ(r - 1)) / τ; its slope is 4 p (1 - p) with p = σ(τ(r - 1)), 1 where r is 1."""
+    new = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    tokens = token_batch(new, torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64))
+    terms = LOSSES.get("sapo")(tokens, AlgorithmSection(loss="sapo", sapo_tau_pos=0.7, sapo_tau_neg=1.6))
+    terms.loss.sum().backward()
+    tau = 0.7 if advantage > 0 else 1.6
+    p = 1 / (1 + math.exp(-tau * (ratio - 1)))
+    assert new.grad is not None
+    assert terms.loss.item() == pytest.approx(-4 / tau * p * advantage, rel=1e-6)
+    assert new.grad.item() == pytest.approx(-ratio * 4 * p * (1 - p) * advantage, rel=1e-6, abs=1e-12)
+    assert not terms.clipped.any()
+
+
+@pytest.mark.parametrize("loss", BUILTIN_LOSSES)
+def test_at_the_first_step_every_loss_has_the_gradient_of_the_policy(loss: str) -> None:
+    """With new = old the gradient of a single token's loss is -A, whatever bounds the ratio later."""
+    advantage = torch.tensor([-2.0, 0.5, 1.0], dtype=torch.float64)
+    old = torch.tensor([-0.1, -3.0, -1.0], dtype=torch.float64)
+    new = old.clone().requires_grad_()
+    terms = LOSSES.get(loss)(token_batch(new, old, advantage, torch.arange(3)), AlgorithmSection(loss=loss))
+    terms.loss.sum().backward()
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx((-advantage).tolist(), rel=1e-6)
+    assert terms.ratio.tolist() == [1.0] * 3
+    assert not terms.clipped.any()
+
+
+def test_the_losses_that_need_no_plugin_are_named_where_torch_is_not_imported() -> None:
+    ours = {name for name in LOSSES.names() if LOSSES.get(name).__module__.startswith("rl_vlm.")}
+    assert ours == set(BUILTIN_LOSSES)
 
 
 def test_importance_weights_are_capped_and_carry_no_gradient() -> None:
@@ -108,22 +189,6 @@ def test_k1_as_a_loss_is_refused_because_its_expected_gradient_is_zero() -> None
     assert gradient.abs().max() < 1e-12
     with pytest.raises(ValueError, match="no expected gradient"):
         AlgorithmSection(kl_estimator="k1")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("preset", ["grpo", "dapo", "dr_grpo"])
-def test_a_preset_sets_loss_aggregation_estimator_and_constants(preset: str) -> None:
-    expected = {
-        "grpo": ("clipped", "sequence_mean", "group", "std", 0.2),
-        "dapo": ("clipped", "token_mean", "group", "std", 0.28),
-        "dr_grpo": ("clipped", "constant", "group", "none", 0.2),
-    }
-    found = AlgorithmSection(preset=preset)
-    assert expected[preset] == (
-        found.loss, found.aggregation, found.estimator, found.advantage_normalization, found.clip_high
-    )  # fmt: skip
-    assert AlgorithmSection(preset=preset, clip_high=0.5).clip_high == 0.5
-    with pytest.raises(ValueError, match=f"algorithm.preset={preset}"):
-        AlgorithmSection(loss=preset)
 
 
 def test_the_sequence_ratio_by_hand() -> None:
@@ -265,10 +330,16 @@ def theirs(
         off_policy_mask_threshold=None,
         importance_sampling_level="sequence" if config.loss == "gspo" else "token",
         beta=config.kl_coef,
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
+        args=SimpleNamespace(
+            use_bias_correction_kl=False,
+            delta=config.dual_clip,
+            steps_per_generation=1,
+            sapo_temperature_pos=config.sapo_tau_pos,
+            sapo_temperature_neg=config.sapo_tau_neg,
+        ),
         loss_type=loss,
         epsilon_low=config.clip_low,
-        epsilon_high=config.clip_high,
+        epsilon_high=config.cispo_cap if loss == "cispo" else config.clip_high,
         use_vllm=config.tis_cap is not None,
         vllm_importance_sampling_correction=True,
         model=SimpleNamespace(training=True),
@@ -315,6 +386,7 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "kl": {"clip_low": 0.2, "clip_high": 0.28, "tis_cap": None, "kl_coef": 0.3},
     "correction": {"clip_low": 0.2, "clip_high": 0.28, "tis_cap": 1.5},
     "correction and kl": {"clip_low": 0.2, "clip_high": 0.28, "tis_cap": 2.0, "kl_coef": 0.1},
+    "dual clip": {"clip_low": 0.2, "clip_high": 0.28, "tis_cap": None, "dual_clip": 1.4},
 }
 
 
@@ -335,7 +407,10 @@ def test_loss_and_gradient_equal_those_of_trl(trainer: Any, loss: str, name: str
     assert stats.loss == pytest.approx(expected, abs=2e-6)
     # Their fraction is over all tokens, ours over those that have an advantage or a penalty.
     clipped = metrics["clip_ratio/region_mean"][0] * numbers.mask.sum()
-    assert stats.clipped == pytest.approx(clipped, abs=1e-3)
+    if config.dual_clip is None:  # they do not count what it stops
+        assert stats.clipped == pytest.approx(clipped, abs=1e-3)
+    else:
+        assert stats.clipped > clipped + 1
     assert stats.clipped > 3
     if config.kl_coef:
         assert stats.kl / stats.tokens == pytest.approx(metrics["kl"][0], rel=1e-5)
@@ -353,6 +428,65 @@ def test_gspo_and_its_gradient_equal_those_of_trl(trainer: Any, name: str, parts
     assert value == pytest.approx(expected, abs=2e-6)
     assert torch.allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-8)
     assert expected_gradient.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("loss", ["cispo", "sapo"])
+@pytest.mark.parametrize("name", ["plain", "kl", "correction"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_cispo_and_sapo_and_their_gradients_equal_those_of_trl(trainer: Any, loss: str, name: str, parts: int) -> None:
+    numbers = Numbers(seed=8)
+    own = {"cispo_cap": 1.2} if loss == "cispo" else {"sapo_tau_pos": 0.8, "sapo_tau_neg": 1.5}
+    config = settings_of(loss, **CONSTANTS[name], **own)
+    advantages = np.concatenate(plan_update(numbers.groups(), STD, np.random.default_rng(0)).advantages)
+    value, gradient, stats = ours(numbers, config, parts)
+    expected, expected_gradient, _ = theirs(trainer, numbers, loss, config, advantages)
+    assert value == pytest.approx(expected, abs=2e-6)
+    assert torch.allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-8)
+    assert expected_gradient.abs().max() > 1e-3
+    assert (stats.clipped > 3) is (loss == "cispo")
+
+
+def test_the_gspo_preset_equals_trl_with_the_published_bounds(trainer: Any) -> None:
+    numbers, config = Numbers(seed=9), settings_of("gspo", tis_cap=None)
+    advantages = np.concatenate(plan_update(numbers.groups(), STD, np.random.default_rng(0)).advantages)
+    value, gradient, stats = ours(numbers, config, parts=2)
+    expected, expected_gradient, _ = theirs(trainer, numbers, "grpo", config, advantages)
+    assert value == pytest.approx(expected, abs=2e-6)
+    assert torch.allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-8)
+    assert 0 < stats.clipped < stats.tokens  # bounds this narrow stop about half of the tokens
+
+
+def test_the_rloo_preset_takes_the_first_step_of_trls_trainer(trainer: Any) -> None:
+    """Theirs multiplies the likelihood of whole answers, ours adds up tokens over a constant: equal where the ratio is 1."""
+    rloo_trainer = importlib.import_module("trl.trainer.rloo_trainer").RLOOTrainer
+    numbers, config = Numbers(seed=10), settings_of("rloo", tis_cap=None)
+    numbers.new = numbers.old
+    mask = torch.tensor(numbers.mask).int()
+    rewards = torch.tensor(numbers.rewards, dtype=torch.float32).view(GROUPS, SIZE)
+    advantages = (rewards - (rewards.sum(1, keepdim=True) - rewards) / (SIZE - 1)).flatten()
+    new = torch.tensor(numbers.new, requires_grad=True)
+    stub = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (new, torch.tensor(numbers.entropy), None),
+        aux_loss_enabled=False,
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x),
+        _metrics={"train": defaultdict(list)},
+    )
+    inputs = {
+        "prompt_ids": torch.zeros(len(mask), 1, dtype=torch.long),
+        "prompt_mask": torch.ones(len(mask), 1, dtype=torch.long),
+        "completion_ids": torch.zeros(mask.shape, dtype=torch.long),
+        "completion_mask": mask,
+        "advantages": advantages,
+        "old_logps": (torch.tensor(numbers.old) * mask).sum(1),
+    }
+    rloo_trainer._compute_loss(stub, None, inputs).backward()
+    assert new.grad is not None
+    _, gradient, _ = ours(numbers, config, parts=2)
+    assert torch.allclose(gradient * MAX_NEW_TOKENS, new.grad * mask, rtol=1e-5, atol=1e-7)
+    assert gradient.abs().max() > 1e-3
 
 
 def test_the_entropy_bonus_of_the_token_mean_equals_that_of_trl(trainer: Any) -> None:

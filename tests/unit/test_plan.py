@@ -17,7 +17,7 @@ from rl_vlm.learning.batching import BatchBuilder, Minibatch
 from rl_vlm.learning.estimators import group_advantages
 from rl_vlm.learning.learner import optimizer_step
 from rl_vlm.learning.module import PolicyModel
-from rl_vlm.learning.plan import UpdatePlan, plan_update
+from rl_vlm.learning.plan import UpdatePlan, make_experience, overlong_penalty, plan_update
 from rl_vlm.learning.strategies.replicated import SingleProcess, gradient_vector
 from rl_vlm.learning.update import PolicyUpdater, UpdateStats
 from rl_vlm.models.loading import TextSide
@@ -219,6 +219,42 @@ def test_shuffled_rewards_are_the_same_rewards_in_other_places() -> None:
     assert max(abs(d) for d in differences) > 10
     assert [len(a) for a in plan.advantages] == [4] * 6
     assert plan_of(groups, advantage_normalization="none").advantages[0].tolist() == [-1.5, -0.5, 0.5, 1.5]
+
+
+# --- the penalty for long answers
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"),
+    [(1, 0.0), (12, 0.0), (13, -1 / 8), (16, -0.5), (19, -7 / 8), (20, -1.0), (25, -1.0)],
+)
+def test_the_overlong_penalty_by_hand(length: int, penalty: float) -> None:
+    """DAPO's equation 13 with L_max = 20 and L_cache = 8."""
+    assert overlong_penalty(length, 20, 8) == pytest.approx(penalty)
+
+
+def test_long_answers_lose_reward_only_with_a_buffer() -> None:
+    group = TrajectoryGroup("g", 0, [bare("short", 3, 10, 1.0), bare("long", 3, 18, 1.0), bare("none", 3, 0, 0.0)])
+    for buffer, expected in ((8, [1.0, 1 - 6 / 8, 0.0]), (0, [1.0, 1.0, 0.0])):
+        settings = AlgorithmSection(overlong_buffer=buffer)
+        found = make_experience([group], settings, np.random.default_rng(0), max_new_tokens=20)
+        assert found.rewards[0].tolist() == pytest.approx(expected)
+    assert group.rewards.tolist() == [1.0, 1.0, 0.0]  # what is logged
+    plan = plan_of([group], overlong_buffer=8, max_new_tokens=20, advantage_normalization="none")
+    assert plan.advantages[0][0] > plan.advantages[0][1]
+
+
+def test_the_control_permutes_the_penalty_too() -> None:
+    """Else a policy would learn its length from it."""
+    groups = bare_groups(6)
+    settings = AlgorithmSection(overlong_buffer=20, shuffle_rewards=True)
+    plain = make_experience(
+        groups, settings.model_copy(update={"shuffle_rewards": False}), np.random.default_rng(0), max_new_tokens=30
+    )
+    shuffled = make_experience(groups, settings, np.random.default_rng(0), max_new_tokens=30)
+    before, after = np.concatenate(plain.rewards), np.concatenate(shuffled.rewards)
+    assert sorted(after) == pytest.approx(sorted(before))
+    assert not np.allclose(after, before)
 
 
 # --- gradients

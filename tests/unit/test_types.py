@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
+import pickle
 
 import numpy as np
 import pytest
@@ -53,6 +54,14 @@ def test_a_sound_trajectory_is_returned_as_it_is() -> None:
     whole = trajectory()
     assert whole.check() is whole
     assert (len(whole), whole.num_sampled, whole.reward, whole.oldest_version) == (8, 3, 1.25, 3)
+
+
+def test_a_turn_survives_pickling_with_all_its_fields() -> None:
+    turn = Turn(2, 4, 3, StopReason.STOP, 0.25, "0123456789abcdef")
+    values = [getattr(turn, field.name) for field in dataclasses.fields(turn)]
+    assert len(set(map(str, values))) == len(values)  # no field is mistaken for another
+    group = pickle.loads(pickle.dumps(TrajectoryGroup("g", 0, [trajectory(turns=(turn,))])))
+    assert group.trajectories[0].turns == (turn,)
 
 
 @pytest.mark.parametrize(

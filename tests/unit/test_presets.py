@@ -1,0 +1,115 @@
+"""Presets: what they set, that the quickstart takes each of them, and that constants of another choice are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rl_vlm.cli.app import app
+from rl_vlm.config import load_config, parse_config, save_config
+from rl_vlm.config.algorithm import BUILTIN_ESTIMATORS, PRESETS, AlgorithmSection
+from rl_vlm.learning.estimators import ESTIMATORS
+from rl_vlm.types import UserInputError
+
+QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
+
+# loss, aggregation, estimator, normalisation, and the constants of the papers
+PUBLISHED: dict[str, tuple[str, str, str, str, dict[str, float]]] = {
+    "grpo": ("clipped", "sequence_mean", "group", "std", {"clip_low": 0.2, "clip_high": 0.2}),
+    "dapo": ("clipped", "token_mean", "group", "std", {"clip_low": 0.2, "clip_high": 0.28}),
+    "dr_grpo": ("clipped", "constant", "group", "none", {"clip_low": 0.2, "clip_high": 0.2}),
+    "gspo": ("gspo", "sequence_mean", "group", "std", {"clip_low": 3e-4, "clip_high": 4e-4}),
+    "cispo": ("cispo", "token_mean", "group", "std", {"cispo_cap": 5.0}),
+    "sapo": ("sapo", "sequence_mean", "group", "std", {"sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05}),
+    "rloo": ("clipped", "constant", "rloo", "none", {"clip_low": 0.2, "clip_high": 0.2}),
+    "reinforce_pp": ("clipped", "sequence_mean", "reinforce_pp", "std", {"clip_low": 0.2, "clip_high": 0.2}),
+}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_preset_sets_loss_aggregation_estimator_and_constants(preset: str) -> None:
+    found = AlgorithmSection(preset=preset)
+    loss, aggregation, estimator, normalization, constants = PUBLISHED[preset]
+    assert (found.loss, found.aggregation, found.estimator, found.advantage_normalization, found.advantage_scale) == (
+        loss, aggregation, estimator, normalization, 1.0,
+    )  # fmt: skip
+    assert {key: getattr(found, key) for key in constants} == constants
+    key = next(iter(constants))
+    assert getattr(AlgorithmSection(preset=preset, **{key: 2 * constants[key]}), key) == 2 * constants[key]
+    description = AlgorithmSection.model_fields["preset"].description
+    assert description is not None and preset in description
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo"])
+def test_a_preset_as_a_loss_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"algorithm.preset={name}"):
+        AlgorithmSection(loss=name)
+    assert AlgorithmSection(loss="gspo").loss == "gspo"  # a loss and a preset
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_quickstart_takes_every_preset_from_the_command_line(preset: str, tmp_path: Path) -> None:
+    run = load_config(QUICKSTART, [f"algorithm.preset={preset}"])
+    # The file's own advantage_scale, clipping and normalisation are replaced.
+    assert {key: getattr(run.algorithm, key) for key in PRESETS[preset]} == PRESETS[preset]
+    assert run.algorithm.minibatches == 4
+    save_config(run, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == run
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_dry_run_of_the_quickstart_passes_with_every_preset(preset: str, tiny_folder: Path) -> None:
+    arguments = ["train", str(QUICKSTART), f"model.path={tiny_folder}", f"algorithm.preset={preset}", "--dry-run"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+
+
+def test_the_estimators_that_need_no_plugin_are_registered() -> None:
+    ours = {name for name in ESTIMATORS.names() if ESTIMATORS.get(name).__module__ == "rl_vlm.learning.estimators"}
+    assert ours == set(BUILTIN_ESTIMATORS)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"preset": "grop"}, "algorithm.preset 'grop' is not one of grpo, dapo"),
+        ({"dual_clip": 1.0}, "dual_clip"),
+        (
+            {"dual_clip": 3.0, "loss": "sapo"},
+            "algorithm.dual_clip has no effect with algorithm.loss sapo: remove it, or set",
+        ),
+        ({"cispo_cap": 2.0}, "algorithm.cispo_cap has no effect .* set algorithm.loss to cispo"),
+        ({"gigpo_gamma": 0.9}, "algorithm.gigpo_gamma has no effect with algorithm.estimator group"),
+        ({"mismatch": "mask", "tis_cap": 3.0}, "algorithm.tis_cap has no effect with algorithm.mismatch mask"),
+        ({"mismatch_low": 0.9}, "algorithm.mismatch_low has no effect with algorithm.mismatch truncate"),
+        ({"mismatch": "drop"}, "algorithm.mismatch"),
+        ({"overlong_buffer": 4000}, r"overlong_buffer \(4000\) exceeds rollout.max_new_tokens \(3072\)"),
+        ({"overlong_buffer": 100}, "overlong_buffer has no effect: its penalty begins after 2972 tokens"),
+    ],
+)
+def test_settings_without_an_effect_are_refused(algorithm: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
+        parse_config({"algorithm": algorithm})
+
+
+def test_settings_that_have_an_effect_are_accepted() -> None:
+    for algorithm in (
+        {"dual_clip": 3.0},
+        {"loss": "gspo", "dual_clip": 3.0},
+        {"loss": "of_a_plugin", "dual_clip": 3.0, "cispo_cap": 2.0},
+        {"estimator": "gigpo", "gigpo_gamma": 0.9},
+        {"mismatch": "mask", "tis_cap": None, "mismatch_low": 0.9},
+        {"mismatch": "sequence_mask", "tis_cap": 3.0, "mismatch_high": 1.1},
+    ):
+        parse_config({"algorithm": algorithm})
+    budget = {"max_new_tokens": 60, "max_turns": 2, "max_new_tokens_per_turn": 30}
+    assert parse_config({"algorithm": {"overlong_buffer": 12}, "rollout": budget}).algorithm.overlong_buffer == 12
+
+
+def test_the_bounds_of_a_mask_depend_on_what_it_masks() -> None:
+    assert AlgorithmSection(mismatch="mask").mismatch_bounds == (0.5, 5.0)
+    assert AlgorithmSection(mismatch="sequence_mask").mismatch_bounds == (0.99, 1.01)
+    assert AlgorithmSection(mismatch="sequence_mask", mismatch_high=1.5).mismatch_bounds == (0.99, 1.5)
