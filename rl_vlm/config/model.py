@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rl_vlm.config.section import Section
 from rl_vlm.types import PixelLimits
@@ -25,6 +26,11 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     train: Literal["lora", "full"] = "lora"
     lora: LoraSection = LoraSection()
+    adapter: str | None = Field(
+        None,
+        description="A run folder or peft adapter folder that training starts from, such as one of `rl-vlm sft`; `lora` must "
+        "describe it. The reference of the KL penalty stays the model without any adapter.",
+    )
     min_pixels: int | None = Field(None, ge=1, description="Smaller images are enlarged; null: the processor's limit.")
     max_pixels: int | None = Field(None, ge=1, description="Larger images are reduced; null: the processor's limit.")
     gpu_memory_gib: float | None = Field(
@@ -32,6 +38,12 @@ class ModelSection(Section):
         gt=0,
         description="What this recipe needs on one GPU; `doctor` and `--dry-run` compare it with the machine.",
     )
+
+    @field_validator("adapter")
+    @classmethod
+    def _absolute_path(cls, adapter: str | None) -> str | None:
+        # Other processes have other working directories.
+        return None if adapter is None else str(Path(adapter).expanduser().resolve())
 
     @property
     def pixels(self) -> PixelLimits:

@@ -68,7 +68,8 @@ class RunConfig(Section):
                 "model.train: full is not available yet, because full weights cannot be sent to running replicas: "
                 "use model.train: lora"
             )
-        refuse_unread(self, self.algorithm.name, self.spec.reads, self.serving.expected_engine)
+        where = f"with algorithm.name {self.algorithm.name}"
+        refuse_unread(self, where, self.spec.reads, self.serving.expected_engine)
         self.spec.check(self)
         return self
 

@@ -13,6 +13,7 @@ from ray.rllib.core.learner.training_data import TrainingData
 
 from rl_vlm.config import RunConfig
 from rl_vlm.learning.batching import BatchBuilder, Minibatch
+from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.strategies.base import Strategy
 from rl_vlm.learning.strategies.replicated import make_strategy
 from rl_vlm.learning.update import PackedMinibatch, PolicyUpdater, UpdateStats
@@ -20,7 +21,8 @@ from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.plugins import load_plugins
 
 if TYPE_CHECKING:
-    from rl_vlm.learning.module import PolicyModel, VLMModule  # with peft and all of transformers, for env runners too
+    from rl_vlm.learning.module import VLMModule  # with peft and all of transformers, for env runners too
+    from rl_vlm.learning.policy_model import PolicyModel
 
 MicroBatchLoss = Callable[[PackedMinibatch, int, UpdateStats], torch.Tensor]
 
@@ -62,14 +64,6 @@ def make_updater(policy: PolicyModel, run: RunConfig) -> PolicyUpdater:
         run.algorithm,
         temperature=run.rollout.temperature,
         without_adapter=policy.without_adapter,
-    )
-
-
-def make_optimizer(policy: PolicyModel, run: RunConfig) -> torch.optim.Optimizer:
-    """AdamW on the LoRA weights (Adam when weight_decay is 0)."""
-    learner = run.learner
-    return torch.optim.AdamW(
-        policy.parameters, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay, fused=True
     )
 
 

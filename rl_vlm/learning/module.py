@@ -2,66 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
 from ray.rllib.core.rl_module.torch import TorchRLModule
 
-from rl_vlm.config import RunConfig
-from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.models.backbone import Backbone
-from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
-from rl_vlm.models.lora_layers import inject_lora, load_lora_state, lora_config, lora_state, seed_lora
-
-
-class PolicyModel:
-    """A VLM with LoRA: what the learner updates. Plain torch, so that it works without RLlib.
-
-    Args:
-        folder: the model folder.
-        run: the run configuration (model, learner and seed are read).
-        device: "cpu" or "cuda".
-    """
-
-    def __init__(self, folder: Path, run: RunConfig, device: str = "cpu") -> None:
-        quiet_libraries()
-        self.text = load_text_side(folder, run.model.pixels)
-        self.model = load_model(folder, run.model.dtype, device)
-        lora = run.model.lora
-        self.lora = lora_config(lora.rank, lora.alpha, lora.target_modules)
-        self.lora.base_model_name_or_path = str(folder)
-        seed_lora(run.seed)
-        inject_lora(self.model, self.lora)
-        if run.learner.gradient_checkpointing:
-            self.model.model.language_model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
-            # transformers checkpoints layers only in training mode; without dropout that changes nothing else.
-            self.model.model.language_model.train()
-        codec = self.text.codec
-        suppressed = codec.suppressed_token_ids(self.text.vocab_size)
-        self.backbone = Backbone(self.model, self.text.images, suppressed)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-
-    def payload(self, version: int) -> AdapterPayload:
-        """The adapter as it is, as an immutable version."""
-        return AdapterPayload.build(version, lora_state(self.model), self.lora)
-
-    @contextmanager
-    def without_adapter(self) -> Iterator[None]:
-        """The model computes as the base model inside this context."""
-        layers = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
-        for layer in layers:
-            layer.enable_adapters(False)
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.enable_adapters(True)
+from rl_vlm.learning.policy_model import PolicyModel
+from rl_vlm.models.lora_layers import load_lora_state, lora_state
 
 
 class VLMModule(TorchRLModule):

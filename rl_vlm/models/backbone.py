@@ -21,6 +21,7 @@ from rl_vlm.models.images import ImageProcessorSpec, frame_patches
 from rl_vlm.models.vision import fast_vision
 from rl_vlm.types import EncodedImage
 
+CACHE_BYTES = 256 << 20  # of image features
 # Patches per pass of the vision tower: 8 million pixels on a GPU; on a CPU what fits into its caches.
 _VISION_PATCHES = {"cuda": 32_768, "cpu": 2_048}
 
@@ -49,7 +50,7 @@ class Backbone:
     """
 
     def __init__(
-        self, model: nn.Module, images: ImageProcessorSpec, suppressed_ids: np.ndarray, cache_bytes: int = 256 << 20
+        self, model: nn.Module, images: ImageProcessorSpec, suppressed_ids: np.ndarray, cache_bytes: int = CACHE_BYTES
     ) -> None:
         self.model: Any = model
         self.images = images

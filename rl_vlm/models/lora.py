@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,18 @@ from rl_vlm.types import UserInputError
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 TARGET_MODULES: dict[str, tuple[str, ...]] = {"attn": _ATTENTION, "mlp": _MLP, "all": _ATTENTION + _MLP}
+
+
+def target_choice(modules: Iterable[str], preferred: str = "") -> str | None:
+    """The choice of `TARGET_MODULES` that adapts layers with the last names of these; None where it is none of them.
+
+    Of several choices with equal layers the preferred one counts.
+    """
+    names = {module.rsplit(".", 1)[-1] for module in modules if "language_model" in module}
+    if not all("language_model" in module for module in modules):
+        return None
+    fitting = [choice for choice, layers in TARGET_MODULES.items() if set(layers) == names]
+    return preferred if preferred in fitting else next(iter(fitting), None)
 
 
 class LoraFactors(NamedTuple):
