@@ -114,6 +114,10 @@ class PolicyAlgorithm(RunAlgorithm):
         self._last_checkpoint: Path | None = None
         self._beginning = (self.rollouts.state(), self.rng.bit_generator.state)
         self.service.wait_until_ready()
+        if run.model.adapter is not None:
+            # All tasks ask for at least this version, so no replica answers as the base model.
+            self._publish(self.on_learner(lambda learner: learner.adapter(1)))
+        self._first_version = self.version
 
     def training_step(self) -> None:
         """RLlib's hook for one iteration."""
@@ -239,7 +243,7 @@ class PolicyAlgorithm(RunAlgorithm):
         on_every_learner(self.learner_group, load)
         self.updates = int(state["updates"])
         self.rng.bit_generator.state = state["rng"]
-        fresh = self.version == 0 and not self.service.newest_version()
+        fresh = max(self.version, self.service.newest_version()) <= self._first_version
         self.rollouts.restore(state["rollouts"], counts=fresh)
         if fresh:
             # A new process continues with the checkpoint's counts.

@@ -6,7 +6,14 @@ from rl_vlm.config.evaluation import EvaluationSection
 from rl_vlm.config.http import HTTPSection
 from rl_vlm.config.labels import EndpointSection, LabelsSection, TeacherSection
 from rl_vlm.config.learner import LearnerSection
-from rl_vlm.config.loading import apply_overrides, load_config, load_sft_config, parse_config, save_config
+from rl_vlm.config.loading import (
+    apply_overrides,
+    load_config,
+    load_served_config,
+    load_sft_config,
+    parse_config,
+    save_config,
+)
 from rl_vlm.config.logging import LoggingSection
 from rl_vlm.config.model import LoraSection, ModelSection
 from rl_vlm.config.preference import CollectionSection, ControlEvaluationSection, PreferenceSection
@@ -47,6 +54,7 @@ __all__ = [
     "VLLMSection",
     "apply_overrides",
     "load_config",
+    "load_served_config",
     "load_sft_config",
     "parse_config",
     "save_config",

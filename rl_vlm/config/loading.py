@@ -34,6 +34,16 @@ def load_sft_config(path: str | Path | None, overrides: Iterable[str] = ()) -> S
         raise UserInputError(explain(error, SFTConfig)) from error
 
 
+def load_served_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """The configuration of a run folder whose model is to be served; of a run of `rl-vlm sft` its model alone counts."""
+    data = _read(path, ())
+    if "sft" in data:
+        data = {key: data[key] for key in ("name", "seed", "model") if key in data}
+    for override in overrides:
+        apply_override(data, *_parse_override(override))
+    return parse_config(data)
+
+
 def _read(path: str | Path | None, overrides: Iterable[str]) -> dict[str, Any]:
     """The content of a YAML file with overrides, unchecked."""
     data: dict[str, Any] = {}
