@@ -12,11 +12,15 @@ from rl_vlm.types import PixelLimits
 
 
 class LoraSection(Section):
-    """LoRA on the language model's linear layers."""
+    """LoRA on linear layers."""
 
     rank: int = Field(16, ge=1, le=512)
     alpha: int = Field(32, ge=1)
-    target_modules: Literal["attn", "mlp", "all"] = "all"
+    target_modules: Literal["none", "attn", "mlp", "mlp_attn", "all", "vision"] = Field(
+        "all",
+        description="Of the language model: attn, mlp, or both (mlp_attn, or all, which means the same). vision: both, and the "
+        "vision tower's. none: nothing, for evaluation and serving.",
+    )
 
 
 class ModelSection(Section):

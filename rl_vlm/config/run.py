@@ -63,6 +63,11 @@ class RunConfig(Section):
             raise ValueError(
                 "deterministic: true needs serving.engine transformers, model.dtype float32 and rollout.max_policy_lag 0"
             )
+        if uses_vllm and self.model.lora.target_modules == "vision":
+            raise ValueError(
+                "model.lora.target_modules vision needs serving.engine transformers, because vLLM would ignore the adapted "
+                "vision tower: change the engine, or set target_modules to all"
+            )
         if self.model.train == "full":
             raise ValueError(
                 "model.train: full is not available yet, because full weights cannot be sent to running replicas: "

@@ -85,6 +85,8 @@ class SFTConfig(Section):
     def _consistent(self) -> SFTConfig:
         if self.model.train == "full":
             raise ValueError("model.train: full is not available yet: use model.train: lora")
+        if self.model.lora.target_modules == "none":
+            raise ValueError("model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision")
         refuse_unread(self, "in `rl-vlm sft`", READS)
         return self
 

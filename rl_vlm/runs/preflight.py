@@ -33,6 +33,11 @@ def inspect_run(run: RunConfig) -> dict[str, Any]:
 
 def inspect_policy_run(run: RunConfig) -> dict[str, Any]:
     """Open one item of each split and encode it, and look up what learns from it."""
+    if run.model.lora.target_modules == "none":
+        raise UserInputError(
+            "model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision; `rl-vlm eval` and `rl-vlm "
+            "serve` take it."
+        )
     ESTIMATORS.get(run.algorithm.estimator)
     if run.algorithm.loss not in BUILTIN_LOSSES:
         from rl_vlm.learning.losses import LOSSES  # imports torch

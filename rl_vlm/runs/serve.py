@@ -80,7 +80,11 @@ def plan(
         adapter = initial_adapter_folder(run.model)
     payload = AdapterPayload.read(adapter, version=1) if adapter is not None else None
     if payload is not None:
-        payload.state()  # raises when the file is damaged
+        names = payload.state()  # raises when the file is damaged
+        if _for_serving(run).serving.engine == "vllm" and not all(".language_model." in name for name in names):
+            raise UserInputError(
+                "The adapter changes the vision tower, which vLLM would ignore: set serving.engine=transformers."
+            )
     return Plan(_for_serving(run), model, payload, name, token)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import json
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +230,7 @@ def test_every_epoch_shows_every_conversation_once_in_an_order_of_its_own(tiny_f
     assert data.steps_per_epoch == 3
     shown = [[one.trajectory_id for one in data.batch(step)] for step in range(6)]
     assert [len(batch) for batch in shown] == [4, 4, 2, 4, 4, 2]
-    first, second = sum(shown[:3], []), sum(shown[3:], [])
+    first, second = functools.reduce(operator.iadd, shown[:3], []), functools.reduce(operator.iadd, shown[3:], [])
     assert sorted(first) == sorted(second) and len(set(first)) == 10 and first != second
     again = job_data(tiny_folder, path, sft__batch_size=4)
     assert [one.trajectory_id for one in again.batch(4)] == shown[4]
