@@ -10,7 +10,6 @@ from safetensors import SafetensorError, safe_open
 
 from rl_vlm.config import ModelSection
 from rl_vlm.models.adapter import PREFIX, AdapterPayload
-from rl_vlm.models.lora import target_choice
 from rl_vlm.types import UserInputError
 
 
@@ -39,6 +38,8 @@ def check_initial_adapter(model: ModelSection) -> dict[str, Any]:
     """
     if model.adapter is None:
         return {}
+    from rl_vlm.models.lora import target_choice  # imports torch, which a dry run without an adapter does not need
+
     folder = initial_adapter_folder(model)
     try:
         config = json.loads((folder / "adapter_config.json").read_text())
