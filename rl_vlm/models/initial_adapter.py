@@ -14,7 +14,8 @@ from rl_vlm.types import UserInputError
 
 
 def initial_adapter(model: ModelSection, version: int = 1) -> AdapterPayload:
-    """The adapter that `model.adapter` names, as a version. Raises UserInputError."""
+    """The adapter that `model.adapter` names, as a version. Raises UserInputError where it is not what `model.lora` describes."""
+    check_initial_adapter(model)
     return AdapterPayload.read(initial_adapter_folder(model), version)
 
 

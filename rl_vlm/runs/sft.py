@@ -129,7 +129,11 @@ class SFTRun(BaseRun):
         if not self.recorder.has_evaluation(self.done):
             self._evaluate()
         with self._timed(), ThreadPoolExecutor(1) as pool:
-            self._train(pool)
+            try:
+                self._train(pool)
+            except UserInputError:  # a row that reads well and cannot be decoded: mend it, and --resume
+                self._checkpoint()
+                raise
         self._checkpoint()
         self._save_adapter()
 

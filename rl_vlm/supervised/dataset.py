@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_vlm.config import SFTConfig
+from rl_vlm.envs.data import split_slice
 from rl_vlm.models.loading import TextSide
 from rl_vlm.seeding import derive_seed
 from rl_vlm.supervised.conversations import Conversation
@@ -79,7 +80,8 @@ def open_job_data(job: SFTConfig, text: TextSide, progress: Callable[[str], None
         shuffled = rng.permutation(len(train))
         rows, held_out = np.sort(shuffled[count:]), (train, np.sort(shuffled[:count]))
     elif sft.eval_data is not None or has_split(sft.data, "test"):
-        table = open_conversations(sft.eval_data or sft.data, "test")
+        # A slice of `data` is one of its train split.
+        table = open_conversations(sft.eval_data or split_slice(sft.data)[0], "test")
         held_out = (table, np.arange(len(table)))
     measured = _measure(train, rows, encoder, progress)
     if not len(measured):
