@@ -356,3 +356,31 @@ def test_a_policy_starts_from_the_adapter_and_its_reference_is_the_base_model(
     with torch.no_grad(), policy.without_adapter():
         base = reference_logits(tiny_folder, policy.model, ids, [])
         assert torch.equal(base, reference_logits(tiny_folder, plain_model(tiny_folder), ids, []))
+
+
+def test_a_picture_that_cannot_be_decoded_ends_the_run_with_a_checkpoint(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its header reads well, so it is found when it is needed."""
+    from PIL import Image
+
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "whole.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:6000])
+    lines = []
+    for name in ("whole", "whole", "cut", "whole"):
+        messages = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "Noise."}]
+        lines.append(json.dumps({"messages": messages, "images": [f"{name}.png"]}) + "\n")
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    run = tmp_path / "run"
+    arguments = [
+        f"model.path={tiny_folder}",
+        f"sft.data={tmp_path / 'a.jsonl'}",
+        "sft.batch_size=1",
+        "--run-dir",
+        str(run),
+    ]
+    assert rl_vlm(["sft", str(CONFIG), *arguments]) == 2
+    assert "a.jsonl, line 3: image 0 cannot be decoded" in capsys.readouterr().err
+    assert json.loads((run / "result.json").read_text())["status"] == "failed"
+    assert list((run / "checkpoints").iterdir())
