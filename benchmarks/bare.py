@@ -12,8 +12,9 @@ import torch
 from rl_vlm.config import RunConfig
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.registry import make
-from rl_vlm.learning.learner import make_optimizer, make_updater, optimizer_step, scale_lr
+from rl_vlm.learning.learner import make_updater, optimizer_step
 from rl_vlm.learning.module import PolicyModel
+from rl_vlm.learning.optimizer import make_optimizer, scale_lr
 from rl_vlm.learning.plan import plan_update
 from rl_vlm.learning.strategies.replicated import SingleProcess
 from rl_vlm.learning.update import UpdateStats, linear_schedule

@@ -119,6 +119,10 @@ class PolicyAlgorithm(RunAlgorithm):
         self.reset()
         self._beginning = self.state()
         self.service.wait_until_ready()
+        if run.model.adapter is not None:
+            # All tasks ask for at least this version, so no replica answers as the base model.
+            self._publish(self.on_learner(lambda learner: learner.adapter(1)))
+        self._first_version = self.version
 
     @abstractmethod
     def learn_from(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
@@ -303,7 +307,7 @@ class PolicyAlgorithm(RunAlgorithm):
 
         on_every_learner(self.learner_group, load)
         self.set_state(state)
-        fresh = self.version == 0 and not self.service.newest_version()
+        fresh = max(self.version, self.service.newest_version()) <= self._first_version
         self.rollouts.restore(state["rollouts"], counts=fresh)
         if fresh:
             # A new process continues with the checkpoint's counts.

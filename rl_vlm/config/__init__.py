@@ -7,7 +7,14 @@ from rl_vlm.config.evaluation import EvaluationSection
 from rl_vlm.config.http import HTTPSection
 from rl_vlm.config.labels import EndpointSection, LabelsSection, TeacherSection
 from rl_vlm.config.learner import LearnerSection
-from rl_vlm.config.loading import apply_overrides, load_config, parse_config, save_config
+from rl_vlm.config.loading import (
+    apply_overrides,
+    load_config,
+    load_served_config,
+    load_sft_config,
+    parse_config,
+    save_config,
+)
 from rl_vlm.config.logging import LoggingSection
 from rl_vlm.config.model import LoraSection, ModelSection
 from rl_vlm.config.preference import CollectionSection, ControlEvaluationSection, PreferenceSection
@@ -18,6 +25,7 @@ from rl_vlm.config.run import RunConfig
 from rl_vlm.config.sac import SACSection
 from rl_vlm.config.section import Section
 from rl_vlm.config.serving import AutoscalingSection, ServingSection, VLLMSection
+from rl_vlm.config.sft import SFTConfig, SFTSection
 
 __all__ = [
     "AlgorithmSection",
@@ -40,12 +48,16 @@ __all__ = [
     "RolloutSection",
     "RunConfig",
     "SACSection",
+    "SFTConfig",
+    "SFTSection",
     "Section",
     "ServingSection",
     "TeacherSection",
     "VLLMSection",
     "apply_overrides",
     "load_config",
+    "load_served_config",
+    "load_sft_config",
     "parse_config",
     "save_config",
 ]

@@ -72,7 +72,7 @@ _ONLY_WITH: dict[str, tuple[str, tuple[str, ...]]] = {
     "sapo_tau_neg": ("loss", ("sapo",)),
     "gigpo_gamma": ("estimator", ("gigpo",)),
     "gigpo_step_weight": ("estimator", ("gigpo",)),
-    **{key: ("estimator", ("gae",)) for key in ("gae_level", "gamma", "gae_lambda", "turn_gamma", "turn_lambda")},
+    **dict.fromkeys(("gae_level", "gamma", "gae_lambda", "turn_gamma", "turn_lambda"), ("estimator", ("gae",))),
     "tis_cap": ("mismatch", ("truncate", "sequence_mask")),
     "mismatch_low": ("mismatch", ("mask", "sequence_mask")),
     "mismatch_high": ("mismatch", ("mask", "sequence_mask")),

@@ -40,8 +40,10 @@ _EVERY_RUN = ("name", "plugins", "seed", "deterministic", "resources", "http")
 _OF_ENGINE = {"vllm": ("serving.vllm",), "transformers": ("serving.max_rows", "serving.num_threads")}
 
 
-def refuse_unread(config: Section, algorithm: str, reads: Reads, engine: str) -> None:
-    """Raise ValueError for a key that is set and that neither this algorithm nor this engine reads.
+def refuse_unread(config: Section, where: str, reads: Reads, engine: str | None = None) -> None:
+    """Raise ValueError for a key that is set and that neither this kind of run nor this engine reads.
+
+    `where` names the kind of run, such as "with algorithm.name grpo"; without an engine, all engines' keys are the same to it.
 
     An engine's keys may be set to their defaults under another engine: a saved configuration holds them all, and
     `rl-vlm serve` may choose another engine.
@@ -50,9 +52,9 @@ def refuse_unread(config: Section, algorithm: str, reads: Reads, engine: str) ->
         if key not in reads:
             instead = reads.instead.get(key)
             advice = f"use {instead}" if instead else "remove it"
-            raise ValueError(f"{key} has no effect with algorithm.name {algorithm}: {advice}")
+            raise ValueError(f"{key} has no effect {where}: {advice}")
         for other, keys in _OF_ENGINE.items():
-            if other != engine and not is_default and _is_in(key, keys):
+            if engine is not None and other != engine and not is_default and _is_in(key, keys):
                 raise ValueError(
                     f"{key} has no effect with the engine {engine}: remove it, or set serving.engine to {other} (auto means "
                     "vllm where serving.gpus_per_replica is above 0)"

@@ -59,21 +59,22 @@ _SYNONYMS: dict[str, tuple[str, ...]] = {
     "wandb_project": ("project", "project_name"),
 }
 _NO_TRUNCATION = "the learner cannot reproduce a truncated distribution, so training samples from the whole one"
-# Keys of other libraries that cannot be supported, and why.
+# Keys of other libraries that cannot be supported, or of another command, and why.
 _UNSUPPORTED = {
+    "sft": "this is a configuration of `rl-vlm sft`",
     "rollout.top_p": f"{_NO_TRUNCATION}; `rl-vlm rollout` has --top-p",
     "rollout.top_k": f"{_NO_TRUNCATION}; `rl-vlm rollout` has --top-k",
 }
 _CLOSE, _FAINT = 0.75, 0.55  # similarity (difflib) of names that are probably, and possibly, the same
 
 
-def explain(error: ValidationError) -> str:
-    """One sentence on the first thing that is wrong."""
+def explain(error: ValidationError, root: type[Section] = RunConfig) -> str:
+    """One sentence on the first thing that is wrong with a configuration of class `root`."""
     first = error.errors()[0]
     location = [str(part) for part in first["loc"]]
     key = ".".join(location)
     if first["type"] == "extra_forbidden":
-        return _explain_unknown(location)
+        return _explain_unknown(location, root)
     if first["type"] == "value_error":
         return f"Config: {first['ctx']['error']}."
     shown = repr(first.get("input"))
@@ -82,19 +83,19 @@ def explain(error: ValidationError) -> str:
     return f"Config key {key or 'file'}: {message}; got {shown}."
 
 
-def _explain_unknown(location: list[str]) -> str:
+def _explain_unknown(location: list[str], root: type[Section]) -> str:
     key = ".".join(location)
-    if key in _UNSUPPORTED:
+    if key in _UNSUPPORTED and root is RunConfig:
         return f"Unknown config key {key}: {_UNSUPPORTED[key]}."
-    section: type[Section] = RunConfig
+    section = root
     for part in location[:-1]:
         section = section_of(section.model_fields[part].annotation) or section
-    meant = nearest_key(section, location)
+    meant = nearest_key(section, location, root)
     hint = f"Did you mean {meant}?" if meant else f"Known keys here: {', '.join(section.model_fields)}."
     return f"Unknown config key {key}. {hint}"
 
 
-def nearest_key(section: type[Section], location: list[str]) -> str | None:
+def nearest_key(section: type[Section], location: list[str], root: type[Section] = RunConfig) -> str | None:
     """The full name of the key that was probably meant by the unknown one at `location`, which is in `section`.
 
     The keys of that section come first: the same name apart from singular and plural, or a synonym. Then that name in
@@ -102,7 +103,7 @@ def nearest_key(section: type[Section], location: list[str]) -> str | None:
     """
     *parents, name = location
     here = [".".join([*parents, key]) for key in section.model_fields]
-    everywhere = list(keys_of(RunConfig))
+    everywhere = list(keys_of(root))
     return (
         _most_alike(name, here, 1.0)
         or _most_alike(name, everywhere, 1.0, synonyms=False)

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from rl_vlm.config.algorithm import without_preset_keys
 from rl_vlm.config.hints import explain
 from rl_vlm.config.run import RunConfig
+from rl_vlm.config.sft import SFTConfig
 from rl_vlm.files import write_atomic
 from rl_vlm.types import UserInputError
 
@@ -22,6 +23,29 @@ _SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a YAML file, apply `section.key=value` overrides, check everything. Raises UserInputError."""
+    return parse_config(_read(path, overrides))
+
+
+def load_sft_config(path: str | Path | None, overrides: Iterable[str] = ()) -> SFTConfig:
+    """As `load_config`, for `rl-vlm sft`."""
+    try:
+        return SFTConfig.model_validate(_read(path, overrides))
+    except ValidationError as error:
+        raise UserInputError(explain(error, SFTConfig)) from error
+
+
+def load_served_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """The configuration of a run folder whose model is to be served; of a run of `rl-vlm sft` its model alone counts."""
+    data = _read(path, ())
+    if "sft" in data:
+        data = {key: data[key] for key in ("name", "seed", "model") if key in data}
+    for override in overrides:
+        apply_override(data, *_parse_override(override))
+    return parse_config(data)
+
+
+def _read(path: str | Path | None, overrides: Iterable[str]) -> dict[str, Any]:
+    """The content of a YAML file with overrides, unchecked."""
     data: dict[str, Any] = {}
     if path is not None:
         file = Path(path)
@@ -46,7 +70,7 @@ def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> RunCo
         data = loaded or {}
     for override in overrides:
         apply_override(data, *_parse_override(override))
-    return parse_config(data)
+    return data
 
 
 def parse_config(data: Mapping[str, Any]) -> RunConfig:
@@ -72,7 +96,7 @@ def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
         data["algorithm"] = without_preset_keys(data["algorithm"], value)
 
 
-def save_config(config: RunConfig, path: Path) -> None:
+def save_config(config: RunConfig | SFTConfig, path: Path) -> None:
     """Write the resolved configuration, atomically."""
     write_atomic(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 

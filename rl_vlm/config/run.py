@@ -65,6 +65,11 @@ class RunConfig(Section):
             raise ValueError(
                 "deterministic: true needs serving.engine transformers, model.dtype float32 and rollout.max_policy_lag 0"
             )
+        if uses_vllm and self.model.lora.target_modules == "vision":
+            raise ValueError(
+                "model.lora.target_modules vision needs serving.engine transformers, because vLLM would ignore the adapted "
+                "vision tower: change the engine, or set target_modules to all"
+            )
         if self.model.train == "full":
             raise ValueError(
                 "model.train: full is not available yet, because full weights cannot be sent to running replicas: "
@@ -72,7 +77,8 @@ class RunConfig(Section):
             )
         if self.evaluation.weights == "ema" and (self.learner.ema_decay is None or rollout.max_policy_lag):
             raise ValueError("evaluation.weights: ema needs learner.ema_decay (0.99, say) and rollout.max_policy_lag 0")
-        refuse_unread(self, self.algorithm.name, self.spec.reads, self.serving.expected_engine)
+        where = f"with algorithm.name {self.algorithm.name}"
+        refuse_unread(self, where, self.spec.reads, self.serving.expected_engine)
         self.spec.check(self)
         return self
 

@@ -27,6 +27,7 @@ from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.backbone import Backbone
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import DType, Quantization, load_model, load_text_side, quiet_libraries
+from rl_vlm.models.lora import changes_tower
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, SampleChunk, UserInputError
 
 logger = logging.getLogger(__name__)
@@ -139,7 +140,8 @@ class TransformersEngine:
 
         Not with lockstep, where the features would come from another batch than the call's own.
         """
-        if not self._lockstep:
+        # With an adapted tower the next version would make them useless.
+        if not (self._lockstep or changes_tower(self._newest.formed or ())):
             with self._wake:
                 self._upcoming.extend(images)
                 self._wake.notify()
@@ -258,6 +260,8 @@ class TransformersEngine:
             return
         self._weights.use(wanted.formed)
         before, self._active = self._active, wanted
+        if any(changes_tower(version.formed or ()) for version in (before, wanted)):
+            self.backbone.forget_images()
         self._retire(before)
 
     def _retire(self, version: _Version) -> None:

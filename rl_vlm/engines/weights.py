@@ -1,6 +1,6 @@
 """The weights of the transformers engine: the base model's, or those with an adapter.
 
-Both ways change nothing but the language model's linear layers, and switch between base and adapter at once.
+Both ways change nothing but linear layers, and switch between base and adapter at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.models.lora import LoraFactors, language_linears, linear_weights, lora_factors, merged_weights
+from rl_vlm.models.lora import LoraFactors, adaptable_linears, linear_weights, lora_factors, merged_weights
 
 Formed = Mapping[str, Any]  # a prepared adapter: merged weights or LoRA factors by module name
 
@@ -41,7 +41,7 @@ class MergedWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._linears = language_linears(model)
+        self._linears = adaptable_linears(model)
         self._base = linear_weights(model)
         self._reuses = all(w.device.type == "cpu" and w.dtype == torch.float32 for w in self._base.values())
         self._spare: Formed | None = None
@@ -70,7 +70,7 @@ class UnmergedWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._linears = language_linears(model)
+        self._linears = adaptable_linears(model)
         self._shapes = {name: (linear.out_features, linear.in_features) for name, linear in self._linears.items()}
         self._device = next(model.parameters()).device
         self._in_place: Formed = {}

@@ -26,7 +26,7 @@ CACHED_QUESTIONS = 64  # decoded questions kept per table: the copies of a group
 
 T = TypeVar("T")
 
-_HUB_NAME = re.compile(r"(?!.*\.parquet$)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_NAME = re.compile(r"(?!.*\.parquet$)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SLICE = re.compile(r"(?P<path>.*)@\[(?P<range>[^\[\]]*)\]")
 
 # Tables by source and version of their files, so that the environments of one process share tables; a table is
@@ -138,10 +138,10 @@ def open_dataset(source: str, split: str, max_pixels: int = MAX_PIXELS) -> Image
 
     Raises UserInputError if it does not exist, lacks a column, or if the slice is empty.
     """
-    path_text, selected = _split_slice(source)
+    path_text, selected = split_slice(source)
     path = Path(path_text).expanduser()
     local = path.exists()
-    if not local and not _HUB_NAME.fullmatch(path_text):
+    if not local and not HUB_NAME.fullmatch(path_text):
         raise UserInputError(f"There is no file or folder {path_text!r}, and it is no name of a data set on the hub.")
     files = local_files(path, split) if local else []
     versions = tuple((str(file.absolute()), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
@@ -166,9 +166,9 @@ def open_split(data: DataSource, split: Split) -> ImageTable:
     if isinstance(data, Mapping):
         if split not in data:
             named = f"env.data names no {split} split; it names {', '.join(data) or 'none'}."
-            raise UserInputError(f"{named} {split_hint(_split_slice(next(iter(data.values()), 'FILE'))[0], split)}")
+            raise UserInputError(f"{named} {split_hint(split_slice(next(iter(data.values()), 'FILE'))[0], split)}")
         return open_dataset(data[split], split)
-    path = Path(_split_slice(data)[0]).expanduser()
+    path = Path(split_slice(data)[0]).expanduser()
     if path.is_file():
         own = "test" if re.match(r"test(?![a-z])", path.stem) else "train"
         if own != split:
@@ -206,7 +206,7 @@ def check_max_turns(max_turns: int) -> int:
     return max_turns
 
 
-def _split_slice(source: str) -> tuple[str, slice]:
+def split_slice(source: str) -> tuple[str, slice]:
     """The path and the rows of `path@[a:b]`; all rows without a slice."""
     if not isinstance(source, str) or not source:
         raise UserInputError(f"A data set is named by a path or a hub name, not by {source!r}.")

@@ -26,11 +26,18 @@ class BadRowError(UserInputError):
 
 
 class ParquetRows:
-    """Rows of parquet files, one row group at a time; recent row groups are kept in memory up to `CACHE_BYTES`."""
+    """Rows of parquet files, one row group at a time; recent row groups are kept in memory up to `CACHE_BYTES`.
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    All files have the columns, and the optional ones where the first has them. Raises UserInputError.
+    """
+
+    def __init__(self, files: Sequence[Path], columns: Sequence[str] = COLUMNS, optional: Sequence[str] = ()) -> None:
         self._files = tuple(files)
-        self._readers = [_open(file) for file in files]
+        self._readers = [_open(file, columns) for file in files]
+        present = self._readers[0].schema_arrow.names if self._readers else ()
+        self._columns = [*columns, *(name for name in optional if name in present)]
+        for file, reader in zip(self._files, self._readers, strict=True):
+            check_columns(reader.schema_arrow.names, file, self._columns)
         self._groups: list[tuple[int, int, int]] = []  # (file, row group, its first row in that file)
         self._starts: list[int] = []  # first row of each group, counted over all files
         total = 0
@@ -48,7 +55,7 @@ class ParquetRows:
         return self._total
 
     def row(self, index: int) -> dict[str, Any]:
-        """Row `index` as a dict of the three columns, images still encoded; BadRowError if the file is damaged there."""
+        """Row `index` as a dict of the columns, images still encoded; BadRowError if the file is damaged there."""
         group = self._group(index)
         try:
             with self._lock:
@@ -78,7 +85,7 @@ class ParquetRows:
         table = self._recent.pop(group, None)
         if table is None:
             file, number, _ = self._groups[group]
-            table = self._readers[file].read_row_group(number, columns=list(COLUMNS))
+            table = self._readers[file].read_row_group(number, columns=self._columns)
             table.validate(full=True)
             rows = self._readers[file].metadata.row_group(number).num_rows
             if table.num_rows != rows:
@@ -92,10 +99,11 @@ class ParquetRows:
 class HubRows:
     """Rows of a `datasets.Dataset`, whose Arrow files are memory-mapped."""
 
-    def __init__(self, dataset: Any, name: str) -> None:
-        check_columns(dataset.column_names, name)
+    def __init__(self, dataset: Any, name: str, columns: Sequence[str] = COLUMNS, optional: Sequence[str] = ()) -> None:
+        check_columns(dataset.column_names, name, columns)
+        chosen = [*columns, *(column for column in optional if column in dataset.column_names)]
         # The arrow format returns images as they are stored; the default one would decode them.
-        self._dataset = dataset.select_columns(list(COLUMNS)).with_format("arrow")
+        self._dataset = dataset.select_columns(chosen).with_format("arrow")
         self._name = name
 
     def __len__(self) -> int:
@@ -140,7 +148,7 @@ def split_hint(source: object, split: str) -> str:
     return f"Name a source for each split, which may be rows of one file: {divided}{instead}."
 
 
-def hub_rows(name: str, split: str) -> HubRows:
+def hub_rows(name: str, split: str, columns: Sequence[str] = COLUMNS, optional: Sequence[str] = ()) -> HubRows:
     """The rows of a data set of the hub: from the cache when there is no network, downloaded otherwise."""
     import datasets  # slow to import, and not needed for local files
 
@@ -151,23 +159,23 @@ def hub_rows(name: str, split: str) -> HubRows:
             f"Cannot open data set {name!r}, split {split!r} ({one_line(error)}). There is no such local path; for a data "
             f"set of the hub, fetch it once with `rl-vlm fetch` while online."
         ) from error
-    return HubRows(dataset, name)
+    return HubRows(dataset, name, columns, optional)
 
 
-def check_columns(found: Iterable[str], where: object) -> None:
+def check_columns(found: Iterable[str], where: object, columns: Sequence[str] = COLUMNS) -> None:
     """Raise UserInputError if a column is missing."""
-    missing = [column for column in COLUMNS if column not in set(found)]
+    missing = [column for column in columns if column not in set(found)]
     if missing:
         raise UserInputError(
             f"{where} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}; it has {', '.join(found)}. "
-            f"Needed: {', '.join(COLUMNS)}."
+            f"Needed: {', '.join(columns)}."
         )
 
 
-def _open(file: Path) -> pq.ParquetFile:
+def _open(file: Path, columns: Sequence[str]) -> pq.ParquetFile:
     try:
         reader = pq.ParquetFile(file, page_checksum_verification=True)
     except _READ_ERRORS as error:
         raise UserInputError(f"{file} is not a readable parquet file ({one_line(error)}).") from error
-    check_columns(reader.schema_arrow.names, file)
+    check_columns(reader.schema_arrow.names, file, columns)
     return reader

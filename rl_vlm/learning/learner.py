@@ -14,6 +14,7 @@ from ray.rllib.core.learner.training_data import TrainingData
 from rl_vlm.config import RunConfig
 from rl_vlm.learning.averaging import WeightAverage
 from rl_vlm.learning.batching import BatchBuilder, Minibatch
+from rl_vlm.learning.optimizer import make_optimizer, scale_lr
 from rl_vlm.learning.returns import Rescaling
 from rl_vlm.learning.scores import Scores, Targets
 from rl_vlm.learning.strategies.base import Strategy
@@ -23,7 +24,8 @@ from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.plugins import load_plugins
 
 if TYPE_CHECKING:
-    from rl_vlm.learning.module import PolicyModel, VLMModule  # with peft and all of transformers, for env runners too
+    from rl_vlm.learning.module import VLMModule  # with peft and all of transformers, for env runners too
+    from rl_vlm.learning.policy_model import PolicyModel
 
 CRITIC_GROUP = 1  # of the optimiser's parameter groups; 0 is the policy's
 
@@ -83,28 +85,6 @@ def make_updater(policy: PolicyModel, run: RunConfig) -> PolicyUpdater:
         without_adapter=policy.without_adapter,
         critic=policy.critic,
     )
-
-
-def make_optimizer(policy: PolicyModel, run: RunConfig) -> torch.optim.Optimizer:
-    """AdamW (Adam when weight_decay is 0) or Adafactor on the LoRA weights, and in a second group on the critic.
-
-    Each group keeps its own `base_lr`, which a schedule scales.
-    """
-    learner = run.learner
-    groups: list[dict[str, Any]] = [{"params": policy.parameters, "lr": learner.lr}]
-    if policy.critic is not None:
-        groups.append({"params": policy.critic.parameters, "lr": run.critic.lr or learner.lr})
-    for group in groups:
-        group["base_lr"] = group["lr"]
-    if learner.optimizer == "adafactor":
-        return torch.optim.Adafactor(groups, lr=learner.lr, weight_decay=learner.weight_decay)
-    return torch.optim.AdamW(groups, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay, fused=True)
-
-
-def scale_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set every group's learning rate to that share of its base."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["base_lr"] * factor
 
 
 def optimizer_step(

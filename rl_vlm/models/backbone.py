@@ -1,8 +1,8 @@
 """One forward pass of a VLM, shared by the transformers engine and the learner.
 
 Both must compute the same log-probabilities, so both go through here: the same image features, the same token mask
-and the same positions. Image features are computed once per image and kept by hash; that is right because the vision
-tower is frozen under LoRA.
+and the same positions. Image features are computed once per image and kept by hash while the vision tower stays as it is:
+an engine forgets them when an adapter changes the tower, and a tower that is trained is computed anew every time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rl_vlm.models.images import ImageProcessorSpec, frame_patches
 from rl_vlm.models.vision import fast_vision
 from rl_vlm.types import EncodedImage
 
+CACHE_BYTES = 256 << 20  # of image features
 # Patches per pass of the vision tower: 8 million pixels on a GPU; on a CPU what fits into its caches.
 _VISION_PATCHES = {"cuda": 32_768, "cpu": 2_048}
 
@@ -49,7 +50,7 @@ class Backbone:
     """
 
     def __init__(
-        self, model: nn.Module, images: ImageProcessorSpec, suppressed_ids: np.ndarray, cache_bytes: int = 256 << 20
+        self, model: nn.Module, images: ImageProcessorSpec, suppressed_ids: np.ndarray, cache_bytes: int = CACHE_BYTES
     ) -> None:
         self.model: Any = model
         self.images = images
@@ -58,6 +59,10 @@ class Backbone:
         bias = torch.zeros(vocab_size, dtype=torch.float32)
         bias[torch.from_numpy(suppressed_ids)] = float("-inf")
         self.token_bias = bias.to(self.device)  # [V]: 0 where allowed, -inf where suppressed
+        # A learner's tower with LoRA layers: its features need a gradient, and are other ones after every step.
+        self.trains_tower = any(
+            parameter.requires_grad for name, parameter in model.named_parameters() if ".visual." in name
+        )
         self._cache: OrderedDict[str, ImageFeatures] = OrderedDict()
         self._cache_bytes = cache_bytes
         self._cached_bytes = 0
@@ -70,9 +75,26 @@ class Backbone:
         """The output projection [V, D]."""
         return self.model.lm_head  # type: ignore[no-any-return]
 
-    @torch.no_grad()
     def image_features(self, images: Sequence[EncodedImage]) -> list[ImageFeatures]:
-        """Features of each image, in order; images that are not cached go through the vision tower in large batches."""
+        """Features of each image, in order; images that are not cached go through the vision tower in large batches.
+
+        With a gradient and never cached where the tower is trained.
+        """
+        if not self.trains_tower:
+            return self._cached_features(images)
+        computed: dict[str, ImageFeatures] = {}
+        for batch in self._vision_batches(list({image.sha256: image for image in images}.values())):
+            computed |= self._encode(batch)
+            self.vision_passes += 1
+        return [computed[image.sha256] for image in images]
+
+    def forget_images(self) -> None:
+        """Drop the cached features: the vision tower's weights are other ones from now on."""
+        self._cache.clear()
+        self._cached_bytes = 0
+
+    @torch.no_grad()
+    def _cached_features(self, images: Sequence[EncodedImage]) -> list[ImageFeatures]:
         wanted = {image.sha256: image for image in images}
         missing = [image for key, image in wanted.items() if key not in self._cache]
         self.cache_misses += len(missing)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -12,10 +13,41 @@ from torch import Tensor, nn
 from rl_vlm.models.adapter import PREFIX, AdapterPayload
 from rl_vlm.types import UserInputError
 
-# Names of the linear layers in the language model, by the choice that users know.
+# Names of the linear layers in the language model, by the choice that users know. `vision` adds the tower's.
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
-TARGET_MODULES: dict[str, tuple[str, ...]] = {"attn": _ATTENTION, "mlp": _MLP, "all": _ATTENTION + _MLP}
+TARGET_MODULES: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "attn": _ATTENTION,
+    "mlp": _MLP,
+    "all": _ATTENTION + _MLP,
+    "mlp_attn": _ATTENTION + _MLP,
+    "vision": _ATTENTION + _MLP,
+}
+# The linear layers of the towers of Qwen2.5-VL and Qwen3-VL; the patch embedding is a convolution and is not adapted.
+TOWER_PATTERN = (
+    r".*visual\.(blocks|merger|deepstack_merger_list)\.(.*\.)?"
+    r"(qkv|proj|gate_proj|up_proj|down_proj|linear_fc1|linear_fc2|mlp\.0|mlp\.2)"
+)
+
+
+def target_choice(modules: Iterable[str], preferred: str = "") -> str | None:
+    """The choice of `TARGET_MODULES` that adapts layers with the names of these; None where it is none of them.
+
+    Of several choices with equal layers the preferred one counts.
+    """
+    modules = list(modules)
+    tower = [module for module in modules if re.fullmatch(TOWER_PATTERN, module)]
+    language = [module for module in modules if "language_model" in module]
+    if len(tower) + len(language) < len(modules):
+        return None
+    names = {module.rsplit(".", 1)[-1] for module in language}
+    fitting = [
+        choice
+        for choice, layers in TARGET_MODULES.items()
+        if set(layers) == names and (choice == "vision") == bool(tower)
+    ]
+    return preferred if preferred in fitting else next(iter(fitting), None)
 
 
 class LoraFactors(NamedTuple):
@@ -79,7 +111,7 @@ def merged_weights(
 
 
 def language_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """The language model's linear layers by module name, the ones that an adapter may change."""
+    """The language model's linear layers by module name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -89,6 +121,25 @@ def language_linears(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
+def tower_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """The vision tower's linear layers by module name, which an adapter of target_modules `vision` changes too."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and re.fullmatch(TOWER_PATTERN, name)
+    }
+
+
+def adaptable_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """All linear layers that an adapter may change, by module name."""
+    return {**language_linears(model), **tower_linears(model)}
+
+
 def linear_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights [out, in] of these layers by module name."""
-    return {name: module.weight.data for name, module in language_linears(model).items()}
+    return {name: module.weight.data for name, module in adaptable_linears(model).items()}
+
+
+def changes_tower(modules: Iterable[str]) -> bool:
+    """Whether any of these modules belongs to the vision tower: then features of images depend on the adapter."""
+    return any(re.fullmatch(TOWER_PATTERN, module) for module in modules)

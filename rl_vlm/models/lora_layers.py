@@ -12,18 +12,26 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from rl_vlm.models.adapter import PREFIX
-from rl_vlm.models.lora import TARGET_MODULES
+from rl_vlm.models.lora import TARGET_MODULES, TOWER_PATTERN
 from rl_vlm.types import UserInputError
+
+NOTHING_TO_TRAIN = "model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision."
 
 
 def lora_config(rank: int, alpha: int, target_modules: str) -> LoraConfig:
-    """LoRA on the language model's linear layers; the vision tower stays frozen."""
+    """LoRA on linear layers of the language model, and with `vision` on those of the tower, which else stays frozen.
+
+    Raises UserInputError for `none`, which leaves nothing to train.
+    """
     names = TARGET_MODULES[target_modules]
+    if not names:
+        raise UserInputError(NOTHING_TO_TRAIN)
+    language = rf".*language_model.*\.({'|'.join(names)})"
     return LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=0.0,  # its noise would exceed the difference between the old and the new policy
-        target_modules=rf".*language_model.*\.({'|'.join(names)})",
+        target_modules=f"{language}|{TOWER_PATTERN}" if target_modules == "vision" else language,
         task_type="CAUSAL_LM",
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from rl_vlm.chat import ChatCodec, expand_image_tokens, mrope_positions
 from rl_vlm.models.images import Grid, ImageProcessorSpec, patchify
@@ -127,6 +128,19 @@ def collate(examples: Sequence[Example], pad_token_id: int) -> tuple[dict[str, t
         "image_grid_thw": torch.tensor([grid for example in examples for grid in example.grids]),
     }
     return arguments, torch.from_numpy(targets)
+
+
+def backward_mean_nll(logprobs: Iterable[Tensor], targets: int) -> float:
+    """Add the gradient of the mean negative log-likelihood of an optimiser step's `targets` tokens; returns that mean in nats.
+
+    `logprobs` computes the tokens' log-probabilities one forward pass after the other: each graph is freed before the next.
+    """
+    mean = 0.0
+    for values in logprobs:
+        loss = -values.sum() / targets
+        loss.backward()  # type: ignore[no-untyped-call]
+        mean += float(loss.detach())
+    return mean
 
 
 def token_logprobs(model: Any, arguments: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import RunConfig, SFTConfig
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.monitoring.sinks import JsonLines, ProgressCsv, TensorBoardFile, WandbRun
 from rl_vlm.monitoring.trajectories import choose_groups, dump_name, write_trajectories
@@ -54,7 +54,7 @@ class RunRecorder:
     def __init__(
         self,
         folder: Path,
-        run: RunConfig,
+        run: RunConfig | SFTConfig,
         resumed_iteration: int | None = None,
         draw: Callable[[Path], object] | None = None,
     ) -> None:

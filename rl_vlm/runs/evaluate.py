@@ -19,6 +19,7 @@ from rl_vlm.envs.registry import make
 from rl_vlm.evaluation.heldout import evaluation_tasks, is_correct, summarize
 from rl_vlm.files import write_atomic
 from rl_vlm.models.adapter import AdapterPayload, find_adapter
+from rl_vlm.models.initial_adapter import initial_adapter_folder
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.seeding import derive_seed
@@ -27,6 +28,11 @@ from rl_vlm.types import RLVLMError, TrajectoryGroup
 
 class EpisodesLostError(RLVLMError):
     """No episode could be finished."""
+
+
+def starting_adapter(run: RunConfig) -> Path | None:
+    """The adapter folder that `model.adapter` names, if it names one."""
+    return initial_adapter_folder(run.model) if run.model.adapter is not None else None
 
 
 @contextmanager
@@ -75,9 +81,9 @@ def evaluate_policy_run(
 ) -> dict[str, Any]:
     """Held-out accuracy per variant with intervals (see `heldout.summarize`); written to `out` as JSON if given.
 
-    The adapter is named by itself or through its run's folder; without either the base model is measured.
+    The adapter is named by itself or through its run's folder, or by model.adapter; without these the base model is measured.
     """
-    adapter = find_adapter(adapter, run_dir)
+    adapter = find_adapter(adapter, run_dir) or starting_adapter(run)
     env = make(run.env.id, **run.env.make_kwargs())
     num_items = env.num_items(run.evaluation.split)
     env.close()
@@ -112,6 +118,7 @@ def rollout(
     `sampling`: temperature, top_p, top_k, max_new_tokens, seed, batch_size; what is absent is as in training.
     """
     options = dict(sampling or {})
+    adapter = adapter or starting_adapter(run)
     batch = options.get("batch_size", episodes)
     seed = options.get("seed", run.seed)
     changes: dict[str, Any] = {}

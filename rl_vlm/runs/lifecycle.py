@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rl_vlm.config import RunConfig, save_config
+from rl_vlm.config import RunConfig, SFTConfig, save_config
 from rl_vlm.imports import import_meanwhile
 from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.monitoring.recorder import RunRecorder
@@ -56,22 +56,30 @@ class StopRequest:
                 signal.signal(number, handler)
 
 
-class RunLifecycle(ABC):
-    """The state of one `train` call; `start` iterations are done already."""
+class BaseRun(ABC):
+    """The state of one command that trains; `start` iterations are done already."""
 
-    def __init__(self, run: RunConfig, folder: Path, start: int, resume: bool, display: ProgressDisplay) -> None:
-        self.run, self.folder, self.display = run, folder, display
-        save_config(run, folder / "config.yaml")
+    def __init__(
+        self, config: RunConfig | SFTConfig, folder: Path, start: int, resume: bool, display: ProgressDisplay
+    ) -> None:
+        self.folder, self.display = folder, display
+        self._config = config
+        save_config(config, folder / "config.yaml")
         self.recorder = self._new_recorder(start if resume else None)
         self.stop = StopRequest()
-        self.algorithm: Any = None
         self.started = time.monotonic()
         self.train_seconds = self.startup_seconds = 0.0
         self.write_errors = 0
         self.rewards: list[float] = []  # of this process, for when a full disk keeps them out of progress.csv
 
     def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
-        return RunRecorder(self.folder, self.run, resumed_iteration, draw=_draw_curve)
+        return RunRecorder(self.folder, self._config, resumed_iteration, draw=self._draw)
+
+    @staticmethod
+    def _draw(folder: Path) -> None:
+        from rl_vlm.reporting.curve import draw_curve  # matplotlib is slow to import
+
+        draw_curve(folder)
 
     def execute(self) -> dict[str, Any]:
         """Run to the end and return the content of `result.json`. Raises InterruptedRun and RLVLMError."""
@@ -102,39 +110,13 @@ class RunLifecycle(ABC):
             raise InterruptedRun(self.stop.signal or signal.SIGINT)
         return result
 
+    @abstractmethod
     def _loop(self) -> None:
         """Start everything, train, stop everything."""
-        serves = self.run.spec.serves(self.run)
-        import_meanwhile("torch", *(("transformers.modeling_utils", "peft") if serves else ()))
-        from rl_vlm.runs.cluster import ray_cluster
-        from rl_vlm.serving.publisher import serving_ahead
-
-        replicas = f", {self.run.serving.num_replicas} replicas" if serves else ""
-        self.display.message(f"Starting Ray{replicas} and the learner for {self.run.env.id} ...")
-        with ray_cluster(self.run), serving_ahead(self.run, self.folder / "serving") if serves else nullcontext():
-            config = self.run.spec.load("config").from_run_config(self.run, self.folder)
-            with self._algorithm(config):
-                self._train()
-
-    @abstractmethod
-    def _train(self) -> None:
-        """Train `self.algorithm` to the end, or until `self.stop`."""
 
     @abstractmethod
     def _outcome(self) -> dict[str, Any]:
-        """The algorithm's part of `result.json`."""
-
-    @contextmanager
-    def _algorithm(self, config: Any) -> Iterator[Any]:
-        """Build the algorithm of an RLlib configuration, and stop it at the end."""
-        try:
-            with stderr_to(self.folder / "startup.log"):
-                self.algorithm = config.build_algo()
-            self.algorithm.stop_requested = lambda: bool(self.stop)
-            yield self.algorithm
-        finally:
-            if self.algorithm is not None:
-                self.algorithm.stop()
+        """What `result.json` says of this kind of run."""
 
     def _started(self) -> None:
         """Everything has started: from here on a signal ends the run with a checkpoint."""
@@ -165,10 +147,43 @@ class RunLifecycle(ABC):
         }
 
 
-def _draw_curve(folder: Path) -> None:
-    from rl_vlm.reporting.curve import draw_curve  # matplotlib is slow to import
+class RunLifecycle(BaseRun):
+    """The state of one `train` call: Ray, and an algorithm on it."""
 
-    draw_curve(folder)
+    def __init__(self, run: RunConfig, folder: Path, start: int, resume: bool, display: ProgressDisplay) -> None:
+        self.run = run
+        self.algorithm: Any = None
+        super().__init__(run, folder, start, resume, display)
+
+    def _loop(self) -> None:
+        """Start everything, train, stop everything."""
+        serves = self.run.spec.serves(self.run)
+        import_meanwhile("torch", *(("transformers.modeling_utils", "peft") if serves else ()))
+        from rl_vlm.runs.cluster import ray_cluster
+        from rl_vlm.serving.publisher import serving_ahead
+
+        replicas = f", {self.run.serving.num_replicas} replicas" if serves else ""
+        self.display.message(f"Starting Ray{replicas} and the learner for {self.run.env.id} ...")
+        with ray_cluster(self.run), serving_ahead(self.run, self.folder / "serving") if serves else nullcontext():
+            config = self.run.spec.load("config").from_run_config(self.run, self.folder)
+            with self._algorithm(config):
+                self._train()
+
+    @abstractmethod
+    def _train(self) -> None:
+        """Train `self.algorithm` to the end, or until `self.stop`."""
+
+    @contextmanager
+    def _algorithm(self, config: Any) -> Iterator[Any]:
+        """Build the algorithm of an RLlib configuration, and stop it at the end."""
+        try:
+            with stderr_to(self.folder / "startup.log"):
+                self.algorithm = config.build_algo()
+            self.algorithm.stop_requested = lambda: bool(self.stop)
+            yield self.algorithm
+        finally:
+            if self.algorithm is not None:
+                self.algorithm.stop()
 
 
 @contextmanager

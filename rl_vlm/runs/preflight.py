@@ -13,7 +13,8 @@ from rl_vlm.config import RunConfig
 from rl_vlm.config.algorithm import BUILTIN_LOSSES
 from rl_vlm.envs.registry import make
 from rl_vlm.learning.plan import ESTIMATORS
-from rl_vlm.models.loading import check_quantization, load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.initial_adapter import check_initial_adapter
+from rl_vlm.models.loading import DType, check_quantization, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.plugins import load_plugins
 from rl_vlm.types import RLVLMError, UserInputError
 
@@ -32,6 +33,11 @@ def inspect_run(run: RunConfig) -> dict[str, Any]:
 
 def inspect_policy_run(run: RunConfig) -> dict[str, Any]:
     """Open one item of each split and encode it, and look up what learns from it."""
+    if run.model.lora.target_modules == "none":
+        raise UserInputError(
+            "model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision; `rl-vlm eval` and `rl-vlm "
+            "serve` take it."
+        )
     ESTIMATORS.get(run.algorithm.estimator)
     if run.algorithm.loss not in BUILTIN_LOSSES:
         from rl_vlm.learning.losses import LOSSES  # imports torch
@@ -43,7 +49,7 @@ def inspect_policy_run(run: RunConfig) -> dict[str, Any]:
         quiet_libraries()
         folder = resolve_model(run.model.path)
         text = load_text_side(folder, run.model.pixels)
-        found: dict[str, Any] = {"model": str(folder), "env": run.env.id}
+        found: dict[str, Any] = {"model": str(folder), "env": run.env.id} | check_initial_adapter(run.model)
         for split in ("train", run.evaluation.split):
             validate = getattr(env, "validate", None)
             if callable(validate):
@@ -114,9 +120,7 @@ def inspect_preference_run(run: RunConfig) -> dict[str, Any]:
 
 def _memory(run: RunConfig, folder: Path) -> dict[str, Any]:
     """What the model weighs in the run's precision, and the GPU memory that the recipe states."""
-    parameters = count_parameters(folder)
-    size = parameters * _BYTES[run.model.dtype] / 2**30
-    found = {"parameters": f"{parameters / 1e9:.2f} billion", "weights_gib": round(size, 2)}
+    found = weights_size(count_parameters(folder), run.model.dtype)
     if run.needed_gpus:
         import torch
 
@@ -125,6 +129,14 @@ def _memory(run: RunConfig, folder: Path) -> dict[str, Any]:
         if run.model.gpu_memory_gib:
             found["gpu_memory_gib"] = f"{run.model.gpu_memory_gib:g} needed per GPU"
     return found
+
+
+def weights_size(parameters: int, dtype: DType) -> dict[str, Any]:
+    """What that many parameters weigh, to be printed."""
+    return {
+        "parameters": f"{parameters / 1e9:.2f} billion",
+        "weights_gib": round(parameters * _BYTES[dtype] / 2**30, 2),
+    }
 
 
 def count_parameters(folder: Path) -> int:

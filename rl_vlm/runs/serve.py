@@ -18,11 +18,12 @@ from typing import Any
 import ray
 from ray import serve
 
-from rl_vlm.config import LearnerSection, RunConfig, load_config
+from rl_vlm.config import LearnerSection, RunConfig, load_config, load_served_config
 from rl_vlm.http.app import build_http_app
 from rl_vlm.http.backend import ServeBackend
 from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
 from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.initial_adapter import initial_adapter_folder
 from rl_vlm.models.loading import check_quantization, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.serving.publisher import PolicyService, ServingError
@@ -64,7 +65,7 @@ def plan(
     settings += [*overrides, *(f"{key}={value}" for key, value in options.items() if value is not None)]
     path = Path(target)
     if (path / "config.yaml").is_file():
-        run = load_config(path / "config.yaml", settings)
+        run = load_served_config(path / "config.yaml", settings)
         adapter = adapter or (path / "adapter" if (path / "adapter").is_dir() else None)
     elif path.suffix in (".yaml", ".yml"):
         run = load_config(path, settings)
@@ -75,9 +76,15 @@ def plan(
     check_quantization(run.serving.quantization)
     model = resolve_model(run.model.path)
     name = run.http.model_name or (run.model.path if not Path(run.model.path).is_dir() else model.name)
+    if adapter is None and run.model.adapter is not None:
+        adapter = initial_adapter_folder(run.model)
     payload = AdapterPayload.read(adapter, version=1) if adapter is not None else None
     if payload is not None:
-        payload.state()  # raises when the file is damaged
+        names = payload.state()  # raises when the file is damaged
+        if _for_serving(run).serving.engine == "vllm" and not all(".language_model." in name for name in names):
+            raise UserInputError(
+                "The adapter changes the vision tower, which vLLM would ignore: set serving.engine=transformers."
+            )
     return Plan(_for_serving(run), model, payload, name, token)
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from rl_vlm.config import RunConfig, apply_overrides, load_config, parse_config, save_config
+from rl_vlm.config import RunConfig, SFTConfig, apply_overrides, load_config, load_sft_config, parse_config, save_config
 from rl_vlm.types import UserInputError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
@@ -174,6 +174,10 @@ def test_there_are_configs_to_load() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_config_of_the_project_loads(path: Path) -> None:
+    if path.name.startswith("sft_"):
+        job = load_sft_config(path)
+        assert SFTConfig.model_validate(job.model_dump()) == job
+        return
     config = load_config(path)
     assert parse_config(config.model_dump()) == config
 

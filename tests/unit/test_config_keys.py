@@ -19,9 +19,19 @@ import yaml
 
 import rl_vlm
 from rl_vlm import config as sections
-from rl_vlm.config import RunConfig, Section, apply_overrides, load_config, parse_config, save_config
+from rl_vlm.config import (
+    RunConfig,
+    Section,
+    SFTConfig,
+    apply_overrides,
+    load_config,
+    load_sft_config,
+    parse_config,
+    save_config,
+)
 from rl_vlm.config.hints import _SYNONYMS
 from rl_vlm.config.section import keys_of, section_of
+from rl_vlm.config.sft import READS as SFT_READS
 from rl_vlm.config.specs import ALGORITHMS
 from rl_vlm.types import UserInputError
 
@@ -172,17 +182,17 @@ def reads_of(texts: Mapping[Path, str]) -> set[Read]:
         used |= more
 
 
-def section_and_key(key: str) -> Read:
+def section_and_key(key: str, root: Kind = RunConfig) -> Read:
     *parents, name = key.split(".")
-    section: type[Section] = RunConfig
+    section = root
     for parent in parents:
         section = section_of(section.model_fields[parent].annotation) or section
     return section.__name__, name
 
 
-def unread(texts: Mapping[Path, str]) -> set[str]:
+def unread(texts: Mapping[Path, str], root: Kind = RunConfig) -> set[str]:
     used = reads_of(texts)
-    return {key for key in keys_of(RunConfig) if section_and_key(key) not in used}
+    return {key for key in keys_of(root) if section_and_key(key, root) not in used}
 
 
 # Keys that have their effect while the configuration is checked.
@@ -194,6 +204,34 @@ AT_LOADING = {
 
 def test_every_key_is_read_by_some_code() -> None:
     assert unread(sources()) == AT_LOADING
+
+
+def test_every_key_of_supervised_fine_tuning_is_read_by_some_code() -> None:
+    assert unread(sources(), SFTConfig) == {"model.train"}
+    keys = set(keys_of(SFTConfig))
+    assert set(SFT_READS.keys) <= keys and set(SFT_READS.instead.values()) <= keys
+
+
+@pytest.mark.parametrize(
+    ("dotted", "message"),
+    [
+        ({"learner.num_learners": 2}, "learner.num_learners has no effect in `rl-vlm sft`: remove it"),
+        ({"learner.gpus_per_learner": 1}, "use sft.device"),
+        ({"logging.trajectories_every": 1}, "logging.trajectories_every has no effect"),
+        ({"model.train": "full"}, "model.train: full is not available"),
+        ({"sft.epoch": 2}, "Did you mean sft.epochs"),
+        ({"env.id": "Shapes-v0"}, "Unknown config key env"),
+    ],
+)
+def test_a_key_that_supervised_fine_tuning_ignores_is_refused(dotted: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
+        load_sft_config(None, [f"{key}={value}" for key, value in dotted.items()])
+
+
+def test_a_saved_configuration_of_supervised_fine_tuning_is_read_again(tmp_path: Path) -> None:
+    job = load_sft_config(None, ["learner.lr=1e-3", "sft.steps=3", "model.lora.rank=4"])
+    save_config(job, tmp_path / "config.yaml")
+    assert load_sft_config(tmp_path / "config.yaml") == job
 
 
 def test_a_key_whose_reader_is_gone_is_found() -> None:

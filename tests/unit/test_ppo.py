@@ -13,9 +13,10 @@ from core_support import conversation, picture, randomize, run_config, text_side
 
 from rl_vlm.config import RunConfig, parse_config
 from rl_vlm.learning.averaging import WeightAverage
-from rl_vlm.learning.learner import VLMLearner, make_optimizer, make_updater, optimizer_step
-from rl_vlm.learning.module import PolicyModel
+from rl_vlm.learning.learner import VLMLearner, make_updater, optimizer_step
+from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.plan import Credit, Shards, assign_credit, distribute, make_experience, plan_update, targets_of
+from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.returns import ReturnScale
 from rl_vlm.learning.scores import Scores
 from rl_vlm.learning.strategies.replicated import SingleProcess, gradient_vector

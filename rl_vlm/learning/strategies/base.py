@@ -11,7 +11,7 @@ from torch import Tensor
 from rl_vlm.models.adapter import AdapterPayload
 
 if TYPE_CHECKING:
-    from rl_vlm.learning.module import PolicyModel  # with peft and all of transformers, for env runners too
+    from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
 
 
 class Strategy(Protocol):

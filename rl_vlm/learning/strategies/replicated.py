@@ -13,7 +13,7 @@ from rl_vlm.learning.strategies.base import Strategy
 from rl_vlm.models.adapter import AdapterPayload
 
 if TYPE_CHECKING:
-    from rl_vlm.learning.module import PolicyModel  # with peft and all of transformers, for env runners too
+    from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
 
 
 def make_strategy(num_learners: int) -> Strategy:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_vlm.models.supervised import DialogueEncoder, Example, collate, token_logprobs
+from rl_vlm.models.supervised import DialogueEncoder, Example, backward_mean_nll, collate, token_logprobs
 from rl_vlm.models.tiny.dialogues import Dialogue, perception_dialogue, target_dialogue
 from rl_vlm.models.tiny.geometry import GeometryDialogues
 from rl_vlm.models.vision import fast_vision
@@ -73,15 +73,13 @@ def encode_dialogue(encoder: DialogueEncoder, dialogue: Dialogue) -> Example:
 def train_step(model: Any, optimizer: torch.optim.Optimizer, examples: list[Example], pad_token_id: int) -> float:
     """One optimiser step on the examples; returns their loss (nats per token)."""
     total = sum(int(example.targets.sum()) for example in examples)
-    loss_sum = 0.0
     buckets: dict[int, list[Example]] = {}
     for example in examples:
         buckets.setdefault(bisect.bisect_left(_BUCKETS, len(example.token_ids)), []).append(example)
-    for bucket in buckets.values():
-        loss = -token_logprobs(model, *collate(bucket, pad_token_id)).sum() / total
-        loss.backward()
-        loss_sum += float(loss.detach())
+    loss = backward_mean_nll(
+        (token_logprobs(model, *collate(bucket, pad_token_id)) for bucket in buckets.values()), total
+    )
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return loss_sum
+    return loss

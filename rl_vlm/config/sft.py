@@ -1,0 +1,96 @@
+"""`sft`: supervised fine-tuning on conversations, and the configuration of `rl-vlm sft`, which has no environment."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from rl_vlm.config.applies import Reads, refuse_unread
+from rl_vlm.config.learner import LearnerSection
+from rl_vlm.config.logging import LoggingSection
+from rl_vlm.config.model import ModelSection
+from rl_vlm.config.section import Section
+
+# What the command reads of the sections that it shares with `rl-vlm train`; more is refused.
+READS = Reads(
+    (
+        "name",
+        "seed",
+        "model",
+        "sft",
+        *(
+            f"learner.{key}"
+            for key in (
+                "lr", "lr_schedule", "lr_final_fraction", "betas", "weight_decay", "max_grad_norm", "micro_batch_tokens",
+                "share_prompts", "gradient_checkpointing", "num_threads",
+            )
+        ),
+        *(f"logging.{key}" for key in ("checkpoint_every", "keep_checkpoints", "tensorboard", "wandb_project")),
+    ),
+    {"learner.gpus_per_learner": "sft.device"},
+)  # fmt: skip
+
+
+class SFTSection(Section):
+    """Supervised fine-tuning: which conversations, for how long, and how progress is measured."""
+
+    data: str = Field(
+        "shapes",
+        description="A .jsonl or .parquet file, a folder of them or of images with metadata.jsonl, a hub data set that was "
+        "fetched before, or `shapes`; `@[a:b]` takes some of its rows.",
+    )
+    eval_data: str | None = Field(
+        None, description="Held-out conversations; null: the test split of `data`, if there is one."
+    )
+    eval_fraction: float = Field(
+        0.0, ge=0, lt=1, description="Share of `data` that is held out, for data without held-out conversations."
+    )
+    batch_size: int = Field(16, ge=1, description="Conversations per optimiser step.")
+    epochs: float = Field(1.0, gt=0)
+    steps: int | None = Field(None, ge=1, description="Optimiser steps in place of epochs.")
+    warmup_steps: int = Field(0, ge=0, description="Steps in which the learning rate rises to learner.lr.")
+    max_length: int = Field(4096, ge=2, description="Tokens of a conversation, images included.")
+    too_long: Literal["leave_out", "truncate"] = Field(
+        "leave_out", description="What happens to longer conversations; truncate cuts them off at the end."
+    )
+    eval_every: int = Field(
+        0, ge=0, description="Steps between evaluations; 0: before the first and after the last step."
+    )
+    eval_items: int = Field(512, ge=1, description="Held-out conversations of an evaluation, at most.")
+    eval_answers: int = Field(
+        64, ge=0, description="Of these, how many are answered greedily and compared with the last turn word for word."
+    )
+    max_new_tokens: int = Field(64, ge=1, description="Of such an answer.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where there is one.")
+
+    @model_validator(mode="after")
+    def _one_held_out_set(self) -> SFTSection:
+        if self.eval_data is not None and self.eval_fraction:
+            raise ValueError("sft.eval_data and sft.eval_fraction both name held-out conversations: give one of them")
+        return self
+
+
+class SFTConfig(Section):
+    """The configuration of `rl-vlm sft`."""
+
+    name: str = Field("sft", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")
+    seed: int = Field(0, ge=0, lt=2**31)
+    model: ModelSection = ModelSection()
+    sft: SFTSection = SFTSection()
+    learner: LearnerSection = LearnerSection()
+    logging: LoggingSection = LoggingSection()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SFTConfig:
+        if self.model.train == "full":
+            raise ValueError("model.train: full is not available yet: use model.train: lora")
+        if self.model.lora.target_modules == "none":
+            raise ValueError("model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision")
+        refuse_unread(self, "in `rl-vlm sft`", READS)
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_unread(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out keys that the command ignores, because reading them again would be an error."""
+        return READS.only(handler(self))

@@ -1,0 +1,248 @@
+"""`rl-vlm sft`: supervised fine-tuning of one model in this process, without Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.algorithms.checkpoint import (
+    Checkpoint,
+    clean_leftovers,
+    latest_checkpoint,
+    read_checkpoint,
+    save_checkpoint,
+)
+from rl_vlm.config import SFTConfig
+from rl_vlm.imports import import_meanwhile
+from rl_vlm.models.initial_adapter import check_initial_adapter
+from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
+from rl_vlm.monitoring.sft_display import SFTDisplay
+from rl_vlm.runs.lifecycle import BaseRun
+from rl_vlm.runs.preflight import count_parameters, weights_size
+from rl_vlm.runs.train import prepare_run_dir
+from rl_vlm.statistics import wilson_interval
+from rl_vlm.supervised.dataset import JobData, Measured, open_job_data
+from rl_vlm.types import RLVLMError, Trajectory, UserInputError
+
+
+def default_run_dir(job: SFTConfig) -> Path:
+    """`runs/<name>`."""
+    return Path("runs") / job.name
+
+
+def inspect_sft(job: SFTConfig, progress: Callable[[str], None] = lambda _: None) -> tuple[dict[str, Any], JobData]:
+    """Check model, adapter and every conversation; return what was found, to be printed, and the data.
+
+    Raises UserInputError.
+    """
+    quiet_libraries()
+    folder = resolve_model(job.model.path)
+    found: dict[str, Any] = {"model": str(folder)} | check_initial_adapter(job.model)
+    if job.model.gpu_memory_gib:
+        found["gpu_memory_gib"] = f"{job.model.gpu_memory_gib:g} needed"
+    data = open_job_data(job, load_text_side(folder, job.model.pixels), progress)
+    found |= _counts("train", data.train)
+    if data.held_out is not None:
+        found |= _counts("held_out", data.held_out)
+    found["steps"] = total_steps(job, data)
+    return found | weights_size(count_parameters(folder), job.model.dtype), data
+
+
+def _counts(name: str, measured: Measured) -> dict[str, Any]:
+    found = {f"{name}_conversations": len(measured), f"{name}_too_long": measured.left_out}
+    if len(measured):
+        found |= {f"{name}_tokens": int(measured.tokens.sum()), f"{name}_longest": int(measured.tokens.max())}
+    return found
+
+
+def total_steps(job: SFTConfig, data: JobData) -> int:
+    """Optimiser steps of the whole job."""
+    return job.sft.steps or max(1, round(job.sft.epochs * data.steps_per_epoch))
+
+
+def sft(
+    job: SFTConfig, run_dir: Path | None = None, *, resume: bool = False, overwrite: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Run to the end and return the content of `result.json`.
+
+    Raises UserInputError before anything is touched, InterruptedRun after a signal, RLVLMError when the run fails.
+    """
+    import_meanwhile("torch")
+    _, data = inspect_sft(job, progress)
+    import_meanwhile("transformers.modeling_utils", "peft")  # not earlier: the tokenizer imports parts of transformers
+    folder = (run_dir or default_run_dir(job)).absolute()
+    prepare_run_dir(folder, resume, overwrite)
+    return SFTRun(job, data, folder, resume).execute()
+
+
+class SFTRun(BaseRun):
+    """One job: steps, evaluations, checkpoints, and the final adapter."""
+
+    def __init__(self, job: SFTConfig, data: JobData, folder: Path, resume: bool) -> None:
+        self.job, self.data = job, data
+        self.total = total_steps(job, data)
+        self.checkpoints = folder / "checkpoints"
+        clean_leftovers(self.checkpoints)
+        self.start_from = latest_checkpoint(self.checkpoints) if resume else None
+        self.saved = read_checkpoint(self.start_from) if self.start_from else None
+        self.done = int(self.saved.state["updates"]) if self.saved else 0
+        if self.saved and self.saved.state["conversations"] != len(data.train):
+            raise UserInputError(
+                f"The run in {folder} was training on {self.saved.state['conversations']} conversations and sft.data now has "
+                f"{len(data.train)}: restore the data, or start anew in another --run-dir."
+            )
+        self.skipped = 0
+        self.saved_step = -1
+        super().__init__(job, folder, self.done, resume, SFTDisplay(self.total, self.done))
+
+    @staticmethod
+    def _draw(folder: Path) -> None:
+        from rl_vlm.reporting.sft_curve import draw_sft_curve  # matplotlib is slow to import
+
+        draw_sft_curve(folder)
+
+    def _loop(self) -> None:
+        import torch
+
+        from rl_vlm.learning.policy_model import PolicyModel
+        from rl_vlm.supervised.answers import AnswerWriter
+        from rl_vlm.supervised.trainer import SFTTrainer
+
+        job = self.job
+        torch.set_num_threads(job.learner.num_threads)
+        device = job.sft.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.display.message(f"Loading {job.model.path} on {device} ...")
+        # No features of images are kept from step to step: they would come from other batches after a resume.
+        policy = PolicyModel(resolve_model(job.model.path), job, device, suppress=False, cache_bytes=0)
+        self.trainer = SFTTrainer(policy, job)
+        self.writer = AnswerWriter(policy, job.sft.max_length + job.sft.max_new_tokens, job.sft.max_new_tokens)
+        if self.saved is not None:
+            self.trainer.restore(self.saved.adapter, self.saved.moments)
+            self.display.message(f"Resumed from step {self.done}.")
+        self._started()
+        if not self.recorder.has_evaluation(self.done):
+            self._evaluate()
+        with self._timed(), ThreadPoolExecutor(1) as pool:
+            try:
+                self._train(pool)
+            except UserInputError:  # a row that reads well and cannot be decoded: mend it, and --resume
+                self._checkpoint()
+                raise
+        self._checkpoint()
+        self._save_adapter()
+
+    def _train(self, pool: ThreadPoolExecutor) -> None:
+        sft, logging = self.job.sft, self.job.logging
+        upcoming = pool.submit(self.data.batch, self.done)
+        while self.done < self.total and not self.stop:
+            batch = upcoming.result()
+            if self.done + 1 < self.total:
+                upcoming = pool.submit(self.data.batch, self.done + 1)  # decoded while the model computes
+            self._step(batch)
+            if self.done % logging.checkpoint_every == 0:
+                self._checkpoint()
+            if self.done == self.total or (sft.eval_every and self.done % sft.eval_every == 0):
+                self._evaluate()
+
+    def _step(self, batch: list[Trajectory]) -> None:
+        from rl_vlm.supervised.trainer import learning_rate
+
+        begun = time.perf_counter()
+        lr = learning_rate(self.job, self.done, self.total)
+        figures = self.trainer.step(batch, lr)
+        seconds = time.perf_counter() - begun
+        self.done += 1
+        self.skipped += figures.grad_norm is None
+        metrics = {
+            "sft/loss": figures.loss,
+            "sft/lr": lr,
+            "sft/epoch": self.done / self.data.steps_per_epoch,
+            "sft/targets": float(figures.targets),
+            "sft/tokens_per_s": figures.tokens / seconds,
+            "sft/skipped_steps": float(self.skipped),
+            "time/step": seconds,
+        }
+        if figures.grad_norm is not None:
+            metrics["sft/grad_norm"] = figures.grad_norm
+        self.recorder.log_iteration(self.done, metrics)
+        self.display.update(self.done, metrics)
+
+    def _evaluate(self) -> None:
+        held_out = self.data.held_out
+        if held_out is None or not len(held_out):
+            return
+        begun = time.perf_counter()
+        encode, size = self.data.encoder.encode, self.job.sft.batch_size
+        batches = (
+            [encode(one) for one in held_out.conversations(range(start, min(start + size, len(held_out))))]
+            for start in range(0, len(held_out), size)
+        )
+        loss, targets = self.trainer.evaluate(batches)
+        results: dict[str, Any] = {"eval/loss": loss, "eval/targets": targets, "eval/conversations": len(held_out)}
+        results |= self._answers(held_out)
+        results["seconds"] = time.perf_counter() - begun
+        self.recorder.log_evaluation(self.done, results)
+        self.display.evaluation(self.done, results)
+
+    def _answers(self, held_out: Measured) -> dict[str, float]:
+        """How many last turns are written greedily word for word; a prompt that is too long counts as wrong."""
+        count = min(self.job.sft.eval_answers, len(held_out))
+        if not count:
+            return {}
+        asked = held_out.conversations(range(count))
+        answers = self.writer.answers([self.data.encoder.prompt(one) for one in asked])
+        right = sum(
+            answer is not None and answer.strip() == one.last_reply.strip()
+            for answer, one in zip(answers, asked, strict=True)
+        )
+        low, high = wilson_interval(right, count)
+        return {
+            "accuracy/default": right / count,
+            "accuracy_low/default": low,
+            "accuracy_high/default": high,
+            "items/default": count,
+        }
+
+    def _checkpoint(self) -> None:
+        """Save a checkpoint. A full disk costs this checkpoint, not the run; the older ones stay."""
+        if self.done == self.saved_step:
+            return
+        state = {"updates": self.done, "conversations": len(self.data.train)}
+        checkpoint = Checkpoint(self.trainer.adapter(self.done), self.trainer.moments(), state)
+        try:
+            save_checkpoint(self.checkpoints, self.done, checkpoint, self.job.logging.keep_checkpoints)
+        except OSError as error:
+            self._cannot_write("a checkpoint", error)
+            return
+        self.saved_step = self.done
+
+    def _save_adapter(self) -> None:
+        try:
+            self.trainer.adapter(self.done).write(self.folder / "adapter")
+        except OSError as error:
+            raise RLVLMError(
+                f"Could not write the adapter to {self.folder} ({error.strerror or error}): free some space and --resume."
+            ) from error
+
+    def _outcome(self) -> dict[str, Any]:
+        evaluations = self.recorder.evaluations()
+
+        def first_and_last(name: str, key: str) -> dict[str, float | None]:
+            values = [entry[key] for entry in evaluations if entry.get(key) is not None]
+            return {f"{name}_before": values[0] if values else None, f"{name}_after": values[-1] if values else None}
+
+        return {
+            "iterations": self.done,
+            "unit": "steps",
+            **first_and_last("eval_loss", "eval/loss"),
+            **first_and_last("accuracy", "accuracy/default"),
+            "conversations": len(self.data.train),
+            "too_long": self.data.train.left_out,
+            "skipped_steps": self.skipped,
+        }

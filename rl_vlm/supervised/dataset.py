@@ -1,0 +1,105 @@
+"""The conversations of a job: checked and measured before anything starts, then drawn in an order that the seed gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_vlm.config import SFTConfig
+from rl_vlm.envs.data import split_slice
+from rl_vlm.models.loading import TextSide
+from rl_vlm.seeding import derive_seed
+from rl_vlm.supervised.conversations import Conversation
+from rl_vlm.supervised.encoding import ConversationEncoder
+from rl_vlm.supervised.sources import ConversationTable, has_split, open_conversations
+from rl_vlm.types import Trajectory, UserInputError
+
+_SPLIT_STREAM, _ORDER_STREAM = 8, 9  # random numbers of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Conversations of a table: `rows` int64 [N], those that are used, and their tokens int64 [N]; `left_out` were too long."""
+
+    table: ConversationTable
+    rows: np.ndarray
+    tokens: np.ndarray
+    left_out: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def conversations(self, numbers: Sequence[int]) -> list[Conversation]:
+        """By number from 0 to N - 1."""
+        return [self.table[int(self.rows[number])] for number in numbers]
+
+
+@dataclass(frozen=True, slots=True)
+class JobData:
+    """The conversations to train on and, where there are any, the held-out ones."""
+
+    encoder: ConversationEncoder
+    train: Measured
+    held_out: Measured | None
+    batch_size: int
+    seed: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The last step of an epoch may have a smaller batch."""
+        return math.ceil(len(self.train) / self.batch_size)
+
+    def batch(self, step: int) -> list[Trajectory]:
+        """What optimiser step 0, 1, ... trains on; depends on the data, the batch size and the seed alone.
+
+        Every epoch shows each conversation once, in an order of its own. Raises BadRowError.
+        """
+        epoch, place = divmod(step, self.steps_per_epoch)
+        order = np.random.default_rng(derive_seed(self.seed, _ORDER_STREAM, epoch)).permutation(len(self.train))
+        numbers = order[place * self.batch_size : (place + 1) * self.batch_size]
+        return [self.encoder.encode(one) for one in self.train.conversations(numbers.tolist())]
+
+
+def open_job_data(job: SFTConfig, text: TextSide, progress: Callable[[str], None] = lambda _: None) -> JobData:
+    """Open, check and measure all conversations of a job. Raises UserInputError, BadRowError."""
+    sft = job.sft
+    encoder = ConversationEncoder(text, sft.max_length, sft.too_long)
+    train = open_conversations(sft.data, "train")
+    rows = np.arange(len(train))
+    held_out: tuple[ConversationTable, np.ndarray] | None = None
+    if sft.eval_fraction:
+        rng = np.random.default_rng(derive_seed(job.seed, _SPLIT_STREAM))
+        count = max(1, round(sft.eval_fraction * len(train)))
+        if count >= len(train):
+            raise UserInputError(
+                f"sft.eval_fraction leaves none of the {len(train)} conversations to train on: lower it."
+            )
+        shuffled = rng.permutation(len(train))
+        rows, held_out = np.sort(shuffled[count:]), (train, np.sort(shuffled[:count]))
+    elif sft.eval_data is not None or has_split(sft.data, "test"):
+        # A slice of `data` is one of its train split.
+        table = open_conversations(sft.eval_data or split_slice(sft.data)[0], "test")
+        held_out = (table, np.arange(len(table)))
+    measured = _measure(train, rows, encoder, progress)
+    if not len(measured):
+        raise UserInputError(
+            f"All {len(rows)} conversations of {train.name} are longer than sft.max_length ({sft.max_length}): raise it."
+        )
+    if held_out is None:
+        return JobData(encoder, measured, None, sft.batch_size, job.seed)
+    table, chosen = held_out
+    spread = np.linspace(0, len(chosen) - 1, min(len(chosen), sft.eval_items)).astype(np.int64)
+    return JobData(encoder, measured, _measure(table, chosen[spread], encoder, progress), sft.batch_size, job.seed)
+
+
+def _measure(
+    table: ConversationTable, rows: np.ndarray, encoder: ConversationEncoder, progress: Callable[[str], None]
+) -> Measured:
+    progress(f"Reading {len(rows)} conversations of {table.name} ...")
+    lengths = [encoder.length(table[int(row)]) for row in rows]
+    kept = np.array([length is not None for length in lengths], dtype=bool)
+    tokens = np.array([length for length in lengths if length is not None], dtype=np.int64)
+    return Measured(table, rows[kept], tokens, int((~kept).sum()))

@@ -1,0 +1,124 @@
+"""The supervised training step: the mean negative log-likelihood of the assistant's tokens, and one Adam step on it.
+
+Forward pass, positions, masks and packing are those of the policy update (`learning/update.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_vlm.config import AlgorithmSection, SFTConfig
+from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch, TrainSample
+from rl_vlm.learning.optimizer import make_optimizer
+from rl_vlm.learning.policy_model import PolicyModel
+from rl_vlm.learning.strategies.replicated import SingleProcess
+from rl_vlm.learning.update import PolicyUpdater, linear_schedule
+from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.supervised import backward_mean_nll
+from rl_vlm.types import RLVLMError, Trajectory
+
+
+class OutOfMemoryError(RLVLMError):
+    """A step does not fit into the GPU's memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """loss: nats per assistant token, before the step. tokens, targets: of the batch. grad_norm: before clipping; None:
+    it was not finite and the step was skipped."""
+
+    loss: float
+    tokens: int
+    targets: int
+    grad_norm: float | None
+
+
+class SFTTrainer:
+    """Trains the LoRA weights of one policy.
+
+    The policy's backbone must not suppress tokens: the loss is that of the plain model.
+    """
+
+    def __init__(self, policy: PolicyModel, job: SFTConfig) -> None:
+        self._policy = policy
+        self._learner = job.learner
+        codec = policy.text.codec
+        self._builder = BatchBuilder(
+            image_token_id=codec.image_token_id,
+            pad_token_id=codec.pad_token_id,
+            images=policy.text.images,
+            max_tokens=job.learner.micro_batch_tokens,
+            share_prompts=job.learner.share_prompts,
+        )
+        # Its losses are not used, only its forward pass.
+        self._updater = PolicyUpdater(policy.backbone, self._builder, AlgorithmSection(), temperature=1.0)
+        self._optimizer = make_optimizer(policy, job)
+        self._strategy = SingleProcess()
+        self._strategy.prepare(policy, self._optimizer)
+
+    def step(self, batch: Sequence[Trajectory], lr: float) -> StepFigures:
+        """One optimiser step. Every assistant token of the batch has the same weight. Raises OutOfMemoryError."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        targets = sum(int(trajectory.loss_mask.sum()) for trajectory in batch)
+        try:
+            loss = backward_mean_nll(map(self._logprobs, self._pack(batch)), targets)
+            norm = self._strategy.step(self._learner.max_grad_norm)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                "A step does not fit into the GPU's memory: lower learner.micro_batch_tokens or sft.max_length, or set "
+                "learner.gradient_checkpointing."
+            ) from error
+        return StepFigures(loss, sum(map(len, batch)), targets, norm)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Sequence[Trajectory]]) -> tuple[float, int]:
+        """The mean negative log-likelihood of the assistant's tokens, nats per token, and their number."""
+        total, targets = 0.0, 0
+        for batch in batches:
+            for micro in self._pack(batch):
+                total -= float(self._logprobs(micro).double().sum())
+                targets += len(micro.target)
+        return total / max(targets, 1), targets
+
+    def _pack(self, batch: Sequence[Trajectory]) -> list[MicroBatch]:
+        """Micro-batches of rows of similar length; conversations with the same beginning share a row where that pays."""
+        groups: dict[Any, list[TrainSample]] = {}
+        for trajectory in batch:
+            prompt = trajectory.token_ids[: int(np.argmax(trajectory.loss_mask))].tobytes()
+            key = (prompt, tuple(image.sha256 for image in trajectory.images))
+            unused = np.zeros(trajectory.num_sampled, dtype=np.float32)
+            groups.setdefault(key, []).append(TrainSample(trajectory, unused, 0.0))
+        return self._builder.build(Minibatch(list(groups.values())))
+
+    def _logprobs(self, micro: MicroBatch) -> Tensor:
+        return self._updater.logprobs(micro)[0]
+
+    def adapter(self, version: int) -> AdapterPayload:
+        """The adapter as it is."""
+        return self._strategy.gather_adapter(version)
+
+    def moments(self) -> dict[str, Tensor]:
+        """The optimiser's state as CPU tensors by name."""
+        return self._strategy.state()
+
+    def restore(self, adapter: AdapterPayload, moments: dict[str, Tensor]) -> None:
+        """Load what `adapter` and `moments` returned."""
+        self._policy.load(adapter)
+        self._strategy.restore(moments)
+
+
+def learning_rate(job: SFTConfig, step: int, total: int) -> float:
+    """Of step 0, 1, ...: a linear rise over `sft.warmup_steps`, then `learner.lr_schedule`."""
+    learner, warmup = job.learner, job.sft.warmup_steps
+    if step < warmup:
+        return learner.lr * (step + 1) / (warmup + 1)
+    if learner.lr_schedule == "linear":
+        return learner.lr * linear_schedule(step - warmup, total - 1 - warmup, learner.lr_final_fraction)
+    return learner.lr
