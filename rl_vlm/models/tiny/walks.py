@@ -57,8 +57,8 @@ def random_question(rng: np.random.Generator, grid: Grid) -> tuple[str, str]:
     draw = rng.random()
     if draw < 0.4:
         what, cell = ("agent", grid.agent) if rng.random() < 0.5 else ("goal", grid.goal)
-        row = bool(rng.random() < 0.5)
-        return f"{'Row' if row else 'Column'} of {what}?", str(cell[0 if row else 1] + 1)
+        axis = int(rng.integers(2))
+        return f"{('Row', 'Column')[axis]} of {what}?", str(cell[axis] + 1)
     if draw < 0.8:
         move = _balanced(rng, tuple(MOVES), lambda move: kind_of(grid, data.neighbour(grid.agent, move)))
         return f"What is {move}?", kind_of(grid, data.neighbour(grid.agent, move))
