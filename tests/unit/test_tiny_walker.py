@@ -44,12 +44,12 @@ def test_answers_about_a_grid_by_hand() -> None:
     assert len(by_question) == len(found)  # one answer each
     expected = {
         "Row of agent?": "2", "Column of agent?": "2", "Row of goal?": "3", "Column of goal?": "4",
-        "What is up?": "floor", "What is down?": "floor", "What is left?": "floor", "What is right?": "floor",
+        "Where is goal?": "down right", "What is up?": "floor", "What is down?": "floor", "What is left?": "floor", "What is right?": "floor",
         "What is at row 1, column 3?": "wall", "What is at row 2, column 4?": "hole", "What is at row 3, column 4?": "goal",
         "What is at row 2, column 2?": "agent", "What is at row 4, column 4?": "floor",
     }  # fmt: skip
     assert expected.items() <= by_question.items()
-    assert len(by_question) == 4 + 4 + 16
+    assert len(by_question) == 4 + 1 + 4 + 16
 
 
 def test_outside_counts_as_a_wall() -> None:

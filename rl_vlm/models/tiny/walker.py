@@ -14,7 +14,7 @@ import torch
 from rl_vlm.envs import gridwalk_data as data
 from rl_vlm.envs.gridwalk_data import MOVES, Difficulty, Grid, grid_item
 from rl_vlm.models.supervised import DialogueEncoder, Example, collate, token_logprobs
-from rl_vlm.models.tiny.walks import KINDS, draw_walk, random_question
+from rl_vlm.models.tiny.walks import BEARINGS, KINDS, draw_walk, random_question
 from rl_vlm.models.tiny.warmstart import train_step
 from rl_vlm.models.vision import fast_vision
 
@@ -79,7 +79,7 @@ def perception_accuracy(model: Any, encoder: DialogueEncoder, num_questions: int
     rng = np.random.default_rng(12345)
     grids = [grid_item(Difficulty(), "test", index) for index in range(num_questions)]
     asked = [random_question(rng, grid) for grid in grids]
-    replies = (*KINDS, *(str(number + 1) for number in range(Difficulty().size)))
+    replies = (*KINDS, *BEARINGS, *(str(number + 1) for number in range(Difficulty().size)))
     logprobs = reply_logprobs(model, encoder, grids, [question for question, _ in asked], replies)
     return float(
         np.mean([replies[best] == answer for best, (_, answer) in zip(logprobs.argmax(1), asked, strict=True)])

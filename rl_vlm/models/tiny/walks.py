@@ -17,6 +17,7 @@ from rl_vlm.types import Role
 
 MAX_TURNS = 4
 MOVE_SHARE = 0.3  # of the turns
+BEARINGS = ("up", "up right", "right", "down right", "down", "down left", "left", "up left")
 KINDS = ("floor", "wall", "hole", "goal", "agent")
 
 # Words that become single tokens.
@@ -25,6 +26,7 @@ CORPUS = (
     data.EXPECTED,
     "up\ndown\nleft\nright\nfloor\nwall\nhole\ngoal\nagent\n",
     "What is up? What is down? What is left? What is right? What is at row 1, column 2?",
+    "Where is goal? up right, down right, down left, up left",
     "Row of agent? Row of goal? Column of agent? Column of goal?",
 )
 
@@ -55,16 +57,26 @@ def draw_walk(rng: np.random.Generator, sizes: tuple[int, ...] = (3, 4, 5)) -> l
 def random_question(rng: np.random.Generator, grid: Grid) -> tuple[str, str]:
     """A question about what is where, and its answer; kinds of cells are about equally frequent."""
     draw = rng.random()
-    if draw < 0.4:
+    if draw < 0.3:
         what, cell = ("agent", grid.agent) if rng.random() < 0.5 else ("goal", grid.goal)
         axis = int(rng.integers(2))
         return f"{('Row', 'Column')[axis]} of {what}?", str(cell[axis] + 1)
-    if draw < 0.8:
+    if draw < 0.5:
+        return "Where is goal?", bearing(grid)
+    if draw < 0.85:
         move = _balanced(rng, tuple(MOVES), lambda move: kind_of(grid, data.neighbour(grid.agent, move)))
         return f"What is {move}?", kind_of(grid, data.neighbour(grid.agent, move))
     cells = [(row, column) for row in range(grid.size) for column in range(grid.size)]
     row, column = _balanced(rng, cells, lambda cell: kind_of(grid, cell))
     return f"What is at row {row + 1}, column {column + 1}?", kind_of(grid, (row, column))
+
+
+def bearing(grid: Grid) -> str:
+    """One of BEARINGS: on which side of the agent the goal lies, whatever is between them."""
+    rows, columns = (there - here for there, here in zip(grid.goal, grid.agent, strict=True))
+    vertical = ["up"] if rows < 0 else ["down"] if rows > 0 else []
+    horizontal = ["left"] if columns < 0 else ["right"] if columns > 0 else []
+    return " ".join(vertical + horizontal)
 
 
 def kind_of(grid: Grid, cell: data.Cell) -> str:
