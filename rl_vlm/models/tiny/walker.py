@@ -14,7 +14,7 @@ import torch
 from rl_vlm.envs import gridwalk_data as data
 from rl_vlm.envs.gridwalk_data import MOVES, Difficulty, Grid, grid_item
 from rl_vlm.models.supervised import DialogueEncoder, Example, collate, token_logprobs
-from rl_vlm.models.tiny.walks import BEARINGS, KINDS, draw_walk, random_question
+from rl_vlm.models.tiny.walks import draw_walk, random_question
 from rl_vlm.models.tiny.warmstart import train_step
 from rl_vlm.models.vision import fast_vision
 
@@ -75,15 +75,20 @@ def reply_logprobs(
 
 
 def perception_accuracy(model: Any, encoder: DialogueEncoder, num_questions: int = 200) -> float:
-    """The share of right answers to questions about grids of the test split."""
+    """The share of questions about grids of the test split to which the greedy reply is right, word for word."""
     rng = np.random.default_rng(12345)
-    grids = [grid_item(Difficulty(), "test", index) for index in range(num_questions)]
-    asked = [random_question(rng, grid) for grid in grids]
-    replies = (*KINDS, *BEARINGS, *(str(number + 1) for number in range(Difficulty().size)))
-    logprobs = reply_logprobs(model, encoder, grids, [question for question, _ in asked], replies)
-    return float(
-        np.mean([replies[best] == answer for best, (_, answer) in zip(logprobs.argmax(1), asked, strict=True)])
-    )
+    right: list[bool] = []
+    for start in range(0, num_questions, _ROWS):
+        grids = [grid_item(Difficulty(), "test", index) for index in range(start, min(start + _ROWS, num_questions))]
+        asked = [(grid, *random_question(rng, grid)) for grid in grids]
+        examples = [encoder.encode_turn((data.render(grid), question), answer) for grid, question, answer in asked]
+        arguments, targets = collate(examples, encoder.pad_token_id)
+        with torch.no_grad():
+            hidden = model.model(**arguments, use_cache=False).last_hidden_state[:, :-1]
+            likeliest = model.lm_head(hidden).argmax(-1)
+        wrong = (likeliest != arguments["input_ids"][:, 1:]) & targets[:, 1:]
+        right += (~wrong.any(1)).tolist()
+    return float(np.mean(right))
 
 
 def move_probabilities(model: Any, encoder: DialogueEncoder, grids: Sequence[Grid]) -> np.ndarray:

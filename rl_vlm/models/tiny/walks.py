@@ -16,16 +16,15 @@ from rl_vlm.envs.gridwalk_data import MOVES, Grid
 from rl_vlm.types import Role
 
 MAX_TURNS = 4
-MOVE_SHARE = 0.3  # of the turns
-BEARINGS = ("up", "up right", "right", "down right", "down", "down left", "left", "up left")
-KINDS = ("floor", "wall", "hole", "goal", "agent")
+MOVE_SHARE = 0.25  # of the turns
 
-# Words that become single tokens.
+# Words that become single tokens, the more surely the oftener they stand here.
 CORPUS = (
-    data.QUESTION,
+    " ".join([data.QUESTION] * 4),
     data.EXPECTED,
-    "up\ndown\nleft\nright\nfloor\nwall\nhole\ngoal\nagent\n",
-    "What is up? What is down? What is left? What is right? What is at row 1, column 2?",
+    "up\ndown\nleft\nright\n" * 2,
+    "floor\nwall\nhole\ngoal\n floor wall hole goal floor wall hole goal",
+    "What is up? What is down? What is left? What is right? What is around?",
     "Where is goal? up right, down right, down left, up left",
     "Row of agent? Row of goal? Column of agent? Column of goal?",
 )
@@ -55,24 +54,23 @@ def draw_walk(rng: np.random.Generator, sizes: tuple[int, ...] = (3, 4, 5)) -> l
 
 
 def random_question(rng: np.random.Generator, grid: Grid) -> tuple[str, str]:
-    """A question about what is where, and its answer; kinds of cells are about equally frequent."""
+    """A question about what is where, and its answer."""
     draw = rng.random()
-    if draw < 0.3:
+    if draw < 0.15:
         what, cell = ("agent", grid.agent) if rng.random() < 0.5 else ("goal", grid.goal)
         axis = int(rng.integers(2))
         return f"{('Row', 'Column')[axis]} of {what}?", str(cell[axis] + 1)
-    if draw < 0.5:
+    if draw < 0.35:
         return "Where is goal?", bearing(grid)
-    if draw < 0.85:
-        move = _balanced(rng, tuple(MOVES), lambda move: kind_of(grid, data.neighbour(grid.agent, move)))
-        return f"What is {move}?", kind_of(grid, data.neighbour(grid.agent, move))
-    cells = [(row, column) for row in range(grid.size) for column in range(grid.size)]
-    row, column = _balanced(rng, cells, lambda cell: kind_of(grid, cell))
-    return f"What is at row {row + 1}, column {column + 1}?", kind_of(grid, (row, column))
+    around = {move: kind_of(grid, data.neighbour(grid.agent, move)) for move in MOVES}
+    if draw < 0.7:
+        return "What is around?", " ".join(around.values())
+    move = _balanced(rng, tuple(MOVES), around.__getitem__)
+    return f"What is {move}?", around[move]
 
 
 def bearing(grid: Grid) -> str:
-    """One of BEARINGS: on which side of the agent the goal lies, whatever is between them."""
+    """On which side of the agent the goal lies, whatever is between them: "up", "down left", ..."""
     rows, columns = (there - here for there, here in zip(grid.goal, grid.agent, strict=True))
     vertical = ["up"] if rows < 0 else ["down"] if rows > 0 else []
     horizontal = ["left"] if columns < 0 else ["right"] if columns > 0 else []
@@ -80,9 +78,7 @@ def bearing(grid: Grid) -> str:
 
 
 def kind_of(grid: Grid, cell: data.Cell) -> str:
-    """One of KINDS; outside counts as wall."""
-    if cell == grid.agent:
-        return "agent"
+    """floor, wall, hole or goal; outside counts as wall."""
     if cell == grid.goal:
         return "goal"
     if cell in grid.holes:
