@@ -36,8 +36,6 @@ _WIDE_HEADS: dict[str, Any] = {"head_dim": 32, "mrope_section": [8, 4, 4]}
 # "wide" has attention heads of 32, the least that vLLM's kernels support. "labeller" compares pictures of poles.
 # "gridwalk" knows what is where on the grids of GridWalk-v0.
 _HEADS = {"small": _SMALL_HEADS, "wide": _WIDE_HEADS, "labeller": _WIDE_HEADS, "gridwalk": _SMALL_HEADS}
-# Patches per side of one image token: a token for each cell of a 4×4 grid.
-_MERGE = {"gridwalk": 1}
 _LESSONS_VERSION = {"labeller": 2, "gridwalk": 1}  # as RECIPE_VERSION, for the lessons of one variant
 
 logger = logging.getLogger(__name__)
@@ -118,7 +116,7 @@ def build_processor(variant: Variant = "small") -> Any:
     images = {
         "patch_size": 16,
         "temporal_patch_size": 2,
-        "merge_size": _MERGE.get(variant, 2),
+        "merge_size": 2,
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
         "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
@@ -167,7 +165,7 @@ def build_model(seed: int, tokenizer: Any, variant: Variant = "small") -> Any:
             "num_heads": 4,
             "intermediate_size": 128,
             "patch_size": 16,
-            "spatial_merge_size": _MERGE.get(variant, 2),
+            "spatial_merge_size": 2,
             "temporal_patch_size": 2,
             "out_hidden_size": 64,
             "num_position_embeddings": 16,

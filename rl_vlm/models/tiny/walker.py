@@ -18,7 +18,7 @@ from rl_vlm.models.tiny.walks import draw_walk, random_question
 from rl_vlm.models.tiny.warmstart import train_step
 from rl_vlm.models.vision import fast_vision
 
-STEPS = 450
+STEPS = 480
 BATCH = 48
 LEARNING_RATE = 3e-3
 _RISE = 20  # steps until the full learning rate

@@ -15,6 +15,7 @@ from rl_vlm.envs import gridwalk_data as data
 from rl_vlm.envs.gridwalk_data import MOVES, Grid
 from rl_vlm.types import Role
 
+SIZES = (3, 4)  # of the grids, in cells per side
 MAX_TURNS = 4
 MOVE_SHARE = 0.25  # of the turns
 
@@ -33,7 +34,7 @@ P = TypeVar("P")
 Turn = tuple[Role, tuple[np.ndarray, str], str]
 
 
-def draw_walk(rng: np.random.Generator, sizes: tuple[int, ...] = (3, 4, 5)) -> list[Turn]:
+def draw_walk(rng: np.random.Generator, sizes: tuple[int, ...] = SIZES) -> list[Turn]:
     """Turns of one conversation: (role, (picture uint8 [IMAGE_SIZE, IMAGE_SIZE, 3], text), reply)."""
     turns: list[Turn] = []
     grid = _fresh(rng, sizes)
