@@ -18,6 +18,7 @@ EnvFactory = Callable[..., VisionEnv]
 # Factories by id; a string names "module:attribute" and is imported on first use.
 _REGISTRY: dict[str, EnvFactory | str] = {
     "Shapes-v0": "rl_vlm.envs.shapes:ShapesEnv",
+    "GridWalk-v0": "rl_vlm.envs.gridwalk:GridWalkEnv",
     "Geo3k-v0": "rl_vlm.envs.geo3k:Geo3kEnv",
 }
 

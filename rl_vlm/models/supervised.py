@@ -19,6 +19,8 @@ from rl_vlm.types import EncodedImage, Message, Role
 # Stands for any image where only token ids are needed: encoding real pixels as PNG would cost more than the model.
 _STAND_IN = EncodedImage("", b"", 0, 0)
 
+Part = str | np.ndarray
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -57,22 +59,30 @@ class DialogueEncoder:
 
     def encode(self, images: Sequence[np.ndarray], exchanges: Sequence[tuple[Role, str, str]]) -> Example:
         """`images` (uint8 [height, width, 3]) come before the first text; exchanges are (role, text, reply)."""
+        return self.encode_chat(
+            [
+                (role, (text,) if number else (*images, text), reply)
+                for number, (role, text, reply) in enumerate(exchanges)
+            ]
+        )
+
+    def encode_turn(self, parts: Sequence[Part], reply: str) -> Example:
+        """One message of the user, texts and images (uint8 [height, width, 3]) in any order, and the reply."""
+        return self.encode_chat([("user", parts, reply)])
+
+    def encode_chat(self, turns: Sequence[tuple[Role, Sequence[Part], str]]) -> Example:
+        """Turns are (role, texts and images uint8 [height, width, 3] in any order, reply)."""
         ids: list[np.ndarray] = []
         sampled: list[np.ndarray] = []
-        for number, (role, text, reply) in enumerate(exchanges):
-            opening = (*[None] * len(images), text)
-            given = self._continuation(role, text) if number else self._prompt(role, opening)
+        for number, (role, parts, reply) in enumerate(turns):
+            encode = self._continuation if number else self._prompt
+            given = encode(role, tuple(part if isinstance(part, str) else None for part in parts))
             for span, is_reply in ((given, False), (self._reply(reply), True)):
                 ids.append(span)
                 sampled.append(np.full(len(span), is_reply))
-        return self._example(ids, sampled, images)
-
-    def encode_turn(self, parts: Sequence[str | np.ndarray], reply: str) -> Example:
-        """One message of the user, texts and images (uint8 [height, width, 3]) in any order, and the reply."""
-        given = self._prompt("user", tuple(part if isinstance(part, str) else None for part in parts))
-        spans = [given, self._reply(reply)]
-        sampled = [np.full(len(span), number == 1) for number, span in enumerate(spans)]
-        return self._example(spans, sampled, [part for part in parts if not isinstance(part, str)])
+        return self._example(
+            ids, sampled, [part for _, parts, _ in turns for part in parts if not isinstance(part, str)]
+        )
 
     def _example(
         self, ids: Sequence[np.ndarray], sampled: Sequence[np.ndarray], images: Sequence[np.ndarray]
@@ -94,16 +104,19 @@ class DialogueEncoder:
         )
 
     def _prompt_uncached(self, role: Role, parts: tuple[str | None, ...]) -> np.ndarray:
-        """The ids of one message; None stands for an image."""
-        message = Message(role, tuple(_STAND_IN if part is None else part for part in parts))
-        return self._codec.encode_prompt([message]).token_ids
+        return self._codec.encode_prompt([_message(role, parts)]).token_ids
 
-    def _continuation_uncached(self, role: Role, text: str) -> np.ndarray:
-        return self._codec.encode_continuation([Message.of(role, text)], ended=True).token_ids
+    def _continuation_uncached(self, role: Role, parts: tuple[str | None, ...]) -> np.ndarray:
+        return self._codec.encode_continuation([_message(role, parts)], ended=True).token_ids
 
     def _reply_uncached(self, text: str) -> np.ndarray:
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return np.array([*ids, self._codec.end_of_turn_id], dtype=np.int32)
+
+
+def _message(role: Role, parts: tuple[str | None, ...]) -> Message:
+    """A message of which only the token ids matter; None stands for an image."""
+    return Message(role, tuple(_STAND_IN if part is None else part for part in parts))
 
 
 def collate(examples: Sequence[Example], pad_token_id: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from runs import ROOT, environment
 
+from rl_vlm.models.loading import resolve_model
+
 
 @pytest.mark.acceptance
 @pytest.mark.timeout(2400)
@@ -21,6 +23,20 @@ def test_the_loop_benchmark_compares_floor_system_and_peer(tmp_path: Path) -> No
     assert {"name", "machine", "versions", "rows", "ratios"} <= report.keys()
     assert {"floor / rl_vlm at 16×8", "floor / rl_vlm at 64×8", "TRL / rl_vlm at 16×8"} <= report["ratios"].keys()
     assert all(row["runs"] >= 15 and row["min"] <= row["median"] <= row["max"] for row in report["rows"])
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(600)
+def test_the_gridwalk_benchmark_compares_at_equal_episodes(tmp_path: Path) -> None:
+    resolve_model("tiny-gridwalk")
+    out, figure = tmp_path / "gridwalk.json", tmp_path / "gridwalk.png"
+    command = [sys.executable, str(ROOT / "benchmarks/gridwalk.py"), "--quick", "--folder", str(tmp_path / "runs")]
+    subprocess.run([*command, "--out", str(out), "--figure", str(figure)], env=environment(), timeout=580, check=True)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["label"] for row in rows] == ["GRPO", "RLOO"]
+    assert {row["episodes"] for row in rows} == {4 * 4 * 12}
+    assert all(0 <= row["median"] <= 1 and row["turns"] >= 1 and row["train_s"] > 0 for row in rows)
+    assert figure.stat().st_size > 10_000
 
 
 @pytest.mark.acceptance

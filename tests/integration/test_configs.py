@@ -74,6 +74,7 @@ def test_the_full_fine_tune_is_refused_until_it_exists(size: str, capsys: pytest
 def test_small_recipes_pass_a_dry_run(tiny_folder: Path) -> None:
     model = f"model.path={tiny_folder}"
     assert rl_vlm(["train", str(ROOT / "configs/quickstart.yaml"), "--dry-run", model]) == 0
+    assert rl_vlm(["train", str(ROOT / "configs/gridwalk_tiny.yaml"), "--dry-run", model]) == 0
     assert rl_vlm(["train", str(ROOT / "configs/geo3k_tiny.yaml"), "--dry-run", model, f"env.data={FIXTURES}"]) == 0
     assert rl_vlm(["sft", str(ROOT / "configs/sft_tiny.yaml"), "--dry-run", model]) == 0
 
@@ -116,6 +117,8 @@ def test_bad_data_is_refused_before_anything_starts(
         ("env.id=Shape-v0", "Did you mean Shapes-v0"),
         ("env.id=no/such/file.py", "no/such/file.py"),
         ("env.kwargs={task: juggle}", "juggle"),
+        ("env={id: GridWalk-v0, kwargs: {size: 9}}", "size must be an integer from 3 to 6"),
+        ("env={id: GridWalk-v0, kwargs: {size: 3, walls: 0, holes: 0, min_distance: 7}}", "lower min_distance"),
         ("model.path=/no/such/folder", "/no/such/folder"),
         ("model.path=Qwen/Qwen3-VL-2B-Instruct", "rl-vlm fetch"),
         ("rollout.top_p=0.9", "top_p"),

@@ -30,12 +30,13 @@ RECIPE_VERSION = 4
 MAX_LENGTH = 8192
 MIN_PIXELS, MAX_PIXELS = 32 * 32, 128 * 128  # 1 to 16 image tokens
 
-Variant = Literal["small", "wide", "labeller"]
+Variant = Literal["small", "wide", "labeller", "gridwalk"]
 _SMALL_HEADS: dict[str, Any] = {"head_dim": 16, "mrope_section": [4, 2, 2]}
 _WIDE_HEADS: dict[str, Any] = {"head_dim": 32, "mrope_section": [8, 4, 4]}
 # "wide" has attention heads of 32, the least that vLLM's kernels support. "labeller" compares pictures of poles.
-_HEADS = {"small": _SMALL_HEADS, "wide": _WIDE_HEADS, "labeller": _WIDE_HEADS}
-_LABELLER_VERSION = 2  # as RECIPE_VERSION, for its lessons
+# "gridwalk" knows what is where on the grids of GridWalk-v0.
+_HEADS = {"small": _SMALL_HEADS, "wide": _WIDE_HEADS, "labeller": _WIDE_HEADS, "gridwalk": _SMALL_HEADS}
+_LESSONS_VERSION = {"labeller": 2, "gridwalk": 1}  # as RECIPE_VERSION, for the lessons of one variant
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,9 @@ def tiny_model_path(seed: int = 0, variant: Variant = "small") -> Path:
     the others wait.
     """
     cache = Path(os.environ.get("RL_VLM_CACHE") or Path.home() / ".cache" / "rl_vlm").expanduser()
-    version = f"{RECIPE_VERSION}.{_LABELLER_VERSION}" if variant == "labeller" else str(RECIPE_VERSION)
+    version = ".".join(
+        map(str, [RECIPE_VERSION, *([_LESSONS_VERSION[variant]] if variant in _LESSONS_VERSION else [])])
+    )
     key = hashlib.sha256(f"{version}-{variant}-{seed}".encode()).hexdigest()[:12]
     folder = cache / f"tiny-{variant}-{seed}-{key}"
     if not folder.is_dir():
@@ -75,17 +78,18 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: Variant = "small", ste
         raise UserInputError(f"{folder} exists already: remove it or choose another folder.")
     # Imported here: the path of a cached model must not need torch and the environments of the warm start.
     from rl_vlm.models.supervised import DialogueEncoder
-    from rl_vlm.models.tiny import labeller as tiny_labeller
-    from rl_vlm.models.tiny import warmstart as tiny_warmstart
+    from rl_vlm.models.tiny import labeller, walker, warmstart
 
-    lessons, report = (
-        (tiny_labeller, tiny_labeller.log_accuracy) if variant == "labeller" else (tiny_warmstart, _log_chance)
-    )
+    of_variant: dict[str, tuple[Any, Any]] = {
+        "labeller": (labeller, labeller.log_accuracy),
+        "gridwalk": (walker, walker.log_accuracy),
+    }
+    lessons, report = of_variant.get(variant, (warmstart, _log_chance))
     steps = lessons.STEPS if steps is None else steps
     folder.parent.mkdir(parents=True, exist_ok=True)
     logger.info("tiny model: building %s (seed %d, %d steps); this happens once", folder, seed, steps)
     started = time.monotonic()
-    processor = build_processor()
+    processor = build_processor(variant)
     model = build_model(seed, processor.tokenizer, variant)
     encoder = DialogueEncoder.from_processor(processor)
     with _one_thread():
@@ -103,9 +107,11 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: Variant = "small", ste
     return folder
 
 
-def build_processor() -> Any:
+def build_processor(variant: Variant = "small") -> Any:
     """A `Qwen3VLProcessor` with the tiny tokenizer and small images."""
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    from rl_vlm.models.tiny.walks import CORPUS
 
     images = {
         "patch_size": 16,
@@ -117,7 +123,7 @@ def build_processor() -> Any:
     }
     return Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(**images),
-        tokenizer=build_tokenizer(MAX_LENGTH),
+        tokenizer=build_tokenizer(MAX_LENGTH, CORPUS if variant == "gridwalk" else ()),
         video_processor=Qwen3VLVideoProcessor(**images),
         chat_template=CHAT_TEMPLATE,
     )

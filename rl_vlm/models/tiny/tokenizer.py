@@ -6,6 +6,7 @@ Qwen's order. The template renders as the one of Qwen3-VL-Instruct does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rl_vlm.envs import shapes_data
@@ -144,8 +145,11 @@ _SENTENCES = (
 )
 
 
-def train_bpe() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The vocabulary (text -> id) and the merges, trained from the corpus: the same every time."""
+def train_bpe(extra: Sequence[str] = ()) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """The vocabulary (text -> id) and the merges, trained from the corpus: the same every time.
+
+    `extra` are further texts whose words become single tokens.
+    """
     import json
 
     from tokenizers import Tokenizer, trainers
@@ -158,17 +162,17 @@ def train_bpe() -> tuple[dict[str, int], list[tuple[str, str]]]:
     trainer = trainers.BpeTrainer(
         vocab_size=NUM_BPE_IDS, initial_alphabet=sorted(ByteLevel.alphabet()), show_progress=False
     )
-    tokenizer.train_from_iterator([*_FRAME * 20, *_SENTENCES * 2], trainer)
+    tokenizer.train_from_iterator([*list(extra) * 20, *_FRAME * 20, *_SENTENCES * 2], trainer)
     model = json.loads(tokenizer.to_str())["model"]
     return model["vocab"], [tuple(pair) for pair in model["merges"]]
 
 
-def build_tokenizer(max_length: int) -> Any:
-    """A Hugging Face `Qwen2Tokenizer` with the tiny vocabulary and the chat template."""
+def build_tokenizer(max_length: int, extra: Sequence[str] = ()) -> Any:
+    """A Hugging Face `Qwen2Tokenizer` with the tiny vocabulary and the chat template; `extra` as in `train_bpe`."""
     from tokenizers import AddedToken
     from transformers import Qwen2Tokenizer
 
-    vocabulary, merges = train_bpe()
+    vocabulary, merges = train_bpe(extra)
     # The ids of all added tokens are fixed beforehand: the class itself would number the special ones first.
     added = {
         len(vocabulary) + number: AddedToken(text, special=special, normalized=False)

@@ -1,0 +1,107 @@
+"""The tiny walker's warm start: it learns what is where on a grid and to answer with a move, not which move is good."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_vlm.envs import gridwalk_data as data
+from rl_vlm.envs.gridwalk_data import MOVES, Difficulty, Grid, grid_item
+from rl_vlm.models.supervised import DialogueEncoder, Example, collate, token_logprobs
+from rl_vlm.models.tiny.walks import draw_walk, random_question
+from rl_vlm.models.tiny.warmstart import train_step
+from rl_vlm.models.vision import fast_vision
+
+STEPS = 480
+BATCH = 48
+LEARNING_RATE = 3e-3
+_RISE = 20  # steps until the full learning rate
+_LOG_EVERY_S = 10.0
+_ROWS = 64  # per forward pass
+
+logger = logging.getLogger(__name__)
+
+
+def warm_start(model: Any, encoder: DialogueEncoder, seed: int, steps: int = STEPS, batch: int = BATCH) -> float:
+    """Train all weights in place on random walks; returns the last loss (nats per token)."""
+    rng = np.random.default_rng([seed, 3])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / _RISE) * (1 - step / steps)
+    )
+    loss = float("nan")
+    started = logged = time.monotonic()
+    model.train()
+    with fast_vision(model), ThreadPoolExecutor(1) as pool:
+
+        def examples() -> list[Example]:
+            return [encoder.encode_chat(draw_walk(rng)) for _ in range(batch)]
+
+        upcoming = pool.submit(examples)
+        for step in range(steps):
+            current = upcoming.result()
+            upcoming = pool.submit(examples)  # drawn while the model computes
+            loss = train_step(model, optimizer, current, encoder.pad_token_id)
+            schedule.step()
+            if time.monotonic() - logged > _LOG_EVERY_S:
+                logged = time.monotonic()
+                logger.info("tiny walker: step %d of %d, loss %.3f, %.0f s", step + 1, steps, loss, logged - started)
+    model.eval()
+    return loss
+
+
+def reply_logprobs(
+    model: Any, encoder: DialogueEncoder, grids: Sequence[Grid], questions: Sequence[str], replies: Sequence[str]
+) -> np.ndarray:
+    """float32 [N, len(replies)]: the log-probability of each reply, end of turn included, to a question about a grid."""
+    found: list[np.ndarray] = []
+    pairs = list(zip(grids, questions, strict=True))
+    for start in range(0, len(pairs), _ROWS):
+        examples = [
+            encoder.encode_turn((data.render(grid), question), reply)
+            for grid, question in pairs[start : start + _ROWS]
+            for reply in replies
+        ]
+        arguments, targets = collate(examples, encoder.pad_token_id)
+        with torch.no_grad():
+            found.append(token_logprobs(model, arguments, targets).sum(1).reshape(-1, len(replies)).numpy())
+    return np.concatenate(found)
+
+
+def perception_accuracy(model: Any, encoder: DialogueEncoder, num_questions: int = 200) -> float:
+    """The share of questions about grids of the test split to which the greedy reply is right, word for word."""
+    rng = np.random.default_rng(12345)
+    right: list[bool] = []
+    for start in range(0, num_questions, _ROWS):
+        grids = [grid_item(Difficulty(), "test", index) for index in range(start, min(start + _ROWS, num_questions))]
+        asked = [(grid, *random_question(rng, grid)) for grid in grids]
+        examples = [encoder.encode_turn((data.render(grid), question), answer) for grid, question, answer in asked]
+        arguments, targets = collate(examples, encoder.pad_token_id)
+        with torch.no_grad():
+            hidden = model.model(**arguments, use_cache=False).last_hidden_state[:, :-1]
+            likeliest = model.lm_head(hidden).argmax(-1)
+        wrong = (likeliest != arguments["input_ids"][:, 1:]) & targets[:, 1:]
+        right += (~wrong.any(1)).tolist()
+    return float(np.mean(right))
+
+
+def move_probabilities(model: Any, encoder: DialogueEncoder, grids: Sequence[Grid]) -> np.ndarray:
+    """float32 [N, 4]: how likely each of MOVES is at the start of a walk."""
+    return np.exp(reply_logprobs(model, encoder, grids, [data.QUESTION] * len(grids), tuple(MOVES)))
+
+
+def log_accuracy(model: Any, encoder: DialogueEncoder, loss: float, seconds: float) -> None:
+    """Log how often the model is right about what is where, and how likely a good move is, which should be chance."""
+    grids = [grid_item(Difficulty(), "test", index) for index in range(200)]
+    good = np.array([[move in grid.best_moves() for move in MOVES] for grid in grids])
+    chosen = float((move_probabilities(model, encoder, grids) * good).sum(1).mean())
+    logger.info(
+        "tiny walker: done in %.0f s, loss %.3f; right about what is where %.2f; a good move %.2f (chance %.2f)",
+        seconds, loss, perception_accuracy(model, encoder), chosen, good.mean(),
+    )  # fmt: skip

@@ -1,0 +1,316 @@
+"""GridWalk-v0: the rules, which grids are drawn up, what is shown and paid, and that train and test grids never meet."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_vlm.envs import gridwalk_data as data
+from rl_vlm.envs.gridwalk import GridWalkEnv, parse_move, picture_of
+from rl_vlm.envs.gridwalk_data import MOVES, Difficulty, Grid, grid_item
+from rl_vlm.envs.registry import make
+from rl_vlm.types import EncodedImage, Observation, UserInputError
+
+HAND_MADE = Grid.parse(
+    "A.#",
+    ".O.",
+    "..G",
+)
+
+
+def opened(grid: Grid = HAND_MADE, **kwargs: object) -> GridWalkEnv:
+    """An environment that stands at a hand-made grid."""
+    env = GridWalkEnv(3, walls=1, holes=1, **kwargs)  # type: ignore[arg-type]
+    env.reset(options={"index": 0})
+    env._grid = grid
+    return env
+
+
+def picture(observation: Observation) -> EncodedImage:
+    (image,) = observation.messages[-1].images
+    assert isinstance(image, EncodedImage)
+    return image
+
+
+def pixels_of(observation: Observation) -> np.ndarray:
+    return np.asarray(picture(observation).to_pil())
+
+
+def shortest_by_enumeration(grid: Grid, limit: int) -> int | None:
+    """The length of a shortest walk, by applying the rules to a frontier of states: independent of `distances`."""
+    states = {grid}
+    for steps in range(limit + 1):
+        if any(state.agent == state.goal for state in states):
+            return steps
+        states = {s.moved(move) for s in states for move in MOVES}
+        states = {s for s in states if s.agent not in s.holes}
+    return None
+
+
+# --- rules
+
+
+def test_walls_and_the_border_stop_the_agent() -> None:
+    for move, place in {"up": (0, 0), "left": (0, 0), "right": (0, 1), "down": (1, 0)}.items():
+        assert HAND_MADE.moved(move).agent == place
+    assert HAND_MADE.moved("right").moved("right").agent == (0, 1)  # the wall at (0, 2)
+
+
+def test_the_goal_pays_one_and_ends() -> None:
+    env = opened()
+    for move in ("down", "down", "right"):
+        observation, reward, terminated, truncated, info = env.step(move)
+        assert (reward, terminated, truncated, info["outcome"]) == (0.0, False, False, "walking")
+        assert [(message.role, message.text) for message in observation.messages] == [("user", "Which way?")]
+    observation, reward, terminated, truncated, info = env.step("right")
+    assert (reward, terminated, truncated, observation.messages) == (1.0, True, False, ())
+    assert (info["success"], info["outcome"], info["steps"]) == (True, "goal", 4)
+
+
+def test_a_hole_pays_nothing_and_ends() -> None:
+    env = opened()
+    env.step("right")
+    observation, reward, terminated, truncated, info = env.step("down")
+    assert (reward, terminated, truncated, observation.messages) == (0.0, True, False, ())
+    assert (info["success"], info["outcome"], info["steps"]) == (False, "hole", 2)
+
+
+def test_the_last_turn_truncates_without_pay() -> None:
+    env = opened(max_turns=3)
+    assert not any(env.step("up")[3] for _ in range(2))
+    observation, reward, terminated, truncated, info = env.step("up")
+    assert (reward, terminated, truncated, observation.messages) == (0.0, False, True, ())
+    assert (info["success"], info["outcome"], info["steps"]) == (False, "turns", 3)
+
+
+def test_the_goal_counts_on_the_last_turn() -> None:
+    env = opened(max_turns=4)
+    *_, (_, reward, terminated, truncated, _) = [env.step(move) for move in ("down", "down", "right", "right")]
+    assert (reward, terminated, truncated) == (1.0, True, False)
+
+
+@pytest.mark.parametrize("text", ["", "north", "up up", "I go up", "up, down", "<answer>up</answer>", "u p", "up\x00"])
+def test_what_is_no_move_uses_a_turn_and_is_told_what_is_expected(text: str) -> None:
+    env = opened(max_turns=3)
+    before = picture_of(HAND_MADE)
+    observation, reward, terminated, truncated, info = env.step(text)
+    assert (reward, terminated, truncated, info["well_formed"], info["steps"]) == (0.0, False, False, False, 1)
+    assert observation.messages[0].text == "Answer up, down, left or right."
+    assert picture(observation) == before
+    observation, *_, info = env.step("down")
+    assert (observation.messages[0].text, info["well_formed"]) == ("Which way?", True)
+    assert env.step(text)[3]  # the third of three turns
+
+
+@pytest.mark.parametrize("text", ["up", "Up", " UP\n", "up."])
+def test_case_space_and_a_full_stop_do_not_matter(text: str) -> None:
+    assert parse_move(text) == "up"
+
+
+@given(st.text())
+def test_parsing_takes_any_text(text: str) -> None:
+    assert parse_move(text) in {None, *MOVES}
+
+
+# --- grids
+
+
+@pytest.mark.parametrize("size", [3, 4, 5, 6])
+def test_every_grid_can_be_solved_and_is_as_difficult_as_asked_for(size: int) -> None:
+    difficulty = Difficulty(size, size - 2, size - 2, 3, 8)
+    for split, count in (("train", 400), ("test", 100)):
+        for index in range(count):
+            grid = grid_item(difficulty, split, index)  # type: ignore[arg-type]
+            shortest = shortest_by_enumeration(grid, 8)
+            assert shortest is not None and shortest >= 3
+            assert shortest == grid.distances()[grid.agent]
+            cells = [grid.agent, grid.goal, *grid.walls, *grid.holes]
+            assert len(set(cells)) == len(cells) == 2 + 2 * (size - 2)
+
+
+def test_unsolvable_grids_have_no_distance_and_no_best_move() -> None:
+    grid = Grid.parse("A#.", "O..", "..G")
+    assert shortest_by_enumeration(grid, 12) is None
+    assert grid.agent not in grid.distances() and grid.best_moves() == ()
+
+
+def test_best_moves_by_hand() -> None:
+    assert set(HAND_MADE.best_moves()) == {"down"}  # the wall closes the upper way
+    assert set(Grid.parse("A..", "...", "..G").best_moves()) == {"down", "right"}
+    assert Grid.parse("A#G", ".O.", "...").distances()[0, 0] == 6
+
+
+def test_no_picture_of_a_test_grid_is_ever_trained_on() -> None:
+    def pictures(split: str, count: int) -> set[str]:
+        found = set()
+        for index in range(count):
+            grid = grid_item(Difficulty(), split, index)  # type: ignore[arg-type]
+            for cell in grid.distances().keys() - {grid.goal}:
+                found.add(picture_of(Grid(grid.size, cell, grid.goal, grid.walls, grid.holes)).sha256)
+        return found
+
+    train, test = pictures("train", 300), pictures("test", 100)
+    assert len(train) > 2000 and len(test) > 700
+    assert not train & test
+
+
+def test_the_map_decides_the_split_whatever_the_agent_does() -> None:
+    for split in ("train", "test"):
+        for index in range(50):
+            grid = grid_item(Difficulty(), split, index)  # type: ignore[arg-type]
+            assert {grid.split(), *(grid.moved(move).split() for move in MOVES)} == {split}
+
+
+def test_an_item_depends_on_its_index_split_and_seed_alone() -> None:
+    first = grid_item(Difficulty(), "train", 7)
+    grid_item.cache_clear()
+    again = grid_item(Difficulty(), "train", 7)
+    assert first == again and first is not again
+    others = [
+        grid_item(Difficulty(), "train", 8),
+        grid_item(Difficulty(), "test", 7),
+        grid_item(Difficulty(), "train", 7, 1),
+    ]
+    assert len({first, *others}) == 4
+
+
+# --- pictures
+
+
+def test_equal_states_give_equal_pictures_and_others_other_ones() -> None:
+    env = GridWalkEnv()
+    start, _ = env.reset(options={"index": 3})
+    grid = env._grid
+    assert grid is not None
+    there, back = next(
+        (a, b) for a, b in (("up", "down"), ("down", "up"), ("left", "right"), ("right", "left"))
+        if grid.moved(a).agent not in {grid.agent, grid.goal, *grid.holes} and grid.moved(a).moved(b) == grid
+    )  # fmt: skip
+    away, returned = env.step(there)[0], env.step(back)[0]
+    assert picture(returned).sha256 == picture(start).sha256 != picture(away).sha256
+    picture_of.cache_clear()
+    assert picture(GridWalkEnv().reset(options={"index": 3})[0]) == picture(start)
+
+
+@pytest.mark.parametrize(("size", "image_size"), [(3, 64), (4, 64), (5, 64), (6, 64), (6, 200)])
+def test_every_kind_of_cell_can_be_told_from_every_other(size: int, image_size: int) -> None:
+    difficulty = Difficulty(size, size - 2, size - 2)
+    for index in range(20):
+        grid = grid_item(difficulty, "train", index)
+        pixels = data.render(grid, image_size)
+        assert pixels.shape == (image_size, image_size, 3)
+        edges = [round(k * image_size / size) for k in range(size + 1)]
+        for row, column in itertools.product(range(size), repeat=2):
+            cell = pixels[edges[row] : edges[row + 1], edges[column] : edges[column + 1]]
+            colour = tuple(int(v) for v in cell[cell.shape[0] // 2, cell.shape[1] // 2])
+            expected = {grid.agent: data.AGENT, grid.goal: data.GOAL}
+            expected |= dict.fromkeys(grid.walls, data.WALL) | dict.fromkeys(grid.holes, data.HOLE)
+            assert colour == expected.get((row, column), (data.BACKGROUND,) * 3)
+            assert (cell == colour).all(-1).mean() > 0.3
+
+
+# --- the environment
+
+
+def test_the_full_prompt_names_what_is_drawn_and_what_to_answer() -> None:
+    observation, info = make("GridWalk-v0", max_turns=7).reset(options={"index": 9, "split": "test"})
+    (message,) = observation.messages
+    assert message.role == "user" and len(message.images) == 1
+    assert message.text == (
+        "You are the red disc. Walk to the green square. White cells are walls, which stop you; black discs are holes: if "
+        "you step on one, the game is lost. In each of at most 7 turns answer with one word: up, down, left or right. "
+        "Which way?"
+    )
+    assert info["index"] == 9 and info["split"] == "test" and info["shortest_path"] >= 3
+
+
+def test_the_brief_prompt_is_the_question() -> None:
+    observation, _ = make("GridWalk-v0", prompt="brief").reset(options={"index": 9})
+    assert observation.messages[0].text == "Which way?"
+    assert pixels_of(observation).shape == (64, 64, 3)
+
+
+def play(env: GridWalkEnv, index: int, split: str, choose: object) -> dict[str, object]:
+    """The last info of an episode; `choose` gets the state."""
+    env.reset(options={"index": index, "split": split})
+    while True:
+        _, reward, terminated, truncated, info = env.step(choose(env._grid))  # type: ignore[operator]
+        if terminated or truncated:
+            return {**info, "reward": reward}
+
+
+@pytest.mark.parametrize("size", [3, 4, 6])
+def test_shortest_paths_always_reach_the_goal(size: int) -> None:
+    env = GridWalkEnv(size)
+    for split in ("train", "test"):
+        ends = [play(env, index, split, lambda grid: grid.best_moves()[0]) for index in range(100)]
+        assert all(end["reward"] == 1.0 and end["steps"] == end["shortest_path"] for end in ends)
+
+
+def test_random_moves_rarely_reach_the_goal() -> None:
+    env, rng = GridWalkEnv(num_test=1000), np.random.default_rng(0)
+    ends = [play(env, index, "test", lambda _: list(MOVES)[rng.integers(4)]) for index in range(1000)]
+    assert 0.02 < np.mean([end["reward"] for end in ends]) < 0.15  # type: ignore[arg-type]
+    assert np.mean([end["steps"] for end in ends]) >= 4  # type: ignore[arg-type]
+    assert np.mean([end["shortest_path"] for end in ends]) >= 3.8  # type: ignore[arg-type]
+
+
+def test_without_an_index_the_seed_chooses() -> None:
+    env = GridWalkEnv(num_train=50)
+    indices = [env.reset(seed=seed)[1]["index"] for seed in range(20)]
+    assert indices == [env.reset(seed=seed)[1]["index"] for seed in range(20)]
+    assert len(set(indices)) > 5 and max(indices) < 50
+    assert (env.num_items("train"), env.num_items("test")) == (50, 512)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"size": 2},
+        {"size": 7},
+        {"size": 4.0},
+        {"size": True},
+        {"walls": -1},
+        {"holes": "two"},
+        {"walls": 7, "holes": 8},
+        {"max_turns": 1},
+        {"max_turns": 11},
+        {"min_distance": 0},
+        {"min_distance": 9},
+        {"prompt": "none"},
+        {"image_size": 32},
+        {"seed": "a"},
+        {"num_train": 0},
+        {"num_test": 1.5},
+        {"colour": "red"},
+    ],
+)
+def test_a_wrong_argument_is_a_user_error_that_names_it(kwargs: dict[str, object]) -> None:
+    with pytest.raises(UserInputError, match=next(iter(kwargs))):
+        make("GridWalk-v0", **kwargs)
+
+
+def test_a_difficulty_without_grids_is_a_user_error() -> None:
+    env = GridWalkEnv(3, walls=0, holes=0, min_distance=5)  # the corners are 4 steps apart
+    with pytest.raises(UserInputError, match="lower min_distance"):
+        env.reset(options={"index": 0})
+
+
+@pytest.mark.parametrize("options", [{"index": 4096}, {"index": -1}, {"index": 512, "split": "test"}, {"split": "dev"}])
+def test_an_item_that_does_not_exist_is_a_user_error(options: dict[str, object]) -> None:
+    with pytest.raises(UserInputError):
+        GridWalkEnv().reset(options=options)
+
+
+def test_a_step_needs_an_open_episode() -> None:
+    with pytest.raises(UserInputError, match="reset"):
+        GridWalkEnv().step("up")
+    env = opened()
+    for move in ("down", "down", "right", "right"):
+        env.step(move)
+    with pytest.raises(UserInputError, match="reset"):
+        env.step("up")

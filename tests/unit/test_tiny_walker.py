@@ -1,0 +1,193 @@
+"""The tiny walker: what it is taught about grids, that it is asked as it was taught, and that it is not taught where to go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_vlm.chat import ChatCodec
+from rl_vlm.envs import gridwalk_data as data
+from rl_vlm.envs.gridwalk import GridWalkEnv, parse_move
+from rl_vlm.envs.gridwalk_data import MOVES, Difficulty, Grid, grid_item
+from rl_vlm.models.loading import resolve_model
+from rl_vlm.models.supervised import DialogueEncoder
+from rl_vlm.models.tiny import model as tiny
+from rl_vlm.models.tiny import walker
+from rl_vlm.models.tiny.walker import move_probabilities, perception_accuracy, warm_start
+from rl_vlm.models.tiny.walks import draw_walk, kind_of, random_question
+from rl_vlm.types import EncodedImage, Message
+
+GRID = Grid.parse("..#.", ".A.O", "#O.G", "....")
+
+
+@pytest.fixture(scope="module")
+def processor() -> Any:
+    return tiny.build_processor("gridwalk")
+
+
+@pytest.fixture(scope="module")
+def encoder(processor: Any) -> DialogueEncoder:
+    return DialogueEncoder.from_processor(processor)
+
+
+# --- what is taught
+
+
+def test_answers_about_a_grid_by_hand() -> None:
+    rng = np.random.default_rng(0)
+    found = {random_question(rng, GRID) for _ in range(3000)}
+    by_question = dict(found)
+    assert len(by_question) == len(found)  # one answer each
+    expected = {
+        "Row of agent?": "2", "Column of agent?": "2", "Row of goal?": "3", "Column of goal?": "4",
+        "Where is goal?": "down right", "What is up?": "floor", "What is down?": "hole", "What is left?": "floor", "What is right?": "floor",
+        "What is around?": "floor hole floor floor",
+    }  # fmt: skip
+    assert by_question == expected
+
+
+def test_outside_counts_as_a_wall() -> None:
+    corner = Grid.parse("A..", "...", "..G")
+    assert [kind_of(corner, data.neighbour(corner.agent, move)) for move in MOVES] == ["wall", "floor", "wall", "floor"]
+
+
+def test_answers_about_neighbours_are_right_in_the_pixels() -> None:
+    colours = {"goal": data.GOAL, "wall": data.WALL, "hole": data.HOLE, "floor": (data.BACKGROUND,) * 3}
+    rng = np.random.default_rng(1)
+    seen: Counter[str] = Counter()
+    for index in range(300):
+        grid = grid_item(Difficulty(min_distance=1), "train", index)
+        question, answer = random_question(rng, grid)
+        if not question.startswith("What is "):
+            continue
+        asked = tuple(MOVES) if question == "What is around?" else (question[8:-1],)
+        for move, kind in zip(asked, answer.split(), strict=True):
+            seen[kind] += 1
+            row, column = data.neighbour(grid.agent, move)
+            if 0 <= row < 4 and 0 <= column < 4:
+                assert tuple(data.render(grid)[16 * row + 8, 16 * column + 8]) == colours[kind]
+            else:
+                assert kind == "wall"
+    assert set(seen) == set(colours)
+
+
+def test_moves_are_random_whatever_is_drawn() -> None:
+    rng = np.random.default_rng(2)
+    moves: Counter[str] = Counter()
+    by_bearing: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}  # whether the goal is painted above
+    turns = 0
+    for _ in range(4000):
+        for role, (picture, text), reply in draw_walk(rng):
+            turns += 1
+            assert role == "user" and picture.shape == (64, 64, 3)
+            if text in (data.QUESTION, data.EXPECTED):
+                assert parse_move(reply) == reply
+                moves[reply] += 1
+                agent, goal = (
+                    np.argwhere((picture == colour).all(-1))[:, 0].mean() for colour in (data.AGENT, data.GOAL)
+                )
+                by_bearing[bool(goal < agent - 8)][reply] += 1
+    assert 0.2 < sum(moves.values()) / turns < 0.3
+    assert all(abs(count / sum(moves.values()) - 0.25) < 0.03 for count in moves.values())
+    for counts in by_bearing.values():  # going up is as likely when the goal is above
+        assert abs(counts["up"] / sum(counts.values()) - 0.25) < 0.04
+
+
+def test_no_test_grid_is_shown() -> None:
+    rng = np.random.default_rng(4)
+    shown = {picture.tobytes() for _ in range(600) for _, (picture, _), _ in draw_walk(rng)}
+    test = {data.render(grid_item(Difficulty(), "test", index)).tobytes() for index in range(512)}
+    assert len(shown) > 1000 and len(test) > 500 and not shown & test
+
+
+# --- how it is asked
+
+
+def test_a_walk_is_encoded_as_the_environment_asks(processor: Any, encoder: DialogueEncoder) -> None:
+    """Every token and every patch of an episode equals that of the dialogue that the warm start would make of it."""
+    codec = ChatCodec(processor.tokenizer, processor.chat_template, processor.image_token)
+    env = GridWalkEnv(prompt="brief")
+    observation, _ = env.reset(options={"index": 1})
+    ids, turns, images = codec.encode_prompt(observation.messages).token_ids, [], list(observation.messages[0].images)
+    moves = ["north", *[grid_moves[0] for grid_moves in _path(env)]][:3]
+    for number, move in enumerate(moves):
+        (message,) = observation.messages
+        image = message.images[0]
+        assert isinstance(image, EncodedImage)
+        turns.append((message.role, (np.asarray(image.to_pil()), message.text), move))
+        reply = [*processor.tokenizer(move)["input_ids"], codec.end_of_turn_id]
+        ids = np.concatenate([ids, np.array(reply, dtype=np.int32)])
+        observation = env.step(move)[0]
+        if number + 1 < len(moves):
+            span = codec.encode_continuation(observation.messages, ended=True)
+            ids, images = np.concatenate([ids, span.token_ids]), [*images, *span.images]
+    example = encoder.encode_chat(turns)
+    single = [
+        token
+        for k, token in enumerate(example.token_ids)
+        if token != codec.image_token_id or example.token_ids[k - 1] != codec.image_token_id
+    ]
+    assert single == ids.tolist()
+    assert len(example.grids) == 3
+    chat = [m for role, parts, reply in turns for m in _messages(role, parts, reply)]
+    expected = processor.apply_chat_template(chat, tokenize=True, return_dict=True, return_tensors="pt")
+    assert expected["pixel_values"].numpy().tobytes() == example.patches.tobytes()
+    assert expected["input_ids"][0, : len(example.token_ids)].tolist() == example.token_ids.tolist()
+
+
+def _path(env: GridWalkEnv) -> list[tuple[str, ...]]:
+    grid, found = env._grid, []
+    assert grid is not None
+    while grid.agent != grid.goal:
+        found.append(grid.best_moves())
+        grid = grid.moved(found[-1][0])
+    return found
+
+
+def _messages(role: str, parts: tuple[np.ndarray, str], reply: str) -> list[dict[str, Any]]:
+    from PIL import Image
+
+    content = [{"type": "image", "image": Image.fromarray(parts[0])}, {"type": "text", "text": parts[1]}]
+    return [{"role": role, "content": content}, {"role": "assistant", "content": reply}]
+
+
+def test_a_move_is_one_token_and_a_turn_is_short(processor: Any) -> None:
+    assert [len(processor.tokenizer.tokenize(move)) for move in MOVES] == [1, 1, 1, 1]
+    assert len(processor.tokenizer) == 490
+    codec = ChatCodec(processor.tokenizer, processor.chat_template, processor.image_token)
+    message = Message.of("user", EncodedImage("", b"", 64, 64), data.QUESTION)
+    assert len(codec.encode_continuation([message], ended=True).token_ids) <= 20
+
+
+def test_other_variants_keep_their_tokenizer(processor: Any) -> None:
+    plain = tiny.build_processor().tokenizer
+    assert (
+        plain.get_vocab() == tiny.build_processor("labeller").tokenizer.get_vocab() != processor.tokenizer.get_vocab()
+    )
+
+
+# --- the warm start
+
+
+def test_the_warm_start_depends_on_its_seed_alone(processor: Any, encoder: DialogueEncoder) -> None:
+    losses = []
+    for seed in (0, 0, 1):
+        model = tiny.build_model(0, processor.tokenizer, "gridwalk")
+        losses.append(warm_start(model, encoder, seed, steps=3, batch=8))
+    assert losses[0] == losses[1] != losses[2]
+    assert 0 <= perception_accuracy(model, encoder, 20) < 0.6
+    probabilities = move_probabilities(model, encoder, [GRID])
+    assert probabilities.shape == (1, 4) and (probabilities > 0).all() and probabilities.sum() < 1
+
+
+def test_the_variant_is_built_and_cached_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL_VLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(walker, "STEPS", 1)
+    monkeypatch.setattr(walker, "log_accuracy", lambda *_: None)
+    folder = resolve_model("tiny-gridwalk")
+    assert folder.name.startswith("tiny-gridwalk-0-") and (folder / "model.safetensors").is_file()
+    assert resolve_model("tiny-gridwalk") == folder
