@@ -18,10 +18,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": "clipped", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
         "clip_low": 0.2, "clip_high": 0.2,
     },
-    # DAPO, arXiv 2503.14476: clip-higher, mean over all tokens.
+    # DAPO, arXiv 2503.14476: clip-higher, mean over all tokens, dynamic sampling.
     "dapo": {
         "loss": "clipped", "aggregation": "token_mean", "estimator": "group", "advantage_normalization": "std",
-        "clip_low": 0.2, "clip_high": 0.28,
+        "clip_low": 0.2, "clip_high": 0.28, "max_refill": 2.0,
     },
     # Dr. GRPO, arXiv 2503.20783: no division by the standard deviation or by the length.
     "dr_grpo": {
@@ -55,6 +55,12 @@ class AlgorithmSection(Section):
     entropy_coef: float = Field(0.0, ge=0)
     epochs: int = Field(1, ge=1)
     minibatches: int = Field(1, ge=1, description="Optimiser steps per epoch of a rollout.")
+    max_refill: float = Field(
+        0.0,
+        ge=0,
+        description="Groups whose rewards are all equal have no gradient: up to this times prompts_per_iteration of them are "
+        "replaced by further groups in each iteration (dynamic sampling). 0: off.",
+    )
     shuffle_rewards: bool = Field(False, description="A control that must fail: rewards are permuted over the batch.")
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rl_vlm.types import TrajectoryGroup
 
@@ -26,8 +26,8 @@ class GroupBuffer:
     def add(self, groups: Iterable[TrajectoryGroup]) -> None:
         """Add complete groups, in any order."""
         self._groups.extend(groups)
-        # Ids sort in the order in which tasks were made, so the order of arrival does not matter.
-        self._groups.sort(key=lambda group: group.group_id)
+        # The oldest first. Ids sort in the order in which tasks were made, so the order of arrival does not matter.
+        self._groups.sort(key=lambda group: (group.oldest_version, group.group_id))
 
     def take(self, count: int, version: int) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup]]:
         """Up to `count` groups for a learner at `version`, and all that have become too old for it; neither stays here."""
@@ -35,6 +35,22 @@ class GroupBuffer:
         stale = [group for group in self._groups if version - group.oldest_version > self._max_lag]
         self._groups = fresh[count:]
         return fresh[:count], stale
+
+    def has_batch(self, count: int, version: int) -> bool:
+        """Whether `count` groups wait that are not too old for a learner at `version`."""
+        return sum(version - group.oldest_version <= self._max_lag for group in self._groups) >= count
+
+    def batch_leaves_time(self, count: int, version: int, running: Sequence[int]) -> bool:
+        """Whether all others can still be learned from in time after the learner has taken the `count` oldest groups.
+
+        `running` holds the version of each group that is not complete. A group of version w is due when the learner is at
+        w + max_lag at the latest, and every step takes `count`: so of what remains, at most k × `count` groups may be due at
+        `version` + k (earliest deadline first; none for k = 0). Otherwise the learner has to wait for the oldest.
+        """
+        rest = [group.oldest_version for group in self._groups[count:]] + list(running)
+        return all(
+            sum(oldest + self._max_lag <= version + k for oldest in rest) <= k * count for k in range(self._max_lag)
+        )
 
     def clear(self) -> None:
         """Forget all groups."""
