@@ -32,3 +32,16 @@ def test_the_startup_benchmark_compares_with_a_bare_process(tmp_path: Path) -> N
     report = json.loads(out.read_text())
     assert {"bare process / quickstart, wall", "5 s / dry run, wall"} <= report["ratios"].keys()
     assert {"bare process", "quickstart", "dry run"} <= {row["label"] for row in report["rows"]}
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(1200)
+def test_the_benchmark_of_waiting_compares_lags_and_whole_rounds(tmp_path: Path) -> None:
+    out = tmp_path / "never_wait.json"
+    command = [sys.executable, str(ROOT / "benchmarks/never_wait.py"), "--quick", "--out", str(out)]
+    subprocess.run(command, env=environment(), timeout=1100, check=True, cwd=ROOT)
+    report = json.loads(out.read_text())
+    assert set(report["ratios"]) == {"lag 2 / lag 0", "lag 2 / lag 1, whole rounds"}
+    rows = {row["label"]: row for row in report["rows"]}
+    assert [rows[label]["oldest"] for label in ("lag 0", "lag 1, whole rounds")] == [0, 1]
+    assert rows["lag 2"]["oldest"] <= 2 and rows["lag 2"]["dropped"] == 0
