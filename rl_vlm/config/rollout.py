@@ -43,6 +43,12 @@ class RolloutSection(Section):
         description="With a lag, groups that an env runner samples at once. Default: prompts_per_iteration × max_policy_lag over "
         "all runners.",
     )
+    partial_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="With a lag, partial rollouts: a turn is sampled in pieces of this many tokens, and each goes on with the newest "
+        "weights. The age of a group is then that of its newest token.",
+    )
     open_ahead: bool = Field(
         True,
         description="Open the next round's episodes and encode their images while the learner works (max_policy_lag 0).",

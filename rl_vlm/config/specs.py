@@ -76,7 +76,7 @@ def _check_policy(run: RunConfig) -> None:
             f"algorithm.minibatches ({run.algorithm.minibatches}) exceeds rollout.prompts_per_iteration "
             f"({run.rollout.prompts_per_iteration}): a minibatch needs at least one group"
         )
-    for key, default in (("groups_per_runner", None), ("late_groups", "wait")):
+    for key, default in (("groups_per_runner", None), ("late_groups", "wait"), ("partial_tokens", None)):
         if not run.rollout.max_policy_lag and getattr(run.rollout, key) != default:
             raise ValueError(f"rollout.{key} has no effect with rollout.max_policy_lag 0: remove it, or allow a lag")
 

@@ -22,6 +22,7 @@ _TURN = pa.struct(
         ("policy_version", pa.int64()),
         ("stop_reason", pa.string()),
         ("reward", pa.float64()),
+        ("pieces", pa.list_(pa.list_(pa.int64()))),  # [tokens, version] of each, where versions differ
     ]
 )
 SCHEMA = pa.schema(
