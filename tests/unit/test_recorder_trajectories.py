@@ -32,7 +32,9 @@ def test_trajectories_come_back_as_they_were(tmp_path):
     for name in ("token_ids", "loss_mask", "logprobs"):
         np.testing.assert_array_equal(first[name], getattr(one, name))
         assert first[name].dtype == getattr(one, name).dtype
-    assert first["turns"] == [{"start": 2, "stop": 4, "policy_version": 3, "stop_reason": "end_of_turn", "reward": 0.5}]
+    assert first["turns"] == [
+        {"start": 2, "stop": 4, "policy_version": 3, "stop_reason": "end_of_turn", "reward": 0.5, "pieces": []}
+    ]
     assert (first["reward"], first["advantage"], second["advantage"]) == (0.5, 1.0, -1.0)
     assert (first["status"], first["error"], first["replica_ids"]) == ("completed", "", ["r1", "r2"])
     assert first["info"] == {"correct": True, "score": 0.5, "bad": "?"}
