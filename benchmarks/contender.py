@@ -1,4 +1,4 @@
-"""One contender of `loop.py` in a process of its own: reads `step N PROMPTS` and `quit`, answers with JSON lines."""
+"""One contender of `loop.py` or `never_wait.py` in a process of its own: reads `step N PROMPTS` and `quit`, answers with JSON lines."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, Protocol
+
+import psutil
 
 from rl_vlm.config import RunConfig, load_config
 from rl_vlm.models.loading import resolve_model
@@ -35,9 +38,9 @@ class Bare:
 
 
 class Ours:
-    """The system: Ray Serve, env runners, learner group."""
+    """The system: Ray Serve, env runners, learner group. `rounds` collects rollouts in whole rounds."""
 
-    def __init__(self, run: RunConfig) -> None:
+    def __init__(self, run: RunConfig, rounds: bool = False) -> None:
         from rl_vlm.algorithms.grpo import GRPOConfig
         from rl_vlm.runs.cluster import ray_cluster
 
@@ -45,17 +48,47 @@ class Ours:
         self._cluster.__enter__()
         scratch = Path(tempfile.mkdtemp(prefix="rl-vlm-bench-"))
         self._algorithm: Any = GRPOConfig.from_run_config(run, scratch).build_algo()
+        if rounds:
+            from whole_rounds import WholeRounds
+
+            rollouts = self._algorithm.rollouts
+            self._algorithm.rollouts = WholeRounds(rollouts._sampler, rollouts._stream, run)
+        self._replicas = [
+            process
+            for process in psutil.Process().children(recursive=True)
+            if process.cmdline() and process.cmdline()[0].startswith("ray::ServeReplica")
+        ]
 
     def step(self, prompts: int) -> dict[str, float]:
-        import time
-
-        self._algorithm.run = _with_prompts(self._algorithm.run, prompts)
-        started = time.perf_counter()
+        if prompts != self._algorithm.run.rollout.prompts_per_iteration:
+            self._change_prompts(prompts)
+        started, cpu_s = time.perf_counter(), self._engine_s()
         self._algorithm.train()
         total = time.perf_counter() - started
         metrics = self._algorithm.last_metrics
         seconds = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
-        return {**seconds, "total": total, "reward": metrics.get("reward/mean", 0.0)}
+        return {
+            **seconds,
+            "total": total,
+            "reward": metrics.get("reward/mean", 0.0),
+            "engine": self._engine_s() - cpu_s,
+            "trajectories": metrics.get("rollout/groups", 0.0) * self._algorithm.run.rollout.group_size,
+            "lag_max": metrics.get("rollout/lag_max", 0.0),
+            "utilisation": metrics.get("rollout/utilisation", 0.0),
+            "too_old": metrics.get("dropped/too_old", 0.0),
+        }
+
+    def _engine_s(self) -> float:
+        times = [process.cpu_times() for process in self._replicas]
+        return float(sum(each.user + each.system for each in times))
+
+    def _change_prompts(self, prompts: int) -> None:
+        """Begin anew with other rollouts; the weights and their version stay."""
+        algorithm = self._algorithm
+        version, updates = algorithm.version, algorithm.updates
+        algorithm.run = _with_prompts(algorithm.run, prompts)
+        algorithm.prepare()
+        algorithm.version, algorithm.updates = version, updates
 
     def close(self) -> None:
         self._algorithm.stop()
@@ -82,7 +115,7 @@ def _with_prompts(run: RunConfig, prompts: int) -> RunConfig:
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=("bare", "ours", "trl"))
+    parser.add_argument("kind", choices=("bare", "ours", "rounds", "trl"))
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--threads", type=int, default=1)
@@ -92,6 +125,7 @@ def main() -> None:
     run = load_config(args.config, args.overrides)
     folder = resolve_model(run.model.path)
     loops = {"bare": lambda: Bare(run, folder, args.threads), "ours": lambda: Ours(run)}
+    loops["rounds"] = lambda: Ours(run, rounds=True)
     loops["trl"] = lambda: TRL(run, folder, args.threads)
     loop: Any = loops[args.kind]()
     print(json.dumps({"ready": True}), file=answers, flush=True)

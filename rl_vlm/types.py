@@ -274,6 +274,9 @@ def _unpack_completion(packed: _Packed, prompt_ids: np.ndarray, request_id: str,
 class Turn:
     """One sampled turn of a trajectory: tokens [start, stop) of `Trajectory.token_ids`.
 
+    `policy_version` is the oldest version that sampled a token of it. Where several did (partial rollouts), `pieces` holds the
+    (number of tokens, version) of each in order; it is empty otherwise.
+
     `state_id` is a hash of what the environment showed before the turn: turns that were shown the same texts and images have
     the same one; empty where it is unknown.
     """
@@ -284,6 +287,7 @@ class Turn:
     stop_reason: StopReason
     reward: float = 0.0
     state_id: str = ""
+    pieces: tuple[tuple[int, int], ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Turn, _fields(self)  # costs a third of the dataclass's own pickling
@@ -323,6 +327,23 @@ class Trajectory:
         return min((turn.policy_version for turn in self.turns), default=0)
 
     @property
+    def newest_version(self) -> int:
+        """The newest policy version that sampled a token."""
+        versions = [version for turn in self.turns for _, version in turn.pieces or ((0, turn.policy_version),)]
+        return max(versions, default=0)
+
+    @property
+    def versions(self) -> np.ndarray:
+        """int32 [T]: the policy version that sampled each token, -1 where nothing was sampled."""
+        versions = np.full(len(self.token_ids), -1, dtype=np.int32)
+        for turn in self.turns:
+            start = turn.start
+            for count, version in turn.pieces or ((turn.stop - turn.start, turn.policy_version),):
+                versions[start : start + count] = version
+                start += count
+        return versions
+
+    @property
     def num_sampled(self) -> int:
         """How many tokens the policy sampled."""
         return sum(turn.stop - turn.start for turn in self.turns)
@@ -342,6 +363,11 @@ class Trajectory:
                 raise TrajectoryError(
                     f"trajectory {self.trajectory_id}: turn {number} spans [{turn.start}, {turn.stop}) of {total} "
                     f"tokens; it must begin at {end} or later."
+                )
+            if turn.pieces and sum(count for count, _ in turn.pieces) != turn.stop - turn.start:
+                raise TrajectoryError(
+                    f"trajectory {self.trajectory_id}: the pieces of turn {number} do not add up to its "
+                    f"{turn.stop - turn.start} tokens."
                 )
             sampled[turn.start : turn.stop] = True
             end = turn.stop
@@ -381,6 +407,11 @@ class TrajectoryGroup:
     def oldest_version(self) -> int:
         """The oldest policy version in the group."""
         return min(trajectory.oldest_version for trajectory in self.trajectories)
+
+    @property
+    def newest_version(self) -> int:
+        """The newest policy version in the group."""
+        return max(trajectory.newest_version for trajectory in self.trajectories)
 
 
 def _unpack_group(packed: _Packed, group_id: str, index: int, *rest: Any) -> TrajectoryGroup:

@@ -33,8 +33,8 @@ from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.plugins import load_plugins
 from rl_vlm.rollout.cursor import DataCursor
 from rl_vlm.rollout.env_runner import VLMEnvRunner
-from rl_vlm.rollout.rollouts import Rollouts, sampling_figures
-from rl_vlm.rollout.sampler import RolloutSampler
+from rl_vlm.rollout.rollouts import make_rollouts, sampling_figures
+from rl_vlm.rollout.runners import EnvRunners
 from rl_vlm.rollout.task_stream import TaskStream
 from rl_vlm.seeding import derive_seed
 from rl_vlm.serving.publisher import PolicyService, start_service
@@ -106,7 +106,7 @@ class PolicyAlgorithm(RunAlgorithm):
         self._num_test = env.num_items(run.evaluation.split)
         env.close()
         stream = TaskStream(DataCursor(num_train, run.seed), run)
-        self.rollouts = Rollouts(RolloutSampler(self.env_runner_group, run.rollout.timeout_s), stream, run)
+        self.rollouts = make_rollouts(EnvRunners(self.env_runner_group), stream, run)
         self.rollouts.stop_requested = lambda: self.stop_requested()
         self.rng = np.random.default_rng(derive_seed(run.seed, 1))
         self.updates = 0  # iterations that are in the weights
@@ -215,6 +215,7 @@ class PolicyAlgorithm(RunAlgorithm):
             "weights/version": float(self.version),
             **self._publication,
             **{f"time/{name}": seconds for name, seconds in self.rollouts.timings.items()},
+            **self.rollouts.figures,
             **{f"dropped/{reason}": float(count) for reason, count in self.rollouts.dropped.items()},
         }
 

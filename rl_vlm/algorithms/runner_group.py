@@ -34,7 +34,10 @@ class RunnerGroup(EnvRunnerGroup):
         if worker_index == 0:  # in this process
             return self.env_runner_cls(config=settings, worker_index=0)
         bundle = -1 if get_current_placement_group() is None else self._pg_offset + worker_index
-        runner = ray.remote(**self._remote_args)(self.env_runner_cls).options(placement_group_bundle_index=bundle)
+        runner = ray.remote(**self._remote_args)(self.env_runner_cls).options(
+            placement_group_bundle_index=bundle,
+            max_concurrency=self.env_runner_cls.concurrent_calls(given.run_config),
+        )
         return runner.remote(config=settings, worker_index=worker_index)
 
     def sync_env_runner_states(self, **_: Any) -> None:

@@ -21,11 +21,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": "clipped", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
         "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
     },
-    # DAPO, arXiv 2503.14476: clip-higher, mean over all tokens. Its penalty for long answers is overlong_buffer's, whose
+    # DAPO, arXiv 2503.14476: clip-higher, mean over all tokens, dynamic sampling. Its penalty for long answers is overlong_buffer's, whose
     # size depends on the token budget (there a fifth of it).
     "dapo": {
         "loss": "clipped", "aggregation": "token_mean", "estimator": "group", "advantage_normalization": "std",
-        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.28,
+        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.28, "max_refill": 2.0,
     },
     # GSPO, arXiv 2507.18071, section 5.1: one ratio per trajectory, whose mean over the tokens moves far less than a token's.
     "gspo": {
@@ -151,6 +151,12 @@ class AlgorithmSection(Section):
     entropy_coef: float = Field(0.0, ge=0)
     epochs: int = Field(1, ge=1)
     minibatches: int = Field(1, ge=1, description="Optimiser steps per epoch of a rollout.")
+    max_refill: float = Field(
+        0.0,
+        ge=0,
+        description="Groups whose rewards are all equal have no gradient: up to this times prompts_per_iteration of them are "
+        "replaced by further groups in each iteration (dynamic sampling). 0: off.",
+    )
     shuffle_rewards: bool = Field(False, description="A control that must fail: rewards are permuted over the batch.")
 
     @property

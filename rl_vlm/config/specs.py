@@ -91,7 +91,6 @@ def _check_policy(run: RunConfig) -> None:
                 f"algorithm.overlong_buffer has no effect: its penalty begins after {begins} tokens, and rollout.max_turns x "
                 f"max_new_tokens_per_turn allows {longest}; lower rollout.max_new_tokens ({run.rollout.max_new_tokens})"
             )
-
     settings = run.algorithm
     if settings.kl_target and settings.kl_in != "reward":
         raise ValueError("algorithm.kl_target adapts a penalty in the reward: set algorithm.kl_in to reward")
@@ -101,6 +100,9 @@ def _check_policy(run: RunConfig) -> None:
         raise ValueError("algorithm.estimator gae needs a critic: set algorithm.name to ppo")
     if settings.estimator in WITHOUT_CRITIC and run.spec.has_critic:
         raise ValueError(f"algorithm.estimator {settings.estimator} needs no critic: use gae, or algorithm.name grpo")
+    for key, default in (("groups_per_runner", None), ("late_groups", "wait"), ("partial_tokens", None)):
+        if not run.rollout.max_policy_lag and getattr(run.rollout, key) != default:
+            raise ValueError(f"rollout.{key} has no effect with rollout.max_policy_lag 0: remove it, or allow a lag")
 
 
 def _check_preference(run: RunConfig) -> None:

@@ -23,6 +23,7 @@ _TURN = pa.struct(
         ("stop_reason", pa.string()),
         ("reward", pa.float64()),
         ("state_id", pa.string()),  # equal where the environment showed the same
+        ("pieces", pa.list_(pa.list_(pa.int64()))),  # [tokens, version] of each, where versions differ
     ]
 )
 SCHEMA = pa.schema(

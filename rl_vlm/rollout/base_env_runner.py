@@ -55,6 +55,11 @@ class RunEnvRunner:
         random.seed(seed)
         np.random.seed(seed % 2**32)
 
+    @staticmethod
+    def concurrent_calls(run: RunConfig) -> int:
+        """How many calls an actor of this class answers at once, each in a thread of its own if there are several."""
+        return 1
+
     def ping(self) -> str:
         """RLlib asks whether the process is alive."""
         return "pong"

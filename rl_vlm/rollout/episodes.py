@@ -11,8 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,15 +21,14 @@ from rl_vlm.envs.base import Info, VisionEnv
 from rl_vlm.models.loading import TextSide
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.rollout.turns import CompletionClient, SampledTurn, sample_turns
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import (
-    Completion,
     EncodedImage,
     GenerationRequest,
     Message,
     Observation,
     RLVLMError,
-    Sample,
     SamplingParams,
     StopReason,
     Trajectory,
@@ -38,14 +36,6 @@ from rl_vlm.types import (
     TrajectoryStatus,
     Turn,
 )
-
-
-class CompletionClient(Protocol):
-    """Answers generation requests: the Serve client, or an engine in the same process."""
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        """Answer one request."""
-        ...
 
 
 class GroupFailedError(RLVLMError):
@@ -155,16 +145,14 @@ async def _run_group(
             f"{max_context}: raise it or shrink the images.",
         )
     seeds = tuple(derive_seed(task.sampling_seed, sample, 0) for sample in range(task.size))
-    completion = await policy.generate(
-        GenerationRequest(
-            request_id=f"{task.group_id}:0",
-            prompt_ids=prompt.token_ids,
-            images=prompt.images,
-            sampling=SamplingParams(budget, task.temperature, task.top_p, task.top_k, task.size, seeds),
-            min_version=task.min_version,
-        )
+    request = GenerationRequest(
+        request_id=f"{task.group_id}:0",
+        prompt_ids=prompt.token_ids,
+        images=prompt.images,
+        sampling=SamplingParams(budget, task.temperature, task.top_p, task.top_k, task.size, seeds),
+        min_version=task.min_version,
     )
-    _check_prompt(completion, expanded, task.group_id)
+    turns = await sample_turns(policy, request, expanded, task.group_id, rollout.partial_tokens)
     opening_state = state_id(first, prompt.images)
     episodes = [
         _Episode(
@@ -181,9 +169,9 @@ async def _run_group(
         )
         for number, (env, opening) in enumerate(zip(envs, openings, strict=True))
     ]
-    samples = [(episode, sample) for episode, sample in zip(episodes, completion.samples, strict=True)]
+    samples = list(zip(episodes, turns, strict=True))
     # The first actions are sent to all environments together, later ones by each episode alone.
-    observations = await _act(samples, completion, pool, text, rollout, task)
+    observations = await _act(samples, pool, text, rollout, task)
     going_on = [
         _continue(episode, observation, task, pool, policy, text, rollout, max_context)
         for (episode, _), observation in zip(samples, observations, strict=True)
@@ -222,29 +210,28 @@ async def _continue(
         if task.record:
             episode.messages.extend(current.messages)
         turn = len(episode.turns)
-        completion = await policy.generate(
-            GenerationRequest(
-                request_id=f"{task.group_id}:{episode.number}:{turn}",
-                prompt_ids=np.concatenate(episode.ids),
-                images=tuple(episode.images),
-                sampling=SamplingParams(
-                    budget,
-                    task.temperature,
-                    task.top_p,
-                    task.top_k,
-                    seeds=(derive_seed(task.sampling_seed, episode.number, turn),),
-                ),
-                min_version=task.min_version,
-                preferred_replica=episode.replicas[-1],
-            )
+        request = GenerationRequest(
+            request_id=f"{task.group_id}:{episode.number}:{turn}",
+            prompt_ids=np.concatenate(episode.ids),
+            images=tuple(episode.images),
+            sampling=SamplingParams(
+                budget,
+                task.temperature,
+                task.top_p,
+                task.top_k,
+                seeds=(derive_seed(task.sampling_seed, episode.number, turn),),
+            ),
+            min_version=task.min_version,
+            preferred_replica=episode.replicas[-1],
         )
-        _check_prompt(completion, np.concatenate(episode.spans), task.group_id)
-        (current,) = await _act([(episode, completion.samples[0])], completion, pool, text, rollout, task)
+        (said,) = await sample_turns(
+            policy, request, np.concatenate(episode.spans), task.group_id, rollout.partial_tokens
+        )
+        (current,) = await _act([(episode, said)], pool, text, rollout, task)
 
 
 async def _act(
-    samples: Sequence[tuple[_Episode, Sample]],
-    completion: Completion,
+    samples: Sequence[tuple[_Episode, SampledTurn]],
     pool: EnvPool,
     text: TextSide,
     rollout: RolloutSection,
@@ -257,10 +244,12 @@ async def _act(
         _append(episode, sample.token_ids, sample.token_ids)
         episode.logprobs.append(sample.logprobs)
         episode.sampled += len(sample.token_ids)
+        oldest = min(version for _, version in sample.pieces)
+        pieces = sample.pieces if len(sample.pieces) > 1 else ()
         episode.turns.append(
-            Turn(start, episode.length, completion.policy_version, sample.stop_reason, state_id=episode.state_id)
+            Turn(start, episode.length, oldest, sample.stop_reason, state_id=episode.state_id, pieces=pieces)
         )
-        episode.replicas.append(completion.replica_id)
+        episode.replicas.append(sample.replica_id)
         action = text.codec.decode(sample.token_ids)
         if task.record:
             episode.messages.append(Message.of("assistant", action))
@@ -277,8 +266,7 @@ async def _act(
         if isinstance(result, RLVLMError):
             raise GroupFailedError(_reason(result), str(result)) from result
         observation, reward, terminated, truncated, info = result
-        last = episode.turns[-1]
-        episode.turns[-1] = Turn(last.start, last.stop, last.policy_version, last.stop_reason, reward, last.state_id)
+        episode.turns[-1] = replace(episode.turns[-1], reward=reward)
         episode.info.update(info)
         if terminated:
             episode.status = TrajectoryStatus.COMPLETED
@@ -347,15 +335,6 @@ def _expand(span: EncodedSpan, text: TextSide, name: str) -> np.ndarray:
 
 def _token_budget(rollout: RolloutSection, max_context: int, length: int, sampled: int) -> int:
     return min(rollout.max_new_tokens_per_turn, rollout.max_new_tokens - sampled, max_context - length)
-
-
-def _check_prompt(completion: Completion, expected: np.ndarray, name: str) -> None:
-    if not np.array_equal(completion.prompt_ids, expected):
-        raise GroupFailedError(
-            "image_accounting",
-            f"Group {name}: the engine's prompt has {len(completion.prompt_ids)} tokens where grid / merge² gives "
-            f"{len(expected)}; engine and client disagree about the images.",
-        )
 
 
 def _check_same_opening(observation: Observation, first: Observation, prompt: EncodedSpan, text: TextSide) -> None:

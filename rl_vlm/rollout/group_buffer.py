@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rl_vlm.types import TrajectoryGroup
 
@@ -10,14 +10,17 @@ from rl_vlm.types import TrajectoryGroup
 class GroupBuffer:
     """Holds groups and never gives one that is too old.
 
-    A group's age is the learner's version minus the oldest version that sampled a turn of it.
+    A group's age is the learner's version minus the oldest version that sampled a token of it; of groups of partial rollouts, minus
+    the newest: when their episodes began does not count.
 
     Args:
         max_lag: the largest age that is given out.
+        partial: groups of partial rollouts.
     """
 
-    def __init__(self, max_lag: int) -> None:
+    def __init__(self, max_lag: int, partial: bool = False) -> None:
         self._max_lag = max_lag
+        self._partial = partial
         self._groups: list[TrajectoryGroup] = []
 
     def __len__(self) -> int:
@@ -26,15 +29,34 @@ class GroupBuffer:
     def add(self, groups: Iterable[TrajectoryGroup]) -> None:
         """Add complete groups, in any order."""
         self._groups.extend(groups)
-        # Ids sort in the order in which tasks were made, so the order of arrival does not matter.
-        self._groups.sort(key=lambda group: group.group_id)
+        # The oldest first. Ids sort in the order in which tasks were made, so the order of arrival does not matter.
+        self._groups.sort(key=lambda group: (self._version(group), group.group_id))
 
     def take(self, count: int, version: int) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup]]:
         """Up to `count` groups for a learner at `version`, and all that have become too old for it; neither stays here."""
-        fresh = [group for group in self._groups if version - group.oldest_version <= self._max_lag]
-        stale = [group for group in self._groups if version - group.oldest_version > self._max_lag]
+        fresh = [group for group in self._groups if version - self._version(group) <= self._max_lag]
+        stale = [group for group in self._groups if version - self._version(group) > self._max_lag]
         self._groups = fresh[count:]
         return fresh[:count], stale
+
+    def has_batch(self, count: int, version: int) -> bool:
+        """Whether `count` groups wait that are not too old for a learner at `version`."""
+        return sum(version - self._version(group) <= self._max_lag for group in self._groups) >= count
+
+    def batch_leaves_time(self, count: int, version: int, running: Sequence[int]) -> bool:
+        """Whether all others can still be learned from in time after the learner has taken the `count` oldest groups.
+
+        `running` holds the version of each group that is not complete. A group of version w is due when the learner is at
+        w + max_lag at the latest, and every step takes `count`: so of what remains, at most k × `count` groups may be due at
+        `version` + k (earliest deadline first; none for k = 0). Otherwise the learner has to wait for the oldest.
+        """
+        rest = [self._version(group) for group in self._groups[count:]] + list(running)
+        return all(
+            sum(oldest + self._max_lag <= version + k for oldest in rest) <= k * count for k in range(self._max_lag)
+        )
+
+    def _version(self, group: TrajectoryGroup) -> int:
+        return group.newest_version if self._partial else group.oldest_version
 
     def clear(self) -> None:
         """Forget all groups."""

@@ -1,8 +1,14 @@
-"""Rollouts: rounds of sampling for a learner, ahead of it where the lag allows, and the groups that it may learn from."""
+"""Rollouts: groups for a learner, in rounds or continuously, and what was learned from, dropped and lost.
+
+At lag 0 a round is sampled, then learned from (`RoundRollouts`). With a lag, groups are handed out one by one and used when they
+are complete (`ContinuousRollouts`): env runners never wait for the slowest group of a round.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,82 +16,60 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.config import RunConfig
+from rl_vlm.rollout.continuous import ContinuousSampler
 from rl_vlm.rollout.group_buffer import GroupBuffer
+from rl_vlm.rollout.refill import Refill
 from rl_vlm.rollout.retry import FailureBudget
-from rl_vlm.rollout.sampler import RolloutSampler, Round
+from rl_vlm.rollout.runners import EnvRunners
+from rl_vlm.rollout.sampler import RolloutSampler, RoundAbandonedError, SamplingError
 from rl_vlm.rollout.task_stream import TaskStream
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.types import TrajectoryGroup
 
+_STOP_CHECK_S = 0.5  # how often a wait checks whether the user wants to stop
 
-class Rollouts:
-    """Samples rounds for the learner and counts what was learned from, dropped and lost.
+
+class Rollouts(ABC):
+    """Gives groups to the learner and counts what was learned from, dropped and lost.
 
     Args:
-        sampler: runs rounds on the env runners.
+        sampler: runs rounds on the env runners: evaluations, and training at lag 0.
         stream: the tasks.
         run: lag, budgets and iterations.
     """
 
     def __init__(self, sampler: RolloutSampler, stream: TaskStream, run: RunConfig) -> None:
         self._sampler, self._stream, self._run = sampler, stream, run
-        self._buffer = GroupBuffer(run.rollout.max_policy_lag)
+        self._batch = run.rollout.prompts_per_iteration
+        self._buffer = GroupBuffer(run.rollout.max_policy_lag, partial=run.rollout.partial_tokens is not None)
+        self._refill = Refill(round(run.algorithm.max_refill * self._batch))
         self._failures = FailureBudget(run.rollout.max_consecutive_failures)
-        self._rounds: deque[Round] = deque()
-        self._prepared: list[RolloutTask] | None = None  # tasks whose episodes are being opened
         self.stop_requested: Callable[[], bool] = lambda: False
         self.trajectories = 0  # given to the learner
         self.dropped: Counter[str] = Counter()
         self.requests_by_replica: Counter[str] = Counter()
-        self.timings: dict[str, float] = {}  # seconds of the last round: env, runner
+        self.timings: dict[str, float] = {}  # seconds of the last iteration: env, runner
+        self.figures: dict[str, float] = {}  # other figures of the last iteration
 
     @property
     def restarts(self) -> int:
         """How often an env runner died or was restarted."""
-        return self._sampler.restarts
+        return self._sampler.runners.restarts
 
+    @abstractmethod
     def next_groups(self, version: int, iterations_left: int) -> list[TrajectoryGroup]:
-        """Complete groups for a learner at `version`, none older than `max_policy_lag`; starts the rounds that the lag allows.
+        """Complete groups for a learner at `version`, none older than `max_policy_lag`.
 
-        `iterations_left` counts the iterations after this one.
+        `iterations_left` counts the iterations after this one. Raises SamplingError, TooManyFailuresError, and
+        RoundAbandonedError once `stop_requested()` is true.
         """
-        rollout = self._run.rollout
-        if not self._rounds:
-            self._start_round(version)
-        groups, result = self._sampler.collect(self._rounds[0], self.stop_requested)
-        self._rounds.popleft()
-        self._count(result)
-        self._failures.record(len(groups), result.lost)
-        self._stream.sampled(groups)
-        self._stream.finish(result.lost)
-        self._buffer.add(groups)
-        taken, stale = self._buffer.take(rollout.prompts_per_iteration, version)
-        if stale:
-            self.dropped["too_old"] += len(stale)
-        self._stream.finish(group.group_id for group in [*taken, *stale])
-        # The next rounds are sampled with the current weights while the learner works.
-        while len(self._rounds) < min(rollout.max_policy_lag, iterations_left):
-            self._start_round(version)
-        self.trajectories += sum(len(group) for group in taken)
-        for group in taken:
-            for trajectory in group.trajectories:
-                self.requests_by_replica.update(trajectory.replica_ids)
-        return taken
 
-    def _start_round(self, version: int) -> None:
-        tasks, self._prepared = self._prepared or self._stream.round(), None
-        self._rounds.append(self._sampler.start([replace(task, min_version=version) for task in tasks]))
-
-    def open_next(self) -> None:
-        """Open the next round's episodes and encode their images: neither needs the weights that are learned meanwhile."""
-        rollout = self._run.rollout
-        # Not in a deterministic run: features of images that are encoded in another batch differ in their last bits.
-        if rollout.open_ahead and not rollout.max_policy_lag and not self._run.deterministic:
-            self._prepared = self._stream.round()
-            self._sampler.prepare(self._prepared)
+    def open_next(self) -> bool:
+        """Called before the learner works: begin what needs no newer weights. Returns whether there was anything to do."""
+        return False
 
     def evaluate(self, tasks: Sequence[RolloutTask], timeout_s: float) -> tuple[list[TrajectoryGroup], RolloutResult]:
-        """Run held-out tasks, which are not learned from."""
+        """Run held-out tasks, which are not learned from. Groups that are under way go on beside them."""
         work = self._sampler.start(tasks, timeout_s)
         groups, result = self._sampler.collect(work, self.stop_requested)
         self._failures.record(len(groups), result.lost)
@@ -93,16 +77,37 @@ class Rollouts:
             self.dropped["runner_died"] += died
         return groups, result
 
-    def _count(self, result: RolloutResult) -> None:
-        self.timings = {"env": result.timings.get("env", 0.0), "runner": result.timings.get("sample", 0.0)}
+    def _add(self, result: RolloutResult) -> list[TrajectoryGroup]:
+        """Count what was sampled and put it into the buffer; returns the groups that must be replaced."""
         self.dropped.update(result.dropped)
         if result.retries:
             self.dropped["request_retries"] += result.retries
         if result.lost:
             self.dropped["group_lost"] += len(result.lost)
+        self._failures.record(len(result.groups), result.lost)
+        self._stream.sampled(result.groups)
+        self._stream.finish(result.lost)
+        kept, replaced = self._refill.split(result.groups)
+        if replaced:
+            self.dropped["no_gradient"] += len(replaced)
+        self._stream.finish(group.group_id for group in replaced)
+        self._buffer.add(kept)
+        return replaced
+
+    def _take(self, count: int, version: int) -> list[TrajectoryGroup]:
+        """Groups for the learner, from the buffer; those that are too old are dropped."""
+        taken, stale = self._buffer.take(count, version)
+        if stale:
+            self.dropped["too_old"] += len(stale)
+        self._stream.finish(group.group_id for group in [*taken, *stale])
+        self.trajectories += sum(len(group) for group in taken)
+        for group in taken:
+            for trajectory in group.trajectories:
+                self.requests_by_replica.update(trajectory.replica_ids)
+        return taken
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs. Rounds that are being sampled are sampled anew after a resume: none of their items is lost."""
+        """What `restore` needs. Tasks that are under way are sampled anew after a resume: none of their items is lost."""
         return {
             "tasks": self._stream.state(),
             "trajectories": self.trajectories,
@@ -113,13 +118,133 @@ class Rollouts:
     def restore(self, state: dict[str, Any], counts: bool) -> None:
         """Go back to a saved place in the data, and with `counts` to the saved figures as well."""
         self._stream.restore(state["tasks"])
-        self._rounds.clear()
         self._buffer.clear()
-        self._prepared = None
+        self._forget()
         if counts:
             self.trajectories = int(state["trajectories"])
             self.dropped = Counter(state["dropped"])
             self.requests_by_replica = Counter(state["requests_by_replica"])
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Forget the tasks that are under way."""
+
+
+class RoundRollouts(Rollouts):
+    """Samples a round, which is then learned from. Lock-step in a deterministic run, refilled groups included."""
+
+    def __init__(self, sampler: RolloutSampler, stream: TaskStream, run: RunConfig) -> None:
+        super().__init__(sampler, stream, run)
+        self._prepared: list[RolloutTask] | None = None  # tasks whose episodes are being opened
+
+    def next_groups(self, version: int, iterations_left: int) -> list[TrajectoryGroup]:
+        """See `Rollouts`. Lost groups are missing from the batch; those without a gradient are replaced in further rounds."""
+        self.timings = {"env": 0.0, "runner": 0.0}
+        self._refill.next_iteration()
+        tasks, self._prepared = self._prepared or self._stream.take(self._batch), None
+        while tasks:
+            work = self._sampler.start([replace(task, min_version=version) for task in tasks])
+            _, result = self._sampler.collect(work, self.stop_requested)
+            self.timings["env"] += result.timings.get("env", 0.0)
+            self.timings["runner"] += result.timings.get("sample", 0.0)
+            tasks = self._stream.take(len(self._add(result)))
+        return self._take(self._batch, version)
+
+    def open_next(self) -> bool:
+        """Open the next round's episodes and encode their images: neither needs the weights that are learned meanwhile."""
+        # Not in a deterministic run: features of images that are encoded in another batch differ in their last bits.
+        if not self._run.rollout.open_ahead or self._run.deterministic:
+            return False
+        self._prepared = self._stream.take(self._batch)
+        self._sampler.prepare(self._prepared)
+        return True
+
+    def _forget(self) -> None:
+        self._prepared = None
+
+
+class ContinuousRollouts(Rollouts):
+    """Keeps the env runners at work and gives the learner groups as they become complete.
+
+    With lag L and B groups per step, at most (L + 1) × B groups are under way or wait while the learner waits, and L × B while
+    it works: so every group can be learned from before it is too old. Whether the learner waits for one that is late, or steps
+    with the first B complete groups and drops late ones, is `rollout.late_groups`.
+    """
+
+    def __init__(
+        self, sampler: RolloutSampler, stream: TaskStream, run: RunConfig, continuous: ContinuousSampler
+    ) -> None:
+        super().__init__(sampler, stream, run)
+        self._continuous = continuous
+        self._slots = run.rollout.num_env_runners * run.rollout.groups_at_once
+        self._patience_s = 2 * run.rollout.timeout_s
+        self._looked = time.monotonic()
+
+    def next_groups(self, version: int, iterations_left: int) -> list[TrajectoryGroup]:
+        """See `Rollouts`. Exactly `prompts_per_iteration` groups: lost and dropped ones are replaced."""
+        lag, batch = self._run.rollout.max_policy_lag, self._batch
+        self.timings = {"env": 0.0, "runner": 0.0}
+        self._refill.next_iteration()
+        self._take(0, version)  # drops what the newest step has made too old
+        self._fill(batch * (min(lag, iterations_left) + 1), version)
+        progress, sampled, runner_s = time.monotonic(), 0, 0.0
+        while not self._ready(version):
+            if self.stop_requested():
+                raise RoundAbandonedError("Sampling was stopped.")
+            result = self._continuous.collect(version, _STOP_CHECK_S)
+            self._add(result)
+            self._take(0, version)
+            if result.groups or result.lost:
+                progress, sampled = time.monotonic(), sampled + len(result.groups)
+                runner_s += result.timings.get("sample", 0.0)
+                self.timings["env"] += result.timings.get("env", 0.0) / self._run.rollout.num_env_runners
+                self._fill(batch * (min(lag, iterations_left) + 1), version)
+            elif time.monotonic() - progress > self._patience_s:
+                raise SamplingError(
+                    f"No group was completed within {self._patience_s:g} s: see the logs of the env runners, "
+                    "or raise rollout.timeout_s."
+                )
+        taken = self._take(batch, version)
+        # The next groups are sampled with the current weights while the learner works.
+        self._fill(batch * min(lag, iterations_left), version)
+        self._measure(sampled, runner_s)
+        return taken
+
+    def _ready(self, version: int) -> bool:
+        buffer, running = self._buffer, self._continuous.versions()
+        if not buffer.has_batch(self._batch, version):
+            return False
+        if not running or self._run.rollout.late_groups == "drop":
+            return True
+        if self._run.rollout.partial_tokens is not None:
+            running = []  # these go on with newer weights, so none becomes too old
+        return buffer.batch_leaves_time(self._batch, version, running)
+
+    def _fill(self, limit: int, version: int) -> None:
+        missing = limit - len(self._buffer) - len(self._continuous)
+        if missing > 0:
+            self._continuous.give(self._stream.take(missing), version)
+
+    def _measure(self, sampled: int, runner_s: float) -> None:
+        now = time.monotonic()
+        elapsed, self._looked = now - self._looked, now
+        self.timings["runner"] = runner_s / max(sampled, 1)
+        self.figures = {
+            "rollout/utilisation": min(runner_s / max(elapsed * self._slots, 1e-9), 1.0),
+            "rollout/under_way": float(len(self._continuous)),
+            "rollout/waiting": float(len(self._buffer)),
+        }
+
+    def _forget(self) -> None:
+        self._continuous.clear()
+
+
+def make_rollouts(runners: EnvRunners, stream: TaskStream, run: RunConfig) -> Rollouts:
+    """The rollouts that the lag asks for."""
+    sampler = RolloutSampler(runners, run.rollout.timeout_s)
+    if run.rollout.max_policy_lag == 0:
+        return RoundRollouts(sampler, stream, run)
+    return ContinuousRollouts(sampler, stream, run, ContinuousSampler(runners, run.rollout.timeout_s))
 
 
 def sampling_figures(

@@ -7,12 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
+from rl_vlm.rollout.runners import EnvRunners
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.types import RLVLMError, TrajectoryGroup
 
@@ -20,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 # How often a wait checks whether the user wants to stop.
 _STOP_CHECK_S = 0.5
-_RESTART_GRACE_S = 120.0  # how long to wait for a first runner to come back when all have died
+RESTART_GRACE_S = 120.0  # how long to wait for a first runner to come back when all have died
 
 
 class SamplingError(RLVLMError):
@@ -43,31 +42,22 @@ class Round:
 
 
 class RolloutSampler:
-    """Runs rounds of sampling on an RLlib env-runner group.
+    """Runs rounds of sampling on the env runners.
 
     Args:
-        group: the env runners; actors that Ray restarts when they die.
+        runners: the env runners.
         timeout_s: deadline of a round for which `start` is given none.
     """
 
-    def __init__(self, group: EnvRunnerGroup, timeout_s: float) -> None:
-        self._group = group
+    def __init__(self, runners: EnvRunners, timeout_s: float) -> None:
+        self.runners = runners
         self._timeout_s = timeout_s
         self._preparing: list[tuple[int, ray.ObjectRef]] = []
-        self._down: set[int] = (
-            set()
-        )  # runners that died or were killed and have not come back; their deaths are counted
-        self._deaths = 0  # not yet reported in a round's result
-        self.restarts = 0
-
-    @property
-    def _manager(self) -> Any:
-        return self._group._worker_manager
 
     def start(self, tasks: Sequence[RolloutTask], timeout_s: float | None = None) -> Round:
         """Send tasks to the healthy runners, in turn, so that a task's place in the round decides its runner."""
         self._check_preparations()
-        self._probe_unhealthy()
+        self.runners.probe()
         work = Round(timeout_s or self._timeout_s)
         for runner, shard in self._deal(tasks):
             self._send(work, runner, shard)
@@ -76,7 +66,7 @@ class RolloutSampler:
     def prepare(self, tasks: Sequence[RolloutTask]) -> None:
         """Let the runners open the episodes of a round that `start` will send. Returns at once."""
         self._preparing = [
-            (runner, self._manager.actors()[runner].prepare.remote(tasks=shard)) for runner, shard in self._deal(tasks)
+            (runner, self.runners.actor(runner).prepare.remote(tasks=shard)) for runner, shard in self._deal(tasks)
         ]
 
     def _check_preparations(self) -> None:
@@ -88,26 +78,18 @@ class RolloutSampler:
                 except RayTaskError as error:
                     logger.debug("runner %d could not prepare: %s", runner, error)
                 except (RayActorError, GetTimeoutError, RayError):
-                    self._lost(runner)
+                    self.runners.lost(runner)
         self._preparing = []
 
-    def _lost(self, runner: int) -> None:
-        """Count a runner that died, once however many of its calls fail, until it is back."""
-        self._manager.set_actor_state(runner, healthy=False)
-        if runner not in self._down:
-            self._down.add(runner)
-            self._deaths += 1
-            self.restarts += 1
-
     def _deal(self, tasks: Sequence[RolloutTask]) -> Iterator[tuple[int, list[RolloutTask]]]:
-        runners = self._manager.healthy_actor_ids() or self._manager.actor_ids()
+        runners = self.runners.healthy() or self.runners.all()
         for place, runner in enumerate(runners):
             shard = list(tasks[place :: len(runners)])
             if shard:
                 yield runner, shard
 
     def _send(self, work: Round, runner: int, shard: list[RolloutTask]) -> None:
-        ref = self._manager.actors()[runner].sample.remote(tasks=shard)
+        ref = self.runners.actor(runner).sample.remote(tasks=shard)
         work.open[ref] = (runner, shard)
 
     def collect(
@@ -143,23 +125,23 @@ class RolloutSampler:
                     work.results.append(RolloutResult(lost={task.group_id: str(error.cause) for task in shard}))
                     work.dropped["runner_error"] += len(shard)
                 except (RayActorError, GetTimeoutError, RayError):
-                    self._lost(runner)
+                    self.runners.lost(runner)
                     work.waiting.append(shard)
                 else:
                     work.results.append(result)
                     if result.needs_restart:
-                        self._restart(runner)
+                        self.runners.restart(runner)
         return self._merge(work)
 
     def _reassign(self, work: Round, left: float) -> None:
-        healthy = self._manager.healthy_actor_ids()
-        deadline = time.monotonic() + min(left, _RESTART_GRACE_S)
+        healthy = self.runners.healthy()
+        deadline = time.monotonic() + min(left, RESTART_GRACE_S)
         while not healthy:
             if time.monotonic() > deadline:
                 raise SamplingError("All env runners died and none came back: see the Ray logs of the env runners.")
             time.sleep(0.2)
-            self._probe_unhealthy()
-            healthy = self._manager.healthy_actor_ids()
+            self.runners.probe()
+            healthy = self.runners.healthy()
         busy = Counter(runner for runner, _ in work.open.values())
         for shard in work.waiting:
             runner = min(healthy, key=lambda candidate: busy[candidate])
@@ -174,36 +156,17 @@ class RolloutSampler:
                 RolloutResult(lost={task.group_id: f"no result within {work.timeout_s:g} s" for task in shard})
             )
             work.dropped["round_timeout"] += len(shard)
-            self._restart(runner)
+            self.runners.restart(runner)
         for shard in work.waiting:
             work.results.append(RolloutResult(lost={task.group_id: "its env runner died" for task in shard}))
         work.open.clear()
         work.waiting.clear()
 
-    def _restart(self, runner: int) -> None:
-        """Kill a runner in which an environment hangs; Ray starts it again."""
-        ray.kill(self._manager.actors()[runner], no_restart=False)
-        self._manager.set_actor_state(runner, healthy=False)
-        self._down.add(runner)
-        self.restarts += 1
-
-    def _probe_unhealthy(self) -> None:
-        """Probe the unhealthy runners, including those that RLlib has marked, to see whether they are back."""
-        for runner in self._unhealthy():
-            self._lost(runner)
-        if self._down:
-            self._manager.probe_unhealthy_actors(timeout_seconds=1.0, mark_healthy=True)
-            self._down &= self._unhealthy()
-
-    def _unhealthy(self) -> set[int]:
-        return set(self._manager.actor_ids()) - set(self._manager.healthy_actor_ids())
-
     def _merge(self, work: Round) -> tuple[list[TrajectoryGroup], RolloutResult]:
         merged = RolloutResult()
         dropped = Counter(work.dropped)
-        if self._deaths:
-            dropped["runner_died"] += self._deaths
-            self._deaths = 0
+        if deaths := self.runners.take_deaths():
+            dropped["runner_died"] += deaths
         timings: dict[str, float] = {}
         for result in work.results:
             merged.groups.extend(result.groups)

@@ -14,7 +14,7 @@ from rl_vlm.types import TrajectoryGroup
 
 
 class TaskStream:
-    """Makes the tasks of rounds. A task's round and place form its id and the seed of its sampling.
+    """Makes tasks, `prompts_per_iteration` to a round. A task's round and place form its id and the seed of its sampling.
 
     Args:
         source: which instances come.
@@ -24,18 +24,18 @@ class TaskStream:
     def __init__(self, source: TaskSource, run: RunConfig) -> None:
         self._source = source
         self._run = run
-        self._next_round = 0
+        self._next_round = self._next_place = 0
         self._open: dict[str, RolloutTask] = {}  # handed out and not finished, in order
         self._repeated: list[RolloutTask] = []  # handed out before a resume
 
-    def round(self) -> list[RolloutTask]:
-        """The tasks of the next round. The sender sets `min_version`."""
-        count = self._run.rollout.prompts_per_iteration
+    def take(self, count: int) -> list[RolloutTask]:
+        """The next `count` tasks. The sender sets `min_version`."""
         tasks, self._repeated = self._repeated[:count], self._repeated[count:]
-        if len(tasks) < count:
-            number, self._next_round = self._next_round, self._next_round + 1
-            items = self._source.take(count - len(tasks))
-            tasks += [self._task(number, place, item.index, item.seed) for place, item in enumerate(items)]
+        for item in self._source.take(count - len(tasks)):
+            tasks.append(self._task(self._next_round, self._next_place, item.index, item.seed))
+            self._next_place += 1
+            if self._next_place >= self._run.rollout.prompts_per_iteration:
+                self._next_round, self._next_place = self._next_round + 1, 0
         self._open |= {task.group_id: task for task in tasks}
         return tasks
 
@@ -66,6 +66,7 @@ class TaskStream:
         """What `restore` needs: the source's place, and the tasks that are under way."""
         return {
             "round": self._next_round,
+            "place": self._next_place,
             "source": self._source.state(),
             # A second interruption may come before the tasks of the first are handed out again.
             "open": [asdict(task) for task in (*self._open.values(), *self._repeated)],
@@ -74,6 +75,7 @@ class TaskStream:
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to a saved state; its open tasks are handed out first."""
         self._source.restore(state["source"])
-        self._next_round = int(state["round"])
+        # Earlier checkpoints have no place: they were made between whole rounds.
+        self._next_round, self._next_place = int(state["round"]), int(state.get("place", 0))
         self._repeated = [RolloutTask(**fields) for fields in state["open"]]
         self._open = {}

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # Up to this many tokens per answer a Serve call costs more than waiting for the slowest answer of a batch.
 _COALESCE_UP_TO_TOKENS = 128
+# Threads of slow environments, which mostly wait: one for each episode as far as that goes.
+_MIN_ENV_THREADS, _MAX_ENV_THREADS = 32, 256
 
 
 class RolloutWorker:
@@ -42,7 +44,9 @@ class RolloutWorker:
         self._text = load_text_side(model, run.model.pixels)
         self._client: PolicyClient | None = None
         self._pools: dict[str, EnvPool] = {}
-        self._counted_env_s = 0.0  # busy seconds of the pools that results have reported
+        # What results have reported: calls may overlap, and each reports what is new.
+        self._counted_env_s = 0.0  # busy seconds of the pools
+        self._counted_retries = 0
         self._opened: dict[str, tuple[RolloutTask, OpenGroup]] = {}
 
     async def prepare(self, tasks: list[RolloutTask]) -> None:
@@ -70,9 +74,9 @@ class RolloutWorker:
         started = time.perf_counter()
         client = self._connect()
         dropped: Counter[str] = Counter()
-        retries = client.retries
         outcomes = await asyncio.gather(*(self._attempt(task, client, dropped) for task in tasks))
-        result = RolloutResult(dropped=dict(dropped), retries=client.retries - retries)
+        result = RolloutResult(dropped=dict(dropped), retries=client.retries - self._counted_retries)
+        self._counted_retries = client.retries
         for task, outcome in zip(tasks, outcomes, strict=True):
             if isinstance(outcome, TrajectoryGroup):
                 result.groups.append(outcome)
@@ -138,7 +142,14 @@ class RolloutWorker:
                     return ProcessEnv(env.id, kwargs, step_timeout_s=env.step_timeout_s)
                 return make(env.id, **kwargs)
 
-            self._pools[variant] = EnvPool(build, env.step_timeout_s, inline=self._run.deterministic)
+            rollout = self._run.rollout
+            episodes = rollout.groups_at_once * rollout.group_size
+            self._pools[variant] = EnvPool(
+                build,
+                env.step_timeout_s,
+                max_threads=min(max(episodes, _MIN_ENV_THREADS), _MAX_ENV_THREADS),
+                inline=self._run.deterministic,
+            )
         return self._pools[variant]
 
     def close_envs(self) -> None:

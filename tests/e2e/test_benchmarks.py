@@ -64,3 +64,16 @@ def test_every_preset_learns_the_quickstart_and_none_learns_from_shuffled_reward
             assert max(row["after"]) <= 0.35, row
     assert len((tmp_path / "presets.md").read_text().splitlines()) == 2 + len(rows)
     assert (tmp_path / "presets.png").stat().st_size > 10_000
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(1200)
+def test_the_benchmark_of_waiting_compares_lags_and_whole_rounds(tmp_path: Path) -> None:
+    out = tmp_path / "never_wait.json"
+    command = [sys.executable, str(ROOT / "benchmarks/never_wait.py"), "--quick", "--out", str(out)]
+    subprocess.run(command, env=environment(), timeout=1100, check=True, cwd=ROOT)
+    report = json.loads(out.read_text())
+    assert set(report["ratios"]) == {"lag 2 / lag 0", "lag 2 / lag 1, whole rounds"}
+    rows = {row["label"]: row for row in report["rows"]}
+    assert [rows[label]["oldest"] for label in ("lag 0", "lag 1, whole rounds")] == [0, 1]
+    assert rows["lag 2"]["oldest"] <= 2 and rows["lag 2"]["dropped"] == 0

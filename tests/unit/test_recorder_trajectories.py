@@ -40,6 +40,7 @@ def test_trajectories_come_back_as_they_were(tmp_path):
             "stop_reason": "end_of_turn",
             "reward": 0.5,
             "state_id": "shown",
+            "pieces": [],
         }
     ]
     assert (first["reward"], first["advantage"], second["advantage"]) == (0.5, 1.0, -1.0)

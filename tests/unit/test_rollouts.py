@@ -1,8 +1,11 @@
-"""Rounds ahead of the learner: every task has its own number and seed, nothing that is finished is lost, nothing too old is used."""
+"""Rounds, and groups ahead of the learner: every task has its own number and seed, nothing is lost, nothing too old is used."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,37 +13,43 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.config import RolloutSection, RunConfig, parse_config
 from rl_vlm.rollout.cursor import DataCursor
 from rl_vlm.rollout.group_buffer import GroupBuffer
-from rl_vlm.rollout.rollouts import Rollouts
+from rl_vlm.rollout.retry import TooManyFailuresError
+from rl_vlm.rollout.rollouts import ContinuousRollouts, RoundRollouts
+from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
 from rl_vlm.rollout.task_stream import TaskStream
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
 
-def group(name: str, version: int = 0) -> TrajectoryGroup:
-    turn = Turn(1, 2, version, StopReason.END_OF_TURN, 1.0)
-    trajectory = Trajectory(
-        f"{name}:0", np.arange(2, dtype=np.int32), np.array([False, True]), np.array([0, -1], dtype=np.float32), (turn,),
-        TrajectoryStatus.COMPLETED, replica_ids=("replica",),
-    ).check()  # fmt: skip
-    return TrajectoryGroup(name, 0, [trajectory])
+def group(name: str, version: int = 0, rewards: Sequence[float] = (1.0,)) -> TrajectoryGroup:
+    trajectories = [
+        Trajectory(
+            f"{name}:{k}", np.arange(2, dtype=np.int32), np.array([False, True]), np.array([0, -1], dtype=np.float32),
+            (Turn(1, 2, version, StopReason.END_OF_TURN, reward),), TrajectoryStatus.COMPLETED, replica_ids=("replica",),
+        ).check()
+        for k, reward in enumerate(rewards)
+    ]  # fmt: skip
+    return TrajectoryGroup(name, 0, trajectories)
 
 
-def run_of(lag: int = 0, prompts: int = 3, **logging: Any) -> RunConfig:
-    return parse_config({"rollout": {"prompts_per_iteration": prompts, "max_policy_lag": lag}, "logging": logging})
+def run_of(lag: int = 0, prompts: int = 3, refill: float = 0.0, late: str = "wait", **logging: Any) -> RunConfig:
+    rollout = {"prompts_per_iteration": prompts, "max_policy_lag": lag, "late_groups": late}
+    return parse_config({"rollout": rollout, "algorithm": {"max_refill": refill}, "logging": logging})
 
 
 class InstantSampler:
-    """Answers every task with one group of the version that it asks for; `lose` names tasks that are lost."""
-
-    restarts = 0
+    """Answers every task with one group of the version that it asks for; `lose` names tasks that are lost, `flat` those whose
+    rewards are all equal."""
 
     def __init__(self) -> None:
+        self.runners = SimpleNamespace(restarts=0)
         self.started: list[list[RolloutTask]] = []
         self.prepared: list[list[RolloutTask]] = []
         self.lose: set[str] = set()
+        self.flat: Callable[[str], bool] = lambda name: False
 
     def start(self, tasks: list[RolloutTask], timeout_s: float | None = None) -> list[RolloutTask]:
         self.started.append(tasks)
@@ -51,18 +60,68 @@ class InstantSampler:
 
     def collect(self, tasks: list[RolloutTask], stop: Any) -> tuple[list[TrajectoryGroup], RolloutResult]:
         lost = {task.group_id: "lost" for task in tasks if task.group_id in self.lose}
-        found = [group(task.group_id, task.min_version) for task in tasks if task.group_id not in lost]
+        rewards = {task.group_id: (1.0, 1.0) if self.flat(task.group_id) else (0.0, 1.0) for task in tasks}
+        found = [group(t.group_id, t.min_version, rewards[t.group_id]) for t in tasks if t.group_id not in lost]
         return found, RolloutResult(groups=found, lost=lost)
 
 
-def rollouts_of(run: RunConfig, items: int | None = 100) -> tuple[Rollouts, InstantSampler]:
+class RandomOrder:
+    """Plays the runners: at every look some tasks are complete, in any order; some are lost, some sent anew to a newer version."""
+
+    def __init__(self, seed: int = 0, slow: Callable[[str], bool] = lambda name: False) -> None:
+        self.rng, self.slow = np.random.default_rng(seed), slow
+        self.given: list[RolloutTask] = []
+        self.running: list[RolloutTask] = []
+        self.flat: Callable[[str], bool] = lambda name: False
+        self.most_under_way = 0
+        self.looks = 0
+
+    def __len__(self) -> int:
+        return len(self.running)
+
+    def versions(self) -> list[int]:
+        return [task.min_version for task in self.running]
+
+    def give(self, tasks: list[RolloutTask], version: int) -> None:
+        self.given += tasks
+        self.running += [replace(task, min_version=version) for task in tasks]
+        self.most_under_way = max(self.most_under_way, len(self.running))
+
+    def collect(self, version: int, wait_s: float) -> RolloutResult:
+        self.looks += 1
+        result = RolloutResult()
+        running, self.running = self.running, []
+        for task in running:
+            luck = self.rng.random()
+            if luck < (0.02 if self.slow(task.group_id) else 0.3):
+                rewards = (1.0, 1.0) if self.flat(task.group_id) else (0.0, 1.0)
+                result.groups.append(group(task.group_id, task.min_version, rewards))
+            elif luck > 0.98:
+                result.lost[task.group_id] = "played"
+            else:  # some die with their runner
+                self.running.append(replace(task, min_version=version) if luck > 0.95 else task)
+        return result
+
+    def clear(self) -> None:
+        self.running = []
+
+
+def rollouts_of(run: RunConfig, items: int | None = 100) -> tuple[RoundRollouts, InstantSampler]:
     sampler = InstantSampler()
-    return Rollouts(sampler, TaskStream(DataCursor(items, run.seed), run), run), sampler  # type: ignore[arg-type]
+    return RoundRollouts(sampler, TaskStream(DataCursor(items, run.seed), run), run), sampler  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2, 5])
-def test_rounds_have_numbers_and_seeds_of_their_own_at_any_lag(lag: int) -> None:
-    run = run_of(lag, trajectories_every=2)
+def continuous_of(run: RunConfig, played: RandomOrder) -> ContinuousRollouts:
+    stream = TaskStream(DataCursor(1000, run.seed), run)
+    return ContinuousRollouts(InstantSampler(), stream, run, played)  # type: ignore[arg-type]
+
+
+def identity(task: RolloutTask) -> tuple[Any, ...]:
+    return task.group_id, task.index, task.seed, task.sampling_seed
+
+
+def test_rounds_have_numbers_and_seeds_of_their_own() -> None:
+    run = run_of(trajectories_every=2)
     rollouts, sampler = rollouts_of(run)
     for update in range(6):
         rollouts.next_groups(update, iterations_left=5 - update)
@@ -70,17 +129,7 @@ def test_rounds_have_numbers_and_seeds_of_their_own_at_any_lag(lag: int) -> None
     tasks = [task for tasks in sampler.started for task in tasks]
     assert [int(task.group_id.split(":")[0]) for task in tasks] == [number for number in range(6) for _ in range(3)]
     assert len({task.sampling_seed for task in tasks}) == len({task.group_id for task in tasks}) == 18
-    # Every second round is recorded, whatever the lag.
     assert [tasks[0].record for tasks in sampler.started] == [True, False] * 3
-
-
-def test_no_more_rounds_are_started_than_iterations_are_left() -> None:
-    rollouts, sampler = rollouts_of(run_of(lag=4))
-    rollouts.next_groups(0, iterations_left=2)
-    assert len(sampler.started) == 3
-    rollouts.next_groups(1, iterations_left=1)
-    rollouts.next_groups(2, iterations_left=0)
-    assert len(sampler.started) == 3
 
 
 def test_the_round_that_was_opened_ahead_asks_for_the_version_of_its_start() -> None:
@@ -100,9 +149,8 @@ def test_lost_groups_are_counted_and_do_not_come_again() -> None:
     assert rollouts.state()["tasks"]["open"] == []
 
 
-@pytest.mark.parametrize("lag", [0, 2])
-def test_what_was_under_way_comes_first_after_a_resume(lag: int) -> None:
-    run = run_of(lag)
+def test_what_was_under_way_comes_first_after_a_resume() -> None:
+    run = run_of()
     rollouts, sampler = rollouts_of(run)
     rollouts.next_groups(0, iterations_left=9)
     rollouts.open_next()
@@ -113,35 +161,189 @@ def test_what_was_under_way_comes_first_after_a_resume(lag: int) -> None:
     for update in range(4):
         resumed.next_groups(1 + update, iterations_left=8 - update)
     seen = [task for tasks in again.started for task in tasks]
-
-    def identity(task: RolloutTask) -> tuple[Any, ...]:
-        return task.group_id, task.index, task.seed, task.sampling_seed
-
-    # The learned round does not come again; what was being sampled or opened does, in order, then new items.
+    # The learned round does not come again; what was being opened does, in order, then new items.
     assert list(map(identity, seen[: len(whole) - 3])) == list(map(identity, whole[3:]))
     uninterrupted, sampler = rollouts_of(run)
     for update in range(9):
         uninterrupted.next_groups(update, iterations_left=9 - update)
     expected = [identity(task) for tasks in sampler.started for task in tasks]
     assert list(map(identity, seen)) == expected[3 : 3 + len(seen)]
-    assert resumed.trajectories == 15
+    assert resumed.trajectories == 15 * 2
 
 
-def test_a_second_interruption_loses_nothing_either() -> None:
-    """It may come before the tasks of the first one were handed out again, in part or in whole."""
-    run = run_of(lag=2)
-    rollouts, _ = rollouts_of(run)
-    rollouts.next_groups(0, iterations_left=9)
-    first = rollouts.state()["tasks"]
-    assert len(first["open"]) == 6
-    once, _ = rollouts_of(run)
-    once.restore(json.loads(json.dumps(rollouts.state())), counts=True)
-    assert once.state()["tasks"] == first
-    twice, sampler = rollouts_of(run)
-    twice.restore(once.state(), counts=True)
-    twice._start_round(0)  # one round of the two is under way, the other waits
-    assert [task.group_id for task in sampler.started[0]] == [task["group_id"] for task in first["open"][:3]]
-    assert [task["group_id"] for task in twice.state()["tasks"]["open"]] == [task["group_id"] for task in first["open"]]
+# --- groups without a gradient
+
+
+def mostly_flat(name: str) -> bool:
+    """Seven of ten groups."""
+    number, place = map(int, name.split(":"))
+    return (7 * number + place) % 10 < 7
+
+
+def test_groups_without_a_gradient_are_replaced_up_to_the_bound() -> None:
+    run = run_of(prompts=10, refill=3.0)
+    rollouts, sampler = rollouts_of(run)
+    sampler.flat = mostly_flat
+    for update in range(20):
+        before, sampler.started = rollouts.dropped["no_gradient"], []
+        taken = rollouts.next_groups(update, 19 - update)
+        replaced = rollouts.dropped["no_gradient"] - before
+        assert len(taken) == 10
+        assert sum(map(len, sampler.started)) == 10 + replaced and replaced <= 30
+        # All have a gradient unless the bound was reached.
+        assert replaced == 30 or not any(np.ptp(g.rewards) == 0 for g in taken)
+    sampled = rollouts.trajectories / 2 + rollouts.dropped["no_gradient"]
+    assert sampled > 25 * 20 and rollouts.state()["tasks"]["open"] == []
+
+
+def test_without_refilling_every_group_is_learned_from() -> None:
+    rollouts, sampler = rollouts_of(run_of(prompts=10))
+    sampler.flat = mostly_flat
+    assert sum(np.ptp(g.rewards) == 0 for g in rollouts.next_groups(0, 9)) == 7
+    assert len(sampler.started) == 1 and rollouts.dropped == {}
+
+
+def test_refilling_continues_at_the_same_task_after_a_resume() -> None:
+    """Refilled rounds draw from the middle of a numbered round; an interrupted run draws the same tasks as one that is not."""
+    run = run_of(prompts=10, refill=2.0)
+    whole, sampler = rollouts_of(run)
+    sampler.flat = mostly_flat
+    taken = [[g.group_id for g in whole.next_groups(update, 9)] for update in range(6)]
+    first, sampler = rollouts_of(run)
+    sampler.flat = mostly_flat
+    assert [[g.group_id for g in first.next_groups(update, 9)] for update in range(3)] == taken[:3]
+    second, sampler = rollouts_of(run)
+    sampler.flat = mostly_flat
+    second.restore(json.loads(json.dumps(first.state())), counts=True)
+    assert [[g.group_id for g in second.next_groups(update, 9)] for update in range(3, 6)] == taken[3:]
+    assert second.state() == whole.state()
+
+
+# --- continuous sampling
+
+
+@pytest.mark.parametrize("late", ["wait", "drop"])
+@pytest.mark.parametrize("lag", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_group_is_too_old_and_no_item_is_lost_or_learned_from_twice(lag: int, late: str, seed: int) -> None:
+    run = run_of(lag, prompts=4, late=late)
+    played = RandomOrder(seed, slow=lambda name: name.endswith("1"))  # one of four takes fifteen times as long
+    rollouts = continuous_of(run, played)
+    learned: list[str] = []
+    for version in range(40):
+        taken = rollouts.next_groups(version, 39 - version)
+        assert len(taken) == 4
+        assert all(0 <= version - g.oldest_version <= lag for g in taken)
+        learned += [g.group_id for g in taken]
+    assert len(set(learned)) == len(learned) == 160
+    assert played.most_under_way <= (lag + 1) * 4
+    assert len({identity(task) for task in played.given}) == len(played.given)
+    # Every task that was handed out was learned from, dropped, or lost; none is left at the end of the run.
+    too_old, lost = rollouts.dropped["too_old"], rollouts.dropped["group_lost"]
+    assert len(played.given) == 160 + too_old + lost and len(played) == 0
+    assert rollouts.state()["tasks"]["open"] == []
+    # Waiting drops none, also of the slow ones; dropping loses these.
+    assert too_old == 0 if late == "wait" else (too_old > 0 or lag == 5)
+
+
+def test_a_fast_group_is_used_before_a_slow_one_that_began_earlier() -> None:
+    played = RandomOrder(slow=lambda name: name == "000000:00000")
+    rollouts = continuous_of(run_of(lag=2), played)
+    first = [g.group_id for g in rollouts.next_groups(0, 9)]
+    assert "000000:00000" not in first and len(first) == 3
+    assert [task.group_id for task in played.running].count("000000:00000") == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_order_of_arrival_changes_neither_the_batch_nor_the_counts(seed: int) -> None:
+    def outcome(order: np.random.Generator) -> tuple[list[list[str]], dict[str, int], int]:
+        played = RandomOrder(7)
+        collect = played.collect
+
+        def shuffled(version: int, wait_s: float) -> RolloutResult:
+            result = collect(version, wait_s)
+            result.groups = [result.groups[k] for k in order.permutation(len(result.groups))]
+            return result
+
+        played.collect = shuffled  # type: ignore[method-assign]
+        played.flat = mostly_flat
+        rollouts = continuous_of(run_of(lag=2, prompts=8, refill=10.0), played)
+        batches = [[g.group_id for g in rollouts.next_groups(version, 9 - version)] for version in range(10)]
+        return batches, dict(rollouts.dropped), rollouts.trajectories
+
+    assert outcome(np.random.default_rng(seed)) == outcome(np.random.default_rng(seed + 100))
+
+
+def test_groups_under_way_are_sampled_anew_after_a_resume() -> None:
+    run, played = run_of(lag=2), RandomOrder(1)
+    rollouts = continuous_of(run, played)
+    learned = [g.group_id for version in range(5) for g in rollouts.next_groups(version, 20)]
+    state = json.loads(json.dumps(rollouts.state()))
+    again = RandomOrder(2)
+    resumed = continuous_of(run, again)
+    resumed.restore(state, counts=True)
+    assert resumed.state() == state
+    learned += [g.group_id for version in range(5, 10) for g in resumed.next_groups(version, 9 - version)]
+    assert len(set(learned)) == len(learned) == 30
+    first = {identity(task) for task in played.given if task.group_id not in learned[:15]}
+    lost = rollouts.dropped["group_lost"]
+    assert len(first & {identity(task) for task in again.given}) == len(first) - lost
+
+
+def test_restoring_forgets_what_is_under_way() -> None:
+    """Learners were replaced: groups of the weights that are gone are not learned from."""
+    played = RandomOrder()
+    rollouts = continuous_of(run_of(lag=2), played)
+    beginning = json.loads(json.dumps(rollouts.state()))
+    rollouts.next_groups(0, 9)
+    rollouts.restore(beginning, counts=False)
+    assert len(played) == 0
+    taken = rollouts.next_groups(5, 9)
+    assert all(g.oldest_version >= 5 for g in taken)
+
+
+def test_groups_without_a_gradient_are_replaced_while_others_run() -> None:
+    played = RandomOrder()
+    played.flat = mostly_flat
+    rollouts = continuous_of(run_of(lag=1, prompts=10, refill=4.0), played)
+    flat = 0
+    for version in range(20):
+        flat += sum(np.ptp(g.rewards) == 0 for g in rollouts.next_groups(version, 19 - version))
+    assert rollouts.dropped["no_gradient"] > 300 and rollouts.trajectories == 400
+    assert flat < 20  # only where the bound was reached
+    assert rollouts.state()["tasks"]["open"] == []
+
+
+def test_a_stop_request_ends_the_wait_for_groups() -> None:
+    rollouts = continuous_of(run_of(lag=1), RandomOrder())
+    rollouts.stop_requested = lambda: True
+    with pytest.raises(RoundAbandonedError):
+        rollouts.next_groups(0, 9)
+    assert len(rollouts.state()["tasks"]["open"]) == 6
+
+
+def test_waiting_for_groups_that_never_come_ends_with_a_sentence() -> None:
+    played = RandomOrder()
+    played.collect = lambda version, wait_s: RolloutResult()  # type: ignore[method-assign]
+    rollouts = continuous_of(
+        run_of(lag=1).model_copy(update={"rollout": RolloutSection(max_policy_lag=1, timeout_s=0.01)}), played
+    )
+    with pytest.raises(SamplingError, match="No group was completed within 0.02 s"):
+        rollouts.next_groups(0, 9)
+
+
+def test_too_many_lost_groups_in_a_row_stop_the_run() -> None:
+    played = RandomOrder()
+
+    def lose(version: int, wait_s: float) -> RolloutResult:
+        task = played.running.pop()
+        return RolloutResult(lost={task.group_id: "the environment is broken"})
+
+    played.collect = lose  # type: ignore[method-assign]
+    with pytest.raises(
+        TooManyFailuresError, match="32 groups in a row were lost, the last because of: the environment"
+    ):
+        continuous_of(run_of(lag=1), played).next_groups(0, 9)
 
 
 # --- the buffer

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
+from rl_vlm.rollout import continuous as continuous_module
+from rl_vlm.rollout import runners as runners_module
 from rl_vlm.rollout import sampler as module
+from rl_vlm.rollout.continuous import ContinuousSampler
+from rl_vlm.rollout.runners import EnvRunners
 from rl_vlm.rollout.sampler import RolloutSampler
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 
 TASKS = [RolloutTask(f"g{k}", k, "train", k, k, 1, 1.0, 0) for k in range(4)]
 DEAD = ActorUnavailableError("The actor is restarting.", None)
+HANGS = ValueError("no result ever comes")
 
 
 class Reference:
@@ -29,14 +35,25 @@ class Runner:
     def __init__(self) -> None:
         self.outcomes: list[Exception | None] = []
         self.prepared: list[str] = []
+        self.asked: list[tuple[str, int]] = []  # id and version of each task that was sent here
+        self.running: list[Reference] = []
+        self.killed = 0
         self.sample = SimpleNamespace(remote=self._sample)
         self.prepare = SimpleNamespace(remote=self._prepare)
 
     def _outcome(self, result: Any) -> Reference:
         failed = self.outcomes.pop(0) if self.outcomes else None
-        return Reference(failed or result)
+        self.running.append(Reference(failed or result))
+        return self.running[-1]
+
+    def kill(self) -> None:
+        self.killed += 1
+        for reference in self.running:
+            if reference.value is HANGS:
+                reference.value = DEAD
 
     def _sample(self, tasks: list[RolloutTask]) -> Reference:
+        self.asked += [(task.group_id, task.min_version) for task in tasks]
         return self._outcome(RolloutResult(lost={task.group_id: "played" for task in tasks}))
 
     def _prepare(self, tasks: list[RolloutTask]) -> Reference:
@@ -74,13 +91,22 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Manager:
             raise ref.value
         return ref.value
 
-    played = SimpleNamespace(get=get, wait=lambda refs, **_: (list(refs), []), ObjectRef=Reference)
-    monkeypatch.setattr(module, "ray", played)
+    def wait(refs: list[Reference], **_: Any) -> tuple[list[Reference], list[Reference]]:
+        ready = [ref for ref in refs if ref.value is not HANGS]
+        return ready, [ref for ref in refs if ref.value is HANGS]
+
+    played = SimpleNamespace(get=get, wait=wait, ObjectRef=Reference, kill=lambda actor, **_: actor.kill())
+    for each in (module, runners_module, continuous_module):
+        monkeypatch.setattr(each, "ray", played)
     return Manager(2)
 
 
-def sampler_of(manager: Manager) -> RolloutSampler:
-    return RolloutSampler(SimpleNamespace(_worker_manager=manager), timeout_s=30)  # type: ignore[arg-type]
+def runners_of(manager: Manager) -> EnvRunners:
+    return EnvRunners(SimpleNamespace(_worker_manager=manager))  # type: ignore[arg-type]
+
+
+def sampler_of(manager: Manager, timeout_s: float = 30) -> RolloutSampler:
+    return RolloutSampler(runners_of(manager), timeout_s)
 
 
 def dropped(sampler: RolloutSampler) -> dict[str, int]:
@@ -92,8 +118,8 @@ def test_a_runner_that_dies_while_it_samples_loses_its_shard_to_another(manager:
     manager.runners[1].outcomes = [DEAD]
     work = sampler.start(TASKS)
     _, result = sampler.collect(work)
-    assert result.dropped == {"runner_died": 1} and len(result.lost) == 4 and sampler.restarts == 1
-    assert dropped(sampler) == {} and sampler.restarts == 1
+    assert result.dropped == {"runner_died": 1} and len(result.lost) == 4 and sampler.runners.restarts == 1
+    assert dropped(sampler) == {} and sampler.runners.restarts == 1
 
 
 def test_a_runner_that_dies_while_it_prepares_and_is_back_is_counted(manager: Manager) -> None:
@@ -101,13 +127,13 @@ def test_a_runner_that_dies_while_it_prepares_and_is_back_is_counted(manager: Ma
     manager.runners[2].outcomes = [DEAD]
     sampler.prepare(TASKS)
     assert manager.runners[1].prepared == ["g0", "g2"] and manager.runners[2].prepared == ["g1", "g3"]
-    assert dropped(sampler) == {"runner_died": 1} and sampler.restarts == 1
+    assert dropped(sampler) == {"runner_died": 1} and sampler.runners.restarts == 1
 
 
 def test_a_death_that_rllib_finds_first_is_counted(manager: Manager) -> None:
     sampler = sampler_of(manager)
     manager.set_actor_state(1, healthy=False)
-    assert dropped(sampler) == {"runner_died": 1} and sampler.restarts == 1
+    assert dropped(sampler) == {"runner_died": 1} and sampler.runners.restarts == 1
 
 
 def test_several_calls_that_one_death_ends_are_one_death(manager: Manager) -> None:
@@ -116,19 +142,104 @@ def test_several_calls_that_one_death_ends_are_one_death(manager: Manager) -> No
     first, second = sampler.start(TASKS), sampler.start(TASKS)  # as with a policy lag
     manager.probe_unhealthy_actors = lambda **_: None  # type: ignore[method-assign]
     both = [sampler.collect(work)[1].dropped for work in (first, second)]
-    assert both == [{"runner_died": 1}, {}] and sampler.restarts == 1
+    assert both == [{"runner_died": 1}, {}] and sampler.runners.restarts == 1
 
 
 def test_a_runner_that_cannot_prepare_has_not_died(manager: Manager) -> None:
     sampler = sampler_of(manager)
     manager.runners[1].outcomes = [RayTaskError("prepare", "traceback", ValueError("broken"))]
     sampler.prepare(TASKS)
-    assert dropped(sampler) == {} and sampler.restarts == 0
+    assert dropped(sampler) == {} and sampler.runners.restarts == 0
 
 
 def test_a_round_that_finished_while_the_driver_was_busy_is_taken(manager: Manager) -> None:
     """Its deadline is long past when the driver looks: the results are there, and no runner hangs."""
-    sampler = RolloutSampler(SimpleNamespace(_worker_manager=manager), timeout_s=0.0)  # type: ignore[arg-type]
+    sampler = sampler_of(manager, timeout_s=0.0)
     _, result = sampler.collect(sampler.start(TASKS))
     assert len(result.lost) == 4 and set(result.lost.values()) == {"played"}
-    assert result.dropped == {} and sampler.restarts == 0
+    assert result.dropped == {} and sampler.runners.restarts == 0
+
+
+# --- one call per group
+
+
+def continuous_of(manager: Manager, timeout_s: float = 30) -> tuple[ContinuousSampler, EnvRunners]:
+    runners = runners_of(manager)
+    return ContinuousSampler(runners, timeout_s), runners
+
+
+def test_tasks_are_spread_evenly_and_each_result_is_given_once(manager: Manager) -> None:
+    sampler, _ = continuous_of(manager)
+    sampler.give(TASKS, version=3)
+    assert manager.runners[1].asked == [("g0", 3), ("g2", 3)] and manager.runners[2].asked == [("g1", 3), ("g3", 3)]
+    assert len(sampler) == 4 and sampler.versions() == [3, 3, 3, 3]
+    assert set(sampler.collect(3, 0).lost) == {"g0", "g1", "g2", "g3"}
+    assert len(sampler) == 0 and sampler.collect(3, 0) == RolloutResult()
+
+
+def test_a_group_is_there_while_others_still_run(manager: Manager) -> None:
+    sampler, _ = continuous_of(manager)
+    manager.runners[1].outcomes = [HANGS]
+    sampler.give(TASKS, version=0)
+    assert set(sampler.collect(0, 0).lost) == {"g1", "g2", "g3"} and len(sampler) == 1
+    manager.runners[1].running[0].value = RolloutResult(lost={"g0": "late"})
+    assert sampler.collect(0, 0).lost == {"g0": "late"}
+
+
+def test_the_groups_of_a_runner_that_dies_go_to_another_with_the_newest_version(manager: Manager) -> None:
+    sampler, runners = continuous_of(manager)
+    manager.runners[1].outcomes = [DEAD, DEAD]
+    manager.probe_unhealthy_actors = lambda **_: None  # type: ignore[method-assign]
+    sampler.give(TASKS, version=1)
+    result = sampler.collect(2, 0)
+    assert set(result.lost) == {"g1", "g3"} and result.dropped == {"runner_died": 1} and runners.restarts == 1
+    result = sampler.collect(2, 0)
+    assert set(result.lost) == {"g0", "g2"} and result.dropped == {}
+    assert manager.runners[2].asked[2:] == [("g0", 2), ("g2", 2)]
+
+
+def test_errors_of_a_life_that_is_over_do_not_count_against_the_next(manager: Manager) -> None:
+    sampler, runners = continuous_of(manager)
+    manager.runners[1].outcomes = [DEAD, HANGS]
+    sampler.give(TASKS, version=0)
+    sampler.collect(0, 0)
+    runners.probe()  # it is back
+    assert manager.health[1]
+    manager.runners[1].kill()  # the error of its second call comes late
+    result = sampler.collect(0, 0)
+    assert result.dropped == {} and runners.restarts == 1 and manager.health[1]
+    assert set(result.lost) | set(sampler.collect(0, 0).lost) == {"g0", "g2"}
+
+
+def test_a_group_that_hangs_is_lost_and_its_neighbours_are_sent_anew(manager: Manager) -> None:
+    sampler, runners = continuous_of(manager, timeout_s=0.0)
+    manager.runners[1].outcomes = [HANGS, HANGS]
+    sampler.give(TASKS, version=0)
+    result = sampler.collect(0, 0)
+    assert result.lost["g0"] == "no result within 0 s" and len(result.lost) == 4
+    assert result.dropped == {"group_timeout": 2} and manager.runners[1].killed == 1 and runners.restarts == 1
+
+
+def test_time_that_the_driver_spends_elsewhere_does_not_count_against_a_group(manager: Manager) -> None:
+    sampler, _ = continuous_of(manager, timeout_s=0.2)
+    manager.runners[1].outcomes = [HANGS]
+    sampler.give(TASKS[:1], version=0)
+    time.sleep(0.3)
+    assert sampler.collect(0, 0) == RolloutResult() and len(sampler) == 1
+
+
+def test_tasks_that_were_forgotten_do_not_come_back(manager: Manager) -> None:
+    sampler, _ = continuous_of(manager)
+    sampler.give(TASKS, version=0)
+    sampler.clear()
+    assert len(sampler) == 0 and sampler.collect(0, 0) == RolloutResult()
+
+
+def test_without_any_runner_sampling_ends_with_a_sentence(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(continuous_module, "RESTART_GRACE_S", 0.0)
+    sampler, _ = continuous_of(manager)
+    manager.probe_unhealthy_actors = lambda **_: None  # type: ignore[method-assign]
+    manager.health = dict.fromkeys(manager.health, False)
+    with pytest.raises(module.SamplingError, match="All env runners died"):
+        sampler.give(TASKS, version=0)
+        sampler.collect(0, 0)

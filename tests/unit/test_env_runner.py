@@ -1,0 +1,76 @@
+"""An env runner with a policy lag answers several calls at once; every call returns its own group when it is complete."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_open_ahead import Direct, tasks
+
+from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.envs.base import ObservationSpace, StepResult, TextSpace
+from rl_vlm.envs.shapes import ShapesEnv
+from rl_vlm.rollout.base_env_runner import RunnerConfig
+from rl_vlm.rollout.env_runner import VLMEnvRunner
+from rl_vlm.rollout.tasks import RolloutResult
+
+SLOW_S = 1.0
+
+
+class OneIsSlow(ShapesEnv):
+    """Item 0 takes long."""
+
+    def reset(self, **more: Any) -> Any:
+        self.index = more["options"]["index"]
+        return super().reset(**more)
+
+    def step(self, action: str) -> StepResult:
+        if self.index == 0:
+            time.sleep(SLOW_S)
+        return super().step(action)
+
+
+def run_of(lag: int, **rollout: Any) -> RunConfig:
+    env = {"id": f"{__file__}:OneIsSlow"}
+    return parse_config(
+        {"env": env, "rollout": {"group_size": 2, "max_policy_lag": lag, "require_end_of_turn": False, **rollout}}
+    )
+
+
+@pytest.fixture
+def runner(tiny_folder: Path) -> Iterator[VLMEnvRunner]:
+    config = RunnerConfig(run_of(lag=2), "run", tiny_folder, ObservationSpace(), TextSpace())
+    runner, engine = VLMEnvRunner(config=config), TransformersEngine(tiny_folder, max_context=512)
+    runner._worker._client = Direct(engine)  # type: ignore[assignment]
+    yield runner
+    runner.stop()
+    asyncio.run_coroutine_threadsafe(engine.close(), runner._loop).result(30)
+
+
+def test_a_slow_group_does_not_hold_up_the_others(runner: VLMEnvRunner) -> None:
+    runner.sample(tasks=tasks(1, 1))  # environments and model are warm
+    with ThreadPoolExecutor(4) as calls:  # as Ray's threads of the actor
+        started = time.monotonic()
+        futures: list[Future[RolloutResult]] = [calls.submit(runner.sample, tasks=[task]) for task in tasks(0, 4)]
+        slow, *others = futures
+        while others:
+            done, _ = wait(others, timeout=30, return_when=FIRST_COMPLETED)
+            others = [future for future in others if future not in done]
+        assert time.monotonic() - started < SLOW_S and not slow.done()
+        results = [future.result(30) for future in futures]
+    assert [[g.group_id for g in result.groups] for result in results] == [[f"{k:06d}"] for k in range(4)]
+    assert all(not result.lost and len(result.groups[0]) == 2 for result in results)
+    # Each second of an environment is reported once, by whichever call ends first.
+    assert sum(result.timings["env"] for result in results) == pytest.approx(2 * SLOW_S, abs=0.5)
+
+
+def test_a_runner_has_room_for_its_share_of_the_groups_and_an_evaluation() -> None:
+    assert VLMEnvRunner.concurrent_calls(run_of(0)) == 1
+    assert VLMEnvRunner.concurrent_calls(run_of(2, prompts_per_iteration=16, num_env_runners=3)) == 11 + 1
+    assert VLMEnvRunner.concurrent_calls(run_of(2, groups_per_runner=5)) == 5 + 1
