@@ -41,13 +41,12 @@ class Ours:
     """The system: Ray Serve, env runners, learner group. `rounds` collects rollouts in whole rounds."""
 
     def __init__(self, run: RunConfig, rounds: bool = False) -> None:
-        from rl_vlm.algorithms.grpo import GRPOConfig
         from rl_vlm.runs.cluster import ray_cluster
 
         self._cluster = ray_cluster(run)
         self._cluster.__enter__()
         scratch = Path(tempfile.mkdtemp(prefix="rl-vlm-bench-"))
-        self._algorithm: Any = GRPOConfig.from_run_config(run, scratch).build_algo()
+        self._algorithm: Any = run.spec.load("config").from_run_config(run, scratch).build_algo()
         if rounds:
             from whole_rounds import WholeRounds
 

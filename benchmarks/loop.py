@@ -4,7 +4,8 @@
 
 All contenders train the same tiny model on the same items with the same LoRA, group size 8 and 4 optimiser steps per
 rollout. Each lives in a process of its own and only one steps at a time. The floor is the bare loop with the better of
-1 and 2 torch threads; the system runs at policy lag 0 (sample, then learn) and, for comparison, at lag 1 (both at once).
+1 and 2 torch threads; the system runs at policy lag 0 (sample, then learn) and, for comparison, at lags 1 and 2 (both at
+once) and as PPO with either critic.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from report import Report
 
 HERE = Path(__file__).parent
 CONFIG = HERE.parent / "configs" / "quickstart.yaml"
-PARTS = ("sample", "env", "advantages", "learn", "publish", "total")
+PARTS = ("sample", "env", "score", "advantages", "learn", "publish", "total")
 
 
 class Contender:
@@ -83,9 +84,14 @@ def measure(quick: bool, seed_learners: int) -> Report:
     peers: list[Contender] = []
     if not quick:
         floor.append(Contender("bare loop, 2 threads", "bare", "--threads", "2"))
-        system.append(
-            Contender("rl_vlm, lag 1", "ours", ours, "algorithm.iterations=100000", "rollout.max_policy_lag=1")
-        )
+        further = {
+            "lag 1": ("rollout.max_policy_lag=1",),
+            "lag 2": ("rollout.max_policy_lag=2",),
+            "PPO, value head": ("algorithm.preset=ppo",),
+            "PPO, critic adapter": ("algorithm.preset=ppo", "critic.kind=adapter"),
+        }
+        for label, changes in further.items():
+            system.append(Contender(f"rl_vlm, {label}", "ours", ours, "algorithm.iterations=100000", *changes))
         peers = [Contender(f"TRL GRPOTrainer, {n} thread(s)", "trl", "--threads", str(n)) for n in (1, 2)]
     everyone = floor + system + peers
     try:
