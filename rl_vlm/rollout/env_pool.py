@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_step
@@ -45,7 +45,8 @@ class EnvPool:
         self._inline = inline
         self._max_threads = max_threads
         self._threads = ThreadPoolExecutor(max_threads, thread_name_prefix="env")
-        self._call_s = _SHORT_CALL_S  # running mean; the first calls go alone
+        # Running means; the first calls go alone. Not one for both: after many quick resets slow steps would go in one thread.
+        self._call_s = {"reset": _SHORT_CALL_S, "step": _SHORT_CALL_S}
         self._idle: list[VisionEnv] = []
         self._batch: asyncio.Task[tuple[list[Any], float]] | None = None
         self._batch_calls: list[Callable[[], Any]] = []
@@ -97,25 +98,25 @@ class EnvPool:
         self, envs: Sequence[VisionEnv], seed: int, options: dict[str, Any]
     ) -> list[tuple[Observation, Info]]:
         """Open the same task instance in all copies."""
-        results = await self.run([partial(_reset, env, seed, options) for env in envs])
+        results = await self.run([partial(_reset, env, seed, options) for env in envs], "reset")
         return [_result_or_raise(result) for result in results]
 
     async def step(self, envs: Sequence[VisionEnv], actions: Sequence[str]) -> list[StepResult | RLVLMError]:
         """Step each environment with its action; an environment's error is returned in its place."""
         return await self.run([partial(_step, env, action) for env, action in zip(envs, actions, strict=True)])
 
-    async def run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    async def run(self, calls: Sequence[Callable[[], Any]], kind: Literal["reset", "step"] = "step") -> list[Any]:
         """Run calls; each gives its result or the RLVLMError that it failed with."""
         if self._inline:
             results, seconds = _run_all(calls)
-        elif self._call_s < _SHORT_CALL_S:
+        elif self._call_s[kind] < _SHORT_CALL_S:
             results, seconds = await self._run_batched(calls)
         else:
             parts = await asyncio.gather(*(self._within_deadline([call], self._timeout_s) for call in calls))
             results = [result for part, _ in parts for result in part]
             seconds = sum(taken for _, taken in parts)
         self.busy_s += seconds
-        self._call_s = 0.7 * self._call_s + 0.3 * seconds / max(len(calls), 1)
+        self._call_s[kind] = 0.7 * self._call_s[kind] + 0.3 * seconds / max(len(calls), 1)
         return results
 
     async def _run_batched(self, calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], float]:

@@ -587,6 +587,15 @@ def test_a_pool_whose_threads_all_hang_still_answers() -> None:
     assert pool.stuck == 2
 
 
+def test_slow_steps_after_many_quick_resets_run_side_by_side() -> None:
+    pool = pool_of()
+    for _ in range(30):
+        asyncio.run(pool.run([lambda: None], "reset"))
+    started = time.monotonic()
+    asyncio.run(pool.run([lambda: time.sleep(0.3)] * 8, "step"))
+    assert time.monotonic() - started < 1.2  # one after the other would take 2.4 s
+
+
 def test_results_and_errors_keep_their_places() -> None:
     def fails() -> None:
         raise ValueError("boom")
