@@ -92,6 +92,11 @@ def _check_policy(run: RunConfig) -> None:
                 f"max_new_tokens_per_turn allows {longest}; lower rollout.max_new_tokens ({run.rollout.max_new_tokens})"
             )
     settings = run.algorithm
+    if settings.max_refill and run.rollout.group_size == 1:
+        raise ValueError(
+            "algorithm.max_refill replaces groups whose rewards are all equal, and all groups of one are: set it to 0, or "
+            "rollout.group_size to 2 or more"
+        )
     if settings.kl_target and settings.kl_in != "reward":
         raise ValueError("algorithm.kl_target adapts a penalty in the reward: set algorithm.kl_in to reward")
     if settings.kl_min > settings.kl_max:

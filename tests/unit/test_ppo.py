@@ -278,6 +278,7 @@ def test_the_critic_learns_what_trajectories_are_worth(tiny_folder: Path, kind: 
         ({"algorithm": {"name": "ppo", "estimator": "group"}}, "needs no critic"),
         ({"algorithm": {"name": "ppo", "kl_target": 0.02}}, "set algorithm.kl_in to reward"),
         ({"algorithm": {"name": "ppo", "kl_in": "reward", "kl_min": 0.4, "kl_max": 0.1}}, "exceeds"),
+        ({"algorithm": {"preset": "dapo"}, "rollout": {"group_size": 1}}, "group_size to 2 or more"),
         ({"critic": {"kind": "adapter"}}, "critic.kind has no effect with algorithm.name grpo"),
         ({"evaluation": {"weights": "ema"}}, "needs learner.ema_decay"),
         (
