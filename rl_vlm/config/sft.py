@@ -22,7 +22,7 @@ READS = Reads(
         *(
             f"learner.{key}"
             for key in (
-                "lr", "lr_schedule", "lr_final_fraction", "betas", "weight_decay", "max_grad_norm", "micro_batch_tokens",
+                "lr", "lr_schedule", "lr_final_fraction", "optimizer", "betas", "weight_decay", "max_grad_norm", "micro_batch_tokens",
                 "share_prompts", "gradient_checkpointing", "num_threads",
             )
         ),
