@@ -1,4 +1,4 @@
-"""GridWalk-v0: walk over a drawn grid to the goal, one word a turn; the reward comes at the end.
+"""GridWalk-v0: walk over a drawn grid to the goal, one move a turn; the reward comes at the end.
 
 A small task in which credit matters: several turns decide about one number, and states come back.
 """
@@ -27,13 +27,16 @@ def picture_of(grid: Grid, image_size: int = data.IMAGE_SIZE) -> EncodedImage:
 
 
 def parse_move(text: str) -> str | None:
-    """The move if the whole text is one of the four words (any case, a full stop allowed); None otherwise."""
-    word = text.strip().removesuffix(".").lower()
-    return word if word in data.MOVES else None
+    """The move, if the last word is one of the four (any case, a full stop allowed); None otherwise.
+
+    What stands before it is the policy's thinking.
+    """
+    words = text.strip().removesuffix(".").lower().split()
+    return words[-1] if words and words[-1] in data.MOVES else None
 
 
 class GridWalkEnv(VisionEnv):
-    """Walk to the goal of a drawn grid around walls and holes: one word (up, down, left or right) a turn.
+    """Walk to the goal of a drawn grid around walls and holes: one move (up, down, left or right) a turn.
 
     size: cells per side, 3 to 6; walls and holes: how many. Walls stop the agent, a hole ends the episode.
     max_turns: 2 to 10; when they are used up the episode ends. min_distance: steps of the shortest path at least.

@@ -25,10 +25,10 @@ MOVES: dict[str, Cell] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right
 # The first message of prompt "full"; the question follows.
 RULES = (
     "You are the red disc. Walk to the green square. White cells are walls, which stop you; black discs are holes: if you "
-    "step on one, the game is lost. In each of at most {turns} turns answer with one word: up, down, left or right. "
+    "step on one, the game is lost. In each of at most {turns} turns end your answer with one word: up, down, left or right. "
 )
 QUESTION = "Which way?"
-EXPECTED = "Answer up, down, left or right."
+EXPECTED = "End with up, down, left or right."
 
 LINE = (104, 104, 104)
 AGENT = (235, 40, 30)

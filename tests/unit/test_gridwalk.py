@@ -93,21 +93,21 @@ def test_the_goal_counts_on_the_last_turn() -> None:
     assert (reward, terminated, truncated) == (1.0, True, False)
 
 
-@pytest.mark.parametrize("text", ["", "north", "up up", "I go up", "up, down", "<answer>up</answer>", "u p", "up\x00"])
+@pytest.mark.parametrize("text", ["", "north", "up!", "up it goes", "down,up", "<answer>up</answer>", "u p", "up\x00"])
 def test_what_is_no_move_uses_a_turn_and_is_told_what_is_expected(text: str) -> None:
     env = opened(max_turns=3)
     before = picture_of(HAND_MADE)
     observation, reward, terminated, truncated, info = env.step(text)
     assert (reward, terminated, truncated, info["well_formed"], info["steps"]) == (0.0, False, False, False, 1)
-    assert observation.messages[0].text == "Answer up, down, left or right."
+    assert observation.messages[0].text == "End with up, down, left or right."
     assert picture(observation) == before
     observation, *_, info = env.step("down")
     assert (observation.messages[0].text, info["well_formed"]) == ("Which way?", True)
     assert env.step(text)[3]  # the third of three turns
 
 
-@pytest.mark.parametrize("text", ["up", "Up", " UP\n", "up."])
-def test_case_space_and_a_full_stop_do_not_matter(text: str) -> None:
+@pytest.mark.parametrize("text", ["up", "Up", " UP\n", "up.", "floor wall: up", "Not down but\nup."])
+def test_case_space_a_full_stop_and_what_was_thought_before_do_not_matter(text: str) -> None:
     assert parse_move(text) == "up"
 
 
@@ -222,7 +222,7 @@ def test_the_full_prompt_names_what_is_drawn_and_what_to_answer() -> None:
     assert message.role == "user" and len(message.images) == 1
     assert message.text == (
         "You are the red disc. Walk to the green square. White cells are walls, which stop you; black discs are holes: if "
-        "you step on one, the game is lost. In each of at most 7 turns answer with one word: up, down, left or right. "
+        "you step on one, the game is lost. In each of at most 7 turns end your answer with one word: up, down, left or right. "
         "Which way?"
     )
     assert info["index"] == 9 and info["split"] == "test" and info["shortest_path"] >= 3

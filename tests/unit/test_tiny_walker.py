@@ -18,7 +18,7 @@ from rl_vlm.models.supervised import DialogueEncoder
 from rl_vlm.models.tiny import model as tiny
 from rl_vlm.models.tiny import walker
 from rl_vlm.models.tiny.walker import move_probabilities, perception_accuracy, warm_start
-from rl_vlm.models.tiny.walks import draw_walk, kind_of, random_question
+from rl_vlm.models.tiny.walks import described, draw_walk, kind_of, random_question
 from rl_vlm.types import EncodedImage, Message
 
 GRID = Grid.parse("..#.", ".A.O", "#O.G", "....")
@@ -85,13 +85,13 @@ def test_moves_are_random_whatever_is_drawn() -> None:
             turns += 1
             assert role == "user" and picture.shape == (64, 64, 3)
             if text in (data.QUESTION, data.EXPECTED):
-                assert parse_move(reply) == reply
+                reply = parse_move(reply) or ""
                 moves[reply] += 1
                 agent, goal = (
                     np.argwhere((picture == colour).all(-1))[:, 0].mean() for colour in (data.AGENT, data.GOAL)
                 )
                 by_bearing[bool(goal < agent - 8)][reply] += 1
-    assert 0.2 < sum(moves.values()) / turns < 0.3
+    assert 0.4 < sum(moves.values()) / turns < 0.7
     assert all(abs(count / sum(moves.values()) - 0.25) < 0.03 for count in moves.values())
     for counts in by_bearing.values():  # going up is as likely when the goal is above
         assert abs(counts["up"] / sum(counts.values()) - 0.25) < 0.04
@@ -158,6 +158,7 @@ def _messages(role: str, parts: tuple[np.ndarray, str], reply: str) -> list[dict
 def test_a_move_is_one_token_and_a_turn_is_short(processor: Any) -> None:
     assert [len(processor.tokenizer.tokenize(move)) for move in MOVES] == [1, 1, 1, 1]
     assert len(processor.tokenizer) == 490
+    assert len(processor.tokenizer.tokenize(f"{described(GRID)}: up")) <= 10
     codec = ChatCodec(processor.tokenizer, processor.chat_template, processor.image_token)
     message = Message.of("user", EncodedImage("", b"", 64, 64), data.QUESTION)
     assert len(codec.encode_continuation([message], ended=True).token_ids) <= 20
@@ -181,7 +182,7 @@ def test_the_warm_start_depends_on_its_seed_alone(processor: Any, encoder: Dialo
     assert losses[0] == losses[1] != losses[2]
     assert 0 <= perception_accuracy(model, encoder, 20) < 0.6
     probabilities = move_probabilities(model, encoder, [GRID])
-    assert probabilities.shape == (1, 4) and (probabilities > 0).all() and probabilities.sum() < 1
+    assert probabilities.shape == (1, 4) and (probabilities > 0).all() and probabilities.sum() == pytest.approx(1)
 
 
 def test_the_variant_is_built_and_cached_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ _WIDE_HEADS: dict[str, Any] = {"head_dim": 32, "mrope_section": [8, 4, 4]}
 # "wide" has attention heads of 32, the least that vLLM's kernels support. "labeller" compares pictures of poles.
 # "gridwalk" knows what is where on the grids of GridWalk-v0.
 _HEADS = {"small": _SMALL_HEADS, "wide": _WIDE_HEADS, "labeller": _WIDE_HEADS, "gridwalk": _SMALL_HEADS}
-_LESSONS_VERSION = {"labeller": 2, "gridwalk": 1}  # as RECIPE_VERSION, for the lessons of one variant
+_LESSONS_VERSION = {"labeller": 2, "gridwalk": 2}  # as RECIPE_VERSION, for the lessons of one variant
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ import torch
 from rl_vlm.envs import gridwalk_data as data
 from rl_vlm.envs.gridwalk_data import MOVES, Difficulty, Grid, grid_item
 from rl_vlm.models.supervised import DialogueEncoder, Example, collate, token_logprobs
-from rl_vlm.models.tiny.walks import draw_walk, random_question
+from rl_vlm.models.tiny.walks import described, draw_walk, random_question
 from rl_vlm.models.tiny.warmstart import train_step
 from rl_vlm.models.vision import fast_vision
 
-STEPS = 480
+STEPS = 600
 BATCH = 48
 LEARNING_RATE = 3e-3
 _RISE = 20  # steps until the full learning rate
@@ -57,20 +57,20 @@ def warm_start(model: Any, encoder: DialogueEncoder, seed: int, steps: int = STE
 
 
 def reply_logprobs(
-    model: Any, encoder: DialogueEncoder, grids: Sequence[Grid], questions: Sequence[str], replies: Sequence[str]
+    model: Any, encoder: DialogueEncoder, grids: Sequence[Grid], question: str, replies: Sequence[Sequence[str]]
 ) -> np.ndarray:
-    """float32 [N, len(replies)]: the log-probability of each reply, end of turn included, to a question about a grid."""
+    """float32 [N, K]: the log-probability of each of K replies per grid, end of turn included, to a question about it."""
     found: list[np.ndarray] = []
-    pairs = list(zip(grids, questions, strict=True))
+    pairs = list(zip(grids, replies, strict=True))
     for start in range(0, len(pairs), _ROWS):
         examples = [
             encoder.encode_turn((data.render(grid), question), reply)
-            for grid, question in pairs[start : start + _ROWS]
-            for reply in replies
+            for grid, its_replies in pairs[start : start + _ROWS]
+            for reply in its_replies
         ]
         arguments, targets = collate(examples, encoder.pad_token_id)
         with torch.no_grad():
-            found.append(token_logprobs(model, arguments, targets).sum(1).reshape(-1, len(replies)).numpy())
+            found.append(token_logprobs(model, arguments, targets).sum(1).reshape(-1, len(replies[0])).numpy())
     return np.concatenate(found)
 
 
@@ -92,8 +92,10 @@ def perception_accuracy(model: Any, encoder: DialogueEncoder, num_questions: int
 
 
 def move_probabilities(model: Any, encoder: DialogueEncoder, grids: Sequence[Grid]) -> np.ndarray:
-    """float32 [N, 4]: how likely each of MOVES is at the start of a walk."""
-    return np.exp(reply_logprobs(model, encoder, grids, [data.QUESTION] * len(grids), tuple(MOVES)))
+    """float32 [N, 4]: how likely each of MOVES is at the start of a walk, once what there is to see is rightly written down."""
+    replies = [[f"{described(grid)}: {move}" for move in MOVES] for grid in grids]
+    likely = np.exp(reply_logprobs(model, encoder, grids, data.QUESTION, replies))
+    return np.asarray(likely / likely.sum(1, keepdims=True))
 
 
 def log_accuracy(model: Any, encoder: DialogueEncoder, loss: float, seconds: float) -> None:

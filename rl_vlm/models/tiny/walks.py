@@ -1,7 +1,8 @@
 """Training dialogues of the tiny walker's warm start: walks over grids, with questions about what is where.
 
 Each turn shows a picture. Questions about perception (rows, columns, what a cell holds) have right answers. "Which way?" is
-answered with a random move, so that only the form is learned: where to go is left to reinforcement learning.
+answered with what lies around the agent and on which side the goal is, and then with a random move: what there is to see is
+written down, and where to go is left to reinforcement learning.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from rl_vlm.types import Role
 
 SIZES = (3, 4)  # of the grids, in cells per side
 MAX_TURNS = 4
-MOVE_SHARE = 0.25  # of the turns
+MOVE_SHARE = 0.5  # of the turns
 
 # Words that become single tokens, the more surely the oftener they stand here.
 CORPUS = (
     " ".join([data.QUESTION] * 4),
     data.EXPECTED,
     "up\ndown\nleft\nright\n" * 2,
-    "floor\nwall\nhole\ngoal\n floor wall hole goal floor wall hole goal",
+    "floor wall hole goal: up right: left\nwall floor goal hole: down left: up\nhole goal floor wall: up: right\n"
+    "goal hole wall floor: down: down\n" * 2,
     "What is up? What is down? What is left? What is right? What is around?",
     "Where is goal? up right, down right, down left, up left",
     "Row of agent? Row of goal? Column of agent? Column of goal?",
@@ -42,7 +44,8 @@ def draw_walk(rng: np.random.Generator, sizes: tuple[int, ...] = SIZES) -> list[
         picture = data.render(grid)
         if rng.random() < MOVE_SHARE:
             move = tuple(MOVES)[rng.integers(len(MOVES))]
-            turns.append(("user", (picture, data.QUESTION if rng.random() < 0.95 else data.EXPECTED), move))
+            question = data.QUESTION if rng.random() < 0.95 else data.EXPECTED
+            turns.append(("user", (picture, question), f"{described(grid)}: {move}"))
             grid = grid.moved(move)
             over = grid.agent == grid.goal or grid.agent in grid.holes
         else:
@@ -63,11 +66,21 @@ def random_question(rng: np.random.Generator, grid: Grid) -> tuple[str, str]:
         return f"{('Row', 'Column')[axis]} of {what}?", str(cell[axis] + 1)
     if draw < 0.35:
         return "Where is goal?", bearing(grid)
-    around = {move: kind_of(grid, data.neighbour(grid.agent, move)) for move in MOVES}
+    around = neighbours(grid)
     if draw < 0.7:
         return "What is around?", " ".join(around.values())
     move = _balanced(rng, tuple(MOVES), around.__getitem__)
     return f"What is {move}?", around[move]
+
+
+def described(grid: Grid) -> str:
+    """What the walker writes before its move: "floor wall floor hole: up right"."""
+    return f"{' '.join(neighbours(grid).values())}: {bearing(grid)}"
+
+
+def neighbours(grid: Grid) -> dict[str, str]:
+    """What the cells around the agent hold, by the move that leads there."""
+    return {move: kind_of(grid, data.neighbour(grid.agent, move)) for move in MOVES}
 
 
 def bearing(grid: Grid) -> str:
