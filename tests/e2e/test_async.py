@@ -38,6 +38,7 @@ def test_no_group_is_too_old_or_missing_when_a_runner_and_a_replica_die(tmp_path
     assert max(lags) <= 2 and max(lags[3:]) >= 1  # groups of older versions are learned from, and none is too old
 
 
+@pytest.mark.acceptance
 def test_what_was_under_way_is_resumed(tmp_path: Path) -> None:
     arguments = ("algorithm.iterations=20", "evaluation.num_items=64", "logging.checkpoint_every=5")
     with TrainingProcess(tmp_path / "run", *arguments, config=ASYNC) as run:
