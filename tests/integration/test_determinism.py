@@ -49,7 +49,8 @@ def build(run: RunConfig, folder: Path) -> Any:
     return run.spec.load("config").from_run_config(run, folder).build_algo()
 
 
-def same(one: Checkpoint, other: Checkpoint) -> None:
+def same(one: Checkpoint, other: Checkpoint, counts: bool = True) -> None:
+    """Byte for byte; `counts` False: but for what counts repeated work too."""
     assert one.adapter.tensors == other.adapter.tensors
     for ours, theirs in ((one.moments, other.moments), (one.extras, other.extras)):
         assert ours.keys() == theirs.keys()
@@ -57,7 +58,7 @@ def same(one: Checkpoint, other: Checkpoint) -> None:
             assert np.asarray(tensor).tobytes() == np.asarray(theirs[name]).tobytes(), name
     for key in ("updates", "rng", "torch_rng", "kl_coef", "return_scale"):
         assert one.state[key] == other.state[key], key
-    for key in ("tasks", "trajectories"):
+    for key in ("tasks", "trajectories") if counts else ("tasks",):
         assert one.state["rollouts"][key] == other.state["rollouts"][key], key
 
 

@@ -82,6 +82,6 @@ def test_a_learner_that_is_killed_at_any_of_five_points_changes_nothing(tiny_fol
                     killer.point = point
                 train_to(algorithm, 4)
                 assert restarts() == before + 1, point
-                same(algorithm.checkpoint(), straight)
+                same(algorithm.checkpoint(), straight, counts=False)
         finally:
             algorithm.stop()
