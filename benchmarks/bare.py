@@ -98,7 +98,7 @@ class BareLoop:
             factor = linear_schedule(self.iteration, algorithm.iterations - 1, run.learner.lr_final_fraction)
         scale_lr(self._optimizer, factor)
         stats = UpdateStats()
-        packed = self._updater.pack(plan.shards[0])
+        packed = self._updater.pack(plan.minibatches[0])
         for _ in range(algorithm.epochs):
             for minibatch, active in zip(packed, plan.active, strict=True):
                 if active:

@@ -96,7 +96,7 @@ class Loop:
     def minibatches(self, groups: list[TrajectoryGroup], count: int = 2) -> list[Minibatch]:
         # The entropy bonus only keeps samples without an advantage in the plan.
         settings = AlgorithmSection(aggregation="token_mean", minibatches=count, entropy_coef=1.0)
-        return plan_update(groups, settings, np.random.default_rng(self.version)).shards[0]
+        return plan_update(groups, settings, np.random.default_rng(self.version)).minibatches[0]
 
     def update(self, groups: list[TrajectoryGroup], epochs: int = 1) -> UpdateStats:
         stats = UpdateStats()

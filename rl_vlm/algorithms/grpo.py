@@ -17,7 +17,7 @@ from ray.rllib.algorithms.algorithm import Algorithm
 
 from rl_vlm.algorithms.policy import PolicyAlgorithmConfig
 from rl_vlm.algorithms.scored import ScoredAlgorithm
-from rl_vlm.learning.plan import Shards, plan_update
+from rl_vlm.learning.plan import plan_update
 from rl_vlm.types import TrajectoryGroup
 
 
@@ -50,6 +50,6 @@ class GRPO(ScoredAlgorithm):
         if self.iterations_left:
             self.rollouts.open_next()
         with self.timed("learn"):
-            stats = self.learn(Shards(plan.shards, plan.active))
+            stats = self.learn(plan)
         self.remember_groups(groups, plan.advantages)
         return figures if stats is None else figures | stats.metrics()

@@ -109,7 +109,6 @@ class PolicyAlgorithm(RunAlgorithm):
         self.rollouts = make_rollouts(EnvRunners(self.env_runner_group), stream, run)
         self.rollouts.stop_requested = lambda: self.stop_requested()
         self.rng = np.random.default_rng(derive_seed(run.seed, 1))
-        self.updates = 0  # iterations that are in the weights
         self.version = 0
         self.last_groups: list[TrajectoryGroup] = []
         self.last_advantages: list[np.ndarray] = []
@@ -130,7 +129,7 @@ class PolicyAlgorithm(RunAlgorithm):
 
     def reset(self) -> None:
         """Set the state that `state` returns to that of the beginning."""
-        self.updates = 0
+        self.updates = 0  # iterations that are in the weights
 
     def state(self) -> dict[str, Any]:
         """The driver's part of a checkpoint, as JSON."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from rl_vlm.algorithms.policy import PolicyAlgorithm
 from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.learning.estimators import flat
 from rl_vlm.learning.learner import ScoreBatch
 from rl_vlm.learning.plan import Shards, assign_credit, distribute, make_experience, targets_of
 from rl_vlm.learning.returns import ReturnScale, explained_variance
@@ -71,7 +72,7 @@ class ScoredAlgorithm(PolicyAlgorithm):
             credit = assign_credit(experience, settings)
             figures = {"reward/zero_advantage_groups": credit.zero_advantage_groups / len(groups)}
             if credit.estimate.returns is not None and experience.values is not None:
-                returns, values = _flat(credit.estimate.returns), _flat(experience.values)
+                returns, values = flat(credit.estimate.returns), flat(experience.values)
                 figures["value/return"] = float(np.nanmean(returns)) if np.isfinite(returns).any() else 0.0
                 figures["value/explained_variance"] = explained_variance(values, returns)
                 if run.critic.normalize_returns:
@@ -114,7 +115,3 @@ def _mean_kl(scores: Scores) -> float:
     """KL(policy || reference) per token by the k3 estimator, which is never negative (Schulman, 2020)."""
     log_ratio = np.concatenate(list(scores.log_ratio.values()) or [np.zeros(1)]).astype(np.float64)
     return float(np.mean(np.exp(-log_ratio) - 1 + log_ratio))
-
-
-def _flat(arrays: list[list[np.ndarray]]) -> np.ndarray:
-    return np.concatenate([tokens for group in arrays for tokens in group] or [np.zeros(0)])

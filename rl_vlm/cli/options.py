@@ -16,6 +16,9 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(help="Changes to the configuration, such as learner.lr=1e-3 env.kwargs.turns=2.")
 ]
 Adapter = Annotated[Path | None, typer.Option(help="A peft adapter folder. Without it the base model is used.")]
+NewRunDir = Annotated[Path | None, typer.Option(help="Where the results go; runs/NAME by default.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the run folder.")]
+DeleteFirst = Annotated[bool, typer.Option("--overwrite", help="Delete the run folder first.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 
 
@@ -24,3 +27,11 @@ def load_run(config: Path, overrides: Sequence[str] | None) -> RunConfig:
     from rl_vlm.config import load_config
 
     return load_config(config / "config.yaml" if config.is_dir() else config, overrides or ())
+
+
+def refuse_both(resume: bool, overwrite: bool) -> None:
+    """Raise UserInputError for --resume together with --overwrite."""
+    from rl_vlm.types import UserInputError
+
+    if resume and overwrite:
+        raise UserInputError("--resume and --overwrite contradict each other: give one of them.")

@@ -9,7 +9,17 @@ from typing import Annotated, Any
 import typer
 
 from rl_vlm.cli.errors import error_report
-from rl_vlm.cli.options import Adapter, Config, Overrides, Overwrite, load_run
+from rl_vlm.cli.options import (
+    Adapter,
+    Config,
+    DeleteFirst,
+    NewRunDir,
+    Overrides,
+    Overwrite,
+    Resume,
+    load_run,
+    refuse_both,
+)
 
 commands = typer.Typer()
 
@@ -21,18 +31,15 @@ Out = Annotated[Path | None, typer.Option(help="Write the results to this file a
 def train(
     config: Config,
     overrides: Overrides = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where the results go; runs/NAME by default.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the run folder.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run folder first.")] = False,
+    run_dir: NewRunDir = None,
+    resume: Resume = False,
+    overwrite: DeleteFirst = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check configuration, model and data; train nothing.")
     ] = False,
 ) -> None:
     """Train a policy. Ctrl-C saves a checkpoint; --resume goes on from it."""
-    from rl_vlm.types import UserInputError
-
-    if resume and overwrite:
-        raise UserInputError("--resume and --overwrite contradict each other: give one of them.")
+    refuse_both(resume, overwrite)
     run = load_run(config, overrides)
     from rl_vlm.runs import preflight
     from rl_vlm.runs import train as training

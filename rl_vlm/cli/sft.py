@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from rl_vlm.cli.errors import error_report
-from rl_vlm.cli.options import Config, Overrides
+from rl_vlm.cli.options import Config, DeleteFirst, NewRunDir, Overrides, Resume, refuse_both
 
 commands = typer.Typer()
 
@@ -17,19 +17,17 @@ commands = typer.Typer()
 def sft(
     config: Config,
     overrides: Overrides = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where the results go; runs/NAME by default.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the run folder.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run folder first.")] = False,
+    run_dir: NewRunDir = None,
+    resume: Resume = False,
+    overwrite: DeleteFirst = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check configuration, model and every conversation; train nothing.")
     ] = False,
 ) -> None:
     """Fine-tune on conversations with images (LoRA). Ctrl-C saves a checkpoint; --resume goes on from it."""
     from rl_vlm.config import load_sft_config
-    from rl_vlm.types import UserInputError
 
-    if resume and overwrite:
-        raise UserInputError("--resume and --overwrite contradict each other: give one of them.")
+    refuse_both(resume, overwrite)
     job = load_sft_config(config / "config.yaml" if config.is_dir() else config, overrides or ())
     from rl_vlm.runs import sft as tuning
 

@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from rl_vlm.types import Observation, Split
+from rl_vlm.types import Observation, Split, UserInputError
 
 Info = dict[str, Any]
 StepResult = tuple[Observation, float, bool, bool, Info]
@@ -85,3 +85,31 @@ class VisionEnv(gymnasium.Env[Observation, str]):
         if index is None:
             index = int(self.np_random.integers(0, size if size else np.iinfo(np.int32).max))
         return split, int(index)
+
+
+class MadeItemsEnv(VisionEnv):
+    """An environment whose items are made from (split, index): so many of each split.
+
+    Args:
+        name: its registry id, for error messages.
+        num_train, num_test: how many items the splits hold.
+    """
+
+    def __init__(self, name: str, num_train: int, num_test: int) -> None:
+        super().__init__()
+        self._name = name
+        self._num_items: dict[str, int] = {"train": num_train, "test": num_test}
+
+    def num_items(self, split: Split) -> int:
+        """How many items the split holds."""
+        if split not in self._num_items:
+            raise UserInputError(f'{self._name}: split {split!r} is unknown; choose "train" or "test".')
+        return self._num_items[split]
+
+    def chosen_item(self, options: dict[str, Any] | None) -> tuple[Split, int]:
+        """As `item`. Raises UserInputError for a split or an index that is not there."""
+        size = self.num_items((options or {}).get("split", "train"))
+        split, index = self.item(options, size)
+        if not 0 <= index < size:
+            raise UserInputError(f"{self._name}: index {index} is outside the {size} items of the {split} split.")
+        return split, index

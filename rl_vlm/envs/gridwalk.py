@@ -11,9 +11,9 @@ from typing import Any
 from PIL import Image
 
 from rl_vlm.envs import gridwalk_data as data
-from rl_vlm.envs.base import Info, StepResult, VisionEnv
+from rl_vlm.envs.base import Info, MadeItemsEnv, StepResult
 from rl_vlm.envs.gridwalk_data import Difficulty, Grid, grid_item
-from rl_vlm.types import EncodedImage, Observation, Split, UserInputError
+from rl_vlm.types import EncodedImage, Observation, UserInputError
 
 MIN_TURNS, MAX_TURNS = 2, 10
 MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 64, 1024
@@ -35,7 +35,7 @@ def parse_move(text: str) -> str | None:
     return words[-1] if words and words[-1] in data.MOVES else None
 
 
-class GridWalkEnv(VisionEnv):
+class GridWalkEnv(MadeItemsEnv):
     """Walk to the goal of a drawn grid around walls and holes: one move (up, down, left or right) a turn.
 
     size: cells per side, 3 to 6; walls and holes: how many. Walls stop the agent, a hole ends the episode.
@@ -62,7 +62,7 @@ class GridWalkEnv(VisionEnv):
         num_train: int = 4096,
         num_test: int = 512,
     ) -> None:
-        super().__init__()
+        super().__init__("GridWalk-v0", num_train, num_test)
         bounds = {
             "size": (size, data.MIN_SIZE, data.MAX_SIZE),
             "max_turns": (max_turns, MIN_TURNS, MAX_TURNS),
@@ -94,24 +94,14 @@ class GridWalkEnv(VisionEnv):
         self.prompt = prompt
         self.image_size = image_size
         self.seed = seed
-        self._num_items: dict[str, int] = {"train": num_train, "test": num_test}
         self._grid: Grid | None = None
         self._turn = 0
         self._shortest = 0
 
-    def num_items(self, split: Split) -> int:
-        """How many grids the split holds."""
-        if split not in self._num_items:
-            raise UserInputError(f'GridWalk-v0: split {split!r} is unknown; choose "train" or "test".')
-        return self._num_items[split]
-
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
         """Show grid `options["index"]` of `options["split"]`; a random one without an index."""
         super().reset(seed=seed)
-        size = self.num_items((options or {}).get("split", "train"))
-        split, index = self.item(options, size)
-        if not 0 <= index < size:
-            raise UserInputError(f"GridWalk-v0: index {index} is outside the {size} items of the {split} split.")
+        split, index = self.chosen_item(options)
         self._grid = grid_item(self.difficulty, split, index, self.seed)
         self._shortest = self._grid.distances()[self._grid.agent]
         self._turn = 0

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from PIL import Image
 
 from rl_vlm.envs import shapes_data as data
-from rl_vlm.envs.base import Info, StepResult, VisionEnv
+from rl_vlm.envs.base import Info, MadeItemsEnv, StepResult
 from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
 
 Task = Literal["count", "rule"]
@@ -73,7 +73,7 @@ def parse_call(text: str) -> str | None:
     return answer.strip() if isinstance(answer, str) else None
 
 
-class ShapesEnv(VisionEnv):
+class ShapesEnv(MadeItemsEnv):
     """A drawing and one question; the whole turn must be `<answer>N</answer>`.
 
     task: "count" (how many shapes, 1 to 4) or "rule" (a hidden map from the shape's colour to a number 1 to 4).
@@ -99,7 +99,7 @@ class ShapesEnv(VisionEnv):
         second_reward: float = 0.5,
         call_bonus: float = 0.2,
     ) -> None:
-        super().__init__()
+        super().__init__("Shapes-v0", num_train, num_test)
         if task not in TASKS:
             raise UserInputError(f"Shapes-v0: task {task!r} is unknown; choose one of {', '.join(TASKS)}.")
         if isinstance(turns, bool) or turns not in (1, 2):
@@ -121,23 +121,13 @@ class ShapesEnv(VisionEnv):
         self.seed = seed
         self.second_reward = second_reward
         self.call_bonus = call_bonus
-        self._num_items: dict[str, int] = {"train": num_train, "test": num_test}
         self._item: ShapesItem | None = None
         self._turn = 0
-
-    def num_items(self, split: Split) -> int:
-        """How many drawings the split holds."""
-        if split not in self._num_items:
-            raise UserInputError(f'Shapes-v0: split {split!r} is unknown; choose "train" or "test".')
-        return self._num_items[split]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
         """Show drawing `options["index"]` of `options["split"]`; a random one without an index."""
         super().reset(seed=seed)
-        size = self.num_items((options or {}).get("split", "train"))
-        split, index = self.item(options, size)
-        if not 0 <= index < size:
-            raise UserInputError(f"Shapes-v0: index {index} is outside the {size} items of the {split} split.")
+        split, index = self.chosen_item(options)
         self._item = shapes_item(self.task, split, index, self.seed, self.image_size)
         self._turn = 0
         question = self._item.question + (data.TOOL_HINT if self.tool else "")

@@ -25,6 +25,16 @@ class EstimatorError(RLVLMError):
 PerToken = list[list[np.ndarray]]
 
 
+def flat(values: PerToken) -> np.ndarray:
+    """All tokens of the batch in one array."""
+    return np.concatenate([tokens for group in values for tokens in group] or [np.zeros(0)])
+
+
+def turn_lengths(trajectory: Trajectory) -> np.ndarray:
+    """Sampled tokens of each turn, int64 [K]."""
+    return np.array([turn.stop - turn.start for turn in trajectory.turns], dtype=np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class Experience:
     """The whole batch, as estimators see it.
@@ -77,7 +87,7 @@ class Estimate:
         means, learns = np.zeros(len(flat_lengths)), np.zeros(len(flat_lengths), dtype=bool)
         sampled = flat_lengths > 0
         if sampled.any():
-            tokens = np.concatenate([tokens for group in self.advantages for tokens in group]).astype(np.float64)
+            tokens = flat(self.advantages).astype(np.float64)
             if not np.isfinite(tokens).all():
                 raise EstimatorError(f"algorithm.estimator {name}: it gave a number that is not finite.")
             starts = np.cumsum(flat_lengths[sampled]) - flat_lengths[sampled]
@@ -170,7 +180,7 @@ def same_state(experience: Experience, settings: AlgorithmSection) -> Estimate:
         )
         advantages.append(
             [
-                np.repeat(turns, _turn_lengths(trajectory)).astype(np.float32)
+                np.repeat(turns, turn_lengths(trajectory)).astype(np.float32)
                 for turns, trajectory in zip(per_turn, group.trajectories, strict=True)
             ]
         )
@@ -193,21 +203,17 @@ def _rewards_per_turn(experience: Experience) -> list[list[np.ndarray]]:
     ]
 
 
-def _turn_lengths(trajectory: Trajectory) -> np.ndarray:
-    return np.array([turn.stop - turn.start for turn in trajectory.turns], dtype=np.int64)
-
-
 def _last_tokens(trajectory: Trajectory) -> np.ndarray:
     """The place of each turn's last token among the sampled ones, int64 [K]."""
-    return np.cumsum(_turn_lengths(trajectory)) - 1
+    return np.cumsum(turn_lengths(trajectory)) - 1
 
 
 def _normalized(values: PerToken, scale: float, eps: float = 1e-6) -> PerToken:
     """(value - mean) / (standard deviation + eps) · scale over all tokens, float32. Equal values give exactly zero."""
-    flat = np.concatenate([tokens for group in values for tokens in group] or [np.zeros(0)]).astype(np.float64)
-    if not len(flat) or flat.min() == flat.max():
+    every = flat(values).astype(np.float64)
+    if not len(every) or every.min() == every.max():
         return [[np.zeros(len(tokens), dtype=np.float32) for tokens in group] for group in values]
-    mean, deviation = flat.mean(), flat.std()
+    mean, deviation = every.mean(), every.std()
     return [[((tokens - mean) / (deviation + eps) * scale).astype(np.float32) for tokens in group] for group in values]
 
 

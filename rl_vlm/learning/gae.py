@@ -8,7 +8,14 @@ from __future__ import annotations
 import numpy as np
 
 from rl_vlm.config.algorithm import AlgorithmSection
-from rl_vlm.learning.estimators import Estimate, EstimatorError, Experience, register_estimator
+from rl_vlm.learning.estimators import (
+    Estimate,
+    EstimatorError,
+    Experience,
+    flat,
+    register_estimator,
+    turn_lengths,
+)
 
 Advantages = tuple[np.ndarray, np.ndarray]  # advantages and returns, float64 [T]; returns NaN where nothing is learned
 
@@ -26,7 +33,7 @@ def generalized_advantages(experience: Experience, settings: AlgorithmSection) -
     for g, group in enumerate(experience.groups):
         group_advantages, group_returns = [], []
         for k, trajectory in enumerate(group.trajectories):
-            lengths = np.array([turn.stop - turn.start for turn in trajectory.turns], dtype=np.int64)
+            lengths = turn_lengths(trajectory)
             values = experience.values[g][k].astype(np.float64)
             token_rewards = np.zeros(len(values))
             if experience.token_rewards is not None:
@@ -40,7 +47,7 @@ def generalized_advantages(experience: Experience, settings: AlgorithmSection) -
         advantages.append(group_advantages)
         returns.append(group_returns)
     mean, scale = 0.0, settings.advantage_scale
-    tokens = np.concatenate([tokens for group in advantages for tokens in group] or [np.zeros(0)])
+    tokens = flat(advantages)
     if settings.advantage_normalization == "std" and len(tokens) > 1:
         mean, scale = tokens.mean(), scale / (tokens.std(ddof=1) + 1e-8)
     return Estimate(

@@ -30,7 +30,7 @@ def mismatch_weights(
     gap = (old - behaviour).detach()
     low, high = settings.mismatch_bounds
     if settings.mismatch == "mask":
-        weights, compared = gap.exp(), gap.exp()
+        weights = compared = gap.exp()
     else:
         weights, compared = (
             truncated_importance_weights(old, behaviour, settings.tis_cap),

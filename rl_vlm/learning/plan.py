@@ -93,26 +93,20 @@ def _samples(
     credit: Credit | None,
 ) -> list[TrainSample]:
     if credit is None:
-        return [
-            TrainSample(trajectory, np.zeros(length, dtype=np.float32), weight(length))
-            for trajectory, length in zip(group.trajectories, lengths, strict=True)
-            if length
-        ]
+        advantages, learns = [np.zeros(length, dtype=np.float32) for length in lengths], np.ones(len(group), dtype=bool)
+    else:
+        advantages, learns = credit.estimate.advantages[place], credit.learns[place]
     return [
         TrainSample(trajectory, advantage, weight(length))
-        for trajectory, advantage, length, learned in zip(
-            group.trajectories, credit.estimate.advantages[place], lengths, credit.learns[place], strict=True
-        )
-        if learned or (length and settings.learns_without_advantage)
+        for trajectory, advantage, length, learned in zip(group.trajectories, advantages, lengths, learns, strict=True)
+        if length and (learned or settings.learns_without_advantage)
     ]
 
 
 @dataclass(slots=True)
-class UpdatePlan:
-    """`shards[learner][step]` is a learner's part of a step; `active[step]` says whether any learner has one."""
+class UpdatePlan(Shards):
+    """Shards whose advantages are known."""
 
-    shards: list[list[Minibatch]]
-    active: list[bool]
     advantages: list[np.ndarray]  # float64 [G] per group, in the order given: the mean over a trajectory's tokens
     zero_advantage_groups: int
 

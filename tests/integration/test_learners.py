@@ -79,7 +79,7 @@ def update(folder: Path, learners: int, updates: int = 2) -> tuple[Arrays, Array
     try:
         for number in range(updates):
             plan = plan_update(groups(folder), settings, np.random.default_rng(number), num_learners=max(learners, 1))
-            batches = [UpdateBatch(shard, plan.active, 1, 1.0, number + 1) for shard in plan.shards]
+            batches = [UpdateBatch(shard, plan.active, 1, 1.0, number + 1) for shard in plan.minibatches]
             data = (
                 TrainingData(episodes=batches)
                 if learners == 0

@@ -110,7 +110,7 @@ def test_every_token_has_an_advantage_of_its_own_in_the_plan() -> None:
         )
 
     plan = plan_update([group_of([0, 0], [3, 1])], AlgorithmSection(estimator="test_ramp"), np.random.default_rng(0))
-    samples = [sample for group in plan.shards[0][0].groups for sample in group]
+    samples = [sample for group in plan.minibatches[0][0].groups for sample in group]
     # The second trajectory's only token has advantage zero and is skipped.
     assert [sample.advantage.tolist() for sample in samples] == [[0.0, 1.0, 2.0]]
     assert plan.advantages[0].tolist() == [1.0, 0.0]

@@ -294,7 +294,7 @@ def micro_batch(samples: list[TrainSample]) -> MicroBatch:
 def ours(numbers: Numbers, settings: AlgorithmSection, parts: int) -> tuple[float, Tensor, UpdateStats]:
     """Loss, gradient [B, T] and statistics of one optimiser step that is cut into micro-batches."""
     plan = plan_update(numbers.groups(), settings, np.random.default_rng(0), max_new_tokens=MAX_NEW_TOKENS)
-    samples = [sample for group in plan.shards[0][0].groups for sample in group]
+    samples = [sample for group in plan.minibatches[0][0].groups for sample in group]
     updater, stats = GivenLogprobs(settings), UpdateStats()
     new = torch.tensor(numbers.new, requires_grad=True)
     packed = PackedMinibatch([])

@@ -61,7 +61,7 @@ def plan_of(groups: Sequence[TrajectoryGroup], seed: int = 0, **config: Any) -> 
 
 
 def samples_of(plan: UpdatePlan, step: int) -> list[Any]:
-    return [sample for shard in plan.shards for group in shard[step].groups for sample in group]
+    return [sample for shard in plan.minibatches for group in shard[step].groups for sample in group]
 
 
 # --- weights
@@ -141,8 +141,8 @@ def test_advantages_are_those_of_each_group_in_the_order_given() -> None:
 def test_every_sample_that_teaches_is_dealt_exactly_once(minibatches: int, learners: int, keep: bool) -> None:
     groups = bare_groups(5)
     plan = plan_of(groups, minibatches=minibatches, num_learners=learners, keep_zero_advantage=keep)
-    assert len(plan.shards) == learners
-    assert all(len(shard) == minibatches == len(plan.active) for shard in plan.shards)
+    assert len(plan.minibatches) == learners
+    assert all(len(shard) == minibatches == len(plan.active) for shard in plan.minibatches)
     dealt = Counter(s.trajectory.trajectory_id for step in range(minibatches) for s in samples_of(plan, step))
     wanted = Counter(
         trajectory.trajectory_id
@@ -155,7 +155,7 @@ def test_every_sample_that_teaches_is_dealt_exactly_once(minibatches: int, learn
 
 def test_groups_stay_together_on_one_learner_in_one_step() -> None:
     plan = plan_of(bare_groups(9), minibatches=3, num_learners=2, keep_zero_advantage=True)
-    for shard in plan.shards:
+    for shard in plan.minibatches:
         for minibatch in shard:
             for group in minibatch.groups:
                 assert len(group) == 4
@@ -164,7 +164,7 @@ def test_groups_stay_together_on_one_learner_in_one_step() -> None:
 
 def test_learners_get_about_the_same_work() -> None:
     plan = plan_of(bare_groups(24, seed=3), num_learners=3, keep_zero_advantage=True)
-    loads = [sum(len(s.trajectory) for group in shard[0].groups for s in group) for shard in plan.shards]
+    loads = [sum(len(s.trajectory) for group in shard[0].groups for s in group) for shard in plan.minibatches]
     assert max(loads) < 1.1 * min(loads)
 
 
@@ -328,7 +328,7 @@ def test_the_number_of_learners_does_not_change_the_gradient(
         plan = plan_of(
             groups, preset=preset, aggregation=PRESETS[preset]["aggregation"], num_learners=learners, max_new_tokens=20
         )
-        found.append(gradient(policy, text, [shard[0] for shard in plan.shards], preset=preset))
+        found.append(gradient(policy, text, [shard[0] for shard in plan.minibatches], preset=preset))
     assert found[0].abs().max() > 1e-3
     for other in found[1:]:
         assert torch.allclose(other, found[0], rtol=1e-4, atol=1e-6)
@@ -337,7 +337,9 @@ def test_the_number_of_learners_does_not_change_the_gradient(
 def test_skipping_samples_without_advantage_does_not_change_the_gradient(
     policy: PolicyModel, text: TextSide, groups: list[TrajectoryGroup]
 ) -> None:
-    found = [gradient(policy, text, [plan_of(groups, keep_zero_advantage=keep).shards[0][0]]) for keep in (True, False)]
+    found = [
+        gradient(policy, text, [plan_of(groups, keep_zero_advantage=keep).minibatches[0][0]]) for keep in (True, False)
+    ]
     assert torch.allclose(*found, rtol=1e-4, atol=1e-7)
 
 
@@ -346,7 +348,7 @@ def test_with_a_kl_penalty_samples_without_advantage_matter(
 ) -> None:
     """Why they are kept then."""
     found = [
-        gradient(policy, text, [plan_of(groups, keep_zero_advantage=keep).shards[0][0]], kl_coef=1.0)
+        gradient(policy, text, [plan_of(groups, keep_zero_advantage=keep).minibatches[0][0]], kl_coef=1.0)
         for keep in (True, False)
     ]
     assert not torch.allclose(*found, rtol=1e-2, atol=1e-4)
@@ -357,7 +359,7 @@ def test_the_optimizer_step_adds_gradients_over_micro_batches_and_clips(
 ) -> None:
     policy = adapted_policy(tiny_folder)
     plan = plan_of(groups)
-    expected = gradient(policy, text, [plan.shards[0][0]])
+    expected = gradient(policy, text, [plan.minibatches[0][0]])
     before = torch.cat([p.detach().reshape(-1).clone() for p in policy.parameters])
     builder = BatchBuilder(
         image_token_id=text.codec.image_token_id,
@@ -370,7 +372,7 @@ def test_the_optimizer_step_adds_gradients_over_micro_batches_and_clips(
     for max_norm, scale in ((10 * norm, 1.0), (norm / 4, 0.25)):
         strategy, stats = SingleProcess(), UpdateStats()
         strategy.prepare(policy, torch.optim.SGD(policy.parameters, lr=1.0))
-        optimizer_step(strategy, updater.pack([plan.shards[0][0]])[0], updater.loss, max_norm, stats)
+        optimizer_step(strategy, updater.pack([plan.minibatches[0][0]])[0], updater.loss, max_norm, stats)
         after = torch.cat([p.detach().reshape(-1) for p in policy.parameters])
         assert torch.allclose(before - after, scale * expected, rtol=1e-3, atol=1e-5)
         assert stats.grad_norm == pytest.approx(norm, rel=1e-4)

@@ -208,7 +208,7 @@ def test_a_two_step_update_without_a_critic_equals_the_one_step(tiny_folder: Pat
     targets = targets_of(experience, assign_credit(experience, run.algorithm), shards, ReturnScale())
     updater.set_targets(scored, targets[0])
     found = []
-    for packed in (scored, updater.pack(plan.shards[0])):
+    for packed in (scored, updater.pack(plan.minibatches[0])):
         half.model.zero_grad(set_to_none=True)
         for minibatch in packed:
             for number in range(len(minibatch.micro_batches)):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 import numpy as np
 import torch
 
-from rl_vlm.models.supervised import DialogueEncoder, collate, token_logprobs
+from rl_vlm.models.supervised import DialogueEncoder, Example, collate, token_logprobs
 from rl_vlm.models.tiny.poles import comparison, draw_lesson, random_angle, right_label
-from rl_vlm.models.tiny.warmstart import train_step
+from rl_vlm.models.tiny.warmstart import teach
 from rl_vlm.models.vision import fast_vision
 
 STEPS = 600
@@ -46,23 +45,14 @@ def warm_start(
 
 
 def _lessons(model: Any, encoder: DialogueEncoder, rng: np.random.Generator, steps: int, batch: int) -> float:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / _RISE) * (1 - step / steps)
+    def examples() -> list[Example]:
+        return [encoder.encode_turn(lesson.parts, lesson.reply) for lesson in (draw_lesson(rng) for _ in range(batch))]
+
+    # Drawn one by one: the next round goes on with the same random numbers.
+    batches = (examples() for _ in range(steps))
+    return teach(
+        model, encoder, batches, steps, LEARNING_RATE, name="tiny labeller:", rise=_RISE, log_every_s=_LOG_EVERY_S
     )
-    loss = float("nan")
-    started = logged = time.monotonic()
-    model.train()
-    for step in range(steps):
-        lessons = [draw_lesson(rng) for _ in range(batch)]
-        examples = [encoder.encode_turn(lesson.parts, lesson.reply) for lesson in lessons]
-        loss = train_step(model, optimizer, examples, encoder.pad_token_id)
-        schedule.step()
-        if time.monotonic() - logged > _LOG_EVERY_S:
-            logged = time.monotonic()
-            logger.info("tiny labeller: step %d of %d, loss %.3f, %.0f s", step + 1, steps, loss, logged - started)
-    model.eval()
-    return loss
 
 
 def labels_of(model: Any, encoder: DialogueEncoder, pairs: list[tuple[float, float]]) -> np.ndarray:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,7 @@ from rl_vlm.envs import gridwalk_data as data
 from rl_vlm.envs.gridwalk_data import MOVES, Difficulty, Grid, grid_item
 from rl_vlm.models.supervised import DialogueEncoder, Example, collate, token_logprobs
 from rl_vlm.models.tiny.walks import described, draw_walk, random_question
-from rl_vlm.models.tiny.warmstart import train_step
+from rl_vlm.models.tiny.warmstart import drawn_ahead, teach
 from rl_vlm.models.vision import fast_vision
 
 STEPS = 600
@@ -31,29 +29,15 @@ logger = logging.getLogger(__name__)
 def warm_start(model: Any, encoder: DialogueEncoder, seed: int, steps: int = STEPS, batch: int = BATCH) -> float:
     """Train all weights in place on random walks; returns the last loss (nats per token)."""
     rng = np.random.default_rng([seed, 3])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / _RISE) * (1 - step / steps)
-    )
-    loss = float("nan")
-    started = logged = time.monotonic()
-    model.train()
-    with fast_vision(model), ThreadPoolExecutor(1) as pool:
 
-        def examples() -> list[Example]:
-            return [encoder.encode_chat(draw_walk(rng)) for _ in range(batch)]
+    def examples() -> list[Example]:
+        return [encoder.encode_chat(draw_walk(rng)) for _ in range(batch)]
 
-        upcoming = pool.submit(examples)
-        for step in range(steps):
-            current = upcoming.result()
-            upcoming = pool.submit(examples)  # drawn while the model computes
-            loss = train_step(model, optimizer, current, encoder.pad_token_id)
-            schedule.step()
-            if time.monotonic() - logged > _LOG_EVERY_S:
-                logged = time.monotonic()
-                logger.info("tiny walker: step %d of %d, loss %.3f, %.0f s", step + 1, steps, loss, logged - started)
-    model.eval()
-    return loss
+    with fast_vision(model):
+        return teach(
+            model, encoder, drawn_ahead(examples, steps), steps, LEARNING_RATE,
+            name="tiny walker:", rise=_RISE, log_every_s=_LOG_EVERY_S,
+        )  # fmt: skip
 
 
 def reply_logprobs(

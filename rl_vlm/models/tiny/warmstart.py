@@ -6,6 +6,7 @@ import bisect
 import logging
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ STEPS = 450
 BATCH = 64
 LEARNING_RATE = 3e-3
 TARGET_SHARE, GEOMETRY_SHARE = 0.36, 0.06  # of the dialogues; the rest are perception questions
-_LOG_EVERY_S = 5.0
 _BUCKETS = (32, 64)  # tokens; rows of similar length share a forward pass, so that little is padding
 
 logger = logging.getLogger(__name__)
@@ -31,27 +31,54 @@ logger = logging.getLogger(__name__)
 def warm_start(model: Any, encoder: DialogueEncoder, seed: int, steps: int = STEPS, batch: int = BATCH) -> float:
     """Train all weights in place on random dialogues; returns the last loss (nats per token)."""
     rng = np.random.default_rng([seed, 1])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-    model.train()
-    loss = float("nan")
-    started = logged = time.monotonic()
-    with fast_vision(model), tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
+    with fast_vision(model), tempfile.TemporaryDirectory() as folder:
         geometry = GeometryDialogues(Path(folder), seed)
 
         def examples() -> list[Example]:
             return [encode_dialogue(encoder, _random_dialogue(rng, geometry)) for _ in range(batch)]
 
-        upcoming = pool.submit(examples)
-        for step in range(steps):
+        return teach(model, encoder, drawn_ahead(examples, steps), steps, LEARNING_RATE, name="tiny model: warm start")
+
+
+def drawn_ahead(draw: Callable[[], list[Example]], count: int) -> Iterator[list[Example]]:
+    """`count` batches; each is drawn while the model computes the one before."""
+    with ThreadPoolExecutor(1) as pool:
+        upcoming = pool.submit(draw) if count else None
+        for number in range(count):
+            assert upcoming is not None
             current = upcoming.result()
-            upcoming = pool.submit(examples)  # drawn while the model computes
-            loss = train_step(model, optimizer, current, encoder.pad_token_id)
-            schedule.step()
-            if time.monotonic() - logged > _LOG_EVERY_S:
-                logged = time.monotonic()
-                spent = logged - started
-                logger.info("tiny model: warm start step %d of %d, loss %.3f, %.0f s", step + 1, steps, loss, spent)
+            upcoming = pool.submit(draw) if number + 1 < count else None
+            yield current
+
+
+def teach(
+    model: Any,
+    encoder: DialogueEncoder,
+    batches: Iterable[list[Example]],
+    steps: int,
+    lr: float,
+    *,
+    name: str,
+    rise: int = 1,
+    log_every_s: float = 5.0,
+) -> float:
+    """Train all weights in place, one AdamW step per batch; returns the last loss (nats per token).
+
+    The learning rate rises over the first `rise` steps and falls linearly to 0 at `steps`.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / rise) * (1 - step / steps)
+    )
+    model.train()
+    loss = float("nan")
+    started = logged = time.monotonic()
+    for number, batch in enumerate(batches, 1):
+        loss = train_step(model, optimizer, batch, encoder.pad_token_id)
+        schedule.step()
+        if time.monotonic() - logged > log_every_s:
+            logged = time.monotonic()
+            logger.info("%s step %d of %d, loss %.3f, %.0f s", name, number, steps, loss, logged - started)
     model.eval()
     return loss
 
