@@ -27,11 +27,21 @@ def test_the_loop_benchmark_compares_floor_system_and_peer(tmp_path: Path) -> No
 
 @pytest.mark.acceptance
 @pytest.mark.timeout(600)
-def test_the_gridwalk_benchmark_compares_at_equal_episodes(tmp_path: Path) -> None:
+def test_ways_to_train_are_compared_at_equal_episodes(tmp_path: Path) -> None:
     resolve_model("tiny-gridwalk")
     out, figure = tmp_path / "gridwalk.json", tmp_path / "gridwalk.png"
-    command = [sys.executable, str(ROOT / "benchmarks/gridwalk.py"), "--quick", "--folder", str(tmp_path / "runs")]
-    subprocess.run([*command, "--out", str(out), "--figure", str(figure)], env=environment(), timeout=580, check=True)
+    short = [
+        "algorithm.iterations=4",
+        "evaluation.every=2",
+        "evaluation.num_items=16",
+        "rollout.prompts_per_iteration=4",
+    ]
+    command = [
+        sys.executable, str(ROOT / "benchmarks/compare.py"), str(ROOT / "configs/gridwalk_tiny.yaml"), "--seeds", "1",
+        "--run", "GRPO=", "--run", "RLOO=algorithm.estimator=rloo", "--folder", str(tmp_path / "runs"),
+        *(part for one in short for part in ("--set", one)), "--out", str(out), "--figure", str(figure),
+    ]  # fmt: skip
+    subprocess.run(command, env=environment(), timeout=580, check=True)
     rows = json.loads(out.read_text())["rows"]
     assert [row["label"] for row in rows] == ["GRPO", "RLOO"]
     assert {row["episodes"] for row in rows} == {4 * 4 * 12}
