@@ -27,3 +27,11 @@ def pass_at_k(correct: np.ndarray, samples: int, k: int) -> float:
         raise ValueError(f"pass@{k} needs at least {k} samples, there are {samples}.")
     total = math.comb(samples, k)
     return float(np.mean([1.0 - math.comb(samples - int(c), k) / total for c in correct]))
+
+
+def mean_interval(values: np.ndarray, z: float = 1.959964) -> tuple[float, float]:
+    """The normal interval of a mean [N], 95 % by default; unbounded with fewer than two values."""
+    if len(values) < 2:
+        return -math.inf, math.inf
+    margin = z * float(values.std(ddof=1)) / math.sqrt(len(values))
+    return float(values.mean()) - margin, float(values.mean()) + margin

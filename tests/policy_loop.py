@@ -20,8 +20,9 @@ from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.learner import MicroBatchLoss, make_optimizer, make_updater, optimizer_step
 from rl_vlm.learning.module import PolicyModel
 from rl_vlm.learning.plan import plan_update
+from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.strategies.replicated import SingleProcess
-from rl_vlm.learning.update import PackedMinibatch, UpdateStats
+from rl_vlm.learning.update import PackedMinibatch
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group
 from rl_vlm.rollout.tasks import RolloutTask

@@ -20,14 +20,17 @@ from rl_vlm.algorithms.base import RunAlgorithm
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from rl_vlm.algorithms.config import RunAlgorithmConfig
 from rl_vlm.algorithms.learners import on_every_learner
+from rl_vlm.algorithms.sight import SightProbe
 from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.envs.registry import make
-from rl_vlm.evaluation.heldout import evaluation_tasks, summarize
+from rl_vlm.evaluation.heldout import evaluation_tasks, summarize, viewed_tasks
+from rl_vlm.evaluation.sight import Fault
 from rl_vlm.learning.learner import UpdateBatch, UpdateResult, VLMLearner
 from rl_vlm.learning.plan import Shards
 from rl_vlm.learning.returns import Rescaling
 from rl_vlm.learning.scores import Targets
-from rl_vlm.learning.update import UpdateStats, linear_schedule
+from rl_vlm.learning.stats import UpdateStats
+from rl_vlm.learning.update import linear_schedule
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.plugins import load_plugins
@@ -103,7 +106,7 @@ class PolicyAlgorithm(RunAlgorithm):
         run = self.run
         env = make(run.env.id, **run.env.make_kwargs())
         num_train = run.env.num_items or env.num_items("train")
-        self._num_test = env.num_items(run.evaluation.split)
+        self.num_test = env.num_items(run.evaluation.split)
         env.close()
         stream = TaskStream(DataCursor(num_train, run.seed), run)
         self.rollouts = make_rollouts(EnvRunners(self.env_runner_group), stream, run)
@@ -122,6 +125,8 @@ class PolicyAlgorithm(RunAlgorithm):
             # All tasks ask for at least this version, so no replica answers as the base model.
             self._publish(self.on_learner(lambda learner: learner.adapter(1)))
         self._first_version = self.version
+        self.sight = SightProbe(self)
+        self.sight_faults: list[Fault] = []  # of the last iteration
 
     @abstractmethod
     def learn_from(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
@@ -146,7 +151,9 @@ class PolicyAlgorithm(RunAlgorithm):
             groups = self.rollouts.next_groups(self.version, self.iterations_left)
         figures = sampling_figures(groups, self.version, self._clock["sample"], self.run.rollout.max_turns)
         if groups:
-            figures |= self.learn_from(groups)
+            with self.timed("sight"):
+                seen, self.sight_faults = self.sight.measure(groups)
+            figures |= {**self.learn_from(groups), **seen}
         return {**figures, **self.counts()}
 
     def training_step(self) -> None:
@@ -228,7 +235,9 @@ class PolicyAlgorithm(RunAlgorithm):
         """Greedy (and, with `evaluation.samples` above 1, pass@k) accuracy on the held-out split, per variant."""
         started = time.perf_counter()
         with self._evaluated_weights():
-            tasks = evaluation_tasks(self.run, self._num_test, self.version)
+            tasks = evaluation_tasks(self.run, self.num_test, self.version)
+            if self.sight.needed and self.run.sight.blank_items:
+                tasks += viewed_tasks(tasks, "blank", self.run.sight.blank_items)
             groups, result = self.rollouts.evaluate(tasks, self.run.evaluation.timeout_s)
         self.restarts["env_runner"] = self.rollouts.restarts
         return {

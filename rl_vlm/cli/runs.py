@@ -64,13 +64,17 @@ def evaluate(
     overrides: Overrides = None,
     adapter: Adapter = None,
     run_dir: RunDir = None,
+    blind: Annotated[
+        bool,
+        typer.Option("--blind", help="Also with blank images, and with those of other items: does it need to see?"),
+    ] = False,
     out: Out = None,
 ) -> None:
     """Measure a policy on the held-out split, or a preference run's agent on its evaluation episodes; print JSON."""
     run = load_run(config, overrides)
     source = run_dir or (config if config.is_dir() and adapter is None else None)
     _check_out(out)
-    results = run.spec.load("evaluate")(run, adapter=adapter, run_dir=source, out=out)
+    results = run.spec.load("evaluate")(run, adapter=adapter, run_dir=source, out=out, blind=blind)
     typer.echo(json.dumps(results, indent=2))
 
 

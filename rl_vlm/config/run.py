@@ -21,6 +21,7 @@ from rl_vlm.config.resources import ResourcesSection
 from rl_vlm.config.rollout import RolloutSection
 from rl_vlm.config.section import Section
 from rl_vlm.config.serving import ServingSection
+from rl_vlm.config.sight import SightSection
 from rl_vlm.config.specs import ALGORITHMS, AlgorithmSpec
 
 
@@ -41,6 +42,7 @@ class RunConfig(Section):
     learner: LearnerSection = LearnerSection()
     critic: CriticSection = CriticSection()
     evaluation: EvaluationSection = EvaluationSection()
+    sight: SightSection = SightSection()
     preference: PreferenceSection = PreferenceSection()
     logging: LoggingSection = LoggingSection()
     resources: ResourcesSection = ResourcesSection()

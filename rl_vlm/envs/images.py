@@ -6,6 +6,7 @@ import base64
 import binascii
 import io
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,12 +81,25 @@ def fit(image: EncodedImage, size: int, square: bool = False) -> EncodedImage:
     if longest <= size and not square:
         return image
     shape = tuple(max(1, round(side * size / longest)) for side in (image.width, image.height))
-    resized = image.to_pil().resize((shape[0], shape[1]), Image.Resampling.LANCZOS)
+    smaller = image.to_pil().resize((shape[0], shape[1]), Image.Resampling.LANCZOS)
     if square:
         canvas = Image.new("RGB", (size, size), GREY)
-        canvas.paste(resized, ((size - shape[0]) // 2, (size - shape[1]) // 2))
-        resized = canvas
-    return EncodedImage.from_pil(resized)
+        canvas.paste(smaller, ((size - shape[0]) // 2, (size - shape[1]) // 2))
+        smaller = canvas
+    return EncodedImage.from_pil(smaller)
+
+
+def resized(image: EncodedImage, width: int, height: int) -> EncodedImage:
+    """The image in another size, whatever that does to its proportions; itself if it has that size."""
+    if (image.width, image.height) == (width, height):
+        return image
+    return EncodedImage.from_pil(image.to_pil().resize((width, height), Image.Resampling.LANCZOS))
+
+
+@lru_cache(maxsize=64)
+def blank(width: int, height: int) -> EncodedImage:
+    """A grey image that shows nothing."""
+    return EncodedImage.from_pil(Image.new("RGB", (width, height), GREY))
 
 
 def _open(data: bytes, max_pixels: int) -> Image.Image:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rl_vlm.config import RunConfig
-from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.rollout.tasks import RolloutTask, View
 from rl_vlm.seeding import derive_seed
-from rl_vlm.statistics import pass_at_k, wilson_interval
+from rl_vlm.statistics import mean_interval, pass_at_k, wilson_interval
 from rl_vlm.types import Trajectory, TrajectoryGroup
 
 
 def evaluation_tasks(run: RunConfig, num_items: int | None, min_version: int) -> list[RolloutTask]:
     """One greedy episode per item and variant; with `evaluation.samples` above 1 also a group of sampled ones."""
     evaluation = run.evaluation
-    count = min(evaluation.num_items, num_items) if num_items is not None else evaluation.num_items
+    count = _count(run, num_items)
     kinds = [("greedy", 1, 0.0)]
     if evaluation.samples > 1:
         kinds.append(("sampled", evaluation.samples, run.rollout.temperature))
@@ -39,6 +40,20 @@ def evaluation_tasks(run: RunConfig, num_items: int | None, min_version: int) ->
     ]
 
 
+def viewed_tasks(tasks: Sequence[RolloutTask], view: View, limit: int | None = None) -> list[RolloutTask]:
+    """The greedy tasks of the first variant once more, with other images; at most `limit` of them."""
+    greedy = [task for task in tasks if task.variant == tasks[0].variant and task.temperature == 0][:limit]
+    others = [task.index for task in greedy[1:] + greedy[:1]]
+    return [
+        replace(task, group_id=f"{task.group_id}/{view}", view=view, other_index=other)
+        for task, other in zip(greedy, others, strict=True)
+    ]
+
+
+def _count(run: RunConfig, num_items: int | None) -> int:
+    return min(run.evaluation.num_items, num_items) if num_items is not None else run.evaluation.num_items
+
+
 def is_correct(trajectory: Trajectory) -> bool:
     """The environment's `correct` of the info; without it, whether the reward is at least 1."""
     correct = trajectory.info.get("correct")
@@ -54,7 +69,7 @@ def summarize(run: RunConfig, tasks: Sequence[RolloutTask], groups: Sequence[Tra
     found = {group.group_id: group for group in groups}
     results: dict[str, Any] = {}
     for variant in run.evaluation.variants:
-        greedy = [task for task in tasks if task.variant == variant and task.size == 1 and task.temperature == 0]
+        greedy = [task for task in tasks if task.variant == variant and task.temperature == 0 and task.view == "true"]
         answered = [found[task.group_id].trajectories[0] for task in greedy if task.group_id in found]
         right = sum(is_correct(trajectory) for trajectory in answered)
         low, high = wilson_interval(right, len(greedy))
@@ -76,4 +91,31 @@ def summarize(run: RunConfig, tasks: Sequence[RolloutTask], groups: Sequence[Tra
             while k <= run.evaluation.samples:
                 results[f"pass@{k}/{variant}"] = pass_at_k(np.array(counts), run.evaluation.samples, k)
                 k *= 2
+    return results | _without_sight(tasks, found)
+
+
+def _without_sight(tasks: Sequence[RolloutTask], found: dict[str, TrajectoryGroup]) -> dict[str, float]:
+    """Accuracy where other images were shown, `sight/accuracy_<view>`, and how much the true ones gain on the same items.
+
+    `sight/accuracy_gap` is that gain over blank images, `sight/accuracy_gap_low` and `_high` its 95 % interval.
+    """
+
+    def right(group_id: str) -> bool:
+        return group_id in found and is_correct(found[group_id].trajectories[0])
+
+    results: dict[str, float] = {}
+    for view in ("blank", "swapped"):
+        viewed = [task for task in tasks if task.view == view]
+        if not viewed:
+            continue
+        seen = np.array([right(task.group_id.removesuffix(f"/{view}")) for task in viewed], dtype=float)
+        unseen = np.array([right(task.group_id) for task in viewed], dtype=float)
+        results[f"sight/accuracy_{view}"] = float(unseen.mean())
+        if view == "blank":
+            low, high = mean_interval(seen - unseen)
+            results |= {
+                "sight/accuracy_gap": float((seen - unseen).mean()),
+                "sight/accuracy_gap_low": low,
+                "sight/accuracy_gap_high": high,
+            }
     return results

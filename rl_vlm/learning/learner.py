@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
@@ -14,14 +15,17 @@ from ray.rllib.core.learner.training_data import TrainingData
 from rl_vlm.config import RunConfig
 from rl_vlm.learning.averaging import WeightAverage
 from rl_vlm.learning.batching import BatchBuilder, Minibatch
+from rl_vlm.learning.hypotheses import sight_logprobs
 from rl_vlm.learning.optimizer import make_optimizer, scale_lr
 from rl_vlm.learning.returns import Rescaling
 from rl_vlm.learning.scores import Scores, Targets
+from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.strategies.base import Strategy
 from rl_vlm.learning.strategies.replicated import make_strategy
-from rl_vlm.learning.update import MicroBatchLoss, PackedMinibatch, PolicyUpdater, UpdateStats
+from rl_vlm.learning.update import MicroBatchLoss, PackedMinibatch, PolicyUpdater
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.plugins import load_plugins
+from rl_vlm.types import Trajectory
 
 if TYPE_CHECKING:
     from rl_vlm.learning.module import VLMModule  # with peft and all of transformers, for env runners too
@@ -197,6 +201,12 @@ class VLMLearner(TorchLearner):
             )
 
         return called
+
+    def sight_logprobs(
+        self, trajectories: Sequence[Trajectory], hypotheses: bool = True
+    ) -> dict[str, list[np.ndarray]]:
+        """See learning/hypotheses.py."""
+        return sight_logprobs(trajectories, self._updater.recompute, self.vlm.policy.text, hypotheses)
 
     def adapter(self, version: int) -> AdapterPayload:
         """The adapter as it is."""

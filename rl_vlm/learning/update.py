@@ -15,20 +15,19 @@ import torch
 from torch import Tensor
 
 from rl_vlm.config.algorithm import AlgorithmSection
-from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
+from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch, TrainSample
 from rl_vlm.learning.critic import Critic, value_loss
 from rl_vlm.learning.logprobs import token_logprobs
 from rl_vlm.learning.losses import LOSSES, TokenBatch, kl_estimate
 from rl_vlm.learning.mismatch import mismatch_weights
 from rl_vlm.learning.returns import Rescaling
 from rl_vlm.learning.scores import Scores, Targets
-from rl_vlm.types import RLVLMError
+from rl_vlm.learning.stats import UpdateStats
+from rl_vlm.types import RLVLMError, Trajectory
 
 if TYPE_CHECKING:
     # env runners import this module and must not import the model's
     from rl_vlm.models.backbone import Backbone
-
-Metrics = dict[str, float]
 
 
 @dataclass(slots=True)
@@ -43,66 +42,11 @@ class PackedMinibatch:
     probe: list[Tensor] = field(default_factory=list)  # log-probabilities of a separate pass, to check the first ratios
 
 
-@dataclass(slots=True)
-class UpdateStats:
-    """Sums over sampled tokens, so that they can be added across micro-batches and learners."""
-
-    tokens: float = 0.0
-    loss: float = 0.0
-    clipped: float = 0.0
-    entropy: float = 0.0
-    logprob: float = 0.0
-    value_loss: float = 0.0
-    kl: float = 0.0
-    approx_kl: float = 0.0
-    mismatch_kl: float = 0.0
-    mismatch_prob: float = 0.0
-    masked: float = 0.0  # tokens that a mask of algorithm.mismatch left out
-    ratio_max: float = 0.0
-    grad_norm: float = 0.0
-    steps: int = 0
-    skipped_steps: int = 0  # the gradient was not finite
-    lr: float = 0.0
-    first_ratio_error: float = 0.0  # largest |ratio - 1| on the first minibatch, where it was probed: must be exactly 0
-
-    @classmethod
-    def merge(cls, parts: Sequence[UpdateStats]) -> UpdateStats:
-        """The statistics of all learners together."""
-        merged = cls(grad_norm=parts[0].grad_norm, steps=parts[0].steps, skipped_steps=parts[0].skipped_steps)
-        sums = ("tokens", "loss", "clipped", "entropy", "logprob", "value_loss", "kl", "approx_kl")
-        for name in (*sums, "mismatch_kl", "mismatch_prob", "masked"):
-            setattr(merged, name, sum(getattr(part, name) for part in parts))
-        for name in ("ratio_max", "first_ratio_error"):
-            setattr(merged, name, max(getattr(part, name) for part in parts))
-        return merged
-
-    def metrics(self) -> Metrics:
-        """Averages under the names that are logged."""
-        tokens = max(self.tokens, 1.0)
-        steps = max(self.steps, 1)
-        return {
-            "policy/loss": self.loss / steps,
-            "policy/kl": self.kl / tokens,
-            "policy/approx_kl": self.approx_kl / tokens,
-            "policy/entropy": self.entropy / tokens,
-            "policy/token_logprob_mean": self.logprob / tokens,
-            "policy/clip_fraction": self.clipped / tokens,
-            "policy/ratio_max": self.ratio_max,
-            "policy/grad_norm": self.grad_norm / steps,
-            "policy/lr": self.lr,
-            "policy/optimizer_steps": float(self.steps),
-            "policy/skipped_steps": float(self.skipped_steps),
-            "policy/first_ratio_error": self.first_ratio_error,
-            "mismatch/kl": self.mismatch_kl / tokens,
-            "mismatch/token_mult_prob_error": self.mismatch_prob / tokens if self.tokens else 1.0,
-            "mismatch/masked": self.masked / tokens,
-        }
-
-
 class LossError(RLVLMError):
     """A registered loss does not keep to the seam."""
 
 
+PositionChange = Callable[[MicroBatch], np.ndarray]
 MicroBatchLoss = Callable[[PackedMinibatch, int, UpdateStats], Tensor]
 
 
@@ -203,6 +147,23 @@ class PolicyUpdater:
     def logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies float32 [N] of the micro-batch's sampled tokens."""
         return self._token_logprobs(self._predicting(micro), micro)
+
+    @torch.no_grad()
+    def recompute(
+        self, trajectories: Sequence[Trajectory], change: PositionChange | None = None, *, adapter: bool = True
+    ) -> list[np.ndarray]:
+        """Log-probabilities float32 [sampled tokens] of each trajectory with the weights as they are, or without the adapter.
+
+        `change` gives a micro-batch other position_ids int64 [3, B, L], to find out what another program may have computed.
+        """
+        samples = [TrainSample(one, np.zeros(one.num_sampled, dtype=np.float32), 0.0) for one in trajectories]
+        found: dict[str, np.ndarray] = {}
+        with nullcontext() if adapter else self._without_adapter():
+            for micro in self._builder.build(Minibatch([[sample] for sample in samples])):
+                if change is not None:
+                    micro.position_ids = change(micro)
+                found |= micro.split(self.logprobs(micro)[0].cpu().numpy())
+        return [found[trajectory.trajectory_id] for trajectory in trajectories]
 
     @torch.no_grad()
     def _reference(self, micro: MicroBatch) -> Tensor:

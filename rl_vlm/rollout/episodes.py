@@ -18,6 +18,7 @@ import numpy as np
 from rl_vlm.chat import EncodedSpan, expand_image_tokens
 from rl_vlm.config import RolloutSection
 from rl_vlm.envs.base import Info, VisionEnv
+from rl_vlm.envs.images import blank, resized
 from rl_vlm.models.loading import TextSide
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.tasks import RolloutTask
@@ -87,7 +88,29 @@ async def open_group(task: RolloutTask, pool: EnvPool, text: TextSide) -> OpenGr
         prompt = text.codec.encode_prompt(first.messages)
         for observation, _ in openings[1:]:
             _check_same_opening(observation, first, prompt, text)
+        prompt = replace(prompt, images=await _viewed_opening(prompt.images, task, pool, text))
         return OpenGroup(envs, openings, prompt, _expand(prompt, text, task.group_id))
+
+
+async def _viewed_opening(
+    images: tuple[EncodedImage, ...], task: RolloutTask, pool: EnvPool, text: TextSide
+) -> tuple[EncodedImage, ...]:
+    """What the policy sees in the place of the first turn's images; sizes stay, so the tokens do too."""
+    if task.view != "swapped":
+        return _viewed(images, task)
+    envs = await pool.take(1)
+    with _discard_on_failure(pool, envs):
+        ((other, _),) = await pool.reset(envs, task.seed, {"index": task.other_index, "split": task.split})
+    pool.give_back(envs)
+    found = text.codec.encode_prompt(other.messages).images
+    if len(found) < len(images):
+        raise GroupFailedError("no_other_image", f"Item {task.other_index} has fewer images than item {task.index}.")
+    return tuple(resized(there, own.width, own.height) for there, own in zip(found, images, strict=False))
+
+
+def _viewed(images: tuple[EncodedImage, ...], task: RolloutTask) -> tuple[EncodedImage, ...]:
+    """What the policy sees in the place of a turn's images."""
+    return tuple(blank(image.width, image.height) for image in images) if task.view == "blank" else images
 
 
 async def run_group(
@@ -199,6 +222,7 @@ async def _continue(
     while current is not None:
         ended = episode.turns[-1].stop_reason is StopReason.END_OF_TURN
         span = text.codec.encode_continuation(current.messages, ended)
+        span = replace(span, images=_viewed(span.images, task))
         expanded = _expand(span, text, task.group_id)
         budget = _token_budget(rollout, max_context, episode.length + len(expanded), episode.sampled)
         if budget < 1 or len(episode.turns) >= rollout.max_turns:

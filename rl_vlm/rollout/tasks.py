@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rl_vlm.types import Split, TrajectoryGroup
+
+View = Literal["true", "blank", "swapped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +16,8 @@ class RolloutTask:
 
     `seed` seeds the environments (the same for all copies); `sampling_seed` is hashed with sample and turn for the
     policy's randomness. `min_version` is the oldest policy version that may answer. `variant` names a set of
-    environment arguments that the runner knows from the configuration.
+    environment arguments that the runner knows from the configuration. `view` says what the policy sees: the true images, blank ones
+    in every turn, or in the first turn those of item `other_index`.
     """
 
     group_id: str
@@ -28,6 +32,8 @@ class RolloutTask:
     top_p: float = 1.0  # training samples from the whole distribution; `rl-vlm rollout` may restrict it
     top_k: int = 0  # 0: off
     record: bool = False  # keep the conversation as text
+    view: View = "true"
+    other_index: int = 0
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from rl_vlm.config import RunConfig
 from rl_vlm.envs.registry import make
-from rl_vlm.evaluation.heldout import evaluation_tasks, is_correct, summarize
+from rl_vlm.evaluation.heldout import evaluation_tasks, is_correct, summarize, viewed_tasks
 from rl_vlm.files import write_atomic
 from rl_vlm.models.adapter import AdapterPayload, find_adapter
 from rl_vlm.models.initial_adapter import initial_adapter_folder
@@ -77,11 +77,17 @@ def _run_tasks(run: RunConfig, adapter: Path | None, tasks: list[RolloutTask], b
 
 
 def evaluate_policy_run(
-    run: RunConfig, *, adapter: Path | None = None, run_dir: Path | None = None, out: Path | None = None
+    run: RunConfig,
+    *,
+    adapter: Path | None = None,
+    run_dir: Path | None = None,
+    out: Path | None = None,
+    blind: bool = False,
 ) -> dict[str, Any]:
     """Held-out accuracy per variant with intervals (see `heldout.summarize`); written to `out` as JSON if given.
 
     The adapter is named by itself or through its run's folder, or by model.adapter; without these the base model is measured.
+    `blind` asks about all items of the first variant again with blank images, and with those of the next item.
     """
     adapter = find_adapter(adapter, run_dir) or starting_adapter(run)
     env = make(run.env.id, **run.env.make_kwargs())
@@ -89,6 +95,8 @@ def evaluate_policy_run(
     env.close()
     started = time.monotonic()
     tasks = evaluation_tasks(run, num_items, min_version=1 if adapter is not None else 0)
+    if blind:
+        tasks += [*viewed_tasks(tasks, "blank"), *viewed_tasks(tasks, "swapped")]
     result = _run_tasks(run, adapter, tasks, batch=len(tasks))
     summary = {
         "env": run.env.id,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rl_vlm.algorithms.checkpoint import clean_leftovers, latest_checkpoint, save_checkpoint
 from rl_vlm.config import RunConfig
+from rl_vlm.evaluation.sight import Fault, raise_or_tell
 from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.types import RLVLMError
+
+_NEEDS_IMAGES = 0.1  # gain in accuracy over blank images, below which people are told
 
 
 class PolicyRun(RunLifecycle):
@@ -24,7 +28,7 @@ class PolicyRun(RunLifecycle):
         super().__init__(run, folder, start, resume, ProgressDisplay(run.algorithm.iterations, start))
         self.evaluations: list[dict[str, Any]] = []
         self.saved_iteration = -1
-        self.last_iteration = start
+        self.last_iteration = self.start_iteration = start
 
     def _train(self) -> None:
         from rl_vlm.rollout.sampler import RoundAbandonedError
@@ -36,6 +40,7 @@ class PolicyRun(RunLifecycle):
         self._started()
         # A signal during sampling ends the round, of which nothing has been learned yet.
         with suppress(RoundAbandonedError):
+            self._check_sight()
             if self.start_from is None or not self.recorder.has_evaluation(algorithm.updates):
                 self._evaluate()
             with self._timed():
@@ -44,10 +49,27 @@ class PolicyRun(RunLifecycle):
         self._checkpoint()
         self._save_adapter()
 
+    def _check_sight(self) -> None:
+        """Ask engine and learner about some images. Raises SightError, unless `sight.gate` says otherwise."""
+        if self.run.sight.gate == "off":
+            return
+        self._tell_faults(self.algorithm.sight.gate())
+        if self.algorithm.sight.needed:
+            self.display.message(
+                f"Sight: engine and learner agree within {self.algorithm.sight.agreement:.1e} nats per token; a blank image "
+                f"changes answers by {self.algorithm.sight.effect:.2g}."
+            )
+
+    def _tell_faults(self, faults: Sequence[Fault]) -> None:
+        for sentence in raise_or_tell(faults, self.run.sight.gate):
+            self.display.message(sentence)
+
     def _iterate(self) -> None:
         algorithm, run = self.algorithm, self.run
         algorithm.train()
         iteration, metrics = algorithm.updates, algorithm.last_metrics
+        if run.sight.gate != "off":
+            self._tell_faults(algorithm.sight_faults)
         if iteration <= self.last_iteration:
             # Learners were replaced from a checkpoint: the iterations since then are done again, and this one learned nothing.
             self.recorder.close()
@@ -77,6 +99,14 @@ class PolicyRun(RunLifecycle):
         self.evaluations.append({"iteration": self.algorithm.updates, **results})
         self.recorder.log_evaluation(self.algorithm.updates, results)
         self.display.evaluation(self.algorithm.updates, results)
+        if (
+            self.algorithm.updates > self.start_iteration
+            and results.get("sight/accuracy_gap_high", 1.0) < _NEEDS_IMAGES
+        ):
+            self.display.message(
+                f"Answers do not need the images: {results['sight/accuracy_blank']:.2f} are right with blank ones, "
+                f"{results['sight/accuracy_gap']:+.2f} with the true ones [sight/accuracy_gap]."
+            )
 
     def _checkpoint(self) -> None:
         """Save a checkpoint. A full disk costs this checkpoint, not the run; the older ones stay."""

@@ -20,7 +20,12 @@ from rl_vlm.types import UserInputError
 
 
 def evaluate_preference_run(
-    run: RunConfig, *, adapter: Path | None = None, run_dir: Path | None = None, out: Path | None = None
+    run: RunConfig,
+    *,
+    adapter: Path | None = None,
+    run_dir: Path | None = None,
+    out: Path | None = None,
+    blind: bool = False,
 ) -> dict[str, Any]:
     """Play the evaluation episodes with a checkpoint's agent; written to `out` as JSON if given.
 
@@ -28,6 +33,8 @@ def evaluate_preference_run(
     of eval.jsonl, and each episode under `episodes`. Raises UserInputError without a checkpoint that fits, CollectionError
     when an environment fails.
     """
+    if blind:
+        raise UserInputError("--blind is for policies that see images: the agent of a preference run sees the state.")
     if adapter is not None or run_dir is None:
         raise UserInputError(
             "A preference run has an agent and no adapter: name its run folder, or one of its checkpoints, with --run-dir."

@@ -14,7 +14,8 @@ from core_support import run_config, train_sample
 from rl_vlm.learning.batching import Minibatch, TrainSample
 from rl_vlm.learning.learner import make_updater
 from rl_vlm.learning.module import PolicyModel
-from rl_vlm.learning.update import PackedMinibatch, UpdateStats
+from rl_vlm.learning.stats import UpdateStats
+from rl_vlm.learning.update import PackedMinibatch
 from rl_vlm.models.backbone import ImageFeatures
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.types import EncodedImage, StopReason, Trajectory, TrajectoryStatus, Turn

@@ -26,8 +26,8 @@ from rl_vlm.algorithms.checkpoint import (
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.learner import VLMLearner, make_optimizer, make_updater, optimizer_step
 from rl_vlm.learning.module import PolicyModel
+from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.strategies.replicated import SingleProcess
-from rl_vlm.learning.update import UpdateStats
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.lora_layers import load_lora_state
 from rl_vlm.types import UserInputError

@@ -258,14 +258,18 @@ def test_a_reader_that_leaves_early_is_no_crash():
 
 
 def test_eval_hands_on_the_run_folder(config, harness, tmp_path, capsys):
-    assert run("eval", config, "name=x", "--run-dir", tmp_path / "run", "--out", tmp_path / "o.json") == 0
+    assert run("eval", config, "name=x", "--run-dir", tmp_path / "run", "--out", tmp_path / "o.json", "--blind") == 0
     seen = json.loads(output(capsys))
-    assert seen == {"name": "x", "adapter": None, "run_dir": str(tmp_path / "run"), "out": str(tmp_path / "o.json")}
+    assert seen == {
+        "name": "x", "adapter": None, "run_dir": str(tmp_path / "run"), "out": str(tmp_path / "o.json"), "blind": True,
+    }  # fmt: skip
 
 
 def test_eval_without_an_adapter_measures_the_base_model(config, harness, capsys):
     assert run("eval", config) == 0
-    assert json.loads(output(capsys)) == {"name": "test-run", "adapter": None, "run_dir": None, "out": None}
+    assert json.loads(output(capsys)) == {
+        "name": "test-run", "adapter": None, "run_dir": None, "out": None, "blind": False,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("command", ["eval", "rollout"])

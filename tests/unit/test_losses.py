@@ -20,7 +20,8 @@ from rl_vlm.learning.batching import MicroBatch, TrainSample
 from rl_vlm.learning.losses import LOSSES, TokenBatch, clipped_surrogate, kl_estimate
 from rl_vlm.learning.mismatch import truncated_importance_weights
 from rl_vlm.learning.plan import plan_update
-from rl_vlm.learning.update import PackedMinibatch, PolicyUpdater, UpdateStats
+from rl_vlm.learning.stats import UpdateStats
+from rl_vlm.learning.update import PackedMinibatch, PolicyUpdater
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
 GROUPS, SIZE, LENGTH, MAX_NEW_TOKENS = 3, 4, 12, 20

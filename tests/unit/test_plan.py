@@ -18,8 +18,9 @@ from rl_vlm.learning.estimators import group_advantages
 from rl_vlm.learning.learner import optimizer_step
 from rl_vlm.learning.module import PolicyModel
 from rl_vlm.learning.plan import UpdatePlan, make_experience, overlong_penalty, plan_update
+from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.strategies.replicated import SingleProcess, gradient_vector
-from rl_vlm.learning.update import PolicyUpdater, UpdateStats
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 

@@ -19,8 +19,9 @@ from rl_vlm.learning.plan import Credit, Shards, assign_credit, distribute, make
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.returns import ReturnScale
 from rl_vlm.learning.scores import Scores
+from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.strategies.replicated import SingleProcess, gradient_vector
-from rl_vlm.learning.update import PolicyUpdater, UpdateStats
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.lora_layers import load_lora_state
 from rl_vlm.types import TrajectoryGroup
 

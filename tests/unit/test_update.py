@@ -24,8 +24,9 @@ from torch import Tensor
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.learner import make_optimizer, make_updater, optimizer_step
 from rl_vlm.learning.module import PolicyModel
+from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.strategies.replicated import SingleProcess, gradient_vector, set_gradients
-from rl_vlm.learning.update import UpdateStats, linear_schedule
+from rl_vlm.learning.update import linear_schedule
 from rl_vlm.types import StopReason
 
 # --- engine and learner

@@ -1,0 +1,197 @@
+"""The gate of sight: what an engine or a learner does wrong with images is found, by name, and nothing is found otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from core_support import picture
+from policy_loop import MAX_CONTEXT, ROLLOUT, Loop
+
+from rl_vlm.algorithms.sight import SightProbe
+from rl_vlm.engines import decoder
+from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.envs.base import StepResult, VisionEnv
+from rl_vlm.envs.images import blank
+from rl_vlm.evaluation.sight import EXACT, Fault, SightError, explain, raise_or_tell
+from rl_vlm.learning.hypotheses import sight_logprobs
+from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.loading import load_text_side
+from rl_vlm.rollout.env_pool import EnvPool
+from rl_vlm.rollout.episodes import run_group
+from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
+from rl_vlm.types import Completion, GenerationRequest, Observation, PixelLimits, Trajectory, TrajectoryGroup
+
+
+class TwoPictures(VisionEnv):
+    """Two pictures of the same size and one answer."""
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        rng = np.random.default_rng([self.item(options)[1], 3])
+        return Observation.user(picture(rng, 64, 64), picture(rng, 64, 64), "Which?"), {}
+
+    def step(self, action: str) -> StepResult:
+        return Observation(), float(len(action) % 2), True, False, {}
+
+
+class InProcess:
+    """What the probe needs of an algorithm, without Ray: a loop whose environment shows two pictures."""
+
+    def __init__(self, folder: Path, engine: TransformersEngine | None = None, **dotted: Any) -> None:
+        self.loop = Loop(folder, 1.0, engine, learner__lr=1e-2, sight__items=4, **dotted)
+        self.run = self.loop.run
+        self.num_test = 100
+        self.pool = EnvPool(TwoPictures, timeout_s=30.0, inline=True)
+        self.text = self.loop.policy.text
+        self.rollouts = SimpleNamespace(evaluate=self.evaluate)
+        self.updates = 0
+
+    @property
+    def version(self) -> int:
+        return self.loop.version
+
+    def evaluate(self, tasks: Sequence[RolloutTask], timeout_s: float) -> tuple[list[TrajectoryGroup], RolloutResult]:
+        async def gather() -> list[TrajectoryGroup]:
+            runs = (
+                run_group(task, self.pool, self.loop, self.loop.policy.text, ROLLOUT, MAX_CONTEXT) for task in tasks
+            )
+            return list(await asyncio.gather(*runs))
+
+        return asyncio.run(gather()), RolloutResult()
+
+    def on_learner(self, function: Any) -> Any:
+        def logprobs(trajectories: Sequence[Trajectory], hypotheses: bool) -> dict[str, list[np.ndarray]]:
+            return sight_logprobs(trajectories, self.loop.updater.recompute, self.text, hypotheses)
+
+        return function(SimpleNamespace(sight_logprobs=logprobs))
+
+    def learn(self, updates: int = 3) -> None:
+        for _ in range(updates):
+            self.loop.update(self.loop.sample(size=3))
+            self.updates += 1
+
+    def faults(self) -> list[str]:
+        probe = SightProbe(self)  # type: ignore[arg-type]
+        found = [fault.name for fault in probe.gate()]
+        assert probe.needed
+        self.loop.close()
+        return found
+
+
+class BlindEngine(TransformersEngine):
+    """Loses the pixels of every image."""
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        return await super().generate(
+            [replace(one, images=tuple(blank(image.width, image.height) for image in one.images)) for one in requests]
+        )
+
+
+class SwappingEngine(TransformersEngine):
+    """Exchanges the images of a prompt."""
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        return await super().generate([replace(one, images=one.images[::-1]) for one in requests])
+
+
+class StaleEngine(TransformersEngine):
+    """Gives every new version the weights of the first one."""
+
+    first: AdapterPayload | None = None
+
+    async def load_adapter(self, payload: AdapterPayload) -> None:
+        self.first = self.first or payload
+        await super().load_adapter(replace(self.first, version=payload.version))
+
+
+def test_an_engine_and_a_learner_that_see_the_same_have_no_fault(tiny_folder: Path) -> None:
+    parts = InProcess(tiny_folder)
+    parts.learn()
+    assert parts.faults() == []
+
+
+def test_an_engine_without_pixels_is_found(tiny_folder: Path) -> None:
+    parts = InProcess(tiny_folder, BlindEngine(tiny_folder, max_context=MAX_CONTEXT))
+    assert parts.faults() == ["engine_blind"]
+
+
+def test_an_engine_that_swaps_two_images_is_found(tiny_folder: Path) -> None:
+    parts = InProcess(tiny_folder, SwappingEngine(tiny_folder, max_context=MAX_CONTEXT))
+    assert parts.faults() == ["images_swapped"]
+
+
+def test_an_engine_with_zeros_in_the_rows_of_positions_is_found(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_rows(*arguments: Any) -> np.ndarray:
+        positions = own(*arguments)
+        positions[1:] = 0
+        return positions
+
+    own = decoder.mrope_positions
+    monkeypatch.setattr(decoder, "mrope_positions", without_rows)
+    assert InProcess(tiny_folder).faults() == ["positions"]
+
+
+def test_an_engine_that_serves_a_stale_adapter_under_a_new_name_is_found_one_iteration_later(tiny_folder: Path) -> None:
+    parts = InProcess(tiny_folder, StaleEngine(tiny_folder, max_context=MAX_CONTEXT))
+    parts.learn(1)
+    figures, faults = SightProbe(parts).measure(parts.loop.sample(size=1))  # type: ignore[arg-type]
+    assert [fault.name for fault in faults] == ["stale_adapter"]
+    assert figures["sight/gap"] > EXACT[0]
+    parts.loop.close()
+
+
+def test_a_learner_with_another_image_size_is_found(tiny_folder: Path) -> None:
+    parts = InProcess(tiny_folder)
+    parts.text = load_text_side(tiny_folder, PixelLimits(1024, 1024))
+    assert parts.faults() == ["image_size"]
+
+
+def test_a_learner_without_pixels_is_found(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = InProcess(tiny_folder)
+    backbone = parts.loop.policy.backbone
+    own = backbone.image_features
+    monkeypatch.setattr(
+        backbone, "image_features", lambda images: own([blank(image.width, image.height) for image in images])
+    )
+    assert parts.faults()[0] == "learner_blind"
+
+
+def test_figures_during_training_say_how_much_answers_depend_on_images(tiny_folder: Path) -> None:
+    parts = InProcess(tiny_folder, sight__every=5)
+    probe = SightProbe(parts)  # type: ignore[arg-type]
+    groups = parts.loop.sample(size=2)
+    figures, faults = probe.measure(groups)
+    assert faults == [] and figures["sight/gap"] < EXACT[0]
+    by_hand = sight_logprobs(
+        [group.trajectories[0] for group in groups], parts.loop.updater.recompute, parts.text, False
+    )
+    ratio = np.concatenate(by_hand["blank"]) - np.concatenate(by_hand["true"])
+    assert figures["sight/kl_blank"] == pytest.approx(np.mean(np.exp(ratio) - 1 - ratio), abs=1e-7)
+    parts.updates = 7
+    assert probe.measure(groups) == ({}, [])
+    parts.loop.close()
+
+
+def test_no_hypothesis_is_blamed_for_rounding() -> None:
+    assert explain({"true": 5e-5, "blank": 1e-7}, EXACT) is None
+    assert explain({"true": 5e-4, "blank": 4e-4}, EXACT) is None
+    found = explain({"true": 5e-3, "blank": 4e-3}, EXACT)
+    assert found is not None and found.name == "disagreement"
+
+
+def test_faults_end_a_run_or_are_told() -> None:
+    fault = Fault("positions", "Rows are missing.")
+    assert raise_or_tell([fault], "warn") == ["Rows are missing. [sight: positions]"]
+    assert raise_or_tell([], "error") == []
+    with pytest.raises(SightError, match="Rows are missing.*sight.gate"):
+        raise_or_tell([fault], "error")
