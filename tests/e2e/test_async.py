@@ -18,6 +18,7 @@ def _tiny() -> None:
     resolve_model("tiny")
 
 
+@pytest.mark.acceptance
 def test_no_group_is_too_old_or_missing_when_a_runner_and_a_replica_die(tmp_path: Path) -> None:
     short = ("algorithm.iterations=50", "evaluation.num_items=64", "evaluation.every=25")
     with TrainingProcess(tmp_path / "run", *short, config=ASYNC) as run:

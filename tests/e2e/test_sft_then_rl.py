@@ -33,6 +33,7 @@ def test_counting_is_learned_from_five_hundred_conversations(tuned: Path) -> Non
     assert result["accuracy_after"] >= 0.95
 
 
+@pytest.mark.acceptance
 def test_a_signal_saves_a_checkpoint_from_which_the_run_goes_on(tuned: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with CommandProcess("sft", CONFIG, "--run-dir", folder) as command:
