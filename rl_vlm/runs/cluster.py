@@ -14,6 +14,7 @@ from rl_vlm.config import RunConfig
 from rl_vlm.runs.private_node import fewer_processes
 from rl_vlm.types import RLVLMError, UserInputError
 
+_STARTS = 4  # of a private cluster, before it is given up
 # Workers inherit these from the private cluster's processes. One torch thread each, because they share the cores.
 _WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -73,8 +74,8 @@ class ClusterError(RLVLMError):
 
 
 def _init_with_retry(**settings: Any) -> None:
-    """`ray.init`, tried again once: Ray gives its processes 30 s, which a busy machine may exceed."""
-    for last in (False, True):
+    """`ray.init`, tried again: Ray gives its processes 30 s and has no setting for it, and a busy machine may need more."""
+    for attempt in range(_STARTS):
         try:
             with fewer_processes():
                 ray.init(**settings)
@@ -83,10 +84,10 @@ def _init_with_retry(**settings: Any) -> None:
             if "timed out during startup" not in str(error):
                 raise
             ray.shutdown()
-            if last:
+            if attempt == _STARTS - 1:
                 raise ClusterError(
-                    "Ray's processes did not start within 30 s, twice: the machine is overloaded, or /tmp/ray cannot be "
-                    "written."
+                    f"Ray's processes did not start within 30 s, {_STARTS} times: the machine is overloaded, or /tmp/ray cannot "
+                    "be written."
                 ) from error
 
 
