@@ -63,7 +63,7 @@ INTERFACES = (
 # Ids that name an environment by a scheme: what stands after the colon is the adapter's first argument.
 SCHEMES = {
     "verifiers": "rl_vlm.envs.adapters.verifiers:VerifiersEnv",
-    "openenv": "rl_vlm.envs.adapters.openenv:OpenEnvEnv",
+    "openenv": "rl_vlm.envs.adapters.openenv:OpenEnv",
     "remote": "rl_vlm.envs.adapters.remote:RemoteEnv",
     "http": "rl_vlm.envs.adapters.remote:RemoteEnv",
     "https": "rl_vlm.envs.adapters.remote:RemoteEnv",

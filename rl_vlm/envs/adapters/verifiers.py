@@ -19,6 +19,7 @@ from rl_vlm.envs.adapters.verifiers_messages import from_text, to_observation
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.errors import EnvError, as_reward
 from rl_vlm.envs.images import one_line
+from rl_vlm.envs.loading import is_spec
 from rl_vlm.types import Observation, Split, UserInputError
 
 _MODEL = "policy"
@@ -183,7 +184,7 @@ def _load(env: Any, kwargs: dict[str, Any]) -> Any:
         raise UserInputError(f"verifiers is not installed ({error}): run `pip install 'rl-vlm[verifiers]'`.") from error
     # Its environments take over SIGINT and SIGTERM. Only a main thread can, and runs end by handlers of their own.
     base.signal = SimpleNamespace(signal=lambda *_: None, SIGINT=0, SIGTERM=0, default_int_handler=None)  # type: ignore[attr-defined]
-    if isinstance(env, str) and registry.is_spec(env):
+    if isinstance(env, str) and is_spec(env):
         env = registry.find(env)
     try:
         if isinstance(env, str):
