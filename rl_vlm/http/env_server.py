@@ -7,6 +7,7 @@ POST /env takes and returns a frame (see `envs/wire.py`): {"op": "open"} → {"s
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import threading
 import time
@@ -23,11 +24,15 @@ from rl_vlm.config import HTTPSection
 from rl_vlm.envs import wire
 from rl_vlm.envs.adapters.remote import FRAME
 from rl_vlm.envs.base import VisionEnv
+from rl_vlm.envs.isolation import ProcessEnv
+from rl_vlm.envs.registry import make
 from rl_vlm.envs.worker import EnvWorker, Reply, short_line
 from rl_vlm.http.errors import RequestError, error_response
 from rl_vlm.http.gate import Deadlines, Gate
 from rl_vlm.http.metrics import HTTPMetrics
+from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
 
+_MAX_REQUEST_MIB = 4.0  # a request is one answer of the policy
 _SPLITS = ("train", "test")
 
 
@@ -164,3 +169,37 @@ def build_env_app(server: EnvServer, limits: HTTPSection, token: str | None) -> 
     app = Starlette(routes=[Route("/env", env, methods=["POST"]), Route("/health", health)])
     gate = Gate(app, limits, token, HTTPMetrics(), Deadlines(), ["/env", "/health"])
     return gate
+
+
+def serve_environment(
+    env_id: str,
+    kwargs: dict[str, Any],
+    *,
+    host: str,
+    port: int,
+    max_sessions: int,
+    processes: bool,
+    announce: Callable[[str], None],
+) -> int:
+    """Serve until SIGINT or SIGTERM, whose number is returned. Raises UserInputError before it listens."""
+    token = os.environ.get(TOKEN_VARIABLE)
+    check_exposure(host, token)
+    limits = HTTPSection(host=host, port=port, max_body_mib=_MAX_REQUEST_MIB, max_queue=2 * max_sessions, drain_s=2.0)
+
+    def build() -> VisionEnv:
+        if processes:
+            return ProcessEnv(env_id, kwargs, step_timeout_s=limits.deadline_s)
+        return make(env_id, **kwargs)
+
+    build().close()  # what is wrong is said here, not to the first client
+    with bind(host, port) as sock:
+        server = EnvServer(build, max_sessions=max_sessions)
+        address = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+        said = f"required ({TOKEN_VARIABLE})" if token else "none: programs on this machine may connect"
+        ready = f"Serving {env_id} on {address}, {max_sessions} at a time; token {said}. Clients: env.id={address}"
+        try:
+            return HTTPServer(
+                build_env_app(server, limits, token), sock, limits.drain_s, lambda: announce(ready)
+            ).run_until_signal()
+        finally:
+            server.close()

@@ -191,7 +191,9 @@ def test_sessions_and_bodies_are_limited():
         assert server.num_sessions == 1
 
 
-@pytest.mark.parametrize("body", [b"", b"\x00\x00", b"\xff\xff\xff\xff{}", wire.pack_frame({"op": "pickle"}, []), b"\0\0\0\2[]"])
+@pytest.mark.parametrize(
+    "body", [b"", b"\x00\x00", b"\xff\xff\xff\xff{}", wire.pack_frame({"op": "pickle"}, []), b"\0\0\0\2[]"]
+)
 def test_bytes_that_are_no_request_are_refused(body):
     with served(Counting) as (url, _):
         assert httpx.post(f"{url}/env", content=body, trust_env=False).status_code in (400, 410)

@@ -18,7 +18,14 @@ def base_url(address: str) -> str:
         port = url.port
     except ValueError:
         port = -1
-    if url.scheme not in ("http", "https") or not url.hostname or port == -1 or url.query or url.fragment or url.username:
+    if (
+        url.scheme not in ("http", "https")
+        or not url.hostname
+        or port == -1
+        or url.query
+        or url.fragment
+        or url.username
+    ):
         raise UserInputError(f"{address!r} is not the address of an environment: write http://host:port.")
     return url.geturl().rstrip("/")
 

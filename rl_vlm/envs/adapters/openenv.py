@@ -120,13 +120,19 @@ class _Connection:
                 trust_env=not is_loopback(self._url),
             )
             if reply.status_code in (401, 403):
-                raise UserInputError(f"{self._url} refuses the token: set the variable that env.kwargs.token_variable names.")
+                raise UserInputError(
+                    f"{self._url} refuses the token: set the variable that env.kwargs.token_variable names."
+                )
             if reply.status_code != 200 or len(reply.content) > MAX_MESSAGE:
-                raise UserInputError(f"{self._url}/schema answers with status {reply.status_code}: it is no OpenEnv server.")
+                raise UserInputError(
+                    f"{self._url}/schema answers with status {reply.status_code}: it is no OpenEnv server."
+                )
             try:
                 return dict(reply.json()["action"])
             except (ValueError, TypeError, KeyError) as error:
-                raise UserInputError(f"{self._url}/schema does not describe an action: it is no OpenEnv server.") from error
+                raise UserInputError(
+                    f"{self._url}/schema does not describe an action: it is no OpenEnv server."
+                ) from error
 
         return dict(self._retried(ask, (httpx.TransportError,)))
 
@@ -142,7 +148,9 @@ class _Connection:
             from websockets.exceptions import WebSocketException
             from websockets.sync.client import connect
         except ImportError as error:
-            raise UserInputError(f"websockets is not installed ({error}): run `pip install 'rl-vlm[openenv]'`.") from error
+            raise UserInputError(
+                f"websockets is not installed ({error}): run `pip install 'rl-vlm[openenv]'`."
+            ) from error
 
         def open_it() -> None:
             url = self._url.replace("http", "ws", 1) + "/ws"
@@ -165,20 +173,30 @@ class _Connection:
             raise EnvCrashError(f"{self._url}: the session is gone; call reset() for a new one.")
         message = {"type": kind} if data is None else {"type": kind, "data": data}
         try:
-            self._socket.send(json.dumps(message))
+            self._send(message)
             reply = json.loads(self._socket.recv(timeout=self._timeout_s))
         except TimeoutError as error:
             self.close()
             raise EnvTimeoutError(f"{self._url}: {kind} took longer than {self._timeout_s:g} s.") from error
         except Exception as error:  # the library's own, an OSError, or what is no JSON
             self.close()
-            raise EnvCrashError(f"{self._url}: the session broke at {kind} ({type(error).__name__}: {one_line(error)}).") from error
+            raise EnvCrashError(
+                f"{self._url}: the session broke at {kind} ({type(error).__name__}: {one_line(error)})."
+            ) from error
         content = reply.get("data") if isinstance(reply, dict) else None
         if not isinstance(content, dict):
             raise EnvError(f"{self._url}: the answer to {kind} is no message of OpenEnv.")
         if reply.get("type") == "error":
             self._raise(kind, content)
         return content
+
+    def _send(self, message: dict[str, Any]) -> None:
+        from websockets.exceptions import ConnectionClosed
+
+        try:
+            self._socket.send(json.dumps(message))
+        except ConnectionClosed:
+            pass  # the server may have said why before it closed, and that can still be read
 
     def _raise(self, kind: str, content: dict[str, Any]) -> None:
         code, text = content.get("code"), str(content.get("message", ""))[:300]

@@ -52,7 +52,9 @@ def _images(value: Any, shape: Any) -> list[EncodedImage] | None:
     if not isinstance(value, list):
         return None
     if all(isinstance(one, str) for one in value):
-        return [_decoded(one) for one in value] if all(one.startswith(("data:image/", *_MAGIC)) for one in value) else None
+        return (
+            [_decoded(one) for one in value] if all(one.startswith(("data:image/", *_MAGIC)) for one in value) else None
+        )
     pixels = _pixels(value, shape)
     return None if pixels is None else [EncodedImage.from_pil(pixels)]
 
@@ -73,7 +75,11 @@ def _pixels(value: list[Any], shape: Any) -> Any:
         array = np.asarray(value)
     except ValueError:  # lists of different lengths
         return None
-    if isinstance(shape, list) and all(isinstance(side, int) and side > 0 for side in shape) and math.prod(shape) == array.size:
+    if (
+        isinstance(shape, list)
+        and all(isinstance(side, int) and side > 0 for side in shape)
+        and math.prod(shape) == array.size
+    ):
         array = array.reshape(shape)
     grey = shape is not None and array.ndim == 2
     coloured = array.ndim == 3 and array.shape[2] in (3, 4) and min(array.shape[:2]) > 3

@@ -154,7 +154,9 @@ class SessionLostError(EnvCrashError):
 
 def _refusal(url: str, status: int, reason: str) -> Exception:
     if status in (401, 403):
-        return UserInputError(f"{url} refuses the token ({reason}): set the variable that env.kwargs.token_variable names.")
+        return UserInputError(
+            f"{url} refuses the token ({reason}): set the variable that env.kwargs.token_variable names."
+        )
     if status == 410:
         return SessionLostError(f"{url}: the session is gone; call reset() for a new one.")
     return EnvCrashError(f"{url} answered with status {status} ({reason}).")

@@ -200,7 +200,9 @@ def _load(env: Any, kwargs: dict[str, Any]) -> Any:
     for rubric in getattr(env.rubric, "rubrics", [env.rubric]):
         if rubric._get_group_reward_funcs():
             names = ", ".join(rubric._get_group_reward_func_names())
-            raise UserInputError(f"The rubric compares the answers of a group ({names}): each answer needs its own reward here.")
+            raise UserInputError(
+                f"The rubric compares the answers of a group ({names}): each answer needs its own reward here."
+            )
     return env
 
 

@@ -112,7 +112,9 @@ class VlmGymEnv(VisionEnv):
         try:
             inspect.signature(self._factory).bind(*given, **kwargs)
         except TypeError as error:
-            raise UserInputError(f"The environment does not take these arguments ({error}): correct env.kwargs.") from error
+            raise UserInputError(
+                f"The environment does not take these arguments ({error}): correct env.kwargs."
+            ) from error
         try:
             return self._factory(*given, **kwargs)
         except Exception as error:  # whatever the user's code raises, a missing data set for example
