@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -15,13 +16,16 @@ from rl_vlm.control_envs.action_words import METAWORLD, choose_words, read_word
 from rl_vlm.control_envs.gymnasium_env import resize_frame
 from rl_vlm.control_envs.metaworld import task_name
 from rl_vlm.envs.base import Info, MadeItemsEnv, StepResult
+from rl_vlm.envs.errors import EnvError
 from rl_vlm.envs.images import one_line
 from rl_vlm.seeding import derive_seed
-from rl_vlm.types import Observation, UserInputError
+from rl_vlm.types import Observation, Split, UserInputError
 
 # Packages that register their ids with gymnasium when they are imported.
 _PACKAGES = {"MiniGrid-": "minigrid", "BabyAI-": "minigrid", "ALE/": "ale_py"}
 MAX_HISTORY, MAX_SKIP = 16, 1000
+_TEST_BUCKET = 64  # of 256 first bytes of a hash
+_MAX_DRAWS = 64  # all of them belong to the other split once in 10^8
 _FULL = "{task}In each of at most {turns} turns end your answer with one of these words: {words}."
 
 
@@ -35,6 +39,7 @@ class PlayedEnv(MadeItemsEnv):
     reward: "env", the sum of the environment's own; "success", 1 when the task is done, which ends the episode, and else 0.
     task: what the first message says before the words, by default the environment's `mission`; prompt: "full", or
     "brief" for a first message as short as the others. seed, num_train, num_test: which episodes there are.
+    disjoint: draw starts until the first picture's hash belongs to the split, where an environment has few of them.
     Further arguments are the environment's own.
 
     A turn that ends with no known word is answered with what is expected, moves nothing and is counted. `info` holds `success`,
@@ -56,6 +61,7 @@ class PlayedEnv(MadeItemsEnv):
         seed: int = 0,
         num_train: int = 4096,
         num_test: int = 512,
+        disjoint: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__("Control-v0", num_train, num_test)
@@ -76,6 +82,7 @@ class PlayedEnv(MadeItemsEnv):
         self._skip, self._max_turns, self._size = frame_skip, max_turns, image_size
         self._pays_success, self._task, self._brief, self._seed = reward == "success", task, prompt == "brief", seed
         self._frames: deque[Image.Image] = deque(maxlen=history)
+        self._disjoint = disjoint
         self._turn: int | None = None
         self._count = self._invalid = 0
 
@@ -88,11 +95,18 @@ class PlayedEnv(MadeItemsEnv):
         """Open episode `options["index"]` of `options["split"]`; a random one without an index."""
         super().reset(seed=seed)
         split, index = self.chosen_item(options)
-        inner_seed = derive_seed(self._seed, int(split == "test"), index) % 2**31
-        observation, _ = self._inner.reset(seed=inner_seed)
         self._turn, self._count, self._invalid = 0, 0, 0
-        self._frames.clear()
-        self._draw()
+        for attempt in range(_MAX_DRAWS):
+            inner_seed = derive_seed(self._seed, int(split == "test"), index, attempt) % 2**31
+            observation, _ = self._inner.reset(seed=inner_seed)
+            self._frames.clear()
+            self._draw()
+            if not self._disjoint or _split_of(self._frames[0]) == split:
+                break
+        else:
+            raise EnvError(
+                f"No start of the {split} split was found in {_MAX_DRAWS}: has the environment more than one?"
+            )
         mission = observation.get("mission", "") if isinstance(observation, dict) else ""
         task = (self._task if self._task is not None else str(mission)).strip()
         task = f"{task[:1].upper()}{task[1:]}{'' if task.endswith(('.', '!', '?')) else '.'} " if task else ""
@@ -164,6 +178,11 @@ class PlayedEnv(MadeItemsEnv):
 
     def _question(self) -> str:
         return f"Which action: {_choice(self._words)}?"
+
+
+def _split_of(picture: Image.Image) -> Split:
+    """The split that a picture belongs to, by its hash: a quarter of all pictures is for testing."""
+    return "test" if hashlib.sha256(picture.tobytes()).digest()[0] < _TEST_BUCKET else "train"
 
 
 def _choice(words: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ from rl_vlm.types import EncodedImage, Observation, Split, UserInputError, as_en
 
 MAX_STEPS = 200  # of one episode; an environment without an end is cut there
 COMPARED = 100  # items of each split
+SLOW_S = 1.0  # a median of resets or steps above this is a warning
 # Growth of the process that is too much: over all resets of a check, and for each.
 MAX_GROWTH, MAX_GROWTH_EACH = 16 * 2**20, 32 * 2**10
 SPLITS: tuple[Split, ...] = ("train", "test")
@@ -194,8 +195,8 @@ class _Checks:
             f"{name} {1000 * statistics.median(taken):.2f} ms, at most {1000 * max(taken):.1f}"
             for name, taken in (("reset", resets), ("step", steps))
         )
-        slow = statistics.median(resets) > 1 or statistics.median(steps) > 1
-        self._report.add("cost", f"{cost}: more than a second" if slow else "", cost, "warn")
+        slow = max(statistics.median(resets), statistics.median(steps)) > SLOW_S
+        self._report.add("cost", f"{cost}: more than {SLOW_S:g} s" if slow else "", cost, "warn")
         self._report.add("reward", "", f"from {min(rewards):g} to {max(rewards):g} for words of the prompt")
 
     def repeats(self) -> None:

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from starlette.applications import Starlette
@@ -33,6 +33,7 @@ from rl_vlm.http.metrics import HTTPMetrics
 from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
 
 _MAX_REQUEST_MIB = 4.0  # a request is one answer of the policy
+_CLOSE_S = 3.0
 _SPLITS = ("train", "test")
 
 
@@ -141,12 +142,12 @@ class EnvServer:
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
-    def close(self) -> None:
-        """Close every environment that is idle."""
-        for session in self._sessions.values():
-            self._threads.submit(session.close)
+    def close(self, timeout_s: float = _CLOSE_S) -> bool:
+        """Close every environment; whether all were idle within the time. One that hangs keeps its thread."""
+        closing = [self._threads.submit(session.close) for session in self._sessions.values()]
         self._sessions.clear()
         self._threads.shutdown(wait=False)
+        return not wait(closing, timeout_s).not_done
 
 
 def build_env_app(server: EnvServer, limits: HTTPSection, token: str | None) -> Gate:
@@ -197,9 +198,11 @@ def serve_environment(
         address = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
         said = f"required ({TOKEN_VARIABLE})" if token else "none: programs on this machine may connect"
         ready = f"Serving {env_id} on {address}, {max_sessions} at a time; token {said}. Clients: env.id={address}"
+        http = HTTPServer(build_env_app(server, limits, token), sock, limits.drain_s, lambda: announce(ready))
+        number = 0
         try:
-            return HTTPServer(
-                build_env_app(server, limits, token), sock, limits.drain_s, lambda: announce(ready)
-            ).run_until_signal()
+            number = http.run_until_signal()
         finally:
-            server.close()
+            if not server.close() and number:
+                os._exit(128 + number)  # an environment hangs, and Python would wait for its thread
+        return number

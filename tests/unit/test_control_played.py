@@ -6,7 +6,7 @@ import pytest
 import rl_vlm
 from rl_vlm.control_envs.action_words import read_word
 from rl_vlm.control_envs.metaworld_cameras import import_mujoco
-from rl_vlm.envs.errors import check_reset, check_step
+from rl_vlm.envs.errors import EnvError, check_reset, check_step
 from rl_vlm.types import UserInputError
 
 EMPTY = {"env": "MiniGrid-Empty-5x5-v0", "actions": ["left", "right", "forward"], "highlight": False, "tile_size": 8}
@@ -96,11 +96,23 @@ def test_an_episode_is_the_same_for_its_index_and_others_differ():
     env.close()
 
 
+def test_starts_of_the_splits_are_disjoint_where_that_is_asked_for():
+    env = minigrid(env="MiniGrid-Empty-Random-5x5-v0", disjoint=True)
+    starts = {
+        split: {array(opened(env, index, split)[0].messages[0].images[0]).tobytes() for index in range(60)}
+        for split in ("train", "test")
+    }
+    assert starts["train"] and starts["test"] and not starts["train"] & starts["test"]
+    with pytest.raises(EnvError, match="has the environment more than one"):
+        for split in ("train", "test"):
+            opened(minigrid(disjoint=True), 0, split)
+
+
 def test_metaworld_reach_is_played_with_named_moves():
     import_mujoco()  # chooses how to draw before anything else imports it
     pytest.importorskip("metaworld")
     env = rl_vlm.make(
-        "Control-v0", env="metaworld/reach-v3", task="Move the hand to the red ball", frame_skip=5, image_size=64,
+        "Control-v0", env="metaworld/reach-v3", task="Move the hand to the red ball", frame_skip=10, image_size=32,
         max_turns=40, reward="success", camera="corner2",
     )  # fmt: skip
     observation, _ = opened(env, 1)

@@ -107,6 +107,7 @@ def test_a_server_that_is_full_is_tried_again(server):
     second.close(), third.close()
 
 
+@pytest.mark.acceptance  # two more servers, of which each takes seconds to start
 def test_a_server_that_is_killed_loses_the_episode_reset_connects_again_and_a_token_is_sent(monkeypatch):
     port = free_port()
     with running(port):

@@ -1,6 +1,10 @@
 """An environment over HTTP: the same episodes as beside us, tokens, limits, retries, sessions that are lost."""
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -197,6 +201,39 @@ def test_sessions_and_bodies_are_limited():
 def test_bytes_that_are_no_request_are_refused(body):
     with served(Counting) as (url, _):
         assert httpx.post(f"{url}/env", content=body, trust_env=False).status_code in (400, 410)
+
+
+def test_the_command_serves_until_it_is_told_to_stop():
+    command = [sys.executable, "-m", "rl_vlm.cli", "envs", "serve", "GridWalk-v0", "--port", "0"]
+    env = {**os.environ, "RL_VLM_API_TOKEN": "secret", "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([*command, "--env-arg", "num_test=7"], stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        url = said.rpartition("env.id=")[2].strip()
+        assert "token required" in said and url.startswith("http://127.0.0.1:")
+        os.environ["SERVED_TOKEN"] = "secret"
+        remote = RemoteEnv(url, token_variable="SERVED_TOKEN")
+        assert remote.num_items("test") == 7
+        remote.reset(options={"index": 0})
+        assert remote.step("up")[4]["steps"] == 1
+        remote.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 143
+    finally:
+        os.environ.pop("SERVED_TOKEN", None)
+        process.kill()
+        process.wait(10)
+
+
+def test_beyond_loopback_a_token_is_required_and_a_wrong_environment_is_named(monkeypatch, capsys):
+    from rl_vlm.cli.app import run
+
+    monkeypatch.delenv("RL_VLM_API_TOKEN", raising=False)
+    assert run(["envs", "serve", "GridWalk-v0", "--host", "0.0.0.0"]) == 2
+    assert "set RL_VLM_API_TOKEN" in capsys.readouterr().err
+    assert run(["envs", "serve", "GridWalk-v0", "--env-arg", "size=99", "--port", "0"]) == 2
+    assert "size must be an integer from 3 to 6" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("address", ["", "ftp://a", "http://", "http://u:p@host", "host:port:7", "http://h/?x=1"])

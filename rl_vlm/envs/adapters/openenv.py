@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
@@ -154,7 +154,7 @@ class _Connection:
 
         def open_it() -> None:
             url = self._url.replace("http", "ws", 1) + "/ws"
-            proxy = None if is_loopback(self._url) else True
+            proxy: Literal[True] | None = None if is_loopback(self._url) else True
             self._socket = connect(
                 url,
                 additional_headers=self._headers,

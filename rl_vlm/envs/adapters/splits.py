@@ -22,7 +22,7 @@ class HeldOut:
 
     def number(self, split: Split, index: int, total: int | None) -> int:
         """The environment's own number of task `index` of a split."""
-        if total is None or total < 0:
+        if total is None:
             return 2 * index + (split == "test")
         size, train = self.size(split, total) or 0, self.size("train", total) or 0
         if not 0 <= index < size:

@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from rl_vlm.envs import registry
 from rl_vlm.envs.adapters.splits import HeldOut, check_share
 from rl_vlm.envs.adapters.tokens import load_tokenizer
@@ -62,8 +64,7 @@ class VlmGymEnv(VisionEnv):
 
     def num_items(self, split: Split) -> int | None:
         """The environment's `num_tasks` in this split; None where it has no end."""
-        count = getattr(self._envs[split], "num_tasks", -1)
-        size = int(count) if isinstance(count, int) and count >= 0 else None
+        size = self._num_tasks(split)
         return size if self._held_out is None else self._held_out.size(split, size)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
@@ -71,7 +72,9 @@ class VlmGymEnv(VisionEnv):
         super().reset(seed=seed)
         split, index = self.item(options, self.num_items((options or {}).get("split", "train")))
         self._inner = self._envs[split]
-        number = index if self._held_out is None else self._held_out.number(split, index, self._num_tasks(split))
+        number = index
+        if self._held_out is not None:
+            number = self._held_out.number(split, index, self._num_tasks(split))
         result = self._inner.reset(number)
         if not isinstance(result, tuple) or len(result) != 2:
             raise EnvError("reset(idx) must return (state, observation).")
@@ -100,7 +103,9 @@ class VlmGymEnv(VisionEnv):
         return Observation.user(shown), reward, False, False, info
 
     def _num_tasks(self, split: Split) -> int | None:
-        return None if self._held_out is None else int(self._envs[split].num_tasks)
+        """The tasks that the environment has; None where it has no end, or says nothing."""
+        count = getattr(self._envs[split], "num_tasks", -1)
+        return int(count) if isinstance(count, int | np.integer) and count >= 0 else None
 
     def _make(self, kwargs: dict[str, Any]) -> Any:
         """Call the class, or `create_env`, with the tokenizer; UserInputError where the arguments do not fit."""
