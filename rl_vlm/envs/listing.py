@@ -36,7 +36,7 @@ def _describe(env_id: str) -> dict[str, Any]:
         counts = {split: env.num_items(split) for split in ("train", "test")}  # type: ignore[arg-type]
     finally:
         env.close()
-    turns = getattr(env, "max_turns", entry["max_turns"])
+    turns = getattr(env, "max_turns", getattr(env, "turns", entry["max_turns"]))
     return {**entry, "num_items": counts if None not in counts.values() else None, "max_turns": turns}
 
 

@@ -128,10 +128,11 @@ def test_bytes_as_tokens_give_every_text_back():
     assert tokenizer("a")["input_ids"] == [97]
 
 
-def test_a_models_tokenizer_is_used_where_one_is_named():
-    from rl_vlm.models.tiny.model import tiny_model_path
+def test_a_models_tokenizer_is_used_where_one_is_named(tmp_path):
+    from rl_vlm.models.tiny.tokenizer import build_tokenizer
 
-    env = rl_vlm.make(CREATOR, name="countdown", tokenizer=str(tiny_model_path()))
+    build_tokenizer(512).save_pretrained(tmp_path)
+    env = rl_vlm.make(CREATOR, name="countdown", tokenizer=str(tmp_path))
     opened(env)
     assert env.step("red square")[0].messages[0].text.startswith("You said red square; 2 left")
     with pytest.raises(UserInputError, match="cannot be loaded"):

@@ -164,10 +164,8 @@ class _Episode:
         await self._env.rubric.score_rollout(state)
         return state
 
-    def _news(self, messages: Any, tools: Any) -> Observation:
+    def _news(self, messages: list[Any], tools: Any) -> Observation:
         """The messages behind those that the policy knows and its answer to them."""
-        if not isinstance(messages, list):
-            raise EnvError("Only environments with chat messages can be played.")
         known = len(self._seen) + 1 if self._seen else 0
         if messages[: len(self._seen)] != self._seen or len(messages) <= known:
             raise EnvError("The environment rewrites or repeats its conversation, which must only grow.")
@@ -197,6 +195,10 @@ def _load(env: Any, kwargs: dict[str, Any]) -> Any:
         ) from error
     if not isinstance(env, verifiers.Environment):
         raise UserInputError(f"It made a {type(env).__name__}, which is no environment of verifiers.")
+    if env.message_type != "chat":
+        raise UserInputError(
+            "The environment asks for completions of a text: only those with chat messages can be played."
+        )
     for rubric in getattr(env.rubric, "rubrics", [env.rubric]):
         if rubric._get_group_reward_funcs():
             names = ", ".join(rubric._get_group_reward_func_names())
