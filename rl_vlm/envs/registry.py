@@ -94,10 +94,10 @@ def find(env_id: str) -> Any:
 
 def lookup(env_id: str) -> Any:
     """The class, function or module that an id, module or file names."""
-    known = _REGISTRY.get(env_id)
-    if known is None:
+    known = _REGISTRY.get(env_id, env_id if is_spec(env_id) else None)
+    if known is None:  # not before: the metadata of every installed package are read for it
         point = _entry_points().get(env_id)
-        known = point.value if point is not None else env_id if is_spec(env_id) else None
+        known = point.value if point is not None else None
     if known is None:
         nearest = difflib.get_close_matches(env_id, registered(), n=1, cutoff=0.4)
         hint = f" Did you mean {nearest[0]}?" if nearest else ""
