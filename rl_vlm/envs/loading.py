@@ -90,10 +90,16 @@ def _load(target: str) -> ModuleType:
         return load()
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
-        if not (STAND_INS / name / "__init__.py").is_file() or importlib.util.find_spec(name) is not None:
+        if not (STAND_INS / name / "__init__.py").is_file() or _is_installed(name):
             raise
         _extend_path(STAND_INS)
         return load()
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package is on the path that is no stand-in; another thread may have put those there already."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and STAND_INS not in Path(spec.origin or "/").parents
 
 
 def _load_module(name: str) -> ModuleType:

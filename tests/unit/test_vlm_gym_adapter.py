@@ -1,6 +1,7 @@
 """vlm-gym's environments, unchanged: its three kinds, create_env, several turns, splits, and what is refused."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,12 @@ def test_a_models_tokenizer_is_used_where_one_is_named(tmp_path):
     assert env.step("red square")[0].messages[0].text.startswith("You said red square; 2 left")
     with pytest.raises(UserInputError, match="cannot be loaded"):
         rl_vlm.make(CREATOR, name="countdown", tokenizer="/no/such/folder")
+
+
+def test_several_threads_may_make_the_first_ones_at_once():
+    with ThreadPoolExecutor(8) as threads:
+        envs = list(threads.map(lambda _: rl_vlm.make(NLVR2), range(8)))
+    assert {opened(env)[0].text for env in envs} == {opened(envs[0])[0].text}
 
 
 def test_an_installed_framework_is_not_replaced(tmp_path, monkeypatch):
