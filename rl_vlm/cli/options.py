@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ Adapter = Annotated[Path | None, typer.Option(help="A peft adapter folder. Witho
 NewRunDir = Annotated[Path | None, typer.Option(help="Where the results go; runs/NAME by default.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the run folder.")]
 DeleteFirst = Annotated[bool, typer.Option("--overwrite", help="Delete the run folder first.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 
 
@@ -35,3 +36,13 @@ def refuse_both(resume: bool, overwrite: bool) -> None:
 
     if resume and overwrite:
         raise UserInputError("--resume and --overwrite contradict each other: give one of them.")
+
+
+def parse_arguments(given: Sequence[str] | None) -> dict[str, Any]:
+    """The arguments of `--env-arg key=value`, with dots for nesting and YAML for values. Raises UserInputError."""
+    from rl_vlm.config.loading import apply_override, parse_override
+
+    arguments: dict[str, Any] = {}
+    for one in given or ():
+        apply_override(arguments, *parse_override(one))
+    return arguments

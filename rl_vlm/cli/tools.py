@@ -1,21 +1,18 @@
-"""The commands that prepare and check a machine: `rl-vlm fetch`, `doctor`, `envs` and `model make-tiny`."""
+"""The commands that prepare and check a machine: `rl-vlm fetch`, `doctor` and `model make-tiny`."""
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rl_vlm.cli.options import Overwrite, load_run
+from rl_vlm.cli.options import AsJson, Overwrite, load_run
 
 commands = typer.Typer()
 model_commands = typer.Typer(help="Build models.", no_args_is_help=True)
 commands.add_typer(model_commands, name="model")
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
 @commands.command(epilog="Examples: rl-vlm fetch Qwen/Qwen3-VL-2B-Instruct; rl-vlm fetch hiyouga/geometry3k --data")
@@ -52,22 +49,6 @@ def doctor(
                 typer.echo(f"{'':<{width + 7}}→ {check.remedy}")
     if checkup.worst(checks) == "fail":
         raise typer.Exit(1)
-
-
-@commands.command()
-def envs(as_json: AsJson = False) -> None:
-    """List the environments that are known by name."""
-    from rl_vlm.envs.listing import list_environments
-
-    found = list_environments()
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-        return
-    width = max(len(entry["id"]) for entry in found)
-    for entry in found:
-        items = entry["num_items"]
-        counts = f" ({items['train']} items to train on, {items['test']} to test on)" if items else ""
-        typer.echo(f"{entry['id']:<{width}}  {entry['description']}{counts}")
 
 
 @model_commands.command("make-tiny", epilog="Example: rl-vlm model make-tiny /tmp/tiny --seed 1")

@@ -13,7 +13,10 @@ from rl_vlm.config.section import Section
 class EnvSection(Section):
     """The environment."""
 
-    id: str = Field("Shapes-v0", description="A registry id, `package.module:Class`, or `path/to/env.py[:Class]`.")
+    id: str = Field(
+        "Shapes-v0",
+        description="A registry id, `package.module:Class`, `path/to/env.py[:Class]`, `verifiers:NAME`, `openenv:URL` or `http://host:port`.",
+    )
     data: str | dict[str, str] | None = Field(
         None,
         description="Folder, file or hub name of the data, or one for each of `train` and `test`; passed on as `data`.",

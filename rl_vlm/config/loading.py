@@ -40,7 +40,7 @@ def load_served_config(path: str | Path, overrides: Iterable[str] = ()) -> RunCo
     if "sft" in data:
         data = {key: data[key] for key in ("name", "seed", "model") if key in data}
     for override in overrides:
-        apply_override(data, *_parse_override(override))
+        apply_override(data, *parse_override(override))
     return parse_config(data)
 
 
@@ -69,7 +69,7 @@ def _read(path: str | Path | None, overrides: Iterable[str]) -> dict[str, Any]:
             )
         data = loaded or {}
     for override in overrides:
-        apply_override(data, *_parse_override(override))
+        apply_override(data, *parse_override(override))
     return data
 
 
@@ -101,7 +101,8 @@ def save_config(config: RunConfig | SFTConfig, path: Path) -> None:
     write_atomic(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
 
-def _parse_override(override: str) -> tuple[str, Any]:
+def parse_override(override: str) -> tuple[str, Any]:
+    """The key and the YAML value of `key=value`. Raises UserInputError."""
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
         raise UserInputError(f"Override {override!r} must have the form section.key=value, such as learner.lr=1e-3.")

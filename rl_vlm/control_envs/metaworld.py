@@ -28,6 +28,7 @@ class MetaWorldEnv(ControlEnv):
         image_size: pictures are drawn at this size.
         camera: "original" (see `ORIGINAL_VIEWS`; corner2 for tasks that it has none for), or a camera of the model.
         hide_arm: leave the robot out of the pictures, as the original does.
+        show_goal: draw the marker at the goal, which the original hides: without it nobody sees where to reach.
     """
 
     def __init__(
@@ -40,13 +41,14 @@ class MetaWorldEnv(ControlEnv):
         image_size: int = 300,
         camera: str | None = None,
         hide_arm: bool = True,
+        show_goal: bool = False,
     ) -> None:
         if starts not in ("random", "fixed"):
             raise UserInputError(f"env.kwargs.starts is {starts!r}: it must be random or fixed.")
         if not 1 <= horizon <= 500:
             raise UserInputError(f"env.kwargs.horizon is {horizon}: MetaWorld episodes have 1 to 500 steps.")
         self.task, self.horizon, self.image_size = task, horizon, check_image_size(image_size)
-        self._starts, self._hide_arm = starts, hide_arm
+        self._starts, self._hide_arm, self._show_goal = starts, hide_arm, show_goal
         self._view = choose_view(task, camera)
         inner = _make_task(task)
         inner._set_task_called = True  # without a benchmark's task object, which would fix the start
@@ -86,7 +88,9 @@ class MetaWorldEnv(ControlEnv):
     def frame(self) -> np.ndarray:
         """The picture of the task's camera."""
         if self._renderer is None:
-            self._renderer = SceneRenderer(self._inner.model, self._view, self.image_size, self._hide_arm)
+            self._renderer = SceneRenderer(
+                self._inner.model, self._view, self.image_size, self._hide_arm, self._show_goal
+            )
             # The camera's place in the world follows from its edited place in the model.
             import_mujoco().mj_forward(self._inner.model, self._inner.data)
         return self._renderer.draw(self._inner.data)

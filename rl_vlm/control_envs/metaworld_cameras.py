@@ -62,13 +62,14 @@ class SceneRenderer:
     is drawn by a camera that sees only the window, not cut out of a larger picture.
     """
 
-    def __init__(self, model: Any, view: View, size: int, hide_arm: bool) -> None:
+    def __init__(self, model: Any, view: View, size: int, hide_arm: bool, show_goal: bool = False) -> None:
         mujoco = import_mujoco()
         self._view, self._size = view, size
         self._camera = _place_camera(mujoco, model, view)
         model.vis.global_.offwidth = model.vis.global_.offheight = size
         model.vis.quality.offsamples = 0
-        model.site_rgba[:, 3] = 0.0
+        goal = [number for number in range(model.nsite) if show_goal and model.site(number).name == "goal"]
+        model.site_rgba[[number for number in range(model.nsite) if number not in goal], 3] = 0.0
         if hide_arm:
             arm = model.body_rootid[model.body("right_hand").id]
             model.geom_rgba[np.isin(model.geom_bodyid, np.flatnonzero(model.body_rootid == arm)), 3] = 0.0

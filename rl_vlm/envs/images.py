@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from rl_vlm.envs.errors import EnvError
 from rl_vlm.types import EncodedImage, UserInputError
 
 # Formats that PIL decodes itself; PostScript, for example, it passes to an interpreter.
@@ -69,6 +70,25 @@ def _decoded(data: bytes, max_pixels: int, convert: Callable[[Image.Image], T]) 
         return convert(ImageOps.exif_transpose(image))
     except Exception as error:  # decoders raise nearly anything on corrupt bytes
         raise ImageError(f"cannot be decoded ({one_line(error)})") from error
+
+
+def as_image(image: Any) -> Image.Image | EncodedImage:
+    """An image of an environment: PIL, an array [H, W, 3 or 4], bytes, a data URI, or the path of a local file.
+
+    An environment is the user's own code, so its paths may point anywhere on this machine. Raises EnvError.
+    """
+    if isinstance(image, Image.Image | EncodedImage):
+        return image
+    if isinstance(image, np.ndarray):
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] not in (3, 4) or image.size == 0:
+            raise EnvError(f"An image array must be uint8 [height, width, 3], not {image.dtype} {list(image.shape)}.")
+        return Image.fromarray(image)
+    if isinstance(image, str) and "://" not in image and image[:5].lower() != "data:":
+        image = str(Path(image).absolute())
+    try:
+        return decode(image_bytes(image, Path("/")))
+    except ImageError as error:
+        raise EnvError(f"An image of the observation {error}.") from error
 
 
 def fit(image: EncodedImage, size: int, square: bool = False) -> EncodedImage:

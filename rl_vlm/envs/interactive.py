@@ -10,8 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -22,9 +20,9 @@ from rl_vlm.envs.arguments import Arguments, check_all_used
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.data import DataSource, QuestionSet, check_max_turns
 from rl_vlm.envs.errors import ROLES, EnvError, as_reward
-from rl_vlm.envs.images import ImageError, decode, image_bytes
+from rl_vlm.envs.images import as_image
 from rl_vlm.rewards.math import grade_turns
-from rl_vlm.types import EncodedImage, Message, Observation, Part, Split, UserInputError
+from rl_vlm.types import Message, Observation, Part, Split, UserInputError
 
 RewardSource = Literal["auto", "env", "grade"]
 
@@ -70,8 +68,7 @@ class InteractiveEnvAdapter(VisionEnv):
         super().__init__()
         if reward not in get_args(RewardSource):
             raise UserInputError(f"env.reward is {reward!r}; use one of {', '.join(get_args(RewardSource))}.")
-        found = registry.lookup(env) if isinstance(env, str) else env
-        self._build = registry.pick(found) if isinstance(found, ModuleType) else found
+        self._build = registry.find(env) if isinstance(env, str) else env
         if not callable(self._build):
             raise UserInputError(f"{env} is not a build_env(sample, args) function.")
         self._questions = QuestionSet(data) if data is not None else None
@@ -241,28 +238,11 @@ def _part(part: Any) -> Part:
     if kind == "text" and isinstance(part.get("text"), str):
         return part["text"]
     if kind == "image":
-        return _image(part.get("image"))
+        return as_image(part.get("image"))
     if kind == "image_url":
         url = part.get("image_url")
-        return _image(url.get("url") if isinstance(url, dict) else url)
+        return as_image(url.get("url") if isinstance(url, dict) else url)
     raise EnvError('A part of a message must be {"type": "text", "text": ...} or {"type": "image", "image": ...}.')
-
-
-def _image(image: Any) -> Image.Image | EncodedImage:
-    """An image from PIL, an array [H, W, 3], bytes, a data URI, or the path of a local file."""
-    if isinstance(image, Image.Image | EncodedImage):
-        return image
-    if isinstance(image, np.ndarray):
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
-            raise EnvError(f"An image array must be uint8 [height, width, 3], not {image.dtype} {list(image.shape)}.")
-        return Image.fromarray(image)
-    if isinstance(image, str) and "://" not in image and image[:5].lower() != "data:":
-        image = str(Path(image).absolute())
-    try:
-        # The environment is the user's own code, so its paths may point anywhere on this machine.
-        return decode(image_bytes(image, Path("/")))
-    except ImageError as error:
-        raise EnvError(f"An image of the observation {error}.") from error
 
 
 def _has_content(obs: Any) -> bool:

@@ -19,12 +19,10 @@ from typing import Any
 
 from rl_vlm.envs import watchdog, wire
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
-from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_reset, check_step
-from rl_vlm.envs.registry import make, portable_id
+from rl_vlm.envs.errors import EnvCrashError, EnvTimeoutError, check_reset, check_step
+from rl_vlm.envs.registry import portable_id
+from rl_vlm.envs.worker import EnvWorker, raise_error, short_line
 from rl_vlm.types import Split, UserInputError
-
-MAX_MESSAGE = 500  # characters of an exception's text that are sent
-_KINDS: dict[str, type[Exception]] = {"input": UserInputError, "env": EnvError}
 
 
 class ProcessEnv(VisionEnv):
@@ -127,11 +125,9 @@ class ProcessEnv(VisionEnv):
             raise EnvCrashError(f"{what}: the process died ({self._kill(grace_s=1.0)}).") from error
         except wire.FrameError as error:
             raise self._protocol_error(error) from error
-        if "error" in reply:
-            if request["op"] == "make":
-                self._kill()
-            kind = _KINDS.get(reply.get("kind", ""), EnvError)
-            raise kind(str(reply["error"]) if kind is UserInputError else f"{what}: {reply['error']}")
+        if "error" in reply and request["op"] == "make":
+            self._kill()
+        raise_error(reply, what)
         return reply, blobs
 
     def _observation(self, reply: dict[str, Any], blobs: list[bytes]) -> Any:
@@ -175,58 +171,12 @@ def _alive(pid: int) -> bool:
         return False
 
 
-class _Worker:
-    """The child's side: carries out requests, one at a time."""
-
-    def __init__(self) -> None:
-        self._env: VisionEnv | None = None
-
-    def answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
-        """The reply to one request; whatever the environment raises becomes an error reply."""
-        try:
-            return self._carry_out(request)
-        except UserInputError as error:
-            return {"kind": "input", "error": _line(error)}, []
-        except EnvError as error:
-            return {"kind": "env", "error": _line(error)}, []
-        except Exception as error:
-            return {"kind": "env", "error": f"{type(error).__name__}: {_line(error)}"}, []
-
-    def _carry_out(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
-        op = request["op"]
-        if op == "make":
-            self._env = make(request["env_id"], **request["kwargs"])
-            return {}, []
-        if self._env is None:
-            raise EnvError("no environment was made")
-        if op == "num_items":
-            return {"value": self._env.num_items(request["split"])}, []
-        if op == "reset":
-            observation, info = check_reset(self._env.reset(seed=request["seed"], options=request["options"]))
-            messages, blobs = wire.pack_observation(observation)
-            return {"messages": messages, "info": info}, blobs
-        if op == "step":
-            observation, reward, terminated, truncated, info = check_step(self._env.step(request["action"]))
-            messages, blobs = wire.pack_observation(observation)
-            flags = {"reward": reward, "terminated": terminated, "truncated": truncated, "info": info}
-            return {"messages": messages, **flags}, blobs
-        if op == "close":
-            self._env.close()
-            return {}, []
-        raise EnvError(f"unknown request {op!r}")
-
-
-def _line(error: Exception) -> str:
-    """An exception's message as one bounded line."""
-    return " ".join(str(error).split())[:MAX_MESSAGE] or type(error).__name__
-
-
 def _serve(read_fd: int, write_fd: int) -> None:
     """Answer requests until the parent closes the pipe or asks to close."""
     script = str(Path(watchdog.__file__))
     subprocess.Popen([sys.executable, "-I", "-S", script, str(read_fd), str(os.getpid())], pass_fds=(read_fd,))
     channel = wire.Channel(read_fd, write_fd)
-    worker = _Worker()
+    worker = EnvWorker()
     while True:
         try:
             request, _ = channel.receive()
@@ -236,7 +186,7 @@ def _serve(read_fd: int, write_fd: int) -> None:
         try:
             channel.send(reply, blobs)
         except (wire.FrameError, ValueError, TypeError, RecursionError) as error:  # info that JSON cannot hold
-            channel.send({"kind": "env", "error": f"the reply cannot be sent ({_line(error)})"})
+            channel.send({"kind": "env", "error": f"the reply cannot be sent ({short_line(error)})"})
         if request["op"] == "close":
             return
 

@@ -18,6 +18,8 @@ from typing import Any
 
 from rl_vlm.types import UserInputError
 
+# Packages of other frameworks' base classes: used for environments whose framework is not installed.
+STAND_INS = Path(__file__).parent / "adapters" / "stand_ins"
 _MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _LOCK = threading.Lock()
 
@@ -38,7 +40,7 @@ def load_object(spec: str) -> Any:
     """The attribute that a spec names, or its module when it names none. Raises UserInputError if it cannot be loaded."""
     target, attribute = split_spec(spec)
     try:
-        module = _load_file(Path(target).expanduser()) if target.endswith(".py") else _load_module(target)
+        module = _load(target)
     except UserInputError:
         raise
     except ModuleNotFoundError as error:
@@ -76,6 +78,28 @@ def _missing_module(name: str, target: str) -> str:
     else:
         how = f"the {top} that is on the path lacks it, so install another version or put another folder first in PYTHONPATH"
     return f"there is no module {name} on the path; {how}."
+
+
+def _load(target: str) -> ModuleType:
+    """The module or file; once more with the stand-ins, where it imports a framework that has one and is not installed."""
+
+    def load() -> ModuleType:
+        return _load_file(Path(target).expanduser()) if target.endswith(".py") else _load_module(target)
+
+    try:
+        return load()
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if not (STAND_INS / name / "__init__.py").is_file() or _is_installed(name):
+            raise
+        _extend_path(STAND_INS)
+        return load()
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package is on the path that is no stand-in; another thread may have put those there already."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and STAND_INS not in Path(spec.origin or "/").parents
 
 
 def _load_module(name: str) -> ModuleType:

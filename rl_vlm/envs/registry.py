@@ -1,4 +1,8 @@
-"""Environments by id, module or file: `register("Shapes-v0", ...)`, `make("Shapes-v0", turns=2)`, `make("my/env.py")`."""
+"""Environments by id, module or file: `register("Shapes-v0", ...)`, `make("Shapes-v0", turns=2)`, `make("my/env.py")`.
+
+Other packages register ids through the entry-point group `rl_vlm.envs`; what speaks another framework's interface is run by
+its adapter (see `adapters/interfaces.py`), and so is an id such as `openenv:http://localhost:8000`.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,31 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any
 
+from rl_vlm.envs.adapters.interfaces import INTERFACES, SCHEMES, interface_of, split_scheme
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.loading import absolute_spec, is_spec, load_object
 from rl_vlm.types import UserInputError
 
 EnvFactory = Callable[..., VisionEnv]
+ENTRY_POINT_GROUP = "rl_vlm.envs"
 
 # Factories by id; a string names "module:attribute" and is imported on first use.
 _REGISTRY: dict[str, EnvFactory | str] = {
     "Shapes-v0": "rl_vlm.envs.shapes:ShapesEnv",
     "GridWalk-v0": "rl_vlm.envs.gridwalk:GridWalkEnv",
     "Geo3k-v0": "rl_vlm.envs.geo3k:Geo3kEnv",
+    "Control-v0": "rl_vlm.control_envs.played:PlayedEnv",
 }
 
 
 def register(env_id: str, factory: EnvFactory | str | None = None) -> Any:
     """Make `factory` known as `env_id`; without a factory, a decorator for one: `@register("Mine-v0")`.
 
-    It is a VisionEnv class, a function that makes one, a `build_env(sample, args)` function, or a string that names
+    It is a VisionEnv class, a function that makes one, a class or function of a foreign interface, or a string that names
     one of these as `make` would. Other processes know an id if they register it too (see `plugins` of the configuration), or
     if the factory is a string.
     """
@@ -38,14 +46,15 @@ def register(env_id: str, factory: EnvFactory | str | None = None) -> Any:
 
 def registered() -> tuple[str, ...]:
     """All known ids, sorted."""
-    return tuple(sorted(_REGISTRY))
+    return tuple(sorted({*_REGISTRY, *_entry_points()}))
 
 
 def make(env_id: str, **kwargs: Any) -> VisionEnv:
     """Make an environment by registry id, by "package.module[:Class]", or from a file "path/to/env.py[:Class]".
 
-    A module or file without a name after the colon holds one VisionEnv subclass, or a `build_env(sample, args)`, which
-    then runs in an `InteractiveEnvAdapter`. Naming a file runs it: it is the user's own code.
+    Further names: the id of an installed package's entry point, "verifiers:NAME", "openenv:URL", "remote:URL" and a plain
+    "http://host:port", which is a `RemoteEnv`. A module or file without a name after the colon holds one VisionEnv
+    subclass, or one environment of a foreign interface. Naming a file runs it: it is the user's own code.
     """
     factory = resolve(env_id)
     try:
@@ -61,21 +70,42 @@ def make(env_id: str, **kwargs: Any) -> VisionEnv:
 
 
 def resolve(env_id: str) -> EnvFactory:
-    """The factory behind an id, module or file; UserInputError if there is none."""
-    return _as_factory(lookup(env_id), env_id)
+    """The factory behind an id, module, file or scheme; UserInputError if there is none."""
+    scheme = split_scheme(env_id) if env_id not in _REGISTRY else None
+    if scheme is not None:
+        name, address = scheme
+        return functools.partial(load_object(SCHEMES[name]), address)
+    found = find(env_id)
+    if isinstance(found, type) and issubclass(found, VisionEnv):
+        return found
+    interface = interface_of(found)
+    if interface is not None:
+        return functools.partial(load_object(interface.adapter), found)
+    if not callable(found):
+        raise UserInputError(f"{env_id} names a {type(found).__name__}, which cannot make an environment.")
+    return found  # type: ignore[no-any-return]
+
+
+def find(env_id: str) -> Any:
+    """The class or function that an id, module or file names; of a module, its environment."""
+    found = lookup(env_id)
+    return pick(found) if isinstance(found, ModuleType) else found
 
 
 def lookup(env_id: str) -> Any:
     """The class, function or module that an id, module or file names."""
-    found = _REGISTRY.get(env_id, env_id if is_spec(env_id) else None)
-    if found is None:
-        nearest = difflib.get_close_matches(env_id, _REGISTRY, n=1, cutoff=0.4)
+    known = _REGISTRY.get(env_id, env_id if is_spec(env_id) else None)
+    if known is None:  # not before: the metadata of every installed package are read for it
+        point = _entry_points().get(env_id)
+        known = point.value if point is not None else None
+    if known is None:
+        nearest = difflib.get_close_matches(env_id, registered(), n=1, cutoff=0.4)
         hint = f" Did you mean {nearest[0]}?" if nearest else ""
         raise UserInputError(
             f"Unknown environment {env_id!r}.{hint} Known: {', '.join(registered())}; "
-            "or name one as package.module:Class or path/to/env.py."
+            "or name one as package.module:Class or path/to/env.py, verifiers:NAME, openenv:URL or remote:URL."
         )
-    return load_object(found) if isinstance(found, str) else found
+    return load_object(known) if isinstance(known, str) else known
 
 
 def portable_id(env_id: str) -> str:
@@ -95,39 +125,37 @@ def portable_id(env_id: str) -> str:
     return absolute_spec(found)
 
 
-def is_build_env(found: Any) -> bool:
-    """Whether `found` is a function of the interactive interface, `build_env(sample, args)`."""
-    if isinstance(found, type) or not callable(found):
-        return False
-    names = set(inspect.signature(found).parameters)
-    return getattr(found, "__name__", "") == "build_env" or names >= {"sample", "args"}
-
-
 def pick(module: ModuleType) -> Any:
-    """The environment of a module: its only VisionEnv subclass, or its `build_env`."""
+    """The environment of a module: its only VisionEnv subclass, a function of a foreign interface, or its only class of one."""
     classes = [
         value
         for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, VisionEnv) and value.__module__ == module.__name__
+        if isinstance(value, type) and value.__module__ == module.__name__ and not inspect.isabstract(value)
     ]
-    if len(classes) == 1:
-        return classes[0]
-    if callable(getattr(module, "build_env", None)):
-        return module.build_env
-    names = ", ".join(cls.__name__ for cls in classes)
+    ours = [one for one in classes if issubclass(one, VisionEnv)]
+    if len(ours) == 1:
+        return ours[0]
+    for interface in INTERFACES:
+        if not ours and interface.function and callable(getattr(module, interface.function, None)):
+            return getattr(module, interface.function)
+    foreign = [] if ours else _leaves([one for one in classes if interface_of(one)])
+    if len(foreign) == 1:
+        return foreign[0]
+    names = ", ".join(cls.__name__ for cls in ours or foreign)
     where = getattr(module, "__file__", None) or module.__name__
     if names:
         raise UserInputError(f"{where} holds several environments: name one of {names} after a colon.")
-    raise UserInputError(f"{where} holds neither a VisionEnv subclass nor a build_env(sample, args).")
+    raise UserInputError(
+        f"{where} holds neither a VisionEnv subclass nor a build_env(sample, args), nor an environment of another interface "
+        f"({', '.join(one.name for one in INTERFACES[1:])})."
+    )
 
 
-def _as_factory(found: Any, env_id: str) -> EnvFactory:
-    if isinstance(found, ModuleType):
-        found = pick(found)
-    if is_build_env(found):
-        from rl_vlm.envs.interactive import InteractiveEnvAdapter  # it imports this module
+def _leaves(classes: list[type]) -> list[type]:
+    """The classes that no other of them derives from: a base class in the same file is not the environment."""
+    return [one for one in classes if not any(other is not one and issubclass(other, one) for other in classes)]
 
-        return functools.partial(InteractiveEnvAdapter, found)
-    if not callable(found):
-        raise UserInputError(f"{env_id} names a {type(found).__name__}, which cannot make an environment.")
-    return found
+
+def _entry_points() -> dict[str, EntryPoint]:
+    """What installed packages provide, by id."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}

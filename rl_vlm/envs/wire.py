@@ -46,12 +46,8 @@ class Channel:
         self, content: Mapping[str, Any], blobs: list[bytes] | None = None, timeout_s: float | None = None
     ) -> None:
         """Write one frame. TimeoutError after `timeout_s`, PeerGoneError if the reader is gone."""
-        blobs = blobs or []
-        text = json.dumps({**content, "blobs": [len(blob) for blob in blobs]}, default=_plain).encode()
-        if len(text) > MAX_JSON or sum(map(len, blobs)) > MAX_BLOBS:
-            raise FrameError(f"a message of {len(text)} bytes with {sum(map(len, blobs))} bytes of images is too large")
         deadline = _deadline(timeout_s)
-        view = memoryview(b"".join((_LENGTH.pack(len(text)), text, *blobs)))
+        view = memoryview(pack_frame(content, blobs or []))
         while view:
             self._wait(self._write_fd, select.POLLOUT, deadline)
             try:
@@ -65,15 +61,8 @@ class Channel:
         """Read one frame. TimeoutError after `timeout_s`, PeerGoneError at the end, FrameError for invalid data."""
         deadline = _deadline(timeout_s)
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
-        if length > MAX_JSON:
-            raise FrameError(f"a message of {length} bytes is too large")
-        try:
-            content = json.loads(self._read(length, deadline))
-            lengths = content.pop("blobs")
-            if not all(isinstance(size, int) and size >= 0 for size in lengths) or sum(lengths) > MAX_BLOBS:
-                raise ValueError(f"image sizes {lengths[:4]}")
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise FrameError(f"a message is not a frame ({error})") from error
+        _check_length(length)
+        content, lengths = _head(self._read(length, deadline))
         return content, [self._read(size, deadline) for size in lengths]
 
     def close(self) -> None:
@@ -107,6 +96,48 @@ class Channel:
                 raise PeerGoneError
             if left <= 0:
                 raise TimeoutError
+
+
+def pack_frame(content: Mapping[str, Any], blobs: list[bytes]) -> bytes:
+    """The bytes of one frame. FrameError above the size limits."""
+    text = json.dumps({**content, "blobs": [len(blob) for blob in blobs]}, default=_plain).encode()
+    if len(text) > MAX_JSON or sum(map(len, blobs)) > MAX_BLOBS:
+        raise FrameError(f"a message of {len(text)} bytes with {sum(map(len, blobs))} bytes of images is too large")
+    return b"".join((_LENGTH.pack(len(text)), text, *blobs))
+
+
+def unpack_frame(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
+    """The inverse of `pack_frame`; FrameError where the bytes are not exactly one frame."""
+    start = _LENGTH.size
+    if len(data) < start:
+        raise FrameError(f"{len(data)} bytes are not a frame")
+    (length,) = _LENGTH.unpack(data[:start])
+    _check_length(length)
+    content, lengths = _head(data[start : start + length])
+    blobs, start = [], start + length
+    for size in lengths:
+        blobs.append(data[start : start + size])
+        start += size
+    if start != len(data):
+        raise FrameError(f"a frame of {start} bytes came as {len(data)} bytes")
+    return content, blobs
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_JSON:
+        raise FrameError(f"a message of {length} bytes is too large")
+
+
+def _head(text: bytes) -> tuple[dict[str, Any], list[int]]:
+    """A frame's content, and the sizes of its blobs."""
+    try:
+        content = json.loads(text)
+        lengths = content.pop("blobs")
+        if not all(isinstance(size, int) and size >= 0 for size in lengths) or sum(lengths) > MAX_BLOBS:
+            raise ValueError(f"image sizes {lengths[:4]}")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise FrameError(f"a message is not a frame ({error})") from error
+    return content, lengths
 
 
 def pack_observation(observation: Observation) -> tuple[list[dict[str, Any]], list[bytes]]:

@@ -106,3 +106,26 @@ def test_a_registered_function_or_class_is_made(registered):
         registry.portable_id("Mine-v0")
     rl_vlm.register("Geo-v9", "rl_vlm.envs.geo3k:Geo3kEnv")
     assert registry.portable_id("Geo-v9") == "rl_vlm.envs.geo3k:Geo3kEnv"
+
+
+def test_an_installed_package_registers_ids_by_entry_points(tmp_path, monkeypatch, capsys):
+    (tmp_path / "packaged_env.py").write_text(BROKEN.read_text())
+    info = tmp_path / "packaged-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: packaged\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[rl_vlm.envs]\nPackaged-v0 = packaged_env:BrokenEnv\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "hi" in rl_vlm.make("Packaged-v0", hello="hi").reset()[0].messages[0].text
+    assert "Packaged-v0" in registry.registered()
+    assert registry.portable_id("Packaged-v0") == "Packaged-v0"
+    with pytest.raises(UserInputError, match="Did you mean Packaged-v0"):
+        rl_vlm.make("Packaged-v1")
+
+
+def test_a_module_with_one_environment_of_a_foreign_interface_needs_no_name(tmp_path):
+    (tmp_path / "base_and_child.py").write_text(
+        "class Base:\n    tokens_per_action = 8\n    def __init__(self, tokenizer): pass\n    def reset(self, idx): ...\n"
+        "    def step(self, state, action_tokens): ...\nclass Child(Base):\n"
+        "    def reset(self, idx): return None, {'question': 'Well?'}\n"
+    )
+    assert rl_vlm.make(str(tmp_path / "base_and_child.py")).reset()[0].messages[0].text == "Well?"

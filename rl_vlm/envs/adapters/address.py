@@ -1,0 +1,50 @@
+"""Addresses of environments that run elsewhere, and the token that is sent there."""
+
+from __future__ import annotations
+
+import os
+from urllib.parse import urlsplit
+
+from rl_vlm.types import UserInputError
+
+TOKEN_VARIABLE = "RL_VLM_API_TOKEN"
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def base_url(address: str) -> str:
+    """ "http://host:port[/path]" of an address with or without its scheme. Raises UserInputError."""
+    url = urlsplit(address if "://" in address else f"http://{address}")
+    try:
+        port = url.port
+    except ValueError:
+        port = -1
+    if (
+        url.scheme not in ("http", "https")
+        or not url.hostname
+        or port == -1
+        or url.query
+        or url.fragment
+        or url.username
+    ):
+        raise UserInputError(f"{address!r} is not the address of an environment: write http://host:port.")
+    return url.geturl().rstrip("/")
+
+
+def is_loopback(url: str) -> bool:
+    """Whether an address is this machine's own; it is then reached without a proxy."""
+    return urlsplit(url).hostname in LOOPBACK
+
+
+def token_header(variable: str) -> dict[str, str]:
+    """The header with the token that an environment variable holds; none where it is not set."""
+    token = os.environ.get(variable, "").strip()
+    if not token.isascii() or (token and not token.isprintable()):
+        raise UserInputError(f"{variable} must be printable ASCII text.")
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def check_seconds(**values: float) -> None:
+    """Raise UserInputError for a duration that is not positive."""
+    for name, value in values.items():
+        if not isinstance(value, int | float) or not value > 0:
+            raise UserInputError(f"env.kwargs.{name} is {value!r}: it must be a positive number of seconds.")

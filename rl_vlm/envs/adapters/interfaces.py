@@ -1,0 +1,95 @@
+"""Which foreign interfaces there are, how a class or function of each is recognised, and which adapter runs it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One foreign interface.
+
+    `name`: for error messages. `function`: the function of a module that makes environments, by name; "" if there is none.
+    `fits`: whether a class or function speaks it. `adapter`: "module:Class" of the VisionEnv that wraps it.
+    """
+
+    name: str
+    function: str
+    fits: Callable[[Any], bool]
+    adapter: str
+
+
+def is_build_env(found: Any) -> bool:
+    """Whether `found` is a function of slime's interactive interface, `build_env(sample, args)`."""
+    return _is_function(found, "build_env") or (_is_function(found) and _parameters(found) >= {"sample", "args"})
+
+
+def is_vlm_gym(found: Any) -> bool:
+    """Whether `found` is a `create_env(name, tokenizer, ...)`, or a class with `reset(idx)` and `step(state, action_tokens)`."""
+    if not isinstance(found, type):
+        return _is_function(found, "create_env")
+    step, reset = getattr(found, "step", None), getattr(found, "reset", None)
+    if not callable(step) or not callable(reset):
+        return False
+    return "action_tokens" in _parameters(step) or hasattr(found, "tokens_per_action")
+
+
+def is_gym_image_env(found: Any) -> bool:
+    """Whether `found` is a class like VAGEN's GymImageEnv: coroutines `system_prompt()`, `reset(seed)` and `step(text)`."""
+    names = ("system_prompt", "reset", "step")
+    return isinstance(found, type) and all(inspect.iscoroutinefunction(getattr(found, name, None)) for name in names)
+
+
+def is_verifiers(found: Any) -> bool:
+    """Whether `found` is a `load_environment(...)`, or a class or an instance of the package verifiers."""
+    package = sys.modules.get("verifiers")  # nothing of it can be at hand before it has been imported
+    base = getattr(package, "Environment", None)
+    if base is not None and (isinstance(found, base) or (isinstance(found, type) and issubclass(found, base))):
+        return True
+    return _is_function(found, "load_environment")
+
+
+INTERFACES = (
+    Interface("slime", "build_env", is_build_env, "rl_vlm.envs.interactive:InteractiveEnvAdapter"),
+    Interface("vlm-gym", "create_env", is_vlm_gym, "rl_vlm.envs.adapters.vlm_gym:VlmGymEnv"),
+    Interface("verifiers", "load_environment", is_verifiers, "rl_vlm.envs.adapters.verifiers:VerifiersEnv"),
+    Interface("VAGEN", "", is_gym_image_env, "rl_vlm.envs.adapters.vagen:GymImageEnvAdapter"),
+)
+
+# Ids that name an environment by a scheme: what stands after the colon is the adapter's first argument.
+SCHEMES = {
+    "verifiers": "rl_vlm.envs.adapters.verifiers:VerifiersEnv",
+    "openenv": "rl_vlm.envs.adapters.openenv:OpenEnv",
+    "remote": "rl_vlm.envs.adapters.remote:RemoteEnv",
+    "http": "rl_vlm.envs.adapters.remote:RemoteEnv",
+    "https": "rl_vlm.envs.adapters.remote:RemoteEnv",
+}
+
+
+def interface_of(found: Any) -> Interface | None:
+    """The foreign interface that a class, a function or an instance speaks."""
+    return next((one for one in INTERFACES if one.fits(found)), None)
+
+
+def split_scheme(env_id: str) -> tuple[str, str] | None:
+    """("openenv", "http://localhost:8000") of "openenv:http://localhost:8000"; None for ids without a known scheme."""
+    scheme, colon, rest = env_id.partition(":")
+    if not colon or scheme not in SCHEMES:
+        return None
+    return scheme, env_id if scheme in ("http", "https") else rest
+
+
+def _is_function(found: Any, name: str | None = None) -> bool:
+    """Whether `found` can be called and is no class; with `name`, whether it is called so."""
+    return callable(found) and not isinstance(found, type) and name in (None, getattr(found, "__name__", ""))
+
+
+def _parameters(function: Any) -> set[str]:
+    try:
+        return set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # some built-in callables have no signature
+        return set()

@@ -1,0 +1,103 @@
+"""From the policy's text to the action of an OpenEnv server, by the JSON schema that the server gives."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from rl_vlm.envs.tools import THOUGHT_END
+from rl_vlm.types import RLVLMError, UserInputError
+
+MAX_CHARS = 65_536
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+class ActionError(RLVLMError):
+    """The policy's text is no action; the message tells it why."""
+
+
+@dataclass(frozen=True)
+class ActionForm:
+    """How an action is written: `field` is the only one to fill, or "" where a JSON object is expected.
+
+    `kind` is the field's JSON type, `choices` its allowed values, `properties` the schema of all fields.
+    """
+
+    field: str
+    kind: str
+    choices: tuple[str, ...]
+    properties: dict[str, Any]
+
+    @classmethod
+    def of(cls, schema: dict[str, Any], field: str | None = None) -> ActionForm:
+        """The form of a JSON schema; `field` chooses one where the schema has several. Raises UserInputError."""
+        properties = {name: one for name, one in schema.get("properties", {}).items() if name != "metadata"}
+        if field is not None and field not in properties:
+            raise UserInputError(f"The action has no field {field!r}: choose one of {', '.join(properties) or 'none'}.")
+        required = [name for name in schema.get("required", ()) if name in properties]
+        names = [field] if field else required if len(required) == 1 else list(properties)
+        if len(names) != 1:
+            return cls("", "object", (), properties)
+        one = properties[names[0]]
+        kind = "enum" if "enum" in one else str(one.get("type", ""))
+        if kind not in ("enum", "string", "integer", "number", "boolean"):
+            return cls("", "object", (), properties)
+        return cls(names[0], kind, tuple(map(str, one.get("enum", ()))), properties)
+
+    @property
+    def instructions(self) -> str:
+        """What the policy is told to write."""
+        if not self.field:
+            shape = {name: one.get("description") or one.get("type", "any") for name, one in self.properties.items()}
+            return f"Answer with a JSON object: {json.dumps(shape)}."
+        about = self.properties[self.field].get("description", "")
+        what = {
+            "string": f"the {self.field}",
+            "integer": f"the {self.field}, a whole number",
+            "number": f"the {self.field}, a number",
+            "boolean": f"the {self.field}, true or false",
+            "enum": f"the {self.field}, one of {', '.join(self.choices)}",
+        }[self.kind]
+        return f"Answer with {what}{f' ({about})' if about else ''}."
+
+    def parse(self, text: str) -> dict[str, Any]:
+        """The action; what stands before the end of a thought does not count. Raises ActionError."""
+        if len(text) > MAX_CHARS:
+            raise ActionError(f"An action may have {MAX_CHARS} characters, not {len(text)}.")
+        spoken = text.rpartition(THOUGHT_END)[2].strip()
+        if not self.field:
+            return _last_object(spoken)
+        return {self.field: self._value(spoken)}
+
+    def _value(self, text: str) -> Any:
+        if self.kind == "string":
+            return text
+        if self.kind in ("integer", "number"):
+            found = _NUMBER.findall(text)
+            if not found:
+                raise ActionError(f"No number was found. {self.instructions}")
+            return float(found[-1]) if self.kind == "number" else round(float(found[-1]))
+        choices = {"true": True, "false": False} if self.kind == "boolean" else {one: one for one in self.choices}
+        places = {text.lower().rfind(name.lower()): value for name, value in choices.items()}
+        if max(places) < 0:
+            raise ActionError(f"The answer names none of the choices. {self.instructions}")
+        return places[max(places)]
+
+
+def _last_object(text: str) -> dict[str, Any]:
+    """The last JSON object of a text, tried from each brace that may open it."""
+    decoder, starts = json.JSONDecoder(), [match.start() for match in re.finditer(r"\{", text)][:64]
+    best: dict[str, Any] | None = None
+    end = -1
+    for start in starts:
+        if start < end:
+            continue  # inside the object before
+        try:
+            best, end = decoder.raw_decode(text, start)
+        except (json.JSONDecodeError, RecursionError):
+            continue
+    if not isinstance(best, dict):
+        raise ActionError("The answer holds no JSON object.")
+    return best

@@ -1,0 +1,177 @@
+"""An environment in another process or on another machine, over HTTP: `RemoteEnv("http://host:port")`.
+
+The other side is `rl-vlm envs serve ID` (see `http/env_server.py`). Requests and replies are frames (see `wire`), never
+pickle. Every request has a number, and one that arrives again is answered as before: a connection that breaks may be
+opened again without a step being made twice.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import httpx
+
+from rl_vlm.envs import wire
+from rl_vlm.envs.adapters.address import TOKEN_VARIABLE, base_url, check_seconds, is_loopback, token_header
+from rl_vlm.envs.base import Info, StepResult, VisionEnv
+from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_reset, check_step
+from rl_vlm.envs.images import ImageError, decode
+from rl_vlm.envs.worker import Reply, raise_error
+from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
+
+MAX_REPLY = 64 * 2**20
+MAX_IMAGES = 64  # of one observation
+FRAME = "application/x-rl-vlm-frame"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_BUSY = (408, 429, 502, 503)  # the server, or a proxy before it, will answer later
+
+
+class RemoteEnv(VisionEnv):
+    """A VisionEnv behind an HTTP address. Each instance has a session, an environment of its own on the server.
+
+    address: "http://host:port" or "host:port". timeout_s: deadline of one call of the environment.
+    retry_s: how long a server that cannot be reached is tried again. token_variable: the environment variable with the token.
+
+    Raises EnvTimeoutError after `timeout_s`, EnvCrashError where the server, or the session on it, is gone (`reset` then
+    opens another one), EnvError for the environment's own failures, UserInputError for a wrong address or token.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = 60.0,
+        retry_s: float = 30.0,
+        token_variable: str = TOKEN_VARIABLE,
+    ) -> None:
+        super().__init__()
+        check_seconds(timeout_s=timeout_s, retry_s=retry_s)
+        self._url = base_url(address)
+        self._timeout_s, self._retry_s = timeout_s, retry_s
+        self._http = httpx.Client(
+            headers={"Content-Type": FRAME, **token_header(token_variable)},
+            timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
+            trust_env=not is_loopback(self._url),
+        )
+        self._session: str | None = None
+        self._number = 0
+        self._sizes: dict[str, int | None] = {}
+        self._open()
+
+    def num_items(self, split: Split) -> int | None:
+        """See VisionEnv; asked for once."""
+        return self._sizes[split]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
+        """See VisionEnv. Where the server has lost the session, a new one is opened."""
+        super().reset(seed=seed)
+        request = {"op": "reset", "seed": seed, "options": options}
+        if self._session is None:
+            self._open()
+        try:
+            reply, blobs = self._call(request)
+        except SessionLostError:
+            self._open()
+            reply, blobs = self._call(request)
+        return check_reset((_observation(reply, blobs), reply.get("info")))
+
+    def step(self, action: str) -> StepResult:
+        """See VisionEnv."""
+        reply, blobs = self._call({"op": "step", "action": action})
+        flags = (reply.get("reward"), reply.get("terminated"), reply.get("truncated"), reply.get("info"))
+        return check_step((_observation(reply, blobs), *flags))
+
+    def close(self) -> None:
+        """End the session, if the server can be told."""
+        if self._session is not None:
+            try:
+                self._post({"op": "close", "session": self._session}, retry_s=0.0)
+            except (EnvError, UserInputError):
+                pass  # the server ends sessions that are not used
+            self._session = None
+        self._http.close()
+
+    def _open(self) -> None:
+        reply, _ = self._post({"op": "open"}, self._retry_s)
+        raise_error(reply, f"{self._url}: open")
+        self._session, self._number, self._sizes = str(reply["session"]), 0, dict(reply["num_items"])
+
+    def _call(self, request: dict[str, Any]) -> Reply:
+        if self._session is None:
+            raise EnvCrashError(f"{self._url}: the session is gone; call reset() for a new one.")
+        self._number += 1
+        try:
+            reply = self._post({**request, "session": self._session, "number": self._number}, self._retry_s)
+        except (EnvTimeoutError, EnvCrashError):
+            self._session = None  # whether the call was carried out is not known
+            raise
+        raise_error(reply[0], f"{self._url}: {request['op']}")
+        return reply
+
+    def _post(self, request: dict[str, Any], retry_s: float) -> Reply:
+        """Send a request, again and again while the server cannot be reached or is busy."""
+        body = wire.pack_frame(request, [])
+        started, pause = time.monotonic(), _FIRST_PAUSE_S
+        while True:
+            try:
+                status, data = self._send(body)
+            except httpx.ReadTimeout as error:
+                raise EnvTimeoutError(
+                    f"{self._url}: {request['op']} took longer than {self._timeout_s:g} s."
+                ) from error
+            except httpx.TransportError as error:
+                status, data = 0, f"{type(error).__name__}: {error}".encode()
+            if status == 200:
+                try:
+                    return wire.unpack_frame(data)
+                except wire.FrameError as error:
+                    raise EnvCrashError(f"{self._url} does not answer as an environment does ({error}).") from error
+            reason = data[:300].decode(errors="replace")
+            if status not in (0, *_BUSY):
+                raise _refusal(self._url, status, reason)
+            if time.monotonic() - started + pause > retry_s:
+                raise EnvCrashError(
+                    f"{self._url} could not be reached for {time.monotonic() - started:.1f} s ({reason}): is `rl-vlm envs serve` running there?"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _send(self, body: bytes) -> tuple[int, bytes]:
+        with self._http.stream("POST", f"{self._url}/env", content=body) as response:
+            pieces, size = [], 0
+            for piece in response.iter_bytes():
+                size += len(piece)
+                if size > MAX_REPLY:
+                    raise EnvError(f"{self._url} sent more than {MAX_REPLY} bytes.")
+                pieces.append(piece)
+            return response.status_code, b"".join(pieces)
+
+
+class SessionLostError(EnvCrashError):
+    """The server does not know the session: it was started again, or ended a session that was not used."""
+
+
+def _refusal(url: str, status: int, reason: str) -> Exception:
+    if status in (401, 403):
+        return UserInputError(
+            f"{url} refuses the token ({reason}): set the variable that env.kwargs.token_variable names."
+        )
+    if status == 410:
+        return SessionLostError(f"{url}: the session is gone; call reset() for a new one.")
+    return EnvCrashError(f"{url} answered with status {status} ({reason}).")
+
+
+def _observation(reply: dict[str, Any], blobs: list[bytes]) -> Observation:
+    """The observation of a reply, its images decoded and encoded again: they come from elsewhere."""
+    if len(blobs) > MAX_IMAGES:
+        raise EnvError(f"An observation has {len(blobs)} images, more than {MAX_IMAGES}.")
+    try:
+        shown = wire.unpack_observation(reply.get("messages"), blobs)
+        return Observation(tuple(Message(one.role, tuple(map(_checked, one.parts))) for one in shown.messages))
+    except (wire.FrameError, ImageError) as error:
+        raise EnvError(f"The server sent an observation that cannot be read: {error}.") from error
+
+
+def _checked(part: Any) -> Any:
+    return decode(part.png) if isinstance(part, EncodedImage) else part

@@ -1,0 +1,1 @@
+"""Stands in for the package `vagen`, which needs verl and a GPU, where it is not installed."""

@@ -1,0 +1,1 @@
+"""Stands in for `vagen.envs`: the base classes of its environments."""

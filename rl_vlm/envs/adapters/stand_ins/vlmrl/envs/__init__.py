@@ -1,0 +1,1 @@
+"""Stands in for `vlmrl.envs`: what an environment's file derives from."""

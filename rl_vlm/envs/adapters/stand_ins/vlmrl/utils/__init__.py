@@ -1,0 +1,1 @@
+"""Stands in for `vlmrl.utils`: what an environment's file calls."""

@@ -1,0 +1,125 @@
+"""Run environments written to VAGEN's interface (`GymImageEnv`), unchanged.
+
+Coroutines `system_prompt() -> obs`, `reset(seed) -> (obs, info)`, `step(text) -> (obs, reward, done, info)` and `close()`; an
+`obs` is {"obs_str": text with placeholders, "multi_modal_input": {placeholder: [PIL images]}}. The class takes one dict.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from rl_vlm.envs import registry
+from rl_vlm.envs.adapters.background import BackgroundLoop
+from rl_vlm.envs.base import Info, MadeItemsEnv, StepResult
+from rl_vlm.envs.data import check_max_turns
+from rl_vlm.envs.errors import EnvError, EnvTimeoutError, as_reward
+from rl_vlm.envs.images import as_image, one_line
+from rl_vlm.types import Message, Observation, Part, Role, UserInputError
+
+
+class GymImageEnvAdapter(MadeItemsEnv):
+    """A VisionEnv around a `GymImageEnv`.
+
+    env: the class, or the name of one as `rl_vlm.make` takes it. max_turns: turns after which an episode is truncated.
+    num_train, num_test: how many seeds each split has; training uses those from 0 on, testing the ones behind them.
+    timeout_s: deadline of one call. All further arguments make the dict `env_config` that the class is called with.
+    """
+
+    def __init__(
+        self,
+        env: str | Callable[[dict[str, Any]], Any],
+        *,
+        max_turns: int = 16,
+        num_train: int = 4096,
+        num_test: int = 512,
+        timeout_s: float = 60.0,
+        **env_config: Any,
+    ) -> None:
+        factory = registry.find(env) if isinstance(env, str) else env
+        super().__init__(getattr(factory, "__name__", "The environment"), num_train, num_test)
+        self._max_turns = check_max_turns(max_turns)
+        self._timeout_s = timeout_s
+        try:
+            self._inner = factory(env_config)
+        except Exception as error:  # whatever the user's code raises, an unknown key for example
+            raise UserInputError(
+                f"{self._name} cannot be made with these env.kwargs ({type(error).__name__}: {one_line(error)})."
+            ) from error
+        self._loop = BackgroundLoop()
+        self._turn: int | None = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
+        """Open the episode of the seed that item `options["index"]` of `options["split"]` has."""
+        super().reset(seed=seed)
+        split, index = self.chosen_item(options)
+        number = index if split == "train" else self.num_items("train") + index
+        result = self._call("reset", number)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise EnvError("reset(seed) must return (obs, info).")
+        system = self._call("system_prompt")  # after reset, as in VAGEN's own loop
+        self._turn = 0
+        messages = [to_message(system, "system")] if _has_content(system) else []
+        messages.append(to_message(result[0]))
+        return Observation(tuple(messages)), {**dict(result[1] or {}), "index": index, "split": split, "seed": number}
+
+    def step(self, action: str) -> StepResult:
+        """Pass the policy's text on; the episode ends when the environment is done."""
+        if self._turn is None:
+            raise EnvError("This episode is over or never began: call reset() before step().")
+        result = self._call("step", action)
+        if not isinstance(result, tuple) or len(result) != 4:
+            raise EnvError("step(action) must return (obs, reward, done, info).")
+        obs, reward, done, info = result
+        self._turn += 1
+        terminated, truncated = bool(done), not done and self._turn >= self._max_turns
+        info = {**dict(info or {}), "turn": self._turn}
+        if terminated or truncated:
+            self._turn = None
+            return Observation(), as_reward(reward, "step()"), terminated, truncated, info
+        return Observation((to_message(obs),)), as_reward(reward, "step()"), False, False, info
+
+    def close(self) -> None:
+        """Close the environment."""
+        if not self._loop.loop.is_closed():
+            try:
+                self._call("close")
+            except EnvTimeoutError:
+                pass  # the loop is stopped below in any case
+            self._loop.close()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Await a method of the environment; a plain method is taken as well."""
+
+        async def call() -> Any:
+            result = getattr(self._inner, name)(*arguments)
+            return await result if inspect.isawaitable(result) else result
+
+        return self._loop.run(call(), self._timeout_s, f"{self._name}: {name}()")
+
+
+def to_message(obs: Any, role: Role = "user") -> Message:
+    """The message of an observation, with each image where its placeholder stands. EnvError where they do not fit."""
+    if not isinstance(obs, dict) or not isinstance(obs.get("obs_str"), str):
+        raise EnvError(f"An observation must be a dict with a text obs_str, not {str(obs)[:80]!r}.")
+    pictures = {key: list(images) for key, images in (obs.get("multi_modal_input") or {}).items()}
+    if not any(pictures.values()):
+        return Message(role, (obs["obs_str"],))
+    parts: list[Part] = []
+    for piece in re.split(f"({'|'.join(map(re.escape, pictures))})", obs["obs_str"]):
+        if piece not in pictures:
+            parts += [piece] if piece else []
+        elif not pictures[piece]:
+            raise EnvError(f"The observation has more placeholders {piece} than images.")
+        else:
+            parts.append(as_image(pictures[piece].pop(0)))
+    left = {key: len(images) for key, images in pictures.items() if images}
+    if left:
+        raise EnvError(f"The observation has images without a placeholder in obs_str: {left}.")
+    return Message(role, tuple(parts))
+
+
+def _has_content(obs: Any) -> bool:
+    return isinstance(obs, dict) and bool(obs.get("obs_str") or obs.get("multi_modal_input"))

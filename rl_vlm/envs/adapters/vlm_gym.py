@@ -1,0 +1,155 @@
+"""Run environments written to vlm-gym's interface, unchanged: a `BaseEnv` class, or its `create_env(name, tokenizer, ...)`.
+
+`reset(idx) -> (state, observation)`, `step(state, action_tokens) -> (state, out_tokens, reward, done, info)`. An observation
+has `image` (or `image_path`) and `question`, or `image_left`, `image_right` and `statement`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rl_vlm.envs import registry
+from rl_vlm.envs.adapters.splits import HeldOut, check_share
+from rl_vlm.envs.adapters.tokens import load_tokenizer
+from rl_vlm.envs.base import Info, StepResult, VisionEnv
+from rl_vlm.envs.data import check_max_turns
+from rl_vlm.envs.errors import EnvError, as_reward
+from rl_vlm.envs.images import as_image, one_line
+from rl_vlm.types import Message, Observation, Part, Split, UserInputError
+
+# vlm-gym's own words around a statement, and the question that its prompt leaves out.
+TWO_IMAGES = "Look at the two images. {statement} True or False?"
+
+
+class VlmGymEnv(VisionEnv):
+    """A VisionEnv around an environment of vlm-gym's interface.
+
+    env: a class, or a `create_env` function, or the name of one as `rl_vlm.make` takes it.
+    name: the environment's name for `create_env`, such as nlvr2.
+    tokenizer: a model folder or hub name whose tokenizer the environment gets; without one it gets bytes as tokens.
+    max_turns: turns after which an episode that is not done is truncated.
+    test: arguments for the test split in which it differs, such as {split: test}. Without it, `test_share` of the tasks are
+    held out for it, the last ones; where tasks are drawn without end, every second number is for testing.
+    All further arguments are the environment's own.
+
+    `done` is honoured: an episode that is not done goes on, and `out_tokens` are decoded and shown as the next message.
+    """
+
+    def __init__(
+        self,
+        env: str | Callable[..., Any],
+        *,
+        name: str | None = None,
+        tokenizer: str | None = None,
+        max_turns: int = 8,
+        test: dict[str, Any] | None = None,
+        test_share: float = 0.1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        self._factory = registry.find(env) if isinstance(env, str) else env
+        self._tokenizer = load_tokenizer(tokenizer)
+        self._max_turns = check_max_turns(max_turns)
+        self._name = name
+        self._envs: dict[Split, Any] = {"train": self._make(kwargs)}
+        self._envs["test"] = self._envs["train"] if test is None else self._make({**kwargs, **test})
+        self._held_out = HeldOut(check_share(test_share)) if test is None else None
+        self._inner: Any = None
+        self._state: Any = None
+        self._turn = 0
+
+    def num_items(self, split: Split) -> int | None:
+        """The environment's `num_tasks` in this split; None where it has no end."""
+        size = self._num_tasks(split)
+        return size if self._held_out is None else self._held_out.size(split, size)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
+        """Open task `options["index"]` of `options["split"]`."""
+        super().reset(seed=seed)
+        split, index = self.item(options, self.num_items((options or {}).get("split", "train")))
+        self._inner = self._envs[split]
+        number = index
+        if self._held_out is not None:
+            number = self._held_out.number(split, index, self._num_tasks(split))
+        result = self._inner.reset(number)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise EnvError("reset(idx) must return (state, observation).")
+        self._state, observation = result
+        self._turn = 0
+        return Observation((to_message(observation),)), {"index": index, "split": split, "task": number}
+
+    def step(self, action: str) -> StepResult:
+        """Pass the policy's text on as token ids."""
+        if self._inner is None:
+            raise EnvError("This episode is over or never began: call reset() before step().")
+        result = self._inner.step(self._state, self._tokenizer.encode(action, add_special_tokens=False))
+        if not isinstance(result, tuple) or len(result) != 5:
+            raise EnvError("step(state, action_tokens) must return (state, out_tokens, reward, done, info).")
+        self._state, out_tokens, reward, done, info = result
+        self._turn += 1
+        terminated, truncated = bool(done), not done and self._turn >= self._max_turns
+        info = {**dict(info or {}), "turn": self._turn}
+        reward = as_reward(reward, "step()")
+        if terminated or truncated:
+            self._inner = None
+            return Observation(), reward, terminated, truncated, info
+        shown = self._tokenizer.decode([int(one) for one in out_tokens], skip_special_tokens=True)
+        if not shown.strip():
+            raise EnvError("step() was not done and returned no out_tokens: there is nothing to show the policy.")
+        return Observation.user(shown), reward, False, False, info
+
+    def _num_tasks(self, split: Split) -> int | None:
+        """The tasks that the environment has; None where it has no end, or says nothing."""
+        count = getattr(self._envs[split], "num_tasks", -1)
+        return int(count) if isinstance(count, int | np.integer) and count >= 0 else None
+
+    def _make(self, kwargs: dict[str, Any]) -> Any:
+        """Call the class, or `create_env`, with the tokenizer; UserInputError where the arguments do not fit."""
+        given: tuple[Any, ...] = (self._tokenizer,)
+        if not isinstance(self._factory, type):
+            if self._name is None:
+                raise UserInputError("create_env needs the name of an environment: set env.kwargs.name, such as nlvr2.")
+            given = (self._name, self._tokenizer)
+        try:
+            inspect.signature(self._factory).bind(*given, **kwargs)
+        except TypeError as error:
+            raise UserInputError(
+                f"The environment does not take these arguments ({error}): correct env.kwargs."
+            ) from error
+        try:
+            return self._factory(*given, **kwargs)
+        except Exception as error:  # whatever the user's code raises, a missing data set for example
+            raise UserInputError(
+                f"The environment cannot be made ({type(error).__name__}: {one_line(error)})."
+            ) from error
+
+
+def to_message(observation: Any) -> Message:
+    """The message of an observation, an object or a dict: its images first, then its text."""
+    left, right, statement = (_field(observation, name) for name in ("image_left", "image_right", "statement"))
+    if left is not None and right is not None and statement is not None:
+        return Message("user", (_picture(left), _picture(right), TWO_IMAGES.format(statement=statement)))
+    image = _field(observation, "image")
+    image = _field(observation, "image_path") if image is None else image
+    question = _field(observation, "question")
+    parts: tuple[Part, ...] = () if image is None else (_picture(image),)
+    if question:
+        parts = (*parts, str(question))
+    if not parts:
+        raise EnvError(
+            "An observation needs image (or image_path) and question, or image_left, image_right and statement; a "
+            f"{type(observation).__name__} has none of them."
+        )
+    return Message("user", parts)
+
+
+def _field(observation: Any, name: str) -> Any:
+    return observation.get(name) if isinstance(observation, dict) else getattr(observation, name, None)
+
+
+def _picture(image: Any) -> Any:
+    return as_image(str(image) if hasattr(image, "__fspath__") else image)

@@ -1,0 +1,311 @@
+"""Checks an environment before anybody trains on it: what it says is tried, and what is wrong is named."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import psutil
+from PIL import Image
+
+from rl_vlm.envs.base import StepResult, VisionEnv
+from rl_vlm.envs.errors import check_reset, check_step
+from rl_vlm.envs.images import one_line
+from rl_vlm.envs.registry import make
+from rl_vlm.types import EncodedImage, Observation, Split, UserInputError, as_encoded
+
+MAX_STEPS = 200  # of one episode; an environment without an end is cut there
+COMPARED = 100  # items of each split
+SLOW_S = 1.0  # a median of resets or steps above this is a warning
+# Growth of the process that is too much: over all resets of a check, and for each.
+MAX_GROWTH, MAX_GROWTH_EACH = 16 * 2**20, 32 * 2**10
+SPLITS: tuple[Split, ...] = ("train", "test")
+# What a policy may write. None of it may stop an environment.
+HOSTILE = ("", " ", "x" * 20_000, "<tool_call>{", r"\boxed{", "NaN", "é🐼\u202e\x00", "1" * 5000, "</think>")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    detail: str
+
+
+@dataclass
+class Report:
+    """The findings in order, the first prompt as text with its first image, and figures."""
+
+    env_id: str
+    findings: list[Finding] = field(default_factory=list)
+    prompt: str = ""
+    image: EncodedImage | None = None
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed."""
+        return all(finding.status != "fail" for finding in self.findings)
+
+    def add(self, name: str, wrong: str, fine: str, status: Literal["warn", "fail"] = "fail") -> None:
+        """A finding: `wrong` if it is not empty, else `fine`."""
+        self.findings.append(Finding(name, status if wrong else "ok", wrong or fine))
+
+
+def check_environment(
+    env_id: str, kwargs: dict[str, Any] | None = None, *, episodes: int = 20, seed: int = 0, budget_s: float = 20.0
+) -> Report:
+    """Make the environment and try it. What it raises becomes a finding.
+
+    episodes: how many are played and compared. seed: of the answers, words of the prompt. budget_s: about how long each check
+    that repeats something may take; it then stops and says how often it did.
+    """
+    report = Report(env_id)
+    envs: list[VisionEnv] = []
+
+    def build() -> VisionEnv:
+        envs.append(make(env_id, **(kwargs or {})))
+        return envs[-1]
+
+    checks = _Checks(report, build, episodes, seed, budget_s)
+    try:
+        for check in (
+            checks.opens,
+            checks.spaces,
+            checks.splits,
+            checks.plays,
+            checks.repeats,
+            checks.survives,
+            checks.memory,
+        ):
+            check()
+    except _WrongError as error:
+        report.findings.append(Finding(error.name, "fail", str(error)))
+    finally:
+        for env in envs:
+            env.close()
+    return report
+
+
+class _WrongError(Exception):
+    """The environment raised, so what follows cannot be checked."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(text)
+        self.name = name
+
+
+@contextmanager
+def _naming(name: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever the environment raises
+        raised = one_line(error) if isinstance(error, UserInputError) else f"{type(error).__name__}: {one_line(error)}"
+        raise _WrongError(name, f"{what}: {raised}") from error
+
+
+class _Checks:
+    """The checks, in the order in which they run."""
+
+    def __init__(
+        self, report: Report, build: Callable[[], VisionEnv], episodes: int, seed: int, budget_s: float
+    ) -> None:
+        self._report, self._build = report, build
+        self._episodes, self._seed, self._budget_s = episodes, seed, budget_s
+        self._env: VisionEnv
+        self._sizes: dict[Split, int | None] = {}
+        self._last = 0  # how often the last repeated check did what it does
+
+    def opens(self) -> None:
+        """It can be made, and opens with a prompt."""
+        started = time.perf_counter()
+        with _naming("make", "It cannot be made"):
+            self._env = self._build()
+        seconds = time.perf_counter() - started
+        self._report.figures["make_s"] = round(seconds, 4)
+        self._report.add("make", "", f"{type(self._env).__name__}, in {seconds:.2f} s")
+        observation = self._reset("train", 0)
+        images = [image for message in observation.messages for image in message.images]
+        self._report.prompt = as_text(observation)
+        self._report.image = as_encoded(images)[0] if images else None
+        self._report.add("prompt", "", f"{len(self._report.prompt)} characters and {len(images)} images")
+
+    def spaces(self) -> None:
+        """What it returns and takes is in its spaces."""
+        inside = self._env.observation_space.contains(self._reset("train", 0)), self._env.action_space.contains("text")
+        names = [name for name, fits in zip(("observation_space", "action_space"), inside, strict=True) if not fits]
+        self._report.add(
+            "spaces", f"{' and '.join(names)} does not hold what is used" if names else "", "observation, text"
+        )
+
+    def splits(self) -> None:
+        """Both splits have items, and none is in both."""
+        with _naming("splits", "num_items() fails"):
+            self._sizes = {split: self._env.num_items(split) for split in SPLITS}
+        self._report.figures["num_items"] = dict(self._sizes)
+        empty = [split for split, size in self._sizes.items() if size == 0]
+        if empty:
+            self._report.add("splits", f"the split {empty[0]} is empty", "")
+            return
+        seen: dict[Split, dict[str, int]] = {split: {} for split in SPLITS}
+        for split in SPLITS:
+            for index in self._within_budget(min(self._sizes[split] or COMPARED, COMPARED)):
+                seen[split].setdefault(digest(self._reset(split, index)), index)
+        shared = sorted(seen["train"].keys() & seen["test"].keys(), key=lambda one: seen["test"][one])
+        first = f": test item {seen['test'][shared[0]]} is train item {seen['train'][shared[0]]}" if shared else ""
+        sizes = ", ".join(f"{split} {'without end' if size is None else size}" for split, size in self._sizes.items())
+        wrong = f"{len(shared)} of {len(seen['test'])} test prompts are also in train{first}" if shared else ""
+        self._report.add("splits", wrong, f"{sizes}; no prompt of the first {COMPARED} in both")
+
+    def plays(self) -> None:
+        """Episodes end, with rewards that are numbers; how long resets and steps take."""
+        resets, steps, turns, rewards, endless = [], [], [], [], 0
+        for index in self._within_budget(self._episodes):
+            started = time.perf_counter()
+            observation = self._reset("train", index)
+            resets.append(time.perf_counter() - started)
+            total, over, count = 0.0, False, 0
+            answers = self._answers(index)
+            while not over and count < MAX_STEPS:
+                text = answers(observation)
+                started = time.perf_counter()
+                observation, reward, terminated, truncated, _ = self._step(text)
+                steps.append(time.perf_counter() - started)
+                total, over, count = total + reward, terminated or truncated, count + 1
+            endless += not over
+            turns.append(count)
+            rewards.append(total)
+        wrong = f"{endless} of {len(turns)} episodes did not end in {MAX_STEPS} turns" if endless else ""
+        self._report.add("ends", wrong, f"{len(turns)} episodes of {min(turns)} to {max(turns)} turns")
+        self._report.figures |= {
+            "reset_ms": round(1000 * statistics.median(resets), 3),
+            "step_ms": round(1000 * statistics.median(steps), 3),
+            "turns": [min(turns), max(turns)],
+            "rewards": [min(rewards), max(rewards)],
+        }
+        cost = "; ".join(
+            f"{name} {1000 * statistics.median(taken):.2f} ms, at most {1000 * max(taken):.1f}"
+            for name, taken in (("reset", resets), ("step", steps))
+        )
+        slow = max(statistics.median(resets), statistics.median(steps)) > SLOW_S
+        self._report.add("cost", f"{cost}: more than {SLOW_S:g} s" if slow else "", cost, "warn")
+        self._report.add("reward", "", f"from {min(rewards):g} to {max(rewards):g} for words of the prompt")
+
+    def repeats(self) -> None:
+        """The same index, seed and answers give the same episode, in this instance and in another one."""
+        other = self._make_another()
+        wrong, compared = "", 0
+        for index in self._within_budget(min(self._episodes, 5)):
+            first = self._episode(self._env, index)
+            for which, env in (("the same instance", self._env), ("a new instance", other)):
+                again = self._episode(env, index)
+                turn = next((n for n, (a, b) in enumerate(zip(first, again, strict=False)) if a != b), None)
+                if turn is not None or len(first) != len(again):
+                    wrong = wrong or f"item {index} with seed {self._seed} differs in {which}, from turn {turn or 0} on"
+            compared += 1
+        self._report.add("determinism", wrong, f"{compared} episodes are the same again, also in a new instance")
+
+    def survives(self) -> None:
+        """No text of the policy makes it raise."""
+        for text in HOSTILE:
+            self._reset("train", 0)
+            self._step(text)
+        self._report.add("answers", "", f"{len(HOSTILE)} hostile answers are answered")
+
+    def memory(self) -> None:
+        """Memory does not grow with the episodes: the same few items are opened and answered again and again."""
+        process = psutil.Process()
+
+        def run(count: int) -> int:
+            for number in self._within_budget(count):
+                self._reset("train", number % 5)
+                self._step("no")
+            gc.collect()
+            return int(process.memory_info().rss)
+
+        before = run(60)
+        growth, count = run(10 * self._episodes) - before, self._last
+        self._report.figures["memory_growth_bytes"] = growth
+        said = f"{growth / 2**20:.1f} MiB over {count} episodes"
+        wrong = f"it grows by {said}" if growth > MAX_GROWTH and growth > count * MAX_GROWTH_EACH else ""
+        self._report.add("memory", wrong, said)
+
+    def _within_budget(self, count: int) -> Iterator[int]:
+        """The numbers up to `count`, until the time is used up."""
+        started = time.perf_counter()
+        for number in range(count):
+            self._last = number + 1
+            yield number
+            if time.perf_counter() - started > self._budget_s:
+                return
+
+    def _make_another(self) -> VisionEnv:
+        with _naming("determinism", "A second instance cannot be made"):
+            return self._build()
+
+    def _reset(self, split: Split, index: int, env: VisionEnv | None = None) -> Observation:
+        size = self._sizes.get(split)
+        index = index % size if size else index
+        with _naming("reset", f"reset() of {split} item {index}"):
+            options = {"index": index, "split": split}
+            return check_reset((env or self._env).reset(seed=self._seed, options=options))[0]
+
+    def _step(self, text: str, env: VisionEnv | None = None) -> StepResult:
+        shown = text if len(text) <= 40 else f"{text[:40]}…"
+        with _naming("step", f"step({shown!r})"):
+            return check_step((env or self._env).step(text))
+
+    def _episode(self, env: VisionEnv, index: int) -> list[Any]:
+        """Digests and rewards of an episode with the same answers every time."""
+        observation = self._reset("train", index, env)
+        answers = self._answers(index)
+        found: list[Any] = [digest(observation)]
+        for _ in range(MAX_STEPS):
+            observation, reward, terminated, truncated, _ = self._step(answers(observation), env)
+            found.append((digest(observation), reward, terminated, truncated))
+            if terminated or truncated:
+                break
+        return found
+
+    def _answers(self, index: int) -> Callable[[Observation], str]:
+        """A policy that says a random word of what it was last told: often one of the choices."""
+        generator = random.Random(f"{self._seed}-{index}")
+        words = [""]
+
+        def answer(observation: Observation) -> str:
+            said = " ".join(message.text for message in observation.messages).split()
+            words[:] = [word.strip(".,:;!?()") for word in said] or words
+            return generator.choice(words)
+
+        return answer
+
+
+def digest(observation: Observation) -> str:
+    """A hash of every role, text and pixel file of an observation."""
+    content = hashlib.sha256()
+    for message in observation.messages:
+        content.update(f"\0{message.role}".encode())
+        for part in message.parts:
+            shown = part if isinstance(part, str) else as_encoded([part])[0].sha256
+            content.update(f"\0{type(part) is str}{shown}".encode())
+    return content.hexdigest()
+
+
+def as_text(observation: Observation) -> str:
+    """The messages as a person reads them: "[user] [image 64x64] What is this?"."""
+    lines = []
+    for message in observation.messages:
+        parts = (
+            f"[image {part.width}x{part.height}]" if isinstance(part, Image.Image | EncodedImage) else part
+            for part in message.parts
+        )
+        lines.append(f"[{message.role}] {' '.join(parts)}")
+    return "\n".join(lines)

@@ -1,0 +1,208 @@
+"""Serves an environment over HTTP, for `RemoteEnv`: sessions, each with an environment of its own.
+
+POST /env takes and returns a frame (see `envs/wire.py`): {"op": "open"} → {"session", "num_items"}; then `reset`, `step` and
+`close` with the session, and a number that grows by one. A request whose number was answered gets the same answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rl_vlm.config import HTTPSection
+from rl_vlm.envs import wire
+from rl_vlm.envs.adapters.remote import FRAME
+from rl_vlm.envs.base import VisionEnv
+from rl_vlm.envs.isolation import ProcessEnv
+from rl_vlm.envs.registry import make
+from rl_vlm.envs.worker import EnvWorker, Reply, short_line
+from rl_vlm.http.errors import RequestError, error_response
+from rl_vlm.http.gate import Deadlines, Gate
+from rl_vlm.http.metrics import HTTPMetrics
+from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
+
+_MAX_REQUEST_MIB = 4.0  # a request is one answer of the policy
+_CLOSE_S = 3.0
+_SPLITS = ("train", "test")
+
+
+class _Session:
+    """One environment, and the last answer it gave."""
+
+    def __init__(self, build: Callable[[], VisionEnv], clock: Callable[[], float]) -> None:
+        self._worker = EnvWorker(build)
+        self._lock = threading.Lock()
+        self._clock = clock
+        self._number = 0
+        self._answer = b""
+        self.used = clock()
+
+    def open(self) -> Reply:
+        """Make the environment; its splits' sizes."""
+        reply, _ = self._worker.answer({"op": "make"})
+        sizes: dict[str, Any] = {}
+        for split in _SPLITS if "error" not in reply else ():
+            asked, _ = self._worker.answer({"op": "num_items", "split": split})
+            reply, sizes[split] = {**reply, **asked}, asked.get("value")
+        return {**reply, "num_items": sizes}, []
+
+    def carry_out(self, request: dict[str, Any]) -> bytes:
+        """The frame that answers; a request that comes again waits for the first one and gets its answer."""
+        number = request.get("number")
+        with self._lock:
+            self.used = self._clock()
+            if number == self._number and self._answer:
+                return self._answer
+            if number != self._number + 1:
+                raise RequestError(409, f"Request {number} does not follow request {self._number}.")
+            reply, blobs = self._worker.answer(request)
+            try:
+                self._answer = wire.pack_frame(reply, blobs)
+            except (wire.FrameError, ValueError, TypeError, RecursionError) as error:  # info that JSON cannot hold
+                text = f"the reply cannot be sent ({short_line(error)})"
+                self._answer = wire.pack_frame({"kind": "env", "error": text}, [])
+            self._number, self.used = number, self._clock()
+            return self._answer
+
+    def close(self) -> None:
+        """Close the environment, once it is idle."""
+        with self._lock:
+            self._worker.answer({"op": "close"})
+
+
+class EnvServer:
+    """The sessions of one server.
+
+    Args:
+        build: makes one environment.
+        max_sessions: at a time.
+        idle_s: a session that is not used for so long is ended.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], VisionEnv],
+        max_sessions: int = 64,
+        idle_s: float = 1800.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._build = build
+        self._max_sessions, self._idle_s, self._clock = max_sessions, idle_s, clock
+        self._sessions: dict[str, _Session] = {}
+        self._threads = ThreadPoolExecutor(max_sessions + 1, thread_name_prefix="env")
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are open."""
+        return len(self._sessions)
+
+    async def answer(self, request: dict[str, Any]) -> bytes:
+        """The frame that answers a request. Raises RequestError."""
+        op = request.get("op")
+        if op == "open":
+            return await self._open()
+        name = request.get("session")
+        session = self._sessions.get(name) if isinstance(name, str) else None
+        if session is None:
+            raise RequestError(410, "There is no such session: open another one.")
+        if op == "close":
+            del self._sessions[str(name)]
+            await self._in_thread(session.close)
+            return wire.pack_frame({}, [])
+        if op not in ("reset", "step"):
+            raise RequestError(400, "op must be open, reset, step or close.")
+        return await self._in_thread(lambda: session.carry_out(request))
+
+    async def _open(self) -> bytes:
+        for name, one in list(self._sessions.items()):
+            if self._clock() - one.used > self._idle_s:
+                del self._sessions[name]
+                self._threads.submit(one.close)
+        if len(self._sessions) >= self._max_sessions:
+            raise RequestError(429, f"{self._max_sessions} sessions are open: close one, or raise --max-sessions.")
+        name, session = secrets.token_hex(16), _Session(self._build, self._clock)
+        self._sessions[name] = session  # it counts while it is made
+        reply, _ = await self._in_thread(session.open)
+        if "error" in reply:
+            self._sessions.pop(name, None)
+        return wire.pack_frame({**reply, "session": name}, [])
+
+    async def _in_thread(self, call: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def close(self, timeout_s: float = _CLOSE_S) -> bool:
+        """Close every environment; whether all were idle within the time. One that hangs keeps its thread."""
+        closing = [self._threads.submit(session.close) for session in self._sessions.values()]
+        self._sessions.clear()
+        self._threads.shutdown(wait=False)
+        return not wait(closing, timeout_s).not_done
+
+
+def build_env_app(server: EnvServer, limits: HTTPSection, token: str | None) -> Gate:
+    """The ASGI application, behind the same gate as a served model's: token, body size, queue and deadline."""
+
+    async def env(request: Request) -> Response:
+        try:
+            content, blobs = wire.unpack_frame(await request.body())
+            if blobs or not isinstance(content, dict):
+                raise RequestError(400, "A request has no images.")
+            return Response(await server.answer(content), media_type=FRAME)
+        except wire.FrameError as error:
+            return error_response("/env", RequestError(400, f"The body is not a frame: {error}."))
+        except RequestError as error:
+            return error_response("/env", error)
+
+    async def health(_: Request) -> Response:
+        return JSONResponse({"status": "draining" if gate.draining else "ok", "sessions": server.num_sessions})
+
+    app = Starlette(routes=[Route("/env", env, methods=["POST"]), Route("/health", health)])
+    gate = Gate(app, limits, token, HTTPMetrics(), Deadlines(), ["/env", "/health"])
+    return gate
+
+
+def serve_environment(
+    env_id: str,
+    kwargs: dict[str, Any],
+    *,
+    host: str,
+    port: int,
+    max_sessions: int,
+    processes: bool,
+    announce: Callable[[str], None],
+) -> int:
+    """Serve until SIGINT or SIGTERM, whose number is returned. Raises UserInputError before it listens."""
+    token = os.environ.get(TOKEN_VARIABLE)
+    check_exposure(host, token)
+    limits = HTTPSection(host=host, port=port, max_body_mib=_MAX_REQUEST_MIB, max_queue=2 * max_sessions, drain_s=2.0)
+
+    def build() -> VisionEnv:
+        if processes:
+            return ProcessEnv(env_id, kwargs, step_timeout_s=limits.deadline_s)
+        return make(env_id, **kwargs)
+
+    build().close()  # what is wrong is said here, not to the first client
+    with bind(host, port) as sock:
+        server = EnvServer(build, max_sessions=max_sessions)
+        address = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+        said = f"required ({TOKEN_VARIABLE})" if token else "none: programs on this machine may connect"
+        ready = f"Serving {env_id} on {address}, {max_sessions} at a time; token {said}. Clients: env.id={address}"
+        http = HTTPServer(build_env_app(server, limits, token), sock, limits.drain_s, lambda: announce(ready))
+        number = 0
+        try:
+            number = http.run_until_signal()
+        finally:
+            if not server.close() and number:
+                os._exit(128 + number)  # an environment hangs, and Python would wait for its thread
+        return number

@@ -1,0 +1,182 @@
+"""An OpenEnv server, a process of its own made with that package, is played over its WebSocket."""
+
+import importlib.util
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+import rl_vlm
+from rl_vlm.envs.adapters.openenv_actions import ActionError, ActionForm
+from rl_vlm.envs.adapters.openenv_observations import parts_of
+from rl_vlm.envs.errors import EnvCrashError, EnvError, check_reset, check_step
+from rl_vlm.types import UserInputError
+
+if importlib.util.find_spec("openenv") is None:
+    pytest.skip("openenv-core is not installed", allow_module_level=True)
+SERVER = str(Path(__file__).parents[1] / "fixtures" / "openenv_server.py")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextmanager
+def running(port, *arguments):
+    """The server as a process; it is killed at the end."""
+    process = subprocess.Popen([sys.executable, SERVER, str(port), *arguments])
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
+                break
+            except httpx.TransportError:
+                assert process.poll() is None and time.monotonic() < deadline, "the server did not start"
+                time.sleep(0.1)
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def server():
+    port = free_port()
+    with running(port):
+        yield f"http://127.0.0.1:{port}"
+
+
+def opened(env, index=0, split="train"):
+    return check_reset(env.reset(options={"index": index, "split": split}))
+
+
+def test_an_episode_is_played_to_its_end(server):
+    env = rl_vlm.make(f"openenv:{server}", reset={"goal": 2})
+    observation, info = opened(env, 1)
+    (message,) = observation.messages
+    assert message.text == "Answer with the move (left or right).\n\nThe dot is at 1 of 2."
+    assert info["seed"] == 1
+    picture, screen = (image.to_pil() for image in message.images)
+    assert picture.getpixel((0, 0)) == (40, 0, 0) and screen.size == (8, 8) and screen.getpixel((0, 0)) == (1, 1, 1)
+    observation, reward, *ended, _ = check_step(env.step("<think>right?</think>left"))
+    assert (observation.messages[0].text, reward, ended) == ("The dot is at 0 of 2.", 0.0, [False, False])
+    env.step("right")
+    assert check_step(env.step("right"))[1:4] == (1.0, True, False)
+    with pytest.raises(EnvError, match="call reset"):
+        env.step("right")
+    env.close()
+
+
+def test_an_action_that_the_schema_refuses_is_answered_and_counted(server):
+    env = rl_vlm.make(f"openenv:{server}", prompt="", max_turns=2)
+    assert opened(env)[0].messages[0].text == "The dot is at 0 of 3."
+    step = check_step(env.step("x" * 50))
+    assert "move: String should have at most 40 characters" in step[0].messages[0].text
+    assert step[4] == {"turn": 1, "invalid_actions": 1}
+    assert check_step(env.step("right"))[2:4] == (False, True)
+    env.close()
+
+
+def test_an_exception_on_the_server_aborts_the_episode_and_the_session_goes_on(server):
+    env = rl_vlm.make(f"openenv:{server}")
+    opened(env)
+    with pytest.raises(EnvError, match="the dot fell off"):
+        env.step("crash")
+    opened(env)
+    assert env.step("right")[1] == 0.0
+    env.close()
+
+
+def test_a_server_that_is_full_is_tried_again(server):
+    first, second = (rl_vlm.make(f"openenv:{server}") for _ in range(2))
+    opened(first), opened(second)
+    third = rl_vlm.make(f"openenv:{server}", retry_s=0.4)
+    with pytest.raises(EnvCrashError, match="could not be reached for 0.4 s .*opens no session"):
+        opened(third)
+    first.close()
+    third = rl_vlm.make(f"openenv:{server}", retry_s=10)
+    opened(third)
+    second.close(), third.close()
+
+
+@pytest.mark.acceptance  # two more servers, of which each takes seconds to start
+def test_a_server_that_is_killed_loses_the_episode_reset_connects_again_and_a_token_is_sent(monkeypatch):
+    port = free_port()
+    with running(port):
+        env = rl_vlm.make(f"openenv:127.0.0.1:{port}", retry_s=60)
+        opened(env)
+    with pytest.raises(EnvCrashError, match="the session broke at step"):
+        env.step("right")
+    with running(port, "secret"):
+        with pytest.raises(UserInputError, match="refuses the token"):
+            rl_vlm.make(f"openenv:127.0.0.1:{port}")
+        monkeypatch.setenv("DOT_TOKEN", "secret")
+        opened(rl_vlm.make(f"openenv:127.0.0.1:{port}", token_variable="DOT_TOKEN"))
+        opened(env)
+        assert env.step("right")[0].messages[0].text == "The dot is at 1 of 3."
+        env.close()
+
+
+def test_what_is_no_openenv_server_is_named():
+    with pytest.raises(EnvCrashError, match="could not be reached"):
+        rl_vlm.make("openenv:127.0.0.1:9", retry_s=0.1)
+    with pytest.raises(UserInputError, match="write http://host:port"):
+        rl_vlm.make("openenv:nonsense://x")
+
+
+def form(properties, required=(), field=None):
+    return ActionForm.of({"properties": {**properties, "metadata": {}}, "required": list(required)}, field)
+
+
+NUMBER, WORD = {"n": {"type": "integer"}}, {"w": {"type": "string"}}
+
+
+@pytest.mark.parametrize(
+    ("properties", "text", "action"),
+    [
+        (WORD, " go left ", {"w": "go left"}),
+        (WORD, "<think>x</think>y", {"w": "y"}),
+        (NUMBER, "from 3 to 12.", {"n": 12}),
+        ({"n": {"type": "number"}}, "-1.5", {"n": -1.5}),
+        ({"b": {"type": "boolean"}}, "It is not False, it is true", {"b": True}),
+        ({"e": {"enum": ["up", "down"]}}, "UP or rather down", {"e": "down"}),
+        ({**NUMBER, **WORD}, 'I do {"n": 1, "w": "{x}"} now', {"n": 1, "w": "{x}"}),
+        ({**NUMBER, **WORD}, '{"n": 1} then {"n": 2}', {"n": 2}),
+    ],
+)
+def test_text_becomes_an_action(properties, text, action):
+    assert form(properties).parse(text) == action
+
+
+@pytest.mark.parametrize(
+    ("properties", "text"),
+    [(NUMBER, "none"), ({**NUMBER, **WORD}, "{{{{"), ({"e": {"enum": ["a"]}}, ""), (WORD, "x" * 70_000)],
+)
+def test_text_that_is_no_action_says_why(properties, text):
+    with pytest.raises(ActionError):
+        form(properties).parse(text)
+
+
+def test_one_required_field_or_a_chosen_one_is_written_as_plain_text():
+    assert form({**NUMBER, **WORD}, required=["w"]).field == "w"
+    assert form({**NUMBER, **WORD}, field="n").parse("7") == {"n": 7}
+    assert form({**NUMBER, **WORD}).instructions == 'Answer with a JSON object: {"n": "integer", "w": "string"}.'
+    with pytest.raises(UserInputError, match="no field 'x': choose one of n"):
+        form(NUMBER, field="x")
+
+
+def test_observations_without_images_are_text():
+    assert parts_of({"a": "only"}) == ([], "only")
+    assert parts_of({"a": "x", "b": [1, 2], "c": None, "d": ""}) == ([], "a: x\nb: [1, 2]")
+    assert parts_of("x") == ([], "x")
+    assert len(parts_of({"a": "y" * 30_000})[1]) < 20_100
+    with pytest.raises(EnvError, match="cannot be read"):
+        parts_of({"image": "iVBORw0KGgo="})

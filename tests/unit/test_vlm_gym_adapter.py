@@ -1,0 +1,162 @@
+"""vlm-gym's environments, unchanged: its three kinds, create_env, several turns, splits, and what is refused."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import rl_vlm
+from rl_vlm.envs.adapters.splits import HeldOut
+from rl_vlm.envs.adapters.tokens import ByteTokenizer
+from rl_vlm.envs.errors import EnvError, check_reset, check_step
+from rl_vlm.types import UserInputError, as_encoded
+
+FOLDER = Path(__file__).parents[1] / "fixtures" / "envs" / "vlm_gym"
+NLVR2, CAPTION, GEOSPOT, CREATOR = (
+    str(FOLDER / f"{name}.py") for name in ("nlvr2", "vision_caption", "geospot", "creator")
+)
+
+
+@pytest.fixture(autouse=True)
+def clean_imports(monkeypatch):
+    """Forgets after the test what the files import, and the paths that they were found on."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("vlmrl", "nlvr2", "vision_caption")]:
+        del sys.modules[name]
+
+
+def opened(env, index=0, split="train"):
+    observation, info = check_reset(env.reset(seed=0, options={"index": index, "split": split}))
+    return observation.messages[0], info
+
+
+def test_two_images_and_a_statement():
+    env = rl_vlm.make(NLVR2)
+    message, _ = opened(env)
+    assert message.text == "Look at the two images. train 0: both are red. True or False?"
+    assert [image.getpixel((0, 0)) for image in message.images] == [(200, 30, 30), (200, 30, 30)]
+    observation, reward, terminated, truncated, info = check_step(env.step("True."))
+    assert (reward, terminated, truncated, observation.messages) == (1.0, True, False, ())
+    assert info["response"] == "true." and info["predicted"] is True
+    opened(env, 1)
+    assert env.step("True")[1] == 0.0
+
+
+def test_a_path_and_a_question():
+    env = rl_vlm.make(f"{CAPTION}:VisionCaptionEnv")
+    message, _ = opened(env)
+    assert message.text == "What is shown?" and as_encoded(message.images)[0].width == 28
+    assert check_step(env.step("A Panda in a bamboo grove."))[1] == 0.5
+
+
+def test_an_image_beside_a_path_that_does_not_exist_and_arguments_of_the_environment():
+    env = rl_vlm.make(GEOSPOT, tau_km=1000.0)
+    message, _ = opened(env)
+    assert message.text.startswith("Where is this?") and len(message.images) == 1
+    _, reward, *_, info = check_step(env.step("Country: FR\nLatitude: 48.85\nLongitude: 2.35"))
+    assert reward == 1.0 and info["stage"] == "country"
+    for _ in range(2):
+        opened(env)
+    assert env.step("")[4]["stage"] == "full"
+
+
+def test_create_env_is_called_with_its_name_and_the_environments_arguments():
+    env = rl_vlm.make(CREATOR, name="truefalse", split="test")
+    assert opened(env)[0].text.startswith("Look at the two images. test 0")
+    assert rl_vlm.make(f"{CREATOR}:create_env", name="caption").num_items("train") == 1
+    with pytest.raises(UserInputError, match="set env.kwargs.name"):
+        rl_vlm.make(CREATOR)
+    with pytest.raises(UserInputError, match="cannot be made .KeyError: 'nope'"):
+        rl_vlm.make(CREATOR, name="nope")
+    with pytest.raises(UserInputError, match="does not take these arguments .*colour"):
+        rl_vlm.make(NLVR2, colour="red")
+
+
+def test_an_episode_goes_on_until_done_and_out_tokens_are_shown():
+    env = rl_vlm.make(CREATOR, name="countdown", needed=2)
+    assert opened(env, 4)[0].text == "Task 8: go on."
+    observation, reward, terminated, truncated, info = check_step(env.step("à propos 🐼"))
+    assert observation.messages[0].text == "You said à propos 🐼; 1 left."
+    assert (reward, terminated, truncated, info["turn"]) == (0.5, False, False, 1)
+    last = check_step(env.step("done"))
+    assert last[0].messages == () and last[2:4] == (True, False)
+    with pytest.raises(EnvError, match="call reset"):
+        env.step("more")
+
+
+def test_an_episode_without_an_end_is_truncated_and_one_without_a_word_is_an_error():
+    env = rl_vlm.make(CREATOR, name="countdown", needed=9, max_turns=2)
+    opened(env)
+    assert [check_step(env.step("x"))[2:4] for _ in range(2)] == [(False, False), (False, True)]
+    silent = rl_vlm.make(f"{CREATOR}:SilentEnv")
+    opened(silent)
+    with pytest.raises(EnvError, match="no out_tokens"):
+        silent.step("x")
+
+
+def test_splits_are_disjoint():
+    env = rl_vlm.make(NLVR2)
+    assert (env.num_items("train"), env.num_items("test")) == (9, 1)
+    seen = {opened(env, index)[1]["task"] for index in range(9)}
+    assert seen == set(range(9)) and opened(env, 0, "test")[1]["task"] == 9
+    both = rl_vlm.make(NLVR2, test={"split": "test"})
+    assert (both.num_items("train"), both.num_items("test")) == (10, 4)
+    assert "test 3" in opened(both, 3, "test")[0].text
+    endless = rl_vlm.make(CREATOR, name="countdown")
+    assert endless.num_items("train") is None
+    numbers = {split: {opened(endless, index, split)[1]["task"] for index in range(9)} for split in ("train", "test")}
+    assert not numbers["train"] & numbers["test"]
+    with pytest.raises(UserInputError, match="outside the 1 tasks of the test"):
+        opened(env, 1, "test")
+
+
+@pytest.mark.parametrize(("total", "share"), [(1, 0.5), (2, 0.9), (10, 0.0), (11, 0.1), (1000, 0.25)])
+def test_held_out_numbers_cover_every_task_once(total, share):
+    held = HeldOut(share)
+    numbers = [
+        held.number(split, index, total) for split in ("train", "test") for index in range(held.size(split, total))
+    ]
+    assert sorted(numbers) == list(range(total)) and held.size("train", total) >= 1
+
+
+def test_bytes_as_tokens_give_every_text_back():
+    tokenizer = ByteTokenizer()
+    for text in ("", "True", "é🐼\n\t<|im_end|>"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode([*tokenizer.encode("a", add_special_tokens=True), 300]) == "a"
+    assert tokenizer("a")["input_ids"] == [97]
+
+
+def test_a_models_tokenizer_is_used_where_one_is_named(tmp_path):
+    from rl_vlm.models.tiny.tokenizer import build_tokenizer
+
+    build_tokenizer(512).save_pretrained(tmp_path)
+    env = rl_vlm.make(CREATOR, name="countdown", tokenizer=str(tmp_path))
+    opened(env)
+    assert env.step("red square")[0].messages[0].text.startswith("You said red square; 2 left")
+    with pytest.raises(UserInputError, match="cannot be loaded"):
+        rl_vlm.make(CREATOR, name="countdown", tokenizer="/no/such/folder")
+
+
+def test_several_threads_may_make_the_first_ones_at_once():
+    with ThreadPoolExecutor(8) as threads:
+        envs = list(threads.map(lambda _: rl_vlm.make(NLVR2), range(8)))
+    assert {opened(env)[0].text for env in envs} == {opened(envs[0])[0].text}
+
+
+def test_an_installed_framework_is_not_replaced(tmp_path, monkeypatch):
+    package = tmp_path / "vlmrl" / "envs"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").write_text("")
+    (package / "base.py").write_text("class BaseEnv: origin = 'installed'\nclass BaseState: pass\n")
+    (package.parent / "utils").mkdir()
+    (package.parent / "utils" / "vlm.py").write_text("def decode_tokens(t, ids): return t.decode(ids)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from rl_vlm.envs.registry import find
+
+    target = tmp_path / "mine.py"
+    target.write_text(Path(NLVR2).read_text())
+    assert find(str(target)).origin == "installed"
