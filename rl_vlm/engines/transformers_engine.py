@@ -1,7 +1,7 @@
 """The transformers engine: continuous batching on a thread of its own, adapters merged into the weights.
 
 It serves one adapter version at a time. Requests for a newer version wait until the running samples of the older one
-are finished, so every sample is drawn from one version from its first token to its last.
+are finished, so every sample is drawn from one version; with in-flight updates running samples take the newer one, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rl_vlm.models.backbone import Backbone
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import DType, Quantization, load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora import changes_tower
-from rl_vlm.types import Completion, EncodedImage, GenerationRequest, SampleChunk, UserInputError
+from rl_vlm.types import Completion, EncodedImage, GenerationRequest, InFlightUpdates, SampleChunk, UserInputError
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class TransformersEngine:
         quantization: nf4 stores the language model's linear weights in four bits. Adapters are then computed beside
             them, at some cost per step, instead of being merged.
         pixels: limits of an image's size in place of the processor's own.
+        in_flight: running samples take a new version between two tokens, and keep or recompute their keys and values.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class TransformersEngine:
         num_threads: int | None = 1,
         quantization: Quantization = "none",
         pixels: PixelLimits = DEFAULT_PIXELS,
+        in_flight: InFlightUpdates | None = None,
     ) -> None:
         quiet_libraries()
         if num_threads is not None:
@@ -84,6 +86,7 @@ class TransformersEngine:
         self._weights: Weights = MergedWeights(loaded) if quantization == "none" else UnmergedWeights(loaded)
         self._max_rows = max_rows
         self._lockstep = lockstep
+        self._in_flight = in_flight
         self._newest = _Version(0)
         self._active = _Version(BASE_MODEL)  # whose weights are in place
         self._loading = False
@@ -180,8 +183,8 @@ class TransformersEngine:
     async def load_adapter(self, payload: AdapterPayload) -> None:
         """Merge a version and serve it to every request that starts from now on.
 
-        The merged weights are computed while samples run, which finish with the version that they started with. Switching to
-        them only changes pointers.
+        The merged weights are computed while samples run, which finish with the version that they started with unless there are
+        in-flight updates. Switching to them only changes pointers.
         """
         started = time.monotonic()
         if self._closed:
@@ -236,6 +239,8 @@ class TransformersEngine:
                 if images:
                     self._encode_ahead(images)
                     continue
+                if self._in_flight:
+                    self._update_running()
                 self._admit()
                 if self._decoder.num_rows:
                     self._finish(self._decoder.step())
@@ -263,6 +268,16 @@ class TransformersEngine:
         if any(changes_tower(version.formed or ()) for version in (before, wanted)):
             self.backbone.forget_images()
         self._retire(before)
+
+    def _update_running(self) -> None:
+        """Running samples go on with the newest version; those of the base model stay with it."""
+        with self._wake:
+            if not self._decoder.num_rows or self._active.number in (BASE_MODEL, self._newest.number):
+                return
+            self._activate(base_model=False)
+            for stream in self._streams:
+                stream.policy_version = self._active.number
+        self._decoder.change_version(self._active.number, recompute=self._in_flight == "recompute")
 
     def _retire(self, version: _Version) -> None:
         if version.formed is not None and version.number not in (self._newest.number, self._active.number):
@@ -301,6 +316,7 @@ class TransformersEngine:
             for (call, place, _), job in zip(batch, prepared, strict=True):
                 if isinstance(job, Job) and not call.over:
                     call.jobs.append(job)
+                    job.version = version
                     if call.stream is not None:
                         call.stream.policy_version = version
                         job.stream = call.stream
@@ -311,10 +327,9 @@ class TransformersEngine:
             self._finish(self._decoder.admit(live))
 
     def _finish(self, jobs: Sequence[Job]) -> None:
-        version = self._active.number
         for job in jobs:
             call, place = self._owners.pop(id(job))
-            call.answers[place] = self._decoder.completion(job, version)
+            call.answers[place] = self._decoder.completion(job)
             if len(call.answers) == len(call.requests):
                 with self._wake:
                     self._open.discard(call)
