@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 from core_support import pictures, request, text_side
-from policy_loop import MAX_CONTEXT
+from policy_loop import MAX_CONTEXT, Loop
 from version_support import distances, model_of, random_payload
 
 from rl_vlm.config import RolloutSection, RunConfig, parse_config
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.rows import Job
 from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.rollout.turns import SampledTurn, sample_turns
 from rl_vlm.types import Completion, GenerationRequest, InFlightUpdates, SampleChunk, UserInputError
 
@@ -45,10 +46,12 @@ def asked(folder: Path) -> list[GenerationRequest]:
 
 
 @asynccontextmanager
-async def changing_engine(folder: Path, mode: InFlightUpdates | None) -> AsyncIterator[TransformersEngine]:
-    """An engine at version 1, which gets the others at the `CHANGES`."""
+async def changing_engine(
+    folder: Path, mode: InFlightUpdates | None, payloads: Sequence[AdapterPayload] = ()
+) -> AsyncIterator[TransformersEngine]:
+    """An engine at the first version, which gets the others at the `CHANGES`."""
     engine = TransformersEngine(folder, max_context=MAX_CONTEXT, in_flight=mode)
-    first, *later = [random_payload(folder, version) for version in VERSIONS]
+    first, *later = payloads or [random_payload(folder, version) for version in VERSIONS]
     loop, step = asyncio.get_running_loop(), engine._decoder.step
 
     def step_and_load() -> list[Job]:  # on the engine's thread
@@ -65,9 +68,9 @@ async def changing_engine(folder: Path, mode: InFlightUpdates | None) -> AsyncIt
         await engine.close()
 
 
-def sample(folder: Path, mode: InFlightUpdates | None) -> list[Completion]:
+def sample(folder: Path, mode: InFlightUpdates | None, payloads: Sequence[AdapterPayload] = ()) -> list[Completion]:
     async def run() -> list[Completion]:
-        async with changing_engine(folder, mode) as engine:
+        async with changing_engine(folder, mode, payloads) as engine:
             return await engine.generate(asked(folder))
 
     return asyncio.run(run())
@@ -176,3 +179,28 @@ def test_a_deterministic_run_refuses_it() -> None:
 
 def test_it_is_off_by_default() -> None:
     assert RunConfig().rollout.in_flight_updates is None
+
+
+@pytest.mark.acceptance
+def test_how_far_kept_samples_of_a_policy_that_learns_are_from_a_recomputation(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Printed beside how far the tokens are from the version that their sample began with, that is from no update at all."""
+    means = []
+    for lr in (2e-4, 2e-3):
+        loop = Loop(tiny_folder, 0.9, learner__lr=lr)
+        loop.update(loop.sample())
+        payloads = []
+        for version in VERSIONS:
+            loop.update(loop.sample())
+            payloads.append(replace(loop.policy.payload(loop.version), version=version))
+        loop.close()
+        answers = sample(tiny_folder, "keep", payloads)
+        models = {payload.version: model_of(tiny_folder, payload, tmp_path / str(lr)) for payload in payloads}
+        exact, with_kept_cache = distances(tiny_folder, models, asked(tiny_folder), answers)
+        never = dict.fromkeys(VERSIONS, models[VERSIONS[0]])
+        from_first, _ = distances(tiny_folder, never, asked(tiny_folder), answers)
+        print(f"learning rate {lr:g}: from a recomputation {exact}; from the version that they began with {from_first}")
+        assert with_kept_cache.largest < 1e-4
+        means.append(exact.mean)
+    assert 0 < means[0] < means[1] < 0.5  # it grows with the updates
