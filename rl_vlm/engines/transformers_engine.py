@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from rl_vlm.engines.calls import Call, end_call, resolve
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import Job
 from rl_vlm.engines.streams import TokenStream, notify
-from rl_vlm.engines.weights import Formed, MergedWeights, UnmergedWeights, Weights
+from rl_vlm.engines.weights import MergedWeights, UnmergedWeights, Version, Weights
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.backbone import Backbone
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
@@ -34,14 +33,6 @@ logger = logging.getLogger(__name__)
 
 _IDLE_BATCH = 8  # images encoded at once while idle; a call that arrives meanwhile waits for them
 _MAX_UPCOMING_IMAGES = 1024  # images that wait to be encoded ahead of their requests
-
-
-@dataclass(frozen=True, slots=True)
-class _Version:
-    """A policy version; `formed` is its prepared adapter (see `Weights`), None without one."""
-
-    number: int
-    formed: Formed | None = None
 
 
 class TransformersEngine:
@@ -87,8 +78,8 @@ class TransformersEngine:
         self._max_rows = max_rows
         self._lockstep = lockstep
         self._in_flight = in_flight
-        self._newest = _Version(0)
-        self._active = _Version(BASE_MODEL)  # whose weights are in place
+        self._newest = Version(0)
+        self._active = Version(BASE_MODEL)  # whose weights are in place
         self._loading = False
         self._open: set[Call] = set()  # calls that are not answered yet
         self._upcoming: deque[EncodedImage] = deque(maxlen=_MAX_UPCOMING_IMAGES)  # of later requests
@@ -197,7 +188,7 @@ class TransformersEngine:
         finally:
             self._loading = False
         with self._wake:
-            before, self._newest = self._newest, _Version(payload.version, formed)
+            before, self._newest = self._newest, Version(payload.version, formed)
             self._retire(before)
             self._swaps += 1
             self._last_swap_s = time.monotonic() - started
@@ -260,7 +251,7 @@ class TransformersEngine:
 
     def _activate(self, base_model: bool) -> None:
         """Put the weights of the base model or of the newest version in place, for samples that start now."""
-        wanted = _Version(BASE_MODEL) if base_model else self._newest
+        wanted = Version(BASE_MODEL) if base_model else self._newest
         if wanted.number == self._active.number:
             return
         self._weights.use(wanted.formed)
@@ -279,7 +270,7 @@ class TransformersEngine:
                 stream.policy_version = self._active.number
         self._decoder.change_version(self._active.number, recompute=self._in_flight == "recompute")
 
-    def _retire(self, version: _Version) -> None:
+    def _retire(self, version: Version) -> None:
         if version.formed is not None and version.number not in (self._newest.number, self._active.number):
             self._weights.release(version.formed)
 

@@ -113,6 +113,7 @@ def test_samples_that_adapters_change_under(engine: VLLMEngine, folder: Path, mo
 def test_streams_name_versions_and_the_base_model_stays(engine: VLLMEngine, folder: Path) -> None:
     async def run() -> tuple[list[SampleChunk], Completion]:
         base = replace(asked(folder)[2], request_id="base", min_version=BASE_MODEL)
+        await engine.load_adapter(random_payload(folder, 3))
         async with new_adapters(engine, [random_payload(folder, 4), random_payload(folder, 5)], every=60):
             plain = asyncio.create_task(engine.generate([base]))
             chunks = [chunk async for chunk in engine.stream(asked(folder)[0])]
@@ -131,6 +132,7 @@ def test_an_adapter_that_is_refused_leaves_the_running_samples_as_they_are(engin
     too_high = adapted_policy(folder, model__lora__rank=32).payload(6)
 
     async def run() -> Completion:
+        await engine.load_adapter(random_payload(folder, 5))
         running = asyncio.create_task(engine.generate(asked(folder)[:1]))
         with pytest.raises(EngineError, match="vLLM refused adapter version 6"):
             await engine.load_adapter(too_high)

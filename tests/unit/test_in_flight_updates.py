@@ -21,6 +21,7 @@ from rl_vlm.engines.rows import Job
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.rollout.turns import SampledTurn, sample_turns
+from rl_vlm.serving.server import build_engine
 from rl_vlm.types import Completion, GenerationRequest, InFlightUpdates, SampleChunk, UserInputError
 
 VERSIONS, TOKENS = (1, 2, 3, 4), 30
@@ -175,6 +176,27 @@ def test_it_is_refused_where_it_makes_no_sense(settings: dict[str, Any], message
 def test_a_deterministic_run_refuses_it() -> None:
     with pytest.raises(UserInputError, match="deterministic: true needs"):
         parse_config({"deterministic": True, "rollout": {"in_flight_updates": "keep", "max_policy_lag": 1}})
+
+
+@pytest.mark.parametrize("engine", ["TransformersEngine", "VLLMEngine"])
+@pytest.mark.parametrize("mode", [None, "keep", "recompute"])
+def test_the_switch_reaches_both_engines(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, engine: str, mode: str | None
+) -> None:
+    module = "transformers_engine" if engine == "TransformersEngine" else "vllm_engine"
+    monkeypatch.setattr(f"rl_vlm.engines.{module}.{engine}", lambda model, **settings: settings)
+    settings: Any = build_engine(
+        tiny_folder,
+        parse_config(
+            {
+                "serving": {"engine": module.removesuffix("_engine")},
+                "rollout": {"max_policy_lag": 2, "in_flight_updates": mode},
+            }
+        ),
+    )
+    assert settings["in_flight"] == mode
+    if engine == "VLLMEngine":  # one slot, which is overwritten, or one for each version that may still be sampling
+        assert settings["max_loras"] == (1 if mode else 4)
 
 
 def test_it_is_off_by_default() -> None:
