@@ -25,6 +25,8 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # beyond them logi
 
 Role = Literal["system", "user", "assistant", "tool"]
 Split = Literal["train", "test"]
+# What a running sample does with its keys and values when it takes newer weights.
+InFlightUpdates = Literal["keep", "recompute"]
 
 
 class RLVLMError(Exception):
@@ -221,13 +223,15 @@ class Sample:
     that they were sampled from (token mask, choices and temperature applied).
 
     `top_logprobs` holds, per position, (token id, log-probability) of the most likely tokens, best first; empty unless
-    the request asked for them.
+    the request asked for them. `pieces` holds (number of tokens, policy version) in order where the version changed under the
+    sample (in-flight updates); empty where all tokens are of the completion's version.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     stop_reason: StopReason
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    pieces: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +254,7 @@ class SampleChunk:
 class Completion:
     """The answer to a `GenerationRequest`: `prompt_ids` is int32 with every image placeholder expanded.
 
-    It is pickled with one array for all samples (see `_Packed`).
+    `policy_version` is the oldest version that sampled a token of it; see `Sample.pieces`. It is pickled with one array for all samples (see `_Packed`).
     """
 
     request_id: str
@@ -274,8 +278,8 @@ def _unpack_completion(packed: _Packed, prompt_ids: np.ndarray, request_id: str,
 class Turn:
     """One sampled turn of a trajectory: tokens [start, stop) of `Trajectory.token_ids`.
 
-    `policy_version` is the oldest version that sampled a token of it. Where several did (partial rollouts), `pieces` holds the
-    (number of tokens, version) of each in order; it is empty otherwise.
+    `policy_version` is the oldest version that sampled a token of it. Where several did (partial rollouts, in-flight updates),
+    `pieces` holds the (number of tokens, version) of each in order; it is empty otherwise.
 
     `state_id` is a hash of what the environment showed before the turn: turns that were shown the same texts and images have
     the same one; empty where it is unknown.

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from rl_vlm.config.section import Section
+from rl_vlm.types import InFlightUpdates
 
 
 class RolloutSection(Section):
@@ -49,6 +50,12 @@ class RolloutSection(Section):
         description="With a lag, partial rollouts: a turn is sampled in pieces of this many tokens, and each goes on with the newest "
         "weights. The age of a group is then that of its newest token.",
     )
+    in_flight_updates: InFlightUpdates | None = Field(
+        None,
+        description="With a lag, samples that are running take each new version between two tokens. keep: with the keys and values "
+        "that they have, of older versions; recompute: these are computed anew, so each token's log-probability is exactly "
+        "its version's. The age of a group is then that of its newest token.",
+    )
     open_ahead: bool = Field(
         True,
         description="Open the next round's episodes and encode their images while the learner works (max_policy_lag 0).",
@@ -56,6 +63,11 @@ class RolloutSection(Section):
     group_retries: int = Field(2, ge=0, description="How often a failed group is tried again with fresh environments.")
     max_consecutive_failures: int = Field(32, ge=1, description="Lost groups in a row after which the run stops.")
     timeout_s: float = Field(900.0, gt=0, description="Deadline of one round of sampling.")
+
+    @property
+    def crosses_versions(self) -> bool:
+        """Whether a turn that has begun goes on with newer weights."""
+        return self.partial_tokens is not None or self.in_flight_updates is not None
 
     @property
     def groups_at_once(self) -> int:

@@ -105,9 +105,20 @@ def _check_policy(run: RunConfig) -> None:
         raise ValueError("algorithm.estimator gae needs a critic: set algorithm.name to ppo")
     if settings.estimator in WITHOUT_CRITIC and run.spec.has_critic:
         raise ValueError(f"algorithm.estimator {settings.estimator} needs no critic: use gae, or algorithm.name grpo")
-    for key, default in (("groups_per_runner", None), ("late_groups", "wait"), ("partial_tokens", None)):
+    needing_lag = (
+        ("groups_per_runner", None),
+        ("late_groups", "wait"),
+        ("partial_tokens", None),
+        ("in_flight_updates", None),
+    )
+    for key, default in needing_lag:
         if not run.rollout.max_policy_lag and getattr(run.rollout, key) != default:
             raise ValueError(f"rollout.{key} has no effect with rollout.max_policy_lag 0: remove it, or allow a lag")
+    if run.rollout.partial_tokens and run.rollout.in_flight_updates:
+        raise ValueError(
+            "rollout.partial_tokens and rollout.in_flight_updates both let a turn go on with newer weights, at the end of a piece "
+            "and between any two tokens: set one of them"
+        )
 
 
 def _check_preference(run: RunConfig) -> None:

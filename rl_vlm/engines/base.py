@@ -64,7 +64,8 @@ class Engine(Protocol):
         ...
 
     async def load_adapter(self, payload: AdapterPayload) -> None:
-        """Make a version available; requests that are running finish with the version that they started with."""
+        """Make a version available. Samples that are running finish with the version that they started with or, in an engine with
+        in-flight updates, go on with this one."""
         ...
 
     def stats(self) -> EngineStats:

@@ -6,9 +6,10 @@ No threads and no asyncio here: `transformers_engine.py` drives it. New prompts 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,10 +22,12 @@ from rl_vlm.engines.kv_cache import RowCache
 from rl_vlm.engines.penalties import penalise
 from rl_vlm.engines.rows import Job, RowTable
 from rl_vlm.engines.sampling import Chosen, choose_tokens, most_likely
-from rl_vlm.engines.text_model import TextModel
-from rl_vlm.models.backbone import Backbone
+from rl_vlm.engines.text_model import KeysValues, TextModel
+from rl_vlm.models.backbone import Backbone, ImageFeatures
 from rl_vlm.seeding import uniforms
 from rl_vlm.types import Completion, GenerationRequest, StopReason, UserInputError
+
+T = TypeVar("T")
 
 # Padded prompt tokens per prefill forward pass.
 _PREFILL_TOKENS = 16384
@@ -124,32 +127,13 @@ class Decoder:
     @torch.inference_mode()
     def admit(self, jobs: Sequence[Job]) -> list[Job]:
         """Prefill the jobs, sorted by length, and sample their first tokens; returns the jobs that are finished already."""
-        waiting = sorted(jobs, key=lambda job: len(job.prompt_ids))
         finished: list[Job] = []
-        while waiting:
-            longest = len(waiting[0].prompt_ids)
-            size = 0
-            while size < len(waiting) and (size + 1) * len(waiting[size].prompt_ids) <= max(_PREFILL_TOKENS, longest):
-                size += 1
-            batch, waiting = waiting[: max(size, 1)], waiting[max(size, 1) :]
+        for batch in _batches(jobs, lambda job: len(job.prompt_ids)):
             finished.extend(self._prefill(batch))
         return finished
 
     def _prefill(self, jobs: list[Job]) -> list[Job]:
-        lengths = np.array([len(job.prompt_ids) for job in jobs])
-        longest = int(lengths.max())
-        ids = np.full((len(jobs), longest), self._codec.pad_token_id, dtype=np.int64)
-        positions = np.zeros((3, len(jobs), longest), dtype=np.int64)
-        for row, job in enumerate(jobs):
-            ids[row, : lengths[row]] = job.prompt_ids
-            positions[:, row, : lengths[row]] = job.positions
-        hidden, layers = self._text.prefill(
-            torch.from_numpy(ids).to(self._device),
-            torch.from_numpy(positions).to(self._device),
-            torch.from_numpy(lengths).to(self._device),
-            self._codec.image_token_id,
-            [feature for job in jobs for feature in job.features],
-        )
+        hidden, layers = self._forward([(job.prompt_ids, job.positions, job.features) for job in jobs])
         logits = self._backbone.logits(hidden)
 
         source = np.repeat(np.arange(len(jobs)), [job.request.sampling.n for job in jobs])
@@ -165,8 +149,49 @@ class Decoder:
             job.started = now
             job.features = []  # the backbone's own cache may still hold them
         self._rows.append(jobs, [self._seeds_of(job.request) for job in jobs])
-        self.counts.prompt_tokens += int(lengths.sum())
+        self.counts.prompt_tokens += sum(len(job.prompt_ids) for job in jobs)
         return self._choose(logits[source_t], first)
+
+    def _forward(
+        self, sequences: Sequence[tuple[np.ndarray, np.ndarray, list[ImageFeatures]]]
+    ) -> tuple[Tensor, KeysValues]:
+        """Last hidden states [B, D] and keys and values of sequences: ids [L], positions int64 [3, L], features of the images."""
+        lengths = np.array([len(own) for own, _, _ in sequences])
+        longest = int(lengths.max())
+        ids = np.full((len(sequences), longest), self._codec.pad_token_id, dtype=np.int64)
+        positions = np.zeros((3, len(sequences), longest), dtype=np.int64)
+        for row, (own, places, _) in enumerate(sequences):
+            ids[row, : lengths[row]] = own
+            positions[:, row, : lengths[row]] = places
+        return self._text.prefill(
+            torch.from_numpy(ids).to(self._device),
+            torch.from_numpy(positions).to(self._device),
+            torch.from_numpy(lengths).to(self._device),
+            self._codec.image_token_id,
+            [feature for _, _, features in sequences for feature in features],
+        )
+
+    def change_version(self, version: int, *, recompute: bool) -> None:
+        """The weights in place have become those of `version`, and all running samples go on with them.
+
+        Keys and values stay those of the versions that computed them; with `recompute` they are computed anew.
+        """
+        for slot, produced in zip(self._rows.slots, self._rows.produced.tolist(), strict=True):
+            slot.changes.append((produced, version))
+        if recompute:
+            self._recompute()
+
+    def _recompute(self) -> None:
+        rows = self._rows
+        jobs = list({id(slot.job): slot.job for slot in rows.slots}.values())
+        self._encode_images(jobs)
+        with torch.inference_mode():
+            for batch in _batches(range(len(rows)), lambda row: int(rows.length[row])):
+                _, layers = self._forward([(*rows.held(row), rows.slots[row].job.features) for row in batch])
+                self._cache.replace(layers, torch.tensor(batch, device=self._device))
+                self.counts.passes += 1
+        for job in jobs:
+            job.features = []
 
     def _seeds_of(self, request: GenerationRequest) -> np.ndarray:
         sampling = request.sampling
@@ -289,14 +314,26 @@ class Decoder:
         self._cache.keep(torch.from_numpy(keep).to(self._device))
         return finished
 
-    def completion(self, job: Job, version: int) -> Completion:
+    def completion(self, job: Job) -> Completion:
         """The answer of a finished job."""
         now = time.monotonic()
         return Completion(
             request_id=job.request.request_id,
             prompt_ids=job.prompt_ids,
             samples=tuple(job.samples[k] for k in range(job.request.sampling.n)),
-            policy_version=version,
+            policy_version=job.version,
             queue_s=job.started - job.submitted,
             generate_s=now - job.started,
         )
+
+
+def _batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
+    """The items, sorted by length, in batches of at most `_PREFILL_TOKENS` padded tokens; a longer item comes alone."""
+    waiting = sorted(items, key=length)
+    while waiting:
+        most = max(_PREFILL_TOKENS, length(waiting[0]))
+        size = 0
+        while size < len(waiting) and (size + 1) * length(waiting[size]) <= most:
+            size += 1
+        yield waiting[: max(size, 1)]
+        waiting = waiting[max(size, 1) :]

@@ -38,6 +38,13 @@ class RowCache:
             self._values[k][first : first + len(source), :, :length] = values[source]
         self.num_rows = first + len(source)
 
+    def replace(self, layers: list[tuple[Tensor, Tensor]], rows: Tensor) -> None:
+        """Overwrite the keys and values of rows int64 [B]: per layer [B, heads, L, head_dim], padded where a row holds fewer."""
+        length = layers[0][0].shape[2]
+        for k, (keys, values) in enumerate(layers):
+            self._keys[k][rows, :, :length] = keys
+            self._values[k][rows, :, :length] = values
+
     def begin_step(self, lengths: Tensor, shortest: int, longest: int) -> None:
         """Announce a decode step: row r writes its new key and value at position lengths[r]; int64 [rows]."""
         heads, capacity = self._keys[0].shape[1:3]

@@ -23,6 +23,7 @@ class Job:
     positions: np.ndarray  # int64 [3, P]
     submitted: float
     choices: ChoiceNode | None = None
+    version: int = 0  # of the weights that it begins with
     features: list[ImageFeatures] = field(default_factory=list)
     started: float = 0.0
     samples: dict[int, Sample] = field(default_factory=dict)
@@ -41,12 +42,22 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """The part of a row that is not in arrays: its job and sample number, its place in the choice trie, its top log-probabilities."""
+    """The part of a row that is not in arrays: its job and sample number, its place in the choice trie, its top log-probabilities,
+    and (tokens before, version) of each change of the weights under it."""
 
     job: Job
     number: int
     node: ChoiceNode | None
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    changes: list[tuple[int, int]] = field(default_factory=list)
+
+    def pieces(self, produced: int) -> tuple[tuple[int, int], ...]:
+        """(tokens, version) of each version that sampled some of the `produced` tokens; empty if it was one all the time."""
+        if not self.changes:
+            return ()
+        ends = [before for before, _ in self.changes] + [produced]
+        starts = [(0, self.job.version), *self.changes]
+        return tuple((end - start, version) for (start, version), end in zip(starts, ends, strict=True))
 
 
 class RowTable:
@@ -100,9 +111,16 @@ class RowTable:
 
     def sample(self, row: int, reason: StopReason) -> Sample:
         """What a row has sampled."""
-        produced = self.produced[row]
+        produced, slot = int(self.produced[row]), self.slots[row]
         tokens, logprobs = self.tokens[row, :produced].copy(), self.logprobs[row, :produced].copy()
-        return Sample(tokens, logprobs, reason, tuple(self.slots[row].top_logprobs))
+        return Sample(tokens, logprobs, reason, tuple(slot.top_logprobs), slot.pieces(produced))
+
+    def held(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids int32 [L] and positions int64 [3, L] of what a row's keys and values are of: all but the token sampled last."""
+        job, said = self.slots[row].job, self.tokens[row, : self.produced[row] - 1]
+        first = int(job.positions.max()) + 1
+        later = np.broadcast_to(np.arange(first, first + len(said)), (3, len(said)))
+        return np.concatenate([job.prompt_ids, said]), np.concatenate([job.positions, later], axis=1)
 
     def remove(self, rows: set[int]) -> np.ndarray:
         """Drop these rows; returns int64 [rows left]: the former row of each remaining one.

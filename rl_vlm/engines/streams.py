@@ -34,10 +34,10 @@ class TokenStream:
     def __init__(self, num_samples: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
-        self._pending: deque[tuple[int, list[int], list[float], list[TopLogprobs], StopReason | None]] = deque()
+        self._pending: deque[tuple[int, int, list[int], list[float], list[TopLogprobs], StopReason | None]] = deque()
         self._error: Exception | None = None
         self._unfinished = num_samples
-        self.policy_version = 0  # set before the first token
+        self.policy_version = 0  # of the tokens that are put next; set before the first
 
     @property
     def has_tokens(self) -> bool:
@@ -53,7 +53,7 @@ class TokenStream:
         stop_reason: StopReason | None,
     ) -> None:
         """Add tokens of sample `number`, from any thread; `notify` wakes the reader."""
-        self._pending.append((number, token_ids, logprobs, top_logprobs, stop_reason))
+        self._pending.append((number, self.policy_version, token_ids, logprobs, top_logprobs, stop_reason))
 
     def fail(self, error: Exception) -> None:
         """End the stream with an error, which is raised after the tokens added before; from any thread."""
@@ -72,10 +72,10 @@ class TokenStream:
                 raise self._error
 
     def _take(self) -> list[SampleChunk]:
-        growth: dict[int, _NewTokens] = {}
+        growth: dict[tuple[int, int], _NewTokens] = {}
         while self._pending:
-            number, token_ids, logprobs, top_logprobs, stop_reason = self._pending.popleft()
-            entry = growth.setdefault(number, _NewTokens([], [], []))
+            number, version, token_ids, logprobs, top_logprobs, stop_reason = self._pending.popleft()
+            entry = growth.setdefault((number, version), _NewTokens([], [], []))
             entry.token_ids += token_ids
             entry.logprobs += logprobs
             entry.top_logprobs += top_logprobs
@@ -85,11 +85,11 @@ class TokenStream:
                 number=number,
                 token_ids=np.array(entry.token_ids, dtype=np.int32),
                 logprobs=np.array(entry.logprobs, dtype=np.float32),
-                policy_version=self.policy_version,
+                policy_version=version,
                 stop_reason=entry.stop_reason,
                 top_logprobs=tuple(entry.top_logprobs),
             )
-            for number, entry in growth.items()
+            for (number, version), entry in growth.items()
         ]
 
 

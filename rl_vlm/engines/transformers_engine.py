@@ -1,7 +1,7 @@
 """The transformers engine: continuous batching on a thread of its own, adapters merged into the weights.
 
 It serves one adapter version at a time. Requests for a newer version wait until the running samples of the older one
-are finished, so every sample is drawn from one version from its first token to its last.
+are finished, so every sample is drawn from one version; with in-flight updates running samples take the newer one, too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,26 +21,18 @@ from rl_vlm.engines.calls import Call, end_call, resolve
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import Job
 from rl_vlm.engines.streams import TokenStream, notify
-from rl_vlm.engines.weights import Formed, MergedWeights, UnmergedWeights, Weights
+from rl_vlm.engines.weights import MergedWeights, UnmergedWeights, Version, Weights
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.backbone import Backbone
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import DType, Quantization, load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora import changes_tower
-from rl_vlm.types import Completion, EncodedImage, GenerationRequest, SampleChunk, UserInputError
+from rl_vlm.types import Completion, EncodedImage, GenerationRequest, InFlightUpdates, SampleChunk, UserInputError
 
 logger = logging.getLogger(__name__)
 
 _IDLE_BATCH = 8  # images encoded at once while idle; a call that arrives meanwhile waits for them
 _MAX_UPCOMING_IMAGES = 1024  # images that wait to be encoded ahead of their requests
-
-
-@dataclass(frozen=True, slots=True)
-class _Version:
-    """A policy version; `formed` is its prepared adapter (see `Weights`), None without one."""
-
-    number: int
-    formed: Formed | None = None
 
 
 class TransformersEngine:
@@ -59,6 +50,7 @@ class TransformersEngine:
         quantization: nf4 stores the language model's linear weights in four bits. Adapters are then computed beside
             them, at some cost per step, instead of being merged.
         pixels: limits of an image's size in place of the processor's own.
+        in_flight: running samples take a new version between two tokens, and keep or recompute their keys and values.
     """
 
     def __init__(
@@ -73,6 +65,7 @@ class TransformersEngine:
         num_threads: int | None = 1,
         quantization: Quantization = "none",
         pixels: PixelLimits = DEFAULT_PIXELS,
+        in_flight: InFlightUpdates | None = None,
     ) -> None:
         quiet_libraries()
         if num_threads is not None:
@@ -84,8 +77,9 @@ class TransformersEngine:
         self._weights: Weights = MergedWeights(loaded) if quantization == "none" else UnmergedWeights(loaded)
         self._max_rows = max_rows
         self._lockstep = lockstep
-        self._newest = _Version(0)
-        self._active = _Version(BASE_MODEL)  # whose weights are in place
+        self._in_flight = in_flight
+        self._newest = Version(0)
+        self._active = Version(BASE_MODEL)  # whose weights are in place
         self._loading = False
         self._open: set[Call] = set()  # calls that are not answered yet
         self._upcoming: deque[EncodedImage] = deque(maxlen=_MAX_UPCOMING_IMAGES)  # of later requests
@@ -180,8 +174,8 @@ class TransformersEngine:
     async def load_adapter(self, payload: AdapterPayload) -> None:
         """Merge a version and serve it to every request that starts from now on.
 
-        The merged weights are computed while samples run, which finish with the version that they started with. Switching to
-        them only changes pointers.
+        The merged weights are computed while samples run, which finish with the version that they started with unless there are
+        in-flight updates. Switching to them only changes pointers.
         """
         started = time.monotonic()
         if self._closed:
@@ -194,7 +188,7 @@ class TransformersEngine:
         finally:
             self._loading = False
         with self._wake:
-            before, self._newest = self._newest, _Version(payload.version, formed)
+            before, self._newest = self._newest, Version(payload.version, formed)
             self._retire(before)
             self._swaps += 1
             self._last_swap_s = time.monotonic() - started
@@ -236,6 +230,8 @@ class TransformersEngine:
                 if images:
                     self._encode_ahead(images)
                     continue
+                if self._in_flight:
+                    self._update_running()
                 self._admit()
                 if self._decoder.num_rows:
                     self._finish(self._decoder.step())
@@ -255,7 +251,7 @@ class TransformersEngine:
 
     def _activate(self, base_model: bool) -> None:
         """Put the weights of the base model or of the newest version in place, for samples that start now."""
-        wanted = _Version(BASE_MODEL) if base_model else self._newest
+        wanted = Version(BASE_MODEL) if base_model else self._newest
         if wanted.number == self._active.number:
             return
         self._weights.use(wanted.formed)
@@ -264,7 +260,17 @@ class TransformersEngine:
             self.backbone.forget_images()
         self._retire(before)
 
-    def _retire(self, version: _Version) -> None:
+    def _update_running(self) -> None:
+        """Running samples go on with the newest version; those of the base model stay with it."""
+        with self._wake:
+            if not self._decoder.num_rows or self._active.number in (BASE_MODEL, self._newest.number):
+                return
+            self._activate(base_model=False)
+            for stream in self._streams:
+                stream.policy_version = self._active.number
+        self._decoder.change_version(self._active.number, recompute=self._in_flight == "recompute")
+
+    def _retire(self, version: Version) -> None:
         if version.formed is not None and version.number not in (self._newest.number, self._active.number):
             self._weights.release(version.formed)
 
@@ -301,6 +307,7 @@ class TransformersEngine:
             for (call, place, _), job in zip(batch, prepared, strict=True):
                 if isinstance(job, Job) and not call.over:
                     call.jobs.append(job)
+                    job.version = version
                     if call.stream is not None:
                         call.stream.policy_version = version
                         job.stream = call.stream
@@ -311,10 +318,9 @@ class TransformersEngine:
             self._finish(self._decoder.admit(live))
 
     def _finish(self, jobs: Sequence[Job]) -> None:
-        version = self._active.number
         for job in jobs:
             call, place = self._owners.pop(id(job))
-            call.answers[place] = self._decoder.completion(job, version)
+            call.answers[place] = self._decoder.completion(job)
             if len(call.answers) == len(call.requests):
                 with self._wake:
                     self._open.discard(call)

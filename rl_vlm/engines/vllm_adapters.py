@@ -34,11 +34,15 @@ class AdapterFolders:
     """The adapter folders that vLLM reads, in /dev/shm where that is writable.
 
     Every version gets a new id, name and folder: vLLM keeps the old weights of an id that it knows, and its prefix
-    cache tells versions apart by their names. vLLM reads a folder again when it has dropped an adapter that a running
+    cache tells versions apart by their names and folders. vLLM reads a folder again when it has dropped an adapter that a running
     request still needs, so a folder stays as long as a request uses it.
+
+    With `one_slot` (in-flight updates) all versions have one id and one name: a version that is loaded with `replacing` takes
+    its predecessor's place under the requests that are running.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, one_slot: bool = False) -> None:
+        self._one_slot = one_slot
         self._root, lock = _claim_root()
         self._release = weakref.finalize(self, _release_root, self._root, lock)  # also run when Python exits
         self._adapters: list[Adapter] = []  # oldest first
@@ -67,7 +71,16 @@ class AdapterFolders:
             )
         number, self._next_id = self._next_id, self._next_id + 1
         folder = payload.write(self._root / f"v{payload.version}-{number}")
-        return Adapter(payload.version, folder, LoRARequest(f"policy-v{payload.version}", number, str(folder)))
+        name, slot = ("policy", 1) if self._one_slot else (f"policy-v{payload.version}", number)
+        return Adapter(payload.version, folder, LoRARequest(name, slot, str(folder)))
+
+    @staticmethod
+    def replacing(adapter: Adapter) -> Any:
+        """The LoRARequest that loads a version over the one that has its id. Only to be used between vLLM's steps."""
+        from vllm.lora.request import LoRARequest
+
+        known = adapter.request
+        return LoRARequest(known.lora_name, known.lora_int_id, known.lora_path, load_inplace=True)
 
     def add(self, adapter: Adapter, sha256: str) -> None:
         """Make a written version the newest, and delete the folders of old versions that no request uses."""

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 from rl_vlm.config import ServingSection
 from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats
 from rl_vlm.engines.streams import TokenStream
-from rl_vlm.engines.vllm_adapters import AdapterFolders
+from rl_vlm.engines.vllm_adapters import Adapter, AdapterFolders
 from rl_vlm.engines.vllm_request import DEAD, VLLMSampler
 from rl_vlm.engines.vllm_setup import Counts, engine_args, prepare_environment, start_llm
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import load_text_side, quiet_libraries
-from rl_vlm.types import Completion, EncodedImage, GenerationRequest, SampleChunk
+from rl_vlm.types import Completion, EncodedImage, GenerationRequest, InFlightUpdates, SampleChunk
 
 T = TypeVar("T")
 
@@ -42,6 +42,8 @@ class VLLMEngine:
         max_lora_rank: the highest rank of an adapter, rounded up to what vLLM knows (8, 16, 32, 64, ...).
         max_loras: versions that may sample at the same time; requests of a further one wait for the oldest to finish.
         pixels: limits of an image's size in place of the processor's own.
+        in_flight: running samples take a new version between two tokens, and keep or recompute their keys and values. Those
+            that began before the first adapter finish without one.
     """
 
     def __init__(
@@ -53,11 +55,13 @@ class VLLMEngine:
         max_lora_rank: int = 64,
         max_loras: int = 2,
         pixels: PixelLimits = DEFAULT_PIXELS,
+        in_flight: InFlightUpdates | None = None,
     ) -> None:
         prepare_environment(serving)
         quiet_libraries()
         self._text = load_text_side(model, pixels)
         self._max_num_seqs = serving.vllm.max_num_seqs
+        self._in_flight = in_flight
         self._closed = False
         self._swaps, self._last_swap_s = 0, 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -75,8 +79,8 @@ class VLLMEngine:
         except Exception as error:
             reason = " ".join((str(error) or repr(error)).split())
             raise EngineError(f"vLLM did not start: {reason[:500]}") from error
-        self._folders = AdapterFolders()
-        self._sampler = VLLMSampler(self._llm, self._text, serving.max_context, self._counts)
+        self._folders = AdapterFolders(one_slot=in_flight is not None)
+        self._sampler = VLLMSampler(self._llm, self._text, serving.max_context, self._counts, in_flight is not None)
 
     @property
     def version(self) -> int:
@@ -114,7 +118,7 @@ class VLLMEngine:
             work.cancel()
 
     async def load_adapter(self, payload: AdapterPayload) -> None:
-        """Serve a version to every request that starts from now on."""
+        """Serve a version to every request that starts from now on and, with in-flight updates, to those that are running."""
         started = time.monotonic()
         await self._call(self._load(payload))
         self._swaps += 1
@@ -205,10 +209,17 @@ class VLLMEngine:
             task.cancel()
 
     async def _load(self, payload: AdapterPayload) -> None:
+        if self._in_flight is None:
+            await self._make_newest(payload, self._add)
+            return
+        # Not to be cut off by the caller's deadline: requests would stay paused, or tokens be given the wrong version.
+        await asyncio.shield(asyncio.ensure_future(self._tracked(self._make_newest(payload, self._replace))))
+
+    async def _make_newest(self, payload: AdapterPayload, load: Callable[[Adapter], Coroutine[Any, Any, None]]) -> None:
         async with self._loading:
             adapter = await asyncio.to_thread(self._folders.write, payload)
             try:
-                await self._llm.add_lora(adapter.request)
+                await load(adapter)
             except BaseException as error:
                 self._folders.discard(adapter)
                 if not isinstance(error, Exception):
@@ -217,6 +228,20 @@ class VLLMEngine:
                 reason = DEAD if self._llm.errored else f"vLLM refused adapter version {payload.version}: {error}"
                 raise EngineError(reason) from error
             self._folders.add(adapter, payload.sha256)
+
+    async def _add(self, adapter: Adapter) -> None:
+        await self._llm.add_lora(adapter.request)
+
+    async def _replace(self, adapter: Adapter) -> None:
+        """Exchange the adapter under the running requests, between two of vLLM's steps."""
+        await self._llm.pause_generation(mode="keep", clear_cache=False)  # returns when the steps under way are done
+        try:
+            await self._llm.add_lora(self._folders.replacing(adapter))
+            await self._llm.update_weight_version(str(adapter.version))  # which vLLM then names with every token
+            if self._in_flight == "recompute":
+                await self._llm.reset_prefix_cache(reset_running_requests=True)  # they are prefilled anew
+        finally:
+            await self._llm.resume_generation()
 
     async def _generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         return await _all_or_none([self._complete(request) for request in requests])
@@ -233,7 +258,7 @@ class VLLMEngine:
             request_id=request.request_id,
             prompt_ids=plan.expanded,
             samples=tuple(samples),
-            policy_version=version,
+            policy_version=min(first for sample in samples for _, first in sample.pieces or ((0, version),)),
             generate_s=time.monotonic() - started,
         )
 
@@ -253,7 +278,7 @@ class VLLMEngine:
 
     @contextlib.contextmanager
     def _lease(self, request: GenerationRequest) -> Iterator[tuple[Any, int]]:
-        """vLLM's LoRARequest (or None) and the version that the whole request is sampled with."""
+        """vLLM's LoRARequest (or None) and its version, with which the request is sampled or at least begins."""
         if request.min_version == BASE_MODEL:
             yield None, BASE_MODEL
             return

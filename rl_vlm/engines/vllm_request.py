@@ -14,7 +14,7 @@ from rl_vlm.chat import expand_image_tokens
 from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.choices import TokenSequence, encode_choices
 from rl_vlm.engines.streams import TokenStream, notify
-from rl_vlm.engines.vllm_sampling import Piece, read_piece, vllm_params
+from rl_vlm.engines.vllm_sampling import Piece, read_piece, read_versions, vllm_params
 from rl_vlm.engines.vllm_setup import Counts
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import GenerationRequest, Sample, StopReason, UserInputError
@@ -42,13 +42,15 @@ class VLLMSampler:
         text: codec and image geometry of the model.
         max_context: prompt plus new tokens of a sample.
         counts: requests and tokens are added here.
+        in_flight: adapters change under running requests, and each token names its version.
     """
 
-    def __init__(self, llm: Any, text: TextSide, max_context: int, counts: Counts) -> None:
+    def __init__(self, llm: Any, text: TextSide, max_context: int, counts: Counts, in_flight: bool) -> None:
         self._llm = llm
         self._text = text
         self._max_context = max_context
         self.counts = counts
+        self._in_flight = in_flight
 
     async def plan(self, request: GenerationRequest) -> Plan:
         """Check and expand a request; raises EngineError for what cannot be sampled."""
@@ -82,6 +84,7 @@ class VLLMSampler:
             np.array(piece.logprobs, dtype=np.float32),
             self._stop_reason(plan, output, piece),
             tuple(piece.top_logprobs),
+            read_versions(output) if self._in_flight and lora is not None else (),
         )
 
     async def feed(self, plan: Plan, number: int, lora: Any, stream: TokenStream) -> None:
@@ -118,6 +121,9 @@ class VLLMSampler:
                 last = result.outputs[0]
                 if stream is not None and last.finish_reason != "error":
                     piece = self._read(plan, last)
+                    if self._in_flight and lora is not None:
+                        # Adapters change while vLLM is paused, long after the last token of the older one was read here.
+                        stream.policy_version = self.counts.policy_version
                     stream.put(number, *piece, self._stop_reason(plan, last, piece) if last.finish_reason else None)
                     notify([stream])
         assert last is not None

@@ -77,3 +77,8 @@ def read_piece(output: Any, top: int) -> Piece:
     return Piece(
         list(output.token_ids), [flat.logprobs[start] for start in starts], [found[:top] for found in alternatives]
     )
+
+
+def read_versions(output: Any) -> tuple[tuple[int, int], ...]:
+    """(tokens, policy version) in order, of a finished CompletionOutput of a vLLM whose weight versions are policy versions."""
+    return tuple((span.end - span.start, int(span.version)) for span in output.weight_versions)

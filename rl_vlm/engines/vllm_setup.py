@@ -16,6 +16,7 @@ from rl_vlm.config import ServingSection
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import UserInputError
 
+NO_VERSION = "default"  # vLLM's name of its weights before they get another
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM has kernels for
 
 
@@ -29,6 +30,7 @@ class Counts:
     steps: int = 0  # of the engine core that brought a token
     prefix_queries: int = 0
     prefix_hits: int = 0
+    policy_version: int = 0  # that sampled the tokens which came last; counted with in-flight updates only
     unfinished: int = 0
     busy_s: float = 0.0
     sample_s: float = 0.0  # the integral of `unfinished` over time
@@ -170,6 +172,8 @@ def _count_steps(core: Any, counts: Counts) -> None:
         step = await receive()
         counts.steps += 1
         counts.generated_tokens += sum(len(output.new_token_ids) for output in step.outputs)
+        if step.weight_version not in (None, NO_VERSION):
+            counts.policy_version = int(step.weight_version)
         return step
 
     core.get_output_async = receive_and_count

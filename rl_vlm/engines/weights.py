@@ -6,6 +6,7 @@ Both ways change nothing but linear layers, and switch between base and adapter 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,14 @@ from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.lora import LoraFactors, adaptable_linears, linear_weights, lora_factors, merged_weights
 
 Formed = Mapping[str, Any]  # a prepared adapter: merged weights or LoRA factors by module name
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A policy version; `formed` is its prepared adapter, None without one."""
+
+    number: int
+    formed: Formed | None = None
 
 
 class Weights(Protocol):

@@ -10,12 +10,12 @@ from rl_vlm.types import TrajectoryGroup
 class GroupBuffer:
     """Holds groups and never gives one that is too old.
 
-    A group's age is the learner's version minus the oldest version that sampled a token of it; of groups of partial rollouts, minus
-    the newest: when their episodes began does not count.
+    A group's age is the learner's version minus the oldest version that sampled a token of it; of groups whose turns cross
+    versions (partial rollouts, in-flight updates), minus the newest: when their episodes began does not count.
 
     Args:
         max_lag: the largest age that is given out.
-        partial: groups of partial rollouts.
+        partial: turns cross versions.
     """
 
     def __init__(self, max_lag: int, partial: bool = False) -> None:

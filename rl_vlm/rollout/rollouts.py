@@ -41,7 +41,7 @@ class Rollouts(ABC):
     def __init__(self, sampler: RolloutSampler, stream: TaskStream, run: RunConfig) -> None:
         self._sampler, self._stream, self._run = sampler, stream, run
         self._batch = run.rollout.prompts_per_iteration
-        self._buffer = GroupBuffer(run.rollout.max_policy_lag, partial=run.rollout.partial_tokens is not None)
+        self._buffer = GroupBuffer(run.rollout.max_policy_lag, partial=run.rollout.crosses_versions)
         self._refill = Refill(round(run.algorithm.max_refill * self._batch))
         self._failures = FailureBudget(run.rollout.max_consecutive_failures)
         self.stop_requested: Callable[[], bool] = lambda: False
@@ -216,7 +216,7 @@ class ContinuousRollouts(Rollouts):
             return False
         if not running or self._run.rollout.late_groups == "drop":
             return True
-        if self._run.rollout.partial_tokens is not None:
+        if self._run.rollout.crosses_versions:
             running = []  # these go on with newer weights, so none becomes too old
         return buffer.batch_leaves_time(self._batch, version, running)
 

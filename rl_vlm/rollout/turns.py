@@ -1,5 +1,7 @@
 """One sampled turn, in one request or, for partial rollouts, in pieces that may come from several versions of the policy.
 
+With in-flight updates one request's answer may consist of several versions, too (`Sample.pieces`).
+
 A piece that ends because of its length goes on from what was sampled so far: the next request's prompt is the prompt and these tokens,
 whose keys and values are computed anew under the weights that the replica has by then. So each token's log-probability is that of the
 version which sampled it, given everything before it (partial rollouts: Kimi k1.5, arXiv 2501.12599, section 2.6.2).
@@ -108,10 +110,10 @@ def _shortened(request: GenerationRequest, max_new_tokens: int) -> GenerationReq
 def _turn(samples: list[Sample], completions: list[Completion]) -> SampledTurn:
     pieces: list[tuple[int, int]] = []
     for sample, completion in zip(samples, completions, strict=True):
-        count, version = len(sample.token_ids), completion.policy_version
-        if pieces and pieces[-1][1] == version:
-            count += pieces.pop()[0]
-        pieces.append((count, version))
+        for count, version in sample.pieces or ((len(sample.token_ids), completion.policy_version),):
+            if pieces and pieces[-1][1] == version:
+                count += pieces.pop()[0]
+            pieces.append((count, version))
     return SampledTurn(
         samples[0].token_ids if len(samples) == 1 else np.concatenate([sample.token_ids for sample in samples]),
         samples[0].logprobs if len(samples) == 1 else np.concatenate([sample.logprobs for sample in samples]),

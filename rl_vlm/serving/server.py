@@ -42,7 +42,7 @@ class StaleReplicaError(ReplicaUnavailableError):
 
 def build_engine(model: Path, run: RunConfig) -> Engine:
     """The engine that the configuration names; `auto` is vLLM on a GPU and transformers without one."""
-    serving = run.serving
+    serving, in_flight = run.serving, run.rollout.in_flight_updates
     import torch
 
     on_gpu = serving.gpus_per_replica > 0 and torch.cuda.is_available()
@@ -55,9 +55,10 @@ def build_engine(model: Path, run: RunConfig) -> Engine:
             dtype=run.model.dtype,
             serving=serving,
             max_lora_rank=run.model.lora.rank,
-            # Samples of older versions may still run when a new one comes.
-            max_loras=run.rollout.max_policy_lag + 2,
+            # Samples of older versions may still run when a new one comes, unless they take it.
+            max_loras=1 if in_flight else run.rollout.max_policy_lag + 2,
             pixels=run.model.pixels,
+            in_flight=in_flight,
         )
     from rl_vlm.engines.transformers_engine import TransformersEngine
 
@@ -71,6 +72,7 @@ def build_engine(model: Path, run: RunConfig) -> Engine:
         num_threads=None if on_gpu else serving.num_threads,
         quantization="nf4" if serving.quantization == "nf4" else "none",
         pixels=run.model.pixels,
+        in_flight=in_flight,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from runs import ENV_RUNNER, REPLICA, ROOT, TrainingProcess
 
@@ -37,6 +38,32 @@ def test_no_group_is_too_old_or_missing_when_a_runner_and_a_replica_die(tmp_path
     assert len(rows) == 50
     lags = [float(row["rollout/lag_max"]) for row in rows]
     assert max(lags) <= 2 and max(lags[3:]) >= 1  # groups of older versions are learned from, and none is too old
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_turns_go_on_with_newer_weights(tmp_path: Path, mode: str) -> None:
+    arguments = (
+        f"rollout.in_flight_updates={mode}",
+        "algorithm.iterations=20",
+        "evaluation.num_items=64",
+        "logging.trajectories_every=1",
+        "logging.trajectories_per_dump=128",
+    )
+    with TrainingProcess(tmp_path / "run", *arguments, config=ASYNC) as run:
+        assert run.wait() == 0, run.output()[-3000:]
+    assert run.result()["trajectories"] == 20 * 16 * 8
+    rows = [
+        row
+        for path in sorted((run.run_dir / "trajectories").glob("*.parquet"))
+        for row in pq.read_table(path).to_pylist()
+    ]
+    mixed = [turn for row in rows for turn in row["turns"] if turn["pieces"]]
+    assert mixed
+    for turn in mixed:
+        counts, versions = zip(*turn["pieces"], strict=True)
+        assert sum(counts) == turn["stop"] - turn["start"] and min(counts) > 0
+        assert list(versions) == sorted(set(versions)) and turn["policy_version"] == versions[0]
 
 
 @pytest.mark.acceptance

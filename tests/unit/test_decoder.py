@@ -69,7 +69,7 @@ def run(decoder: Decoder, *waves: tuple[int, Sequence[GenerationRequest]]) -> di
         if decoder.num_rows:
             done.extend(decoder.step())
         step += 1
-    return {job.request.request_id: decoder.completion(job, 0) for job in done}
+    return {job.request.request_id: decoder.completion(job) for job in done}
 
 
 def mixed_requests(text: TextSide, rng: np.random.Generator, **sampling: Any) -> list[GenerationRequest]:

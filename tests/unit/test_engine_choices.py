@@ -45,7 +45,7 @@ def run(decoder: Decoder, *requests: GenerationRequest) -> list[Completion]:
     done = decoder.admit(jobs)  # type: ignore[arg-type]
     while decoder.num_rows:
         done += decoder.step()
-    by_name = {job.request.request_id: decoder.completion(job, 0) for job in done}
+    by_name = {job.request.request_id: decoder.completion(job) for job in done}
     return [by_name[asked.request_id] for asked in requests]
 
 

@@ -125,7 +125,7 @@ def test_engine_and_learner_equal_teacher_forcing(folder: Path) -> None:
     done = decoder.admit(decoder.prepare(requests))  # type: ignore[arg-type]
     while decoder.num_rows:
         done += decoder.step()
-    for answer in (decoder.completion(job, 0) for job in done):
+    for answer in (decoder.completion(job) for job in done):
         for sample in answer.samples:
             ids = np.concatenate([answer.prompt_ids, sample.token_ids])
             shown = images if answer.request_id == "a" else []

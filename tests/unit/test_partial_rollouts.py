@@ -7,94 +7,30 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from core_support import adapted_policy, plain_model, reference_logprobs, text_side
-from peft import PeftModel
-from policy_loop import MAX_CONTEXT, ThreeTurns
+from policy_loop import MAX_CONTEXT
+from version_support import PIECE, ROLLOUT, TURN, NewWeightsMeanwhile, check_named_versions
 
-from rl_vlm.config import RolloutSection, parse_config
+from rl_vlm.config import parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.rollout.env_pool import EnvPool
-from rl_vlm.rollout.episodes import run_group
 from rl_vlm.rollout.group_buffer import GroupBuffer
-from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.types import (
-    Completion,
-    GenerationRequest,
-    StopReason,
-    Trajectory,
-    TrajectoryError,
-    TrajectoryGroup,
-    UserInputError,
-)
-
-PIECE, TURN = 4, 10
-ROLLOUT = RolloutSection(
-    max_turns=3, max_new_tokens_per_turn=TURN, max_new_tokens=3 * TURN, require_end_of_turn=False,
-    max_policy_lag=1, partial_tokens=PIECE,
-)  # fmt: skip
-TASK = RolloutTask("g", 3, "train", seed=1, sampling_seed=5, size=3, temperature=0.8, min_version=1)
+from rl_vlm.types import StopReason, Trajectory, TrajectoryError, TrajectoryGroup, UserInputError
 
 
-class NewWeightsMeanwhile:
-    """An engine in this process that gets another adapter before every third request."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.engine = TransformersEngine(folder, max_context=MAX_CONTEXT)
-        self.requests: list[GenerationRequest] = []
-        self.version = 0
-        self.loading = asyncio.Lock()
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        self.requests.append(request)
-        if len(self.requests) % 3 == 1:
-            async with self.loading:
-                self.version += 1
-                await self.engine.load_adapter(adapted_policy(self.folder, seed=self.version).payload(self.version))
-        answer = (await self.engine.generate([request]))[0]
-        return dataclasses.replace(answer, replica_id="here")
-
-    async def group(self, rollout: RolloutSection) -> TrajectoryGroup:
-        pool = EnvPool(ThreeTurns, timeout_s=30.0, inline=True)
-        try:
-            return await run_group(TASK, pool, self, text_side(self.folder), rollout, MAX_CONTEXT)
-        finally:
-            pool.close()
-            await self.engine.close()
+def meanwhile(folder: Path) -> NewWeightsMeanwhile:
+    return NewWeightsMeanwhile(folder, TransformersEngine(folder, max_context=MAX_CONTEXT))
 
 
 @pytest.fixture(scope="module")
 def sampled(tiny_folder: Path) -> Iterator[tuple[TrajectoryGroup, NewWeightsMeanwhile]]:
-    policy = NewWeightsMeanwhile(tiny_folder)
+    policy = meanwhile(tiny_folder)
     yield asyncio.run(policy.group(ROLLOUT)), policy
 
 
 def test_every_token_is_as_likely_as_under_the_version_that_it_names(
     sampled: tuple[TrajectoryGroup, NewWeightsMeanwhile], tiny_folder: Path, tmp_path: Path
 ) -> None:
-    group, _ = sampled
-    versions = sorted({int(v) for one in group.trajectories for v in one.versions if v >= 0})
-    assert len(versions) >= 5
-    under = {}
-    for version in versions:
-        adapted_policy(tiny_folder, seed=version).payload(version).write(tmp_path / str(version))
-        model = PeftModel.from_pretrained(plain_model(tiny_folder), tmp_path / str(version)).eval()
-        with torch.no_grad():
-            under[version] = [
-                reference_logprobs(tiny_folder, model, one.token_ids, one.images, TASK.temperature).numpy()
-                for one in group.trajectories
-            ]
-    others = 0.0
-    for k, one in enumerate(group.trajectories):
-        for place in np.flatnonzero(one.loss_mask):
-            version = int(one.versions[place])
-            assert under[version][k][place - 1] == pytest.approx(one.logprobs[place], abs=1e-4)
-            wrong = under[versions[(versions.index(version) + 1) % len(versions)]][k][place - 1]
-            others = max(others, abs(wrong - one.logprobs[place]))
-    assert others > 0.5  # another version gives other likelihoods
+    check_named_versions(sampled[0], tiny_folder, tmp_path)
 
 
 def test_turns_consist_of_pieces_and_their_budget_is_kept(
@@ -118,7 +54,7 @@ def test_turns_consist_of_pieces_and_their_budget_is_kept(
 
 
 def test_in_one_piece_a_turn_has_one_version(tiny_folder: Path) -> None:
-    group = asyncio.run(NewWeightsMeanwhile(tiny_folder).group(ROLLOUT.model_copy(update={"partial_tokens": None})))
+    group = asyncio.run(meanwhile(tiny_folder).group(ROLLOUT.model_copy(update={"partial_tokens": None})))
     assert all(turn.pieces == () for one in group.trajectories for turn in one.turns)
 
 
