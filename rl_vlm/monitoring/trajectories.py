@@ -24,12 +24,16 @@ _TURN = pa.struct(
         ("reward", pa.float64()),
         ("state_id", pa.string()),  # equal where the environment showed the same
         ("pieces", pa.list_(pa.list_(pa.int64()))),  # [tokens, version] of each, where versions differ
+        ("parts", pa.map_(pa.string(), pa.float64())),  # of the reward, before weights
+        ("well_formed", pa.bool_()),
     ]
 )
 SCHEMA = pa.schema(
     [
         ("iteration", pa.int64()),
         ("group_id", pa.string()),
+        ("env", pa.string()),  # its name in a mixture
+        ("stage", pa.int64()),  # of the curriculum
         ("trajectory_id", pa.string()),
         ("index", pa.int64()),
         ("token_ids", pa.list_(pa.int32())),
@@ -116,6 +120,8 @@ def _row(
     row = {
         "iteration": iteration,
         "group_id": group.group_id,
+        "env": group.env,
+        "stage": group.stage,
         "trajectory_id": one.trajectory_id,
         "index": group.index,
         "turns": [{**asdict(turn), "stop_reason": str(turn.stop_reason)} for turn in one.turns],
