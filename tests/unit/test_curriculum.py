@@ -10,8 +10,8 @@ import pytest
 from task_support import solved_group
 
 from rl_vlm.config import parse_config
-from rl_vlm.rollout.cursor import DataCursor
 from rl_vlm.rollout.curriculum import Curriculum, make_task_source
+from rl_vlm.rollout.cursor import DataCursor
 from rl_vlm.rollout.mixture import Mixture
 from rl_vlm.rollout.task_stream import TaskStream
 from rl_vlm.types import UserInputError

@@ -125,7 +125,9 @@ def test_a_split_that_is_known_to_its_last_item_is_drawn_from_as_well() -> None:
 def test_environments_near_one_half_come_first_and_none_starves() -> None:
     source = mixture({"easy": 1.0, "half": 1.0, "hopeless": 1.0}, BY_RATE, size=None)
     for _ in range(30):
-        source.observe([solved_group([1] * 8, "easy"), solved_group([1, 0] * 4, "half"), solved_group([0] * 8, "hopeless")])
+        source.observe(
+            [solved_group([1] * 8, "easy"), solved_group([1, 0] * 4, "half"), solved_group([0] * 8, "hopeless")]
+        )
     found = Counter(names(source, 1200))
     assert found["half"] > 0.7 * 1200 and min(found["easy"], found["hopeless"]) > 0.08 * 1200
     figures = source.figures()
@@ -162,7 +164,9 @@ def test_an_evaluation_has_results_of_the_whole_and_of_each_environment() -> Non
     assert len(tasks) == len({task.group_id for task in tasks}) == 2 * (2 + 4)
     groups = []
     for task in tasks:
-        group = solved_group([float(task.env == "a" or (task.variant == "two" and task.index < 1))], task.env, task.index)
+        group = solved_group(
+            [float(task.env == "a" or (task.variant == "two" and task.index < 1))], task.env, task.index
+        )
         group.group_id = task.group_id
         groups.append(group)
     results = summarize(run, tasks, groups)
