@@ -111,27 +111,37 @@ class CurriculumSection(Section):
 
 def check_tasks(run: RunConfig) -> None:
     """Raise ValueError where mixture, curriculum and variants do not fit together."""
-    env, curriculum = run.env, run.curriculum
-    names = [part.name for part in env.mixture]
-    if bad := [name for name in names if name in _TAKEN_NAMES or name in run.evaluation.variants]:
+    names, variants, stages = [part.name for part in run.env.mixture], run.evaluation.variants, run.curriculum.stages
+    if bad := [name for name in names if name in _TAKEN_NAMES or name in variants]:
         raise ValueError(f"env.mixture: the name {bad[0]} belongs to another metric: choose another one")
-    given = [(f"curriculum.stages.{place}.env", stage.env) for place, stage in enumerate(curriculum.stages)]
-    given += [(f"evaluation.variants.{name}", arguments) for name, arguments in run.evaluation.variants.items()]
-    for key, arguments in given:
-        for name, inner in arguments.items() if names else ():
-            if name not in names or not isinstance(inner, dict):
-                raise ValueError(
-                    f"{key}: with env.mixture it maps names ({', '.join(names)}) to arguments, such as {names[0]}: {{seed: 1}}; "
-                    f"{name} is not one of them"
-                    if name not in names
-                    else f"{key}.{name}: arguments are a mapping, such as {{seed: 1}}"
-                )
-    for place, stage in enumerate(curriculum.stages):
-        for name, weight in stage.mixture.items():
-            if name not in names:
-                known = f"env.mixture has {', '.join(names)}" if names else "env.mixture is empty"
-                raise ValueError(f"curriculum.stages.{place}.mixture names {name}, and {known}")
-            if weight < 0:
-                raise ValueError(f"curriculum.stages.{place}.mixture.{name}: a weight is at least 0, not {weight}")
-        if names and not any(({part.name: part.weight for part in env.mixture} | stage.mixture).values()):
-            raise ValueError(f"curriculum.stages.{place}.mixture: all weights are 0, so that nothing would be chosen")
+    if names:
+        for variant, arguments in variants.items():
+            _check_names(f"evaluation.variants.{variant}", arguments, names)
+    for place, stage in enumerate(stages):
+        if names:
+            _check_names(f"curriculum.stages.{place}.env", stage.env, names)
+        _check_weights(
+            f"curriculum.stages.{place}.mixture", stage, {part.name: part.weight for part in run.env.mixture}
+        )
+
+
+def _check_names(key: str, arguments: dict[str, Any], names: list[str]) -> None:
+    for name, inner in arguments.items():
+        if name not in names:
+            raise ValueError(
+                f"{key}: with env.mixture it maps names ({', '.join(names)}) to arguments, such as {names[0]}: {{seed: 1}}; {name} "
+                "is not one of them"
+            )
+        if not isinstance(inner, dict):
+            raise ValueError(f"{key}.{name}: arguments are a mapping, such as {{seed: 1}}, not {inner!r}")
+
+
+def _check_weights(key: str, stage: StageSection, weights: dict[str, float]) -> None:
+    for name, weight in stage.mixture.items():
+        if name not in weights:
+            known = f"env.mixture has {', '.join(weights)}" if weights else "env.mixture is empty"
+            raise ValueError(f"{key} names {name}, and {known}")
+        if weight < 0:
+            raise ValueError(f"{key}.{name}: a weight is at least 0, not {weight}")
+    if weights and not any((weights | stage.mixture).values()):
+        raise ValueError(f"{key}: all weights are 0, so that no environment would ever be chosen")

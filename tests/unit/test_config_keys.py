@@ -72,9 +72,8 @@ class Reader(ast.NodeVisitor):
             return next((scope[node.id] for scope in reversed(self._scopes) if node.id in scope), None)
         if isinstance(node, ast.Attribute):
             base = self._kind(node.value)
-            if base is not None:
-                if node.attr in base.model_fields:
-                    return section_of(base.model_fields[node.attr].annotation)
+            if base is not None and node.attr in base.model_fields:
+                return section_of(base.model_fields[node.attr].annotation)
             own = f"{self._class()}.{node.attr}" if isinstance(node.value, ast.Name) and node.value.id == "self" else ""
             known = self._attributes.get(own) or self._attributes.get(node.attr, set())
             return next(iter(known)) if len(known) == 1 else None

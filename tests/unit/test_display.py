@@ -128,7 +128,7 @@ def test_a_resumed_run_counts_from_where_it_was():
 
 
 def test_a_curriculum_shows_its_stage():
-    display, clock, out = plain()
+    display, _clock, out = plain()
     with display:
         display.update(10, {"curriculum/stage": 1.0, "curriculum/stages": 5.0, "curriculum/solve_rate": 0.625})
         display.update(20, {"curriculum/stage": 2.0, "curriculum/stages": 5.0})  # no episode of it yet
