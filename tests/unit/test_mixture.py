@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from task_support import solved_group
 
 from rl_vlm.config import CurriculumSection, parse_config
-from rl_vlm.evaluation.heldout import evaluation_tasks, summarize
+from rl_vlm.evaluation.heldout import evaluation_tasks, summarize, viewed_tasks
 from rl_vlm.rollout.figures import sampling_figures
 from rl_vlm.rollout.mixture import Mixture
 from rl_vlm.rollout.solve_rate import MAX_KNOWN, SolveRateItems, SolveRates
@@ -173,3 +173,11 @@ def test_an_evaluation_has_results_of_the_whole_and_of_each_environment() -> Non
     assert (results["accuracy/default"], results["items/default"]) == (pytest.approx(2 / 6), 6)
     assert (results["accuracy/a"], results["accuracy/b"], results["accuracy/b/two"]) == (1.0, 0.0, 0.25)
     assert (results["items/a"], results["items/b"], results["accuracy/two"]) == (2, 4, 0.5)
+
+
+def test_swapped_images_are_those_of_another_item_of_the_same_environment() -> None:
+    run = parse_config({"env": {"mixture": [{"name": "a", "id": "Shapes-v0"}, {"name": "b", "id": "Shapes-v0"}]}})
+    tasks = evaluation_tasks(run, {"a": 2, "b": 4}, min_version=0)
+    assert {task.env for task in tasks[:2]} == {"a", "b"}  # the first few are of all environments
+    swapped = [(task.env, task.index, task.other_index) for task in viewed_tasks(tasks, "swapped")]
+    assert sorted(swapped) == [("a", 0, 1), ("a", 1, 0), ("b", 0, 1), ("b", 1, 2), ("b", 2, 3), ("b", 3, 0)]
