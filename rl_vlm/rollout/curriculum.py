@@ -108,7 +108,7 @@ class Curriculum:
         }
         if self._window:
             found["curriculum/solve_rate"] = self._mean("solve_rate")
-        for env, arguments in self._stages.arguments(self.stage, share).items():
+        for env, arguments in self._stages.values(self.stage, share).items():
             where = f"curriculum/value/{env}." if env else "curriculum/value/"
             found |= {where + name: value for name, value in numbers_in(arguments)}
         return found

@@ -80,6 +80,15 @@ class Stages:
             found[name] = {key: blend(before[key], after[key], share) if key in after else before[key] for key in keys}
         return found
 
+    def values(self, stage: int, share: float = 0.0) -> dict[str, dict[str, Any]]:
+        """By name of the environment: the value now of every argument that any stage sets, where it has one."""
+        found = {}
+        for name, arguments in self.arguments(stage, share).items():
+            now = {**self._own[name], **arguments}
+            ever = dict.fromkeys(key for place in range(len(self)) for key in self._of(place, name))
+            found[name] = {key: now[key] for key in ever if key in now}
+        return found
+
     def _of(self, stage: int, name: str) -> dict[str, Any]:
         given = self._settings.stages[stage].env
         return dict(given.get(name, {})) if name else given

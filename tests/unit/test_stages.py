@@ -77,6 +77,11 @@ def test_what_one_stage_leaves_out_moves_from_the_environments_own_argument() ->
     assert without.arguments(0, 0.5) == {"": {}}  # nothing to move from
 
 
+def test_what_any_stage_sets_is_shown_in_every_stage() -> None:
+    given = stages([{"start": 0, "env": {"size": 3, "holes": 1}}, {"start": 10}], {"size": 4, "walls": 2})
+    assert given.values(0) == {"": {"size": 3, "holes": 1}} and given.values(1) == {"": {"size": 4}}
+
+
 def test_every_set_of_arguments_is_known_ahead_and_their_number_is_bounded() -> None:
     moving = stages([{"start": 0, "env": {"size": 3}}, {"start": 10, "env": {"size": 5}}], blend=True, blend_levels=64)
     assert [arguments["size"] for _, _, arguments in moving.all_arguments()] == [3, 4, 5]
