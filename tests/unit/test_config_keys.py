@@ -175,7 +175,7 @@ class Reader(ast.NodeVisitor):
         method = self._owner[-1] if self._owner and "." in self._owner[-1] else ""
         keys = list(kind.model_fields) if node.attr in _WHOLE else [node.attr]
         # What is read of a section is read of those that derive from it.
-        kinds = [one for one in CLASSES.values() if issubclass(one, kind)]
+        kinds = {kind, *(one for one in CLASSES.values() if issubclass(one, kind))}
         self.reads[method] |= {(one.__name__, key) for one in kinds for key in keys}
 
 
