@@ -283,6 +283,9 @@ class Turn:
 
     `state_id` is a hash of what the environment showed before the turn: turns that were shown the same texts and images have
     the same one; empty where it is unknown.
+
+    `parts` holds (name, value) of each part of the reward, before weights. `well_formed` is False where the environment said so
+    and where the turn was cut off.
     """
 
     start: int
@@ -292,6 +295,8 @@ class Turn:
     reward: float = 0.0
     state_id: str = ""
     pieces: tuple[tuple[int, int], ...] = ()
+    parts: tuple[tuple[str, float], ...] = ()
+    well_formed: bool = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Turn, _fields(self)  # costs a third of the dataclass's own pickling
@@ -324,6 +329,12 @@ class Trajectory:
     def reward(self) -> float:
         """The sum of the rewards of all turns."""
         return float(sum(turn.reward for turn in self.turns))
+
+    @property
+    def correct(self) -> bool:
+        """The environment's `correct` of the info; without it, whether the reward is at least 1."""
+        correct = self.info.get("correct")
+        return bool(correct) if correct is not None else self.reward >= 1.0
 
     @property
     def oldest_version(self) -> int:
@@ -389,11 +400,16 @@ class Trajectory:
 
 @dataclass(slots=True)
 class TrajectoryGroup:
-    """The trajectories of one task instance (same environment, split, index and seed)."""
+    """The trajectories of one task instance (same environment, split, index and seed).
+
+    `env` is the environment's name in a mixture, and `stage` the curriculum's stage when the task was handed out.
+    """
 
     group_id: str
     index: int
     trajectories: list[Trajectory]
+    env: str = ""
+    stage: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         packed = _Packed.of(self.trajectories, ("token_ids", "loss_mask", "logprobs"))

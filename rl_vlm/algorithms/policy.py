@@ -22,7 +22,7 @@ from rl_vlm.algorithms.config import RunAlgorithmConfig
 from rl_vlm.algorithms.learners import on_every_learner
 from rl_vlm.algorithms.sight import SightProbe
 from rl_vlm.envs.base import ObservationSpace, TextSpace
-from rl_vlm.envs.registry import make
+from rl_vlm.envs.parts import split_sizes
 from rl_vlm.evaluation.heldout import evaluation_tasks, summarize, viewed_tasks
 from rl_vlm.evaluation.sight import Fault
 from rl_vlm.learning.learner import UpdateBatch, UpdateResult, VLMLearner
@@ -34,9 +34,10 @@ from rl_vlm.learning.update import linear_schedule
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.plugins import load_plugins
-from rl_vlm.rollout.cursor import DataCursor
+from rl_vlm.rollout.curriculum import make_task_source
 from rl_vlm.rollout.env_runner import VLMEnvRunner
-from rl_vlm.rollout.rollouts import make_rollouts, sampling_figures
+from rl_vlm.rollout.figures import sampling_figures
+from rl_vlm.rollout.rollouts import make_rollouts
 from rl_vlm.rollout.runners import EnvRunners
 from rl_vlm.rollout.task_stream import TaskStream
 from rl_vlm.seeding import derive_seed
@@ -104,11 +105,8 @@ class PolicyAlgorithm(RunAlgorithm):
     def prepare(self) -> None:
         """Make the task stream, the rollouts and the counters."""
         run = self.run
-        env = make(run.env.id, **run.env.make_kwargs())
-        num_train = run.env.num_items or env.num_items("train")
-        self.num_test = env.num_items(run.evaluation.split)
-        env.close()
-        stream = TaskStream(DataCursor(num_train, run.seed), run)
+        self.test_sizes = split_sizes(run.env, run.evaluation.split)
+        stream = TaskStream(make_task_source(run, split_sizes(run.env, "train")), run)
         self.rollouts = make_rollouts(EnvRunners(self.env_runner_group), stream, run)
         self.rollouts.stop_requested = lambda: self.stop_requested()
         self.rng = np.random.default_rng(derive_seed(run.seed, 1))
@@ -222,6 +220,7 @@ class PolicyAlgorithm(RunAlgorithm):
             **self._publication,
             **{f"time/{name}": seconds for name, seconds in self.rollouts.timings.items()},
             **self.rollouts.figures,
+            **self.rollouts.task_figures,
             **{f"dropped/{reason}": float(count) for reason, count in self.rollouts.dropped.items()},
         }
 
@@ -232,10 +231,10 @@ class PolicyAlgorithm(RunAlgorithm):
         return self._text.codec.decode(token_ids)
 
     def evaluate_policy(self) -> dict[str, Any]:
-        """Greedy (and, with `evaluation.samples` above 1, pass@k) accuracy on the held-out split, per variant."""
+        """Greedy (and, with `evaluation.samples` above 1, pass@k) accuracy on the held-out split, per variant and environment."""
         started = time.perf_counter()
         with self._evaluated_weights():
-            tasks = evaluation_tasks(self.run, self.num_test, self.version)
+            tasks = evaluation_tasks(self.run, self.test_sizes, self.version)
             if self.sight.needed and self.run.sight.blank_items:
                 tasks += viewed_tasks(tasks, "blank", self.run.sight.blank_items)
             groups, result = self.rollouts.evaluate(tasks, self.run.evaluation.timeout_s)

@@ -99,7 +99,7 @@ class SightProbe:
 
     def _tasks(self, view: View) -> list[RolloutTask]:
         run = self._algorithm.run
-        tasks = evaluation_tasks(run, self._algorithm.num_test, self._algorithm.version)
+        tasks = evaluation_tasks(run, self._algorithm.test_sizes, self._algorithm.version)
         # Sampled as in training: greedy answers have no log-probabilities to compare.
         return [
             replace(task, group_id=f"sight/{view}/{task.group_id}", temperature=run.rollout.temperature, view=view)

@@ -2,7 +2,8 @@
 
 from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.config.critic import CriticSection
-from rl_vlm.config.env import EnvSection
+from rl_vlm.config.curriculum import CurriculumSection, StageSection
+from rl_vlm.config.env import EnvPart, EnvSection, MixtureSection
 from rl_vlm.config.evaluation import EvaluationSection
 from rl_vlm.config.http import HTTPSection
 from rl_vlm.config.labels import EndpointSection, LabelsSection, TeacherSection
@@ -19,6 +20,7 @@ from rl_vlm.config.logging import LoggingSection
 from rl_vlm.config.model import LoraSection, ModelSection
 from rl_vlm.config.preference import CollectionSection, ControlEvaluationSection, PreferenceSection
 from rl_vlm.config.resources import ResourcesSection
+from rl_vlm.config.reward import RewardSection
 from rl_vlm.config.reward_model import RewardModelSection
 from rl_vlm.config.rollout import RolloutSection
 from rl_vlm.config.run import RunConfig
@@ -33,7 +35,9 @@ __all__ = [
     "CollectionSection",
     "ControlEvaluationSection",
     "CriticSection",
+    "CurriculumSection",
     "EndpointSection",
+    "EnvPart",
     "EnvSection",
     "EvaluationSection",
     "HTTPSection",
@@ -41,10 +45,12 @@ __all__ = [
     "LearnerSection",
     "LoggingSection",
     "LoraSection",
+    "MixtureSection",
     "ModelSection",
     "PreferenceSection",
     "ResourcesSection",
     "RewardModelSection",
+    "RewardSection",
     "RolloutSection",
     "RunConfig",
     "SACSection",
@@ -52,6 +58,7 @@ __all__ = [
     "SFTSection",
     "Section",
     "ServingSection",
+    "StageSection",
     "TeacherSection",
     "VLLMSection",
     "apply_overrides",

@@ -19,5 +19,8 @@ class EvaluationSection(Section):
         "policy", description="ema: evaluate the average of the weights (learner.ema_decay); needs max_policy_lag 0."
     )
     split: Literal["train", "test"] = "test"
-    variants: dict[str, dict[str, Any]] = Field({"default": {}}, description="Name -> environment arguments to change.")
+    variants: dict[str, dict[str, Any]] = Field(
+        {"default": {}},
+        description="Name -> environment arguments to change; with env.mixture a name -> environment -> arguments.",
+    )
     timeout_s: float = Field(1800.0, gt=0)

@@ -89,7 +89,8 @@ def _explain_unknown(location: list[str], root: type[Section]) -> str:
         return f"Unknown config key {key}: {_UNSUPPORTED[key]}."
     section = root
     for part in location[:-1]:
-        section = section_of(section.model_fields[part].annotation) or section
+        if part in section.model_fields:  # and not a place in a list
+            section = section_of(section.model_fields[part].annotation) or section
     meant = nearest_key(section, location, root)
     hint = f"Did you mean {meant}?" if meant else f"Known keys here: {', '.join(section.model_fields)}."
     return f"Unknown config key {key}. {hint}"

@@ -10,6 +10,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.config.applies import refuse_unread
 from rl_vlm.config.critic import CriticSection
+from rl_vlm.config.curriculum import CurriculumSection, check_tasks
 from rl_vlm.config.env import EnvSection
 from rl_vlm.config.evaluation import EvaluationSection
 from rl_vlm.config.http import HTTPSection
@@ -37,6 +38,7 @@ class RunConfig(Section):
     model: ModelSection = ModelSection()
     serving: ServingSection = ServingSection()
     env: EnvSection = EnvSection()
+    curriculum: CurriculumSection = CurriculumSection()
     rollout: RolloutSection = RolloutSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     learner: LearnerSection = LearnerSection()
@@ -81,6 +83,7 @@ class RunConfig(Section):
             raise ValueError("evaluation.weights: ema needs learner.ema_decay (0.99, say) and rollout.max_policy_lag 0")
         where = f"with algorithm.name {self.algorithm.name}"
         refuse_unread(self, where, self.spec.reads, self.serving.expected_engine)
+        check_tasks(self)
         self.spec.check(self)
         return self
 
@@ -93,6 +96,11 @@ class RunConfig(Section):
     def spec(self) -> AlgorithmSpec:
         """The classes and checks of the run's algorithm."""
         return ALGORITHMS.get(self.algorithm.name)
+
+    def variant_arguments(self, variant: str, env: str) -> dict[str, Any]:
+        """What an evaluation variant changes in the arguments of an environment, which `env.parts` names."""
+        arguments = self.evaluation.variants.get(variant, {})
+        return dict(arguments.get(env, {})) if self.env.mixture else arguments
 
     @property
     def needed_cpus(self) -> float:

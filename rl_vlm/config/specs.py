@@ -136,7 +136,7 @@ def _collection_actors(run: RunConfig) -> Actors:
 
 
 _POLICY_READS = Reads(
-    ("model", "serving", "env", "rollout", "algorithm", "learner", "evaluation", "sight", "logging"),
+    ("model", "serving", "env", "curriculum", "rollout", "algorithm", "learner", "evaluation", "sight", "logging"),
     {
         "preference.total_steps": "algorithm.iterations",
         "preference.sac.lr": "learner.lr",

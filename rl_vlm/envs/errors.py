@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import numpy as np
@@ -70,6 +71,23 @@ def as_reward(value: Any, where: str) -> float:
     if not math.isfinite(reward):
         raise EnvError(f"{where} returned the reward {reward}; it must be finite.")
     return reward
+
+
+def reward_parts(info: Info) -> tuple[tuple[str, float], ...]:
+    """(name, value) of the parts of a step's reward, which `info["reward_parts"]` may hold. Raises EnvError."""
+    given = info.get("reward_parts", {})
+    if not isinstance(given, Mapping):
+        raise EnvError(f"step() must return a dict as info['reward_parts'], not {_shape(given)}.")
+    return tuple((str(name), as_reward(value, f"step(), part {name}")) for name, value in given.items())
+
+
+def plain_values(info: Info) -> Info:
+    """The plain values of an environment's info, which are sent to the driver; numpy's scalars are converted."""
+    return {
+        key: value.item() if isinstance(value, np.generic) else value
+        for key, value in info.items()
+        if isinstance(value, (bool, int, float, str, np.number, np.bool_))
+    }
 
 
 def check_observation(observation: Any, where: str) -> None:

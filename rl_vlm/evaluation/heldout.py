@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,19 +12,21 @@ from rl_vlm.config import RunConfig
 from rl_vlm.rollout.tasks import RolloutTask, View
 from rl_vlm.seeding import derive_seed
 from rl_vlm.statistics import mean_interval, pass_at_k, wilson_interval
-from rl_vlm.types import Trajectory, TrajectoryGroup
+from rl_vlm.types import TrajectoryGroup
 
 
-def evaluation_tasks(run: RunConfig, num_items: int | None, min_version: int) -> list[RolloutTask]:
-    """One greedy episode per item and variant; with `evaluation.samples` above 1 also a group of sampled ones."""
+def evaluation_tasks(run: RunConfig, sizes: Mapping[str, int | None], min_version: int) -> list[RolloutTask]:
+    """One greedy episode per environment, item and variant; with `evaluation.samples` above 1 also a group of sampled ones.
+
+    `sizes` of the split by name of the environment; None for items without end.
+    """
     evaluation = run.evaluation
-    count = _count(run, num_items)
     kinds = [("greedy", 1, 0.0)]
     if evaluation.samples > 1:
         kinds.append(("sampled", evaluation.samples, run.rollout.temperature))
     return [
         RolloutTask(
-            group_id=f"{variant}/{kind}/{index:06d}",
+            group_id=f"{label(env, variant)}/{kind}/{index:06d}",
             index=index,
             split=evaluation.split,
             seed=derive_seed(run.seed, 4, index),
@@ -33,75 +35,90 @@ def evaluation_tasks(run: RunConfig, num_items: int | None, min_version: int) ->
             temperature=temperature,
             min_version=min_version,
             variant=variant,
+            env=env,
         )
         for variant in evaluation.variants
         for kind, size, temperature in kinds
-        for index in range(count)
+        for index in range(evaluation.num_items)
+        for env, num_items in sizes.items()  # in turn, so that the first tasks are of all environments
+        if num_items is None or index < num_items
     ]
 
 
 def viewed_tasks(tasks: Sequence[RolloutTask], view: View, limit: int | None = None) -> list[RolloutTask]:
     """The greedy tasks of the first variant once more, with other images; at most `limit` of them."""
     greedy = [task for task in tasks if task.variant == tasks[0].variant and task.temperature == 0][:limit]
-    others = [task.index for task in greedy[1:] + greedy[:1]]
+    others: dict[tuple[str, int], int] = {}  # the next item of the same environment
+    for env in {task.env for task in greedy}:
+        own = [task.index for task in greedy if task.env == env]
+        others |= {(env, here): there for here, there in zip(own, own[1:] + own[:1], strict=True)}
     return [
-        replace(task, group_id=f"{task.group_id}/{view}", view=view, other_index=other)
-        for task, other in zip(greedy, others, strict=True)
+        replace(task, group_id=f"{task.group_id}/{view}", view=view, other_index=others[task.env, task.index])
+        for task in greedy
     ]
 
 
-def _count(run: RunConfig, num_items: int | None) -> int:
-    return min(run.evaluation.num_items, num_items) if num_items is not None else run.evaluation.num_items
-
-
-def is_correct(trajectory: Trajectory) -> bool:
-    """The environment's `correct` of the info; without it, whether the reward is at least 1."""
-    correct = trajectory.info.get("correct")
-    return bool(correct) if correct is not None else trajectory.reward >= 1.0
+def label(env: str, variant: str) -> str:
+    """The name of an environment's results under a variant: a single one's is the variant, in a mixture its own comes first."""
+    if not env:
+        return variant
+    return env if variant == "default" else f"{env}/{variant}"
 
 
 def summarize(run: RunConfig, tasks: Sequence[RolloutTask], groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
     """Accuracy with its 95 % interval and mean reward per variant; a lost episode counts as wrong.
 
     Keys: `accuracy/<variant>`, `accuracy_low/<variant>`, `accuracy_high/<variant>`, `reward/<variant>`,
-    `items/<variant>`, and `pass@k/<variant>` for k = 1, 2, 4, ... up to the samples.
+    `items/<variant>`, and `pass@k/<variant>` for k = 1, 2, 4, ... up to the samples. With a mixture these are over all
+    its environments, and each has its own as well: `accuracy/<name>`, for further variants `accuracy/<name>/<variant>`.
     """
     found = {group.group_id: group for group in groups}
     results: dict[str, Any] = {}
     for variant in run.evaluation.variants:
-        greedy = [task for task in tasks if task.variant == variant and task.temperature == 0 and task.view == "true"]
-        answered = [found[task.group_id].trajectories[0] for task in greedy if task.group_id in found]
-        right = sum(is_correct(trajectory) for trajectory in answered)
-        low, high = wilson_interval(right, len(greedy))
-        results |= {
-            f"accuracy/{variant}": right / max(len(greedy), 1),
-            f"accuracy_low/{variant}": low,
-            f"accuracy_high/{variant}": high,
-            f"reward/{variant}": sum(trajectory.reward for trajectory in answered) / max(len(greedy), 1),
-            f"turns/{variant}": float(np.mean([len(t.turns) for t in answered])) if answered else 0.0,
-            f"items/{variant}": len(greedy),
-        }
-        sampled = [task for task in tasks if task.variant == variant and task.temperature > 0]
-        if sampled:
-            counts = [
-                sum(map(is_correct, found[task.group_id].trajectories)) if task.group_id in found else 0
-                for task in sampled
-            ]
-            k = 1
-            while k <= run.evaluation.samples:
-                results[f"pass@{k}/{variant}"] = pass_at_k(np.array(counts), run.evaluation.samples, k)
-                k *= 2
+        of_variant = [task for task in tasks if task.variant == variant and task.view == "true"]
+        results |= _summary(variant, of_variant, found, run.evaluation.samples)
+        for part in run.env.mixture:
+            own = [task for task in of_variant if task.env == part.name]
+            results |= _summary(label(part.name, variant), own, found, run.evaluation.samples)
     return results | _without_sight(tasks, found)
 
 
-def _without_sight(tasks: Sequence[RolloutTask], found: dict[str, TrajectoryGroup]) -> dict[str, float]:
+def _summary(
+    name: str, tasks: Sequence[RolloutTask], found: Mapping[str, TrajectoryGroup], samples: int
+) -> dict[str, Any]:
+    greedy = [task for task in tasks if task.temperature == 0]
+    answered = [found[task.group_id].trajectories[0] for task in greedy if task.group_id in found]
+    right = sum(trajectory.correct for trajectory in answered)
+    low, high = wilson_interval(right, len(greedy))
+    results: dict[str, Any] = {
+        f"accuracy/{name}": right / max(len(greedy), 1),
+        f"accuracy_low/{name}": low,
+        f"accuracy_high/{name}": high,
+        f"reward/{name}": sum(trajectory.reward for trajectory in answered) / max(len(greedy), 1),
+        f"turns/{name}": float(np.mean([len(t.turns) for t in answered])) if answered else 0.0,
+        f"items/{name}": len(greedy),
+    }
+    sampled = [task for task in tasks if task.temperature > 0]
+    if sampled:
+        counts = [
+            sum(one.correct for one in found[task.group_id].trajectories) if task.group_id in found else 0
+            for task in sampled
+        ]
+        k = 1
+        while k <= samples:
+            results[f"pass@{k}/{name}"] = pass_at_k(np.array(counts), samples, k)
+            k *= 2
+    return results
+
+
+def _without_sight(tasks: Sequence[RolloutTask], found: Mapping[str, TrajectoryGroup]) -> dict[str, float]:
     """Accuracy where other images were shown, `sight/accuracy_<view>`, and how much the true ones gain on the same items.
 
     `sight/accuracy_gap` is that gain over blank images, `sight/accuracy_gap_low` and `_high` its 95 % interval.
     """
 
     def right(group_id: str) -> bool:
-        return group_id in found and is_correct(found[group_id].trajectories[0])
+        return group_id in found and found[group_id].trajectories[0].correct
 
     results: dict[str, float] = {}
     for view in ("blank", "swapped"):

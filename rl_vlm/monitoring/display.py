@@ -164,6 +164,7 @@ class ProgressDisplay:
         rows = [
             ("reward", listed(("{:.3f}", known("reward/mean")), ("smoothed {:.3f}", self._reward.value))),
             *self._accuracies(),
+            ("stage", self._stage()),
             (
                 "speed",
                 listed(
@@ -181,6 +182,14 @@ class ProgressDisplay:
             ("dropped", ", ".join(f"{count:.0f} {reason}" for reason, count in dropped)),
         ]
         return [(name, value) for name, value in rows if value]
+
+    def _stage(self) -> str:
+        """The stage of a curriculum, counted from 1."""
+        stage, solved = self._metrics.get("curriculum/stage"), self._metrics.get("curriculum/solve_rate")
+        if stage is None:
+            return ""
+        rate = "" if solved is None else f", {100 * solved:.0f} % solved"
+        return f"{stage + 1:.0f}/{self._metrics['curriculum/stages']:.0f}{rate}"
 
     def _accuracies(self) -> list[tuple[str, str]]:
         rows = []

@@ -80,15 +80,21 @@ class RunRecorder:
         self._log_scalars(iteration, metrics)
 
     def log_evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
-        """Record a held-out evaluation: everything in `eval.jsonl`, numbers as scalars, bare names under `evaluation/`."""
+        """Record a held-out evaluation: everything in `eval.jsonl`, numbers as scalars, bare names and a mixture's under `evaluation/`."""
         with self._guard("eval.jsonl"):
             self._evaluations.add({"iteration": iteration, "time": time.time(), **results})
         numbers = {
-            (name if "/" in name else f"evaluation/{name}"): float(value)
+            self._evaluation_tag(name): float(value)
             for name, value in results.items()
             if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
         }
         self._log_scalars(iteration, numbers)
+
+    def _evaluation_tag(self, name: str) -> str:
+        """The name of an evaluation's figure among the scalars."""
+        # Training logs reward and accuracy of a mixture's environments under the same names.
+        parts = self._run.env.parts if isinstance(self._run, RunConfig) else {}
+        return name if "/" in name and name.split("/")[1] not in parts else f"evaluation/{name}"
 
     def dump_trajectories(
         self,

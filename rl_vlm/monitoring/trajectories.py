@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_vlm.files import to_jsonable, write_atomic
-from rl_vlm.types import EncodedImage, Message, Trajectory, TrajectoryGroup, UserInputError
+from rl_vlm.types import EncodedImage, Message, Trajectory, TrajectoryGroup, Turn, UserInputError
 
 _TURN = pa.struct(
     [
@@ -24,12 +24,19 @@ _TURN = pa.struct(
         ("reward", pa.float64()),
         ("state_id", pa.string()),  # equal where the environment showed the same
         ("pieces", pa.list_(pa.list_(pa.int64()))),  # [tokens, version] of each, where versions differ
+        (
+            "parts",
+            pa.list_(pa.struct([("name", pa.string()), ("value", pa.float64())])),
+        ),  # of the reward, before weights
+        ("well_formed", pa.bool_()),
     ]
 )
 SCHEMA = pa.schema(
     [
         ("iteration", pa.int64()),
         ("group_id", pa.string()),
+        ("env", pa.string()),  # its name in a mixture
+        ("stage", pa.int64()),  # of the curriculum
         ("trajectory_id", pa.string()),
         ("index", pa.int64()),
         ("token_ids", pa.list_(pa.int32())),
@@ -116,9 +123,11 @@ def _row(
     row = {
         "iteration": iteration,
         "group_id": group.group_id,
+        "env": group.env,
+        "stage": group.stage,
         "trajectory_id": one.trajectory_id,
         "index": group.index,
-        "turns": [{**asdict(turn), "stop_reason": str(turn.stop_reason)} for turn in one.turns],
+        "turns": [_turn(turn) for turn in one.turns],
         "reward": one.reward,
         "advantage": advantage,
         "status": str(one.status),
@@ -130,6 +139,11 @@ def _row(
         "replica_ids": list(one.replica_ids),
     }
     return {**to_jsonable(row), **{name: getattr(one, name) for name in _ARRAYS}}
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    parts = [{"name": name, "value": value} for name, value in turn.parts]
+    return {**asdict(turn), "stop_reason": str(turn.stop_reason), "parts": parts}
 
 
 def _message(message: Message, encoded: dict[int, EncodedImage]) -> dict[str, Any]:

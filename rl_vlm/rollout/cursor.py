@@ -36,6 +36,9 @@ class DataCursor:
             return None
         return np.random.default_rng([self._seed, self._epoch]).permutation(self._num_items)
 
+    def begin(self, iteration: int) -> None:
+        """Does nothing: the order does not depend on the iteration."""
+
     def take(self, count: int) -> list[TaskItem]:
         """The next `count` items. An item has the same seed whenever it comes."""
         return [TaskItem(index, derive_seed(self._seed, 2, index)) for index in self._indices(count)]
@@ -58,12 +61,20 @@ class DataCursor:
     def observe(self, groups: Sequence[TrajectoryGroup]) -> None:
         """Does nothing: the order does not depend on results."""
 
+    def figures(self) -> dict[str, float]:
+        """None."""
+        return {}
+
     def state(self) -> dict[str, Any]:
         """What `restore` needs."""
         return {"epoch": self._epoch, "position": self._position}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to a saved place. Raises UserInputError when the data have become fewer than that."""
+        """Go back to a saved place. Raises UserInputError when the data have become fewer than that, or are a mixture's."""
+        if "position" not in state:
+            raise UserInputError(
+                "The checkpoint has a mixture or a curriculum: resume with the configuration that the run began with."
+            )
         if self._num_items is not None and int(state["position"]) > self._num_items:
             raise UserInputError(
                 f"The checkpoint stopped at item {state['position']} of its epoch and the data have {self._num_items} "

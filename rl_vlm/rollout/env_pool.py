@@ -48,6 +48,7 @@ class EnvPool:
         # Running means; the first calls go alone. Not one for both: after many quick resets slow steps would go in one thread.
         self._call_s = {"reset": _SHORT_CALL_S, "step": _SHORT_CALL_S}
         self._idle: list[VisionEnv] = []
+        self.lent = 0  # environments that groups have
         self._batch: asyncio.Task[tuple[list[Any], float]] | None = None
         self._batch_calls: list[Callable[[], Any]] = []
         self.busy_s = 0.0
@@ -61,15 +62,19 @@ class EnvPool:
         reused = self._idle[-count:]
         del self._idle[-count:]
         missing = count - len(reused)
+        self.lent += count
         try:
             built = await self._build(missing) if missing else []
         except BaseException:
+            self.lent -= missing
             self.give_back(reused)
             raise
         error = next((result for result in built if isinstance(result, RLVLMError)), None)
         if error is None:
             return reused + built
-        self.give_back([*reused, *(result for result in built if not isinstance(result, RLVLMError))])
+        whole = [result for result in built if not isinstance(result, RLVLMError)]
+        self.lent -= missing - len(whole)
+        self.give_back([*reused, *whole])
         raise error
 
     async def _build(self, count: int) -> list[Any]:
@@ -85,10 +90,12 @@ class EnvPool:
 
     def give_back(self, envs: Sequence[VisionEnv]) -> None:
         """Keep environments whose episodes ended without an error for later groups."""
+        self.lent -= len(envs)
         self._idle.extend(envs)
 
     def discard(self, envs: Sequence[VisionEnv]) -> None:
         """Close environments that failed, unless one hangs: its thread would be waited for."""
+        self.lent -= len(envs)
         if self.stuck:
             return
         for env in envs:

@@ -18,6 +18,7 @@ import numpy as np
 from rl_vlm.chat import EncodedSpan, expand_image_tokens
 from rl_vlm.config import RolloutSection
 from rl_vlm.envs.base import Info, VisionEnv
+from rl_vlm.envs.errors import plain_values, reward_parts
 from rl_vlm.envs.images import blank, resized
 from rl_vlm.models.loading import TextSide
 from rl_vlm.rollout.env_pool import EnvPool
@@ -204,7 +205,8 @@ async def _run_group(
     for outcome in await asyncio.gather(*going_on, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome
-    return TrajectoryGroup(task.group_id, task.index, [_finish(episode, task) for episode in episodes])
+    finished = [_finish(episode, task) for episode in episodes]
+    return TrajectoryGroup(task.group_id, task.index, finished, task.env, task.stage)
 
 
 async def _continue(
@@ -280,6 +282,7 @@ async def _act(
         if sample.stop_reason is StopReason.LENGTH and rollout.require_end_of_turn:
             # The turn is not finished, so there is no answer to reward.
             episode.status = TrajectoryStatus.TRUNCATED
+            episode.turns[-1] = replace(episode.turns[-1], well_formed=False)
         else:
             acting.append((episode, action))
     results = (
@@ -290,7 +293,12 @@ async def _act(
         if isinstance(result, RLVLMError):
             raise GroupFailedError(_reason(result), str(result)) from result
         observation, reward, terminated, truncated, info = result
-        episode.turns[-1] = replace(episode.turns[-1], reward=reward)
+        episode.turns[-1] = replace(
+            episode.turns[-1],
+            reward=reward,
+            parts=reward_parts(info),
+            well_formed=info.get("well_formed", True) is not False,
+        )
         episode.info.update(info)
         if terminated:
             episode.status = TrajectoryStatus.COMPLETED
@@ -337,19 +345,10 @@ def _finish(episode: _Episode, task: RolloutTask) -> Trajectory:
         turns=tuple(episode.turns),
         status=episode.status,
         images=tuple(episode.images),
-        info=_plain_values(episode.info),
+        info=plain_values(episode.info),
         messages=tuple(episode.messages),
         replica_ids=tuple(episode.replicas),
     ).check()
-
-
-def _plain_values(info: Info) -> Info:
-    """The plain values of an environment's info, which are sent to the driver; numpy's scalars are converted."""
-    return {
-        key: value.item() if isinstance(value, np.generic) else value
-        for key, value in info.items()
-        if isinstance(value, (bool, int, float, str, np.number, np.bool_))
-    }
 
 
 def _expand(span: EncodedSpan, text: TextSide, name: str) -> np.ndarray:

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from rl_vlm.config import RunConfig
 from rl_vlm.rollout.continuous import ContinuousSampler
 from rl_vlm.rollout.group_buffer import GroupBuffer
@@ -50,11 +48,17 @@ class Rollouts(ABC):
         self.requests_by_replica: Counter[str] = Counter()
         self.timings: dict[str, float] = {}  # seconds of the last iteration: env, runner
         self.figures: dict[str, float] = {}  # other figures of the last iteration
+        self._iteration = 0
 
     @property
     def restarts(self) -> int:
         """How often an env runner died or was restarted."""
         return self._sampler.runners.restarts
+
+    @property
+    def task_figures(self) -> dict[str, float]:
+        """Where the task source stands."""
+        return self._stream.figures()
 
     @abstractmethod
     def next_groups(self, version: int, iterations_left: int) -> list[TrajectoryGroup]:
@@ -76,6 +80,12 @@ class Rollouts(ABC):
         if died := result.dropped.get("runner_died"):
             self.dropped["runner_died"] += died
         return groups, result
+
+    def _begin(self, iterations_left: int) -> None:
+        """An iteration begins."""
+        self._iteration = self._run.algorithm.iterations - iterations_left - 1
+        self._stream.begin(self._iteration)
+        self._refill.next_iteration()
 
     def _add(self, result: RolloutResult) -> list[TrajectoryGroup]:
         """Count what was sampled and put it into the buffer; returns the groups that must be replaced."""
@@ -140,7 +150,7 @@ class RoundRollouts(Rollouts):
     def next_groups(self, version: int, iterations_left: int) -> list[TrajectoryGroup]:
         """See `Rollouts`. Lost groups are missing from the batch; those without a gradient are replaced in further rounds."""
         self.timings = {"env": 0.0, "runner": 0.0}
-        self._refill.next_iteration()
+        self._begin(iterations_left)
         tasks, self._prepared = self._prepared or self._stream.take(self._batch), None
         while tasks:
             work = self._sampler.start([replace(task, min_version=version) for task in tasks])
@@ -155,6 +165,7 @@ class RoundRollouts(Rollouts):
         # Not in a deterministic run: features of images that are encoded in another batch differ in their last bits.
         if not self._run.rollout.open_ahead or self._run.deterministic:
             return False
+        self._stream.begin(self._iteration + 1)
         self._prepared = self._stream.take(self._batch)
         self._sampler.prepare(self._prepared)
         return True
@@ -184,7 +195,7 @@ class ContinuousRollouts(Rollouts):
         """See `Rollouts`. Exactly `prompts_per_iteration` groups: lost and dropped ones are replaced."""
         lag, batch = self._run.rollout.max_policy_lag, self._batch
         self.timings = {"env": 0.0, "runner": 0.0}
-        self._refill.next_iteration()
+        self._begin(iterations_left)
         self._take(0, version)  # drops what the newest step has made too old
         self._fill(batch * (min(lag, iterations_left) + 1), version)
         progress, sampled, runner_s = time.monotonic(), 0, 0.0
@@ -245,33 +256,3 @@ def make_rollouts(runners: EnvRunners, stream: TaskStream, run: RunConfig) -> Ro
     if run.rollout.max_policy_lag == 0:
         return RoundRollouts(sampler, stream, run)
     return ContinuousRollouts(sampler, stream, run, ContinuousSampler(runners, run.rollout.timeout_s))
-
-
-def sampling_figures(
-    groups: Sequence[TrajectoryGroup], version: int, seconds: float, max_turns: int
-) -> dict[str, float]:
-    """Figures of the groups that a learner at `version` learns from; `seconds`: how long it waited for them."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    if not trajectories:
-        return {}
-    rewards = np.array([trajectory.reward for trajectory in trajectories])
-    tokens = sum(trajectory.num_sampled for trajectory in trajectories)
-    figures = {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "rollout/turns": float(np.mean([len(trajectory.turns) for trajectory in trajectories])),
-        "rollout/tokens": float(tokens),
-        "rollout/tokens_per_s": tokens / max(seconds, 1e-9),
-        "rollout/truncated": float(np.mean([t.status == "truncated" for t in trajectories])),
-        "rollout/groups": float(len(groups)),
-        "rollout/lag_max": float(max(version - group.oldest_version for group in groups)),
-    }
-    for turn in range(2, max_turns + 1):
-        share = float(np.mean([len(trajectory.turns) >= turn for trajectory in trajectories]))
-        if share or turn == 2:
-            figures[f"rollout/reached_turn_{turn}"] = share
-    for key in ("correct", "tool_calls", "tool_errors"):
-        values = [t.info[key] for t in trajectories if isinstance(t.info.get(key), (bool, int, float))]
-        if values:
-            figures[f"rollout/{key}"] = float(np.mean(values))
-    return figures

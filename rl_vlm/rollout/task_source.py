@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rl_vlm.types import TrajectoryGroup
@@ -11,14 +11,24 @@ from rl_vlm.types import TrajectoryGroup
 
 @dataclass(frozen=True, slots=True)
 class TaskItem:
-    """One task instance of the training split: its index there, and the seed of its environments."""
+    """One task instance of the training split: its index there, and the seed of its environments.
+
+    `env` is the environment's name in a mixture; `arguments` change its arguments, as the curriculum's `stage` says.
+    """
 
     index: int
     seed: int
+    env: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    stage: int = 0
 
 
 class TaskSource(Protocol):
     """Returns task instances, and may adapt to their results."""
+
+    def begin(self, iteration: int) -> None:
+        """Instances that are taken from now on are for the learner after `iteration` steps."""
+        ...
 
     def take(self, count: int) -> list[TaskItem]:
         """The next `count` instances."""
@@ -26,6 +36,10 @@ class TaskSource(Protocol):
 
     def observe(self, groups: Sequence[TrajectoryGroup]) -> None:
         """Note the groups that were sampled for earlier instances, each once."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """Figures of where it stands, by metric name."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rl_vlm.config import RunConfig
-from rl_vlm.rollout.task_source import TaskSource
+from rl_vlm.rollout.task_source import TaskItem, TaskSource
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import TrajectoryGroup
@@ -28,29 +28,36 @@ class TaskStream:
         self._open: dict[str, RolloutTask] = {}  # handed out and not finished, in order
         self._repeated: list[RolloutTask] = []  # handed out before a resume
 
+    def begin(self, iteration: int) -> None:
+        """Tell the source how many steps the learner has taken."""
+        self._source.begin(iteration)
+
     def take(self, count: int) -> list[RolloutTask]:
         """The next `count` tasks. The sender sets `min_version`."""
         tasks, self._repeated = self._repeated[:count], self._repeated[count:]
         for item in self._source.take(count - len(tasks)):
-            tasks.append(self._task(self._next_round, self._next_place, item.index, item.seed))
+            tasks.append(self._task(self._next_round, self._next_place, item))
             self._next_place += 1
             if self._next_place >= self._run.rollout.prompts_per_iteration:
                 self._next_round, self._next_place = self._next_round + 1, 0
         self._open |= {task.group_id: task for task in tasks}
         return tasks
 
-    def _task(self, number: int, place: int, index: int, seed: int) -> RolloutTask:
+    def _task(self, number: int, place: int, item: TaskItem) -> RolloutTask:
         every = self._run.logging.trajectories_every
         return RolloutTask(
             group_id=f"{number:06d}:{place:05d}",
-            index=index,
+            index=item.index,
             split="train",
-            seed=seed,
+            seed=item.seed,
             sampling_seed=derive_seed(self._run.seed, 3, number, place),
             size=self._run.rollout.group_size,
             temperature=self._run.rollout.temperature,
             min_version=0,
             record=bool(every) and number % every == 0,
+            env=item.env,
+            arguments=item.arguments,
+            stage=item.stage,
         )
 
     def sampled(self, groups: Sequence[TrajectoryGroup]) -> None:
@@ -61,6 +68,10 @@ class TaskStream:
         """Mark tasks that were learned from, dropped or lost: they are not repeated."""
         for group_id in group_ids:
             self._open.pop(group_id, None)
+
+    def figures(self) -> dict[str, float]:
+        """The source's figures."""
+        return self._source.figures()
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs: the source's place, and the tasks that are under way."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from rl_vlm.types import Split, TrajectoryGroup
 
@@ -16,7 +16,8 @@ class RolloutTask:
 
     `seed` seeds the environments (the same for all copies); `sampling_seed` is hashed with sample and turn for the
     policy's randomness. `min_version` is the oldest policy version that may answer. `variant` names a set of
-    environment arguments that the runner knows from the configuration. `view` says what the policy sees: the true images, blank ones
+    environment arguments that the runner knows from the configuration, `env` one environment of a mixture, and `arguments` are
+    what the curriculum changes in its arguments at `stage`. `view` says what the policy sees: the true images, blank ones
     in every turn, or in the first turn those of item `other_index`.
     """
 
@@ -34,6 +35,9 @@ class RolloutTask:
     record: bool = False  # keep the conversation as text
     view: View = "true"
     other_index: int = 0
+    env: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    stage: int = 0
 
 
 @dataclass(slots=True)

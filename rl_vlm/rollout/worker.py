@@ -13,11 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl_vlm.config import RunConfig
-from rl_vlm.envs.base import VisionEnv
-from rl_vlm.envs.registry import make
 from rl_vlm.models.loading import load_text_side
-from rl_vlm.rollout.env_pool import EnvPool
+from rl_vlm.rollout.env_pools import EnvPools
 from rl_vlm.rollout.episodes import GroupFailedError, OpenGroup, open_group, run_group
+from rl_vlm.rollout.scoring import score_group
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.serving.client import PolicyClient
 from rl_vlm.serving.router import homes, most_replicas
@@ -27,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 # Up to this many tokens per answer a Serve call costs more than waiting for the slowest answer of a batch.
 _COALESCE_UP_TO_TOKENS = 128
-# Threads of slow environments, which mostly wait: one for each episode as far as that goes.
-_MIN_ENV_THREADS, _MAX_ENV_THREADS = 32, 256
 
 
 class RolloutWorker:
@@ -43,7 +40,7 @@ class RolloutWorker:
         self._run_id = run_id
         self._text = load_text_side(model, run.model.pixels)
         self._client: PolicyClient | None = None
-        self._pools: dict[str, EnvPool] = {}
+        self.pools = EnvPools(run)
         # What results have reported: calls may overlap, and each reports what is new.
         self._counted_env_s = 0.0  # busy seconds of the pools
         self._counted_retries = 0
@@ -55,7 +52,7 @@ class RolloutWorker:
         Neither needs the policy's weights, so it is done while the learner works. `run` repeats what fails here.
         """
         for task, opened in self._opened.values():  # of a round that was not run
-            self._pool(task.variant).give_back(opened.envs)
+            self.pools.of(task).give_back(opened.envs)
         self._opened = {}
         outcomes = await asyncio.gather(*(self._open(task) for task in tasks))
         self._opened = {task.group_id: (task, opened) for task, opened in zip(tasks, outcomes, strict=True) if opened}
@@ -63,7 +60,7 @@ class RolloutWorker:
 
     async def _open(self, task: RolloutTask) -> OpenGroup | None:
         try:
-            return await open_group(task, self._pool(task.variant), self._text)
+            return await open_group(task, self.pools.of(task), self._text)
         except Exception as error:
             # `run` opens the group anew, and counts what fails then.
             logger.debug("opening %s ahead failed: %s", task.group_id, error)
@@ -82,10 +79,10 @@ class RolloutWorker:
                 result.groups.append(outcome)
             else:
                 result.lost[task.group_id] = outcome
-        busy = sum(pool.busy_s for pool in self._pools.values())
+        busy = self.pools.busy_s
         result.timings = {"sample": time.perf_counter() - started, "env": busy - self._counted_env_s}
         self._counted_env_s = busy
-        result.needs_restart = any(pool.stuck for pool in self._pools.values())
+        result.needs_restart = self.pools.stuck
         return result
 
     def _connect(self) -> PolicyClient:
@@ -108,7 +105,8 @@ class RolloutWorker:
         opened = self._take_opened(task)
         while True:
             try:
-                return await run_group(task, self._pool(task.variant), client, self._text, rollout, max_context, opened)
+                group = await run_group(task, self.pools.of(task), client, self._text, rollout, max_context, opened)
+                return await score_group(group, self._run.env.parts[task.env].reward, client, self._text)
             except GroupFailedError as error:
                 dropped[error.reason] += 1
                 if attempt >= rollout.group_retries:
@@ -126,36 +124,12 @@ class RolloutWorker:
             return None
         prepared, opened = self._opened.pop(task.group_id)
         if replace(prepared, min_version=task.min_version) != task:  # the same id with other parameters
-            self._pool(prepared.variant).give_back(opened.envs)
+            self.pools.of(prepared).give_back(opened.envs)
             return None
         return opened
-
-    def _pool(self, variant: str) -> EnvPool:
-        if variant not in self._pools:
-            env = self._run.env
-            kwargs = env.make_kwargs(self._run.evaluation.variants.get(variant))
-
-            def build() -> VisionEnv:
-                if env.isolation == "process":
-                    from rl_vlm.envs.isolation import ProcessEnv
-
-                    return ProcessEnv(env.id, kwargs, step_timeout_s=env.step_timeout_s)
-                return make(env.id, **kwargs)
-
-            rollout = self._run.rollout
-            episodes = rollout.groups_at_once * rollout.group_size
-            self._pools[variant] = EnvPool(
-                build,
-                env.step_timeout_s,
-                max_threads=min(max(episodes, _MIN_ENV_THREADS), _MAX_ENV_THREADS),
-                inline=self._run.deterministic,
-            )
-        return self._pools[variant]
 
     def close_envs(self) -> None:
         """Forget all environments; new ones are made as tasks need them."""
         self._opened = {}
         self._counted_env_s = 0.0
-        for pool in self._pools.values():
-            pool.close()
-        self._pools = {}
+        self.pools.close()

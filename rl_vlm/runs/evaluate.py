@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 import uuid
@@ -15,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.config import RunConfig
-from rl_vlm.envs.registry import make
-from rl_vlm.evaluation.heldout import evaluation_tasks, is_correct, summarize, viewed_tasks
+from rl_vlm.envs.parts import split_sizes
+from rl_vlm.evaluation.heldout import evaluation_tasks, summarize, viewed_tasks
 from rl_vlm.files import write_atomic
 from rl_vlm.models.adapter import AdapterPayload, find_adapter
 from rl_vlm.models.initial_adapter import initial_adapter_folder
@@ -90,16 +91,14 @@ def evaluate_policy_run(
     `blind` asks about all items of the first variant again with blank images, and with those of the next item.
     """
     adapter = find_adapter(adapter, run_dir) or starting_adapter(run)
-    env = make(run.env.id, **run.env.make_kwargs())
-    num_items = env.num_items(run.evaluation.split)
-    env.close()
+    sizes = split_sizes(run.env, run.evaluation.split)
     started = time.monotonic()
-    tasks = evaluation_tasks(run, num_items, min_version=1 if adapter is not None else 0)
+    tasks = evaluation_tasks(run, sizes, min_version=1 if adapter is not None else 0)
     if blind:
         tasks += [*viewed_tasks(tasks, "blank"), *viewed_tasks(tasks, "swapped")]
     result = _run_tasks(run, adapter, tasks, batch=len(tasks))
     summary = {
-        "env": run.env.id,
+        "env": run.env.title,
         "model": run.model.path,
         "adapter": str(adapter) if adapter is not None else None,
         "split": run.evaluation.split,
@@ -133,10 +132,9 @@ def rollout(
     if "max_new_tokens" in options:
         changes["max_new_tokens_per_turn"] = options["max_new_tokens"]
     run = run.model_copy(update={"rollout": run.rollout.model_copy(update=changes)})
-    env = make(run.env.id, **run.env.make_kwargs())
-    num_items = env.num_items("train")
-    env.close()
-    order = np.random.default_rng(seed).integers(0, num_items or 2**31 - 1, episodes)
+    sizes = split_sizes(run.env, "train")
+    names = [name for name, _ in zip(itertools.cycle(sizes), range(episodes), strict=False)]
+    order = np.random.default_rng(seed).integers(0, [sizes[name] or 2**31 - 1 for name in names])
     template = RolloutTask(
         group_id="",
         index=0,
@@ -157,8 +155,9 @@ def rollout(
             index=int(index),
             seed=derive_seed(seed, 2, int(index)),
             sampling_seed=derive_seed(seed, 6, number),
+            env=name,
         )
-        for number, index in enumerate(order)
+        for number, (index, name) in enumerate(zip(order, names, strict=True))
     ]
     result = _run_tasks(run, adapter, tasks, batch)
     lines = [json.dumps(_line(group), ensure_ascii=False) for group in result.groups]
@@ -171,7 +170,7 @@ def rollout(
         "episodes": len(trajectories),
         "lost": len(result.lost),
         "reward_mean": float(np.mean([trajectory.reward for trajectory in trajectories])),
-        "correct": float(np.mean([is_correct(trajectory) for trajectory in trajectories])),
+        "correct": float(np.mean([trajectory.correct for trajectory in trajectories])),
         "turns_mean": float(np.mean([len(trajectory.turns) for trajectory in trajectories])),
         "tokens": _tokens(result.groups),
         "tokens_per_s": _tokens(result.groups) / max(result.timings["sample"], 1e-9),
@@ -187,9 +186,10 @@ def _line(group: TrajectoryGroup) -> dict[str, Any]:
     responses = [message.text for message in trajectory.messages if message.role == "assistant"]
     return {
         "episode": trajectory.trajectory_id,
+        **({"env": group.env} if group.env else {}),
         "index": group.index,
         "reward": trajectory.reward,
-        "correct": is_correct(trajectory),
+        "correct": trajectory.correct,
         "status": trajectory.status.value,
         "turns": len(trajectory.turns),
         "tokens": trajectory.num_sampled,

@@ -163,7 +163,7 @@ class RunLifecycle(BaseRun):
         from rl_vlm.serving.publisher import serving_ahead
 
         replicas = f", {self.run.serving.num_replicas} replicas" if serves else ""
-        self.display.message(f"Starting Ray{replicas} and the learner for {self.run.env.id} ...")
+        self.display.message(f"Starting Ray{replicas} and the learner for {self.run.env.title} ...")
         with ray_cluster(self.run), serving_ahead(self.run, self.folder / "serving") if serves else nullcontext():
             config = self.run.spec.load("config").from_run_config(self.run, self.folder)
             with self._algorithm(config):

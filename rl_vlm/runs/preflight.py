@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from safetensors import SafetensorError, safe_open
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig
 from rl_vlm.config.algorithm import BUILTIN_LOSSES
-from rl_vlm.envs.registry import make
+from rl_vlm.envs.parts import make_part
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.models.initial_adapter import check_initial_adapter
-from rl_vlm.models.loading import DType, check_quantization, load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.loading import DType, TextSide, check_quantization, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.plugins import load_plugins
-from rl_vlm.types import RLVLMError, UserInputError
+from rl_vlm.rollout.stages import Stages
+from rl_vlm.types import RLVLMError, Split, UserInputError
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -43,20 +45,39 @@ def inspect_policy_run(run: RunConfig) -> dict[str, Any]:
         from rl_vlm.learning.losses import LOSSES  # imports torch
 
         LOSSES.get(run.algorithm.loss)
-    env_kwargs = run.env.make_kwargs()
-    env = make(run.env.id, **env_kwargs)
+    quiet_libraries()
+    folder = resolve_model(run.model.path)
+    text = load_text_side(folder, run.model.pixels)
+    found: dict[str, Any] = {"model": str(folder), "env": run.env.title} | check_initial_adapter(run.model)
+    sizes: dict[str, int | None] = {}
+    for name, part in run.env.parts.items():
+        figures = _inspect_part(run, name, text)
+        sizes[name] = part.num_items or figures["train_items"]
+        found |= {f"{name}_{key}" if name else key: value for key, value in figures.items()}
+        for variant in run.evaluation.variants:
+            _open_changed(
+                run, name, f"evaluation.variants.{variant}", run.evaluation.split, run.variant_arguments(variant, name)
+            )
+    if run.curriculum.stages:
+        for where, name, arguments in Stages(run.curriculum, run.env).all_arguments():
+            _open_changed(run, name, where, "train", arguments, sizes[name])
+        found["stages"] = ", ".join(run.curriculum.names)
+    return found | _memory(run, folder)
+
+
+def _inspect_part(run: RunConfig, name: str, text: TextSide) -> dict[str, Any]:
+    """Open one item of each split of an environment and encode it."""
+    env_id = run.env.parts[name].id
+    env = make_part(run.env, name)
+    found: dict[str, Any] = {}
     try:
-        quiet_libraries()
-        folder = resolve_model(run.model.path)
-        text = load_text_side(folder, run.model.pixels)
-        found: dict[str, Any] = {"model": str(folder), "env": run.env.id} | check_initial_adapter(run.model)
         for split in ("train", run.evaluation.split):
             validate = getattr(env, "validate", None)
             if callable(validate):
                 validate(split)
             size = env.num_items(split)  # type: ignore[arg-type]
             if size == 0:
-                raise UserInputError(f"The {split} split of {run.env.id} is empty: check env.data.")
+                raise UserInputError(f"The {split} split of {env_id} is empty: check env.data.")
             observation, _ = env.reset(seed=0, options={"index": 0, "split": split})
             span = text.codec.encode_prompt(observation.messages)
             counts = [text.count_image_tokens(image.width, image.height) for image in span.images]
@@ -70,19 +91,29 @@ def inspect_policy_run(run: RunConfig) -> dict[str, Any]:
     except UserInputError:
         raise
     except RLVLMError as error:
-        raise UserInputError(f"The environment {run.env.id} does not open: {error}") from error
+        raise UserInputError(f"The environment {env_id} does not open: {error}") from error
     finally:
         env.close()
-    for variant, overrides in run.evaluation.variants.items():
+    return found
+
+
+def _open_changed(
+    run: RunConfig, name: str, where: str, split: Split, changes: Mapping[str, Any], items: int | None = None
+) -> None:
+    """Open an environment with the changed arguments that the key `where` names; it must have the `items` that are drawn from."""
+    try:
+        env = make_part(run.env, name, changes)
         try:
-            env = make(run.env.id, **run.env.make_kwargs(overrides))
-            try:
-                env.reset(seed=0, options={"index": 0, "split": run.evaluation.split})
-            finally:
-                env.close()
-        except RLVLMError as error:
-            raise UserInputError(f"evaluation.variants.{variant}: {error}") from error
-    return found | _memory(run, folder)
+            size = env.num_items(split)
+            if items is not None and size is not None and size < items:
+                raise UserInputError(
+                    f"the {split} split has {size} items and the run draws from {items}: set env.num_items."
+                )
+            env.reset(seed=0, options={"index": 0, "split": split})
+        finally:
+            env.close()
+    except RLVLMError as error:
+        raise UserInputError(f"{where}: {error}") from error
 
 
 def inspect_preference_run(run: RunConfig) -> dict[str, Any]:

@@ -24,6 +24,13 @@ PPO = (
     "algorithm.kl_target=0.02",
     "learner.ema_decay=0.9",
 )
+# Three iterations are 144 episodes: the middle of the second stage, and of a blend.
+CURRICULUM = (
+    "env={mixture: [{name: count, id: Shapes-v0, kwargs: {task: count, turns: 2}, num_items: 12, "
+    "reward: {weights: {env: 1.0, format: 0.2, length: -0.01}}}, {name: rule, id: Shapes-v0, kwargs: {task: rule}, num_items: 12}]}",
+    "curriculum={blend: true, blend_levels: 4, sampling: solve_rate, stages: [{start: 0, mixture: {count: 3.0}}, "
+    "{start: 100, env: {count: {second_reward: 0.9}}}, {start: 220, env: {count: {second_reward: 0.1}}}]}",
+)
 
 
 def run_config(folder: Path, *changes: str) -> RunConfig:
@@ -63,7 +70,11 @@ def same(one: Checkpoint, other: Checkpoint, counts: bool = True) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("changes", [(), pytest.param(PPO, marks=pytest.mark.acceptance)], ids=["grpo", "ppo"])
+@pytest.mark.parametrize(
+    "changes",
+    [(), *(pytest.param(changes, marks=pytest.mark.acceptance) for changes in (PPO, CURRICULUM))],
+    ids=["grpo", "ppo", "curriculum"],
+)
 def test_three_and_three_iterations_equal_six(changes: tuple[str, ...], tiny_folder: Path, tmp_path: Path) -> None:
     run = run_config(tiny_folder, *changes)
     with ray_cluster(run):
@@ -86,7 +97,11 @@ def test_three_and_three_iterations_equal_six(changes: tuple[str, ...], tiny_fol
         resumed.stop()
     before = read_checkpoint(saved)
     assert before.adapter.tensors != straight.adapter.tensors
-    if changes:
+    if changes == CURRICULUM:
+        sources = [checkpoint.state["rollouts"]["tasks"]["source"] for checkpoint in (before, straight)]
+        assert [source["stage"] for source in sources] == [1, 2]
+        assert all(rates["rates"]["rates"] for rates in sources[1]["mixture"]["items"].values())
+    if changes == PPO:
         assert straight.state["kl_coef"] != before.state["kl_coef"]
         assert any(name.startswith("critic.") for name in before.extras)
         assert any(name.startswith("average.") for name in before.extras)

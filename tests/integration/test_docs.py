@@ -6,10 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rl_vlm.cli.app import run as rl_vlm
+from rl_vlm.config import load_config
+from rl_vlm.envs.registry import registered
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -51,6 +54,37 @@ def test_metric_names_in_the_guide_are_logged() -> None:
     source = "".join(path.read_text() for path in (ROOT / "rl_vlm").rglob("*.py"))
     for name in re.findall(r"`((?:policy|mismatch|rollout|weights)/[a-z_]+)`", guide):
         assert name in source, name
+
+
+CURRICULA = ROOT / "docs" / "curricula.md"
+
+
+@pytest.mark.parametrize("block", code_blocks(CURRICULA, "yaml"), ids=range(len(code_blocks(CURRICULA, "yaml"))))
+def test_the_configurations_about_curricula_pass_a_dry_run(block: str, tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(block)
+    if (env_id := load_config(tmp_path / "run.yaml").env.id) not in registered():
+        pytest.skip(f"{env_id} is not there yet; its configuration is read")
+    command = ["train", str(tmp_path / "run.yaml"), f"model.path={tiny_folder}", "--dry-run"]
+    assert rl_vlm(command) == 0
+
+
+def test_the_group_reward_that_is_shown_pays_rare_answers(tmp_path: Path) -> None:
+    from rl_vlm.plugins import load_plugins
+    from rl_vlm.rollout.reward_parts import REWARD_PARTS
+
+    (block,) = code_blocks(CURRICULA, "python")
+    (tmp_path / "rare.py").write_text(block)
+    load_plugins([str(tmp_path / "rare.py")])
+    answered = SimpleNamespace(answers=(("a",), ("x", "a"), ("b",), ("a",)))
+    assert REWARD_PARTS.get("rare")(answered) == [0.25, 0.25, 0.75, 0.25]  # type: ignore[arg-type]
+
+
+def test_metric_names_about_curricula_are_logged() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "rl_vlm").rglob("*.py"))
+    names = re.findall(r"`((?:curriculum|mixture|reward)/[a-z_]+/?)", CURRICULA.read_text())
+    assert len(set(names)) >= 9
+    for name in names:
+        assert f'"{name}' in source, name
 
 
 # The names of RL-VLM-F's prompt.py, with texts of our own.

@@ -36,7 +36,11 @@ from rl_vlm.config.specs import ALGORITHMS
 from rl_vlm.types import UserInputError
 
 PACKAGE = Path(rl_vlm.__file__).parent
-CLASSES = {name: kind for name in sections.__all__ if isinstance(kind := getattr(sections, name), type)}
+CLASSES = {
+    name: kind
+    for name in sections.__all__
+    if isinstance(kind := getattr(sections, name), type) and issubclass(kind, Section)
+}
 # Methods of a section that read all of its keys.
 _WHOLE = {"model_dump", "model_dump_json"}
 
@@ -68,9 +72,8 @@ class Reader(ast.NodeVisitor):
             return next((scope[node.id] for scope in reversed(self._scopes) if node.id in scope), None)
         if isinstance(node, ast.Attribute):
             base = self._kind(node.value)
-            if base is not None:
-                field = base.model_fields.get(node.attr)
-                return section_of(field.annotation) if field else None
+            if base is not None and node.attr in base.model_fields:
+                return section_of(base.model_fields[node.attr].annotation)
             own = f"{self._class()}.{node.attr}" if isinstance(node.value, ast.Name) and node.value.id == "self" else ""
             known = self._attributes.get(own) or self._attributes.get(node.attr, set())
             return next(iter(known)) if len(known) == 1 else None
@@ -80,8 +83,12 @@ class Reader(ast.NodeVisitor):
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Name) and node.func.id in CLASSES:
                 return CLASSES[node.func.id]
-            if isinstance(node.func, ast.Attribute) and node.func.attr == "model_copy":
+            if isinstance(node.func, ast.Attribute) and node.func.attr in ("model_copy", "items", "values"):
                 return self._kind(node.func.value)
+            if isinstance(node.func, ast.Name) and node.func.id == "enumerate":
+                return self._kind(node.args[0])
+        if isinstance(node, ast.Subscript):  # an element of several
+            return self._kind(node.value)
         return None
 
     def _bind(self, target: ast.AST, kind: Kind | None) -> None:
@@ -94,7 +101,22 @@ class Reader(ast.NodeVisitor):
             self._attributes[target.attr].add(kind)
             self._attributes[f"{self._class()}.{target.attr}"].add(kind)
 
+    def _bind_element(self, target: ast.AST, several: ast.AST) -> None:
+        """Of `for place, one in enumerate(several)` and the like the last name is the element."""
+        self._bind(target.elts[-1] if isinstance(target, ast.Tuple) else target, self._kind(several))
+
     # --- statements
+
+    def visit_For(self, node: ast.For) -> None:
+        self._bind_element(node.target, node.iter)
+        self.generic_visit(node)
+
+    def _visit_comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
+        for generator in node.generators:  # which come after the element that they bind
+            self._bind_element(generator.target, generator.iter)
+        self.generic_visit(node)
+
+    visit_ListComp = visit_SetComp = visit_GeneratorExp = visit_DictComp = _visit_comprehension
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._owner.append(node.name)
@@ -152,7 +174,9 @@ class Reader(ast.NodeVisitor):
             return
         method = self._owner[-1] if self._owner and "." in self._owner[-1] else ""
         keys = list(kind.model_fields) if node.attr in _WHOLE else [node.attr]
-        self.reads[method] |= {(kind.__name__, key) for key in keys}
+        # What is read of a section is read of those that derive from it.
+        kinds = {kind, *(one for one in CLASSES.values() if issubclass(one, kind))}
+        self.reads[method] |= {(one.__name__, key) for one in kinds for key in keys}
 
 
 @functools.cache

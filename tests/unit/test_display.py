@@ -127,6 +127,14 @@ def test_a_resumed_run_counts_from_where_it_was():
     assert lines(out)[0].startswith("iteration 52/100") and "left" in lines(out)[0]
 
 
+def test_a_curriculum_shows_its_stage():
+    display, _clock, out = plain()
+    with display:
+        display.update(10, {"curriculum/stage": 1.0, "curriculum/stages": 5.0, "curriculum/solve_rate": 0.625})
+        display.update(20, {"curriculum/stage": 2.0, "curriculum/stages": 5.0})  # no episode of it yet
+    assert [line.split(" | ")[1] for line in lines(out)] == ["stage 2/5, 62 % solved", "stage 3/5"]
+
+
 def test_messages_are_printed_as_they_are():
     display, _, out = plain()
     with display:

@@ -122,7 +122,7 @@ def test_a_round_that_never_comes_leaves_its_environments_to_the_next(
         result = await worker.run([dataclasses.replace(task, seed=99) for task in tasks(20)])
         assert [group.index for group in result.groups] == [20, 21, 22]
         assert resets.count(20) == 4  # the same names for other work: opened again
-        assert len(worker._pool("")._idle) == 12  # none is lost, none is made that was not needed at once
+        assert len(worker.pools.of(tasks(0)[0])._idle) == 12  # none is lost, none is made that was not needed at once
 
     in_loop(run)
 

@@ -144,3 +144,15 @@ def test_a_broken_figure_does_not_fail_the_run(tmp_path, caplog):
     recorder.finish({"status": "failed"})
     assert json.loads((tmp_path / "result.json").read_text())["status"] == "failed"
     assert recorder.write_errors == 1 and "the figure" in caplog.text
+
+
+def test_an_evaluation_of_a_mixture_has_scalars_apart_from_trainings(tmp_path):
+    env = {"mixture": [{"name": "count", "id": "Shapes-v0"}]}
+    recorder = RunRecorder(tmp_path, RunConfig.model_validate({"env": env}))
+    recorder.log_iteration(1, {"accuracy/count": 0.5})
+    recorder.log_evaluation(1, {"accuracy/count": 0.25, "accuracy/default": 0.75})
+    recorder.close()
+    found = scalars(tmp_path)
+    assert (found["accuracy/count"], found["evaluation/accuracy/count"]) == ([(1, 0.5)], [(1, 0.25)])
+    assert found["accuracy/default"] == [(1, 0.75)]
+    assert evaluations(tmp_path)[0]["accuracy/count"] == 0.25

@@ -1,5 +1,7 @@
 """Dumps of sampled trajectories: they come back as they were, whole groups, images once."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from recorder_support import QUIET, group, leftovers, picture, trajectory, words, zeros
@@ -25,10 +27,12 @@ def test_trajectories_come_back_as_they_were(tmp_path):
     )
     two = trajectory("g0/1", reward=0.0, images=(red,))
     recorder = RunRecorder(tmp_path, QUIET)
-    recorder.dump_trajectories(10, [TrajectoryGroup("g0", 7, [one, two])], [np.array([1.0, -1.0])], words)
+    one.turns = (replace(one.turns[0], parts=(("answer", 1.0), ("format", 0.5))),)
+    recorder.dump_trajectories(10, [TrajectoryGroup("g0", 7, [one, two], "count", 2)], [np.array([1.0, -1.0])], words)
     path = tmp_path / "trajectories" / "iteration-000010.parquet"
     first, second = read_trajectories(path)
     assert (first["iteration"], first["group_id"], first["trajectory_id"], first["index"]) == (10, "g0", "g0/0", 7)
+    assert (first["env"], first["stage"]) == ("count", 2)
     for name in ("token_ids", "loss_mask", "logprobs"):
         np.testing.assert_array_equal(first[name], getattr(one, name))
         assert first[name].dtype == getattr(one, name).dtype
@@ -41,6 +45,8 @@ def test_trajectories_come_back_as_they_were(tmp_path):
             "reward": 0.5,
             "state_id": "shown",
             "pieces": [],
+            "parts": [{"name": "answer", "value": 1.0}, {"name": "format", "value": 0.5}],
+            "well_formed": True,
         }
     ]
     assert (first["reward"], first["advantage"], second["advantage"]) == (0.5, 1.0, -1.0)

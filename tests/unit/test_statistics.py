@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from rl_vlm.config import parse_config
-from rl_vlm.evaluation.heldout import evaluation_tasks, is_correct, summarize
+from rl_vlm.evaluation.heldout import evaluation_tasks, summarize
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.statistics import pass_at_k, wilson_interval
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
@@ -67,10 +67,10 @@ def group(task: RolloutTask, episodes: list[Trajectory]) -> TrajectoryGroup:
 
 
 def test_the_environments_word_counts_before_the_reward() -> None:
-    assert is_correct(episode(0.0, correct=True))
-    assert not is_correct(episode(1.0, correct=False))
-    assert is_correct(episode(1.0))
-    assert not is_correct(episode(0.9))
+    assert episode(0.0, correct=True).correct
+    assert not episode(1.0, correct=False).correct
+    assert episode(1.0).correct
+    assert not episode(0.9).correct
 
 
 def test_tasks_are_greedy_and_also_sampled_when_asked_for() -> None:
@@ -80,20 +80,20 @@ def test_tasks_are_greedy_and_also_sampled_when_asked_for() -> None:
             "rollout": {"temperature": 0.7},
         }
     )
-    tasks = evaluation_tasks(run, num_items=3, min_version=9)
+    tasks = evaluation_tasks(run, {"": 3}, min_version=9)
     assert len(tasks) == 2 * 2 * 3
     assert len({task.group_id for task in tasks}) == len(tasks)
     assert {(task.size, task.temperature) for task in tasks} == {(1, 0.0), (4, 0.7)}
     assert {task.split for task in tasks} == {"test"}
     assert {task.min_version for task in tasks} == {9}
-    assert len(evaluation_tasks(run, num_items=None, min_version=0)) == 2 * 2 * 5
-    again = evaluation_tasks(run, num_items=3, min_version=9)
+    assert len(evaluation_tasks(run, {"": None}, min_version=0)) == 2 * 2 * 5
+    again = evaluation_tasks(run, {"": 3}, min_version=9)
     assert [task.seed for task in again] == [task.seed for task in tasks]
 
 
 def test_lost_episodes_count_as_wrong() -> None:
     run = parse_config({"evaluation": {"num_items": 4}})
-    tasks = evaluation_tasks(run, None, 0)
+    tasks = evaluation_tasks(run, {"": None}, 0)
     groups = [group(tasks[0], [episode(1.0)]), group(tasks[1], [episode(0.5)]), group(tasks[3], [episode(1.0)])]
     summary = summarize(run, tasks, groups)
     low, high = wilson_interval(2, 4)
@@ -105,7 +105,7 @@ def test_lost_episodes_count_as_wrong() -> None:
 
 def test_pass_at_k_is_taken_over_the_sampled_groups() -> None:
     run = parse_config({"evaluation": {"num_items": 2, "samples": 4}})
-    tasks = evaluation_tasks(run, None, 0)
+    tasks = evaluation_tasks(run, {"": None}, 0)
     sampled = [task for task in tasks if task.size == 4]
     answers = [episode(1.0), episode(0.0), episode(0.0), episode(0.0)]
     summary = summarize(run, tasks, [group(sampled[0], answers)])  # the other one is lost

@@ -57,11 +57,12 @@ def test_a_sound_trajectory_is_returned_as_it_is() -> None:
 
 
 def test_a_turn_survives_pickling_with_all_its_fields() -> None:
-    turn = Turn(2, 4, 3, StopReason.STOP, 0.25, "0123456789abcdef")
+    pieces, parts = ((1, 3), (1, 5)), (("answer", 0.5),)
+    turn = Turn(2, 4, 3, StopReason.STOP, 0.25, "0123456789abcdef", pieces, parts, well_formed=False)
     values = [getattr(turn, field.name) for field in dataclasses.fields(turn)]
     assert len(set(map(str, values))) == len(values)  # no field is mistaken for another
-    group = pickle.loads(pickle.dumps(TrajectoryGroup("g", 0, [trajectory(turns=(turn,))])))
-    assert group.trajectories[0].turns == (turn,)
+    group = pickle.loads(pickle.dumps(TrajectoryGroup("g", 0, [trajectory(turns=(turn,))], "count", 2)))
+    assert group.trajectories[0].turns == (turn,) and (group.env, group.stage) == ("count", 2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,194 @@
+"""The curriculum as a task source: when stages change, what tasks carry, and that a restored one goes on exactly."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from task_support import solved_group
+
+from rl_vlm.config import parse_config
+from rl_vlm.rollout.curriculum import Curriculum, make_task_source
+from rl_vlm.rollout.cursor import DataCursor
+from rl_vlm.rollout.mixture import Mixture
+from rl_vlm.rollout.task_stream import TaskStream
+from rl_vlm.types import UserInputError
+
+SIZES = [{"start": 0, "env": {"size": 3}}, {"start": 8, "env": {"size": 4}}, {"start": 20, "env": {"size": 5}}]
+LADDER = [{"name": "easy", "until": 0.75, "env": {"size": 3}}, {"name": "mid", "until": 0.75}, {"name": "hard"}]
+HYSTERESIS = {"by": "metric", "stages": LADDER, "window": 8, "min_episodes": 8, "fall_back_margin": 0.5}
+MIXTURE = [{"name": "count", "id": "Shapes-v0"}, {"name": "walk", "id": "GridWalk-v0", "weight": 2.0}]
+
+
+def source(items: int | None = 50, **settings: Any) -> Curriculum:
+    found = make_task_source(parse_config({"curriculum": settings}), {"": items})
+    assert isinstance(found, Curriculum)
+    return found
+
+
+def sizes(curriculum: Curriculum, count: int = 1) -> list[Any]:
+    return [item.arguments.get("size") for item in curriculum.take(count)]
+
+
+# --- by episodes and by iterations
+
+
+def test_stages_change_when_their_episodes_have_been_sampled() -> None:
+    curriculum = source(stages=SIZES)
+    seen = []
+    for _ in range(6):
+        seen.append(sizes(curriculum, 2))
+        curriculum.observe([solved_group([1, 0, 0, 0], stage=curriculum.stage)])
+    # Episodes before each take: 0, 4, 8, 12, 16, 20.
+    assert seen == [[3, 3], [3, 3], [4, 4], [4, 4], [4, 4], [5, 5]]
+    assert curriculum.figures()["curriculum/taken/1"] == 6.0
+
+
+def test_episodes_of_an_earlier_stage_count_but_not_as_this_stages_solve_rate() -> None:
+    curriculum = source(stages=SIZES)
+    curriculum.observe([solved_group([1] * 8)])
+    assert curriculum.stage == 1
+    curriculum.observe([solved_group([1] * 4, stage=0)])  # was under way with a lag
+    assert "curriculum/solve_rate" not in curriculum.figures()
+    curriculum.observe([solved_group([1, 0, 0, 0], stage=1)])
+    assert curriculum.figures()["curriculum/solve_rate"] == 0.25
+    assert curriculum.figures()["curriculum/episodes"] == 16.0
+
+
+def test_stages_change_with_the_learners_steps() -> None:
+    curriculum = source(stages=SIZES, by="iterations")
+    seen = []
+    for iteration in (0, 7, 8, 19, 20, 8):  # back after a learner was replaced
+        curriculum.begin(iteration)
+        curriculum.observe([solved_group([1] * 100, stage=curriculum.stage)])
+        seen += sizes(curriculum)
+    assert seen == [3, 3, 4, 4, 5, 4]
+
+
+def test_blended_arguments_reach_the_tasks_and_the_metrics() -> None:
+    stages = [{"start": 0, "env": {"tau": 100.0}}, {"start": 8, "env": {"tau": 20.0}}]
+    curriculum = source(stages=stages, blend=True, blend_levels=4)
+    seen = []
+    for _ in range(5):
+        (item,) = curriculum.take(1)
+        seen.append(item.arguments["tau"])
+        assert curriculum.figures()["curriculum/value/tau"] == seen[-1]
+        curriculum.observe([solved_group([1, 0], stage=curriculum.stage)])
+    assert seen == [100.0, 80.0, 60.0, 40.0, 20.0]
+
+
+# --- by a metric
+
+
+def play(curriculum: Curriculum, *shares: float) -> list[int]:
+    """Groups of four episodes with these solve rates; the stage after each."""
+    found = []
+    for share in shares:
+        solved = round(4 * share)
+        curriculum.observe([solved_group([1.0] * solved + [0.0] * (4 - solved), stage=curriculum.stage)])
+        found.append(curriculum.stage)
+    return found
+
+
+def test_a_stage_ends_where_the_window_reaches_the_threshold() -> None:
+    # Means of the newest 8 episodes: 0.5 (too few), 0.625, 0.75.
+    assert play(source(**HYSTERESIS), 0.5, 0.75, 0.75) == [0, 0, 1]
+
+
+def test_a_lucky_group_does_not_end_a_stage_before_its_least_episodes() -> None:
+    assert play(source(**HYSTERESIS), 1.0, 0.0, 1.0, 0.5, 1.0) == [0, 0, 0, 1, 1]
+
+
+def test_a_stage_is_left_backwards_only_beyond_the_margin() -> None:
+    # Threshold 0.75 and margin 0.5: exactly 0.25 stays, less goes back.
+    assert play(source(**HYSTERESIS), 1, 1, 0.25, 0.25, 0.25, 0.25) == [0, 1, 1, 1, 1, 1]
+    assert play(source(**HYSTERESIS), 1, 1, 0.25, 0.0, 1, 1) == [0, 1, 1, 0, 0, 1]
+    assert play(source(**{**HYSTERESIS, "fall_back_margin": None}), 1, 1, 0, 0, 0, 0) == [0, 1, 1, 1, 1, 1]
+
+
+def test_the_last_stage_stays_and_the_first_has_none_before_it() -> None:
+    assert play(source(**HYSTERESIS), 1, 1, 1, 1, 1, 1, 1, 1) == [0, 1, 1, 2, 2, 2, 2, 2]
+    assert play(source(**HYSTERESIS), 0, 0, 0, 0) == [0, 0, 0, 0]
+
+
+def test_the_metric_may_be_the_reward() -> None:
+    curriculum = source(by="metric", metric="reward", stages=[{"until": 0.5}, {}], window=4, min_episodes=4)
+    curriculum.observe([solved_group([0.4, 0.4, 0.4, 0.4])])
+    assert curriculum.stage == 0
+    curriculum.observe([solved_group([0.6, 0.6, 0.4, 0.4])])  # none is solved
+    assert curriculum.stage == 1
+
+
+# --- state
+
+
+def drive(curriculum: Any, rounds: int, rng: np.random.Generator) -> list[Any]:
+    """Take and observe like a run whose results depend on the task alone."""
+    taken = []
+    for _ in range(rounds):
+        items = curriculum.take(5)
+        taken += items
+        curriculum.observe(
+            [
+                solved_group([(item.index + k) % 3 == 0 for k in range(4)], item.env, item.index, item.stage)
+                for item in items
+            ]
+        )
+    return taken
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "blended": {
+        "stages": [{"start": 0, "env": {"walk": {"size": 3}}}, {"start": 70, "env": {"walk": {"size": 5}}}],
+        "blend": True,
+    },
+    "metric": {**HYSTERESIS, "stages": [{"until": 0.3}, {"until": 0.7}, {}], "window": 30},
+    "solve_rate": {"sampling": "solve_rate", "stages": [{"start": 0}, {"start": 70}]},
+    "without stages": {"sampling": "solve_rate"},
+}
+
+
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("before", [1, 3])
+def test_a_restored_source_goes_on_where_it_stopped(settings: dict[str, Any], before: int) -> None:
+    run = parse_config({"env": {"mixture": MIXTURE}, "curriculum": settings, "seed": 7})
+    whole, first, second = (make_task_source(run, {"count": 12, "walk": 30}) for _ in range(3))
+    rng = np.random.default_rng(0)
+    expected = drive(whole, before + 4, rng)
+    found = drive(first, before, rng)
+    second.restore(json.loads(json.dumps(first.state())))
+    found += drive(second, 4, rng)
+    assert found == expected
+    assert second.state() == whole.state() and second.figures() == whole.figures()
+    assert len({item.stage for item in expected}) == (2 if "stages" in settings else 1)
+
+
+def test_tasks_that_were_under_way_keep_their_stage_and_arguments() -> None:
+    run = parse_config({"curriculum": {"stages": SIZES}, "rollout": {"prompts_per_iteration": 2}})
+    stream, resumed = (TaskStream(make_task_source(run, {"": 50}), run) for _ in range(2))
+    tasks = stream.take(2)
+    stream.sampled([solved_group([1] * 8)])
+    resumed.restore(json.loads(json.dumps(stream.state())))
+    assert resumed.take(2) == tasks and tasks[0].arguments == {"size": 3}
+    assert [task.stage for task in resumed.take(1)] == [1]
+
+
+def test_a_checkpoint_of_another_curriculum_is_refused() -> None:
+    plain = DataCursor(50, 0)
+    staged, fewer = source(stages=SIZES), source(stages=SIZES[:2])
+    with pytest.raises(UserInputError, match="curriculum has the stages 0, 1, 2: resume with the curriculum"):
+        fewer.restore(staged.state())
+    with pytest.raises(UserInputError, match="has no stages"):
+        staged.restore(plain.state())
+    with pytest.raises(UserInputError, match="a mixture or a curriculum"):
+        plain.restore(staged.state())
+
+
+def test_a_plain_run_has_the_cursor_that_it_always_had() -> None:
+    run = parse_config({"seed": 3})
+    found = make_task_source(run, {"": 20})
+    assert isinstance(found, DataCursor) and found.take(40) == DataCursor(20, 3).take(40)
+    mixture = make_task_source(parse_config({"env": {"mixture": MIXTURE}}), {"count": 5, "walk": 5})
+    assert isinstance(mixture, Mixture)

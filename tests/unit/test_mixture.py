@@ -1,0 +1,183 @@
+"""Mixtures: exact shares, draws by solve rate with the statistics that their weights promise, figures per environment."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from task_support import solved_group
+
+from rl_vlm.config import CurriculumSection, parse_config
+from rl_vlm.evaluation.heldout import evaluation_tasks, summarize, viewed_tasks
+from rl_vlm.rollout.figures import sampling_figures
+from rl_vlm.rollout.mixture import Mixture
+from rl_vlm.rollout.solve_rate import MAX_KNOWN, SolveRateItems, SolveRates
+from rl_vlm.types import UserInputError
+
+UNIFORM, BY_RATE = CurriculumSection(), CurriculumSection(sampling="solve_rate")
+
+
+def mixture(weights: dict[str, float], settings: CurriculumSection = UNIFORM, size: int | None = 100) -> Mixture:
+    return Mixture(weights, dict.fromkeys(weights, size), 5, settings)
+
+
+def names(source: Mixture, count: int) -> list[str]:
+    return [item.env for item in source.take(count)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 200))
+def test_every_environment_has_its_share_to_within_one_task(weights: list[int], count: int) -> None:
+    given = {f"e{place}": float(weight) for place, weight in enumerate(weights)}
+    found = Counter(names(mixture(given), count))
+    assert sum(found.values()) == count
+    assert all(abs(found[name] - count * weight / sum(weights)) <= 1 + 1e-9 for name, weight in given.items())
+
+
+def test_environments_come_in_turn_and_not_in_blocks() -> None:
+    assert "".join(names(mixture({"a": 2.0, "b": 1.0}), 9)) == "abaabaaba"
+    assert set(names(mixture({"a": 1.0, "b": 0.0}), 50)) == {"a"}
+
+
+def test_each_environment_has_an_order_and_seeds_of_its_own() -> None:
+    items = mixture({"a": 1.0, "b": 1.0}).take(200)
+    by_name = {name: [item for item in items if item.env == name] for name in "ab"}
+    assert all(sorted(item.index for item in found) == list(range(100)) for found in by_name.values())
+    assert [item.index for item in by_name["a"]] != [item.index for item in by_name["b"]]
+    assert len({item.seed for item in items}) == 200
+
+
+def test_a_change_of_weights_counts_from_now_on() -> None:
+    source = mixture({"a": 1.0, "b": 1.0})
+    source.take(10)
+    source.set_weights({"a": 1.0, "b": 3.0})
+    assert Counter(names(source, 40)) == {"a": 10, "b": 30}
+
+
+def test_another_mixture_does_not_restore() -> None:
+    with pytest.raises(UserInputError, match=r"tasks of a, b.* resume with the env.mixture"):
+        mixture({"a": 1.0, "c": 1.0}).restore(mixture({"a": 1.0, "b": 1.0}).state())
+    with pytest.raises(UserInputError, match=r"curriculum.sampling"):
+        mixture({"a": 1.0}).restore(mixture({"a": 1.0}, BY_RATE).state())
+
+
+# --- solve rates
+
+
+def test_rates_and_weights_are_those_computed_by_hand() -> None:
+    rates = SolveRates(CurriculumSection(sampling="solve_rate", prior=2.0, floor=0.1, half_life=8.0))
+    assert (rates.rate("a"), rates.weight("a")) == (0.5, 1.0)
+    rates.observe("a", 8, 8)  # (8 + 1) / (8 + 2)
+    assert rates.rate("a") == pytest.approx(0.9)
+    assert rates.weight("a") == pytest.approx(0.1 + 0.9 * 4 * 0.9 * 0.1)
+    rates.observe("a", 8, 0)  # the first eight count half: (4 + 1) / (12 + 2)
+    assert rates.rate("a") == pytest.approx(5 / 14)
+    rates.forget()
+    assert rates.rate("a") == 0.5
+
+
+def test_old_episodes_fade_and_the_floor_holds() -> None:
+    rates = SolveRates(BY_RATE)
+    for _ in range(200):
+        rates.observe("a", 8, 8)
+    assert rates.weight("a") < 0.2 and rates.weight("a") >= 0.1
+    for _ in range(100):
+        rates.observe("a", 8, 0)
+    assert rates.rate("a") < 0.02
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_vlm.rollout.solve_rate.MAX_KNOWN", 3)
+    rates = SolveRates(BY_RATE)
+    for key in "abcad":
+        rates.observe(key, 1, 1)
+    assert rates.known() == ["c", "a", "d"] and MAX_KNOWN > 1000
+
+
+def test_items_are_drawn_in_proportion_to_their_weights() -> None:
+    items = SolveRateItems(20, 3, BY_RATE)
+    shares = [0.0, 0.125, 0.25, 0.5, 0.75, 1.0]
+    for index, share in enumerate(shares):
+        items.rates.observe(str(index), 64, round(64 * share))
+    weights = np.array([items.rates.weight(str(index)) for index in range(20)])
+    counts = np.bincount(items.take(40_000), minlength=20)
+    expected = 40_000 * weights / weights.sum()
+    # Chi-squared with 19 degrees of freedom: beyond 43.8 once in a thousand.
+    assert ((counts - expected) ** 2 / expected).sum() < 43.8
+    assert counts[3] > 3 * counts[0] > 0 and counts[3] > 3 * counts[5] > 0
+
+
+def test_a_split_that_is_known_to_its_last_item_is_drawn_from_as_well() -> None:
+    items = SolveRateItems(4, 0, BY_RATE)
+    for index in (0, 1, 2):
+        items.rates.observe(str(index), 8, 8)
+    few = Counter(items.take(2000))
+    assert few[3] > max(few[0], few[1], few[2])
+    items.rates.observe("3", 8, 8)
+    assert set(items.take(200)) == {0, 1, 2, 3}
+
+
+def test_environments_near_one_half_come_first_and_none_starves() -> None:
+    source = mixture({"easy": 1.0, "half": 1.0, "hopeless": 1.0}, BY_RATE, size=None)
+    for _ in range(30):
+        source.observe(
+            [solved_group([1] * 8, "easy"), solved_group([1, 0] * 4, "half"), solved_group([0] * 8, "hopeless")]
+        )
+    found = Counter(names(source, 1200))
+    assert found["half"] > 0.7 * 1200 and min(found["easy"], found["hopeless"]) > 0.08 * 1200
+    figures = source.figures()
+    assert figures["mixture/solve_rate/half"] == pytest.approx(0.5)
+    assert figures["mixture/taken/half"] == found["half"]
+    assert sum(figures[f"mixture/share/{name}"] for name in found) == pytest.approx(1.0)
+
+
+def test_a_state_is_plain_json() -> None:
+    source = mixture({"a": 1.0, "b": 2.0}, BY_RATE)
+    source.take(7)
+    source.observe([solved_group([1, 0, 0], "a", index=4)])
+    assert json.loads(json.dumps(source.state())) == source.state()
+
+
+# --- figures
+
+
+def test_training_figures_are_also_given_per_environment() -> None:
+    groups = [solved_group([1, 0], "a"), solved_group([1, 1], "b", 1), solved_group([0.5, 0], "b", 2)]
+    figures = sampling_figures(groups, version=1, seconds=1.0, max_turns=1)
+    assert (figures["reward/a"], figures["accuracy/a"]) == (0.5, 0.5)
+    assert (figures["reward/b"], figures["accuracy/b"]) == (0.625, 0.5)
+    assert not any(name.endswith("/") for name in sampling_figures([solved_group([1])], 1, 1.0, 1))
+
+
+def test_an_evaluation_has_results_of_the_whole_and_of_each_environment() -> None:
+    config: dict[str, Any] = {
+        "env": {"mixture": [{"name": "a", "id": "Shapes-v0"}, {"name": "b", "id": "Shapes-v0"}]},
+        "evaluation": {"num_items": 4, "variants": {"default": {}, "two": {"b": {"turns": 2}}}},
+    }
+    run = parse_config(config)
+    tasks = evaluation_tasks(run, {"a": 2, "b": None}, min_version=0)
+    assert len(tasks) == len({task.group_id for task in tasks}) == 2 * (2 + 4)
+    groups = []
+    for task in tasks:
+        group = solved_group(
+            [float(task.env == "a" or (task.variant == "two" and task.index < 1))], task.env, task.index
+        )
+        group.group_id = task.group_id
+        groups.append(group)
+    results = summarize(run, tasks, groups)
+    assert (results["accuracy/default"], results["items/default"]) == (pytest.approx(2 / 6), 6)
+    assert (results["accuracy/a"], results["accuracy/b"], results["accuracy/b/two"]) == (1.0, 0.0, 0.25)
+    assert (results["items/a"], results["items/b"], results["accuracy/two"]) == (2, 4, 0.5)
+
+
+def test_swapped_images_are_those_of_another_item_of_the_same_environment() -> None:
+    run = parse_config({"env": {"mixture": [{"name": "a", "id": "Shapes-v0"}, {"name": "b", "id": "Shapes-v0"}]}})
+    tasks = evaluation_tasks(run, {"a": 2, "b": 4}, min_version=0)
+    assert {task.env for task in tasks[:2]} == {"a", "b"}  # the first few are of all environments
+    swapped = [(task.env, task.index, task.other_index) for task in viewed_tasks(tasks, "swapped")]
+    assert sorted(swapped) == [("a", 0, 1), ("a", 1, 0), ("b", 0, 1), ("b", 1, 2), ("b", 2, 3), ("b", 3, 0)]
