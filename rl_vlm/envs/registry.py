@@ -20,6 +20,7 @@ _REGISTRY: dict[str, EnvFactory | str] = {
     "Shapes-v0": "rl_vlm.envs.shapes:ShapesEnv",
     "GridWalk-v0": "rl_vlm.envs.gridwalk:GridWalkEnv",
     "Geo3k-v0": "rl_vlm.envs.geo3k:Geo3kEnv",
+    "GeoSpot-v0": "rl_vlm.envs.geospot:GeoSpotEnv",
 }
 
 

@@ -7,7 +7,6 @@ pixels by reinforcement learning within minutes on one core. The warm start teac
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_vlm.envs import shapes_data as data
+from rl_vlm.files import cache_folder, locked
 from rl_vlm.models.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from rl_vlm.types import UserInputError
 
@@ -47,18 +47,14 @@ def tiny_model_path(seed: int = 0, variant: Variant = "small") -> Path:
     The environment variable RL_VLM_CACHE names another place. Safe to call from many processes at once: one builds,
     the others wait.
     """
-    cache = Path(os.environ.get("RL_VLM_CACHE") or Path.home() / ".cache" / "rl_vlm").expanduser()
     version = ".".join(
         map(str, [RECIPE_VERSION, *([_LESSONS_VERSION[variant]] if variant in _LESSONS_VERSION else [])])
     )
     key = hashlib.sha256(f"{version}-{variant}-{seed}".encode()).hexdigest()[:12]
+    cache = cache_folder()
     folder = cache / f"tiny-{variant}-{seed}-{key}"
     if not folder.is_dir():
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserInputError(f"The cache folder {cache} cannot be made ({error}): set RL_VLM_CACHE.") from error
-        with _locked(cache / f"{folder.name}.lock"):
+        with locked(cache / f"{folder.name}.lock"):
             if not folder.is_dir():  # another process may have built it meanwhile
                 for abandoned in cache.glob(f".{folder.name}.*"):  # by a build that was killed
                     shutil.rmtree(abandoned, ignore_errors=True)
@@ -223,11 +219,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock between processes; the system frees it when its holder dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
