@@ -35,6 +35,7 @@ from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.plugins import load_plugins
 from rl_vlm.rollout.cursor import DataCursor
+from rl_vlm.rollout.env_metrics import env_figures
 from rl_vlm.rollout.env_runner import VLMEnvRunner
 from rl_vlm.rollout.rollouts import make_rollouts, sampling_figures
 from rl_vlm.rollout.runners import EnvRunners
@@ -107,6 +108,7 @@ class PolicyAlgorithm(RunAlgorithm):
         env = make(run.env.id, **run.env.make_kwargs())
         num_train = run.env.num_items or env.num_items("train")
         self.num_test = env.num_items(run.evaluation.split)
+        self._env_metrics = env.metrics
         env.close()
         stream = TaskStream(DataCursor(num_train, run.seed), run)
         self.rollouts = make_rollouts(EnvRunners(self.env_runner_group), stream, run)
@@ -150,6 +152,7 @@ class PolicyAlgorithm(RunAlgorithm):
         with self.timed("sample"):
             groups = self.rollouts.next_groups(self.version, self.iterations_left)
         figures = sampling_figures(groups, self.version, self._clock["sample"], self.run.rollout.max_turns)
+        figures |= env_figures(self._env_metrics, [trajectory for group in groups for trajectory in group.trajectories])
         if groups:
             with self.timed("sight"):
                 seen, self.sight_faults = self.sight.measure(groups)
@@ -241,7 +244,7 @@ class PolicyAlgorithm(RunAlgorithm):
             groups, result = self.rollouts.evaluate(tasks, self.run.evaluation.timeout_s)
         self.restarts["env_runner"] = self.rollouts.restarts
         return {
-            **summarize(self.run, tasks, groups),
+            **summarize(self.run, tasks, groups, self._env_metrics),
             "lost": len(result.lost),
             "policy_version": self.version,
             "seconds": time.perf_counter() - started,

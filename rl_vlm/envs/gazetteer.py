@@ -40,7 +40,9 @@ class Gazetteer:
     """Looks up places by name. Threads may share it."""
 
     def __init__(self, path: Path) -> None:
-        self._database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True, check_same_thread=False)
+        self._database = sqlite3.connect(
+            f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True, check_same_thread=False
+        )
         self._lock = threading.Lock()
         self._found = lru_cache(maxsize=65_536)(self._look_up)
 
@@ -60,9 +62,13 @@ class Gazetteer:
         self, name: str, country: str | None = None, region: Place | None = None, near: Position | None = None
     ) -> Place | None:
         """By name, in the country if one is given; of several the nearest to `near`, else one in the region, else the largest."""
-        found = [(place, weight) for place, weight in self._candidates("city", name) if country in (None, place.country)]
+        found = [
+            (place, weight) for place, weight in self._candidates("city", name) if country in (None, place.country)
+        ]
         if near is not None:
-            return min((place for place, _ in found), key=lambda place: haversine_km(place.position, near), default=None)
+            return min(
+                (place for place, _ in found), key=lambda place: haversine_km(place.position, near), default=None
+            )
         inside = [pair for pair in found if region is not None and pair[0].region == region.id]
         return max(inside or found, key=lambda pair: pair[1], default=(None, 0.0))[0]
 

@@ -103,11 +103,13 @@ class _Index:
         for city in _json("cities15000.json").values():
             position = (city["latitude"], city["longitude"])
             same = cities_by_name.get((city["countrycode"], name_key(city["name"], "city")), [])
-            near, number = min(((haversine_km(there, position), number) for number, there in same), default=(math.inf, 0))
+            near, number = min(
+                ((haversine_km(there, position), number) for number, there in same), default=(math.inf, 0)
+            )
             if near > _SAME_CITY_KM:
                 number = self._add("city", city["name"], city["countrycode"], position, city["population"])
-            # Three capitals are an airport's code.
-            others = [name for name in city["alternatenames"] if not (len(name) == 3 and name.isupper())]
+            # Three capitals are an airport's code. Other scripts would be nine tenths of the index.
+            others = [n for n in city["alternatenames"] if not (len(n) == 3 and n.isupper()) and _is_latin(n)]
             self._spell("city", others, number, own=False)
 
     def _countries(self, cities: dict[str, list[dict[str, Any]]]) -> None:
@@ -169,6 +171,12 @@ def _file(package: str, name: str) -> Path:
     spec = find_spec(package)
     assert spec is not None and spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0]) / name
+
+
+def _is_latin(name: str) -> bool:
+    """Whether no letter is beyond the Latin blocks of Unicode."""
+    last = max(name, default="~")
+    return last < "\u0250" or "\u1e00" <= last <= "\u1eff"
 
 
 def _centre(cities: list[dict[str, Any]]) -> tuple[Position, int]:

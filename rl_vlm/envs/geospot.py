@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from rl_vlm.envs import geospot_world as world
 from rl_vlm.envs.base import Info, MadeItemsEnv, StepResult
@@ -49,7 +49,7 @@ class GeoSpotEnv(MadeItemsEnv):
     `d_*` in km (None if missing), `k_*`, and the metrics; `distance_km` is `d_coords`, or half the Earth's circumference without one.
     """
 
-    metrics = {
+    metrics: ClassVar[Mapping[str, tuple[float, ...]]] = {
         "distance_km": (0.5, 0.9),
         "format_ok": (),
         "stage_idx": (),
@@ -148,7 +148,11 @@ class GeoSpotEnv(MadeItemsEnv):
         countries, cities, zoom, image_size = self._made
         assert image_size is not None
         item = world.pin_item(countries, cities, zoom, image_size, split, index, self._seed)
-        names = {"country": item.country.name, "region": item.region.name if item.region else None, "city": item.city.name}
+        names = {
+            "country": item.country.name,
+            "region": item.region.name if item.region else None,
+            "city": item.city.name,
+        }
         return item.image, GroundTruth(item.position, names, item.country, item.region, item.city), _MAP
 
     def _view(self, split: Split, index: int) -> tuple[EncodedImage, GroundTruth, str]:

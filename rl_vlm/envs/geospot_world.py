@@ -94,9 +94,7 @@ def big_cities(country: str, count: int) -> tuple[Place, ...]:
 
 
 @lru_cache(maxsize=8192)
-def pin_item(
-    countries: int, cities: int, zoom: int, image_size: int, split: Split, index: int, seed: int
-) -> PinItem:
+def pin_item(countries: int, cities: int, zoom: int, image_size: int, split: Split, index: int, seed: int) -> PinItem:
     """Task instance `index`: a pin anywhere in one of the `countries` largest countries.
 
     Its city is the nearest of the country's `cities` largest. Cached, because all copies of a group ask for the same one.
@@ -110,7 +108,9 @@ def pin_item(
         if split_of(pixels) == split:
             city = min(big_cities(country.country, cities), key=lambda place: haversine_km(place.position, position))
             region = None if city.region is None else open_gazetteer().place(city.region)
-            return PinItem(position, country, region, city, _encoded(window, window.pixel(position, image_size), image_size))
+            return PinItem(
+                position, country, region, city, _encoded(window, window.pixel(position, image_size), image_size)
+            )
     raise AssertionError(f"no {split} picture in {_MAX_DRAWS} draws")
 
 
@@ -171,9 +171,7 @@ def _map(window: Window, image_size: int) -> np.ndarray:
     width, height = 360.0 / window.zoom, 180.0 / window.zoom
 
     def place(ring: Ring) -> list[tuple[float, float]]:
-        return [
-            ((x - window.west) / width * image_size, (window.north - y) / height * image_size) for x, y in ring
-        ]
+        return [((x - window.west) / width * image_size, (window.north - y) / height * image_size) for x, y in ring]
 
     detailed = image_size >= _DETAILED_FROM
     for ring in (ring for shape in country_shapes().values() for ring in shape):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rl_vlm.config import RunConfig
+from rl_vlm.rollout.env_metrics import env_figures
 from rl_vlm.rollout.tasks import RolloutTask, View
 from rl_vlm.seeding import derive_seed
 from rl_vlm.statistics import mean_interval, pass_at_k, wilson_interval
@@ -60,11 +61,17 @@ def is_correct(trajectory: Trajectory) -> bool:
     return bool(correct) if correct is not None else trajectory.reward >= 1.0
 
 
-def summarize(run: RunConfig, tasks: Sequence[RolloutTask], groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
+def summarize(
+    run: RunConfig,
+    tasks: Sequence[RolloutTask],
+    groups: Sequence[TrajectoryGroup],
+    metrics: Mapping[str, tuple[float, ...]] | None = None,
+) -> dict[str, Any]:
     """Accuracy with its 95 % interval and mean reward per variant; a lost episode counts as wrong.
 
     Keys: `accuracy/<variant>`, `accuracy_low/<variant>`, `accuracy_high/<variant>`, `reward/<variant>`,
-    `items/<variant>`, and `pass@k/<variant>` for k = 1, 2, 4, ... up to the samples.
+    `items/<variant>`, `pass@k/<variant>` for k = 1, 2, 4, ... up to the samples, and `env/<name>/<variant>` for the
+    `metrics` that the environment declares, over the greedy episodes that were not lost.
     """
     found = {group.group_id: group for group in groups}
     results: dict[str, Any] = {}
@@ -80,6 +87,7 @@ def summarize(run: RunConfig, tasks: Sequence[RolloutTask], groups: Sequence[Tra
             f"reward/{variant}": sum(trajectory.reward for trajectory in answered) / max(len(greedy), 1),
             f"turns/{variant}": float(np.mean([len(t.turns) for t in answered])) if answered else 0.0,
             f"items/{variant}": len(greedy),
+            **{f"{name}/{variant}": value for name, value in env_figures(metrics or {}, answered).items()},
         }
         sampled = [task for task in tasks if task.variant == variant and task.temperature > 0]
         if sampled:

@@ -62,16 +62,16 @@ class GeoAnswer:
 def parse_answer(text: str) -> GeoAnswer:
     """Read an answer. Lines that hold no field are its author's thinking and are passed over."""
     lines = _lines(text)
-    said: dict[str, set[str]] = {}
+    said: dict[str, list[str]] = {}
     for line in lines:
         match = _LINE.fullmatch(line)
         if match:
             value = _clean(match["value"])
             if value:
-                said.setdefault(_FIELD_OF[match["label"].lower()], set()).add(value)
+                said.setdefault(_FIELD_OF[match["label"].lower()], []).append(value)
     if not said:
         said = _listed(lines)
-    clear = {field: next(iter(values)) for field, values in said.items() if len({v.casefold() for v in values}) == 1}
+    clear = {field: values[0] for field, values in said.items() if len({v.casefold() for v in values}) == 1}
     names = {field: _name(clear.get(field)) for field in ("city", "region", "country")}
     coords = _coords(clear, said)
     complete = all(names.values()) and coords is not None and len(clear) == len(said)
@@ -108,7 +108,7 @@ def _clean(value: str) -> str:
     return "" if re.search(r"[<>\[\]{}]", value) or _UNKNOWN.fullmatch(value) else value
 
 
-def _listed(lines: list[str]) -> dict[str, set[str]]:
+def _listed(lines: list[str]) -> dict[str, list[str]]:
     """Five values without labels, one a line or in one line with commas, the last two numbers: in the order of the fields."""
     if len(lines) == 1:
         lines = re.split(r"\s*[;|]\s*|,\s+", lines[0])
@@ -116,7 +116,7 @@ def _listed(lines: list[str]) -> dict[str, set[str]]:
     if len(values) != 5 or not all(values) or any(re.search("[0-9:]", value) for value in values[:3]):
         return {}
     found = dict(zip(("city", "region", "country", "latitude", "longitude"), values, strict=True))
-    return {field: {value} for field, value in found.items()} if _coords(found, ()) else {}
+    return {field: [value] for field, value in found.items()} if _coords(found, ()) else {}
 
 
 def _name(value: str | None) -> str | None:

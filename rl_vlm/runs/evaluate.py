@@ -91,7 +91,7 @@ def evaluate_policy_run(
     """
     adapter = find_adapter(adapter, run_dir) or starting_adapter(run)
     env = make(run.env.id, **run.env.make_kwargs())
-    num_items = env.num_items(run.evaluation.split)
+    num_items, metrics = env.num_items(run.evaluation.split), env.metrics
     env.close()
     started = time.monotonic()
     tasks = evaluation_tasks(run, num_items, min_version=1 if adapter is not None else 0)
@@ -103,7 +103,7 @@ def evaluate_policy_run(
         "model": run.model.path,
         "adapter": str(adapter) if adapter is not None else None,
         "split": run.evaluation.split,
-        **summarize(run, tasks, result.groups),
+        **summarize(run, tasks, result.groups, metrics),
         "lost": len(result.lost),
         "seconds": round(time.monotonic() - started, 2),
         "tokens_per_s": _tokens(result.groups) / max(result.timings["sample"], 1e-9),
