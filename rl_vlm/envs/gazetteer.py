@@ -73,8 +73,9 @@ class Gazetteer:
         return max(inside or found, key=lambda pair: pair[1], default=(None, 0.0))[0]
 
     def cities(self, country: str, count: int) -> list[Place]:
-        """The largest cities of a country, the most populous first."""
-        return self._select("kind = 'city' AND country = ? ORDER BY population DESC, id LIMIT ?", country, count)
+        """The largest cities of a country whose region is known, the most populous first."""
+        order = "ORDER BY population DESC, id LIMIT ?"
+        return self._select(f"kind = 'city' AND country = ? AND region IS NOT NULL {order}", country, count)
 
     def place(self, number: int) -> Place:
         """The place with this id."""

@@ -148,9 +148,9 @@ class GeoSpotEnv(MadeItemsEnv):
         countries, cities, zoom, image_size = self._made
         assert image_size is not None
         item = world.pin_item(countries, cities, zoom, image_size, split, index, self._seed)
-        names = {
+        names: dict[str, str | None] = {
             "country": item.country.name,
-            "region": item.region.name if item.region else None,
+            "region": item.region.name,
             "city": item.city.name,
         }
         return item.image, GroundTruth(item.position, names, item.country, item.region, item.city), _MAP

@@ -10,11 +10,11 @@ import logging
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.csv
@@ -30,6 +30,8 @@ OPTIONAL = ("region", "city")
 CACHED_VIEWS = 64  # decoded: the copies of a group ask for the same one
 MAX_SKIPPED_IN_A_ROW = 100
 _LISTED = 20  # unreadable rows that are named in the log
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +113,9 @@ class StreetViewTable:
         for number in range(count):
             row = self.selected[number * len(self) // count]
             try:
-                check_header(self._row(row)[0])
+                self._read(row, check_header)
                 good += 1
-            except (BadRowError, ImageError) as error:
+            except BadRowError as error:
                 self._skip(row, str(error))
         if not good:
             raise BadRowError(f"{self.name}: none of {count} rows can be read. {next(iter(self.skipped.values()))}")
@@ -123,14 +125,14 @@ class StreetViewTable:
         if row in self.skipped:
             return None
         try:
-            data, position, names = self._row(row)
-            return StreetView(decode(data), position, *names, self._rows.where(row))  # type: ignore[arg-type]
-        except (BadRowError, ImageError) as error:
+            image, position, (country, region, city) = self._read(row, decode)
+            return StreetView(image, position, country or "", region, city, self._rows.where(row))
+        except BadRowError as error:
             self._skip(row, str(error))
             return None
 
-    def _row(self, row: int) -> tuple[bytes, Position, tuple[str | None, ...]]:
-        """The undecoded image, the position and the names of a row. Raises BadRowError or ImageError."""
+    def _read(self, row: int, use: Callable[[bytes], T]) -> tuple[T, Position, tuple[str | None, ...]]:
+        """`use(bytes)` of a row's image, its position and its names. Raises BadRowError."""
         values = self._rows.row(row)
         where = self._rows.where(row)
         try:
@@ -143,7 +145,7 @@ class StreetViewTable:
         if names[0] is None:
             raise BadRowError(f"{where}: the country is empty or not text.")
         try:
-            return image_bytes(values["image"], self._rows.folder(row)), (latitude, longitude), names
+            return use(image_bytes(values["image"], self._rows.folder(row))), (latitude, longitude), names
         except ImageError as error:
             raise BadRowError(f"{where}: the image {error}.") from error
 

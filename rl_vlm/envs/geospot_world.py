@@ -57,7 +57,7 @@ class PinItem:
 
     position: Position
     country: Place
-    region: Place | None
+    region: Place
     city: Place
     image: EncodedImage
 
@@ -77,11 +77,11 @@ def country_shapes() -> dict[str, list[Ring]]:
 
 @cache
 def mapped_countries() -> tuple[Place, ...]:
-    """The countries that a pin may be in, the largest first: those with a shape and a million people."""
+    """The countries that a pin may be in, the largest first: those with a shape, a million people and a city in a region."""
     found = []
     for code, cells in _cells().items():
         country = open_gazetteer().country(code)
-        if country is not None and country.population >= _LEAST_PEOPLE:
+        if country is not None and country.population >= _LEAST_PEOPLE and big_cities(code, 1):
             latitudes = 90 - (cells // (360 * _CELLS_PER_DEGREE) + 0.5) / _CELLS_PER_DEGREE
             found.append((float(np.cos(np.radians(latitudes)).sum()), country))
     return tuple(country for _, country in sorted(found, key=lambda pair: -pair[0]))
@@ -107,7 +107,8 @@ def pin_item(countries: int, cities: int, zoom: int, image_size: int, split: Spl
         pixels = render(window, position, image_size)
         if split_of(pixels) == split:
             city = min(big_cities(country.country, cities), key=lambda place: haversine_km(place.position, position))
-            region = None if city.region is None else open_gazetteer().place(city.region)
+            assert city.region is not None  # big_cities has no others
+            region = open_gazetteer().place(city.region)
             return PinItem(
                 position, country, region, city, _encoded(window, window.pixel(position, image_size), image_size)
             )

@@ -62,7 +62,9 @@ def test_spellings_of_one_name_share_a_key(kind: Kind, names: list[str]) -> None
     assert len({name_key(name, kind) for name in names}) == 1
 
 
-@pytest.mark.parametrize(("one", "other"), [("Paris", "Раris"), ("Georgia", "Georgian"), ("Niger", "Nigeria"), ("Rome", "Rome, Milan")])
+@pytest.mark.parametrize(
+    ("one", "other"), [("Paris", "Раris"), ("Georgia", "Georgian"), ("Niger", "Nigeria"), ("Rome", "Rome, Milan")]
+)
 def test_different_names_have_different_keys(one: str, other: str) -> None:
     assert name_key(one, "country") != name_key(other, "country")
 
