@@ -18,7 +18,10 @@ def gazetteer() -> Gazetteer:
 @pytest.mark.parametrize(
     ("code", "names"),
     [
-        ("US", ["US", "us", "USA", "U.S.A.", "United States", "United States of America", "the United States", "America"]),
+        (
+            "US",
+            ["US", "us", "USA", "U.S.A.", "United States", "United States of America", "the United States", "America"],
+        ),
         ("GB", ["GB", "GBR", "UK", "United Kingdom", "Great Britain", "England", "Scotland"]),
         ("NL", ["NL", "Netherlands", "The Netherlands", "Holland", "Nederland"]),
         ("DE", ["Germany", "Deutschland", "DEU", "Federal Republic of Germany", "Germany (DE)"]),
@@ -38,7 +41,9 @@ def test_countries_by_their_names(gazetteer: Gazetteer, code: str, names: list[s
     assert len({place.id for place in found if place}) == 1
 
 
-@pytest.mark.parametrize("name", ["Atlantis", "", "?", "Germany (FR)", "France or Spain", "France, Spain", "Fr ance", "Frаnce", "x" * 500])
+@pytest.mark.parametrize(
+    "name", ["Atlantis", "", "?", "Germany (FR)", "France or Spain", "France, Spain", "Fr ance", "Frаnce", "x" * 500]
+)
 def test_what_is_no_country(gazetteer: Gazetteer, name: str) -> None:
     assert gazetteer.country(name) is None
 
