@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sqlite3
 import threading
+from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +37,9 @@ class Place(NamedTuple):
     population: int
 
 
+Weighted = tuple[tuple[Place, float], ...]
+
+
 class Gazetteer:
     """Looks up places by name. Threads may share it."""
 
@@ -55,22 +59,19 @@ class Gazetteer:
         return self._best("country", name, None)
 
     def region(self, name: str, country: str | None = None) -> Place | None:
-        """By name, in the country if one is given; else the most populous one of that name."""
+        """By name; of several one in the country, else the most populous."""
         return self._best("region", name, country)
 
     def city(
         self, name: str, country: str | None = None, region: Place | None = None, near: Position | None = None
     ) -> Place | None:
-        """By name, in the country if one is given; of several the nearest to `near`, else one in the region, else the largest."""
-        found = [
-            (place, weight) for place, weight in self._candidates("city", name) if country in (None, place.country)
-        ]
+        """By name; of several those in the country, and of these the nearest to `near`, else one in the region, else the largest."""
+        found = _preferred(self._candidates("city", name), lambda place: place.country == country)
         if near is not None:
             return min(
                 (place for place, _ in found), key=lambda place: haversine_km(place.position, near), default=None
             )
-        inside = [pair for pair in found if region is not None and pair[0].region == region.id]
-        return max(inside or found, key=lambda pair: pair[1], default=(None, 0.0))[0]
+        return _heaviest(_preferred(found, lambda place: region is not None and place.region == region.id))
 
     def cities(self, country: str, count: int) -> list[Place]:
         """The largest cities of a country whose region is known, the most populous first."""
@@ -82,14 +83,13 @@ class Gazetteer:
         return self._select("id = ?", number)[0]
 
     def _best(self, kind: Kind, name: str, country: str | None) -> Place | None:
-        found = [pair for pair in self._candidates(kind, name) if country in (None, pair[0].country)]
-        return max(found, key=lambda pair: pair[1], default=(None, 0.0))[0]
+        return _heaviest(_preferred(self._candidates(kind, name), lambda place: place.country == country))
 
-    def _candidates(self, kind: Kind, name: str) -> tuple[tuple[Place, float], ...]:
+    def _candidates(self, kind: Kind, name: str) -> Weighted:
         key = name_key(name, kind)
         return self._found(kind, key) if key else ()
 
-    def _look_up(self, kind: Kind, key: str) -> tuple[tuple[Place, float], ...]:
+    def _look_up(self, kind: Kind, key: str) -> Weighted:
         """The places of that spelling, each with its weight."""
         query = (
             "SELECT id, name, country, region, latitude, longitude, population, own FROM spelling JOIN place ON place = id "
@@ -104,6 +104,15 @@ class Gazetteer:
         with self._lock:
             rows = self._database.execute(f"SELECT {columns} FROM place WHERE {condition}", values).fetchall()
         return [_place(row) for row in rows]
+
+
+def _preferred(found: Weighted, wanted: Callable[[Place], bool]) -> Weighted:
+    """The places that are wanted; all of them if none is."""
+    return tuple(pair for pair in found if wanted(pair[0])) or found
+
+
+def _heaviest(found: Weighted) -> Place | None:
+    return max(found, key=lambda pair: pair[1])[0] if found else None
 
 
 def _place(row: tuple[int, str, str, int | None, float, float, int, object]) -> Place:

@@ -24,18 +24,19 @@ class GroundTruth:
     def from_names(
         cls, gazetteer: Gazetteer, position: Position, country: str | None, region: str | None, city: str | None
     ) -> GroundTruth:
-        """Look the names up, each inside the one before; of several cities of that name the nearest is meant."""
+        """Look the names up, region and city in the country; of several cities of that name the nearest is meant."""
         land = gazetteer.country(country) if country else None
         code = land.country if land else None
         area = gazetteer.region(region, code) if region else None
-        town = gazetteer.city(city, code, area, near=position) if city else None
-        return cls(position, {"country": country, "region": region, "city": city}, land, area, town)
+        town = gazetteer.city(city, code, near=position) if city else None
+        inside = [place if place and place.country == code else None for place in (area, town)]
+        return cls(position, {"country": country, "region": region, "city": city}, land, *inside)
 
     def distances_km(self, answer: GeoAnswer, gazetteer: Gazetteer) -> dict[str, float | None]:
         """Per field the distance to the truth; None for a field that is missing or names no known place.
 
-        A region or city must lie in the country that the answer names, so that nobody is paid for hedging. Where the truth's
-        place is not known, its position counts.
+        Of several places of a name the one in the country and the region that the answer names is meant. Where the truth's place is
+        not known, its position counts.
         """
         country = gazetteer.country(answer.country) if answer.country else None
         code = country.country if country else None

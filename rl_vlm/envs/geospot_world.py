@@ -76,6 +76,14 @@ def country_shapes() -> dict[str, list[Ring]]:
 
 
 @cache
+def _rings() -> list[tuple[Ring, tuple[float, float], tuple[float, float]]]:
+    """Every ring with the south-western and the north-eastern corner around it."""
+    rings = [ring for shape in country_shapes().values() for ring in shape]
+    corners = [(tuple(np.min(ring, axis=0).tolist()), tuple(np.max(ring, axis=0).tolist())) for ring in rings]
+    return [(ring, low, high) for ring, (low, high) in zip(rings, corners, strict=True)]
+
+
+@cache
 def mapped_countries() -> tuple[Place, ...]:
     """The countries that a pin may be in, the largest first: those with a shape, a million people and a city in a region."""
     found = []
@@ -93,7 +101,7 @@ def big_cities(country: str, count: int) -> tuple[Place, ...]:
     return tuple(open_gazetteer().cities(country, count))
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=1024)
 def pin_item(countries: int, cities: int, zoom: int, image_size: int, split: Split, index: int, seed: int) -> PinItem:
     """Task instance `index`: a pin anywhere in one of the `countries` largest countries.
 
@@ -152,7 +160,7 @@ def _with_pin(window: Window, pixel: tuple[int, int], image_size: int) -> np.nda
     return pixels
 
 
-@lru_cache(maxsize=65_536)
+@lru_cache(maxsize=2048)
 def _encoded(window: Window, pixel: tuple[int, int], image_size: int) -> EncodedImage:
     """The picture; many positions have the same one, and encoding costs most of a reset."""
     return EncodedImage.from_pil(Image.fromarray(_with_pin(window, pixel, image_size)))
@@ -164,7 +172,7 @@ def _disc(radius: int) -> np.ndarray:
     return np.asarray(x**2 + y**2 <= (radius + 0.3) ** 2)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _map(window: Window, image_size: int) -> np.ndarray:
     """Land, borders and graticule of a window, without a pin: uint8 [image_size, image_size, 3]."""
     picture = Image.new("RGB", (image_size, image_size), SEA)
@@ -175,7 +183,10 @@ def _map(window: Window, image_size: int) -> np.ndarray:
         return [((x - window.west) / width * image_size, (window.north - y) / height * image_size) for x, y in ring]
 
     detailed = image_size >= _DETAILED_FROM
-    for ring in (ring for shape in country_shapes().values() for ring in shape):
+    east, south = window.west + width, window.north - height
+    for ring, (left, bottom), (right, top) in _rings():
+        if left > east or right < window.west or bottom > window.north or top < south:
+            continue
         pen.polygon(place(ring), fill=LAND, outline=BORDER if detailed else LAND)
     step = (_GRATICULE if detailed else _COARSE_GRATICULE) / 2 ** int(np.log2(window.zoom))
     for value in np.arange(-180, 180 + step, step):

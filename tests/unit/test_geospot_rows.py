@@ -152,6 +152,17 @@ def test_a_region_and_a_city_may_be_missing(folder: Path) -> None:
     assert 0.97 < reward < 1
 
 
+def test_a_truth_that_lies_in_another_country_counts_as_unknown(folder: Path) -> None:
+    """A village that the gazetteer does not have must not become a town of that name on another continent."""
+    write(folder / "train.parquet", [{**rows(1)[0], "region": "Texas", "city": "Sydney"}])
+    env = GeoSpotEnv(str(folder))
+    env.reset(options={"index": 0, "split": "train"})
+    assert env._truth is not None and env._truth.region is None and env._truth.city is None
+    info = env.step("City: Sydney\nRegion: Bavaria\nCountry: FR")[4]
+    assert info["d_city"] == 0.0  # the truth's own name
+    assert 500 < info["d_region"] < 900  # from Bavaria to the position
+
+
 def test_many_bad_rows_in_a_row_are_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(geospot_rows, "MAX_SKIPPED_IN_A_ROW", 3)
     write(folder / "train.parquet", [{**row, "country": None} for row in rows(6)])
