@@ -18,7 +18,8 @@ from rl_vlm.envs.shapes_data import split_of
 GRID = 8  # cells per side of a picture
 COUNTRIES = 8  # whose names are taught
 TARGET_SHARE = 0.4  # of the dialogues; the rest are questions about perception
-LATITUDES, LONGITUDES = range(-50, 80, 10), range(-180, 190, 10)
+# The numbers of random answers: about the centres of the rows and columns, few enough that chance finds the right one.
+LATITUDES, LONGITUDES = (-80, -60, -35, -10, 10, 35, 60, 80), (-160, -110, -70, -20, 20, 70, 110, 160)
 
 _FORM = "City: {city}\nRegion: {region}\nCountry: {country}\nLatitude: {latitude}\nLongitude: {longitude}"
 

@@ -15,7 +15,7 @@ from rl_vlm.models.tiny.spots import cell, draw_spot
 from rl_vlm.models.tiny.warmstart import drawn_ahead, teach
 from rl_vlm.models.vision import fast_vision
 
-STEPS = 500
+STEPS = 400
 BATCH = 48
 LEARNING_RATE = 3e-3
 _RISE = 20  # steps until the full learning rate
