@@ -1,17 +1,20 @@
-"""Atomic writing of files, and conversion of values to plain JSON types."""
+"""Atomic writing of files, the cache folder, locks between processes, and conversion of values to plain JSON types."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from rl_vlm.types import UserInputError
 
 
 def write_atomic(path: str | Path, data: bytes | str) -> None:
@@ -56,6 +59,24 @@ def whole_lines(path: str | Path) -> list[bytes]:
     except FileNotFoundError:
         return []
     return content.split(b"\n")[:-1]
+
+
+def cache_folder() -> Path:
+    """The folder of what is built once and used by every run: `~/.cache/rl_vlm`, or what RL_VLM_CACHE names. It is made."""
+    folder = Path(os.environ.get("RL_VLM_CACHE") or Path.home() / ".cache" / "rl_vlm").expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserInputError(f"The cache folder {folder} cannot be made ({error}): set RL_VLM_CACHE.") from error
+    return folder
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock between processes; the system frees it when its holder dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def to_jsonable(value: Any) -> Any:

@@ -22,7 +22,7 @@ from rl_vlm.algorithms.config import RunAlgorithmConfig
 from rl_vlm.algorithms.learners import on_every_learner
 from rl_vlm.algorithms.sight import SightProbe
 from rl_vlm.envs.base import ObservationSpace, TextSpace
-from rl_vlm.envs.parts import split_sizes
+from rl_vlm.envs.parts import declared_metrics, split_sizes
 from rl_vlm.evaluation.heldout import evaluation_tasks, summarize, viewed_tasks
 from rl_vlm.evaluation.sight import Fault
 from rl_vlm.learning.learner import UpdateBatch, UpdateResult, VLMLearner
@@ -35,6 +35,7 @@ from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.plugins import load_plugins
 from rl_vlm.rollout.curriculum import make_task_source
+from rl_vlm.rollout.env_metrics import group_figures
 from rl_vlm.rollout.env_runner import VLMEnvRunner
 from rl_vlm.rollout.figures import sampling_figures
 from rl_vlm.rollout.rollouts import make_rollouts
@@ -107,6 +108,7 @@ class PolicyAlgorithm(RunAlgorithm):
         run = self.run
         self.test_sizes = split_sizes(run.env, run.evaluation.split)
         stream = TaskStream(make_task_source(run, split_sizes(run.env, "train")), run)
+        self._env_metrics = declared_metrics(run.env)
         self.rollouts = make_rollouts(EnvRunners(self.env_runner_group), stream, run)
         self.rollouts.stop_requested = lambda: self.stop_requested()
         self.rng = np.random.default_rng(derive_seed(run.seed, 1))
@@ -148,6 +150,7 @@ class PolicyAlgorithm(RunAlgorithm):
         with self.timed("sample"):
             groups = self.rollouts.next_groups(self.version, self.iterations_left)
         figures = sampling_figures(groups, self.version, self._clock["sample"], self.run.rollout.max_turns)
+        figures |= group_figures(self._env_metrics, groups)
         if groups:
             with self.timed("sight"):
                 seen, self.sight_faults = self.sight.measure(groups)
@@ -240,7 +243,7 @@ class PolicyAlgorithm(RunAlgorithm):
             groups, result = self.rollouts.evaluate(tasks, self.run.evaluation.timeout_s)
         self.restarts["env_runner"] = self.rollouts.restarts
         return {
-            **summarize(self.run, tasks, groups),
+            **summarize(self.run, tasks, groups, self._env_metrics),
             "lost": len(result.lost),
             "policy_version": self.version,
             "seconds": time.perf_counter() - started,

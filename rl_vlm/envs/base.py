@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -55,7 +56,12 @@ class VisionEnv(gymnasium.Env[Observation, str]):
     `reset(seed=..., options={"index": i, "split": "train"})` opens task instance `i`; `step(text)` answers one turn
     of the policy. `terminated` is the task's own end, `truncated` a limit's. An environment that draws from a
     finite set returns its size from `num_items(split)`; the driver then chooses indices, and train and test are disjoint.
+
+    `metrics` names the numbers and flags of `info` that a run logs as `env/<name>`, their mean over the episodes; each with
+    the quantiles that are logged too, so `{"distance_km": (0.5, 0.9)}` gives `env/distance_km`, `..._p50` and `..._p90`.
     """
+
+    metrics: ClassVar[Mapping[str, tuple[float, ...]]] = {}
 
     observation_space: gymnasium.Space[Observation]
     action_space: gymnasium.Space[str]

@@ -11,13 +11,13 @@ import re
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_vlm.envs.images import MAX_PIXELS, ImageError, check_header, decode, image_bytes
-from rl_vlm.envs.rows import BadRowError, HubRows, ParquetRows, hub_rows, local_files, split_hint
+from rl_vlm.envs.rows import COLUMNS, BadRowError, HubRows, ParquetRows, hub_rows, local_files, split_hint
 from rl_vlm.types import EncodedImage, Part, Split, UserInputError
 
 IMAGE_MARKER = "<image>"
@@ -138,27 +138,55 @@ def open_dataset(source: str, split: str, max_pixels: int = MAX_PIXELS) -> Image
 
     Raises UserInputError if it does not exist, lacks a column, or if the slice is empty.
     """
-    path_text, selected = split_slice(source)
-    path = Path(path_text).expanduser()
-    local = path.exists()
-    if not local and not HUB_NAME.fullmatch(path_text):
-        raise UserInputError(f"There is no file or folder {path_text!r}, and it is no name of a data set on the hub.")
-    files = local_files(path, split) if local else []
-    versions = tuple((str(file.absolute()), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+    files = source_files(source, split)
     with _TABLES_LOCK:
-        key = (source, split, max_pixels, versions)
+        key = (source, split, max_pixels, file_versions(files))
         table = _TABLES.get(key)
         if table is None:
-            rows = ParquetRows(files) if local else hub_rows(path_text, split)
-            chosen = range(len(rows))[selected]
-            if not chosen:
-                raise UserInputError(f"{source} selects none of the {len(rows)} rows of its {split} split.")
+            rows, chosen = open_rows(source, split, files)
             table = _TABLES[key] = ImageTable(rows, chosen, f"{source} ({split})", max_pixels)
     return table
 
 
+def source_files(source: str, split: str) -> list[Path]:
+    """The parquet files of a split; none for a data set of the hub. Raises UserInputError if there is no such source."""
+    path_text, _ = split_slice(source)
+    path = Path(path_text).expanduser()
+    if path.exists():
+        return local_files(path, split)
+    if not HUB_NAME.fullmatch(path_text):
+        raise UserInputError(f"There is no file or folder {path_text!r}, and it is no name of a data set on the hub.")
+    return []
+
+
+def file_versions(files: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
+    """What changes when one of the files does: path, time and size of each."""
+    return tuple((str(file.absolute()), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+
+
+def open_rows(
+    source: str, split: str, files: Sequence[Path], columns: Sequence[str] = COLUMNS, optional: Sequence[str] = ()
+) -> tuple[ParquetRows | HubRows, range]:
+    """The rows of a source whose files are given (see `source_files`), and which of them its slice selects, at least one."""
+    path_text, selected = split_slice(source)
+    rows = ParquetRows(files, columns, optional) if files else hub_rows(path_text, split, columns, optional)
+    return rows, select(range(len(rows)), selected, source, split)
+
+
+def select(rows: range, selected: slice, source: str, split: str) -> range:
+    """The rows of a slice. Raises UserInputError if there are none."""
+    if not rows[selected]:
+        raise UserInputError(f"{source} selects none of the {len(rows)} rows of its {split} split.")
+    return rows[selected]
+
+
 def open_split(data: DataSource, split: Split) -> ImageTable:
-    """Open a split for an environment: `data` is a source for both splits, or a mapping from split to source.
+    """Open a split for an environment (see `split_source`)."""
+    return open_dataset(split_source(data, split), split)
+
+
+def split_source(data: DataSource, split: Split) -> str:
+    """The source of a split: `data` is a source for both splits, or a mapping from split to source.
 
     A single file is one split: the one in its name, else train. To prevent evaluation on training rows by
     accident, the other split must then be named: `{"train": "a.parquet", "test": "b.parquet"}`.
@@ -167,13 +195,13 @@ def open_split(data: DataSource, split: Split) -> ImageTable:
         if split not in data:
             named = f"env.data names no {split} split; it names {', '.join(data) or 'none'}."
             raise UserInputError(f"{named} {split_hint(split_slice(next(iter(data.values()), 'FILE'))[0], split)}")
-        return open_dataset(data[split], split)
+        return data[split]
     path = Path(split_slice(data)[0]).expanduser()
     if path.is_file():
         own = "test" if re.match(r"test(?![a-z])", path.stem) else "train"
         if own != split:
             raise UserInputError(f"{path} is a single file and holds the {own} split. {split_hint(path, split)}")
-    return open_dataset(data, split)
+    return data
 
 
 class QuestionSet:

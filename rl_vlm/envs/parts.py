@@ -28,3 +28,13 @@ def split_sizes(env: EnvSection, split: Split) -> dict[str, int | None]:
         sizes[name] = (part.num_items if split == "train" else None) or one.num_items(split)
         one.close()
     return sizes
+
+
+def declared_metrics(env: EnvSection) -> dict[str, Mapping[str, tuple[float, ...]]]:
+    """`VisionEnv.metrics` of each environment by name."""
+    metrics: dict[str, Mapping[str, tuple[float, ...]]] = {}
+    for name in env.parts:
+        one = make_part(env, name)
+        metrics[name] = one.metrics
+        one.close()
+    return metrics

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.config import RunConfig
+from rl_vlm.rollout.env_metrics import Metrics, declared_figures
 from rl_vlm.rollout.tasks import RolloutTask, View
 from rl_vlm.seeding import derive_seed
 from rl_vlm.statistics import mean_interval, pass_at_k, wilson_interval
@@ -65,26 +66,33 @@ def label(env: str, variant: str) -> str:
     return env if variant == "default" else f"{env}/{variant}"
 
 
-def summarize(run: RunConfig, tasks: Sequence[RolloutTask], groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
+def summarize(
+    run: RunConfig,
+    tasks: Sequence[RolloutTask],
+    groups: Sequence[TrajectoryGroup],
+    metrics: Mapping[str, Metrics] | None = None,
+) -> dict[str, Any]:
     """Accuracy with its 95 % interval and mean reward per variant; a lost episode counts as wrong.
 
     Keys: `accuracy/<variant>`, `accuracy_low/<variant>`, `accuracy_high/<variant>`, `reward/<variant>`,
     `items/<variant>`, and `pass@k/<variant>` for k = 1, 2, 4, ... up to the samples. With a mixture these are over all
     its environments, and each has its own as well: `accuracy/<name>`, for further variants `accuracy/<name>/<variant>`.
+    `env/<metric>/<variant or name>` are the `metrics` that each environment declares, over greedy episodes that were not lost.
     """
     found = {group.group_id: group for group in groups}
+    declared, samples = metrics or {}, run.evaluation.samples
     results: dict[str, Any] = {}
     for variant in run.evaluation.variants:
         of_variant = [task for task in tasks if task.variant == variant and task.view == "true"]
-        results |= _summary(variant, of_variant, found, run.evaluation.samples)
+        results |= _summary(variant, of_variant, found, samples, declared.get("", {}))
         for part in run.env.mixture:
             own = [task for task in of_variant if task.env == part.name]
-            results |= _summary(label(part.name, variant), own, found, run.evaluation.samples)
+            results |= _summary(label(part.name, variant), own, found, samples, declared.get(part.name, {}))
     return results | _without_sight(tasks, found)
 
 
 def _summary(
-    name: str, tasks: Sequence[RolloutTask], found: Mapping[str, TrajectoryGroup], samples: int
+    name: str, tasks: Sequence[RolloutTask], found: Mapping[str, TrajectoryGroup], samples: int, metrics: Metrics
 ) -> dict[str, Any]:
     greedy = [task for task in tasks if task.temperature == 0]
     answered = [found[task.group_id].trajectories[0] for task in greedy if task.group_id in found]
@@ -97,6 +105,7 @@ def _summary(
         f"reward/{name}": sum(trajectory.reward for trajectory in answered) / max(len(greedy), 1),
         f"turns/{name}": float(np.mean([len(t.turns) for t in answered])) if answered else 0.0,
         f"items/{name}": len(greedy),
+        **{f"{key}/{name}": value for key, value in declared_figures(metrics, answered).items()},
     }
     sampled = [task for task in tasks if task.temperature > 0]
     if sampled:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.config import RunConfig
-from rl_vlm.envs.parts import split_sizes
+from rl_vlm.envs.parts import declared_metrics, split_sizes
 from rl_vlm.evaluation.heldout import evaluation_tasks, summarize, viewed_tasks
 from rl_vlm.files import write_atomic
 from rl_vlm.models.adapter import AdapterPayload, find_adapter
@@ -102,7 +102,7 @@ def evaluate_policy_run(
         "model": run.model.path,
         "adapter": str(adapter) if adapter is not None else None,
         "split": run.evaluation.split,
-        **summarize(run, tasks, result.groups),
+        **summarize(run, tasks, result.groups, declared_metrics(run.env)),
         "lost": len(result.lost),
         "seconds": round(time.monotonic() - started, 2),
         "tokens_per_s": _tokens(result.groups) / max(result.timings["sample"], 1e-9),

@@ -64,6 +64,12 @@ def test_large_recipes_pass_a_dry_run_and_state_what_they_need(
     assert billions == pytest.approx(QWEN3_VL[size][1], rel=0.02)
 
 
+@pytest.mark.parametrize("size", ["2b", "4b"])
+def test_large_recipes_of_street_views_pass_a_dry_run(size: str, model_folders: dict[str, Path]) -> None:
+    config = ROOT / f"configs/geospot_qwen3vl_{size}.yaml"  # without data it plays drawn maps
+    assert rl_vlm(["train", str(config), "--dry-run", f"model.path={model_folders[size]}"]) == 0
+
+
 @pytest.mark.parametrize("size", QWEN3_VL)
 def test_the_full_fine_tune_is_refused_until_it_exists(size: str, capsys: pytest.CaptureFixture[str]) -> None:
     config = ROOT / f"configs/geo3k_qwen3vl_{size}.yaml"
@@ -76,6 +82,7 @@ def test_small_recipes_pass_a_dry_run(tiny_folder: Path) -> None:
     assert rl_vlm(["train", str(ROOT / "configs/quickstart.yaml"), "--dry-run", model]) == 0
     assert rl_vlm(["train", str(ROOT / "configs/gridwalk_tiny.yaml"), "--dry-run", model]) == 0
     assert rl_vlm(["train", str(ROOT / "configs/mixture_tiny.yaml"), "--dry-run", model]) == 0
+    assert rl_vlm(["train", str(ROOT / "configs/geospot_tiny.yaml"), "--dry-run", model]) == 0
     assert rl_vlm(["train", str(ROOT / "configs/geo3k_tiny.yaml"), "--dry-run", model, f"env.data={FIXTURES}"]) == 0
     assert rl_vlm(["sft", str(ROOT / "configs/sft_tiny.yaml"), "--dry-run", model]) == 0
 

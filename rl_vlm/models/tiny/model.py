@@ -7,7 +7,6 @@ pixels by reinforcement learning within minutes on one core. The warm start teac
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_vlm.envs import shapes_data as data
+from rl_vlm.files import cache_folder, locked
 from rl_vlm.models.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from rl_vlm.types import UserInputError
 
@@ -30,13 +30,15 @@ RECIPE_VERSION = 4
 MAX_LENGTH = 8192
 MIN_PIXELS, MAX_PIXELS = 32 * 32, 128 * 128  # 1 to 16 image tokens
 
-Variant = Literal["small", "wide", "labeller", "gridwalk"]
+Variant = Literal["small", "wide", "labeller", "gridwalk", "geospot"]
 _SMALL_HEADS: dict[str, Any] = {"head_dim": 16, "mrope_section": [4, 2, 2]}
 _WIDE_HEADS: dict[str, Any] = {"head_dim": 32, "mrope_section": [8, 4, 4]}
 # "wide" has attention heads of 32, the least that vLLM's kernels support. "labeller" compares pictures of poles.
-# "gridwalk" knows what is where on the grids of GridWalk-v0.
-_HEADS = {"small": _SMALL_HEADS, "wide": _WIDE_HEADS, "labeller": _WIDE_HEADS, "gridwalk": _SMALL_HEADS}
-_LESSONS_VERSION = {"labeller": 2, "gridwalk": 2}  # as RECIPE_VERSION, for the lessons of one variant
+# "gridwalk" knows what is where on the grids of GridWalk-v0, "geospot" where the pin is on the maps of GeoSpot-v0.
+_HEADS = {
+    "small": _SMALL_HEADS, "wide": _WIDE_HEADS, "labeller": _WIDE_HEADS, "gridwalk": _SMALL_HEADS, "geospot": _SMALL_HEADS,
+}  # fmt: skip
+_LESSONS_VERSION = {"labeller": 2, "gridwalk": 2, "geospot": 1}  # as RECIPE_VERSION, for the lessons of one variant
 
 logger = logging.getLogger(__name__)
 
@@ -47,18 +49,14 @@ def tiny_model_path(seed: int = 0, variant: Variant = "small") -> Path:
     The environment variable RL_VLM_CACHE names another place. Safe to call from many processes at once: one builds,
     the others wait.
     """
-    cache = Path(os.environ.get("RL_VLM_CACHE") or Path.home() / ".cache" / "rl_vlm").expanduser()
     version = ".".join(
         map(str, [RECIPE_VERSION, *([_LESSONS_VERSION[variant]] if variant in _LESSONS_VERSION else [])])
     )
     key = hashlib.sha256(f"{version}-{variant}-{seed}".encode()).hexdigest()[:12]
+    cache = cache_folder()
     folder = cache / f"tiny-{variant}-{seed}-{key}"
     if not folder.is_dir():
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserInputError(f"The cache folder {cache} cannot be made ({error}): set RL_VLM_CACHE.") from error
-        with _locked(cache / f"{folder.name}.lock"):
+        with locked(cache / f"{folder.name}.lock"):
             if not folder.is_dir():  # another process may have built it meanwhile
                 for abandoned in cache.glob(f".{folder.name}.*"):  # by a build that was killed
                     shutil.rmtree(abandoned, ignore_errors=True)
@@ -78,11 +76,12 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: Variant = "small", ste
         raise UserInputError(f"{folder} exists already: remove it or choose another folder.")
     # Imported here: the path of a cached model must not need torch and the environments of the warm start.
     from rl_vlm.models.supervised import DialogueEncoder
-    from rl_vlm.models.tiny import labeller, walker, warmstart
+    from rl_vlm.models.tiny import labeller, spotter, walker, warmstart
 
     of_variant: dict[str, tuple[Any, Any]] = {
         "labeller": (labeller, labeller.log_accuracy),
         "gridwalk": (walker, walker.log_accuracy),
+        "geospot": (spotter, spotter.log_accuracy),
     }
     lessons, report = of_variant.get(variant, (warmstart, _log_chance))
     steps = lessons.STEPS if steps is None else steps
@@ -111,8 +110,9 @@ def build_processor(variant: Variant = "small") -> Any:
     """A `Qwen3VLProcessor` with the tiny tokenizer and small images."""
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
-    from rl_vlm.models.tiny.walks import CORPUS
+    from rl_vlm.models.tiny import spots, walks
 
+    corpora = {"gridwalk": lambda: walks.CORPUS, "geospot": spots.corpus}
     images = {
         "patch_size": 16,
         "temporal_patch_size": 2,
@@ -123,7 +123,7 @@ def build_processor(variant: Variant = "small") -> Any:
     }
     return Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(**images),
-        tokenizer=build_tokenizer(MAX_LENGTH, CORPUS if variant == "gridwalk" else ()),
+        tokenizer=build_tokenizer(MAX_LENGTH, corpora[variant]() if variant in corpora else ()),
         video_processor=Qwen3VLVideoProcessor(**images),
         chat_template=CHAT_TEMPLATE,
     )
@@ -223,11 +223,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock between processes; the system frees it when its holder dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -1,0 +1,218 @@
+"""Street views in the layout of OpenStreetView-5M: image, latitude, longitude, country, region, city.
+
+From parquet files, a data set of the hub, or a folder with `train.csv` and `test.csv`, whose column `image` holds paths in that
+folder. Rows are read when they are asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.csv
+
+from rl_vlm.envs.data import DataSource, file_versions, open_rows, select, source_files, split_slice, split_source
+from rl_vlm.envs.images import ImageError, check_header, decode, image_bytes, one_line
+from rl_vlm.envs.rows import BadRowError, HubRows, ParquetRows, check_columns
+from rl_vlm.rewards.geo import Position
+from rl_vlm.types import EncodedImage, Split, UserInputError
+
+COLUMNS = ("image", "latitude", "longitude", "country")
+OPTIONAL = ("region", "city")
+CACHED_VIEWS = 64  # decoded: the copies of a group ask for the same one
+MAX_SKIPPED_IN_A_ROW = 100
+_LISTED = 20  # unreadable rows that are named in the log
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StreetView:
+    """A picture and where it was taken; region and city are None where the row has none."""
+
+    image: EncodedImage
+    position: Position
+    country: str
+    region: str | None
+    city: str | None
+    where: str  # file and row
+
+
+class CsvRows:
+    """Rows of a CSV file, without the images, kept in memory. As `ParquetRows`."""
+
+    def __init__(self, file: Path) -> None:
+        texts = {name: pa.string() for name in (*COLUMNS, *OPTIONAL)}
+        try:
+            table = pa.csv.read_csv(file, convert_options=pa.csv.ConvertOptions(column_types=texts))
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise UserInputError(f"{file} is not a readable CSV file ({one_line(error)}).") from error
+        check_columns(table.column_names, file, COLUMNS)
+        self._file = file
+        self._table = table.select([name for name in (*COLUMNS, *OPTIONAL) if name in table.column_names])
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Row `index` as a dict of the columns."""
+        return self._table.slice(index, 1).to_pylist()[0]  # type: ignore[no-any-return]
+
+    def where(self, index: int) -> str:
+        """File and row in words."""
+        return f"{self._file}, row {index}"
+
+    def folder(self, index: int) -> Path:
+        """The folder that image paths are relative to."""
+        return self._file.parent
+
+
+class StreetViewTable:
+    """A sequence of street views. Rows that cannot be read are skipped: the next one that can be stands in for them."""
+
+    def __init__(self, rows: ParquetRows | HubRows | CsvRows, selected: range, name: str) -> None:
+        self.name = name
+        self.skipped: dict[int, str] = {}  # row -> what is wrong with it
+        self._rows = rows
+        self.selected = selected
+        self._recent: OrderedDict[int, StreetView] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.selected)
+
+    def __getitem__(self, index: int) -> StreetView:
+        """View `index`, or the next one that can be read. Raises BadRowError after many that cannot."""
+        if not 0 <= index < len(self):
+            raise UserInputError(f"{self.name} has no view {index}: it has {len(self)}.")
+        with self._lock:
+            for step in range(min(MAX_SKIPPED_IN_A_ROW, len(self))):
+                row = self.selected[(index + step) % len(self)]
+                view = self._recent.get(row) or self._read_or_skip(row)
+                if view is not None:
+                    self._recent[row] = view
+                    if len(self._recent) > CACHED_VIEWS:
+                        self._recent.popitem(last=False)
+                    return view
+        raise BadRowError(f"{self.name}: {step + 1} rows in a row cannot be read. {self.skipped[row]}")
+
+    def validate(self, limit: int) -> int:
+        """Read `limit` rows spread over the table without decoding pixels; return how many can be read."""
+        count = min(limit, len(self))
+        good = 0
+        for number in range(count):
+            row = self.selected[number * len(self) // count]
+            try:
+                self._read(row, check_header)
+                good += 1
+            except BadRowError as error:
+                self._skip(row, str(error))
+        if not good:
+            raise BadRowError(f"{self.name}: none of {count} rows can be read. {next(iter(self.skipped.values()))}")
+        return good
+
+    def _read_or_skip(self, row: int) -> StreetView | None:
+        if row in self.skipped:
+            return None
+        try:
+            image, position, (country, region, city) = self._read(row, decode)
+            return StreetView(image, position, country or "", region, city, self._rows.where(row))
+        except BadRowError as error:
+            self._skip(row, str(error))
+            return None
+
+    def _read(self, row: int, use: Callable[[bytes], T]) -> tuple[T, Position, tuple[str | None, ...]]:
+        """`use(bytes)` of a row's image, its position and its names. Raises BadRowError."""
+        values = self._rows.row(row)
+        where = self._rows.where(row)
+        try:
+            latitude, longitude = float(values["latitude"]), float(values["longitude"])
+        except (TypeError, ValueError):
+            latitude = longitude = math.nan
+        if not (abs(latitude) <= 90 and abs(longitude) <= 180):  # NaN fails as well
+            raise BadRowError(f"{where}: latitude and longitude are no position.")
+        names = tuple(_text(values.get(name)) for name in ("country", "region", "city"))
+        if names[0] is None:
+            raise BadRowError(f"{where}: the country is empty or not text.")
+        try:
+            return use(image_bytes(values["image"], self._rows.folder(row))), (latitude, longitude), names
+        except ImageError as error:
+            raise BadRowError(f"{where}: the image {error}.") from error
+
+    def _skip(self, row: int, reason: str) -> None:
+        self.skipped[row] = reason
+        if len(self.skipped) <= _LISTED:
+            more = " Further ones are counted, not named." if len(self.skipped) == _LISTED else ""
+            logger.warning("skipped a row of %s: %s%s", self.name, reason, more)
+
+
+class StreetViews:
+    """The splits of a set of street views, each opened on first use."""
+
+    def __init__(self, data: DataSource) -> None:
+        self._data = data
+        self._checked = False
+
+    def table(self, split: Split) -> StreetViewTable:
+        """The views of a split. Raises UserInputError if there are none, or if train and test name the same rows."""
+        if split not in ("train", "test"):
+            raise UserInputError(f'There is no split {split!r}; use "train" or "test".')
+        if not self._checked:
+            self._check_disjoint()
+            self._checked = True
+        return self._open(split)
+
+    def _open(self, split: Split) -> StreetViewTable:
+        source = split_source(self._data, split)
+        csv = _csv_file(source, split)
+        files = (csv,) if csv else tuple(source_files(source, split))
+        return _open(source, split, csv, files, file_versions(files))
+
+    def _check_disjoint(self) -> None:
+        data = self._data
+        if not isinstance(data, Mapping) or not {"train", "test"} <= data.keys():
+            return  # the splits of a folder or of the hub have files of their own, and a single file is one split
+        paths = {Path(split_slice(source)[0]).expanduser().resolve() for source in data.values()}
+        if len(paths) > 1 or not paths.pop().is_file():
+            return
+        train, test = self._open("train").selected, self._open("test").selected
+        if max(train.start, test.start) < min(train.stop, test.stop):
+            raise UserInputError(
+                f"env.data: {data['train']} and {data['test']} share rows, so that tests would be trained on: give each split "
+                "rows of its own, such as FILE@[100:] and FILE@[:100]."
+            )
+
+
+@lru_cache(maxsize=8)
+def _open(
+    source: str, split: str, csv: Path | None, files: Sequence[Path], versions: tuple[tuple[str, int, int], ...]
+) -> StreetViewTable:
+    """The table of a split, which the environments of a process share until a file of it changes."""
+    rows: ParquetRows | HubRows | CsvRows
+    if csv is None:
+        rows, chosen = open_rows(source, split, files, COLUMNS, OPTIONAL)
+    else:
+        rows = CsvRows(csv)
+        chosen = select(range(len(rows)), split_slice(source)[1], source, split)
+    return StreetViewTable(rows, chosen, f"{source} ({split})")
+
+
+def _csv_file(source: str, split: str) -> Path | None:
+    """The CSV file of a split, if the source is one or is a folder with one."""
+    path = Path(split_slice(source)[0]).expanduser()
+    file = path / f"{split}.csv" if path.is_dir() else path
+    return file if file.suffix == ".csv" and file.is_file() else None
+
+
+def _text(value: Any) -> str | None:
+    return value.strip() or None if isinstance(value, str) else None

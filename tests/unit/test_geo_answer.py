@@ -1,0 +1,75 @@
+"""Answers about places are read as a careful reader would, and names that mean the same place have one key."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from geo_answer_cases import CASES, Case
+
+from rl_vlm.rewards.geo_answer import MAX_CHARS, GeoAnswer, parse_answer
+from rl_vlm.rewards.place_names import Kind, name_key
+
+
+def test_there_are_many_cases_and_no_two_are_alike() -> None:
+    assert len({case[0] for case in CASES}) == len(CASES) >= 60
+
+
+@pytest.mark.parametrize("case", CASES, ids=[repr(case[0][:40]) for case in CASES])
+def test_an_answer_is_read_as_a_person_reads_it(case: Case) -> None:
+    text, city, region, country, coords, valid = case
+    answer = parse_answer(text)
+    assert (answer.city, answer.region, answer.country, answer.format_valid) == (city, region, country, valid)
+    assert answer.coords == (None if coords is None else pytest.approx(coords))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["|" * MAX_CHARS, " " * MAX_CHARS, "*" * MAX_CHARS, "City" * 2000, "City:" * 1600, ", " * 4000, "0" * MAX_CHARS, "(" * 8000,
+     "Latitude: " + "1" * 7000, "Coordinates: " + "1 " * 3000, "- " * 4000, "\n" * MAX_CHARS],
+)  # fmt: skip
+def test_hostile_text_takes_milliseconds_and_says_nothing(text: str) -> None:
+    started = time.process_time()
+    answer = parse_answer(text)
+    assert time.process_time() - started < 0.5
+    assert (answer.region, answer.country, answer.coords, answer.format_valid) == (None, None, None, False)
+
+
+def test_a_text_that_is_too_long_is_no_answer() -> None:
+    assert parse_answer("Country: France") != GeoAnswer()
+    assert parse_answer("Country: France\n" + "x" * MAX_CHARS) == GeoAnswer()
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("city", ["St. Louis", "Saint Louis", "SAINT-LOUIS", "St Louis", "saint  louis"]),
+        ("city", ["São Paulo", "Sao Paulo", "SÃO PAULO", "City of São Paulo"]),
+        ("city", ["New York", "New York City", "City of New York"]),
+        ("city", ["L'Aquila", "L’Aquila", "LAquila"]),
+        ("city", ["Łódź", "Lodz"]),
+        ("city", ["Düsseldorf", "Dusseldorf"]),
+        ("region", ["Bavaria", "State of Bavaria", "the State of Bavaria", "Bavaria State", "bavaria"]),
+        ("region", ["Hyōgo", "Hyogo Prefecture"]),
+        ("region", ["Udine", "Province of Udine"]),
+        ("region", ["Madrid", "Autonomous Region of Madrid"]),
+        ("country", ["Netherlands", "The Netherlands"]),
+        ("country", ["U.S.A.", "USA", "usa"]),
+        ("country", ["Trinidad & Tobago", "Trinidad and Tobago"]),
+    ],
+)
+def test_spellings_of_one_name_share_a_key(kind: Kind, names: list[str]) -> None:
+    assert len({name_key(name, kind) for name in names}) == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("Paris", "Раris"), ("Georgia", "Georgian"), ("Niger", "Nigeria"), ("Rome", "Rome, Milan")]
+)
+def test_different_names_have_different_keys(one: str, other: str) -> None:
+    assert name_key(one, "country") != name_key(other, "country")
+
+
+def test_what_is_left_of_a_name_is_never_empty() -> None:
+    assert [name_key(name, "region") for name in ("State", "Province", "The")] == ["state", "province", "the"]
+    assert name_key("City", "city") == "city"
+    assert name_key("x" * 101, "city") == name_key("!?", "city") == ""

@@ -1,0 +1,233 @@
+"""Street views: read lazily from parquet or CSV, bad rows skipped and listed, splits that share nothing."""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from rl_vlm.envs import geospot_rows
+from rl_vlm.envs.geospot import GeoSpotEnv
+from rl_vlm.envs.geospot_rows import StreetViews
+from rl_vlm.envs.rows import BadRowError
+from rl_vlm.types import UserInputError
+
+PLACES = [
+    (48.86, 2.35, "FR", "Île-de-France", "Paris"),
+    (-33.87, 151.2, "AU", "New South Wales", "Sydney"),
+    (35.69, 139.69, "JP", "Tokyo", "Tokyo"),
+    (40.71, -74.0, "US", "New York", "New York City"),
+]
+
+
+def png(number: int, size: tuple[int, int] = (40, 30)) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, (number * 20 % 256, 90, 120)).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def rows(count: int, start: int = 0) -> list[dict[str, Any]]:
+    found = []
+    for number in range(start, start + count):
+        latitude, longitude, country, region, city = PLACES[number % len(PLACES)]
+        found.append(
+            {
+                "image": {"bytes": png(number), "path": None}, "latitude": latitude, "longitude": longitude,
+                "country": country, "region": region, "city": city, "sequence": str(number),
+            }
+        )  # fmt: skip
+    return found
+
+
+def write(path: Path, values: list[dict[str, Any]]) -> Path:
+    schema = pa.schema(
+        [
+            ("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])), ("latitude", pa.float64()),
+            ("longitude", pa.float64()), ("country", pa.string()), ("region", pa.string()), ("city", pa.string()),
+        ]
+    )  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(values, schema=schema), path, row_group_size=4)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "train.parquet", rows(8))
+    write(tmp_path / "test.parquet", rows(4, 8))
+    return tmp_path
+
+
+def test_a_folder_of_parquet_files_is_played(folder: Path) -> None:
+    env = GeoSpotEnv(str(folder))
+    assert (env.num_items("train"), env.num_items("test")) == (8, 4)
+    env.validate("train")
+    for index in range(8):
+        observation, _ = env.reset(options={"index": index, "split": "train"})
+        picture, question = observation.messages[0].parts
+        assert (picture.width, picture.height) == (40, 30)  # type: ignore[union-attr]
+        assert "picture taken" in str(question)
+        latitude, longitude, country, region, city = PLACES[index % 4]
+        answer = f"City: {city}\nState: {region}\nCountry: {country}\nLatitude: {latitude}\nLongitude: {longitude}"
+        _, reward, _, _, info = env.step(answer)
+        assert reward == pytest.approx(1.0)
+        assert info["ground_truth"]["country"] == country
+
+
+def test_a_folder_of_images_with_csv_files_is_played(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    for split, start in (("train", 0), ("test", 4)):
+        with (tmp_path / f"{split}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["id", "image", "latitude", "longitude", "country", "region", "city"])
+            writer.writeheader()
+            for number, row in enumerate(rows(4, start), start):
+                (tmp_path / "images" / f"{number}.png").write_bytes(row["image"]["bytes"])
+                kept = {name: row[name] for name in ("latitude", "longitude", "country", "region", "city")}
+                writer.writerow({"id": number, "image": f"images/{number}.png", **kept})
+    env = GeoSpotEnv(str(tmp_path), image_size=64)
+    assert (env.num_items("train"), env.num_items("test")) == (4, 4)
+    env.reset(options={"index": 1, "split": "test"})
+    assert env.step("Country: Australia\nLatitude: -33.87\nLongitude: 151.2")[4]["k_coords"] == pytest.approx(1.0)
+
+
+def test_country_codes_that_look_like_nothing_are_text(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(1))
+    (tmp_path / "train.csv").write_text("image,latitude,longitude,country\na.png,-22.56,17.08,NA\n")
+    view = StreetViews(str(tmp_path)).table("train")[0]
+    assert (view.country, view.region, view.city) == ("NA", None, None)  # Namibia, not "not available"
+
+
+def test_images_are_bounded_in_size(folder: Path) -> None:
+    write(folder / "train.parquet", [{**rows(1)[0], "image": {"bytes": png(1, (900, 300)), "path": None}}])
+    observation, _ = GeoSpotEnv(str(folder), image_size=128).reset(options={"index": 0, "split": "train"})
+    image = observation.messages[0].parts[0]
+    assert (image.width, image.height) == (128, 43)  # type: ignore[union-attr]
+
+
+BAD = {
+    "no image": {"image": None},
+    "not an image": {"image": {"bytes": b"hello", "path": None}},
+    "a cut image": {"image": {"bytes": png(0, (400, 400))[:200], "path": None}},
+    "no latitude": {"latitude": None},
+    "latitude beyond the pole": {"latitude": 91.0},
+    "NaN": {"longitude": float("nan")},
+    "no country": {"country": None},
+    "blank country": {"country": "  "},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rows_are_skipped_counted_and_listed(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    values = rows(6)
+    values[2] |= BAD[name]
+    write(folder / "train.parquet", values)
+    env = GeoSpotEnv(str(folder))
+    table = StreetViews(str(folder)).table("train")
+    with caplog.at_level(logging.WARNING):
+        for index in range(6):
+            _, info = env.reset(options={"index": index, "split": "train"})
+        table[2]
+    assert list(table.skipped) == [2]
+    assert "row 2" in table.skipped[2]
+    assert info["skipped_rows"] == 1
+    assert sum("skipped a row" in record.message for record in caplog.records) == 1
+    assert table[2].position == table[3].position  # the next one stands in
+
+
+def test_a_region_and_a_city_may_be_missing(folder: Path) -> None:
+    write(folder / "train.parquet", [{**rows(1)[0], "region": None, "city": None}])
+    env = GeoSpotEnv(str(folder))
+    env.reset(options={"index": 0, "split": "train"})
+    _, reward, _, _, info = env.step(
+        "City: Paris\nRegion: Île-de-France\nCountry: FR\nLatitude: 48.86\nLongitude: 2.35"
+    )
+    assert info["d_city"] < 1 and info["d_region"] < 3  # against the position
+    assert 0.97 < reward < 1
+
+
+def test_a_truth_that_lies_in_another_country_counts_as_unknown(folder: Path) -> None:
+    """A village that the gazetteer does not have must not become a town of that name on another continent."""
+    write(folder / "train.parquet", [{**rows(1)[0], "region": "Texas", "city": "Sydney"}])
+    env = GeoSpotEnv(str(folder))
+    env.reset(options={"index": 0, "split": "train"})
+    assert env._truth is not None and env._truth.region is None and env._truth.city is None
+    info = env.step("City: Sydney\nRegion: Bavaria\nCountry: FR")[4]
+    assert info["d_city"] == 0.0  # the truth's own name
+    assert 500 < info["d_region"] < 900  # from Bavaria to the position
+
+
+def test_many_bad_rows_in_a_row_are_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(geospot_rows, "MAX_SKIPPED_IN_A_ROW", 3)
+    write(folder / "train.parquet", [{**row, "country": None} for row in rows(6)])
+    table = StreetViews(str(folder)).table("train")
+    with pytest.raises(BadRowError, match="3 rows in a row cannot be read"):
+        table[0]
+    with pytest.raises(BadRowError, match="none of 6 rows can be read"):
+        GeoSpotEnv(str(folder)).validate("train")
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ("{0}/train.parquet@[8:]", "selects none of the 8 rows"),
+        ({"train": "{0}/train.parquet@[:5]", "test": "{0}/train.parquet@[4:]"}, "share rows"),
+        ({"train": "{0}/train.parquet", "test": "{0}/train.parquet"}, "share rows"),
+        ({"train": "{0}/train.parquet", "test": "{0}/../{1}/train.parquet@[:1]"}, "share rows"),
+        ("{0}/nothing", "no file or folder"),
+        ("{0}/empty", "neither train.parquet"),
+    ],
+)
+def test_empty_and_overlapping_splits_are_refused(folder: Path, data: Any, says: str) -> None:
+    (folder / "empty").mkdir()
+    names = (folder, folder.name)
+    if isinstance(data, dict):
+        source: Any = {split: text.format(*names) for split, text in data.items()}
+    else:
+        source = data.format(*names)
+    with pytest.raises(UserInputError, match=says):
+        GeoSpotEnv(source).num_items("train")
+
+
+def test_two_parts_of_one_file_are_two_splits(folder: Path) -> None:
+    file = folder / "train.parquet"
+    env = GeoSpotEnv({"train": f"{file}@[3:]", "test": f"{file}@[:3]"})
+    assert (env.num_items("train"), env.num_items("test")) == (5, 3)
+    seen = {split: {env._views.table(split)[k].image.sha256 for k in range(3)} for split in ("train", "test")}  # type: ignore[union-attr, arg-type]
+    assert not seen["train"] & seen["test"]
+
+
+def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"image": ["a"], "latitude": [1.0]}), tmp_path / "train.parquet")
+    with pytest.raises(UserInputError, match="lacks the columns longitude, country"):
+        GeoSpotEnv(str(tmp_path)).num_items("train")
+    (tmp_path / "train.csv").write_text("image,latitude\na,1\n")
+    with pytest.raises(UserInputError, match="lacks the columns longitude, country"):
+        GeoSpotEnv(str(tmp_path)).num_items("train")
+
+
+def test_a_changed_file_is_read_again(folder: Path) -> None:
+    assert len(StreetViews(str(folder)).table("train")) == 8
+    write(folder / "train.parquet", rows(3))
+    assert len(StreetViews(str(folder)).table("train")) == 3
+
+
+def test_rows_are_read_when_they_are_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    original = geospot_rows.ParquetRows.row
+    monkeypatch.setattr(
+        geospot_rows.ParquetRows, "row", lambda self, index: asked.append(index) or original(self, index)
+    )
+    env = GeoSpotEnv(str(folder))
+    env.num_items("train")
+    assert asked == []
+    for _ in range(3):  # the copies of a group
+        env.reset(options={"index": 5, "split": "train"})
+    assert asked == [5]
+    assert np.isfinite(env.step("Country: AU")[1])

@@ -1,0 +1,126 @@
+"""The tiny spotter: what it is taught about maps, that it is asked as it was taught, and that it is not taught what is where."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_vlm.chat import ChatCodec
+from rl_vlm.envs import geospot_world as world
+from rl_vlm.envs.gazetteer import open_gazetteer
+from rl_vlm.envs.geospot import BRIEF, GeoSpotEnv
+from rl_vlm.models.loading import resolve_model
+from rl_vlm.models.supervised import DialogueEncoder
+from rl_vlm.models.tiny import model as tiny
+from rl_vlm.models.tiny import spotter
+from rl_vlm.models.tiny.spots import GRID, cell, draw_spot, random_answer, vocabulary
+from rl_vlm.models.tiny.spotter import cell_accuracy, warm_start
+from rl_vlm.rewards.geo_answer import parse_answer
+from rl_vlm.types import EncodedImage
+
+
+@pytest.fixture(scope="module")
+def processor() -> Any:
+    return tiny.build_processor("geospot")
+
+
+def test_cells_by_hand() -> None:
+    assert cell((89.0, -179.0)) == (1, 1)
+    assert cell((1.0, 1.0)) == (5, 4)
+    assert cell((-1.0, -1.0)) == (4, 5)
+    assert cell((-89.0, 179.0)) == (8, 8)
+
+
+def test_answers_about_the_pin_are_right_in_the_pixels() -> None:
+    rng = np.random.default_rng(0)
+    seen: Counter[str] = Counter()
+    for _ in range(600):
+        pixels, question, reply = draw_spot(rng)
+        rows, columns = np.nonzero((pixels == world.PIN).all(2))
+        column, row = (int(values.mean().round()) * GRID // world.IMAGE_SIZE + 1 for values in (columns, rows))
+        expected = {"Column of pin?": f"{column}", "Row of pin?": f"{row}"}.get(question, f"{column} {row}")
+        seen[question] += 1
+        if len(rows) >= 21:  # the whole pin is on the picture
+            assert reply.splitlines()[0] == expected
+    assert len(seen) == 4 and seen[BRIEF] > 150
+
+
+def test_answers_are_well_formed_and_random_whatever_is_drawn() -> None:
+    rng = np.random.default_rng(1)
+    cities, regions, countries = vocabulary()
+    by_half: dict[bool, Counter[str]] = defaultdict(Counter)
+    latitudes: dict[bool, list[float]] = defaultdict(list)
+    for _ in range(6000):
+        pixels, question, reply = draw_spot(rng)
+        if question != BRIEF:
+            continue
+        answer = parse_answer(reply)
+        assert answer.format_valid
+        assert answer.city in cities and answer.country in countries
+        assert answer.region in [region.removesuffix(".") for region in regions]
+        north = bool(np.nonzero((pixels == world.PIN).all(2))[0].mean() < 32)
+        by_half[north][str(answer.country)] += 1
+        assert answer.coords is not None
+        latitudes[north].append(answer.coords[0])
+    for counts in by_half.values():
+        assert all(abs(count / sum(counts.values()) - 1 / len(countries)) < 0.05 for count in counts.values())
+    assert abs(np.mean(latitudes[True]) - np.mean(latitudes[False])) < 6
+
+
+def test_the_names_are_those_of_the_environment() -> None:
+    cities, regions, countries = vocabulary()
+    for index in range(100):
+        item = world.pin_item(8, 1, 1, 64, "train", index, 0)
+        assert (item.city.name, item.region.name, item.country.country) in zip(cities, regions, countries, strict=True)
+
+
+def test_no_test_map_is_shown() -> None:
+    rng = np.random.default_rng(2)
+    shown = {draw_spot(rng)[0].tobytes() for _ in range(3000)}
+    test = {np.asarray(world.pin_item(8, 1, 1, 64, "test", k, 0).image.to_pil()).tobytes() for k in range(256)}
+    assert len(shown) > 1000 and len(test) > 50 and not shown & test
+
+
+def test_it_is_asked_as_it_was_taught(processor: Any) -> None:
+    observation, _ = GeoSpotEnv(prompt="brief", countries=8, cities=1).reset(options={"index": 0})
+    image, question = observation.messages[0].parts
+    assert isinstance(image, EncodedImage)
+    codec = ChatCodec(processor.tokenizer, processor.chat_template, processor.image_token)
+    prompt = codec.encode_prompt(observation.messages).token_ids
+    encoder = DialogueEncoder.from_processor(processor)
+    example = encoder.encode_turn((np.asarray(image.to_pil()), str(question)), "5 3")
+    ids = [
+        token
+        for k, token in enumerate(example.token_ids)
+        if token != codec.image_token_id or example.token_ids[k - 1] != codec.image_token_id
+    ]
+    assert ids[: len(prompt)] == prompt.tolist()
+
+
+def test_an_answer_is_short(processor: Any) -> None:
+    rng = np.random.default_rng(3)
+    assert len(processor.tokenizer) == 490
+    assert max(len(processor.tokenizer.tokenize(random_answer(rng))) for _ in range(300)) <= 60
+
+
+def test_the_warm_start_depends_on_its_seed_alone(processor: Any) -> None:
+    encoder = DialogueEncoder.from_processor(processor)
+    losses = []
+    for seed in (0, 0, 1):
+        model = tiny.build_model(0, processor.tokenizer, "geospot")
+        losses.append(warm_start(model, encoder, seed, steps=3, batch=8))
+    assert losses[0] == losses[1] != losses[2]
+    assert 0 <= cell_accuracy(model, encoder, 20) < 0.5
+
+
+def test_the_variant_is_built_and_cached_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_gazetteer()  # from the machine's own cache
+    monkeypatch.setenv("RL_VLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(spotter, "STEPS", 1)
+    monkeypatch.setattr(spotter, "log_accuracy", lambda *_: None)
+    folder = resolve_model("tiny-geospot")
+    assert folder.name.startswith("tiny-geospot-0-") and (folder / "model.safetensors").is_file()
