@@ -23,7 +23,7 @@ def _describe(env_id: str) -> dict[str, Any]:
     text = inspect.getdoc(factory) or ""
     entry["description"] = text.split("\n\n")[0].replace("\n", " ").strip()
     parameters = inspect.signature(factory).parameters.values()
-    if any(one.name == "data" or (one.default is one.empty and one.kind not in _OPTIONAL) for one in parameters):
+    if any(one.default is one.empty and one.kind not in _OPTIONAL for one in parameters):
         return entry
     try:
         env = factory()
