@@ -27,7 +27,10 @@ STATEMENT_KINDS: tuple[StatementKind, ...] = ("equal", "sum", "one", "more")
 LOOKS: tuple[Look, ...] = tuple((colour, kind) for colour in COLOURS for kind in KINDS)
 MAX_CAPTIONED = 3  # shapes of a captioned scene
 _TEST_BUCKET = 64  # scenes whose hash begins with a byte below this, out of 256, are test scenes
-_MIN_SIZE, _MAX_SIZE = 12, 22  # of a shape, in pixels of a 64-pixel drawing
+_MIN_SIZE, _MAX_SIZE = (
+    20,
+    28,
+)  # of a shape, in pixels of a 64-pixel drawing; of smaller ones the tiny model cannot tell the kind
 
 
 def stable_random(*key: object) -> Random:
