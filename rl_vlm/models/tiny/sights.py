@@ -35,7 +35,7 @@ _LEFT_OUT = {"shape": 0.35, "colour": 0.6, "kind": 0.65, "place": 0.55}
 
 # Words that become single tokens, the more surely the oftener they stand here.
 CORPUS = (
-    "left 2 right 1: True\nleft 0 right 3: False\nleft 4 right 1: True or False?\n" * 3,
+    "2 left 1 right: True\n0 left 3 right: False\n4 left 1 right: True or False?\n" * 3,
     "Both images hold equally many red shapes. The images hold 3 circles in all.\nExactly one image holds a square.\n"
     * 3,
     "The left image holds more blue triangles than the right. The right image holds more green squares than the left. "
@@ -79,7 +79,7 @@ def verdict_lesson(pair: StatedPair, verdict: bool) -> Lesson:
 
 def counted(left: int, right: int) -> str:
     """What the observer writes before its verdict."""
-    return f"left {left} right {right}"
+    return f"{left} left {right} right"
 
 
 def vague_caption(rng: Random, scene: Scene) -> str:
