@@ -53,7 +53,7 @@ class PairTable(RowTable[PairItem]):
         return (sentence, label), [values["left_image"], values["right_image"]]
 
     def _make(self, fields: tuple[str, bool], images: tuple[EncodedImage, ...], where: str) -> PairItem:
-        return PairItem(*images, *fields)
+        return PairItem(images[0], images[1], *fields)
 
 
 @lru_cache(maxsize=4096)

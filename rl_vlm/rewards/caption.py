@@ -55,7 +55,7 @@ class CaptionGrade:
 
     precision, recall and f1 are those of words. length: 1, or less where the caption is much longer than every reference.
     Reasons: too_long, hidden, special, look_alike (see `plain_text`), empty, list (a clause of far too many content words),
-    repetition (a clause that comes more often than in the reference).
+    repetition (a clause that comes more than twice, and more often than in the reference).
     """
 
     score: float = 0.0
@@ -113,7 +113,7 @@ def grade_caption(text: str, references: Sequence[str], synonyms: Sequence[Seque
 
 def _grade(given: Content, truth: Content) -> CaptionGrade:
     said, meant = (Counter(clause for clause in content.clauses if len(clause) > 1) for content in (given, truth))
-    if any(count > max(1, meant[clause]) for clause, count in said.items()):
+    if any(count > max(2, meant[clause]) for clause, count in said.items()):
         return CaptionGrade(reason="repetition")
     precision, recall, score = agreement(given.words, truth.words)
     if truth.pairs:

@@ -9,9 +9,10 @@ _SPECIAL = re.compile(r"<\|[^<>|]{0,40}\|>|</?(?:s|tool_call|tool_response|im_st
 _WORD = re.compile(r"\w+")
 # Format, control, surrogate, private and unassigned characters; line breaks and tabs are fine.
 _HIDDEN = frozenset({"Cf", "Cc", "Cs", "Co", "Cn"})
-# Marks that carry no letter: combining ones can strike a word through.
-_STACKED = 3
+# Combining marks that strike a letter through, and three or more marks on one letter.
+_OVERLAID = re.compile("[A-Za-z][\u0334-\u0338\u20d2-\u20e5]|[\u0300-\u036f\u20d0-\u20ff]{3,}")
 _FINE = frozenset("\n\r\t")
+_SHAPES = ("<wide>", "<font>", "<circle>", "<square>")  # decompositions of letters that only look different
 _IMITATED = ("CYRILLIC", "GREEK", "ARMENIAN", "CHEROKEE")
 
 
@@ -29,9 +30,7 @@ def refusal(text: str, max_chars: int) -> str:
         return "special" if _SPECIAL.search(text) else ""
     if any(unicodedata.category(character) in _HIDDEN and character not in _FINE for character in text):
         return "hidden"
-    if re.search(rf"[\u0300-\u036f\u20d0-\u20ff]{{{_STACKED},}}", text) or re.search(
-        "[A-Za-z][\u0334-\u0338\u20d2-\u20e5]", text
-    ):
+    if _OVERLAID.search(text):
         return "hidden"
     if any(_is_imitation(word) for word in _WORD.findall(text)):
         return "look_alike"
@@ -45,6 +44,4 @@ def _is_imitation(word: str) -> bool:
     latin = any(name.startswith("LATIN") for name in names)
     if latin and any(name.startswith(_IMITATED) for name in names):
         return True
-    return any(
-        letter.isalpha() and not letter.isascii() and unicodedata.normalize("NFKC", letter).isascii() for letter in word
-    )
+    return any(unicodedata.decomposition(letter).startswith(_SHAPES) for letter in word)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -125,7 +126,7 @@ def test_the_environments_ask_as_the_lessons_do(
     example = encoder.encode_turn(parts, reply)  # type: ignore[arg-type]
     asked = codec.encode_prompt(observation.messages).token_ids.tolist()
     ids = example.token_ids.tolist()
-    single = [ids[0], *(b for a, b in zip(ids, ids[1:], strict=False) if (a, b) != (codec.image_token_id,) * 2)]
+    single = [ids[0], *(b for a, b in pairwise(ids) if (a, b) != (codec.image_token_id,) * 2)]
     assert single[: len(asked)] == asked
     assert message.text.endswith(VERDICT_QUESTION if env_id == "NLVR2-v0" else CAPTION_QUESTION)
     assert not example.targets[: len(ids) - len(single) + len(asked)].any() and example.targets[-1]
