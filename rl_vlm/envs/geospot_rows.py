@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.csv
 
-from rl_vlm.envs.data import DataSource, file_versions, open_rows, select, source_files, split_slice, split_source
 from rl_vlm.envs.images import ImageError, check_header, decode, image_bytes, one_line
 from rl_vlm.envs.rows import BadRowError, HubRows, ParquetRows, check_columns
+from rl_vlm.envs.tables import DataSource, file_versions, open_rows, select, source_files, split_slice, split_source
 from rl_vlm.rewards.geo import Position
 from rl_vlm.types import EncodedImage, Split, UserInputError
 

@@ -26,7 +26,7 @@ def _describe(env_id: str) -> dict[str, Any]:
     parameters = signature.parameters.values()
     turns = next((one.default for one in parameters if one.name == "max_turns"), None)
     entry["max_turns"] = turns if isinstance(turns, int) else None
-    if any(one.name == "data" or (one.default is one.empty and one.kind not in _OPTIONAL) for one in parameters):
+    if any(one.default is one.empty and one.kind not in _OPTIONAL for one in parameters):
         return entry
     try:
         env = factory()

@@ -26,6 +26,8 @@ ENTRY_POINT_GROUP = "rl_vlm.envs"
 _REGISTRY: dict[str, EnvFactory | str] = {
     "Shapes-v0": "rl_vlm.envs.shapes:ShapesEnv",
     "GridWalk-v0": "rl_vlm.envs.gridwalk:GridWalkEnv",
+    "NLVR2-v0": "rl_vlm.envs.nlvr2:NLVR2Env",
+    "Caption-v0": "rl_vlm.envs.caption:CaptionEnv",
     "Geo3k-v0": "rl_vlm.envs.geo3k:Geo3kEnv",
     "Control-v0": "rl_vlm.control_envs.played:PlayedEnv",
     "GeoSpot-v0": "rl_vlm.envs.geospot:GeoSpotEnv",

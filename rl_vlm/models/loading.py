@@ -24,12 +24,13 @@ Quantization = Literal["none", "nf4"]
 
 # Families whose multimodal positions and image placeholders `chat.py` and `backbone.py` know.
 SUPPORTED_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-_TINY: dict[str, Literal["small", "wide", "labeller", "gridwalk", "geospot"]] = {
+_TINY: dict[str, Literal["small", "wide", "labeller", "gridwalk", "geospot", "scenes"]] = {
     "tiny": "small",
     "tiny-wide": "wide",
     "tiny-labeller": "labeller",
     "tiny-gridwalk": "gridwalk",
     "tiny-geospot": "geospot",
+    "tiny-scenes": "scenes",
 }
 
 
@@ -51,7 +52,8 @@ def resolve_model(name: str, seed: int = 0) -> Path:
 
     `tiny-wide` has heads of 32 dimensions, the smallest that vLLM's CPU kernels support. `tiny-labeller` has them too, and
     is trained to compare drawings of poles. `tiny-gridwalk` knows what is where on 3×3 and 4×4 grids of `GridWalk-v0`,
-    `tiny-geospot` where the pin is on the maps of `GeoSpot-v0`.
+    `tiny-geospot` where the pin is on the maps of `GeoSpot-v0`, `tiny-scenes` what the
+    pictures of `NLVR2-v0` and `Caption-v0` hold.
     """
     if name in _TINY:
         from rl_vlm.models.tiny.model import tiny_model_path

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from rl_vlm.envs.data import HUB_NAME, split_slice
 from rl_vlm.envs.images import one_line
 from rl_vlm.envs.rows import BadRowError, ParquetRows, hub_rows, local_files
+from rl_vlm.envs.tables import HUB_NAME, split_slice
 from rl_vlm.supervised.conversations import Conversation, read_conversation
 from rl_vlm.supervised.shapes import ShapesRows
 from rl_vlm.types import Split, UserInputError

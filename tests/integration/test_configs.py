@@ -80,9 +80,8 @@ def test_the_full_fine_tune_is_refused_until_it_exists(size: str, capsys: pytest
 def test_small_recipes_pass_a_dry_run(tiny_folder: Path) -> None:
     model = f"model.path={tiny_folder}"
     assert rl_vlm(["train", str(ROOT / "configs/quickstart.yaml"), "--dry-run", model]) == 0
-    assert rl_vlm(["train", str(ROOT / "configs/gridwalk_tiny.yaml"), "--dry-run", model]) == 0
-    assert rl_vlm(["train", str(ROOT / "configs/mixture_tiny.yaml"), "--dry-run", model]) == 0
-    assert rl_vlm(["train", str(ROOT / "configs/geospot_tiny.yaml"), "--dry-run", model]) == 0
+    for name in ("gridwalk_tiny", "mixture_tiny", "geospot_tiny", "nlvr2_tiny", "caption_tiny"):
+        assert rl_vlm(["train", str(ROOT / f"configs/{name}.yaml"), "--dry-run", model]) == 0
     assert rl_vlm(["train", str(ROOT / "configs/geo3k_tiny.yaml"), "--dry-run", model, f"env.data={FIXTURES}"]) == 0
     assert rl_vlm(["sft", str(ROOT / "configs/sft_tiny.yaml"), "--dry-run", model]) == 0
 

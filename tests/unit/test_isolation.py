@@ -63,7 +63,7 @@ def test_an_episode_is_the_same_as_in_process():
         with pytest.raises(EnvError, match=r"Geo3k-v0: step: This episode is over"):
             outside.step("more")
         assert outside.reset(seed=4)[1] == inside.reset(seed=4)[1]
-        with pytest.raises(UserInputError, match="Question 99 does not exist"):
+        with pytest.raises(UserInputError, match="Item 99 does not exist"):
             outside.reset(options={"index": 99})
     finally:
         outside.close()

@@ -30,15 +30,17 @@ RECIPE_VERSION = 4
 MAX_LENGTH = 8192
 MIN_PIXELS, MAX_PIXELS = 32 * 32, 128 * 128  # 1 to 16 image tokens
 
-Variant = Literal["small", "wide", "labeller", "gridwalk", "geospot"]
+Variant = Literal["small", "wide", "labeller", "gridwalk", "geospot", "scenes"]
 _SMALL_HEADS: dict[str, Any] = {"head_dim": 16, "mrope_section": [4, 2, 2]}
 _WIDE_HEADS: dict[str, Any] = {"head_dim": 32, "mrope_section": [8, 4, 4]}
 # "wide" has attention heads of 32, the least that vLLM's kernels support. "labeller" compares pictures of poles.
-# "gridwalk" knows what is where on the grids of GridWalk-v0, "geospot" where the pin is on the maps of GeoSpot-v0.
-_HEADS = {
-    "small": _SMALL_HEADS, "wide": _WIDE_HEADS, "labeller": _WIDE_HEADS, "gridwalk": _SMALL_HEADS, "geospot": _SMALL_HEADS,
-}  # fmt: skip
-_LESSONS_VERSION = {"labeller": 2, "gridwalk": 2, "geospot": 1}  # as RECIPE_VERSION, for the lessons of one variant
+# "gridwalk" knows what is where on the grids of GridWalk-v0, "geospot" where the pin is on the maps of GeoSpot-v0,
+# "scenes" what the pictures of NLVR2-v0 and Caption-v0 hold.
+_HEADS = dict.fromkeys(("small", "gridwalk", "geospot", "scenes"), _SMALL_HEADS) | dict.fromkeys(
+    ("wide", "labeller"), _WIDE_HEADS
+)
+# As RECIPE_VERSION, for the lessons of one variant.
+_LESSONS_VERSION = {"labeller": 2, "gridwalk": 2, "geospot": 1, "scenes": 1}
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +78,13 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: Variant = "small", ste
         raise UserInputError(f"{folder} exists already: remove it or choose another folder.")
     # Imported here: the path of a cached model must not need torch and the environments of the warm start.
     from rl_vlm.models.supervised import DialogueEncoder
-    from rl_vlm.models.tiny import labeller, spotter, walker, warmstart
+    from rl_vlm.models.tiny import labeller, observer, spotter, walker, warmstart
 
     of_variant: dict[str, tuple[Any, Any]] = {
         "labeller": (labeller, labeller.log_accuracy),
         "gridwalk": (walker, walker.log_accuracy),
         "geospot": (spotter, spotter.log_accuracy),
+        "scenes": (observer, observer.log_accuracy),
     }
     lessons, report = of_variant.get(variant, (warmstart, _log_chance))
     steps = lessons.STEPS if steps is None else steps
@@ -110,9 +113,9 @@ def build_processor(variant: Variant = "small") -> Any:
     """A `Qwen3VLProcessor` with the tiny tokenizer and small images."""
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
-    from rl_vlm.models.tiny import spots, walks
+    from rl_vlm.models.tiny import sights, spots, walks
 
-    corpora = {"gridwalk": lambda: walks.CORPUS, "geospot": spots.corpus}
+    corpora = {"gridwalk": lambda: walks.CORPUS, "geospot": spots.corpus, "scenes": lambda: sights.CORPUS}
     images = {
         "patch_size": 16,
         "temporal_patch_size": 2,

@@ -1,0 +1,231 @@
+"""NLVR2-v0 and Caption-v0: what is shown, what is paid, what info holds, rows of data sets, and gymnasium's own checks."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from gymnasium.utils.env_checker import check_env
+from PIL import Image
+
+import rl_vlm
+from rl_vlm.envs.base import VisionEnv
+from rl_vlm.envs.rows import BadRowError
+from rl_vlm.envs.scenes import caption_item, caption_of, pair_item, picture_of
+from rl_vlm.types import Message, UserInputError
+
+IDS = ("NLVR2-v0", "Caption-v0")
+
+
+def png(colour: str, size: tuple[int, int] = (40, 30)) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, colour).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def opening(env: VisionEnv, index: int = 0, split: str = "train") -> Message:
+    observation, _ = env.reset(options={"index": index, "split": split})
+    (message,) = observation.messages
+    return message
+
+
+# --- drawn
+
+
+def test_a_pair_is_shown_left_then_right_then_the_sentence() -> None:
+    env = rl_vlm.make("NLVR2-v0")
+    pair = pair_item("train", 3)
+    message = opening(env, 3)
+    assert [getattr(part, "sha256", part) for part in message.parts[:2]] == [
+        picture_of(pair.left).sha256, picture_of(pair.right).sha256,
+    ]  # fmt: skip
+    assert message.text.startswith(f"{pair.statement}\n") and "True or False" in message.text
+    assert opening(rl_vlm.make("NLVR2-v0", prompt="brief"), 3).text == f"{pair.statement} True or False?"
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict", "reason"), [("True", True, ""), ("False.", False, ""), ("True False", None, "both")]
+)
+def test_the_right_word_pays_one_and_all_else_nothing(answer: str, verdict: bool | None, reason: str) -> None:
+    env = rl_vlm.make("NLVR2-v0")
+    for index in range(4):
+        pair = pair_item("test", index)
+        opening(env, index, "test")
+        observation, reward, terminated, truncated, info = env.step(answer)
+        assert (reward, terminated, truncated, observation.messages) == (float(verdict == pair.truth), True, False, ())
+        assert info == {
+            "correct": verdict == pair.truth, "verdict": verdict, "reason": reason, "well_formed": verdict is not None,
+            "label": pair.truth, "kind": pair.statement.kind,
+        }  # fmt: skip
+
+
+def test_a_constant_answer_is_right_exactly_half_the_time() -> None:
+    env = rl_vlm.make("NLVR2-v0", num_test=200)
+    for answer in ("True", "False"):
+        total = 0.0
+        for index in range(env.num_items("test")):
+            opening(env, index, "test")
+            total += env.step(answer)[1]
+        assert total == 100
+
+
+def test_a_caption_is_paid_by_its_agreement_with_the_reference() -> None:
+    env = rl_vlm.make("Caption-v0", prompt="brief")
+    truth = caption_of(caption_item("train", 1))
+    assert opening(env, 1).text == "Caption?"
+    _, reward, terminated, _, info = env.step(truth)
+    assert (reward, terminated) == (1.0, True)
+    assert info == {
+        "score": 1.0, "f1": 1.0, "precision": 1.0, "recall": 1.0, "length": 1.0, "reason": "", "well_formed": True, "reference": truth,
+    }  # fmt: skip
+    opening(env, 1)
+    assert 0 < env.step(truth.split(" and ")[0])[1] < 1
+    opening(env, 1)
+    assert env.step("<|im_end|>" + truth)[4]["reason"] == "special"
+
+
+@pytest.mark.parametrize("env_id", IDS)
+def test_pictures_grow_and_seeds_name_other_items(env_id: str) -> None:
+    images = [opening(rl_vlm.make(env_id, **kwargs)).images[0] for kwargs in ({}, {"seed": 1}, {"image_size": 128})]
+    assert [image.width for image in images] == [64, 64, 128]
+    assert len({image.sha256 for image in images if not isinstance(image, Image.Image)}) == 3
+
+
+@pytest.mark.parametrize("env_id", IDS)
+def test_gymnasium_has_no_complaints(env_id: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_env(rl_vlm.make(env_id), skip_render_check=True)
+
+
+@pytest.mark.parametrize("env_id", IDS)
+def test_step_needs_reset(env_id: str) -> None:
+    env = rl_vlm.make(env_id)
+    with pytest.raises(UserInputError, match="call reset"):
+        env.step("True")
+    opening(env)
+    env.step("True")
+    with pytest.raises(UserInputError, match="call reset"):
+        env.step("True")
+
+
+@pytest.mark.parametrize("env_id", IDS)
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"prompt": "long"}, "prompt 'long' is unknown; choose one of full, brief"),
+        ({"image_size": 32}, "image_size must be an integer from 64 to 1024, not 32"),
+        ({"seed": 0.5}, "seed must be an integer, not 0.5"),
+        ({"num_train": 0}, "num_train must be an integer of at least 1, not 0"),
+        ({"turns": 2}, "does not take these arguments"),
+        ({"data": "nowhere/at/all"}, "no file or folder"),
+    ],
+)
+def test_a_wrong_argument_is_named(env_id: str, kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
+        rl_vlm.make(env_id, **kwargs).num_items("train")
+
+
+def test_synonyms_are_lists_of_words() -> None:
+    for wrong in ("sofa", ["sofa"], [[1]]):
+        with pytest.raises(UserInputError, match="synonyms must be lists of words"):
+            rl_vlm.make("Caption-v0", synonyms=wrong)
+
+
+@pytest.mark.parametrize("env_id", IDS)
+@pytest.mark.parametrize("options", [{"index": 512, "split": "test"}, {"index": -1}, {"split": "dev"}])
+def test_an_item_that_does_not_exist_is_refused(env_id: str, options: dict[str, Any]) -> None:
+    with pytest.raises(UserInputError, match="outside|unknown"):
+        rl_vlm.make(env_id).reset(options=options)
+
+
+# --- rows
+
+
+def write_pairs(folder: Path, **changes: Any) -> str:
+    rows = {
+        "sentence": ["One is red.", "Both are blue.", "Both are red."],
+        "left_image": [{"bytes": png("red")}, {"bytes": png("red")}, {"bytes": png("red")}],
+        "right_image": [{"bytes": png("blue")}, {"bytes": png("blue")}, {"bytes": png("red")}],
+        "label": ["True", "False", "true"],
+    }
+    for split in ("train", "test"):
+        pq.write_table(pa.table({**rows, **changes}), folder / f"{split}.parquet")
+    return str(folder)
+
+
+@pytest.mark.parametrize("labels", [["True", "False", "true"], [True, False, True], [1, 0, 1]])
+def test_rows_of_nlvr2_are_asked_and_paid(labels: list[Any], tmp_path: Path) -> None:
+    env = rl_vlm.make("NLVR2-v0", data=write_pairs(tmp_path, label=labels))
+    assert (env.num_items("train"), env.validate("train")) == (3, 3)
+    for index, right in enumerate(("True", "False", "True")):
+        message = opening(env, index)
+        assert message.images[0].to_pil().getpixel((0, 0)) == (255, 0, 0)  # type: ignore[union-attr]
+        _, reward, _, _, info = env.step(right)
+        assert (reward, info["kind"]) == (1.0, "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"label": ["maybe", "True", "True"]}, "row 0: the label is 'maybe'; it must be True or False"),
+        ({"label": [None, "True", "True"]}, "row 0: the label is 'None'"),
+        ({"sentence": ["", "a", "b"]}, "row 0: the sentence is empty"),
+        ({"left_image": [{"bytes": b"junk"}] * 3}, "row 0: image 0 is not a readable image"),
+        ({"right_image": [{"bytes": None}] * 3}, "row 0: image 1 has neither bytes nor a path"),
+    ],
+)
+def test_a_bad_row_of_nlvr2_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    env = rl_vlm.make("NLVR2-v0", data=write_pairs(tmp_path, **changes))
+    with pytest.raises(BadRowError, match=message):
+        env.reset(options={"index": 0})
+    with pytest.raises(BadRowError, match=message):
+        env.validate("train")
+
+
+def test_rows_with_captions_are_asked_and_paid(tmp_path: Path) -> None:
+    images = [{"bytes": png("red")}, {"bytes": png("blue")}]
+    for split, captions in (
+        ("train", ["a red wall", "a blue wall"]),
+        ("test", [["a red wall", "paint"], ["a blue wall"]]),
+    ):
+        pq.write_table(pa.table({"image": images, "caption": captions}), tmp_path / f"{split}.parquet")
+    env = rl_vlm.make("Caption-v0", data=str(tmp_path), synonyms=[["wall", "barrier"]])
+    opening(env, 0)
+    assert env.step("A red barrier.")[1] == 1.0
+    opening(env, 0, "test")
+    assert env.step("paint")[1] == 1.0
+    opening(env, 1, "test")
+    assert env.step("paint")[1] == 0.0
+
+
+@pytest.mark.parametrize("caption", ["", None, []])
+def test_a_row_without_a_caption_is_named(caption: Any, tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "image": [{"bytes": png("red")}],
+            "caption": pa.array([caption], None if caption != [] else pa.list_(pa.string())),
+        }
+    )
+    pq.write_table(table, tmp_path / "train.parquet")
+    with pytest.raises(BadRowError, match="row 0: the caption is empty or not text"):
+        rl_vlm.make("Caption-v0", data=str(tmp_path)).reset(options={"index": 0})
+
+
+def test_a_missing_column_is_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"sentence": ["a"], "label": [True]}), tmp_path / "train.parquet")
+    with pytest.raises(UserInputError, match="lacks the columns left_image, right_image"):
+        rl_vlm.make("NLVR2-v0", data=str(tmp_path)).num_items("train")
+
+
+def test_environments_of_one_process_share_their_rows(tmp_path: Path) -> None:
+    data = write_pairs(tmp_path)
+    first, second = (rl_vlm.make("NLVR2-v0", data=data) for _ in range(2))
+    assert first._rows.split("train") is second._rows.split("train")  # type: ignore[attr-defined]
+    assert np.asarray(opening(first, 1).images[1].to_pil()).shape == (30, 40, 3)

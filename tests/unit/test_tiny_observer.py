@@ -1,0 +1,165 @@
+"""The tiny observer: what it is taught about scenes, that it is asked as it was taught, and that it is not taught the tasks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_vlm.chat import ChatCodec
+from rl_vlm.envs.registry import make
+from rl_vlm.envs.scenes import LOOKS, Statement, caption_of, pair_item, random_scene
+from rl_vlm.envs.shapes_data import render
+from rl_vlm.models.loading import resolve_model
+from rl_vlm.models.supervised import DialogueEncoder
+from rl_vlm.models.tiny import model as tiny
+from rl_vlm.models.tiny import observer
+from rl_vlm.models.tiny.observer import verdict_odds, warm_start
+from rl_vlm.models.tiny.sights import (
+    CAPTION_QUESTION,
+    VERDICT_QUESTION,
+    counted,
+    draw_lesson,
+    vague_caption,
+    verdict_lesson,
+)
+from rl_vlm.rewards.caption import grade_caption
+from rl_vlm.rewards.verdict import read_verdict
+from rl_vlm.types import EncodedImage
+
+
+@pytest.fixture(scope="module")
+def processor() -> Any:
+    return tiny.build_processor("scenes")
+
+
+@pytest.fixture(scope="module")
+def encoder(processor: Any) -> DialogueEncoder:
+    return DialogueEncoder.from_processor(processor)
+
+
+# --- what is taught
+
+
+def test_a_verdict_is_random_whatever_the_images_hold_and_the_counts_before_it_are_right() -> None:
+    rng = Random(0)
+    right: list[bool] = []
+    truths: dict[str, bool] = {}
+    for index in range(200):
+        pair = pair_item("train", index)
+        truths[str(pair.statement)] = pair.truth
+        left, right_count = (pair.statement.noun.count(scene) for scene in (pair.left, pair.right))
+        (first, second, question), reply = verdict_lesson(pair, verdict=False)
+        assert (first == render(pair.left)).all() and (second == render(pair.right)).all()
+        assert question == f"{pair.statement} True or False?"
+        assert reply == f"{left} left {right_count} right: False"
+    verdicts: Counter[bool] = Counter()
+    for _ in range(3000):
+        parts, reply = draw_lesson(rng)
+        text = str(parts[-1])
+        if text.endswith(VERDICT_QUESTION):
+            verdict = read_verdict(reply).value
+            assert verdict is not None
+            verdicts[verdict] += 1
+            words = reply.split()
+            right.append(_holds(text.removesuffix(VERDICT_QUESTION), int(words[0]), int(words[2])) == verdict)
+    assert 0.4 < len(right) / 3000 < 0.6
+    assert abs(np.mean(right) - 0.5) < 0.05
+    assert abs(verdicts[True] / len(right) - 0.5) < 0.05
+
+
+def _holds(sentence: str, left: int, right: int) -> bool:
+    """The meaning of a sentence, read from its words."""
+    if sentence.startswith("Both"):
+        return left == right
+    if sentence.startswith("Exactly"):
+        return (left == 0) != (right == 0)
+    if sentence.endswith("in all."):
+        return left + right == int(sentence.split()[3])
+    return left > right if sentence.startswith("The left") else right > left
+
+
+def test_captions_leave_out_much_and_say_nothing_false() -> None:
+    rng = Random(1)
+    scores = []
+    for _ in range(500):
+        scene = random_scene(rng, [rng.choice(LOOKS) for _ in range(rng.randint(1, 3))], "train")
+        caption = vague_caption(rng, scene)
+        truth = caption_of(scene).split()
+        assert not set(caption.replace(",", "").split()) - {word.strip(",") for word in truth} - {"shape", "and"}
+        scores.append(grade_caption(caption, [caption_of(scene)]).score)
+    assert 0.25 < np.mean(scores) < 0.45
+    # The likeliest choice at every step leaves colour, kind and place out, so the likeliest caption is vague as well.
+    assert np.mean([score == 1 for score in scores]) < 0.05
+
+
+def test_no_test_picture_is_shown() -> None:
+    rng = Random(2)
+    shown = {part.tobytes() for _ in range(1500) for part in draw_lesson(rng)[0] if not isinstance(part, str)}
+    test = {render(scene).tobytes() for index in range(512) for scene in _pair("test", index)}
+    assert len(shown) > 1500 and len(test) > 900 and not shown & test
+
+
+def _pair(split: str, index: int) -> tuple[Any, Any]:
+    pair = pair_item(split, index)  # type: ignore[arg-type]
+    return pair.left, pair.right
+
+
+# --- how it is asked
+
+
+@pytest.mark.parametrize(
+    ("env_id", "reply"), [("NLVR2-v0", counted(2, 1) + ": True"), ("Caption-v0", "a red circle at the top left")]
+)
+def test_the_environments_ask_as_the_lessons_do(
+    env_id: str, reply: str, processor: Any, encoder: DialogueEncoder
+) -> None:
+    codec = ChatCodec(processor.tokenizer, processor.chat_template, processor.image_token)
+    observation, _ = make(env_id, prompt="brief").reset(options={"index": 2})
+    (message,) = observation.messages
+    parts = [np.asarray(part.to_pil()) if isinstance(part, EncodedImage) else part for part in message.parts]
+    example = encoder.encode_turn(parts, reply)  # type: ignore[arg-type]
+    asked = codec.encode_prompt(observation.messages).token_ids.tolist()
+    ids = example.token_ids.tolist()
+    single = [ids[0], *(b for a, b in pairwise(ids) if (a, b) != (codec.image_token_id,) * 2)]
+    assert single[: len(asked)] == asked
+    assert message.text.endswith(VERDICT_QUESTION if env_id == "NLVR2-v0" else CAPTION_QUESTION)
+    assert not example.targets[: len(ids) - len(single) + len(asked)].any() and example.targets[-1]
+
+
+def test_words_are_single_tokens_and_answers_are_short(processor: Any) -> None:
+    tokenize = processor.tokenizer.tokenize
+    assert len(processor.tokenizer) == 490
+    assert len(tokenize(counted(2, 1) + ": True")) == 7 == len(tokenize(counted(0, 4) + ": False"))
+    assert len(tokenize(str(Statement("equal", pair_item("train", 0).statement.noun)))) <= 9
+    longest = (
+        "a yellow triangle at the bottom right, a yellow square at the top right and a green circle at the top left"
+    )
+    assert len(tokenize(longest)) <= 31  # with the end of the turn 32, as the configuration allows
+
+
+# --- the warm start
+
+
+def test_the_warm_start_depends_on_its_seed_alone(processor: Any, encoder: DialogueEncoder) -> None:
+    losses = []
+    for seed in (0, 0, 1):
+        model = tiny.build_model(0, processor.tokenizer, "scenes")
+        losses.append(warm_start(model, encoder, seed, steps=2, batch=6))
+    assert losses[0] == losses[1] != losses[2]
+    odds, right = verdict_odds(model, encoder, [pair_item("test", index) for index in range(5)])
+    assert odds.shape == (5, 2) and odds.sum(1) == pytest.approx(1) and right.shape == (5,)
+
+
+def test_the_variant_is_built_and_cached_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL_VLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(observer, "STEPS", 1)
+    monkeypatch.setattr(observer, "log_accuracy", lambda *_: None)
+    folder = resolve_model("tiny-scenes")
+    assert folder.name.startswith("tiny-scenes-0-") and (folder / "model.safetensors").is_file()
+    assert resolve_model("tiny-scenes") == folder
