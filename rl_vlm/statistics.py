@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 
+_RESAMPLES = 9999
+
 
 def wilson_interval(successes: int, total: int, z: float = 1.959964) -> tuple[float, float]:
     """The Wilson score interval of a proportion (Wilson, 1927), 95 % by default; (0, 1) without observations."""
@@ -35,3 +37,26 @@ def mean_interval(values: np.ndarray, z: float = 1.959964) -> tuple[float, float
         return -math.inf, math.inf
     margin = z * float(values.std(ddof=1)) / math.sqrt(len(values))
     return float(values.mean()) - margin, float(values.mean()) + margin
+
+
+def bootstrap_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """The 95 % percentile bootstrap interval of a mean [N] (Efron, 1979; SciPy's); unbounded with fewer than two values.
+
+    For paired samples, give their differences: resampling pairs and resampling differences are the same.
+    """
+    from scipy.stats import bootstrap
+
+    if len(values) < 2:
+        return -math.inf, math.inf
+    rng = np.random.default_rng(seed)
+    # A batch bounds the memory: each resample is as large as the values.
+    found = bootstrap((values,), np.mean, method="percentile", n_resamples=_RESAMPLES, batch=256, rng=rng)
+    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+
+
+def mcnemar_p_value(first_only: int, second_only: int) -> float:
+    """The exact two-sided p-value of McNemar's test (1947): pairs that only one of two got right are a fair coin's tosses."""
+    from scipy.stats import binomtest
+
+    total = first_only + second_only
+    return float(binomtest(first_only, total).pvalue) if total else 1.0

@@ -359,6 +359,11 @@ class Trajectory:
         return versions
 
     @property
+    def num_turns(self) -> int:
+        """How many turns the policy had."""
+        return len(self.turns)
+
+    @property
     def num_sampled(self) -> int:
         """How many tokens the policy sampled."""
         return sum(turn.stop - turn.start for turn in self.turns)

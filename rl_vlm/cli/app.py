@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from rl_vlm.cli import envs, labels, runs, serve, sft, tools
+from rl_vlm.cli import envs, evaluation, labels, runs, serve, sft, tools
 from rl_vlm.cli.errors import error_report, log_to_stderr
 
 app = typer.Typer(
@@ -23,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for family in (runs, sft, serve, labels, envs, tools):
+for family in (runs, sft, evaluation, serve, labels, envs, tools):
     app.add_typer(family.commands)
 
 

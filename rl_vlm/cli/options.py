@@ -23,11 +23,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 
 
-def load_run(config: Path, overrides: Sequence[str] | None) -> RunConfig:
-    """The configuration of a YAML file, or of the run folder that holds it, with changes."""
+def load_run(config: Path | None, overrides: Sequence[str] | None) -> RunConfig:
+    """The configuration of a YAML file, or of the run folder that holds it, or the defaults, with changes."""
     from rl_vlm.config import load_config
 
-    return load_config(config / "config.yaml" if config.is_dir() else config, overrides or ())
+    path = config / "config.yaml" if config is not None and config.is_dir() else config
+    return load_config(path, overrides or ())
 
 
 def refuse_both(resume: bool, overwrite: bool) -> None:

@@ -23,4 +23,10 @@ class EvaluationSection(Section):
         {"default": {}},
         description="Name -> environment arguments to change; with env.mixture a name -> environment -> arguments.",
     )
+    category: str = Field(
+        "category", description="Key of the environment's info by which `rl-vlm eval` makes a table of its own."
+    )
+    at_once: int = Field(
+        64, ge=1, description="Items that `rl-vlm eval` asks at once; as many may have to be asked again after a kill."
+    )
     timeout_s: float = Field(1800.0, gt=0)

@@ -33,7 +33,7 @@ class AlgorithmSpec:
     """One algorithm.
 
     config, run: the RLlib configuration's class and the run's class. preflight(run) -> figures for people, raises
-    UserInputError. evaluate(run, adapter=, run_dir=, out=) -> results. samplers(run): the actors beside replicas
+    UserInputError. evaluate(run, adapter=, run_dir=, out=, options=) -> results. samplers(run): the actors beside replicas
     and learners. serves(run): whether it has replicas. check(run) raises ValueError where sections contradict each other.
     reads: the keys that it reads; others are refused where they are set. has_critic: whether learners hold a value function.
     """

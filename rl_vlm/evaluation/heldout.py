@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,7 +13,28 @@ from rl_vlm.rollout.env_metrics import Metrics, declared_figures
 from rl_vlm.rollout.tasks import RolloutTask, View
 from rl_vlm.seeding import derive_seed
 from rl_vlm.statistics import mean_interval, pass_at_k, wilson_interval
-from rl_vlm.types import TrajectoryGroup
+
+
+class Finished(Protocol):
+    """What a summary reads of an episode: a Trajectory, or the Outcome that an evaluation kept of one."""
+
+    @property
+    def correct(self) -> bool: ...
+    @property
+    def reward(self) -> float: ...
+    @property
+    def num_turns(self) -> int: ...
+    @property
+    def info(self) -> dict[str, Any]: ...
+
+
+class FinishedGroup(Protocol):
+    """The finished episodes of one task."""
+
+    @property
+    def group_id(self) -> str: ...
+    @property
+    def trajectories(self) -> Sequence[Finished]: ...
 
 
 def evaluation_tasks(run: RunConfig, sizes: Mapping[str, int | None], min_version: int) -> list[RolloutTask]:
@@ -69,7 +90,7 @@ def label(env: str, variant: str) -> str:
 def summarize(
     run: RunConfig,
     tasks: Sequence[RolloutTask],
-    groups: Sequence[TrajectoryGroup],
+    groups: Sequence[FinishedGroup],
     metrics: Mapping[str, Metrics] | None = None,
 ) -> dict[str, Any]:
     """Accuracy with its 95 % interval and mean reward per variant; a lost episode counts as wrong.
@@ -92,7 +113,7 @@ def summarize(
 
 
 def _summary(
-    name: str, tasks: Sequence[RolloutTask], found: Mapping[str, TrajectoryGroup], samples: int, metrics: Metrics
+    name: str, tasks: Sequence[RolloutTask], found: Mapping[str, FinishedGroup], samples: int, metrics: Metrics
 ) -> dict[str, Any]:
     greedy = [task for task in tasks if task.temperature == 0]
     answered = [found[task.group_id].trajectories[0] for task in greedy if task.group_id in found]
@@ -103,7 +124,7 @@ def _summary(
         f"accuracy_low/{name}": low,
         f"accuracy_high/{name}": high,
         f"reward/{name}": sum(trajectory.reward for trajectory in answered) / max(len(greedy), 1),
-        f"turns/{name}": float(np.mean([len(t.turns) for t in answered])) if answered else 0.0,
+        f"turns/{name}": float(np.mean([t.num_turns for t in answered])) if answered else 0.0,
         f"items/{name}": len(greedy),
         **{f"{key}/{name}": value for key, value in declared_figures(metrics, answered).items()},
     }
@@ -120,7 +141,7 @@ def _summary(
     return results
 
 
-def _without_sight(tasks: Sequence[RolloutTask], found: Mapping[str, TrajectoryGroup]) -> dict[str, float]:
+def _without_sight(tasks: Sequence[RolloutTask], found: Mapping[str, FinishedGroup]) -> dict[str, float]:
     """Accuracy where other images were shown, `sight/accuracy_<view>`, and how much the true ones gain on the same items.
 
     `sight/accuracy_gap` is that gain over blank images, `sight/accuracy_gap_low` and `_high` its 95 % interval.

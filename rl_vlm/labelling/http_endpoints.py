@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import json
 import os
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -16,6 +17,7 @@ from rl_vlm.labelling.endpoints import Answer, Ask, EndpointError, Question, cho
 from rl_vlm.types import Message, UserInputError, as_encoded
 
 _RETRYABLE_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
+_MAX_REPLY_BYTES = 8 * 2**20
 # Ways to enforce choices, in the order in which `auto` tries them.
 _FORMS = ("structured_outputs", "guided_choice", "none")
 
@@ -117,7 +119,7 @@ def server_url(environment: dict[str, str] | None = None) -> str:
 
 def _checked_url(url: str) -> str:
     if not url.startswith(("http://", "https://")):
-        raise UserInputError(f"The labeller's endpoint {url!r} must be an http or https address.")
+        raise UserInputError(f"The endpoint {url!r} must be an http or https address.")
     return url
 
 
@@ -130,21 +132,27 @@ def _http(settings: EndpointSection, transport: httpx.AsyncBaseTransport | None)
 
 
 async def _post(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    content = bytearray()
     try:
-        response = await client.post(url, json=body)
+        async with client.stream("POST", url, json=body) as response:
+            async for chunk in response.aiter_bytes():
+                content += chunk
+                if len(content) > _MAX_REPLY_BYTES:
+                    raise EndpointError(f"{url} sent a reply of more than {_MAX_REPLY_BYTES} bytes.", retryable=False)
     except httpx.HTTPError as error:
         raise EndpointError(f"{url} gave no answer: {type(error).__name__} {error}".rstrip()) from error
+    text = content.decode("utf-8", "replace")
     if response.status_code != 200:
         raise EndpointError(
-            f"{url} answered with HTTP {response.status_code}: {response.text[:300]}",
+            f"{url} answered with HTTP {response.status_code}: {text[:300]}",
             retryable=response.status_code in _RETRYABLE_STATUS,
             status=response.status_code,
             retry_after_s=_seconds(response.headers.get("retry-after", "")),
         )
     try:
-        reply = response.json()
+        reply = json.loads(text)
     except ValueError as error:
-        raise EndpointError(f"{url} answered with something that is no JSON: {response.text[:200]!r}") from error
+        raise EndpointError(f"{url} answered with something that is no JSON: {text[:200]!r}") from error
     if not isinstance(reply, dict):
         raise EndpointError(f"{url} answered with a {type(reply).__name__}, not an object.", retryable=False)
     return reply

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -21,16 +20,16 @@ from PIL import Image
 
 from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.answer_text import finished_sentences, strip_thoughts
+from rl_vlm.labelling.asking import ask_again
 from rl_vlm.labelling.endpoints import Answer, Ask, Endpoint, EndpointError, Question
 from rl_vlm.labelling.parsing import parse_label, parse_score
 from rl_vlm.labelling.prompts import TaskPrompts
 from rl_vlm.labelling.types import IDENTICAL, Label, LabelValue, Score, Segment, SegmentPair
 from rl_vlm.seeding import derive_seed
-from rl_vlm.types import EncodedImage, Message, RLVLMError, UserInputError
+from rl_vlm.types import EncodedImage, Message, UserInputError
 
 CHOICES = ("0", "1", "-1")
 SCORE_CHOICES = ("-1", "0", *(f"0.{tenth}" for tenth in range(1, 10)), "1")
-_FIRST_PAUSE_S = 0.25
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -211,37 +210,26 @@ class VLMLabeller:
     ) -> Answer:
         """One question, asked again after failures that may pass, until its deadline."""
         settings = self._settings
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + settings.deadline_s
-        reason = "no answer"
-        for attempt in range(settings.attempts):
+
+        def question(attempt: int) -> Question:
             seed = derive_seed(self._seed, self._sessions, *key, attempt)
-            question = Question((message,), max_new_tokens, settings.temperature, choices, seed)
-            try:
-                async with asyncio.timeout_at(deadline):
-                    answer = await ask(question)
-            except TimeoutError:
-                break
-            except UserInputError:
-                raise
-            except RLVLMError as error:
-                if isinstance(error, EndpointError) and not error.retryable:
-                    raise
-                reason = str(error)
-                pause = error.retry_after_s if isinstance(error, EndpointError) else 0.0
-            else:
-                self.stats.questions += 1
-                self.stats.prompt_tokens += answer.prompt_tokens
-                self.stats.sampled_tokens += answer.sampled_tokens
-                return answer
-            if attempt + 1 < settings.attempts:
-                self.stats.retries += 1
-                # Full jitter keeps the questions of a session from coming back together.
-                pause = max(pause, random.uniform(0.5, 1) * _FIRST_PAUSE_S * 2**attempt)
-                await asyncio.sleep(max(min(pause, deadline - loop.time()), 0.0))
-        raise EndpointError(
-            f"The labeller gave no answer within {settings.deadline_s:g} s and {settings.attempts} attempts: {reason}"
+            return Question((message,), max_new_tokens, settings.temperature, choices, seed)
+
+        def count_retry() -> None:
+            self.stats.retries += 1
+
+        answer = await ask_again(
+            ask,
+            question,
+            attempts=settings.attempts,
+            deadline_s=settings.deadline_s,
+            who="labeller",
+            on_retry=count_retry,
         )
+        self.stats.questions += 1
+        self.stats.prompt_tokens += answer.prompt_tokens
+        self.stats.sampled_tokens += answer.sampled_tokens
+        return answer
 
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -1,80 +1,43 @@
-"""`rl-vlm eval` and `rl-vlm rollout`: episodes of a policy through Ray Serve, without a learner."""
+"""`rl-vlm eval`: held-out items played by a served policy or an endpoint, kept one by one, and summed up in a report."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import json
 import time
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rl_vlm.config import RunConfig
 from rl_vlm.envs.parts import declared_metrics, split_sizes
-from rl_vlm.evaluation.heldout import evaluation_tasks, summarize, viewed_tasks
-from rl_vlm.files import write_atomic
-from rl_vlm.models.adapter import AdapterPayload, find_adapter
-from rl_vlm.models.initial_adapter import initial_adapter_folder
-from rl_vlm.models.loading import resolve_model
-from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
-from rl_vlm.seeding import derive_seed
-from rl_vlm.types import RLVLMError, TrajectoryGroup
+from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
+from rl_vlm.evaluation.identity import identity_of
+from rl_vlm.evaluation.options import EvaluationOptions
+from rl_vlm.evaluation.outcome_log import OutcomeLog, items_path
+from rl_vlm.evaluation.outcomes import Outcome, Side
+from rl_vlm.evaluation.play import EpisodesLostError, play_tasks
+from rl_vlm.evaluation.tables import by_category, compared, info_numbers, summary_of
+from rl_vlm.files import to_jsonable, write_atomic
+from rl_vlm.models.adapter import find_adapter
+from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.runs.players import players
+from rl_vlm.runs.served import starting_adapter
+from rl_vlm.runs.throughput import measure_throughput
+from rl_vlm.types import Split, UserInputError
+
+Sizes = dict[Split, dict[str, int | None]]  # by split, by name of the environment
 
 
-class EpisodesLostError(RLVLMError):
-    """No episode could be finished."""
+@dataclass(slots=True)
+class _Session:
+    """What this process did, beside what the items file held already."""
 
-
-def starting_adapter(run: RunConfig) -> Path | None:
-    """The adapter folder that `model.adapter` names, if it names one."""
-    return initial_adapter_folder(run.model) if run.model.adapter is not None else None
-
-
-@contextmanager
-def served_worker(run: RunConfig, adapter: Path | None) -> Iterator[Any]:
-    """A rollout worker in this process, with the model (and an adapter) behind Ray Serve."""
-    import tempfile
-
-    from rl_vlm.rollout.worker import RolloutWorker
-    from rl_vlm.runs.cluster import ray_cluster
-    from rl_vlm.serving.publisher import PolicyService
-
-    model = resolve_model(run.model.path)
-    payload = AdapterPayload.read(adapter, version=1) if adapter is not None else None
-    run_id = f"{run.name}-{uuid.uuid4().hex[:8]}"
-    with tempfile.TemporaryDirectory(prefix="rl-vlm-") as scratch, ray_cluster(run):
-        service = PolicyService(run, run_id, model, Path(scratch))
-        try:
-            service.wait_until_ready()
-            if payload is not None:
-                service.publish(payload)
-            yield RolloutWorker(run, run_id, model)
-        finally:
-            service.stop()
-
-
-def _run_tasks(run: RunConfig, adapter: Path | None, tasks: list[RolloutTask], batch: int) -> RolloutResult:
-    """Run the tasks, `batch` at a time."""
-    merged = RolloutResult()
-    with served_worker(run, adapter) as worker:
-        loop = asyncio.new_event_loop()
-        for start in range(0, len(tasks), batch):
-            part: RolloutResult = loop.run_until_complete(worker.run(tasks[start : start + batch]))
-            merged.groups.extend(part.groups)
-            merged.lost.update(part.lost)
-            merged.timings["sample"] = merged.timings.get("sample", 0.0) + part.timings["sample"]
-        worker.close_envs()
-        loop.close()
-    if not merged.groups:
-        reason = next(iter(merged.lost.values()), "no tasks")
-        raise EpisodesLostError(f"All {len(tasks)} episodes failed, the last because of: {reason}")
-    return merged
+    asked: int = 0
+    lost: dict[str, str] = field(default_factory=dict)
+    tokens: int = 0
+    seconds: float = 0.0
+    throughput: dict[str, Any] | None = None
 
 
 def evaluate_policy_run(
@@ -83,116 +46,159 @@ def evaluate_policy_run(
     adapter: Path | None = None,
     run_dir: Path | None = None,
     out: Path | None = None,
-    blind: bool = False,
+    options: EvaluationOptions | None = None,
 ) -> dict[str, Any]:
-    """Held-out accuracy per variant with intervals (see `heldout.summarize`); written to `out` as JSON if given.
+    """Held-out accuracy per variant with intervals (see `tables.summary_of`), and what the options ask for.
 
-    The adapter is named by itself or through its run's folder, or by model.adapter; without these the base model is measured.
-    `blind` asks about all items of the first variant again with blank images, and with those of the next item.
+    The adapter is named by itself or through its run's folder, or by model.adapter; without these the base model is measured. With `out` the results
+    are written there as JSON, and beside it the items (`.items.jsonl`, as they are finished), a page (`.md`) and a figure (`.png`).
     """
-    adapter = find_adapter(adapter, run_dir) or starting_adapter(run)
-    sizes = split_sizes(run.env, run.evaluation.split)
+    options = options or EvaluationOptions()
+    adapters = _adapters(run, find_adapter(adapter, run_dir), options)
+    splits = options.split or (run.evaluation.split,)
+    sizes = {split: split_sizes(run.env, split) for split in splits}
+    tasks = _tasks(run, splits, sizes, options.blind)
     started = time.monotonic()
-    tasks = evaluation_tasks(run, sizes, min_version=1 if adapter is not None else 0)
-    if blind:
-        tasks += [*viewed_tasks(tasks, "blank"), *viewed_tasks(tasks, "swapped")]
-    result = _run_tasks(run, adapter, tasks, batch=len(tasks))
-    summary = {
-        "env": run.env.title,
-        "model": run.model.path,
-        "adapter": str(adapter) if adapter is not None else None,
-        "split": run.evaluation.split,
-        **summarize(run, tasks, result.groups, declared_metrics(run.env)),
-        "lost": len(result.lost),
-        "seconds": round(time.monotonic() - started, 2),
-        "tokens_per_s": _tokens(result.groups) / max(result.timings["sample"], 1e-9),
-    }
-    if out is not None:
-        write_atomic(out, json.dumps(summary, indent=2) + "\n")
-    return summary
+    path = items_path(out) if out is not None else None
+    identity = identity_of(run, options, adapters, sizes)
+    with OutcomeLog(path, identity, resume=options.resume, finished=out is not None and out.exists()) as log:
+        if out is not None:
+            out.unlink(missing_ok=True)
+        session = _play_missing(run, options, adapters, tasks, log)
+        if not log.outcomes:
+            reason = next(iter(session.lost.values()), "no tasks")
+            raise EpisodesLostError(f"All {len(tasks)} episodes failed, the last because of: {reason}")
+        results = {
+            "env": run.env.title,
+            "model": run.model.path if options.endpoint is None else options.endpoint_model,
+            "adapter": str(adapters["policy"]) if adapters["policy"] is not None else None,
+            **_results(run, splits, tasks, log, adapters),
+            "asked": session.asked,
+            "lost": len(session.lost),
+            "seconds": round(time.monotonic() - started, 2),
+            "tokens_per_s": session.tokens / session.seconds if session.seconds else None,
+            **({"throughput": session.throughput} if session.throughput is not None else {}),
+        }
+        results = dict(to_jsonable(results))
+        if out is not None:
+            _write(results, out)
+    return results
 
 
-def rollout(
+def _write(results: dict[str, Any], out: Path) -> None:
+    from rl_vlm.reporting.evaluation import draw_evaluation, evaluation_page  # matplotlib takes seconds
+
+    write_atomic(out.with_suffix(".md"), evaluation_page(results))
+    draw_evaluation(results, out.with_suffix(".png"))
+    write_atomic(out, json.dumps(results, indent=2) + "\n")
+
+
+def _adapters(run: RunConfig, named: Path | None, options: EvaluationOptions) -> dict[Side, Path | None]:
+    """The adapter of each side; None is the base model."""
+    if options.endpoint is not None:
+        if named is not None or options.against is not None or options.benchmark_runs:
+            raise UserInputError(
+                "--endpoint measures a server as it is: leave out --adapter, --run-dir, --against and --benchmark-runs."
+            )
+        return {"policy": None}
+    if options.compare_hf and not options.benchmark_runs:
+        raise UserInputError("--compare-hf belongs to the throughput measurement: add --benchmark-runs 5.")
+    adapters: dict[Side, Path | None] = {"policy": named or starting_adapter(run)}
+    if options.against is not None:
+        adapters["against"] = _other_adapter(options.against)
+        if adapters["against"] == adapters["policy"]:
+            raise UserInputError(f"--against {options.against} names what is measured itself: name another policy.")
+    return adapters
+
+
+def _other_adapter(name: str) -> Path | None:
+    if name == "base":
+        return None
+    folder = Path(name)
+    return find_adapter(None, folder) if (folder / "adapter").is_dir() else find_adapter(folder, None)
+
+
+def _tasks(run: RunConfig, splits: Sequence[Split], sizes: Sizes, blind: bool) -> list[RolloutTask]:
+    """The tasks of all splits, whose ids begin with the split. The side that plays them sets `min_version`."""
+    found: list[RolloutTask] = []
+    for split in splits:
+        evaluation = run.evaluation.model_copy(update={"split": split})
+        tasks = evaluation_tasks(run.model_copy(update={"evaluation": evaluation}), sizes[split], min_version=0)
+        tasks = [replace(task, group_id=f"{split}/{task.group_id}") for task in tasks]
+        found += tasks
+        if blind:
+            found += [*viewed_tasks(tasks, "blank"), *viewed_tasks(tasks, "swapped")]
+    if not found:
+        raise UserInputError(f"The {' and '.join(splits)} split of {run.env.title} holds no items.")
+    return found
+
+
+def _play_missing(
     run: RunConfig,
-    adapter: Path | None = None,
-    *,
-    episodes: int = 4,
-    sampling: dict[str, Any] | None = None,
-    out: Path | None = None,
+    options: EvaluationOptions,
+    adapters: dict[Side, Path | None],
+    tasks: Sequence[RolloutTask],
+    log: OutcomeLog,
+) -> _Session:
+    """Ask what the items file does not hold, one side after the other, and measure the throughput."""
+    session = _Session()
+    missing = {side: log.missing(tasks, side) for side in adapters}
+    if not any(missing.values()) and not options.benchmark_runs:
+        return session
+    with players(run, options, adapters) as found:
+        for side, todo in missing.items():
+            play = found.play_as(side)
+            began = time.monotonic()
+
+            def keep(outcomes: list[Outcome]) -> None:
+                session.tokens += sum(one.tokens for one in outcomes)
+                log.add(outcomes)
+
+            settings = {"at_once": run.evaluation.at_once, "max_losses": run.rollout.max_consecutive_failures}
+            lost = found.runner.run(play_tasks(todo, play, keep, **settings))
+            session.lost.update({f"{side}/{name}": reason for name, reason in lost.items()})
+            session.asked += len(todo)
+            session.seconds += time.monotonic() - began
+            if side == "policy" and options.benchmark_runs and found.served is not None:
+                session.throughput = found.runner.run(
+                    measure_throughput(
+                        run,
+                        found.served.run_id,
+                        adapters["policy"],
+                        runs=options.benchmark_runs,
+                        compare_hf=options.compare_hf,
+                    )
+                )
+    return session
+
+
+def _results(
+    run: RunConfig,
+    splits: Sequence[Split],
+    tasks: Sequence[RolloutTask],
+    log: OutcomeLog,
+    adapters: dict[Side, Path | None],
 ) -> dict[str, Any]:
-    """Play episodes of the training split; one JSON line each (to `out`, else printed); returns a summary.
-
-    `sampling`: temperature, top_p, top_k, max_new_tokens, seed, batch_size; what is absent is as in training.
-    """
-    options = dict(sampling or {})
-    adapter = adapter or starting_adapter(run)
-    batch = options.get("batch_size", episodes)
-    seed = options.get("seed", run.seed)
-    changes: dict[str, Any] = {}
-    if "max_new_tokens" in options:
-        changes["max_new_tokens_per_turn"] = options["max_new_tokens"]
-    run = run.model_copy(update={"rollout": run.rollout.model_copy(update=changes)})
-    sizes = split_sizes(run.env, "train")
-    names = [name for name, _ in zip(itertools.cycle(sizes), range(episodes), strict=False)]
-    order = np.random.default_rng(seed).integers(0, [sizes[name] or 2**31 - 1 for name in names])
-    template = RolloutTask(
-        group_id="",
-        index=0,
-        split="train",
-        seed=0,
-        sampling_seed=0,
-        size=1,
-        temperature=options.get("temperature", run.rollout.temperature),
-        min_version=1 if adapter is not None else 0,
-        top_p=options.get("top_p", 1.0),
-        top_k=options.get("top_k", 0),
-        record=True,
-    )
-    tasks = [
-        replace(
-            template,
-            group_id=f"episode-{number:06d}",
-            index=int(index),
-            seed=derive_seed(seed, 2, int(index)),
-            sampling_seed=derive_seed(seed, 6, number),
-            env=name,
-        )
-        for number, (index, name) in enumerate(zip(order, names, strict=True))
-    ]
-    result = _run_tasks(run, adapter, tasks, batch)
-    lines = [json.dumps(_line(group), ensure_ascii=False) for group in result.groups]
-    if out is not None:
-        write_atomic(out, "\n".join(lines) + "\n")
-    else:
-        print("\n".join(lines))
-    trajectories = [group.trajectories[0] for group in result.groups]
-    return {
-        "episodes": len(trajectories),
-        "lost": len(result.lost),
-        "reward_mean": float(np.mean([trajectory.reward for trajectory in trajectories])),
-        "correct": float(np.mean([trajectory.correct for trajectory in trajectories])),
-        "turns_mean": float(np.mean([len(trajectory.turns) for trajectory in trajectories])),
-        "tokens": _tokens(result.groups),
-        "tokens_per_s": _tokens(result.groups) / max(result.timings["sample"], 1e-9),
-    }
+    """The figures of one split at the top; those of several each under `splits`."""
+    parts = {split: _split_results(run, split, tasks, log, adapters) for split in splits}
+    if len(parts) == 1:
+        return {"split": splits[0], **parts[splits[0]]}
+    return {"split": list(splits), "splits": parts}
 
 
-def _tokens(groups: list[TrajectoryGroup]) -> int:
-    return sum(trajectory.num_sampled for group in groups for trajectory in group.trajectories)
-
-
-def _line(group: TrajectoryGroup) -> dict[str, Any]:
-    (trajectory,) = group.trajectories
-    responses = [message.text for message in trajectory.messages if message.role == "assistant"]
-    return {
-        "episode": trajectory.trajectory_id,
-        **({"env": group.env} if group.env else {}),
-        "index": group.index,
-        "reward": trajectory.reward,
-        "correct": trajectory.correct,
-        "status": trajectory.status.value,
-        "turns": len(trajectory.turns),
-        "tokens": trajectory.num_sampled,
-        "responses": responses,
-        "info": trajectory.info,
-    }
+def _split_results(
+    run: RunConfig, split: Split, tasks: Sequence[RolloutTask], log: OutcomeLog, adapters: dict[Side, Path | None]
+) -> dict[str, Any]:
+    own = [task for task in tasks if task.split == split]
+    asked = {task.group_id for task in own}
+    found = [one for one in log.outcomes if one.id in asked]
+    ours = [one for one in found if one.side == "policy"]
+    key = run.evaluation.category
+    results = summary_of(run, own, found, declared_metrics(run.env))
+    more: dict[str, Any] = {"categories": by_category(ours, key), "info": info_numbers(ours, key)}
+    if "against" in adapters:
+        more["against"] = {
+            "adapter": adapters["against"] and str(adapters["against"]),
+            "variants": compared(found, run.seed),
+        }
+    return results | {name: value for name, value in more.items() if value}

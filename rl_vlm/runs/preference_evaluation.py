@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from rl_vlm.algorithms.preference_checkpoint import AGENT, STATE, latest_checkpoint, read_state
 from rl_vlm.config import RunConfig
+from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.files import write_atomic
 from rl_vlm.preference.collector import Evaluator, NumpyActor, environment_errors, evaluation_seeds, make_run_env
 from rl_vlm.preference.episode_log import evaluation_figures
@@ -25,7 +26,7 @@ def evaluate_preference_run(
     adapter: Path | None = None,
     run_dir: Path | None = None,
     out: Path | None = None,
-    blind: bool = False,
+    options: EvaluationOptions | None = None,
 ) -> dict[str, Any]:
     """Play the evaluation episodes with a checkpoint's agent; written to `out` as JSON if given.
 
@@ -33,8 +34,9 @@ def evaluate_preference_run(
     of eval.jsonl, and each episode under `episodes`. Raises UserInputError without a checkpoint that fits, CollectionError
     when an environment fails.
     """
-    if blind:
-        raise UserInputError("--blind is for policies that see images: the agent of a preference run sees the state.")
+    (options or EvaluationOptions()).refuse_any(
+        "this is for policies that see images, and the agent of a preference run sees the state."
+    )
     if adapter is not None or run_dir is None:
         raise UserInputError(
             "A preference run has an agent and no adapter: name its run folder, or one of its checkpoints, with --run-dir."

@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import types
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 
 import pytest
 
 from rl_vlm.cli import app as cli
+from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.types import RLVLMError, UserInputError
 
 CONFIG = "name: test-run\nlearner:\n  lr: 0.01\n"
@@ -45,10 +47,12 @@ def training(monkeypatch):
 
 @pytest.fixture
 def harness(monkeypatch):
-    """A stand-in for rl_vlm.runs.evaluate that returns what it was given."""
+    """Stand-ins for rl_vlm.runs.evaluate and rl_vlm.runs.play that return what they were given."""
     module = types.ModuleType("rl_vlm.runs.evaluate")
     module.evaluate_policy_run = lambda run, **options: {"name": run.name, **plain(options)}
-    module.rollout = lambda run, **options: {"name": run.name, **plain(options)}
+    episodes = types.ModuleType("rl_vlm.runs.play")
+    episodes.rollout = lambda run, **options: {"name": run.name, "run": run.model_dump(mode="json"), **plain(options)}
+    install(monkeypatch, episodes)
     return install(monkeypatch, module)
 
 
@@ -60,7 +64,10 @@ def install(monkeypatch, module):
 
 
 def plain(options):
-    return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    return {
+        name: str(value) if isinstance(value, Path) else asdict(value) if is_dataclass(value) else value
+        for name, value in options.items()
+    }
 
 
 def run(*argv) -> int:
@@ -260,16 +267,40 @@ def test_a_reader_that_leaves_early_is_no_crash():
 def test_eval_hands_on_the_run_folder(config, harness, tmp_path, capsys):
     assert run("eval", config, "name=x", "--run-dir", tmp_path / "run", "--out", tmp_path / "o.json", "--blind") == 0
     seen = json.loads(output(capsys))
-    assert seen == {
-        "name": "x", "adapter": None, "run_dir": str(tmp_path / "run"), "out": str(tmp_path / "o.json"), "blind": True,
-    }  # fmt: skip
+    assert seen.pop("options")["blind"]
+    assert seen == {"name": "x", "adapter": None, "run_dir": str(tmp_path / "run"), "out": str(tmp_path / "o.json")}
 
 
 def test_eval_without_an_adapter_measures_the_base_model(config, harness, capsys):
     assert run("eval", config) == 0
-    assert json.loads(output(capsys)) == {
-        "name": "test-run", "adapter": None, "run_dir": None, "out": None, "blind": False,
-    }  # fmt: skip
+    seen = json.loads(output(capsys))
+    assert seen.pop("options") == plain({"options": EvaluationOptions()})["options"] | {"split": []}
+    assert seen == {"name": "test-run", "adapter": None, "run_dir": None, "out": None}
+
+
+def test_eval_hands_on_what_else_is_asked_for(config, harness, tmp_path, capsys):
+    words = ["--against=base", "--split=test", "--split=train", "--benchmark-runs=3", "--compare-hf", "--resume"]
+    assert run("eval", config, *words, "--out", tmp_path / "o.json") == 0
+    seen = json.loads(output(capsys))["options"]
+    assert (seen["against"], seen["split"], seen["benchmark_runs"]) == ("base", ["test", "train"], 3)
+    assert seen["compare_hf"] and seen["resume"]
+    assert run("eval", config, "--resume") == 2
+    assert "--out" in failure(capsys)
+
+
+def test_without_a_configuration_model_and_environment_are_named(config, harness, tmp_path, capsys):
+    """Words with an equals sign are changes then, and flags win over them."""
+    flags = ["--model", "tiny-wide", "--env", "GridWalk-v0", "--min-pixels", "64", "--max-pixels", "4096"]
+    assert run("rollout", "env.kwargs.size=3", "env.id=Shapes-v0", *flags) == 0
+    seen = json.loads(output(capsys))["summary"]["run"]
+    assert seen["model"]["path"] == "tiny-wide" and seen["env"]["id"] == "GridWalk-v0"
+    assert seen["env"]["kwargs"] == {"size": 3}
+    assert (seen["model"]["min_pixels"], seen["model"]["max_pixels"]) == (64, 4096)
+    assert run("rollout", "--env", "Shapes-v0") == 2
+    assert failure(capsys) == "error: Name a configuration or a run folder, or give --model."
+    assert run("eval", "--endpoint", "http://localhost:1/v1") == 2
+    assert failure(capsys) == "error: Name a configuration or a run folder, or give --env."
+    assert run("eval", "--endpoint", "http://localhost:1/v1", "--env", "Shapes-v0", "--episodes", "3") == 0
 
 
 @pytest.mark.parametrize("command", ["eval", "rollout"])

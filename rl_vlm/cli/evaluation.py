@@ -1,0 +1,187 @@
+"""The commands that measure: `rl-vlm eval` and `rl-vlm rollout`."""
+
+from __future__ import annotations
+
+import enum
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rl_vlm.cli.options import Adapter, Overrides, load_run
+
+commands = typer.Typer()
+
+
+class SplitName(enum.StrEnum):
+    """The splits by name: typer knows no list of literals."""
+
+    TRAIN = "train"
+    TEST = "test"
+
+
+MaybeConfig = Annotated[
+    Path | None,
+    typer.Argument(
+        help="A YAML configuration, or a run folder, whose config.yaml is used; without it, give --model and --env."
+    ),
+]
+RunDir = Annotated[Path | None, typer.Option(help="A run folder, whose trained adapter (or agent) is used.")]
+Out = Annotated[Path | None, typer.Option(help="Write the results to this file as well.")]
+Model = Annotated[str | None, typer.Option(help="model.path: `tiny`, a Hugging Face folder, or a fetched hub name.")]
+Env = Annotated[str | None, typer.Option(help="env.id: a registry id, package.module:Class, or path/to/env.py.")]
+MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Per turn.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Default: the configuration's.")]
+MinPixels = Annotated[int | None, typer.Option(min=1, help="Smaller images are enlarged to this.")]
+MaxPixels = Annotated[int | None, typer.Option(min=1, help="Larger images are reduced to this.")]
+_EXAMPLE = "Example: rl-vlm eval configs/quickstart.yaml --run-dir runs/quickstart --against base --out eval.json"
+
+
+@commands.command("eval", epilog=_EXAMPLE)
+def evaluate(
+    config: MaybeConfig = None,
+    overrides: Overrides = None,
+    adapter: Adapter = None,
+    run_dir: RunDir = None,
+    blind: Annotated[
+        bool,
+        typer.Option("--blind", help="Also with blank images, and with those of other items: does it need to see?"),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write results.json; beside it the items (.items.jsonl), a page (.md) and a figure (.png)."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Ask only what the items file beside --out lacks.")] = False,
+    against: Annotated[
+        str | None, typer.Option(help="Compare on the same items with `base`, a run folder or an adapter folder.")
+    ] = None,
+    split: Annotated[
+        list[SplitName] | None, typer.Option(help="Several are possible. Default: the configuration's.")
+    ] = None,
+    benchmark_runs: Annotated[
+        int, typer.Option(min=0, help="Also measure tokens per second and the time to the first token, so many times.")
+    ] = 0,
+    compare_hf: Annotated[
+        bool, typer.Option("--compare-hf", help="The same prompts with plain transformers, and ours over theirs.")
+    ] = False,
+    endpoint: Annotated[
+        str | None, typer.Option(help="Measure an OpenAI-compatible server, such as http://host:8000/v1. Needs no Ray.")
+    ] = None,
+    endpoint_model: Annotated[str, typer.Option(help="The model's name there.")] = "default",
+    endpoint_token_env: Annotated[
+        str, typer.Option(help="The environment variable that holds the server's token, if it needs one.")
+    ] = "RL_VLM_ENDPOINT_TOKEN",
+    endpoint_timeout_s: Annotated[float, typer.Option(min=1, help="Of one request to the server.")] = 120.0,
+    model: Model = None,
+    env: Env = None,
+    episodes: Annotated[int | None, typer.Option(min=1, help="evaluation.num_items.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="evaluation.at_once.")] = None,
+    max_new_tokens: MaxNewTokens = None,
+    seed: Seed = None,
+    min_pixels: MinPixels = None,
+    max_pixels: MaxPixels = None,
+) -> None:
+    """Measure a policy on the held-out split, or a preference run's agent on its evaluation episodes; print JSON."""
+    changes = {
+        "model.path": model,
+        "env.id": env,
+        "model.min_pixels": min_pixels,
+        "model.max_pixels": max_pixels,
+        "evaluation.num_items": episodes,
+        "evaluation.at_once": batch_size,
+        "rollout.max_new_tokens_per_turn": max_new_tokens,
+        "seed": seed,
+    }
+    run = _load(config, overrides, changes, needs=("env",) if endpoint else ("model", "env"))
+    source = run_dir or (
+        config if config is not None and config.is_dir() and adapter is None and not endpoint else None
+    )
+    _check_out(out, needed=resume)
+    from rl_vlm.evaluation.options import EvaluationOptions
+
+    options = EvaluationOptions(
+        blind=blind,
+        resume=resume,
+        against=against,
+        split=tuple(dict.fromkeys(name.value for name in split or ())),
+        benchmark_runs=benchmark_runs,
+        compare_hf=compare_hf,
+        endpoint=endpoint,
+        endpoint_model=endpoint_model,
+        endpoint_token_env=endpoint_token_env,
+        endpoint_timeout_s=endpoint_timeout_s,
+    )
+    results = run.spec.load("evaluate")(run, adapter=adapter, run_dir=source, out=out, options=options)
+    typer.echo(json.dumps(results, indent=2))
+
+
+@commands.command(epilog="Example: rl-vlm rollout --model tiny --env Shapes-v0 --episodes 8 --temperature 0")
+def rollout(
+    config: MaybeConfig = None,
+    overrides: Overrides = None,
+    adapter: Adapter = None,
+    run_dir: RunDir = None,
+    model: Model = None,
+    env: Env = None,
+    episodes: Annotated[int, typer.Option(min=1, help="How many episodes.")] = 4,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Episodes at the same time. Default: all.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy. Default: the configuration's.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the likeliest tokens with this share, in (0, 1].")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, help="Sample from this many likeliest tokens; 0: from all.")
+    ] = None,
+    max_new_tokens: MaxNewTokens = None,
+    seed: Seed = None,
+    min_pixels: MinPixels = None,
+    max_pixels: MaxPixels = None,
+    out: Out = None,
+) -> None:
+    """Play episodes and print one JSON line for each, and a summary at the end."""
+    changes = {"model.path": model, "env.id": env, "model.min_pixels": min_pixels, "model.max_pixels": max_pixels}
+    run = _load(config, overrides, changes, needs=("model", "env"))
+    _check_out(out)
+    from rl_vlm.models.adapter import find_adapter
+    from rl_vlm.runs import play
+
+    options = {
+        "batch_size": batch_size,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+    }
+    sampling = {name: value for name, value in options.items() if value is not None}
+    summary = play.rollout(run, adapter=find_adapter(adapter, run_dir), episodes=episodes, sampling=sampling, out=out)
+    typer.echo(json.dumps({"summary": summary}))
+
+
+def _load(config: Path | None, overrides: list[str] | None, changes: dict[str, Any], needs: tuple[str, ...]) -> Any:
+    """The run of a configuration, of flags alone, or of both; flags win. Without a configuration the flags `needs` are required."""
+    from rl_vlm.types import UserInputError
+
+    words = list(overrides or ())
+    if (
+        config is not None and "=" in str(config) and not config.exists()
+    ):  # the first change, where there is no configuration
+        words.insert(0, str(config))
+        config = None
+    flags = {"model": "model.path", "env": "env.id"}
+    missing = [f"--{name}" for name in needs if config is None and changes[flags[name]] is None]
+    if missing:
+        raise UserInputError(f"Name a configuration or a run folder, or give {' and '.join(missing)}.")
+    words += [f"{key}={json.dumps(value)}" for key, value in changes.items() if value is not None]
+    return load_run(config, words)
+
+
+def _check_out(out: Path | None, needed: bool = False) -> None:
+    """Refuse an output file that cannot be written before the work starts, not after it."""
+    from rl_vlm.types import UserInputError
+
+    if out is None and needed:
+        raise UserInputError("--resume goes on from the items file beside --out: give the --out of the former command.")
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        raise UserInputError(f"--out {out} cannot be written: name a file in a folder that exists.")

@@ -1,0 +1,69 @@
+"""What decides the outcomes of an evaluation: names and values by which a resumed one is told from another."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.config import RunConfig
+from rl_vlm.evaluation.options import EvaluationOptions
+from rl_vlm.evaluation.outcomes import Side
+from rl_vlm.models.loading import resolve_model
+from rl_vlm.types import Split
+
+_EDGE_BYTES = 2**20  # of a weight file's beginning and end: all of it would take minutes
+
+
+def identity_of(
+    run: RunConfig,
+    options: EvaluationOptions,
+    adapters: Mapping[Side, Path | None],
+    sizes: Mapping[Split, Mapping[str, int | None]],
+) -> dict[str, Any]:
+    """Dotted names and values. `adapters` by side, `sizes` by split and environment; numbers of items asked and repetitions do not count."""
+    known: dict[str, Any] = {"seed": run.seed, "size of the split": sizes}
+    if options.endpoint is None:
+        known |= {"model": hash_model(resolve_model(run.model.path)), "engine": run.serving.expected_engine}
+        known |= {f"adapter ({side})": _hash_adapter(folder) for side, folder in adapters.items()}
+        known |= {
+            "model.dtype": run.model.dtype,
+            "model.min_pixels": run.model.min_pixels,
+            "model.max_pixels": run.model.max_pixels,
+            "serving.quantization": run.serving.quantization,
+            "serving.max_context": run.serving.max_context,
+        }
+    else:
+        known |= {"endpoint": options.endpoint, "endpoint model": options.endpoint_model}
+    rollout, evaluation = run.rollout, run.evaluation
+    known |= {
+        "rollout.temperature": rollout.temperature if evaluation.samples > 1 else None,
+        "rollout.max_turns": rollout.max_turns,
+        "rollout.max_new_tokens": rollout.max_new_tokens,
+        "rollout.max_new_tokens_per_turn": rollout.max_new_tokens_per_turn,
+        "rollout.require_end_of_turn": rollout.require_end_of_turn,
+        "evaluation.samples": evaluation.samples,
+        "evaluation.variants": evaluation.variants,
+        "evaluation.category": evaluation.category,
+    }
+    return known | {f"env.{key}": value for key, value in run.env.model_dump(mode="json").items()}
+
+
+def hash_model(folder: Path) -> str:
+    """A hash of a model folder: its config.json, and of each weight file the name, size, first and last MiB."""
+    found = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        found.update(f"{file.name} {size}".encode())
+        with file.open("rb") as stream:
+            found.update(stream.read(_EDGE_BYTES))
+            stream.seek(max(size - _EDGE_BYTES, 0))
+            found.update(stream.read(_EDGE_BYTES))
+    return found.hexdigest()[:16]
+
+
+def _hash_adapter(folder: Path | None) -> str:
+    if folder is None:
+        return "base model"
+    return hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()[:16]

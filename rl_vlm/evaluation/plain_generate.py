@@ -1,0 +1,101 @@
+"""Plain transformers `generate` in a process of its own, what `--compare-hf` compares with: `python -m rl_vlm.evaluation.plain_generate`.
+
+The first line of stdin is JSON with `config` (a run's), `adapter` (a folder or null) and `new_tokens`; each further line a list of item numbers,
+which are answered greedily as one batch. Each answer is a line of JSON: `seconds`, from messages to tokens, and the `tokens` of each item.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_vlm.chat import expand_image_tokens
+from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.evaluation.prompts import ItemPrompts
+from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries, resolve_model
+from rl_vlm.types import Message
+
+
+class PlainGenerate:
+    """The model, with the adapter merged into it, and its image processor."""
+
+    def __init__(self, run: RunConfig, adapter: str | None, new_tokens: int) -> None:
+        from transformers import AutoProcessor
+
+        quiet_libraries()
+        on_gpu = run.serving.gpus_per_replica > 0 and torch.cuda.is_available()
+        if not on_gpu:
+            torch.set_num_threads(run.serving.num_threads)  # as a replica
+        folder = resolve_model(run.model.path)
+        self._device, self._new_tokens = "cuda" if on_gpu else "cpu", new_tokens
+        self._text = load_text_side(folder, run.model.pixels)
+        self._model: Any = load_model(folder, run.model.dtype, self._device)
+        if adapter is not None:
+            from peft import PeftModel
+
+            self._model = PeftModel.from_pretrained(self._model, adapter).merge_and_unload()
+        self._model.generation_config.eos_token_id = None  # every answer has its full length
+        self._processor: Any = AutoProcessor.from_pretrained(folder).image_processor
+        # Their names for the numbers of pixels between which an image is scaled.
+        self._size = {"shortest_edge": self._text.images.min_pixels, "longest_edge": self._text.images.max_pixels}
+        self._suppressed = self._text.codec.suppressed_token_ids(self._text.vocab_size).tolist()
+
+    def answer(self, conversations: Sequence[tuple[Message, ...]]) -> list[list[int]]:
+        """The new tokens of each conversation, as one batch with padding on the left."""
+        codec = self._text.codec
+        rows, images = [], []
+        for messages in conversations:
+            span = codec.encode_prompt(messages)
+            counts = [self._text.count_image_tokens(image.width, image.height) for image in span.images]
+            rows.append(expand_image_tokens(span.token_ids, codec.image_token_id, counts, "item").astype(np.int64))
+            images += [image.to_pil() for image in span.images]
+        longest = max(map(len, rows))
+        ids = torch.full((len(rows), longest), codec.pad_token_id)
+        mask = torch.zeros_like(ids)
+        for row, found in enumerate(rows):
+            ids[row, longest - len(found) :] = torch.from_numpy(found)
+            mask[row, longest - len(found) :] = 1
+        pictures = {}
+        if images:
+            encoded = self._processor(images=images, size=self._size, return_tensors="pt").to(self._device)
+            pictures = {
+                "pixel_values": encoded["pixel_values"].to(self._model.dtype),
+                "image_grid_thw": encoded["image_grid_thw"],
+            }
+        ids = ids.to(self._device)
+        with torch.inference_mode():
+            out = self._model.generate(
+                input_ids=ids,
+                attention_mask=mask.to(self._device),
+                mm_token_type_ids=(ids == codec.image_token_id).int(),
+                do_sample=False,
+                max_new_tokens=self._new_tokens,
+                suppress_tokens=self._suppressed,
+                pad_token_id=codec.pad_token_id,
+                **pictures,
+            )
+        return [list(map(int, row)) for row in out[:, longest:].cpu()]
+
+
+def main() -> None:
+    """Answer the lines of stdin until it ends."""
+    settings = json.loads(sys.stdin.readline())
+    run = parse_config(settings["config"])
+    prompts = ItemPrompts(run)
+    plain = PlainGenerate(run, settings["adapter"], settings["new_tokens"])
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        conversations = prompts.take(json.loads(line))
+        started = time.perf_counter()
+        tokens = plain.answer(conversations)
+        print(json.dumps({"seconds": time.perf_counter() - started, "tokens": tokens}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

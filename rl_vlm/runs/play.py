@@ -1,0 +1,123 @@
+"""`rl-vlm rollout`: episodes of a policy through Ray Serve, without a learner."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_vlm.config import RunConfig
+from rl_vlm.envs.parts import split_sizes
+from rl_vlm.evaluation.play import EpisodesLostError
+from rl_vlm.files import to_jsonable, write_atomic
+from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
+from rl_vlm.runs.served import served_worker, starting_adapter
+from rl_vlm.seeding import derive_seed
+from rl_vlm.types import TrajectoryGroup
+
+
+def rollout(
+    run: RunConfig,
+    adapter: Path | None = None,
+    *,
+    episodes: int = 4,
+    sampling: dict[str, Any] | None = None,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Play episodes of the training split; one JSON line each (to `out`, else printed); returns a summary.
+
+    `sampling`: temperature, top_p, top_k, max_new_tokens, seed, batch_size; what is absent is as in training.
+    """
+    options = dict(sampling or {})
+    adapter = adapter or starting_adapter(run)
+    batch = options.get("batch_size", episodes)
+    seed = options.get("seed", run.seed)
+    changes: dict[str, Any] = {}
+    if "max_new_tokens" in options:
+        changes["max_new_tokens_per_turn"] = options["max_new_tokens"]
+    run = run.model_copy(update={"rollout": run.rollout.model_copy(update=changes)})
+    sizes = split_sizes(run.env, "train")
+    names = [name for name, _ in zip(itertools.cycle(sizes), range(episodes), strict=False)]
+    order = np.random.default_rng(seed).integers(0, [sizes[name] or 2**31 - 1 for name in names])
+    template = RolloutTask(
+        group_id="",
+        index=0,
+        split="train",
+        seed=0,
+        sampling_seed=0,
+        size=1,
+        temperature=options.get("temperature", run.rollout.temperature),
+        min_version=1 if adapter is not None else 0,
+        top_p=options.get("top_p", 1.0),
+        top_k=options.get("top_k", 0),
+        record=True,
+    )
+    tasks = [
+        replace(
+            template,
+            group_id=f"episode-{number:06d}",
+            index=int(index),
+            seed=derive_seed(seed, 2, int(index)),
+            sampling_seed=derive_seed(seed, 6, number),
+            env=name,
+        )
+        for number, (index, name) in enumerate(zip(order, names, strict=True))
+    ]
+    result = _run_tasks(run, adapter, tasks, batch)
+    lines = [json.dumps(to_jsonable(_line(group)), ensure_ascii=False) for group in result.groups]
+    if out is not None:
+        write_atomic(out, "\n".join(lines) + "\n")
+    else:
+        print("\n".join(lines))
+    trajectories = [group.trajectories[0] for group in result.groups]
+    return {
+        "episodes": len(trajectories),
+        "lost": len(result.lost),
+        "reward_mean": float(np.mean([trajectory.reward for trajectory in trajectories])),
+        "correct": float(np.mean([trajectory.correct for trajectory in trajectories])),
+        "turns_mean": float(np.mean([trajectory.num_turns for trajectory in trajectories])),
+        "tokens": _tokens(result.groups),
+        "tokens_per_s": _tokens(result.groups) / max(result.timings["sample"], 1e-9),
+    }
+
+
+def _tokens(groups: list[TrajectoryGroup]) -> int:
+    return sum(trajectory.num_sampled for group in groups for trajectory in group.trajectories)
+
+
+def _line(group: TrajectoryGroup) -> dict[str, Any]:
+    (trajectory,) = group.trajectories
+    responses = [message.text for message in trajectory.messages if message.role == "assistant"]
+    return {
+        "episode": trajectory.trajectory_id,
+        **({"env": group.env} if group.env else {}),
+        "index": group.index,
+        "reward": trajectory.reward,
+        "correct": trajectory.correct,
+        "status": trajectory.status.value,
+        "turns": trajectory.num_turns,
+        "tokens": trajectory.num_sampled,
+        "responses": responses,
+        "info": trajectory.info,
+    }
+
+
+def _run_tasks(run: RunConfig, adapter: Path | None, tasks: list[RolloutTask], batch: int) -> RolloutResult:
+    """Run the tasks, `batch` at a time."""
+    merged = RolloutResult()
+    with served_worker(run) as served, asyncio.Runner() as loop:
+        served.publish(adapter, version=1)
+        for start in range(0, len(tasks), batch):
+            part = loop.run(served.worker.run(tasks[start : start + batch]))
+            merged.groups.extend(part.groups)
+            merged.lost.update(part.lost)
+            merged.timings["sample"] = merged.timings.get("sample", 0.0) + part.timings["sample"]
+    if not merged.groups:
+        reason = next(iter(merged.lost.values()), "no tasks")
+        raise EpisodesLostError(f"All {len(tasks)} episodes failed, the last because of: {reason}")
+    return merged

@@ -1,0 +1,59 @@
+"""The served policy of a command without a learner: `rl-vlm eval` and `rl-vlm rollout`."""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_vlm.config import RunConfig
+from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.initial_adapter import initial_adapter_folder
+from rl_vlm.models.loading import resolve_model
+
+if TYPE_CHECKING:
+    from rl_vlm.rollout.worker import RolloutWorker
+    from rl_vlm.serving.publisher import PolicyService
+
+
+def starting_adapter(run: RunConfig) -> Path | None:
+    """The adapter folder that `model.adapter` names, if it names one."""
+    return initial_adapter_folder(run.model) if run.model.adapter is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model behind Ray Serve and a rollout worker in this process that asks it."""
+
+    run_id: str
+    worker: RolloutWorker
+    service: PolicyService
+
+    def publish(self, adapter: Path | None, version: int) -> None:
+        """Serve an adapter folder as this version; None changes nothing."""
+        if adapter is not None:
+            self.service.publish(AdapterPayload.read(adapter, version))
+
+
+@contextmanager
+def served_worker(run: RunConfig) -> Iterator[Served]:
+    """Start Ray, the replicas and a worker; all end with the context."""
+    from rl_vlm.rollout.worker import RolloutWorker
+    from rl_vlm.runs.cluster import ray_cluster
+    from rl_vlm.serving.publisher import PolicyService
+
+    model = resolve_model(run.model.path)
+    run_id = f"{run.name}-{uuid.uuid4().hex[:8]}"
+    with tempfile.TemporaryDirectory(prefix="rl-vlm-") as scratch, ray_cluster(run):
+        service = PolicyService(run, run_id, model, Path(scratch))
+        worker = RolloutWorker(run, run_id, model)
+        try:
+            service.wait_until_ready()
+            yield Served(run_id, worker, service)
+        finally:
+            worker.close_envs()
+            service.stop()

@@ -1,0 +1,181 @@
+"""Evaluation of an OpenAI-compatible server: a small one over real HTTP that answers well, late, badly or not at all."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.envs.shapes import ShapesEnv
+from rl_vlm.evaluation.options import EvaluationOptions
+from rl_vlm.evaluation.play import EpisodesLostError
+from rl_vlm.runs.evaluate import evaluate_policy_run
+from rl_vlm.types import UserInputError, as_encoded
+
+ITEMS = 6
+KWARGS: dict[str, Any] = {"task": "count", "turns": 2}
+
+Reply = Callable[[dict[str, Any]], tuple[int, Any]]
+
+
+class Server:
+    """Chat completions by `reply`, from the request's JSON to a status and content; keeps what it was sent."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.tokens: list[str | None] = []
+        self.reply: Reply = lambda body: (200, said("?"))
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server.requests.append(body)
+                server.tokens.append(self.headers["Authorization"])
+                status, content = server.reply(body)
+                data = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+def said(text: str, finish: str = "stop") -> dict[str, Any]:
+    message = {"role": "assistant", "content": text}
+    return {"choices": [{"message": message, "finish_reason": finish}], "usage": {"completion_tokens": 5}}
+
+
+def pictures(body: dict[str, Any]) -> list[str]:
+    """SHA-256 of the PNG files of a request."""
+    found = []
+    for message in body["messages"]:
+        for part in message["content"]:
+            if part["type"] == "image_url":
+                head, _, data = part["image_url"]["url"].partition(",")
+                assert head == "data:image/png;base64"
+                found.append(hashlib.sha256(base64.b64decode(data)).hexdigest())
+    return found
+
+
+def answers() -> dict[str, Any]:
+    """The right answer by picture."""
+    env = ShapesEnv(**KWARGS)
+    known = {}
+    for index in range(ITEMS):
+        observation, _ = env.reset(seed=0, options={"index": index, "split": "test"})
+        (image,) = as_encoded(observation.messages[0].images)
+        known[image.sha256] = env.step("?")[4]["answer"]
+    return known
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+def run_of(**rollout: Any) -> RunConfig:
+    return parse_config(
+        {
+            "env": {"id": "Shapes-v0", "kwargs": KWARGS},
+            "rollout": {"max_new_tokens_per_turn": 16, "max_consecutive_failures": 3, **rollout},
+            "evaluation": {"num_items": ITEMS, "at_once": 2},
+        }
+    )
+
+
+def measured(server: Server, run: RunConfig, out: Path | None = None, **options: Any) -> dict[str, Any]:
+    return evaluate_policy_run(run, out=out, options=EvaluationOptions(endpoint=server.url, **options))
+
+
+def test_a_server_plays_several_turns_and_is_asked_again_when_it_is_busy(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    known = answers()
+    busy = iter([True])
+
+    def reply(body: dict[str, Any]) -> tuple[int, Any]:
+        if next(busy, False):
+            return 503, {"error": "busy"}
+        turn = [message["role"] for message in body["messages"]].count("assistant")
+        return 200, said("nonsense" if turn == 0 else f"<answer>{known[pictures(body)[0]]}</answer>")
+
+    server.reply = reply
+    monkeypatch.setenv("MY_TOKEN", "s3cret")
+    out = tmp_path / "results.json"
+    results = measured(server, run_of(), out, endpoint_model="other", endpoint_token_env="MY_TOKEN")
+    assert results["accuracy/default"] == 1.0 and results["turns/default"] == 2 and results["lost"] == 0
+    assert results["model"] == "other" and len(server.requests) == 2 * ITEMS + 1
+    assert set(server.tokens) == {"Bearer s3cret"} and "s3cret" not in (tmp_path / "results.items.jsonl").read_text()
+    later = [body for body in server.requests if len(body["messages"]) > 1]
+    assert [[m["role"] for m in body["messages"]] for body in later] == [["user", "assistant", "user"]] * ITEMS
+    assert {body["temperature"] for body in later} == {0} and {body["max_tokens"] for body in later} == {16}
+    with pytest.raises(UserInputError, match='endpoint model "other"'):
+        measured(server, run_of(), out, resume=True)
+
+
+def test_blank_and_swapped_images_are_what_the_server_gets(server: Server) -> None:
+    known = answers()
+    server.reply = lambda body: (200, said(f"<answer>{known.get(pictures(body)[0], 'none')}</answer>"))
+    results = measured(server, run_of(), blind=True)
+    assert results["accuracy/default"] == 1.0 and results["sight/accuracy_blank"] == 0.0
+    own = list(known.values())
+    same = sum(here == there for here, there in zip(own, own[1:] + own[:1], strict=True))
+    assert results["sight/accuracy_swapped"] == pytest.approx(same / ITEMS)
+
+
+def test_a_reply_that_is_cut_off_or_endless_is_not_rewarded(server: Server) -> None:
+    known = answers()
+    server.reply = lambda body: (200, said(f"<answer>{known[pictures(body)[0]]}</answer>", "length"))
+    assert measured(server, run_of())["accuracy/default"] == 0.0
+    server.reply = lambda body: (200, said(f"<answer>{known[pictures(body)[0]]}</answer>" + " " * 2000))
+    assert measured(server, run_of())["accuracy/default"] == 0.0
+    server.reply = lambda body: (200, said("x" * 9_000_000))
+    with pytest.raises(EpisodesLostError, match="more than 8388608 bytes"):
+        measured(server, run_of())
+
+
+def test_a_server_that_refuses_ends_the_evaluation_soon(server: Server) -> None:
+    server.reply = lambda body: (401, {"error": "no token"})
+    with pytest.raises(EpisodesLostError, match="3 episodes in a row were lost.*HTTP 401"):
+        measured(server, run_of())
+    assert len(server.requests) < ITEMS
+    with pytest.raises(UserInputError, match="leave out --adapter"):
+        measured(server, run_of(), against="base")
+
+
+def test_the_command_needs_neither_ray_nor_a_model(server: Server) -> None:
+    known = answers()
+    server.reply = lambda body: (200, said(f"<answer>{known[pictures(body)[0]]}</answer>"))
+    words = ["eval", "--endpoint", server.url, "--env", "Shapes-v0", "env.kwargs.task=count", f"--episodes={ITEMS}"]
+    code = (
+        "import sys; from rl_vlm.cli import app; code = app.run(sys.argv[1:]); "
+        "assert not {'ray', 'torch'} & set(sys.modules); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["accuracy/default"] == 1.0

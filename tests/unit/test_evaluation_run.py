@@ -1,0 +1,216 @@
+"""An evaluation from end to end with a worker and an engine in this process: kept items, kills, resumption, comparison, files."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scipy import stats
+from test_open_ahead import Direct
+
+from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.evaluation.options import EvaluationOptions
+from rl_vlm.evaluation.play import EpisodesLostError
+from rl_vlm.learning.module import PolicyModel
+from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
+from rl_vlm.rollout.worker import RolloutWorker
+from rl_vlm.runs import players
+from rl_vlm.runs.evaluate import evaluate_policy_run
+from rl_vlm.types import RLVLMError, UserInputError
+
+ITEMS = 12
+
+
+class Killed(RLVLMError):
+    """Stands for the end of the process."""
+
+
+class Counting:
+    """A worker that counts what it is asked, and is killed after `left` items."""
+
+    def __init__(self, worker: RolloutWorker) -> None:
+        self._worker = worker
+        self.finished: Counter[str] = Counter()
+        self.left = 10**6
+        self.broken: set[str] = set()  # ids of items that are lost
+
+    async def run(self, tasks: list[RolloutTask]) -> RolloutResult:
+        if not self.left:
+            raise Killed("killed")
+        self.left -= 1
+        (task,) = tasks
+        if task.group_id in self.broken:
+            return RolloutResult(lost={task.group_id: "it broke"})
+        result = await self._worker.run(tasks)
+        self.finished[f"{task.min_version} {task.group_id}"] += 1
+        return result
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
+    yield TransformersEngine(tiny_folder, max_context=512)
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from safetensors.torch import load, save
+
+    payload = PolicyModel(tiny_folder, parse_config({"model": {"path": str(tiny_folder)}})).payload(1)
+    torch.manual_seed(0)
+    noisy = save({name: tensor.normal_(0.0, 0.2) for name, tensor in load(bytes(payload.tensors)).items()})
+    return AdapterPayload(1, noisy, payload.config_json, "").write(tmp_path_factory.mktemp("a") / "adapter")
+
+
+@pytest.fixture
+def asked(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> Counting:
+    """What the worker was asked, in all evaluations of the test."""
+    counting: list[Counting] = []
+
+    @contextmanager
+    def served(run: RunConfig) -> Iterator[Any]:
+        worker = RolloutWorker(run, "run", Path(run.model.path))
+        worker._client = Direct(engine)  # type: ignore[assignment]
+        counting[0]._worker = worker
+
+        def publish(folder: Path | None, version: int) -> None:
+            if folder is not None and version > engine.version:
+                import asyncio
+
+                asyncio.run(engine.load_adapter(AdapterPayload.read(folder, version)))
+
+        yield SimpleNamespace(worker=counting[0], publish=publish)
+        worker.close_envs()
+
+    counting.append(Counting(None))  # type: ignore[arg-type]
+    monkeypatch.setattr(players, "served_worker", served)
+    return counting[0]
+
+
+def run_of(folder: Path, **evaluation: Any) -> RunConfig:
+    return parse_config(
+        {
+            "model": {"path": str(folder)},
+            "env": {"id": "Shapes-v0", "kwargs": {"task": "count"}},
+            "rollout": {"max_new_tokens_per_turn": 8, "require_end_of_turn": False, "max_consecutive_failures": 3},
+            "evaluation": {"num_items": ITEMS, "at_once": 3, "category": "answer", **evaluation},
+        }
+    )
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+
+
+def test_an_evaluation_that_is_killed_twice_asks_no_finished_item_twice(
+    tiny_folder: Path, tmp_path: Path, asked: Counting
+) -> None:
+    out, run = tmp_path / "results.json", run_of(tiny_folder)
+    items = tmp_path / "results.items.jsonl"
+    for number in range(2):  # of the three items under way some may be finished and not kept
+        asked.left = 4
+        with pytest.raises(Killed):
+            evaluate_policy_run(run, out=out, options=EvaluationOptions(resume=number > 0))
+        kept = lines(items)
+        assert not out.exists() and len(asked.finished) - 3 <= len(kept) <= len(asked.finished) < ITEMS
+        with items.open("a") as file:
+            file.write('{"side": "policy", "id": "test/def')  # a kill in the middle of a line
+        asked.left = 10**6
+        if number == 0:
+            with pytest.raises(UserInputError, match="did not end: add --resume"):
+                evaluate_policy_run(run, out=out)
+        asked.finished = Counter({f"-1 {line['id']}": 1 for line in lines_before_cut(items)})
+    results = evaluate_policy_run(run, out=out, options=EvaluationOptions(resume=True))
+    assert set(asked.finished.values()) == {1} and len(asked.finished) == ITEMS
+    found = lines(items)
+    assert (
+        sorted(line["index"] for line in found) == list(range(ITEMS)) and len({line["id"] for line in found}) == ITEMS
+    )
+    assert results["asked"] < ITEMS and results["items/default"] == ITEMS and results["lost"] == 0
+    assert results["accuracy/default"] == pytest.approx(sum(line["correct"] for line in found) / ITEMS)
+    again = evaluate_policy_run(run, out=out, options=EvaluationOptions(resume=True))
+    assert again["asked"] == 0 and again["accuracy/default"] == results["accuracy/default"]
+    assert json.loads(out.read_text()) == again
+
+
+def lines_before_cut(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().split("\n")[1:-1]]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"env.kwargs": {"task": "rule"}}, "env.kwargs"),
+        ({"seed": 7}, "seed 0"),
+        ({"rollout.max_new_tokens_per_turn": 9}, "rollout.max_new_tokens_per_turn 8"),
+        ({"adapter": True}, r"adapter \(policy\) \"base model\""),
+    ],
+)
+def test_another_evaluation_is_not_resumed(
+    change: dict[str, Any], named: str, tiny_folder: Path, tmp_path: Path, asked: Counting, adapter: Path
+) -> None:
+    from rl_vlm.config import apply_overrides
+
+    out, run = tmp_path / "results.json", run_of(tiny_folder, num_items=2)
+    evaluate_policy_run(run, out=out)
+    folder = adapter if change.pop("adapter", False) else None
+    other = parse_config(apply_overrides(run.model_dump(mode="json"), change))
+    with pytest.raises(UserInputError, match=named):
+        evaluate_policy_run(other, out=out, adapter=folder, options=EvaluationOptions(resume=True))
+    more = run.model_copy(update={"evaluation": run.evaluation.model_copy(update={"num_items": 5})})
+    assert evaluate_policy_run(more, out=out, options=EvaluationOptions(resume=True))["asked"] == 3
+
+
+def test_base_against_adapter_has_scipys_p_value_on_the_kept_outcomes(
+    tiny_folder: Path, tmp_path: Path, asked: Counting, adapter: Path
+) -> None:
+    out = tmp_path / "results.json"
+    options = EvaluationOptions(against="base", split=("train", "test"))
+    results = evaluate_policy_run(run_of(tiny_folder), out=out, adapter=adapter, options=options)
+    assert results["split"] == ["train", "test"] and results["asked"] == 4 * ITEMS
+    for split in ("train", "test"):
+        pair = results["splits"][split]["against"]["variants"]["default"]
+        sides = {
+            side: {line["index"]: line for line in lines(tmp_path / "results.items.jsonl")
+                   if line["side"] == side and line["split"] == split}
+            for side in ("policy", "against")
+        }  # fmt: skip
+        differ = [sides["policy"][k]["correct"] - sides["against"][k]["correct"] for k in range(ITEMS)]
+        first, second = differ.count(1), differ.count(-1)
+        assert (pair["only_policy"], pair["only_against"]) == (first, second)
+        expected = stats.binomtest(first, first + second).pvalue if first + second else 1.0
+        assert pair["p_value"] == expected
+        assert pair["accuracy_difference"] == pytest.approx(sum(differ) / ITEMS)
+        assert pair["accuracy_difference_low"] <= pair["accuracy_difference"] <= pair["accuracy_difference_high"]
+    assert len({key.split()[0] for key in asked.finished}) == 2  # versions that were asked for
+    page = (tmp_path / "results.md").read_text()
+    assert "## train split" in page and "p (McNemar, exact)" in page and "By category, default" in page
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserInputError, match="names what is measured itself"):
+        evaluate_policy_run(run_of(tiny_folder), options=EvaluationOptions(against="base"))
+
+
+def test_a_lost_item_counts_as_wrong_and_is_asked_again(tiny_folder: Path, tmp_path: Path, asked: Counting) -> None:
+    out, run = tmp_path / "results.json", run_of(tiny_folder, samples=2)
+    asked.broken = {"test/default/greedy/000003", "test/default/sampled/000004"}
+    results = evaluate_policy_run(run, out=out)
+    assert results["lost"] == 2 and results["items/default"] == ITEMS
+    assert len(lines(tmp_path / "results.items.jsonl")) == (ITEMS - 1) * 3
+    asked.broken = set()
+    again = evaluate_policy_run(run, out=out, options=EvaluationOptions(resume=True))
+    assert again["asked"] == 2 and again["lost"] == 0 and "pass@2/default" in again
+
+
+def test_many_losses_in_a_row_end_the_evaluation(tiny_folder: Path, tmp_path: Path, asked: Counting) -> None:
+    asked.broken = {f"test/default/greedy/{k:06d}" for k in range(4, ITEMS)}
+    with pytest.raises(EpisodesLostError, match="3 episodes in a row were lost, the last because of: it broke"):
+        evaluate_policy_run(run_of(tiny_folder, at_once=1), out=tmp_path / "results.json")
+    assert len(lines(tmp_path / "results.items.jsonl")) == 4

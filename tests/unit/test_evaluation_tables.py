@@ -1,0 +1,155 @@
+"""Tables, comparison, page and figure of an evaluation, and its items file: hand values and SciPy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from rl_vlm.evaluation.outcome_log import OutcomeLog
+from rl_vlm.evaluation.outcomes import Outcome, Side, kept_info, read_outcome
+from rl_vlm.evaluation.tables import by_category, compared, info_numbers
+from rl_vlm.files import to_jsonable
+from rl_vlm.reporting.evaluation import draw_evaluation, evaluation_page
+from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.statistics import bootstrap_interval, mcnemar_p_value, wilson_interval
+from rl_vlm.types import UserInputError
+
+
+def outcome(index: int, correct: bool, side: Side = "policy", **more: Any) -> Outcome:
+    values = {
+        "sample": 0, "env": "E-v0", "split": "test", "variant": "default", "kind": "greedy", "view": "true",
+        "reward": float(correct), "turns": 1, "tokens": 7, "status": "completed", "info": {},
+    }  # fmt: skip
+    return Outcome(side=side, id=f"test/default/greedy/{index:06d}", index=index, correct=correct, **{**values, **more})
+
+
+def task(index: int, size: int = 1) -> RolloutTask:
+    name = f"test/default/greedy/{index:06d}"
+    return RolloutTask(name, index, "test", seed=0, sampling_seed=0, size=size, temperature=0.0, min_version=0)
+
+
+def test_the_exact_test_of_discordant_pairs_is_a_coins() -> None:
+    assert mcnemar_p_value(8, 2) == pytest.approx(2 * (1 + 10 + 45) / 2**10)
+    assert mcnemar_p_value(0, 0) == 1.0 and mcnemar_p_value(3, 3) == pytest.approx(1.0)
+
+
+def test_the_bootstrap_of_differences_is_scipys_of_pairs() -> None:
+    rng = np.random.default_rng(3)
+    first, second = rng.normal(0.2, 1, 60), rng.normal(0, 1, 60)
+    paired = stats.bootstrap(
+        (first, second), lambda x, y, axis: x.mean(axis) - y.mean(axis), paired=True, method="percentile",
+        rng=np.random.default_rng(0), batch=256,
+    )  # fmt: skip
+    assert bootstrap_interval(first - second) == pytest.approx(tuple(paired.confidence_interval))
+    assert bootstrap_interval(np.ones(5)) == (1.0, 1.0)
+    assert bootstrap_interval(np.ones(1)) == (-np.inf, np.inf)
+
+
+def test_policies_are_compared_on_the_items_that_both_finished() -> None:
+    ours = [outcome(k, k < 6) for k in range(10)]
+    theirs = [outcome(k, k in (4, 5, 8), "against", reward=0.25) for k in range(1, 10)]
+    (pair,) = compared([*ours, *theirs], seed=0).values()
+    assert pair["items"] == 9 and (pair["only_policy"], pair["only_against"]) == (3, 1)
+    assert pair["p_value"] == stats.binomtest(3, 4).pvalue
+    assert pair["accuracy_difference"] == pytest.approx(5 / 9 - 3 / 9)
+    assert pair["reward_difference"] == pytest.approx(5 / 9 - 0.25)
+    assert (pair["accuracy_against_low"], pair["accuracy_against_high"]) == wilson_interval(3, 9)
+    assert pair["reward_against_low"] == pair["reward_against_high"] == 0.25
+
+
+def test_categories_and_numbers_are_of_greedy_answers_with_true_images() -> None:
+    found = [outcome(k, k == 0, info={"category": "easy" if k < 3 else "hard", "km": 10.0 * k}) for k in range(5)]
+    found += [
+        outcome(7, True, view="blank", info={"category": "easy", "km": 1e9}),
+        outcome(8, True, kind="sampled", info={"category": "easy", "km": 1e9}),
+    ]
+    table = by_category(found, "category")["default"]
+    assert {name: (row["items"], row["accuracy"]) for name, row in table.items()} == {
+        "easy": (3, 1 / 3),
+        "hard": (2, 0),
+    }
+    assert info_numbers(found, "category")["default"] == {"km": {"items": 5, "mean": 20.0, "p50": 20.0, "p90": 36.0}}
+    assert kept_info({"km": float("nan"), "answer": "4", "category": "x", "ok": True, "n": 2}, "category") == {
+        "category": "x", "ok": True, "n": 2,
+    }  # fmt: skip
+
+
+def test_a_page_and_a_figure_show_all_tables(tmp_path: Path) -> None:
+    found = [outcome(k, k < 6, info={"category": "a|b", "km": 1.5}) for k in range(10)]
+    found += [outcome(k, k < 3, "against") for k in range(10)]
+    part = {
+        "accuracy/default": 0.6, "accuracy_low/default": 0.3, "accuracy_high/default": 0.8, "reward/default": 0.6,
+        "turns/default": 1.0, "items/default": 10, "pass@2/default": 0.7, "sight/accuracy_blank": 0.25,
+        "sight/accuracy_gap": 0.35, "sight/accuracy_gap_low": 0.1, "sight/accuracy_gap_high": 0.6,
+        "categories": by_category(found[:10], "category"), "info": info_numbers(found[:10], "category"),
+        "against": {"adapter": None, "variants": compared(found, 0)},
+    }  # fmt: skip
+    row = {"tokens_per_s_mean": 100.0, "tokens_per_s_std": 2.0, "first_token_s": 0.012, "steady_tokens_per_s": 110.0}
+    row |= {"hf_tokens_per_s_mean": 80.0, "ratio": 1.25}
+    results = to_jsonable(
+        {"env": "E-v0", "model": "m", "adapter": "a", "lost": 1, "split": "test", **part,
+         "throughput": {"runs": 3, "new_tokens": 64, "batches": {"1": row}}}
+    )  # fmt: skip
+    page = evaluation_page(results)
+    for words in (
+        "| default | 10 | 0.600 | 0.300 … 0.800 |", "1 items were lost", "| 2 | default | 0.700 |",
+        "| gain of the true over blank images | 0.350 (0.100 … 0.600) |", "| default | accuracy | 0.600 | 0.300 | 0.300 |",
+        "| a\\|b | 10 | 0.600 |", "| km | 10 | 1.500 |", "| 1 | 100.0 ± 2.0 | 12.0 | 110.0 | 80.0 | 1.25 |",
+        "Against the base model",
+    ):  # fmt: skip
+        assert words in page, page
+    draw_evaluation(results, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    both = {**results, "split": ["test", "train"], "splits": {"test": part, "train": part}}
+    assert "## train split" in evaluation_page(both)
+
+
+# --- the items file
+
+
+def test_outcomes_are_in_the_file_at_once_and_read_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "r.items.jsonl"
+    one = outcome(3, True, info={"km": 1.5, "ok": True})
+    with OutcomeLog(path, {"seed": 0}) as log:
+        log.add([one])
+        head, line = path.read_text().splitlines()
+        assert read_outcome(json.loads(line)) == one and json.loads(head)["identity"] == {"seed": 0}
+        with pytest.raises(UserInputError, match="Another evaluation is writing"):
+            OutcomeLog(path, {"seed": 0}, resume=True)
+    with OutcomeLog(path, {"seed": 0}, resume=True) as log:
+        assert log.outcomes == [one] and [t.index for t in log.missing([task(2), task(3)], "policy")] == [2]
+        assert [t.index for t in log.missing([task(3)], "against")] == [3]
+
+
+def test_an_item_without_all_its_samples_is_asked_again(tmp_path: Path) -> None:
+    path = tmp_path / "r.items.jsonl"
+    with OutcomeLog(path, {}) as log:
+        log.add([outcome(0, True, sample=0), outcome(0, True, sample=1)])
+        log.add([outcome(1, True, sample=0)])
+    with OutcomeLog(path, {}, resume=True) as log:
+        assert [t.index for t in log.missing([task(0, size=2), task(1, size=2)], "policy")] == [1]
+        assert len(log.outcomes) == 2
+        log.add([outcome(1, False, sample=0), outcome(1, False, sample=1)])
+        assert [one.correct for one in log.outcomes] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("not ours\n", "is no items file"),
+        ('{"format": "rl-vlm evaluation items, 0", "identity": {"a": 1}}\n', "another version"),
+        ('{"format": "rl-vlm evaluation items, 1", "identity": {"a": 2}}\n', "measured with a 2, and this evaluation has 1"),
+        ('{"format": "rl-vlm evaluation items, 1", "identity": {"a": 1}}\n{"id": 3}\n', "line 2, is no outcome"),
+    ],
+)  # fmt: skip
+def test_a_file_that_does_not_fit_is_one_sentence(content: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.items.jsonl"
+    path.write_text(content)
+    with pytest.raises(UserInputError, match=words):
+        OutcomeLog(path, {"a": 1}, resume=True)
+    assert path.read_text() == content
