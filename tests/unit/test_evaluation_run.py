@@ -11,10 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from http_support import EngineBackend, serving
 from scipy import stats
 from test_open_ahead import Direct
 
-from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.config import RunConfig, apply_overrides, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.evaluation.play import EpisodesLostError
@@ -157,8 +158,6 @@ def lines_before_cut(path: Path) -> list[dict[str, Any]]:
 def test_another_evaluation_is_not_resumed(
     change: dict[str, Any], named: str, tiny_folder: Path, tmp_path: Path, asked: Counting, adapter: Path
 ) -> None:
-    from rl_vlm.config import apply_overrides
-
     out, run = tmp_path / "results.json", run_of(tiny_folder, num_items=2)
     evaluate_policy_run(run, out=out)
     folder = adapter if change.pop("adapter", False) else None
@@ -214,3 +213,21 @@ def test_many_losses_in_a_row_end_the_evaluation(tiny_folder: Path, tmp_path: Pa
     with pytest.raises(EpisodesLostError, match="3 episodes in a row were lost, the last because of: it broke"):
         evaluate_policy_run(run_of(tiny_folder, at_once=1), out=tmp_path / "results.json")
     assert len(lines(tmp_path / "results.items.jsonl")) == 4
+
+
+def test_our_own_server_gives_the_outcomes_of_the_served_model(
+    engine: TransformersEngine, tiny_folder: Path, tmp_path: Path, asked: Counting
+) -> None:
+    """Over two turns: greedy answers by token ids and by chat completions are the same."""
+    run = parse_config(apply_overrides(run_of(tiny_folder).model_dump(mode="json"), {"env.kwargs.turns": 2}))
+    evaluate_policy_run(run, out=tmp_path / "served.json")
+    with serving(EngineBackend(engine), tiny_folder) as server:
+        options = EvaluationOptions(endpoint=f"{server.url}/v1", endpoint_model="tiny")
+        results = evaluate_policy_run(run, out=tmp_path / "endpoint.json", options=options)
+    names = ("index", "correct", "reward", "turns", "status", "info")
+    served, over_http = (
+        sorted([[line[name] for name in names] for line in lines(tmp_path / f"{name}.items.jsonl")], key=str)
+        for name in ("served", "endpoint")
+    )
+    assert results["lost"] == 0 and len(served) == ITEMS and served == over_http
+    assert results["turns/default"] > 1

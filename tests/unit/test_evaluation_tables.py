@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from rl_vlm.config import parse_config
+from rl_vlm.evaluation.heldout import evaluation_tasks
 from rl_vlm.evaluation.outcome_log import OutcomeLog
 from rl_vlm.evaluation.outcomes import Outcome, Side, kept_info, read_outcome
-from rl_vlm.evaluation.tables import by_category, compared, info_numbers
+from rl_vlm.evaluation.outcomes import outcome as made
+from rl_vlm.evaluation.tables import by_category, compared, info_numbers, summary_of
 from rl_vlm.files import to_jsonable
 from rl_vlm.reporting.evaluation import draw_evaluation, evaluation_page
 from rl_vlm.rollout.tasks import RolloutTask
@@ -77,6 +80,24 @@ def test_categories_and_numbers_are_of_greedy_answers_with_true_images() -> None
     assert kept_info({"km": float("nan"), "answer": "4", "category": "x", "ok": True, "n": 2}, "category") == {
         "category": "x", "ok": True, "n": 2,
     }  # fmt: skip
+
+
+def test_environments_of_a_mixture_have_tables_of_their_own() -> None:
+    parts = [{"name": "one", "id": "Shapes-v0"}, {"name": "two", "id": "Shapes-v0", "kwargs": {"seed": 1}}]
+    run = parse_config(
+        {"env": {"mixture": parts}, "evaluation": {"num_items": 4, "variants": {"default": {}, "other": {}}}}
+    )
+    tasks = evaluation_tasks(run, {"one": 4, "two": 4}, min_version=0)
+    found = [
+        made(task, "policy", 0, env=task.env, correct=task.env == "one", reward=float(task.env == "one"), turns=1, tokens=3,
+             status="completed", info={"category": "c"})
+        for task in tasks
+    ]  # fmt: skip
+    results = summary_of(run, tasks, found, {})
+    assert (results["accuracy/default"], results["accuracy/one"], results["accuracy/two/other"]) == (0.5, 1.0, 0.0)
+    assert (results["reward_low/one"], results["reward_high/one"]) == (1.0, 1.0)
+    assert 0 <= results["reward_low/default"] < 0.5 < results["reward_high/default"] <= 1
+    assert set(by_category(found, "category")) == {"one", "two", "one/other", "two/other"}
 
 
 def test_a_page_and_a_figure_show_all_tables(tmp_path: Path) -> None:

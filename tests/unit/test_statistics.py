@@ -118,10 +118,10 @@ def test_pass_at_k_is_taken_over_the_sampled_groups() -> None:
 
 def test_metrics_that_an_environment_declares_are_summarized_per_variant() -> None:
     run = parse_config({"evaluation": {"num_items": 3, "variants": {"a": {}, "b": {}}}})
-    tasks = evaluation_tasks(run, None, 0)
+    tasks = evaluation_tasks(run, {"": None}, 0)
     answered = [task for task in tasks if task.variant == "a"]
     groups = [group(task, [episode(1.0, distance=10.0 * k)]) for k, task in enumerate(answered)]
-    summary = summarize(run, tasks, groups, {"distance": (0.5,), "absent": ()})
+    summary = summarize(run, tasks, groups, {"": {"distance": (0.5,), "absent": ()}})
     assert {name: value for name, value in summary.items() if name.startswith("env/")} == {
         "env/distance/a": 10.0, "env/distance_p50/a": 10.0,
     }  # fmt: skip
