@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,11 +18,12 @@ from rl_vlm.chat import EncodedSpan, expand_image_tokens
 from rl_vlm.config import RolloutSection
 from rl_vlm.envs.base import Info, VisionEnv
 from rl_vlm.envs.errors import plain_values, reward_parts
-from rl_vlm.envs.images import blank, resized
 from rl_vlm.models.loading import TextSide
 from rl_vlm.rollout.env_pool import EnvPool
+from rl_vlm.rollout.failures import GroupFailedError, discard_on_failure, reason_of
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.rollout.turns import CompletionClient, SampledTurn, sample_turns
+from rl_vlm.rollout.views import viewed, viewed_opening
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import (
     EncodedImage,
@@ -38,14 +38,6 @@ from rl_vlm.types import (
     TrajectoryStatus,
     Turn,
 )
-
-
-class GroupFailedError(RLVLMError):
-    """An episode of the group failed; `reason` is the name under which it is counted."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 @dataclass(slots=True)
@@ -82,36 +74,15 @@ class OpenGroup:
 async def open_group(task: RolloutTask, pool: EnvPool, text: TextSide) -> OpenGroup:
     """Reset the environments of a group and encode what they show. Raises GroupFailedError."""
     envs: list[VisionEnv] = []
-    with _discard_on_failure(pool, envs):
+    with discard_on_failure(pool, envs):
         envs += await pool.take(task.size)
         openings = await pool.reset(envs, task.seed, {"index": task.index, "split": task.split})
         first = openings[0][0]
         prompt = text.codec.encode_prompt(first.messages)
         for observation, _ in openings[1:]:
             _check_same_opening(observation, first, prompt, text)
-        prompt = replace(prompt, images=await _viewed_opening(prompt.images, task, pool, text))
+        prompt = replace(prompt, images=await viewed_opening(prompt.images, task, pool, text))
         return OpenGroup(envs, openings, prompt, _expand(prompt, text, task.group_id))
-
-
-async def _viewed_opening(
-    images: tuple[EncodedImage, ...], task: RolloutTask, pool: EnvPool, text: TextSide
-) -> tuple[EncodedImage, ...]:
-    """What the policy sees in the place of the first turn's images; sizes stay, so the tokens do too."""
-    if task.view != "swapped":
-        return _viewed(images, task)
-    envs = await pool.take(1)
-    with _discard_on_failure(pool, envs):
-        ((other, _),) = await pool.reset(envs, task.seed, {"index": task.other_index, "split": task.split})
-    pool.give_back(envs)
-    found = text.codec.encode_prompt(other.messages).images
-    if len(found) < len(images):
-        raise GroupFailedError("no_other_image", f"Item {task.other_index} has fewer images than item {task.index}.")
-    return tuple(resized(there, own.width, own.height) for there, own in zip(found, images, strict=False))
-
-
-def _viewed(images: tuple[EncodedImage, ...], task: RolloutTask) -> tuple[EncodedImage, ...]:
-    """What the policy sees in the place of a turn's images."""
-    return tuple(blank(image.width, image.height) for image in images) if task.view == "blank" else images
 
 
 async def run_group(
@@ -129,25 +100,10 @@ async def run_group(
     """
     if opened is None:
         opened = await open_group(task, pool, text)
-    with _discard_on_failure(pool, opened.envs):
+    with discard_on_failure(pool, opened.envs):
         group = await _run_group(task, opened, pool, policy, text, rollout, max_context)
     pool.give_back(opened.envs)
     return group
-
-
-@contextmanager
-def _discard_on_failure(pool: EnvPool, envs: list[VisionEnv]) -> Iterator[None]:
-    """Discard the environments on any error; an RLVLMError is raised as GroupFailedError."""
-    try:
-        yield
-    except RLVLMError as error:
-        pool.discard(envs)
-        if isinstance(error, GroupFailedError):
-            raise
-        raise GroupFailedError(_reason(error), str(error)) from error
-    except BaseException:
-        pool.discard(envs)
-        raise
 
 
 async def _run_group(
@@ -224,7 +180,7 @@ async def _continue(
     while current is not None:
         ended = episode.turns[-1].stop_reason is StopReason.END_OF_TURN
         span = text.codec.encode_continuation(current.messages, ended)
-        span = replace(span, images=_viewed(span.images, task))
+        span = replace(span, images=viewed(span.images, task))
         expanded = _expand(span, text, task.group_id)
         budget = _token_budget(rollout, max_context, episode.length + len(expanded), episode.sampled)
         if budget < 1 or len(episode.turns) >= rollout.max_turns:
@@ -291,7 +247,7 @@ async def _act(
     observations: dict[int, Observation] = {}
     for (episode, _), result in zip(acting, results, strict=True):
         if isinstance(result, RLVLMError):
-            raise GroupFailedError(_reason(result), str(result)) from result
+            raise GroupFailedError(reason_of(result), str(result)) from result
         observation, reward, terminated, truncated, info = result
         episode.turns[-1] = replace(
             episode.turns[-1],
@@ -370,8 +326,3 @@ def _check_same_opening(observation: Observation, first: Observation, prompt: En
             "env_not_seeded",
             "Copies of an environment opened differently with the same index and seed: seed its reset.",
         )
-
-
-def _reason(error: Exception) -> str:
-    name = type(error).__name__.removesuffix("Error")
-    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from rl_vlm.config import RewardSection
 from rl_vlm.models.loading import TextSide
-from rl_vlm.rollout.episodes import GroupFailedError
+from rl_vlm.rollout.failures import GroupFailedError
 from rl_vlm.rollout.reward_parts import REWARD_PARTS, AnsweredGroup
 from rl_vlm.rollout.turns import CompletionClient
 from rl_vlm.types import RLVLMError, Trajectory, TrajectoryGroup, TrajectoryStatus

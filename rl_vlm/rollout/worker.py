@@ -15,7 +15,8 @@ from pathlib import Path
 from rl_vlm.config import RunConfig
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.rollout.env_pools import EnvPools
-from rl_vlm.rollout.episodes import GroupFailedError, OpenGroup, open_group, run_group
+from rl_vlm.rollout.episodes import OpenGroup, open_group, run_group
+from rl_vlm.rollout.failures import GroupFailedError
 from rl_vlm.rollout.scoring import score_group
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.serving.client import PolicyClient

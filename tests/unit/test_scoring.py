@@ -14,7 +14,7 @@ from task_support import episode
 
 from rl_vlm.config import RewardSection
 from rl_vlm.envs.errors import EnvError, reward_parts
-from rl_vlm.rollout.episodes import GroupFailedError
+from rl_vlm.rollout.failures import GroupFailedError
 from rl_vlm.rollout.figures import sampling_figures
 from rl_vlm.rollout.reward_parts import REWARD_PARTS, AnsweredGroup, register_reward_part
 from rl_vlm.rollout.scoring import score_group

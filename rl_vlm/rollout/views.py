@@ -1,0 +1,31 @@
+"""What the policy sees in the place of an environment's images, where a task asks whether it needs them."""
+
+from __future__ import annotations
+
+from rl_vlm.envs.images import blank, resized
+from rl_vlm.models.loading import TextSide
+from rl_vlm.rollout.env_pool import EnvPool
+from rl_vlm.rollout.failures import GroupFailedError, discard_on_failure
+from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.types import EncodedImage
+
+
+async def viewed_opening(
+    images: tuple[EncodedImage, ...], task: RolloutTask, pool: EnvPool, text: TextSide
+) -> tuple[EncodedImage, ...]:
+    """What the policy sees in the place of the first turn's images; sizes stay, so the tokens do too."""
+    if task.view != "swapped":
+        return viewed(images, task)
+    envs = await pool.take(1)
+    with discard_on_failure(pool, envs):
+        ((other, _),) = await pool.reset(envs, task.seed, {"index": task.other_index, "split": task.split})
+    pool.give_back(envs)
+    found = text.codec.encode_prompt(other.messages).images
+    if len(found) < len(images):
+        raise GroupFailedError("no_other_image", f"Item {task.other_index} has fewer images than item {task.index}.")
+    return tuple(resized(there, own.width, own.height) for there, own in zip(found, images, strict=False))
+
+
+def viewed(images: tuple[EncodedImage, ...], task: RolloutTask) -> tuple[EncodedImage, ...]:
+    """What the policy sees in the place of a turn's images."""
+    return tuple(blank(image.width, image.height) for image in images) if task.view == "blank" else images
