@@ -67,7 +67,7 @@ def test_pieces_of_partial_rollouts_are_as_likely_as_under_the_versions_that_the
     assert any(turn.pieces for one in group.trajectories for turn in one.turns)
 
 
-@pytest.fixture(scope="module", params=["keep", "recompute"])
+@pytest.fixture(scope="module", params=["keep", pytest.param("recompute", marks=pytest.mark.acceptance)])
 def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[VLLMEngine]:
     """An engine with in-flight updates."""
     with vllm(folder, request.param) as engine:
