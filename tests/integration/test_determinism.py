@@ -100,7 +100,7 @@ def test_three_and_three_iterations_equal_six(changes: tuple[str, ...], tiny_fol
     if changes == CURRICULUM:
         sources = [checkpoint.state["rollouts"]["tasks"]["source"] for checkpoint in (before, straight)]
         assert [source["stage"] for source in sources] == [1, 2]
-        assert all(rates["rates"]["rates"] for rates in sources[1]["mixture"]["items"].values())
+        assert all(rates["rates"] for rates in sources[1]["mixture"]["items"].values())
     if changes == PPO:
         assert straight.state["kl_coef"] != before.state["kl_coef"]
         assert any(name.startswith("critic.") for name in before.extras)
