@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+import pytest
 from runs import TrainingProcess
 
 from rl_vlm.models.loading import resolve_model
@@ -20,6 +21,7 @@ ARGUMENTS = (
 )
 
 
+@pytest.mark.acceptance
 def test_grpo_trains_a_policy_that_vllm_serves(tmp_path: Path) -> None:
     resolve_model("tiny-wide")
     with TrainingProcess(tmp_path / "run", *ARGUMENTS) as run:
