@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Generator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,14 @@ def test_conversations_stay_on_their_replica() -> None:
     assert by_session["#1"] == [["1"]]
 
 
+def test_the_base_model_is_asked_in_calls_of_its_own() -> None:
+    """An engine that merges adapters cannot answer for both in one batch, and refuses such calls."""
+    handle = Handle()
+    judged = [replace(ask(f"judge{k}"), min_version=-1) for k in range(2)]
+    run(client_of(handle, homes=[0]), ask("a"), judged[0], ask("b"), judged[1])
+    assert [[asked.request_id for asked in batch] for _, batch in handle.calls] == [["a", "b"], ["judge0", "judge1"]]
+
+
 def test_long_answers_are_asked_for_one_by_one() -> None:
     handle = Handle()
     run(client_of(handle, coalesce=False), *(ask(str(k), "s") for k in range(4)))
@@ -229,7 +238,7 @@ def test_no_answer_within_the_deadline_is_an_error_and_frees_the_replica(coalesc
     (outcome,) = run(client_of(handle, deadline_s=0.2, coalesce=coalesce), ask("a"))
     assert isinstance(outcome, GenerationFailedError)
     assert "No answer within 0.2 s" in str(outcome)
-    assert 0.2 <= time.monotonic() - started < 5
+    assert 0.2 <= time.monotonic() - started < 30
     assert handle.responses[0].cancelled
 
 
@@ -239,7 +248,7 @@ def test_retries_count_against_the_deadline() -> None:
     (outcome,) = run(client_of(handle, deadline_s=0.4, sleep=asyncio.sleep), ask("a"))
     assert isinstance(outcome, GenerationFailedError)
     assert "attempts; the last error" in str(outcome)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 def test_a_later_attempt_has_only_the_time_that_is_left() -> None:
@@ -247,7 +256,7 @@ def test_a_later_attempt_has_only_the_time_that_is_left() -> None:
     started = time.monotonic()
     (outcome,) = run(client_of(handle, deadline_s=0.3), ask("a"))
     assert isinstance(outcome, GenerationFailedError)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert handle.responses[1].cancelled
 
 

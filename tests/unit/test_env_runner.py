@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +18,39 @@ from rl_vlm.envs.base import ObservationSpace, StepResult, TextSpace
 from rl_vlm.envs.shapes import ShapesEnv
 from rl_vlm.rollout.base_env_runner import RunnerConfig
 from rl_vlm.rollout.env_runner import VLMEnvRunner
-from rl_vlm.rollout.tasks import RolloutResult
-
-SLOW_S = 1.0
 
 
 class OneIsSlow(ShapesEnv):
-    """Item 0 takes long."""
+    """A step of item 0 takes until the file `gate` is there, and a second more; it notes how long that was beside it."""
+
+    def __init__(self, gate: str = "", **more: Any) -> None:
+        super().__init__(**more)
+        self.gate = Path(gate)
 
     def reset(self, **more: Any) -> Any:
         self.index = more["options"]["index"]
         return super().reset(**more)
 
     def step(self, action: str) -> StepResult:
+        started = time.monotonic()
+        while self.index == 0 and not self.gate.exists() and time.monotonic() - started < 60:
+            time.sleep(0.02)
         if self.index == 0:
-            time.sleep(SLOW_S)
+            time.sleep(1)
+            self.gate.with_name(f"waited-{id(self)}").write_text(str(time.monotonic() - started))
         return super().step(action)
 
 
-def run_of(lag: int, **rollout: Any) -> RunConfig:
-    env = {"id": f"{__file__}:OneIsSlow"}
+def run_of(lag: int, gate: Path = Path(), **rollout: Any) -> RunConfig:
+    env = {"id": f"{__file__}:OneIsSlow", "kwargs": {"gate": str(gate)}}
     return parse_config(
         {"env": env, "rollout": {"group_size": 2, "max_policy_lag": lag, "require_end_of_turn": False, **rollout}}
     )
 
 
 @pytest.fixture
-def runner(tiny_folder: Path) -> Iterator[VLMEnvRunner]:
-    config = RunnerConfig(run_of(lag=2), "run", tiny_folder, ObservationSpace(), TextSpace())
+def runner(tiny_folder: Path, tmp_path: Path) -> Iterator[VLMEnvRunner]:
+    config = RunnerConfig(run_of(lag=2, gate=tmp_path / "gate"), "run", tiny_folder, ObservationSpace(), TextSpace())
     runner, engine = VLMEnvRunner(config=config), TransformersEngine(tiny_folder, max_context=512)
     runner._worker._client = Direct(engine)  # type: ignore[assignment]
     yield runner
@@ -53,21 +58,17 @@ def runner(tiny_folder: Path) -> Iterator[VLMEnvRunner]:
     asyncio.run_coroutine_threadsafe(engine.close(), runner._loop).result(30)
 
 
-def test_a_slow_group_does_not_hold_up_the_others(runner: VLMEnvRunner) -> None:
-    runner.sample(tasks=tasks(1, 1))  # environments and model are warm
+def test_a_slow_group_does_not_hold_up_the_others(runner: VLMEnvRunner, tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as calls:  # as Ray's threads of the actor
-        started = time.monotonic()
-        futures: list[Future[RolloutResult]] = [calls.submit(runner.sample, tasks=[task]) for task in tasks(0, 4)]
-        slow, *others = futures
-        while others:
-            done, _ = wait(others, timeout=30, return_when=FIRST_COMPLETED)
-            others = [future for future in others if future not in done]
-        assert time.monotonic() - started < SLOW_S and not slow.done()
-        results = [future.result(30) for future in futures]
+        slow, *others = [calls.submit(runner.sample, tasks=[task]) for task in tasks(0, 4)]
+        assert not wait(others, timeout=50).not_done and not slow.done()
+        (tmp_path / "gate").touch()
+        results = [future.result(30) for future in (slow, *others)]
     assert [[g.group_id for g in result.groups] for result in results] == [[f"{k:06d}"] for k in range(4)]
     assert all(not result.lost and len(result.groups[0]) == 2 for result in results)
     # Each second of an environment is reported once, by whichever call ends first.
-    assert sum(result.timings["env"] for result in results) == pytest.approx(2 * SLOW_S, abs=0.5)
+    waited = [float(note.read_text()) for note in tmp_path.glob("waited-*")]
+    assert len(waited) == 2 and sum(waited) <= sum(result.timings["env"] for result in results) < 1.5 * sum(waited)
 
 
 def test_a_runner_has_room_for_its_share_of_the_groups_and_an_evaluation() -> None:

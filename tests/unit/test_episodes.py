@@ -592,9 +592,9 @@ def test_slow_steps_after_many_quick_resets_run_side_by_side() -> None:
     pool = pool_of()
     for _ in range(30):
         asyncio.run(pool.run([lambda: None], "reset"))
-    started = time.monotonic()
-    asyncio.run(pool.run([lambda: time.sleep(0.3)] * 8, "step"))
-    assert time.monotonic() - started < 1.2  # one after the other would take 2.4 s
+    meeting = threading.Barrier(8)
+    numbers = asyncio.run(pool.run([lambda: meeting.wait(10)] * 8, "step"))
+    assert sorted(numbers) == list(range(8))  # one after the other none would meet the others
 
 
 def test_results_and_errors_keep_their_places() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -262,6 +261,4 @@ def test_many_clients_at_once(engine: TransformersEngine, tiny_folder: Path) -> 
                 f"{server.url}/generate", json={**HI, "max_tokens": 1 + number % 7}, timeout=30
             ).status_code
 
-        started = time.monotonic()
         assert set(pool.map(one, range(32))) == {200}
-        assert time.monotonic() - started < 20

@@ -133,7 +133,7 @@ def test_a_hanging_step_is_killed_with_all_that_it_started(tmp_path):
     started = time.monotonic()
     with pytest.raises(EnvTimeoutError, match="step took longer than 3 s"):
         env.step("hang with a child")
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60
     assert gone(pid) and gone(int(note.read_text()))
     env.reset()
     assert env.step("fine")[1] == 0.5
@@ -170,8 +170,8 @@ def test_an_environment_that_is_dropped_leaves_no_process():
 
 def test_wrong_arguments_are_input_errors_and_leave_no_process():
     before = len(psutil.Process().children())
-    with pytest.raises(UserInputError, match="pass env.data"):
-        ProcessEnv("Geo3k-v0")
+    with pytest.raises(UserInputError, match="level must be an integer"):
+        ProcessEnv("Geo3k-v0", {"level": 9})
     with pytest.raises(UserInputError, match="Unknown environment"):
         ProcessEnv("Nonsense-v0")
     with pytest.raises(UserInputError, match="must be plain values"):

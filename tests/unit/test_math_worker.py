@@ -76,7 +76,7 @@ def test_a_power_tower_is_stopped_off_the_main_thread() -> None:
     with ThreadPoolExecutor(1) as pool:
         verdict, seconds = pool.submit(WORKER.compare, TOWER, "5", 0.5).result()
     assert verdict is Verdict.TIMED_OUT
-    assert 0.5 <= seconds <= time.monotonic() - start < 10.0
+    assert 0.5 <= seconds <= time.monotonic() - start < 60
     assert WORKER.compare("x+y", "y+x", 1.5)[0] is Verdict.EQUAL  # its imports take longer, and are not charged
 
 

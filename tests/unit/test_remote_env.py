@@ -44,7 +44,7 @@ class Counting(VisionEnv):
         if action == "raise":
             raise RuntimeError("out of order")
         if action == "sleep":
-            time.sleep(0.6)
+            time.sleep(3.0)
         self.steps += 1
         return Observation.user(str(self.steps)), 0.0, False, False, {"steps": self.steps, "odd": {1, 2}}
 
@@ -167,14 +167,14 @@ def test_a_server_that_is_gone_is_an_error_after_the_time_for_retries():
     started = time.monotonic()
     with pytest.raises(EnvCrashError, match="could not be reached .* envs serve"):
         RemoteEnv("127.0.0.1:9", retry_s=0.3)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30
 
 
 def test_a_step_that_takes_too_long_is_a_timeout():
     with served(Counting) as (url, _):
-        env = RemoteEnv(url, timeout_s=0.3)
+        env = RemoteEnv(url, timeout_s=1.5)
         env.reset()
-        with pytest.raises(EnvTimeoutError, match=r"step took longer than 0.3 s"):
+        with pytest.raises(EnvTimeoutError, match=r"step took longer than 1.5 s"):
             env.step("sleep")
         env.reset()
         assert env.step("x")[4]["steps"] == 1

@@ -191,13 +191,13 @@ def test_an_unclosed_call_says_so():
 )
 def test_hostile_text_is_read_in_linear_time(unit):
     inside = "<tool_call>" + unit * (16_000 // len(unit)) + "</tool_call>"
-    started = time.perf_counter()
+    started = time.thread_time()
     for text in (inside, unit * 200_000):
         try:
             parse_tool_call(text)
         except ToolCallError:
             pass  # an error is a fine answer; only its time is judged here
-    assert time.perf_counter() - started < 3  # a quadratic reader would take minutes
+    assert time.thread_time() - started < 3  # a quadratic reader would take minutes
 
 
 @given(st.text(alphabet='<>/tool_cal{}[]":,\\nfu0d8 namergs1', max_size=200))

@@ -81,7 +81,7 @@ def test_a_call_that_hangs_ends_at_its_deadline():
     with pytest.raises(EnvTimeoutError, match=r"PushEnv: step\(\) took longer than 0.2 s"):
         env.step("right")
     env.close()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 def test_wrong_arguments_and_images_are_named():

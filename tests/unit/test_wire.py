@@ -50,7 +50,7 @@ def test_half_a_frame_times_out_and_an_end_is_an_end(pipes):
     started = time.monotonic()
     with pytest.raises(TimeoutError):
         channel.receive(timeout_s=0.1)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     os.close(feed)
     with pytest.raises(wire.PeerGoneError):
         channel.receive(timeout_s=5)
