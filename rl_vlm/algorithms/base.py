@@ -87,6 +87,14 @@ class RunAlgorithm(Algorithm):
     def restore_learners(self) -> None:
         """Restore the newest available state in new learners."""
 
+    @abstractmethod
+    def progress(self) -> tuple[int, int, int]:
+        """How far the run is, where it ends and how often it is evaluated: in iterations, or in steps of a preference run."""
+
+    @abstractmethod
+    def held_out(self) -> dict[str, float]:
+        """`accuracy` (success of a preference run) and `reward` of an evaluation now."""
+
     def training_step(self) -> None:
         """RLlib's hook for one iteration."""
         started = time.perf_counter()

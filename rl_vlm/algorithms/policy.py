@@ -22,7 +22,7 @@ from rl_vlm.algorithms.config import RunAlgorithmConfig
 from rl_vlm.algorithms.learners import on_every_learner
 from rl_vlm.algorithms.sight import SightProbe
 from rl_vlm.envs.base import ObservationSpace, TextSpace
-from rl_vlm.envs.parts import declared_metrics, split_sizes
+from rl_vlm.envs.parts import survey
 from rl_vlm.evaluation.heldout import evaluation_tasks, summarize, viewed_tasks
 from rl_vlm.evaluation.sight import Fault
 from rl_vlm.learning.learner import UpdateBatch, UpdateResult, VLMLearner
@@ -106,9 +106,9 @@ class PolicyAlgorithm(RunAlgorithm):
     def prepare(self) -> None:
         """Make the task stream, the rollouts and the counters."""
         run = self.run
-        self.test_sizes = split_sizes(run.env, run.evaluation.split)
-        stream = TaskStream(make_task_source(run, split_sizes(run.env, "train")), run)
-        self._env_metrics = declared_metrics(run.env)
+        found = survey(run.env, "train", run.evaluation.split)
+        self.test_sizes, self._env_metrics = found.sizes[run.evaluation.split], found.metrics
+        stream = TaskStream(make_task_source(run, found.sizes["train"]), run)
         self.rollouts = make_rollouts(EnvRunners(self.env_runner_group), stream, run)
         self.rollouts.stop_requested = lambda: self.stop_requested()
         self.rng = np.random.default_rng(derive_seed(run.seed, 1))
@@ -248,6 +248,15 @@ class PolicyAlgorithm(RunAlgorithm):
             "policy_version": self.version,
             "seconds": time.perf_counter() - started,
         }
+
+    def progress(self) -> tuple[int, int, int]:
+        """Iterations done and in all, and between evaluations."""
+        return self.updates, self.run.algorithm.iterations, self.run.evaluation.every
+
+    def held_out(self) -> dict[str, float]:
+        """Greedy accuracy and mean reward of the first variant."""
+        results, variant = self.evaluate_policy(), next(iter(self.run.evaluation.variants))
+        return {name: float(results[f"{name}/{variant}"]) for name in ("accuracy", "reward")}
 
     @contextmanager
     def _evaluated_weights(self) -> Iterator[None]:

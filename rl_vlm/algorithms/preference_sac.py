@@ -29,7 +29,7 @@ from rl_vlm.plugins import load_plugins
 from rl_vlm.preference.agent_reward import AgentReward
 from rl_vlm.preference.collector import EpisodeResult, NumpyActor, evaluation_seeds, make_run_env
 from rl_vlm.preference.env_runner import ControlEnvRunner
-from rl_vlm.preference.episode_log import EpisodeTracker, FinishedEpisode
+from rl_vlm.preference.episode_log import EpisodeTracker, FinishedEpisode, evaluation_figures
 from rl_vlm.preference.feedback import Feedback
 from rl_vlm.preference.feedback_builder import LabellingSide, build_feedback
 from rl_vlm.preference.replay import ReplayBuffer
@@ -324,6 +324,15 @@ class PreferenceSAC(RunAlgorithm):
         evaluation = self.settings.evaluation
         film_count, timeout = evaluation.film if film else 0, self.run.evaluation.timeout_s
         return self.sampler.evaluate(self._actor, evaluation_seeds(self.run), film_count, timeout)
+
+    def progress(self) -> tuple[int, int, int]:
+        """Environment steps done and in all, and between evaluations."""
+        return self.env_steps, self.settings.total_steps, self.settings.evaluation.every
+
+    def held_out(self) -> dict[str, float]:
+        """Success rate and mean true return."""
+        figures = evaluation_figures(self.evaluate_policy(film=False))
+        return {name: figures[f"{name}/success"] for name in ("accuracy", "reward")}
 
     # Checkpoints.
 

@@ -19,6 +19,7 @@ from rl_vlm.learning.learner import ScoreBatch
 from rl_vlm.learning.plan import Shards, assign_credit, distribute, make_experience, targets_of
 from rl_vlm.learning.returns import ReturnScale, explained_variance
 from rl_vlm.learning.scores import Scores
+from rl_vlm.statistics import mean_kl
 from rl_vlm.types import TrajectoryGroup
 
 
@@ -94,7 +95,8 @@ class ScoredAlgorithm(PolicyAlgorithm):
         if scores.values:
             figures["value/loss"] = stats.value_loss / max(stats.steps, 1)
         if settings.kl_in_reward:
-            kl = _mean_kl(scores)
+            # KL(policy || reference), from log policy - log reference.
+            kl = mean_kl(-np.concatenate(list(scores.log_ratio.values()) or [np.zeros(1)]))
             figures |= {"policy/kl": kl, "policy/kl_coef": self.kl_coef}
             self.kl_coef = adapted_kl_coef(self.kl_coef, kl, settings)
         return figures
@@ -109,9 +111,3 @@ def adapted_kl_coef(coefficient: float, kl: float, settings: AlgorithmSection) -
     elif kl < settings.kl_target / 2:
         coefficient /= settings.kl_rate
     return min(max(coefficient, settings.kl_min), settings.kl_max)
-
-
-def _mean_kl(scores: Scores) -> float:
-    """KL(policy || reference) per token by the k3 estimator, which is never negative (Schulman, 2020)."""
-    log_ratio = np.concatenate(list(scores.log_ratio.values()) or [np.zeros(1)]).astype(np.float64)
-    return float(np.mean(np.exp(-log_ratio) - 1 + log_ratio))

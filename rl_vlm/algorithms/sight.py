@@ -17,11 +17,11 @@ from rl_vlm.evaluation.sight import (
     distance,
     engine_is_blind,
     explain,
-    kl_of_samples,
     learner_is_blind,
 )
 from rl_vlm.learning.hypotheses import UnfitImagesError
 from rl_vlm.rollout.tasks import RolloutTask, View
+from rl_vlm.statistics import mean_kl
 from rl_vlm.types import Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class SightProbe:
         engine = [trajectory.logprobs[trajectory.loss_mask] for trajectory in chosen]
         distances = {name: distance(engine, found) for name, found in learner.items()}
         self.agreement = distances["true"]
-        self.effect = kl_of_samples(learner["true"], learner["blank"])
+        self.effect = mean_kl(np.concatenate(learner["blank"]) - np.concatenate(learner["true"]))
         faults = [learner_is_blind(learner["true"], learner["blank"])]
         if hypotheses:
             faults.append(explain(distances, self._limits))

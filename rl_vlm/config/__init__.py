@@ -20,7 +20,7 @@ from rl_vlm.config.logging import LoggingSection
 from rl_vlm.config.model import LoraSection, ModelSection
 from rl_vlm.config.preference import CollectionSection, ControlEvaluationSection, PreferenceSection
 from rl_vlm.config.resources import ResourcesSection
-from rl_vlm.config.reward import RewardSection
+from rl_vlm.config.reward import JudgeSection, RewardSection
 from rl_vlm.config.reward_model import RewardModelSection
 from rl_vlm.config.rollout import RolloutSection
 from rl_vlm.config.run import RunConfig
@@ -41,6 +41,7 @@ __all__ = [
     "EnvSection",
     "EvaluationSection",
     "HTTPSection",
+    "JudgeSection",
     "LabelsSection",
     "LearnerSection",
     "LoggingSection",

@@ -23,20 +23,20 @@ _SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a YAML file, apply `section.key=value` overrides, check everything. Raises UserInputError."""
-    return parse_config(_read(path, overrides))
+    return parse_config(read_yaml(path, overrides))
 
 
 def load_sft_config(path: str | Path | None, overrides: Iterable[str] = ()) -> SFTConfig:
     """As `load_config`, for `rl-vlm sft`."""
     try:
-        return SFTConfig.model_validate(_read(path, overrides))
+        return SFTConfig.model_validate(read_yaml(path, overrides))
     except ValidationError as error:
         raise UserInputError(explain(error, SFTConfig)) from error
 
 
 def load_served_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """The configuration of a run folder whose model is to be served; of a run of `rl-vlm sft` its model alone counts."""
-    data = _read(path, ())
+    data = read_yaml(path, ())
     if "sft" in data:
         data = {key: data[key] for key in ("name", "seed", "model") if key in data}
     for override in overrides:
@@ -44,7 +44,7 @@ def load_served_config(path: str | Path, overrides: Iterable[str] = ()) -> RunCo
     return parse_config(data)
 
 
-def _read(path: str | Path | None, overrides: Iterable[str]) -> dict[str, Any]:
+def read_yaml(path: str | Path | None, overrides: Iterable[str]) -> dict[str, Any]:
     """The content of a YAML file with overrides, unchecked."""
     data: dict[str, Any] = {}
     if path is not None:

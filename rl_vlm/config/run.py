@@ -69,6 +69,10 @@ class RunConfig(Section):
             raise ValueError(
                 "deterministic: true needs serving.engine transformers, model.dtype float32 and rollout.max_policy_lag 0"
             )
+        judged = [part.reward for part in self.env.parts.values() if "judge" in part.reward.weights]
+        if self.deterministic and any(reward.judge.probabilities for reward in judged):
+            # Which questions share a batch depends on time, and their last bits on the batch.
+            raise ValueError("deterministic: true with a judge needs env.reward.judge.probabilities: false")
         if uses_vllm and self.model.lora.target_modules == "vision":
             raise ValueError(
                 "model.lora.target_modules vision needs serving.engine transformers, because vLLM would ignore the adapted "

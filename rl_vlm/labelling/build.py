@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from rl_vlm.asking.endpoints import Client, Endpoint, ServedEndpoint
+from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint
 from rl_vlm.config import LabelsSection
-from rl_vlm.labelling.endpoints import Client, Endpoint, ServedEndpoint
-from rl_vlm.labelling.http_endpoints import GenerateEndpoint, OpenAIEndpoint
 from rl_vlm.labelling.labeller import LabelStats, VLMLabeller
 from rl_vlm.labelling.prompts import TaskPrompts, task_prompts
 from rl_vlm.labelling.teachers import (

@@ -11,17 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image
 
+from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, EndpointError, Question
+from rl_vlm.asking.retries import all_of, ask_again
 from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.answer_text import finished_sentences, strip_thoughts
-from rl_vlm.labelling.asking import ask_again
-from rl_vlm.labelling.endpoints import Answer, Ask, Endpoint, EndpointError, Question
 from rl_vlm.labelling.parsing import parse_label, parse_score
 from rl_vlm.labelling.prompts import TaskPrompts
 from rl_vlm.labelling.types import IDENTICAL, Label, LabelValue, Score, Segment, SegmentPair
@@ -32,7 +31,6 @@ CHOICES = ("0", "1", "-1")
 SCORE_CHOICES = ("-1", "0", *(f"0.{tenth}" for tenth in range(1, 10)), "1")
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -86,7 +84,7 @@ class VLMLabeller:
         images = await asyncio.to_thread(_encode_pairs, pairs, self._settings.frames)
         started = time.monotonic()
         async with self._endpoint.open() as ask:
-            labels = await _all([self._label_one(ask, number, *both) for number, both in enumerate(images)])
+            labels = await all_of([self._label_one(ask, number, *both) for number, both in enumerate(images)])
         self._end_session(len(pairs), started)
         return labels
 
@@ -95,7 +93,7 @@ class VLMLabeller:
         images = await asyncio.to_thread(lambda: [_encode(frame) for frame in frames])
         started = time.monotonic()
         async with self._endpoint.open() as ask:
-            scores = await _all([self._score_one(ask, number, image) for number, image in enumerate(images)])
+            scores = await all_of([self._score_one(ask, number, image) for number, image in enumerate(images)])
         self._end_session(len(frames), started)
         return scores
 
@@ -120,7 +118,7 @@ class VLMLabeller:
         started = time.monotonic()
         orders = [(first, second), (second, first)][: 1 + self._settings.both_orders]
         try:
-            shown = await _all([self._compare(ask, (number, order), *pair) for order, pair in enumerate(orders)])
+            shown = await all_of([self._compare(ask, (number, order), *pair) for order, pair in enumerate(orders)])
         except EndpointError as error:
             self.stats.errors += 1
             return Label(-1, seconds=time.monotonic() - started, error=str(error))
@@ -230,16 +228,6 @@ class VLMLabeller:
         self.stats.prompt_tokens += answer.prompt_tokens
         self.stats.sampled_tokens += answer.sampled_tokens
         return answer
-
-
-async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all at once; the first that raises an exception ends the others and is raised itself."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
-    except ExceptionGroup as several:
-        raise several.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def _mean(known: Sequence[tuple[float, float, float] | None]) -> tuple[float, float, float] | None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rl_vlm.rewards.plain_text import refusal
+from rl_vlm.rewards.plain_text import refusal, without_thought
 
 MAX_CHARS = 8000
-_THOUGHT = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>", re.DOTALL)
 _ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
 _VERDICT = re.compile(r"(?<![^\W_])(true|false)(?![^\W_])", re.IGNORECASE)
 # Words that turn a verdict around or take it back; "nottrue" and "untrue" hold no verdict at all.
@@ -41,7 +40,7 @@ def read_verdict(text: str) -> Verdict:
     """
     if reason := refusal(text, MAX_CHARS):
         return Verdict(None, reason)
-    answer = _ANSWER_TAG.sub(" ", _THOUGHT.sub("", text, count=1) if _THOUGHT.match(text) else text)
+    answer = _ANSWER_TAG.sub(" ", without_thought(text))
     if "<think>" in answer:
         return Verdict(None, "misplaced")  # a thought that never ended, or a second one
     lines = [line for line in answer.splitlines() if line.strip(_DECORATION)]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rl_vlm.rollout.judge_figures import judge_figures
 from rl_vlm.types import Trajectory, TrajectoryGroup
 
 
@@ -37,7 +38,7 @@ def sampling_figures(
         values = [t.info[key] for t in trajectories if isinstance(t.info.get(key), (bool, int, float))]
         if values:
             figures[f"rollout/{key}"] = float(np.mean(values))
-    return figures | part_figures(trajectories) | env_figures(groups)
+    return figures | part_figures(trajectories) | env_figures(groups) | judge_figures(trajectories)
 
 
 def part_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -5,12 +5,12 @@
         return [-float(len(answers[-1].split())) for answers in answered.answers]
 
 `env.reward.weights: {env: 1.0, brief: 0.01}` then adds the weighted value to each episode's last turn. A function that waits for
-something (a judge that is asked through `answered.policy`, say) is `async def`: the groups of a worker wait side by side.
+something (the judge of judge.py, say, which asks through `answered.policy`) is `async def`: the groups of a worker wait side by side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +37,16 @@ class AnsweredGroup:
     text: TextSide
 
 
-RewardPart = Callable[[AnsweredGroup], Sequence[float] | Awaitable[Sequence[float]]]  # one number per trajectory
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """One number per trajectory, and notes that are added to each trajectory's `info`."""
+
+    values: Sequence[float]
+    notes: Sequence[Mapping[str, float]]
+
+
+Paid = Sequence[float] | Noted  # one number per trajectory, perhaps with notes
+RewardPart = Callable[[AnsweredGroup], Paid | Awaitable[Paid]]
 
 REWARD_PARTS: Registry[RewardPart] = Registry("env.reward.weights")
 register_reward_part = REWARD_PARTS.register

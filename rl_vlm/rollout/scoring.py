@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import rl_vlm.rollout.judge  # noqa: F401  registers its part
 from rl_vlm.config import RewardSection
 from rl_vlm.models.loading import TextSide
 from rl_vlm.rollout.failures import GroupFailedError
-from rl_vlm.rollout.reward_parts import REWARD_PARTS, AnsweredGroup
+from rl_vlm.rollout.reward_parts import REWARD_PARTS, AnsweredGroup, Noted
 from rl_vlm.rollout.turns import CompletionClient
 from rl_vlm.types import RLVLMError, Trajectory, TrajectoryGroup, TrajectoryStatus
 
@@ -35,20 +36,28 @@ async def score_group(
         for one in group.trajectories
     )
     answered = AnsweredGroup(group, answers, settings, policy, text)
-    values = {name: await _values(name, answered) for name in names if name in REWARD_PARTS.names()}
+    paid = {name: await _paid(name, answered) for name in names if name in REWARD_PARTS.names()}
     scored = [
-        _weighted(one, settings, {name: found[place] for name, found in values.items()})
+        _weighted(
+            replace(
+                one,
+                info={**one.info, **{key: note for found in paid.values() for key, note in found.notes[place].items()}},
+            ),
+            settings,
+            {name: found.values[place] for name, found in paid.items()},
+        )
         for place, one in enumerate(group.trajectories)
     ]
     return replace(group, trajectories=scored)
 
 
-async def _values(name: str, answered: AnsweredGroup) -> Sequence[float]:
+async def _paid(name: str, answered: AnsweredGroup) -> Noted:
     try:
-        found = REWARD_PARTS.get(name)(answered)
+        found: Any = REWARD_PARTS.get(name)(answered)
         if inspect.isawaitable(found):
             found = await found
-        values = [float(value) for value in found]
+        noted = found if isinstance(found, Noted) else Noted(found, [{}] * len(answered.group))
+        values = [float(value) for value in noted.values]
     except RLVLMError as error:
         raise GroupFailedError("reward_part", f"The reward part {name} failed: {error}") from error
     except Exception as error:
@@ -56,12 +65,12 @@ async def _values(name: str, answered: AnsweredGroup) -> Sequence[float]:
         raise GroupFailedError(
             "reward_part", f"The reward part {name} raised {type(error).__name__}: {error}"
         ) from error
-    if len(values) != len(answered.group) or not all(map(math.isfinite, values)):
+    if not len(values) == len(noted.notes) == len(answered.group) or not all(map(math.isfinite, values)):
         raise GroupFailedError(
             "reward_part",
             f"The reward part {name} gave {values[:4]} for {len(answered.group)} answers: it must give one finite number for each.",
         )
-    return values
+    return Noted(values, noted.notes)
 
 
 def _weighted(one: Trajectory, settings: RewardSection, at_the_end: dict[str, float]) -> Trajectory:

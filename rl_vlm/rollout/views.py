@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_vlm.envs.images import blank, resized
+from rl_vlm.envs.images import blanked, resized
 from rl_vlm.models.loading import TextSide
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.failures import GroupFailedError, discard_on_failure
@@ -28,4 +28,4 @@ async def viewed_opening(
 
 def viewed(images: tuple[EncodedImage, ...], task: RolloutTask) -> tuple[EncodedImage, ...]:
     """What the policy sees in the place of a turn's images."""
-    return tuple(blank(image.width, image.height) for image in images) if task.view == "blank" else images
+    return blanked(images) if task.view == "blank" else images

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.config import RunConfig
-from rl_vlm.envs.parts import declared_metrics, split_sizes
+from rl_vlm.envs.parts import Survey, survey
 from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
 from rl_vlm.evaluation.identity import identity_of
 from rl_vlm.evaluation.options import EvaluationOptions
@@ -25,8 +25,6 @@ from rl_vlm.runs.players import players
 from rl_vlm.runs.served import starting_adapter
 from rl_vlm.runs.throughput import measure_throughput
 from rl_vlm.types import Split, UserInputError
-
-Sizes = dict[Split, dict[str, int | None]]  # by split, by name of the environment
 
 
 @dataclass(slots=True)
@@ -56,11 +54,11 @@ def evaluate_policy_run(
     options = options or EvaluationOptions()
     adapters = _adapters(run, find_adapter(adapter, run_dir), options)
     splits = options.split or (run.evaluation.split,)
-    sizes = {split: split_sizes(run.env, split) for split in splits}
-    tasks = _tasks(run, splits, sizes, options.blind)
+    envs = survey(run.env, *splits)
+    tasks = _tasks(run, envs, options.blind)
     started = time.monotonic()
     path = items_path(out) if out is not None else None
-    identity = identity_of(run, options, adapters, sizes)
+    identity = identity_of(run, options, adapters, envs.sizes)
     with OutcomeLog(path, identity, resume=options.resume, finished=out is not None and out.exists()) as log:
         if out is not None:
             out.unlink(missing_ok=True)
@@ -72,7 +70,7 @@ def evaluate_policy_run(
             "env": run.env.title,
             "model": run.model.path if options.endpoint is None else options.endpoint_model,
             "adapter": str(adapters["policy"]) if adapters["policy"] is not None else None,
-            **_results(run, splits, tasks, log, adapters),
+            **_results(run, envs, tasks, log, adapters),
             "asked": session.asked,
             "lost": len(session.lost),
             "seconds": round(time.monotonic() - started, 2),
@@ -118,18 +116,18 @@ def _other_adapter(name: str) -> Path | None:
     return find_adapter(None, folder) if (folder / "adapter").is_dir() else find_adapter(folder, None)
 
 
-def _tasks(run: RunConfig, splits: Sequence[Split], sizes: Sizes, blind: bool) -> list[RolloutTask]:
+def _tasks(run: RunConfig, envs: Survey, blind: bool) -> list[RolloutTask]:
     """The tasks of all splits, whose ids begin with the split. The side that plays them sets `min_version`."""
     found: list[RolloutTask] = []
-    for split in splits:
+    for split, sizes in envs.sizes.items():
         evaluation = run.evaluation.model_copy(update={"split": split})
-        tasks = evaluation_tasks(run.model_copy(update={"evaluation": evaluation}), sizes[split], min_version=0)
+        tasks = evaluation_tasks(run.model_copy(update={"evaluation": evaluation}), sizes, min_version=0)
         tasks = [replace(task, group_id=f"{split}/{task.group_id}") for task in tasks]
         found += tasks
         if blind:
             found += [*viewed_tasks(tasks, "blank"), *viewed_tasks(tasks, "swapped")]
     if not found:
-        raise UserInputError(f"The {' and '.join(splits)} split of {run.env.title} holds no items.")
+        raise UserInputError(f"The {' and '.join(envs.sizes)} split of {run.env.title} holds no items.")
     return found
 
 
@@ -174,27 +172,33 @@ def _play_missing(
 
 def _results(
     run: RunConfig,
-    splits: Sequence[Split],
+    envs: Survey,
     tasks: Sequence[RolloutTask],
     log: OutcomeLog,
     adapters: dict[Side, Path | None],
 ) -> dict[str, Any]:
     """The figures of one split at the top; those of several each under `splits`."""
-    parts = {split: _split_results(run, split, tasks, log, adapters) for split in splits}
+    parts = {split: _split_results(run, split, envs, tasks, log, adapters) for split in envs.sizes}
     if len(parts) == 1:
-        return {"split": splits[0], **parts[splits[0]]}
-    return {"split": list(splits), "splits": parts}
+        ((split, figures),) = parts.items()
+        return {"split": split, **figures}
+    return {"split": list(parts), "splits": parts}
 
 
 def _split_results(
-    run: RunConfig, split: Split, tasks: Sequence[RolloutTask], log: OutcomeLog, adapters: dict[Side, Path | None]
+    run: RunConfig,
+    split: Split,
+    envs: Survey,
+    tasks: Sequence[RolloutTask],
+    log: OutcomeLog,
+    adapters: dict[Side, Path | None],
 ) -> dict[str, Any]:
     own = [task for task in tasks if task.split == split]
     asked = {task.group_id for task in own}
     found = [one for one in log.outcomes if one.id in asked]
     ours = [one for one in found if one.side == "policy"]
     key = run.evaluation.category
-    results = summary_of(run, own, found, declared_metrics(run.env))
+    results = summary_of(run, own, found, envs.metrics)
     more: dict[str, Any] = {"categories": by_category(ours, key), "info": info_numbers(ours, key)}
     if "against" in adapters:
         more["against"] = {

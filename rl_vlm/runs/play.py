@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.config import RunConfig
-from rl_vlm.envs.parts import split_sizes
+from rl_vlm.envs.parts import survey
 from rl_vlm.evaluation.play import EpisodesLostError
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
@@ -41,7 +41,7 @@ def rollout(
     if "max_new_tokens" in options:
         changes["max_new_tokens_per_turn"] = options["max_new_tokens"]
     run = run.model_copy(update={"rollout": run.rollout.model_copy(update=changes)})
-    sizes = split_sizes(run.env, "train")
+    sizes = survey(run.env, "train").sizes["train"]
     names = [name for name, _ in zip(itertools.cycle(sizes), range(episodes), strict=False)]
     order = np.random.default_rng(seed).integers(0, [sizes[name] or 2**31 - 1 for name in names])
     template = RolloutTask(

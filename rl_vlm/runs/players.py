@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rl_vlm.asking.http_endpoints import OpenAIEndpoint
 from rl_vlm.config import RunConfig
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.engines.base import BASE_MODEL
@@ -15,7 +16,6 @@ from rl_vlm.evaluation.endpoint_player import EndpointPlayer
 from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.evaluation.outcomes import Outcome, Side, outcomes_of
 from rl_vlm.evaluation.play import Play
-from rl_vlm.labelling.http_endpoints import OpenAIEndpoint
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.runs.served import Served, served_worker
 

@@ -14,10 +14,10 @@ from core_support import plain_model, processor, text_side
 from label_support import pair, random_pairs, segment
 from PIL import Image
 
+from rl_vlm.asking.endpoints import Answer, Ask, EndpointError, EngineClient, Question, ServedEndpoint
 from rl_vlm.chat import expand_image_tokens, mrope_positions
 from rl_vlm.config import LabelsSection
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.labelling.endpoints import Answer, Ask, EndpointError, EngineClient, Question, ServedEndpoint
 from rl_vlm.labelling.labeller import VLMLabeller, _encode, picture_of
 from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.labelling.session import LabellerDownError, label_session

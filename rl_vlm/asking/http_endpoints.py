@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
+from rl_vlm.asking.endpoints import Answer, Ask, EndpointError, Question, choice_probabilities
 from rl_vlm.config.labels import EndpointSection
-from rl_vlm.labelling.endpoints import Answer, Ask, EndpointError, Question, choice_probabilities
 from rl_vlm.types import Message, UserInputError, as_encoded
 
 _RETRYABLE_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)

@@ -1,4 +1,4 @@
-"""Endpoints answer a labeller's questions: the served model, by token ids. HTTP endpoints are in http_endpoints.py. No Ray.
+"""Endpoints answer questions: the served model, by token ids. HTTP endpoints are in http_endpoints.py. No Ray.
 
 An endpoint answers many questions at once. Failures are an `EndpointError`, never an answer.
 """
@@ -114,7 +114,7 @@ class ServedEndpoint:
             top_logprobs=len(question.choices),
         )
         request = GenerationRequest(
-            f"label-{next(self._numbers)}", prompt.token_ids, sampling, prompt.images, self._min_version
+            f"ask-{next(self._numbers)}", prompt.token_ids, sampling, prompt.images, self._min_version
         )
         completion = await self._client.generate(request)
         (sample,) = completion.samples

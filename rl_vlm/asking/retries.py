@@ -1,15 +1,18 @@
-"""Asking an endpoint again after failures that may pass."""
+"""Asks an endpoint again after failures that may pass, and many questions at once."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
-from rl_vlm.labelling.endpoints import Answer, Ask, EndpointError, Question
+from rl_vlm.asking.endpoints import Answer, Ask, EndpointError, Question
 from rl_vlm.types import RLVLMError, UserInputError
 
 _FIRST_PAUSE_S = 0.25
+
+T = TypeVar("T")
 
 
 async def ask_again(
@@ -47,3 +50,13 @@ async def ask_again(
             pause = max(pause, random.uniform(0.5, 1) * _FIRST_PAUSE_S * 2**attempt)
             await asyncio.sleep(max(min(pause, deadline - loop.time()), 0.0))
     raise EndpointError(f"The {who} gave no answer within {deadline_s:g} s and {attempts} attempts: {reason}")
+
+
+async def all_of(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all at once; the first that raises an exception ends the others and is raised itself."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None
+    return [task.result() for task in tasks]

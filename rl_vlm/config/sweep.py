@@ -1,0 +1,119 @@
+"""The file of a sweep: which keys vary and how, what is compared, and how trials are chosen and stopped."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from rl_vlm.config.hints import explain
+from rl_vlm.config.loading import apply_overrides, parse_config, read_yaml
+from rl_vlm.config.run import RunConfig
+from rl_vlm.config.section import Section
+from rl_vlm.types import UserInputError
+
+SEED = "seed"  # trials that differ in it alone are runs of one setting
+
+
+class Values(Section):
+    """What one key may be: exactly one of these."""
+
+    choice: list[Any] | None = Field(None, min_length=1, description="One of these, at random.")
+    grid: list[Any] | None = Field(None, min_length=1, description="Each of these.")
+    uniform: tuple[float, float] | None = Field(None, description="A number between two.")
+    loguniform: tuple[float, float] | None = Field(None, description="As uniform, of the logarithm; both above 0.")
+    randint: tuple[int, int] | None = Field(None, description="An integer from the first up to, without, the second.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Values:
+        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError("give one of choice, grid, uniform, loguniform and randint")
+        if self.bounds is not None and self.bounds[0] >= self.bounds[1]:
+            raise ValueError(f"the first of {given[0]} must be below the second")
+        if self.loguniform is not None and self.loguniform[0] <= 0:
+            raise ValueError("loguniform needs numbers above 0")
+        return self
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """The ends of a range."""
+        return self.uniform or self.loguniform or self.randint
+
+    @property
+    def examples(self) -> list[Any]:
+        """All values, or the ends of the range."""
+        if self.randint is not None:
+            return [self.randint[0], self.randint[1] - 1]
+        return self.choice or self.grid or list(self.bounds or ())
+
+
+class Stopping(Section):
+    """Which trials are stopped early: ASHA (arXiv 1810.05934) keeps the best 1 / `reduction_factor` at each rung."""
+
+    name: Literal["none", "asha"] = Field("none", description="`none` trains each trial to its end.")
+    grace_period: int = Field(20, ge=1, description="Iterations before a trial may be stopped.")
+    reduction_factor: int = Field(3, ge=2, description="Of so many trials one goes on at each rung.")
+
+
+class SweepConfig(Section):
+    """A sweep over a run's configuration.
+
+    metric: `held_out/accuracy`, `held_out/reward`, or any figure of a run such as `reward/mean`.
+    """
+
+    space: dict[str, Values] = Field(min_length=1, description="Dotted keys of the configuration, and their values.")
+    metric: str = Field(
+        "held_out/accuracy", description="What is compared: held_out/accuracy, held_out/reward, or a figure of a run."
+    )
+    mode: Literal["max", "min"] = Field("max", description="Whether more of it is better.")
+    num_samples: int = Field(1, ge=1, description="Trials, or with grids the trials of each point of the grid.")
+    max_concurrent: int | None = Field(None, ge=1, description="Trials at the same time; as many as fit by default.")
+    search: Literal["random", "optuna"] = Field(
+        "random", description="How settings are chosen; optuna needs that package, and no grids."
+    )
+    stopping: Stopping = Stopping()
+    seed: int = Field(0, description="Of the choice of settings.")
+
+    @model_validator(mode="after")
+    def _check(self) -> SweepConfig:
+        if self.search == "optuna" and any(values.grid for values in self.space.values()):
+            raise ValueError("search optuna chooses each value itself: use choice in place of grid")
+        return self
+
+    @property
+    def sign(self) -> float:
+        """Times the metric: the least is the best."""
+        return -1.0 if self.mode == "max" else 1.0
+
+    def check_space(self, run: RunConfig) -> None:
+        """Raise UserInputError when a value of the space does not fit the configuration.
+
+        Each value is tried alone, with the other keys at random: what only some combinations contradict fails its trial.
+        """
+        chosen = random.Random(self.seed)
+        for key, values in self.space.items():
+            for value in values.examples:
+                others = {name: chosen.choice(other.examples) for name, other in self.space.items() if name != key}
+                changed(run, {**others, key: value})
+
+
+def changed(run: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+    """The run with dotted keys set. Raises UserInputError that names the settings."""
+    try:
+        return parse_config(apply_overrides(run.model_dump(exclude_unset=True), settings))
+    except UserInputError as error:
+        raise UserInputError(
+            f"With {', '.join(f'{key}={value}' for key, value in settings.items())}: {error}"
+        ) from error
+
+
+def load_sweep(path: Path) -> SweepConfig:
+    """Read and check a sweep's YAML file. Raises UserInputError."""
+    try:
+        return SweepConfig.model_validate(read_yaml(path, ()))
+    except ValidationError as error:
+        raise UserInputError(explain(error, SweepConfig)) from error

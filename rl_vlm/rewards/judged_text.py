@@ -1,0 +1,45 @@
+"""Texts that a model compares: quoted so that they stay data, and refused where they speak to the judge instead of about the image."""
+
+from __future__ import annotations
+
+import re
+
+from rl_vlm.rewards.plain_text import refusal
+
+_QUOTES = re.compile('["\u201c-\u201f\u00ab\u00bb\u2033\u301d-\u301f\uff02]')
+_SPACES = re.compile(r"\s+")
+_ONE = r"(?:[12]|one|two|first|second|this|me|mine|the (?:first|second|other|caption|answer|option|above|below))\b"
+# What nobody who describes a picture writes: orders to choose, the judge's own question, names of the two texts, praise of itself.
+_TO_THE_JUDGE = re.compile(
+    "|".join(
+        (
+            rf"\b(?:choose|pick|select|prefer|output|reply|answer|respond|vote|say|print|return|write)\b\W*(?:with|for|is|only)?\W*{_ONE}",
+            r"\b(?:best|better|right|correct|winning)\s+(?:one\s+)?(?:caption|answer|choice|option|text|description)\b",
+            r"\b(?:caption|answer|choice|option|text|description)\s*(?:no\.?|number|\#)?\s*[12]\b",
+            r"\b(?:caption|answer|option|description)s?\s+(?:is|are|was|must|should|deserves?|wins?|fits?|describes?)\b",
+            r"\b(?:this|my|first|second|other|above|previous|next)\s+(?:caption|answer|choice|option|text|description)\b",
+            r"\b(?:ignore|disregard|forget|override)\b.{0,40}\b(?:image|picture|instructions?|captions?|previous|above|below|other|rest|question|rules?)\b",
+            r"\b(?:which|what)\s+(?:one\s+)?(?:caption|text|answer|fits|describes|is better)\b",
+            r"\b(?:judge|grader|evaluator|reviewer|assistant|system prompt|instructions?)\b\s*[:,]",
+            r"\b(?:you (?:must|should|will|have to|are)|as an ai|full (?:score|marks)|score (?:of )?1)\b",
+        )
+    ),
+    re.IGNORECASE,
+)
+
+
+def quoted(text: str, max_chars: int) -> str:
+    """The text on one line between straight quotes, cut off after `max_chars`. No quote inside can end it, and no line break begins
+    something else."""
+    return '"' + _QUOTES.sub("'", _SPACES.sub(" ", text).strip())[:max_chars] + '"'
+
+
+def judged_refusal(text: str, max_chars: int) -> str:
+    """Why a text is not shown to a judge; "" if it may be.
+
+    Reasons: empty; those of `plain_text.refusal`; to_the_judge (it gives orders, names the texts that are compared, or repeats the
+    question). The last is a list of phrases, not a proof: a judge that can be talked into something may be talked into it by others.
+    """
+    if not text.strip():
+        return "empty"
+    return refusal(text, max_chars) or ("to_the_judge" if _TO_THE_JUDGE.search(_SPACES.sub(" ", text)) else "")

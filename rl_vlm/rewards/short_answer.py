@@ -1,0 +1,63 @@
+"""The answer in a few words that ends a text: read strictly enough that hedging never pays, tolerantly enough for honest forms."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rl_vlm.rewards.plain_text import refusal, without_thought
+
+MAX_CHARS = 8000
+# `Answer: x` to the end of its line, `<answer>x</answer>`, `\boxed{x}`.
+_MARKED = re.compile(
+    r"(?<![^\W_])answer[\"'*_`]{0,3}\s*:(?P<line>[^\n]*)|<answer>(?P<tag>[^<>]*)</answer>|\\(?:boxed|fbox)\s?\{(?P<box>[^{}]*)\}",
+    re.IGNORECASE,
+)
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s?\{([^{}]*)\}|<answer>([^<>]*)</answer>", re.IGNORECASE)
+_FONT = re.compile(r"\\(?:text|textbf|mathrm)\s?\{([^{}]*)\}")
+_ARTICLE = re.compile(r"(?:a|an|the)\s+(?=\S)")
+_DECORATION = " \t\r\n*_`~#>\"'“”‘’()[]{}.!,:;-–—|\\$"
+
+
+@dataclass(frozen=True, slots=True)
+class ShortAnswer:
+    """value: the normalised answer, None where there is none. reason: why not; "" if there is one.
+
+    Reasons: too_long, hidden, special, look_alike (see `plain_text`), empty, several (marked answers that differ), misplaced (text
+    behind the marked answer, or a thought that does not end), unmarked (many lines, none of which is marked as the answer).
+    """
+
+    value: str | None
+    reason: str = ""
+
+
+def normalized(text: str) -> str:
+    """What answers are compared by: lower case, single spaces, no article before it, no marks around it."""
+    return _ARTICLE.sub("", " ".join(text.strip(_DECORATION).casefold().split()), count=1)
+
+
+def read_answer(text: str) -> ShortAnswer:
+    """The answer of a text, which is compared as a whole: a list of answers is none of them.
+
+    One `<think>...</think>` at the start is not read. The answer is marked by `Answer:`, `<answer>` or `\\boxed{}` and ends the
+    text; marks that name different answers name none. A text of one line without a mark is the answer itself.
+    """
+    if reason := refusal(text, MAX_CHARS):
+        return ShortAnswer(None, reason)
+    said = without_thought(text)
+    if "<think>" in said or "</think>" in said:
+        return ShortAnswer(None, "misplaced")
+    said = _FONT.sub(r"\1", said)
+    marks = list(_MARKED.finditer(said))
+    if not marks:
+        lines = [line for line in said.splitlines() if line.strip(_DECORATION)]
+        return _answer(lines[0]) if len(lines) == 1 else ShortAnswer(None, "unmarked" if lines else "empty")
+    if said[marks[-1].end() :].strip(_DECORATION):
+        return ShortAnswer(None, "misplaced")
+    values = {_answer(mark["line"] or mark["tag"] or mark["box"] or "") for mark in marks}
+    return values.pop() if len(values) == 1 else ShortAnswer(None, "several")
+
+
+def _answer(text: str) -> ShortAnswer:
+    value = normalized(_BOXED.sub(lambda box: box[1] or box[2] or "", text))
+    return ShortAnswer(value) if value else ShortAnswer(None, "empty")

@@ -1,0 +1,115 @@
+"""The tiny judge: its lessons are right and say nothing by their form, no test picture is among them, and a run asks in their words."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_vlm.chat import ChatCodec
+from rl_vlm.config import load_config
+from rl_vlm.envs.scenes import caption_item, caption_of
+from rl_vlm.envs.shapes_data import COLOURS, KINDS, render
+from rl_vlm.models.supervised import DialogueEncoder
+from rl_vlm.models.tiny import judgements
+from rl_vlm.models.tiny import model as tiny
+from rl_vlm.models.tiny.judge import choice_odds, held_out, judged_share, warm_start
+from rl_vlm.models.tiny.judgements import QUESTION, confused, draw_lesson, judge_lesson, random_comparison
+from rl_vlm.rewards.caption import grade_caption
+from rl_vlm.rewards.judged_text import quoted
+from rl_vlm.types import EncodedImage, Message
+
+ROOT = Path(__file__).parents[2]
+FACTS = (*COLOURS, *KINDS, "left", "right")
+
+
+def num_facts(caption: str) -> int:
+    return sum(word in FACTS for word in re.findall(r"\w+", caption))
+
+
+def test_the_right_choice_is_the_caption_with_the_higher_score() -> None:
+    rng = Random(0)
+    choices = []
+    for _ in range(300):
+        one = random_comparison(rng, "train")
+        scores = [grade_caption(caption, [caption_of(one.scene)]).score for caption in one.captions]
+        assert abs(scores[0] - scores[1]) >= 0.1
+        (_, question), reply = judge_lesson(one)
+        description, _, choice = reply.partition(": ")
+        assert description == caption_of(one.scene) and choice == ("1" if scores[0] > scores[1] else "2")
+        assert question == f'1 "{one.captions[0]}" 2 "{one.captions[1]}" Which fits?'
+        choices.append(choice)
+    assert 0.4 < choices.count("1") / 300 < 0.6
+
+
+def test_half_of_the_comparisons_cannot_be_guessed_without_the_picture() -> None:
+    rng = Random(1)
+    pairs = [random_comparison(rng, "train") for _ in range(1000)]
+    counts = [tuple(map(num_facts, pair.captions)) for pair in pairs]
+    assert sum(first == second for first, second in counts) >= 500
+
+
+def test_a_confused_caption_has_the_form_of_the_other_and_other_facts() -> None:
+    rng = Random(2)
+    caption = "a red circle at the top left, a square and a blue shape at the bottom right"
+    for _ in range(50):
+        other = confused(rng, caption)
+        assert (
+            other != caption and len(other.split()) == len(caption.split()) and num_facts(other) == num_facts(caption)
+        )
+    assert confused(rng, "a shape") == "a shape"
+
+
+def test_no_test_picture_is_shown() -> None:
+    rng = Random(4)
+    shown = {part.tobytes() for _ in range(800) for part in draw_lesson(rng)[0] if not isinstance(part, str)}
+    test = {render(caption_item("test", index)).tobytes() for index in range(512)}
+    assert len(shown) > 700 and not shown & test
+    assert all(render(one.scene).tobytes() not in shown for one in held_out(20))
+
+
+def test_a_run_asks_in_the_words_of_the_lessons() -> None:
+    processor = tiny.build_processor("judge")
+    codec = ChatCodec(processor.tokenizer, processor.chat_template, processor.image_token)
+    settings = load_config(ROOT / "configs/caption_judge_tiny.yaml").env.reward.judge
+    assert settings.question == QUESTION
+    one = random_comparison(Random(5), "train")
+    texts = [quoted(caption, settings.max_chars) for caption in one.captions]
+    question = settings.question.replace("{first}", texts[0]).replace("{second}", texts[1])
+    example = DialogueEncoder.from_processor(processor).encode_turn(*judge_lesson(one))
+    from PIL import Image
+
+    image = EncodedImage.from_pil(Image.fromarray(render(one.scene)))
+    asked = codec.encode_prompt([Message.of("user", image, question)]).token_ids.tolist()
+    ids = example.token_ids.tolist()
+    single = [ids[0], *(b for a, b in pairwise(ids) if (a, b) != (codec.image_token_id,) * 2)]
+    assert single[: len(asked)] == asked and not example.targets[: len(ids) - len(single) + len(asked)].any()
+    longest = (
+        "a yellow triangle at the bottom right, a yellow square at the top right and a green circle at the top left: 1"
+    )
+    assert len(processor.tokenizer.tokenize(longest)) < settings.answer_tokens
+    assert len(processor.tokenizer.tokenize("a yellow triangle at the bottom right")) == 7
+
+
+def test_the_warm_start_depends_on_its_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = tiny.build_processor("judge")
+    encoder = DialogueEncoder.from_processor(processor)
+    losses = []
+    for seed in (0, 0, 1):
+        model: Any = tiny.build_model(0, processor.tokenizer, "judge")
+        losses.append(warm_start(model, encoder, seed, steps=2, batch=6))
+    assert losses[0] == losses[1] != losses[2]
+    assert model.config.text_config.num_hidden_layers == 4
+    pairs = held_out(6)
+    odds, seen = choice_odds(model, encoder, pairs)
+    assert odds.shape == (6, 2) and odds.sum(1) == pytest.approx(1) and seen.shape == (6,)
+    _, right, both, contradicting = judged_share(model, encoder, pairs)
+    # Right in both orders, in one (a contradiction) or in none.
+    assert np.isclose(2 * right, 2 * both + contradicting)
+    monkeypatch.setattr(judgements, "LEAST_DIFFERENCE", 0.9)
+    assert all(abs(one.scores[0] - one.scores[1]) >= 0.9 for one in held_out(3))
