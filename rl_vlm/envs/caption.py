@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from rl_vlm.envs.base import Info, StepResult
 from rl_vlm.envs.one_shot import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, OneShotEnv, check_integers, question_of
@@ -63,9 +63,11 @@ class CaptionEnv(OneShotEnv[CaptionItem]):
     prompt: "full" asks in words; "brief" in one, for the tiny model.
     image_size: pixels per side of drawn scenes. seed: which set of them; num_train and num_test: how many it holds.
 
-    `info` of a step: `score` (the reward), `f1`, `precision`, `recall`, `length`, `reason` (why a caption is refused; see
+    `info` of a step: `score` (the reward; logged as `env/score`, whatever is paid), `f1`, `precision`, `recall`, `length`, `reason` (why a caption is refused; see
     `rewards/caption.py`), `well_formed`, `reference` (the first one).
     """
+
+    metrics: ClassVar[Mapping[str, tuple[float, ...]]] = {"score": ()}
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ See `tables.py` for what names a data set.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from rl_vlm.envs.images import MAX_PIXELS
 from rl_vlm.envs.rows import COLUMNS, BadRowError
@@ -18,12 +18,16 @@ IMAGE_MARKER = "<image>"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One row: the problem with its `<image>` markers, the true answer, the images, and the file and row."""
+    """A problem with its `<image>` markers, the true answer, the images, and the file and row that it comes from.
+
+    `kind` says what sort of problem it is, where that is known.
+    """
 
     problem: str
     answer: str
     images: tuple[EncodedImage, ...]
     where: str
+    kind: str = ""
 
     def parts(self) -> tuple[Part, ...]:
         """Text and images in reading order: each marker replaced by its image; images first without markers."""
@@ -71,11 +75,32 @@ def open_split(data: DataSource, split: Split) -> ImageTable:
     return open_split_table(ImageTable, data, split)
 
 
+class Questions(Protocol):
+    """Where an environment's questions come from: the rows of a data set, or a generator."""
+
+    def num_questions(self, split: Split) -> int:
+        """How many there are. Raises UserInputError for a split that does not exist."""
+
+    def validate(self, split: Split, limit: int | None = None) -> int:
+        """Check them before training starts; return how many were checked."""
+
+    def question(self, split: Split, index: int) -> Question:
+        """Question `index` of a split. Raises UserInputError outside the split, BadRowError if it cannot be used."""
+
+
 class QuestionSet(TableSet[ImageTable]):
     """The question set of an environment."""
 
     def __init__(self, data: DataSource) -> None:
         super().__init__(ImageTable, data)
+
+    def num_questions(self, split: Split) -> int:
+        """The number of rows."""
+        return len(self.split(split))
+
+    def validate(self, split: Split, limit: int | None = None) -> int:
+        """See `ImageTable.validate`."""
+        return self.split(split).validate(limit)
 
     def question(self, split: Split, index: int) -> Question:
         """Question `index` of a split. Raises UserInputError outside the split, BadRowError if the row cannot be used."""

@@ -7,8 +7,9 @@ import re
 from typing import Any, Literal, get_args
 
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
-from rl_vlm.envs.data import DataSource, Question, QuestionSet, check_max_turns
+from rl_vlm.envs.data import DataSource, Question, Questions, QuestionSet, check_max_turns
 from rl_vlm.envs.errors import EnvError
+from rl_vlm.envs.geo3k_drawn import DrawnQuestions, Levels
 from rl_vlm.envs.images import fit
 from rl_vlm.envs.tools import ToolCall, ToolCallError, parse_tool_call
 from rl_vlm.rewards.math import extract_boxed, grade_turns, is_equal
@@ -47,14 +48,16 @@ class Geo3kEnv(VisionEnv):
     A turn with a tool call gets a reply of role "tool"; a turn without one ends the episode. The reward, 1 or 0, is
     paid at the end for the last `\boxed{}` that the policy itself wrote, whatever the tool said before.
 
-    Arguments: `data`, a question set (see `open_split`). `scoring_tool=False` withholds the tool, which tells right
+    Arguments: `data`, a question set (see `open_split`); without it, problems are drawn, and `level`, `angle_step`, `seed`,
+    `num_train` and `num_test` say which (see `DrawnQuestions`). `scoring_tool=False` withholds the tool, which tells right
     from wrong and so must be off where accuracy without help is measured. `tool_cost` is subtracted for each call,
     `format_bonus` paid once for the first call that could be carried out. `image_size` bounds the longest side of an
-    image in pixels, `square` makes every image that size on a grey ground. `prompt`: "full" instructions in a system
-    message, "brief" ones in the question (few tokens), "none", or "auto": full ones, unless the problem has its own.
+    image in pixels, `square` makes every image that size on a grey ground; drawn figures are that size, 256 by default.
+    `prompt`: "full" instructions in a system message, "brief" ones in the question (few tokens), "none", or "auto": full
+    ones, unless the problem has its own.
 
     `info` of a step: turn, status (running, answered, no_answer, out_of_turns), tool_calls, tool_errors, answer,
-    correct (both judged at the end), reply; at the end also reason and truth.
+    correct (both judged at the end), reply, kind (of a drawn problem); at the end also reason and truth.
     """
 
     def __init__(
@@ -67,17 +70,24 @@ class Geo3kEnv(VisionEnv):
         image_size: int | None = None,
         square: bool = False,
         prompt: Prompt = "auto",
+        level: Levels | None = None,
+        angle_step: int = 1,
+        seed: int = 0,
+        num_train: int = 16_384,
+        num_test: int = 512,
     ) -> None:
         super().__init__()
-        if not data:
-            raise UserInputError(
-                "Geo3k needs a question set: pass env.data, a folder with train.parquet, or a hub name."
-            )
+        if data and level is not None:
+            raise UserInputError("Geo3k-v0: level is of drawn problems; the rows of env.data have none.")
         if (image_size is not None and image_size < 1) or (square and image_size is None):
             raise UserInputError(f"env.image_size is {image_size}; give at least 1 pixel, and give it with env.square.")
         if prompt not in get_args(Prompt):
             raise UserInputError(f"env.prompt is {prompt!r}; use one of {', '.join(get_args(Prompt))}.")
-        self._questions = QuestionSet(data)
+        self._questions: Questions = (
+            QuestionSet(data)
+            if data
+            else DrawnQuestions(1 if level is None else level, angle_step, image_size, seed, num_train, num_test)
+        )
         self._max_turns = check_max_turns(max_turns)
         self._scoring_tool = scoring_tool
         self._tool_cost = tool_cost
@@ -93,11 +103,11 @@ class Geo3kEnv(VisionEnv):
 
     def num_items(self, split: Split) -> int:
         """The number of questions in the split."""
-        return len(self._questions.split(split))
+        return self._questions.num_questions(split)
 
     def validate(self, split: Split, limit: int | None = None) -> int:
         """Check the split's rows before training starts (see `ImageTable.validate`); return how many."""
-        return self._questions.split(split).validate(limit)
+        return self._questions.validate(split, limit)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
         """Ask question `options["index"]` of `options["split"]`. Raises BadRowError if the row cannot be used."""
@@ -136,6 +146,7 @@ class Geo3kEnv(VisionEnv):
             "answer": None,
             "correct": False,
             "reply": reply,
+            "kind": self._question.kind,
         }
         if not (terminated or truncated):
             return Observation((Message.of("tool", reply),)), reward, False, False, info

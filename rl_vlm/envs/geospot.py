@@ -14,6 +14,7 @@ from rl_vlm.envs.gazetteer import open_gazetteer
 from rl_vlm.envs.geospot_rows import StreetViews
 from rl_vlm.envs.geospot_truth import GroundTruth
 from rl_vlm.envs.images import fit
+from rl_vlm.envs.one_shot import check_integers
 from rl_vlm.rewards.geo import FARTHEST_KM, LAST_STAGE, TAUS_KM, field_weights, score, stage_weights
 from rl_vlm.rewards.geo_answer import parse_answer
 from rl_vlm.types import EncodedImage, Observation, Split, UserInputError
@@ -80,7 +81,8 @@ class GeoSpotEnv(MadeItemsEnv):
         self._views = StreetViews(data) if data else None
         if self._views is None:
             image_size = world.IMAGE_SIZE if image_size is None else image_size
-            _check_integers(
+            check_integers(
+                "GeoSpot-v0",
                 countries=(countries, 2, len(world.mapped_countries())),
                 cities=(cities, 1, 1000),
                 zoom=(zoom, 1, world.MAX_ZOOM),
@@ -89,7 +91,7 @@ class GeoSpotEnv(MadeItemsEnv):
                 seed=(seed, -(2**63), 2**63),
             )
         if image_size is not None:
-            _check_integers(image_size=(image_size, MIN_IMAGE_SIZE, MAX_IMAGE_SIZE))
+            check_integers("GeoSpot-v0", image_size=(image_size, MIN_IMAGE_SIZE, MAX_IMAGE_SIZE))
         self.stage = _number("stage", stage, 0.0, LAST_STAGE)
         self.weights = stage_weights(self.stage) if weights is None else _checked_weights(weights)
         self.taus = {**TAUS_KM, **_checked_taus(taus or {})}
@@ -189,9 +191,3 @@ def _number(name: str, value: float, least: float, most: float) -> float:
         limits = f"of at least {least:g}" if math.isinf(most) else f"from {least:g} to {most:g}"
         raise UserInputError(f"GeoSpot-v0: {name} must be a number {limits}, not {value!r}.")
     return float(value)
-
-
-def _check_integers(**bounds: tuple[int, int, int]) -> None:
-    for name, (value, least, most) in bounds.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise UserInputError(f"GeoSpot-v0: {name} must be an integer from {least} to {most}, not {value!r}.")

@@ -8,30 +8,34 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
 
-from rl_vlm.envs.images import ImageError, check_header, decode, image_bytes, one_line
-from rl_vlm.envs.rows import BadRowError, HubRows, ParquetRows, check_columns
-from rl_vlm.envs.tables import DataSource, file_versions, open_rows, select, source_files, split_slice, split_source
+from rl_vlm.envs.images import check_header, one_line
+from rl_vlm.envs.rows import BadRowError, Rows, check_columns
+from rl_vlm.envs.tables import (
+    DataSource,
+    RowTable,
+    file_versions,
+    open_rows,
+    select,
+    source_files,
+    split_slice,
+    split_source,
+)
 from rl_vlm.rewards.geo import Position
 from rl_vlm.types import EncodedImage, Split, UserInputError
 
 COLUMNS = ("image", "latitude", "longitude", "country")
 OPTIONAL = ("region", "city")
-CACHED_VIEWS = 64  # decoded: the copies of a group ask for the same one
 MAX_SKIPPED_IN_A_ROW = 100
 _LISTED = 20  # unreadable rows that are named in the log
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -77,43 +81,38 @@ class CsvRows:
         return self._file.parent
 
 
-class StreetViewTable:
+class StreetViewTable(RowTable[StreetView]):
     """A sequence of street views. Rows that cannot be read are skipped: the next one that can be stands in for them."""
 
-    def __init__(self, rows: ParquetRows | HubRows | CsvRows, selected: range, name: str) -> None:
-        self.name = name
-        self.skipped: dict[int, str] = {}  # row -> what is wrong with it
-        self._rows = rows
-        self.selected = selected
-        self._recent: OrderedDict[int, StreetView] = OrderedDict()
-        self._lock = threading.Lock()
+    COLUMNS, OPTIONAL = COLUMNS, OPTIONAL
 
-    def __len__(self) -> int:
-        return len(self.selected)
+    def __init__(self, rows: Rows, selected: range, name: str) -> None:
+        super().__init__(rows, selected, name)
+        self.skipped: dict[int, str] = {}  # row -> what is wrong with it
 
     def __getitem__(self, index: int) -> StreetView:
         """View `index`, or the next one that can be read. Raises BadRowError after many that cannot."""
         if not 0 <= index < len(self):
             raise UserInputError(f"{self.name} has no view {index}: it has {len(self)}.")
-        with self._lock:
-            for step in range(min(MAX_SKIPPED_IN_A_ROW, len(self))):
-                row = self.selected[(index + step) % len(self)]
-                view = self._recent.get(row) or self._read_or_skip(row)
-                if view is not None:
-                    self._recent[row] = view
-                    if len(self._recent) > CACHED_VIEWS:
-                        self._recent.popitem(last=False)
-                    return view
+        for step in range(min(MAX_SKIPPED_IN_A_ROW, len(self))):
+            place = (index + step) % len(self)
+            row = self.selected[place]
+            if row in self.skipped:
+                continue
+            try:
+                return super().__getitem__(place)
+            except BadRowError as error:
+                self._skip(row, str(error))
         raise BadRowError(f"{self.name}: {step + 1} rows in a row cannot be read. {self.skipped[row]}")
 
-    def validate(self, limit: int) -> int:
-        """Read `limit` rows spread over the table without decoding pixels; return how many can be read."""
-        count = min(limit, len(self))
+    def validate(self, limit: int | None = None) -> int:
+        """Read `limit` rows spread over the table, or all, without decoding pixels; return how many can be read."""
+        count = len(self) if limit is None else min(limit, len(self))
         good = 0
         for number in range(count):
             row = self.selected[number * len(self) // count]
             try:
-                self._read(row, check_header)
+                self._each(row, self._read(row)[1], check_header)
                 good += 1
             except BadRowError as error:
                 self._skip(row, str(error))
@@ -121,18 +120,8 @@ class StreetViewTable:
             raise BadRowError(f"{self.name}: none of {count} rows can be read. {next(iter(self.skipped.values()))}")
         return good
 
-    def _read_or_skip(self, row: int) -> StreetView | None:
-        if row in self.skipped:
-            return None
-        try:
-            image, position, (country, region, city) = self._read(row, decode)
-            return StreetView(image, position, country or "", region, city, self._rows.where(row))
-        except BadRowError as error:
-            self._skip(row, str(error))
-            return None
-
-    def _read(self, row: int, use: Callable[[bytes], T]) -> tuple[T, Position, tuple[str | None, ...]]:
-        """`use(bytes)` of a row's image, its position and its names. Raises BadRowError."""
+    def _read(self, row: int) -> tuple[tuple[Position, str, str | None, str | None], list[Any]]:
+        """(position, country, region, city) and the undecoded image of a row."""
         values = self._rows.row(row)
         where = self._rows.where(row)
         try:
@@ -141,13 +130,15 @@ class StreetViewTable:
             latitude = longitude = math.nan
         if not (abs(latitude) <= 90 and abs(longitude) <= 180):  # NaN fails as well
             raise BadRowError(f"{where}: latitude and longitude are no position.")
-        names = tuple(_text(values.get(name)) for name in ("country", "region", "city"))
-        if names[0] is None:
+        country, region, city = (_text(values.get(name)) for name in ("country", "region", "city"))
+        if country is None:
             raise BadRowError(f"{where}: the country is empty or not text.")
-        try:
-            return use(image_bytes(values["image"], self._rows.folder(row))), (latitude, longitude), names
-        except ImageError as error:
-            raise BadRowError(f"{where}: the image {error}.") from error
+        return ((latitude, longitude), country, region, city), [values["image"]]
+
+    def _make(
+        self, fields: tuple[Position, str, str | None, str | None], images: tuple[EncodedImage, ...], where: str
+    ) -> StreetView:
+        return StreetView(images[0], *fields, where)
 
     def _skip(self, row: int, reason: str) -> None:
         self.skipped[row] = reason
@@ -198,7 +189,7 @@ def _open(
     source: str, split: str, csv: Path | None, files: Sequence[Path], versions: tuple[tuple[str, int, int], ...]
 ) -> StreetViewTable:
     """The table of a split, which the environments of a process share until a file of it changes."""
-    rows: ParquetRows | HubRows | CsvRows
+    rows: Rows
     if csv is None:
         rows, chosen = open_rows(source, split, files, COLUMNS, OPTIONAL)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -120,6 +120,11 @@ def resized(image: EncodedImage, width: int, height: int) -> EncodedImage:
 def blank(width: int, height: int) -> EncodedImage:
     """A grey image that shows nothing."""
     return EncodedImage.from_pil(Image.new("RGB", (width, height), GREY))
+
+
+def blanked(images: Iterable[EncodedImage]) -> tuple[EncodedImage, ...]:
+    """A blank image in the size of each."""
+    return tuple(blank(image.width, image.height) for image in images)
 
 
 def _open(data: bytes, max_pixels: int) -> Image.Image:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 from rl_vlm.envs.base import Info, StepResult
 from rl_vlm.envs.one_shot import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, OneShotEnv, check_integers, question_of
 from rl_vlm.envs.rows import BadRowError
-from rl_vlm.envs.scenes import pair_item, picture_of
+from rl_vlm.envs.scenes import STATEMENT_KINDS, StatementKind, pair_item, picture_of
 from rl_vlm.envs.tables import DataSource, RowTable, cell_text
 from rl_vlm.rewards.verdict import read_verdict
-from rl_vlm.types import EncodedImage, Observation, Split
+from rl_vlm.types import EncodedImage, Observation, Split, UserInputError
 
 NAME = "NLVR2-v0"
 # After the sentence. "brief" is for the tiny model, whose every token costs.
@@ -57,11 +58,18 @@ class PairTable(RowTable[PairItem]):
 
 
 @lru_cache(maxsize=4096)
-def drawn_item(split: Split, index: int, seed: int, image_size: int) -> PairItem:
+def drawn_item(split: Split, index: int, seed: int, image_size: int, kinds: tuple[StatementKind, ...]) -> PairItem:
     """A drawn item with its pictures; cached, because all copies of a group ask for the same one."""
-    pair = pair_item(split, index, seed)
+    pair = pair_item(split, index, seed, kinds)
     left, right = (picture_of(scene, image_size) for scene in (pair.left, pair.right))
     return PairItem(left, right, str(pair.statement), pair.truth, pair.statement.kind)
+
+
+def _known_kinds(kinds: Sequence[StatementKind]) -> tuple[StatementKind, ...]:
+    unknown = [kind for kind in kinds if kind not in STATEMENT_KINDS]
+    if unknown or not kinds or isinstance(kinds, str):
+        raise UserInputError(f"{NAME}: kinds is {kinds!r}; list some of {', '.join(STATEMENT_KINDS)}.")
+    return tuple(kinds)
 
 
 class NLVR2Env(OneShotEnv[PairItem]):
@@ -70,7 +78,7 @@ class NLVR2Env(OneShotEnv[PairItem]):
     data: a data set with the columns `sentence`, `left_image`, `right_image`, `label`; without it, drawn scenes of shapes and
         sentences about how many each image holds, half of them true, which neither one image nor the sentence decides.
     prompt: "full" asks in words; "brief" in three, for the tiny model.
-    image_size: pixels per side of drawn scenes. seed: which set of them; num_train and num_test: how many it holds.
+    kinds: which kinds of drawn sentences: equal, sum, one, more. image_size: pixels per side of drawn scenes. seed: which set of them; num_train and num_test: how many it holds.
 
     `info` of a step: `correct`, `verdict` (True, False or None), `reason` (why there is none; see `rewards/verdict.py`),
     `well_formed`, `label`, `kind` (of a drawn sentence: equal, sum, one or more; else empty).
@@ -81,13 +89,20 @@ class NLVR2Env(OneShotEnv[PairItem]):
         data: DataSource | None = None,
         *,
         prompt: str = "full",
+        kinds: Sequence[StatementKind] = STATEMENT_KINDS,
         image_size: int = 64,
         seed: int = 0,
         num_train: int = 16_384,
         num_test: int = 512,
     ) -> None:
+        asked = _known_kinds(kinds)
         super().__init__(
-            NAME, PairTable, data, lambda split, index: drawn_item(split, index, seed, image_size), num_train, num_test
+            NAME,
+            PairTable,
+            data,
+            lambda split, index: drawn_item(split, index, seed, image_size, asked),
+            num_train,
+            num_test,
         )
         check_integers(NAME, seed=(seed, None, None), image_size=(image_size, MIN_IMAGE_SIZE, MAX_IMAGE_SIZE))
         self._question = question_of(NAME, PROMPTS, prompt)

@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 
 class OneShotEnv(MadeItemsEnv, Generic[Item]):
-    """One item, one answer.
+    """One item an episode, and one answer at its end.
 
     Args:
         name: its registry id, for error messages.
@@ -54,11 +54,15 @@ class OneShotEnv(MadeItemsEnv, Generic[Item]):
         self._item = item = self._draw(split, index) if self._rows is None else self._rows.item(split, index)
         return item, {"index": index, "split": split}
 
-    def close_item(self) -> Item:
-        """The item that is answered now. Raises UserInputError without one."""
+    def current_item(self) -> Item:
+        """The item of the episode. Raises UserInputError without one."""
         if self._item is None:
             raise UserInputError(f"{self._name}: call reset() before step(), and again after an episode has ended.")
-        item, self._item = self._item, None
+        return self._item
+
+    def close_item(self) -> Item:
+        """The item that is answered now, which ends its episode. Raises UserInputError without one."""
+        item, self._item = self.current_item(), None
         return item
 
 

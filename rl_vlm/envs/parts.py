@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from rl_vlm.config import EnvSection
+from rl_vlm.config import EnvPart, EnvSection
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.registry import make
 from rl_vlm.types import Split
@@ -17,24 +18,26 @@ def make_part(env: EnvSection, name: str = "", changes: Mapping[str, Any] | None
     return make(part.id, **part.make_kwargs(changes))
 
 
-def split_sizes(env: EnvSection, split: Split) -> dict[str, int | None]:
-    """The number of items in a split of each environment by name; None for items without end.
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The number of items by split and name of the environment (None without end), and `VisionEnv.metrics` by name."""
 
-    Of the training split at most `num_items`, which may also bound an endless one.
-    """
-    sizes: dict[str, int | None] = {}
+    sizes: dict[Split, dict[str, int | None]]
+    metrics: dict[str, Mapping[str, tuple[float, ...]]]
+
+
+def survey(env: EnvSection, *splits: Split) -> Survey:
+    """Open each environment once, and note what is asked of it in these splits."""
+    found = Survey({split: {} for split in splits}, {})
     for name, part in env.parts.items():
         one = make_part(env, name)
-        sizes[name] = (part.num_items if split == "train" else None) or one.num_items(split)
+        for split in splits:
+            found.sizes[split][name] = part_size(part, one, split)
+        found.metrics[name] = one.metrics
         one.close()
-    return sizes
+    return found
 
 
-def declared_metrics(env: EnvSection) -> dict[str, Mapping[str, tuple[float, ...]]]:
-    """`VisionEnv.metrics` of each environment by name."""
-    metrics: dict[str, Mapping[str, tuple[float, ...]]] = {}
-    for name in env.parts:
-        one = make_part(env, name)
-        metrics[name] = one.metrics
-        one.close()
-    return metrics
+def part_size(part: EnvPart, env: VisionEnv, split: Split) -> int | None:
+    """The number of items in a split; of the training split at most `num_items`, which may also bound an endless one."""
+    return (part.num_items if split == "train" else None) or env.num_items(split)

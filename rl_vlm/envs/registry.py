@@ -28,6 +28,7 @@ _REGISTRY: dict[str, EnvFactory | str] = {
     "GridWalk-v0": "rl_vlm.envs.gridwalk:GridWalkEnv",
     "NLVR2-v0": "rl_vlm.envs.nlvr2:NLVR2Env",
     "Caption-v0": "rl_vlm.envs.caption:CaptionEnv",
+    "Zoom-v0": "rl_vlm.envs.zoom:ZoomEnv",
     "Geo3k-v0": "rl_vlm.envs.geo3k:Geo3kEnv",
     "Control-v0": "rl_vlm.control_envs.played:PlayedEnv",
     "GeoSpot-v0": "rl_vlm.envs.geospot:GeoSpotEnv",

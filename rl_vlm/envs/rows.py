@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,6 +23,24 @@ _READ_ERRORS = (pa.ArrowException, OSError, ValueError)
 
 class BadRowError(UserInputError):
     """A row of a data set cannot be used; the message names file, row and what is wrong."""
+
+
+class Rows(Protocol):
+    """Rows of a data set, read one by one."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Row `index` as a dict of the columns."""
+        ...
+
+    def where(self, index: int) -> str:
+        """File and row in words."""
+        ...
+
+    def folder(self, index: int) -> Path | None:
+        """The folder that image paths are relative to; None where there is none."""
+        ...
 
 
 class ParquetRows:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from rl_vlm.envs.images import MAX_PIXELS, ImageError, check_header, decode, image_bytes
-from rl_vlm.envs.rows import BadRowError, HubRows, ParquetRows, hub_rows, local_files, split_hint
+from rl_vlm.envs.rows import BadRowError, ParquetRows, Rows, hub_rows, local_files, split_hint
 from rl_vlm.types import EncodedImage, Split, UserInputError
 
 SHOWN_FINDINGS = 3
@@ -43,20 +43,20 @@ class RowTable(Generic[Item]):
     COLUMNS: ClassVar[Sequence[str]]
     OPTIONAL: ClassVar[Sequence[str]] = ()
 
-    def __init__(self, rows: ParquetRows | HubRows, selected: range, name: str, max_pixels: int = MAX_PIXELS) -> None:
+    def __init__(self, rows: Rows, selected: range, name: str, max_pixels: int = MAX_PIXELS) -> None:
         self.name = name
         self._rows = rows
-        self._selected = selected
+        self.selected = selected
         self._max_pixels = max_pixels
         self._recent: OrderedDict[int, Item] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._selected)
+        return len(self.selected)
 
     def __getitem__(self, index: int) -> Item:
         """Item `index`; IndexError outside the table, BadRowError that names file and row if it is not usable."""
-        row = self._selected[index]
+        row = self.selected[index]
         with self._lock:
             item = self._recent.get(row)
             if item is None:
@@ -78,7 +78,7 @@ class RowTable(Generic[Item]):
         count = total if limit is None else max(0, min(limit, total))
         findings: list[str] = []
         for number in range(count):
-            row = self._selected[number * total // count]
+            row = self.selected[number * total // count]
             try:
                 self._each(row, self._read(row)[1], check_header)
             except BadRowError as error:
@@ -144,10 +144,10 @@ def file_versions(files: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
 
 def open_rows(
     source: str, split: str, files: Sequence[Path], columns: Sequence[str], optional: Sequence[str] = ()
-) -> tuple[ParquetRows | HubRows, range]:
+) -> tuple[Rows, range]:
     """The rows of a source whose files are given (see `source_files`), and which of them its slice selects, at least one."""
     path_text, selected = split_slice(source)
-    rows = ParquetRows(files, columns, optional) if files else hub_rows(path_text, split, columns, optional)
+    rows: Rows = ParquetRows(files, columns, optional) if files else hub_rows(path_text, split, columns, optional)
     return rows, select(range(len(rows)), selected, source, split)
 
 

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from rl_vlm.asking.endpoints import Answer, Ask, Question
+from rl_vlm.asking.retries import ask_again
 from rl_vlm.config import RunConfig
 from rl_vlm.envs.base import Info, VisionEnv
 from rl_vlm.envs.images import blank, resized
 from rl_vlm.evaluation.outcomes import Outcome, Side, kept_info, outcome
-from rl_vlm.labelling.asking import ask_again
-from rl_vlm.labelling.endpoints import Answer, Ask, Question
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.env_pools import EnvPools
 from rl_vlm.rollout.tasks import RolloutTask

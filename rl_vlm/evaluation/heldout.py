@@ -10,6 +10,7 @@ import numpy as np
 
 from rl_vlm.config import RunConfig
 from rl_vlm.rollout.env_metrics import Metrics, declared_figures
+from rl_vlm.rollout.judge_figures import judge_figures
 from rl_vlm.rollout.tasks import RolloutTask, View
 from rl_vlm.seeding import derive_seed
 from rl_vlm.statistics import mean_interval, pass_at_k, wilson_interval
@@ -126,7 +127,10 @@ def _summary(
         f"reward/{name}": sum(trajectory.reward for trajectory in answered) / max(len(greedy), 1),
         f"turns/{name}": float(np.mean([t.num_turns for t in answered])) if answered else 0.0,
         f"items/{name}": len(greedy),
-        **{f"{key}/{name}": value for key, value in declared_figures(metrics, answered).items()},
+        **{
+            f"{key}/{name}": value
+            for key, value in (declared_figures(metrics, answered) | judge_figures(answered)).items()
+        },
     }
     sampled = [task for task in tasks if task.temperature > 0]
     if sampled:

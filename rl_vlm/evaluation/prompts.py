@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rl_vlm.config import RunConfig
-from rl_vlm.envs.parts import make_part, split_sizes
+from rl_vlm.envs.parts import make_part, part_size
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import Message
 
@@ -18,9 +18,8 @@ class ItemPrompts:
 
     def __init__(self, run: RunConfig) -> None:
         self._run = run
-        self._envs = [
-            (make_part(run.env, name), size) for name, size in split_sizes(run.env, run.evaluation.split).items()
-        ]
+        made = [(make_part(run.env, name), part) for name, part in run.env.parts.items()]
+        self._envs = [(env, part_size(part, env, run.evaluation.split)) for env, part in made]
 
     def take(self, numbers: Sequence[int]) -> list[tuple[Message, ...]]:
         """What is shown first in each of these items."""

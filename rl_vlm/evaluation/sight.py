@@ -47,12 +47,6 @@ def distance(engine: Sequence[np.ndarray], learner: Sequence[np.ndarray]) -> flo
     return float(np.mean(np.abs(np.concatenate(list(engine)) - np.concatenate(list(learner)))))
 
 
-def kl_of_samples(policy: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
-    """KL(policy || other) per token from log-probabilities [T] of what the policy sampled: the estimator k3 (Schulman, 2020)."""
-    log_ratio = np.concatenate(list(other)).astype(np.float64) - np.concatenate(list(policy))
-    return float(np.mean(np.exp(log_ratio) - 1 - log_ratio))
-
-
 def explain(distances: Mapping[str, float], limits: tuple[float, float]) -> Fault | None:
     """The fault behind the engine's log-probabilities, if there is one.
 

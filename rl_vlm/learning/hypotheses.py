@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from rl_vlm.envs.images import blank, resized
+from rl_vlm.envs.images import blanked, resized
 from rl_vlm.learning.batching import MicroBatch
 from rl_vlm.learning.update import PositionChange
 from rl_vlm.models.loading import TextSide
@@ -39,7 +39,7 @@ def sight_logprobs(
     The names are those of evaluation/sight.py; a hypothesis that changes nothing is left out. Raises UnfitImagesError.
     """
     _check_tokens(trajectories, text)
-    found = {"true": recompute(trajectories), "blank": recompute(_with_images(trajectories, _blank))}
+    found = {"true": recompute(trajectories), "blank": recompute(_with_images(trajectories, blanked))}
     if not hypotheses:
         return found
     if any(len(trajectory.images) > 1 for trajectory in trajectories):
@@ -64,10 +64,6 @@ def _check_tokens(trajectories: Sequence[Trajectory], text: TextSide) -> None:
 
 def _with_images(trajectories: Sequence[Trajectory], change: ImagesChange) -> list[Trajectory]:
     return [replace(one, images=change(one.images)) for one in trajectories]
-
-
-def _blank(images: Sequence[EncodedImage]) -> tuple[EncodedImage, ...]:
-    return tuple(blank(image.width, image.height) for image in images)
 
 
 def _reversed(images: Sequence[EncodedImage]) -> tuple[EncodedImage, ...]:

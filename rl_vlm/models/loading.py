@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.models.images import DEFAULT_PIXELS, ImageProcessorSpec, PixelLimits
+from rl_vlm.models.tiny.variants import VARIANT_OF
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
@@ -24,14 +25,6 @@ Quantization = Literal["none", "nf4"]
 
 # Families whose multimodal positions and image placeholders `chat.py` and `backbone.py` know.
 SUPPORTED_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-_TINY: dict[str, Literal["small", "wide", "labeller", "gridwalk", "geospot", "scenes"]] = {
-    "tiny": "small",
-    "tiny-wide": "wide",
-    "tiny-labeller": "labeller",
-    "tiny-gridwalk": "gridwalk",
-    "tiny-geospot": "geospot",
-    "tiny-scenes": "scenes",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +43,12 @@ class TextSide:
 def resolve_model(name: str, seed: int = 0) -> Path:
     """The folder of a model: `tiny` (built on first use), a local folder, or a hub name that was fetched before.
 
-    `tiny-wide` has heads of 32 dimensions, the smallest that vLLM's CPU kernels support. `tiny-labeller` has them too, and
-    is trained to compare drawings of poles. `tiny-gridwalk` knows what is where on 3×3 and 4×4 grids of `GridWalk-v0`,
-    `tiny-geospot` where the pin is on the maps of `GeoSpot-v0`, `tiny-scenes` what the
-    pictures of `NLVR2-v0` and `Caption-v0` hold.
+    `tiny-NAME` are its variants: see `models/tiny/variants.py` for what each knows.
     """
-    if name in _TINY:
+    if name in VARIANT_OF:
         from rl_vlm.models.tiny.model import tiny_model_path
 
-        return tiny_model_path(seed=seed, variant=_TINY[name])
+        return tiny_model_path(seed=seed, variant=VARIANT_OF[name])
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():

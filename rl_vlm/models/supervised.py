@@ -166,3 +166,10 @@ def token_logprobs(model: Any, arguments: dict[str, torch.Tensor], targets: torc
     out = torch.zeros(targets.shape, dtype=values.dtype, device=values.device)
     out[:, 1:][wanted] = values
     return out
+
+
+@torch.no_grad()
+def missed(model: Any, arguments: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
+    """bool [B, T - 1]: target tokens that are not the likeliest given all before them."""
+    hidden = model.model(**arguments, use_cache=False).last_hidden_state[:, :-1]
+    return (model.lm_head(hidden).argmax(-1) != arguments["input_ids"][:, 1:]) & targets[:, 1:]

@@ -29,7 +29,6 @@ def test_every_row_of_the_fixture_is_paid_for_its_own_answer():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({}, "pass env.data"),
         ({"data": GEO3K, "max_turns": 0}, "env.max_turns is 0"),
         ({"data": GEO3K, "max_turns": True}, "env.max_turns is True"),
         ({"data": GEO3K, "image_size": 0}, "env.image_size is 0"),

@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen3VLForC
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.models.tiny import model as tiny
+from rl_vlm.models.tiny import warmstart
 from rl_vlm.models.tiny.tokenizer import ADDED_TOKENS, NUM_BPE_IDS
 from rl_vlm.types import UserInputError
 
@@ -25,7 +26,7 @@ CALL = '<tool_call>{"name":"calc_score","arguments":{"answer":"12"}}</tool_call>
 def no_chance_report() -> Iterator[None]:
     """The report at the end of a build costs more than these short builds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny, "_log_chance", lambda *_: None)
+        patch.setattr(warmstart, "log_accuracy", lambda *_: None)
         yield
 
 

@@ -12,9 +12,9 @@ import pytest
 from label_support import pair
 from PIL import Image
 
+from rl_vlm.asking.endpoints import Answer, Question
 from rl_vlm.chat import ChatCodec
 from rl_vlm.config import LabelsSection
-from rl_vlm.labelling.endpoints import Answer, Question
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.models.loading import resolve_model

@@ -57,7 +57,8 @@ def test_a_verdict_is_random_whatever_the_images_hold_and_the_counts_before_it_a
         (first, second, question), reply = verdict_lesson(pair, verdict=False)
         assert (first == render(pair.left)).all() and (second == render(pair.right)).all()
         assert question == f"{pair.statement} True or False?"
-        assert reply == f"{left} left {right_count} right: False"
+        order = ("same", "more left", "more right")[int(np.sign(left - right_count))]
+        assert reply == f"{left} left {right_count} right, {order}: False"
     verdicts: Counter[bool] = Counter()
     for _ in range(3000):
         parts, reply = draw_lesson(rng)
@@ -68,7 +69,7 @@ def test_a_verdict_is_random_whatever_the_images_hold_and_the_counts_before_it_a
             verdicts[verdict] += 1
             words = reply.split()
             right.append(_holds(text.removesuffix(VERDICT_QUESTION), int(words[0]), int(words[2])) == verdict)
-    assert 0.4 < len(right) / 3000 < 0.6
+    assert 0.3 < len(right) / 3000 < 0.5
     assert abs(np.mean(right) - 0.5) < 0.05
     assert abs(verdicts[True] / len(right) - 0.5) < 0.05
 
@@ -135,7 +136,7 @@ def test_the_environments_ask_as_the_lessons_do(
 def test_words_are_single_tokens_and_answers_are_short(processor: Any) -> None:
     tokenize = processor.tokenizer.tokenize
     assert len(processor.tokenizer) == 490
-    assert len(tokenize(counted(2, 1) + ": True")) == 7 == len(tokenize(counted(0, 4) + ": False"))
+    assert len(tokenize(counted(2, 1) + ": True")) == 10 == len(tokenize(counted(0, 4) + ": False"))
     assert len(tokenize(str(Statement("equal", pair_item("train", 0).statement.noun)))) <= 9
     longest = (
         "a yellow triangle at the bottom right, a yellow square at the top right and a green circle at the top left"

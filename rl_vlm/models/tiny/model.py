@@ -15,45 +15,29 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from rl_vlm.envs import shapes_data as data
 from rl_vlm.files import cache_folder, locked
 from rl_vlm.models.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from rl_vlm.models.tiny.variants import variant_named
 from rl_vlm.types import UserInputError
-
-if TYPE_CHECKING:
-    from rl_vlm.models.supervised import DialogueEncoder
 
 # Part of the cache key: raise it whenever the weights would come out differently.
 RECIPE_VERSION = 4
 MAX_LENGTH = 8192
 MIN_PIXELS, MAX_PIXELS = 32 * 32, 128 * 128  # 1 to 16 image tokens
 
-Variant = Literal["small", "wide", "labeller", "gridwalk", "geospot", "scenes"]
-_SMALL_HEADS: dict[str, Any] = {"head_dim": 16, "mrope_section": [4, 2, 2]}
-_WIDE_HEADS: dict[str, Any] = {"head_dim": 32, "mrope_section": [8, 4, 4]}
-# "wide" has attention heads of 32, the least that vLLM's kernels support. "labeller" compares pictures of poles.
-# "gridwalk" knows what is where on the grids of GridWalk-v0, "geospot" where the pin is on the maps of GeoSpot-v0,
-# "scenes" what the pictures of NLVR2-v0 and Caption-v0 hold.
-_HEADS = dict.fromkeys(("small", "gridwalk", "geospot", "scenes"), _SMALL_HEADS) | dict.fromkeys(
-    ("wide", "labeller"), _WIDE_HEADS
-)
-# As RECIPE_VERSION, for the lessons of one variant.
-_LESSONS_VERSION = {"labeller": 2, "gridwalk": 2, "geospot": 1, "scenes": 1}
-
 logger = logging.getLogger(__name__)
 
 
-def tiny_model_path(seed: int = 0, variant: Variant = "small") -> Path:
+def tiny_model_path(seed: int = 0, variant: str = "small") -> Path:
     """The folder of the tiny model, built on first use (about a minute) under `~/.cache/rl_vlm`.
 
     The environment variable RL_VLM_CACHE names another place. Safe to call from many processes at once: one builds,
     the others wait.
     """
-    version = ".".join(
-        map(str, [RECIPE_VERSION, *([_LESSONS_VERSION[variant]] if variant in _LESSONS_VERSION else [])])
-    )
+    lessons = variant_named(variant).version
+    version = str(RECIPE_VERSION) if lessons is None else f"{RECIPE_VERSION}.{lessons}"
     key = hashlib.sha256(f"{version}-{variant}-{seed}".encode()).hexdigest()[:12]
     cache = cache_folder()
     folder = cache / f"tiny-{variant}-{seed}-{key}"
@@ -66,27 +50,19 @@ def tiny_model_path(seed: int = 0, variant: Variant = "small") -> Path:
     return folder
 
 
-def make_tiny(folder: str | Path, seed: int = 0, variant: Variant = "small", steps: int | None = None) -> Path:
+def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: int | None = None) -> Path:
     """Build the tiny model and write it as a Hugging Face folder, which appears complete or not at all.
 
     `steps` shortens the warm start for tests of everything but learning.
     """
-    if variant not in _HEADS:
-        raise UserInputError(f"Tiny model variant {variant!r} is unknown; choose one of {', '.join(_HEADS)}.")
+    known = variant_named(variant)
     folder = Path(folder)
     if folder.exists():
         raise UserInputError(f"{folder} exists already: remove it or choose another folder.")
     # Imported here: the path of a cached model must not need torch and the environments of the warm start.
     from rl_vlm.models.supervised import DialogueEncoder
-    from rl_vlm.models.tiny import labeller, observer, spotter, walker, warmstart
 
-    of_variant: dict[str, tuple[Any, Any]] = {
-        "labeller": (labeller, labeller.log_accuracy),
-        "gridwalk": (walker, walker.log_accuracy),
-        "geospot": (spotter, spotter.log_accuracy),
-        "scenes": (observer, observer.log_accuracy),
-    }
-    lessons, report = of_variant.get(variant, (warmstart, _log_chance))
+    lessons = known.module
     steps = lessons.STEPS if steps is None else steps
     folder.parent.mkdir(parents=True, exist_ok=True)
     logger.info("tiny model: building %s (seed %d, %d steps); this happens once", folder, seed, steps)
@@ -96,7 +72,7 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: Variant = "small", ste
     encoder = DialogueEncoder.from_processor(processor)
     with _one_thread():
         loss = lessons.warm_start(model, encoder, seed, steps)
-        report(model, encoder, loss, time.monotonic() - started)
+        lessons.log_accuracy(model, encoder, loss, time.monotonic() - started)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         model.save_pretrained(draft)
@@ -109,13 +85,10 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: Variant = "small", ste
     return folder
 
 
-def build_processor(variant: Variant = "small") -> Any:
+def build_processor(variant: str = "small") -> Any:
     """A `Qwen3VLProcessor` with the tiny tokenizer and small images."""
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
-    from rl_vlm.models.tiny import sights, spots, walks
-
-    corpora = {"gridwalk": lambda: walks.CORPUS, "geospot": spots.corpus, "scenes": lambda: sights.CORPUS}
     images = {
         "patch_size": 16,
         "temporal_patch_size": 2,
@@ -126,35 +99,35 @@ def build_processor(variant: Variant = "small") -> Any:
     }
     return Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(**images),
-        tokenizer=build_tokenizer(MAX_LENGTH, corpora[variant]() if variant in corpora else ()),
+        tokenizer=build_tokenizer(MAX_LENGTH, variant_named(variant).corpus),
         video_processor=Qwen3VLVideoProcessor(**images),
         chat_template=CHAT_TEMPLATE,
     )
 
 
-def build_model(seed: int, tokenizer: Any, variant: Variant = "small") -> Any:
+def build_model(seed: int, tokenizer: Any, variant: str = "small") -> Any:
     """A `Qwen3VLForConditionalGeneration` with random weights that depend on the seed alone."""
     import torch
     from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     token_id = tokenizer.convert_tokens_to_ids
     end, pad = token_id("<|im_end|>"), token_id("<|endoftext|>")
-    heads = _HEADS[variant]
+    known = variant_named(variant)
     config = Qwen3VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
             "hidden_size": 64,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": known.layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "head_dim": heads["head_dim"],
+            "head_dim": 32 if known.wide else 16,
             "intermediate_size": 192,
             "max_position_embeddings": MAX_LENGTH,
             "initializer_range": 0.08,
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 1e4,
-                "mrope_section": heads["mrope_section"],
+                "mrope_section": [8, 4, 4] if known.wide else [4, 2, 2],
                 "mrope_interleaved": True,
             },
             "tie_word_embeddings": True,
@@ -191,21 +164,6 @@ def build_model(seed: int, tokenizer: Any, variant: Variant = "small") -> Any:
         positions *= 0.5 / positions.std()
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad, bos_token_id=pad, do_sample=False)
     return model
-
-
-def _log_chance(model: Any, encoder: DialogueEncoder, loss: float, seconds: float) -> None:
-    """Log the accuracy on the task, which should be near chance, on drawings of the train split."""
-    from rl_vlm.models.sight import accuracy, choice_logprobs, sampled_accuracy
-
-    rng = data.stable_rng("chance")
-    drawn = [data.draw(rng, 1 + number % data.MAX_SHAPES, "train") for number in range(256)]
-    questions = [data.count_question(shapes) for shapes, _ in drawn]
-    logprobs = choice_logprobs(model, encoder, [pixels for _, pixels in drawn], questions)
-    greedy, sampled = accuracy(logprobs, questions), sampled_accuracy(logprobs, questions)
-    logger.info(
-        "tiny model: done in %.0f s, loss %.3f; counting accuracy %.2f greedy, %.2f sampled (chance 0.25)",
-        seconds, loss, greedy, sampled,
-    )  # fmt: skip
 
 
 def _make_readable(folder: Path) -> None:

@@ -8,20 +8,15 @@ from random import Random
 from typing import Any
 
 import numpy as np
-import torch
 
 from rl_vlm.envs.scenes import StatedPair, pair_item
-from rl_vlm.models.supervised import DialogueEncoder, Example, collate, token_logprobs
+from rl_vlm.models.supervised import DialogueEncoder
+from rl_vlm.models.tiny.replies import option_odds
 from rl_vlm.models.tiny.sights import draw_lesson, verdict_lesson
-from rl_vlm.models.tiny.warmstart import drawn_ahead, teach
-from rl_vlm.models.vision import fast_vision
+from rl_vlm.models.tiny.warmstart import teach_drawn
 
-STEPS = 600
+STEPS = 700
 BATCH = 48
-LEARNING_RATE = 3e-3
-_RISE = 20  # steps until the full learning rate
-_LOG_EVERY_S = 10.0
-_ROWS = 64  # per forward pass
 
 logger = logging.getLogger(__name__)
 
@@ -29,35 +24,17 @@ logger = logging.getLogger(__name__)
 def warm_start(model: Any, encoder: DialogueEncoder, seed: int, steps: int = STEPS, batch: int = BATCH) -> float:
     """Train all weights in place on random lessons; returns the last loss (nats per token)."""
     rng = Random(f"observer {seed}")
-
-    def examples() -> list[Example]:
-        return [encoder.encode_turn(*draw_lesson(rng)) for _ in range(batch)]
-
-    with fast_vision(model):
-        return teach(
-            model, encoder, drawn_ahead(examples, steps), steps, LEARNING_RATE,
-            name="tiny observer:", rise=_RISE, log_every_s=_LOG_EVERY_S,
-        )  # fmt: skip
+    return teach_drawn(model, encoder, lambda: encoder.encode_turn(*draw_lesson(rng)), steps, batch, "tiny observer:")
 
 
 def verdict_odds(model: Any, encoder: DialogueEncoder, pairs: Sequence[StatedPair]) -> tuple[np.ndarray, np.ndarray]:
     """(float32 [N, 2], bool [N]): how likely False and True are once the right counts are written down, and whether the counts
     that the model would write itself (greedily) are the right ones.
     """
-    odds: list[np.ndarray] = []
-    right: list[bool] = []
-    for start in range(0, len(pairs), _ROWS):
-        part = pairs[start : start + _ROWS]
-        examples = [encoder.encode_turn(*verdict_lesson(pair, verdict)) for pair in part for verdict in (False, True)]
-        arguments, targets = collate(examples, encoder.pad_token_id)
-        with torch.no_grad():
-            logprobs = token_logprobs(model, arguments, targets).sum(1).reshape(-1, 2)
-            hidden = model.model(**arguments, use_cache=False).last_hidden_state[:, :-1]
-            missed = (model.lm_head(hidden).argmax(-1) != arguments["input_ids"][:, 1:]) & targets[:, 1:]
-        odds.append(torch.softmax(logprobs, 1).numpy())
-        # Of the two verdicts one is always missed; whoever misses nothing else has written the counts.
-        right += (missed.sum(1).reshape(-1, 2).min(1).values == 0).tolist()
-    return np.concatenate(odds), np.array(right)
+    lessons = [[verdict_lesson(pair, verdict) for verdict in (False, True)] for pair in pairs]
+    return option_odds(
+        model, encoder, [both[0][0] for both in lessons], [[reply for _, reply in both] for both in lessons]
+    )
 
 
 def log_accuracy(model: Any, encoder: DialogueEncoder, loss: float, seconds: float) -> None:

@@ -6,20 +6,15 @@ import logging
 from typing import Any
 
 import numpy as np
-import torch
 
 from rl_vlm.envs import geospot_world as world
 from rl_vlm.envs.shapes_data import split_of
-from rl_vlm.models.supervised import DialogueEncoder, Example, collate
+from rl_vlm.models.supervised import DialogueEncoder, Example, collate, missed
 from rl_vlm.models.tiny.spots import cell, draw_spot
-from rl_vlm.models.tiny.warmstart import drawn_ahead, teach
-from rl_vlm.models.vision import fast_vision
+from rl_vlm.models.tiny.warmstart import teach_drawn
 
 STEPS = 400
 BATCH = 48
-LEARNING_RATE = 3e-3
-_RISE = 20  # steps until the full learning rate
-_LOG_EVERY_S = 10.0
 _QUESTION = "Cell of pin?"
 
 logger = logging.getLogger(__name__)
@@ -29,15 +24,11 @@ def warm_start(model: Any, encoder: DialogueEncoder, seed: int, steps: int = STE
     """Train all weights in place on random maps; returns the last loss (nats per token)."""
     rng = np.random.default_rng([seed, 4])
 
-    def examples() -> list[Example]:
-        drawn = (draw_spot(rng) for _ in range(batch))
-        return [encoder.encode_turn((pixels, question), reply) for pixels, question, reply in drawn]
+    def draw() -> Example:
+        pixels, question, reply = draw_spot(rng)
+        return encoder.encode_turn((pixels, question), reply)
 
-    with fast_vision(model):
-        return teach(
-            model, encoder, drawn_ahead(examples, steps), steps, LEARNING_RATE,
-            name="tiny spotter:", rise=_RISE, log_every_s=_LOG_EVERY_S,
-        )  # fmt: skip
+    return teach_drawn(model, encoder, draw, steps, batch, "tiny spotter:")
 
 
 def cell_accuracy(model: Any, encoder: DialogueEncoder, num_questions: int = 200) -> float:
@@ -50,11 +41,7 @@ def cell_accuracy(model: Any, encoder: DialogueEncoder, num_questions: int = 200
         if split_of(pixels) == "test":
             column, row = cell(position)
             examples.append(encoder.encode_turn((pixels, _QUESTION), f"{column} {row}"))
-    arguments, targets = collate(examples, encoder.pad_token_id)
-    with torch.no_grad():
-        likeliest = model.lm_head(model.model(**arguments, use_cache=False).last_hidden_state[:, :-1]).argmax(-1)
-    wrong = (likeliest != arguments["input_ids"][:, 1:]) & targets[:, 1:]
-    return float((~wrong.any(1)).float().mean())
+    return float((~missed(model, *collate(examples, encoder.pad_token_id)).any(1)).float().mean())
 
 
 def log_accuracy(model: Any, encoder: DialogueEncoder, loss: float, seconds: float) -> None:

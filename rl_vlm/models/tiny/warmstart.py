@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl_vlm.envs import shapes_data
 from rl_vlm.models.supervised import DialogueEncoder, Example, backward_mean_nll, collate, token_logprobs
 from rl_vlm.models.tiny.dialogues import Dialogue, perception_dialogue, target_dialogue
 from rl_vlm.models.tiny.geometry import GeometryDialogues
@@ -40,6 +41,21 @@ def warm_start(model: Any, encoder: DialogueEncoder, seed: int, steps: int = STE
         return teach(model, encoder, drawn_ahead(examples, steps), steps, LEARNING_RATE, name="tiny model: warm start")
 
 
+def log_accuracy(model: Any, encoder: DialogueEncoder, loss: float, seconds: float) -> None:
+    """Log the accuracy on the task, which should be near chance, on drawings of the train split."""
+    from rl_vlm.models.sight import accuracy, choice_logprobs, sampled_accuracy
+
+    rng = shapes_data.stable_rng("chance")
+    drawn = [shapes_data.draw(rng, 1 + number % shapes_data.MAX_SHAPES, "train") for number in range(256)]
+    questions = [shapes_data.count_question(shapes) for shapes, _ in drawn]
+    logprobs = choice_logprobs(model, encoder, [pixels for _, pixels in drawn], questions)
+    greedy, sampled = accuracy(logprobs, questions), sampled_accuracy(logprobs, questions)
+    logger.info(
+        "tiny model: done in %.0f s, loss %.3f; counting accuracy %.2f greedy, %.2f sampled (chance 0.25)",
+        seconds, loss, greedy, sampled,
+    )  # fmt: skip
+
+
 def drawn_ahead(draw: Callable[[], list[Example]], count: int) -> Iterator[list[Example]]:
     """`count` batches; each is drawn while the model computes the one before."""
     with ThreadPoolExecutor(1) as pool:
@@ -49,6 +65,20 @@ def drawn_ahead(draw: Callable[[], list[Example]], count: int) -> Iterator[list[
             current = upcoming.result()
             upcoming = pool.submit(draw) if number + 1 < count else None
             yield current
+
+
+def teach_drawn(
+    model: Any, encoder: DialogueEncoder, draw: Callable[[], Example], steps: int, batch: int, name: str
+) -> float:
+    """`teach` from examples that are drawn at random while the model computes; returns the last loss (nats per token)."""
+
+    def examples() -> list[Example]:
+        return [draw() for _ in range(batch)]
+
+    with fast_vision(model):
+        return teach(
+            model, encoder, drawn_ahead(examples, steps), steps, LEARNING_RATE, name=name, rise=20, log_every_s=10.0
+        )
 
 
 def teach(

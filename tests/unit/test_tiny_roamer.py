@@ -1,0 +1,187 @@
+"""The tiny roamer: what it is taught about MiniGrid's rooms, that it is asked as it was taught, and that no policy is taught."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rl_vlm
+from rl_vlm.chat import ChatCodec
+from rl_vlm.config import load_config
+from rl_vlm.control_envs.action_words import read_word
+from rl_vlm.models.loading import resolve_model
+from rl_vlm.models.supervised import DialogueEncoder
+from rl_vlm.models.tiny import model as tiny
+from rl_vlm.models.tiny import roamer, rooms
+from rl_vlm.models.tiny.rooms import HEADINGS, WORDS, Room, bearing, described, draw_tour, random_room, render, side
+from rl_vlm.types import UserInputError
+
+pytest.importorskip("minigrid")
+CONFIG = Path(__file__).parents[2] / "configs" / "minigrid_tiny.yaml"
+ROOM = Room(6, agent=(1, 2), heading="north", goal=(3, 3))
+
+
+@pytest.fixture(scope="module")
+def processor() -> Any:
+    return tiny.build_processor("minigrid")
+
+
+@pytest.fixture(scope="module")
+def encoder(processor: Any) -> DialogueEncoder:
+    return DialogueEncoder.from_processor(processor)
+
+
+@pytest.fixture
+def env() -> Any:
+    run = load_config(CONFIG)
+    return rl_vlm.make(run.env.id, **run.env.make_kwargs())
+
+
+# --- what is taught
+
+
+def test_answers_about_a_room_by_hand() -> None:
+    rng = np.random.default_rng(0)
+    found = {rooms.random_question(rng, ROOM) for _ in range(2000)}
+    assert found == {
+        ("Heading?", "north"), ("Where is goal?", "south east"), ("Which side?", "behind right"), ("What is ahead?", "floor"),
+        ("Column of agent?", "2"), ("Row of agent?", "3"), ("Column of goal?", "4"), ("Row of goal?", "4"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("heading", "seen"),
+    [("north", "behind right"), ("east", "ahead right"), ("south", "ahead left"), ("west", "behind left")],
+)
+def test_the_side_turns_with_the_agent(heading: str, seen: str) -> None:
+    assert side(Room(6, (1, 1), heading, (2, 2))) == seen
+
+
+def test_straight_ways_have_one_word() -> None:
+    straight = Room(6, (1, 1), "east", (3, 1))
+    assert (bearing(straight), side(straight)) == ("east", "ahead")
+    assert side(Room(6, (1, 1), "west", (3, 1))) == "behind"
+
+
+def test_what_is_written_agrees_with_minigrids_own_state(env: Any) -> None:
+    """Headings, cells and moves are those of MiniGrid's environment, and the picture is the one that Control-v0 shows of them."""
+    rng = np.random.default_rng(1)
+    for index in range(6):
+        observation, _ = env.reset(options={"index": index, "split": "train"})
+        for _ in range(5):
+            inner = env._inner.unwrapped
+            room = Room(6, tuple(int(x) - 1 for x in inner.agent_pos), tuple(HEADINGS)[inner.agent_dir], (3, 3))
+            shown = np.asarray(observation.messages[0].images[0])
+            assert np.array_equal(shown, render(room))
+            word = WORDS[rng.integers(3)]
+            observation, _, ended, _, info = env.step(described(room, word))
+            assert info["well_formed"]
+            if ended:
+                assert room.after(word).agent == (3, 3)
+                break
+            after = room.after(word)
+            assert tuple(int(x) - 1 for x in inner.agent_pos) == after.agent
+            assert tuple(HEADINGS)[inner.agent_dir] == after.heading
+
+
+def test_action_words_are_random_wherever_the_goal_is() -> None:
+    rng = np.random.default_rng(2)
+    words: dict[str, Counter[str]] = {"ahead": Counter(), "behind": Counter()}
+    turns = asked = 0
+    for _ in range(2500):
+        for role, (picture, text), reply in draw_tour(rng):
+            turns += 1
+            assert role == "user" and picture.shape == (64, 64, 3)
+            if text in (rooms.QUESTION, rooms.REMINDER):
+                asked += 1
+                word = read_word(reply, dict.fromkeys(WORDS))
+                assert word is not None
+                for name, counts in words.items():
+                    counts[word] += name in reply
+    assert 0.4 < asked / turns < 0.7
+    for counts in words.values():
+        assert all(abs(counts[word] / counts.total() - 1 / 3) < 0.04 for word in WORDS)
+
+
+def test_no_start_of_the_test_split_is_shown(env: Any) -> None:
+    rng = np.random.default_rng(3)
+    shown = {picture.tobytes() for _ in range(800) for _, (picture, _), _ in draw_tour(rng)}
+    test = {
+        np.asarray(env.reset(options={"index": index, "split": "test"})[0].messages[0].images[0]).tobytes()
+        for index in range(60)
+    }
+    assert len(shown) > 500 and len(test) > 5 and not shown & test
+
+
+def test_rooms_of_the_splits_are_different_ones() -> None:
+    rng = np.random.default_rng(4)
+    drawn = {split: {random_room(rng, (6,), split) for _ in range(300)} for split in ("train", "test")}
+    assert drawn["train"] and drawn["test"] and not drawn["train"] & drawn["test"]
+
+
+# --- how it is asked
+
+
+def test_a_tour_is_encoded_as_the_environment_asks(processor: Any, encoder: DialogueEncoder, env: Any) -> None:
+    codec = ChatCodec(processor.tokenizer, processor.chat_template, processor.image_token)
+    observation, _ = env.reset(options={"index": 1, "split": "train"})
+    ids, turns = codec.encode_prompt(observation.messages).token_ids, []
+    replies = ["nothing", "north: south: behind: left", "right"]
+    for number, reply in enumerate(replies):
+        (message,) = observation.messages
+        turns.append((message.role, (np.asarray(message.images[0]), message.text), reply))
+        ids = np.concatenate([ids, [*processor.tokenizer(reply)["input_ids"], codec.end_of_turn_id]])
+        observation = env.step(reply)[0]
+        if number + 1 < len(replies):
+            ids = np.concatenate([ids, codec.encode_continuation(observation.messages, ended=True).token_ids])
+    assert [text for _, (_, text), _ in turns] == [rooms.QUESTION, rooms.REMINDER, rooms.QUESTION]
+    example = encoder.encode_chat(turns)
+    image = codec.image_token_id
+    single = [token for k, token in enumerate(example.token_ids) if token != image or example.token_ids[k - 1] != image]
+    assert single == ids.tolist()
+    assert example.grids == ((1, 4, 4),) * 3
+
+
+def test_a_turn_is_short_and_fits_the_budgets(processor: Any) -> None:
+    run = load_config(CONFIG)
+    assert [len(processor.tokenizer.tokenize(word)) for word in WORDS] == [1, 1, 1]
+    longest = len(processor.tokenizer.tokenize(described(ROOM, "forward"))) + 1
+    assert longest <= 10 < run.rollout.max_new_tokens_per_turn
+    assert run.rollout.max_turns == run.env.kwargs["max_turns"]
+    assert run.rollout.max_new_tokens >= run.rollout.max_turns * run.rollout.max_new_tokens_per_turn
+
+
+# --- the warm start
+
+
+def test_the_warm_start_depends_on_its_seed_alone(processor: Any, encoder: DialogueEncoder) -> None:
+    losses = []
+    for seed in (0, 0, 1):
+        model = tiny.build_model(0, processor.tokenizer, "minigrid")
+        losses.append(roamer.warm_start(model, encoder, seed, steps=2, batch=8))
+    assert losses[0] == losses[1] != losses[2]
+    assert 0 <= roamer.perception_accuracy(model, encoder, 20) < 0.6
+    probabilities = roamer.word_probabilities(model, encoder, [ROOM])
+    assert probabilities.shape == (1, 3) and (probabilities > 0).all() and probabilities.sum() == pytest.approx(1)
+
+
+def test_the_variant_is_built_and_cached_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL_VLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(roamer, "STEPS", 1)
+    monkeypatch.setattr(roamer, "log_accuracy", lambda *_: None)
+    folder = resolve_model("tiny-minigrid")
+    assert folder.name.startswith("tiny-minigrid-0-") and (folder / "model.safetensors").is_file()
+    assert resolve_model("tiny-minigrid") == folder
+
+
+def test_without_minigrid_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "minigrid", None)
+    monkeypatch.setattr(rooms, "_empty_room", rooms._empty_room.__wrapped__)
+    with pytest.raises(UserInputError, match=r"tiny-minigrid needs the package minigrid"):
+        render.__wrapped__(ROOM)
