@@ -92,8 +92,8 @@ def _labeller(section: Any, model: str) -> tuple[Any, Any]:
         return build_labeller(section), None
     import torch
 
+    from rl_vlm.asking.endpoints import EngineClient
     from rl_vlm.config import parse_config
-    from rl_vlm.labelling.endpoints import EngineClient
     from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
     from rl_vlm.serving.server import build_engine
 

@@ -17,13 +17,24 @@ commands.add_typer(model_commands, name="model")
 
 @commands.command(epilog="Examples: rl-vlm fetch Qwen/Qwen3-VL-2B-Instruct; rl-vlm fetch hiyouga/geometry3k --data")
 def fetch(
-    name: Annotated[str, typer.Argument(help="owner/name on the Hugging Face hub.")],
-    data: Annotated[bool, typer.Option("--data", help="It is a data set.")] = False,
+    name: Annotated[str, typer.Argument(help="owner/name on the Hugging Face hub, or a short name of a data set.")],
+    data: Annotated[
+        bool,
+        typer.Option(
+            "--data",
+            help="It is a data set: owner/name, or geo3k (Geo3k-v0), osv5m (GeoSpot-v0), nlvr2 (NLVR2-v0), flickr30k (Caption-v0). "
+            "A short name prints a folder for env.data.",
+        ),
+    ] = False,
+    max_rows: Annotated[
+        int | None,
+        typer.Option(help="Of a data set with a short name: at most so many rows of each split; 2000 by default."),
+    ] = None,
 ) -> None:
     """Download a model or a data set once; afterwards everything works offline."""
     from rl_vlm.cli.fetch import fetch as fetch_from_hub
 
-    typer.echo(str(fetch_from_hub(name, data)))
+    typer.echo(str(fetch_from_hub(name, data, max_rows)))
 
 
 @commands.command(epilog="Example: rl-vlm doctor configs/quickstart.yaml")

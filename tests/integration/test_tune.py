@@ -40,6 +40,7 @@ def trials(tiny_folder: Path, folder: Path, num_cpus: int, iterations: int, **sp
         ).fit()
 
 
+@pytest.mark.acceptance  # CI's tier has four trials of a sweep, in test_sweep.py
 @pytest.mark.timeout(600)
 def test_four_trials_that_start_at_once_share_one_serve(tiny_folder: Path, tmp_path: Path) -> None:
     rates = [1e-3, 2e-3, 3e-3, 4e-3]

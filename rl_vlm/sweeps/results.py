@@ -1,0 +1,192 @@
+"""What came out of a sweep: a table of trials and of settings, a figure, and the best trial's configuration and adapter."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import shutil
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_vlm.config import RunConfig, save_config
+from rl_vlm.config.sweep import SEED, SweepConfig, changed
+from rl_vlm.files import whole_lines, write_atomic
+from rl_vlm.reporting.sweep import Setting, draw_settings
+from rl_vlm.statistics import student_half_width
+
+
+@dataclass(frozen=True, slots=True)
+class TrialResult:
+    """One trial: its settings (dotted keys), and the metric after each iteration that recorded it, 0 being before training.
+
+    best: the best value so far of the metric, NaN without one. started: Tune recorded a result of it.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    points: list[tuple[int, float]]
+    best: float
+    seconds: float
+    started: bool
+    error: str
+    checkpoint: Path | None
+
+    @property
+    def before(self) -> float:
+        """The metric before training, NaN where it is not known."""
+        return self.points[0][1] if self.points and self.points[0][0] == 0 else math.nan
+
+    @property
+    def last(self) -> float:
+        """The metric at the end, NaN without one."""
+        return self.points[-1][1] if self.points else math.nan
+
+    @property
+    def iterations(self) -> int:
+        """How far it came."""
+        return self.points[-1][0] if self.points else 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether it came to its end, or was stopped early, without an error."""
+        return self.started and not self.error
+
+
+def read_results(folder: Path, sweep: SweepConfig) -> list[TrialResult]:
+    """The trials of a sweep's folder, best first; those without a value of the metric come last."""
+    trials = [_read_trial(path, sweep) for path in sorted((folder / "tune").glob("trial-*/params.json"))]
+    return sorted(trials, key=lambda trial: (math.isnan(trial.best), sweep.sign * trial.best, trial.name))
+
+
+def _read_trial(params: Path, sweep: SweepConfig) -> TrialResult:
+    folder = params.parent
+    settings = {key: value for key, value in json.loads(params.read_text()).items() if key in sweep.space}
+    rows = [json.loads(line) for line in whole_lines(folder / "result.json")]
+    points = {int(row["training_iteration"]): _figure(row, sweep.metric) for row in rows}
+    if rows:
+        points[0] = _figure(rows[0], sweep.metric.replace("held_out/", "held_out_before/"))
+    values = {iteration: value for iteration, value in sorted(points.items()) if not math.isnan(value)}
+    choose = max if sweep.mode == "max" else min
+    errors = folder / "error.txt"
+    error = _last_line(errors.read_text(errors="replace")) if errors.is_file() else ""
+    return TrialResult(
+        folder.name,
+        settings,
+        list(values.items()),
+        choose(values.values(), default=math.nan),
+        float(rows[-1]["time_total_s"]) if rows else 0.0,
+        bool(rows),
+        error,
+        _best_checkpoint(folder, values, choose),
+    )
+
+
+def _best_checkpoint(folder: Path, values: dict[int, float], choose: Callable[..., int]) -> Path | None:
+    """Of the checkpoints that Tune kept, the one whose iteration has the best value, of equals the latest."""
+    found: dict[int, Path] = {}
+    for path in folder.glob("checkpoint_*"):
+        try:
+            found[int(json.loads((path / "state.json").read_text())["updates"])] = path
+        except (OSError, ValueError, KeyError):  # half written, or a preference run's, which has no adapter
+            continue
+    known = [iteration for iteration in sorted(found, reverse=True) if iteration in values]
+    return found[choose(known, key=values.__getitem__)] if known else None
+
+
+def _figure(row: dict[str, Any], metric: str) -> float:
+    """A figure of one of Tune's results, by its name with slashes; NaN without it."""
+    found: Any = row
+    for part in metric.split("/"):
+        found = found.get(part) if isinstance(found, dict) else None
+    return float(found) if isinstance(found, int | float) else math.nan
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "unknown"
+
+
+def write_results(folder: Path, trials: Sequence[TrialResult], run: RunConfig, sweep: SweepConfig) -> None:
+    """Write results.csv, results.md, results.png, and best/ with the configuration and the adapter of the best trial."""
+    settings = group_by_setting(trials, sweep)
+    write_atomic(folder / "results.csv", _csv(trials, sweep))
+    write_atomic(folder / "results.md", _markdown(trials, settings, sweep))
+    if settings:
+        draw_settings(settings, sweep.metric, folder / "results.png")
+    best = next((trial for trial in trials if not math.isnan(trial.best)), None)
+    if best is not None:
+        _write_best(folder / "best", best, run)
+
+
+def group_by_setting(trials: Sequence[TrialResult], sweep: SweepConfig) -> list[Setting]:
+    """The trials that differ in their seed alone, together; the best mean first."""
+    groups: dict[str, list[TrialResult]] = {}
+    for trial in trials:
+        if trial.points:
+            groups.setdefault(setting_name(trial.settings, sweep), []).append(trial)
+    settings = [
+        Setting(name, tuple(trial.points for trial in members), tuple(trial.last for trial in members))
+        for name, members in groups.items()
+    ]
+    return sorted(settings, key=lambda setting: sweep.sign * statistics.fmean(setting.last))
+
+
+def setting_name(settings: dict[str, Any], sweep: SweepConfig) -> str:
+    """The settings without the seed, in the order of the sweep's file: "lr 0.002, rank 16"."""
+    return ", ".join(f"{key.rsplit('.', 1)[-1]} {_short(settings[key])}" for key in sweep.space if key != SEED) or "all"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _csv(trials: Sequence[TrialResult], sweep: SweepConfig) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["trial", *sweep.space, "before", "last", "best", "iterations", "seconds", "finished", "error"])
+    for trial in trials:
+        writer.writerow([
+            trial.name, *(trial.settings.get(key) for key in sweep.space), trial.before, trial.last, trial.best,
+            trial.iterations, round(trial.seconds, 1), trial.finished, trial.error,
+        ])  # fmt: skip
+    return out.getvalue()
+
+
+def _markdown(trials: Sequence[TrialResult], settings: Sequence[Setting], sweep: SweepConfig) -> str:
+    keys = list(sweep.space)
+    lines = [
+        f"`{sweep.metric}` of {len(trials)} trials, best first.",
+        "",
+        f"| {' | '.join(f'`{key}`' for key in keys)} | before | last | best | iterations | seconds | |",
+        "|" + "---|" * (len(keys) + 6),
+    ]
+    for trial in trials:
+        cells = [_short(trial.settings.get(key)) for key in keys]
+        cells += [f"{value:.3f}" for value in (trial.before, trial.last, trial.best)]
+        cells += [str(trial.iterations), f"{trial.seconds:.0f}", trial.error]
+        lines.append(f"| {' | '.join(cells)} |")
+    if any(len(setting.last) > 1 for setting in settings):
+        lines += ["", "| setting | runs | mean of the last | 95 % interval |", "|---|---|---|---|"]
+        for setting in settings:
+            mean = statistics.fmean(setting.last)
+            interval = "one run"
+            if len(setting.last) > 1:
+                half = float(student_half_width(np.array(setting.last)))
+                interval = f"{mean - half:.3f} to {mean + half:.3f}"
+            lines.append(f"| {setting.name} | {len(setting.last)} | {mean:.3f} | {interval} |")
+    return "\n".join(lines) + "\n"
+
+
+def _write_best(folder: Path, best: TrialResult, run: RunConfig) -> None:
+    folder.mkdir(exist_ok=True)
+    save_config(changed(run, best.settings), folder / "config.yaml")
+    adapter = best.checkpoint / "adapter" if best.checkpoint is not None else None
+    if adapter is not None and adapter.is_dir():
+        shutil.copytree(adapter, folder / "adapter", dirs_exist_ok=True)

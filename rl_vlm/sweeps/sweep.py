@@ -1,0 +1,156 @@
+"""Runs a sweep with Ray Tune: trials side by side, checkpoints, early stopping, and going on after a kill."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl_vlm.config import RunConfig, save_config
+from rl_vlm.config.sweep import SweepConfig, Values
+from rl_vlm.files import write_atomic
+from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.runs.preflight import inspect_run
+from rl_vlm.sweeps.results import TrialResult, read_results, write_results
+from rl_vlm.types import RLVLMError, UserInputError
+
+_TUNE = "tune"  # Tune's folder inside the sweep's
+_ENDLESS = 1 << 40  # iterations
+_MAX_FAILURES = 2  # of one trial, each from its last checkpoint
+
+
+class SweepError(RLVLMError):
+    """No trial of a sweep came to its end."""
+
+
+def run_sweep(run: RunConfig, sweep: SweepConfig, folder: Path, *, resume: bool = False) -> list[TrialResult]:
+    """Run all trials, write results.csv, results.md, results.png and best/ into `folder`, and return the trials, best first.
+
+    `resume` goes on with a sweep that was interrupted: what is done is not repeated. Raises UserInputError before anything
+    is touched, and SweepError when every trial failed.
+    """
+    inspect_run(run)
+    sweep.check_space(run)
+    prepare_folder(run, sweep, folder, resume)
+    with ray_cluster(run):
+        _tune(run, sweep, folder, resume)
+    trials = read_results(folder, sweep)
+    write_results(folder, trials, run, sweep)
+    if not any(trial.finished for trial in trials):
+        raise SweepError(f"Every trial failed; the first said: {trials[0].error if trials else 'nothing'}")
+    return trials
+
+
+def prepare_folder(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool) -> None:
+    """Write config.yaml and sweep.yaml. Raises UserInputError if a folder is there that does not fit."""
+    text = yaml.safe_dump(sweep.model_dump(mode="json", exclude_unset=True), sort_keys=False)
+    if resume:
+        known = folder / "sweep.yaml"
+        if not known.is_file():
+            raise UserInputError(f"{folder} holds no sweep to resume: leave out --resume, or choose another --run-dir.")
+        if known.read_text() != text:
+            raise UserInputError(f"{known} differs from the given space: resume with that file, or start a new sweep.")
+        return
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserInputError(f"{folder} exists: choose another --run-dir, or add --resume.")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_config(run, folder / "config.yaml")
+    write_atomic(folder / "sweep.yaml", text)
+
+
+def _tune(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool) -> None:
+    # Tune reads this when it is imported: its newer output is for terminals only.
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
+    from ray import tune
+
+    from rl_vlm.sweeps.trial import trial_class
+
+    trainable = trial_class(run.spec.load("config")().algo_class)
+    space = {"run_config": run.model_dump(exclude_unset=True), **{key: _domain(v) for key, v in sweep.space.items()}}
+    if resume and tune.Tuner.can_restore(str(folder / _TUNE)):
+        tuner = tune.Tuner.restore(
+            str(folder / _TUNE), trainable, resume_unfinished=True, restart_errored=True, param_space=space
+        )
+    else:
+        tuner = tune.Tuner(
+            trainable,
+            param_space=space,
+            tune_config=tune.TuneConfig(
+                metric=sweep.metric,
+                mode=sweep.mode,
+                num_samples=sweep.num_samples,
+                scheduler=_scheduler(sweep),
+                search_alg=_search(sweep),
+                max_concurrent_trials=sweep.max_concurrent or _fitting(run),
+                trial_name_creator=lambda trial: f"trial-{trial.trial_id}",
+                trial_dirname_creator=lambda trial: f"trial-{trial.trial_id}",
+            ),
+            run_config=tune.RunConfig(
+                name=_TUNE,
+                storage_path=str(folder),
+                failure_config=tune.FailureConfig(max_failures=_MAX_FAILURES),
+                checkpoint_config=tune.CheckpointConfig(
+                    num_to_keep=1,
+                    checkpoint_score_attribute=sweep.metric,
+                    checkpoint_score_order=sweep.mode,
+                    checkpoint_at_end=True,  # others after each evaluation: see trial.py
+                ),
+                verbose=1,
+            ),
+        )
+    tuner.fit()
+
+
+def _fitting(run: RunConfig) -> int:
+    """How many trials fit on the cluster at the same time: Tune counts env runners and learners, and not the replicas."""
+    import ray
+
+    have = ray.cluster_resources()
+    shares = [have.get("CPU", 0.0) / run.needed_cpus if run.needed_cpus else math.inf]
+    shares += [have.get("GPU", 0.0) / run.needed_gpus if run.needed_gpus else math.inf]
+    return max(int(min(*shares, 64)), 1)
+
+
+def _domain(values: Values) -> Any:
+    from ray import tune
+
+    if values.grid is not None:
+        return tune.grid_search(values.grid)
+    if values.choice is not None:
+        return tune.choice(values.choice)
+    if values.uniform is not None:
+        return tune.uniform(*values.uniform)
+    if values.loguniform is not None:
+        return tune.loguniform(*values.loguniform)
+    assert values.randint is not None
+    return tune.randint(*values.randint)
+
+
+def _scheduler(sweep: SweepConfig) -> Any:
+    from ray.tune.schedulers import ASHAScheduler
+
+    stopping = sweep.stopping
+    if stopping.name == "none":
+        return None
+    return ASHAScheduler(
+        time_attr="training_iteration",
+        max_t=_ENDLESS,  # a trial says itself when it is done
+        grace_period=stopping.grace_period,
+        reduction_factor=stopping.reduction_factor,
+    )
+
+
+def _search(sweep: SweepConfig) -> Any:
+    if sweep.search == "random":
+        from ray.tune.search import BasicVariantGenerator
+
+        return BasicVariantGenerator(random_state=sweep.seed)
+    try:
+        from ray.tune.search.optuna import OptunaSearch
+
+        return OptunaSearch(seed=sweep.seed)
+    except (ImportError, AssertionError) as error:
+        raise UserInputError("sweep search optuna needs the package optuna: pip install optuna.") from error

@@ -1,0 +1,121 @@
+"""A sweep's file says what varies; its results are ranked, grouped by setting, and the best one can be used at once."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rl_vlm.config import load_config
+from rl_vlm.config.sweep import SweepConfig, load_sweep
+from rl_vlm.sweeps.results import group_by_setting, read_results, setting_name, write_results
+from rl_vlm.types import UserInputError
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = load_config(ROOT / "configs/quickstart.yaml")
+SPACE = {"learner.lr": {"grid": [0.001, 0.002]}, "seed": {"grid": [0, 1]}}
+
+
+def sweep(**keys: Any) -> SweepConfig:
+    return SweepConfig.model_validate({"space": SPACE, **keys})
+
+
+def write_trial(
+    folder: Path, name: str, settings: dict[str, Any], values: list[float], kept: int | None = None
+) -> None:
+    """The files that Tune writes of a trial, as far as results are read from them; `kept` is the iteration of a checkpoint."""
+    trial = folder / "tune" / f"trial-{name}"
+    trial.mkdir(parents=True)
+    (trial / "params.json").write_text(json.dumps({"run_config": {}, **settings}))
+    rows = [
+        {"training_iteration": k, "time_total_s": 2.0 * k, "held_out": {"accuracy": value}, "held_out_before": {"accuracy": 0.25}}
+        for k, value in enumerate(values, 1)
+    ]  # fmt: skip
+    (trial / "result.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for place, iteration in enumerate([kept, len(values)] if kept else [], 1):
+        checkpoint = trial / f"checkpoint_{place:06}"
+        (checkpoint / "adapter").mkdir(parents=True)
+        (checkpoint / "state.json").write_text(json.dumps({"updates": iteration}))
+        (checkpoint / "adapter" / "adapter_config.json").write_text(f"of iteration {iteration}")
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "tune/spaces").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_spaces_fit_the_quickstart(file: Path) -> None:
+    load_sweep(file).check_space(RUN)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"space": {}}, "space"),
+        ({"space": {"learner.lr": {}}}, "give one of choice, grid, uniform"),
+        ({"space": {"learner.lr": {"choice": [1.0], "grid": [2.0]}}}, "give one of choice, grid, uniform"),
+        ({"space": {"learner.lr": {"uniform": [2, 1]}}}, "the first of uniform must be below the second"),
+        ({"space": {"learner.lr": {"loguniform": [0, 1]}}}, "loguniform needs numbers above 0"),
+        ({"space": SPACE, "search": "optuna"}, "use choice in place of grid"),
+        ({"space": SPACE, "num_sample": 4}, "Did you mean num_samples"),
+    ],
+)
+def test_a_wrong_file_gets_one_sentence(tmp_path: Path, content: dict[str, Any], message: str) -> None:
+    file = tmp_path / "space.yaml"
+    file.write_text(yaml.safe_dump(content))
+    with pytest.raises(UserInputError, match=message):
+        load_sweep(file)
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        ({"learner.learning_rate": {"choice": [1e-3]}}, "Did you mean learner.lr"),
+        ({"model.lora.rank": {"choice": [8, 0]}}, "With model.lora.rank=0: "),
+        ({"model.lora.rank": {"randint": [0, 8]}}, "With model.lora.rank=0: "),
+    ],
+)
+def test_each_value_is_checked_before_anything_starts(space: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
+        SweepConfig.model_validate({"space": space}).check_space(RUN)
+
+
+def test_trials_are_ranked_and_those_that_differ_in_the_seed_are_one_setting(tmp_path: Path) -> None:
+    write_trial(tmp_path, "a", {"learner.lr": 0.001, "seed": 0}, [0.3, 0.6])
+    write_trial(tmp_path, "b", {"learner.lr": 0.001, "seed": 1}, [0.3, 0.8])
+    write_trial(tmp_path, "c", {"learner.lr": 0.002, "seed": 0}, [0.9, 0.5], kept=1)
+    write_trial(tmp_path, "d", {"learner.lr": 0.002, "seed": 1}, [])
+    (tmp_path / "tune/trial-d/error.txt").write_text("Traceback ...\nValueError: no memory\n")
+    found = sweep()
+    trials = read_results(tmp_path, found)
+    assert [(trial.name, trial.best, trial.last) for trial in trials[:3]] == [
+        ("trial-c", 0.9, 0.5), ("trial-b", 0.8, 0.8), ("trial-a", 0.6, 0.6),
+    ]  # fmt: skip
+    assert (trials[3].finished, trials[3].error) == (False, "ValueError: no memory")
+    settings = group_by_setting(trials, found)
+    assert [(setting.name, sorted(setting.last)) for setting in settings] == [
+        ("lr 0.001", [0.6, 0.8]),
+        ("lr 0.002", [0.5]),
+    ]
+    assert settings[0].runs[0][0] == (0, 0.25)  # before training
+
+    write_results(tmp_path, trials, RUN, found)
+    rows = list(csv.DictReader((tmp_path / "results.csv").open()))
+    assert [row["trial"][-1] for row in rows] == ["c", "b", "a", "d"]
+    # Student's interval of .6 and .8: t(.975, 1) = 12.706 times .1.
+    assert "| lr 0.001 | 2 | 0.700 | -0.571 to 1.971 |" in (tmp_path / "results.md").read_text()
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+    # Of the two checkpoints that were kept, that of the best evaluation.
+    assert (tmp_path / "best/adapter/adapter_config.json").read_text() == "of iteration 1"
+    assert load_config(tmp_path / "best/config.yaml").learner.lr == 0.002
+
+
+def test_less_is_better_with_mode_min(tmp_path: Path) -> None:
+    for name, value in (("a", 0.4), ("b", 0.2)):
+        write_trial(tmp_path, name, {"learner.lr": 0.001, "seed": name}, [value])
+    assert [trial.name for trial in read_results(tmp_path, sweep(mode="min"))] == ["trial-b", "trial-a"]
+
+
+def test_a_setting_is_named_by_its_keys_without_the_seed() -> None:
+    assert setting_name({"learner.lr": 0.00123456, "seed": 3}, sweep()) == "lr 0.00123"
+    assert setting_name({"seed": 3}, SweepConfig.model_validate({"space": {"seed": {"grid": [3]}}})) == "all"
