@@ -60,3 +60,17 @@ def mcnemar_p_value(first_only: int, second_only: int) -> float:
 
     total = first_only + second_only
     return float(binomtest(first_only, total).pvalue) if total else 1.0
+
+
+def mean_kl(log_ratio: np.ndarray) -> float:
+    """KL(p || q) from log q - log p of what was sampled from p, by the estimator k3, which is never negative (Schulman, 2020)."""
+    values = log_ratio.astype(np.float64)
+    return float(np.mean(np.exp(values) - 1 - values))
+
+
+def student_half_width(values: np.ndarray) -> np.ndarray:
+    """float64 [...]: half the 95 % interval of the mean over the first axis [N, ...], N >= 2: t(0.975, N - 1) · s / √N."""
+    from scipy.stats import t as student_t
+
+    runs = len(values)
+    return np.asarray(student_t.ppf(0.975, runs - 1) * values.std(0, ddof=1) / math.sqrt(runs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import gymnasium
@@ -101,7 +101,7 @@ class PlayedEnv(MadeItemsEnv):
             observation, _ = self._inner.reset(seed=inner_seed)
             self._frames.clear()
             self._draw()
-            if not self._disjoint or _split_of(self._frames[0]) == split:
+            if not self._disjoint or split_of_start(self._frames[0]) == split:
                 break
         else:
             raise EnvError(
@@ -111,7 +111,7 @@ class PlayedEnv(MadeItemsEnv):
         task = (self._task if self._task is not None else str(mission)).strip()
         task = f"{task[:1].upper()}{task[1:]}{'' if task.endswith(('.', '!', '?')) else '.'} " if task else ""
         words = ", ".join(self._words)
-        text = self._question() if self._brief else _FULL.format(task=task, turns=self._max_turns, words=words)
+        text = question_of(self._words) if self._brief else _FULL.format(task=task, turns=self._max_turns, words=words)
         return self._show(text), {"index": index, "split": split, "seed": inner_seed}
 
     def step(self, action: str) -> StepResult:
@@ -138,7 +138,7 @@ class PlayedEnv(MadeItemsEnv):
         if terminated or truncated:
             self._turn = None
             return Observation(), reward, terminated, truncated and not terminated, info
-        text = self._question() if word is not None else f"No action was found. End with {_choice(self._words)}."
+        text = question_of(self._words) if word is not None else reminder_of(self._words)
         return self._show(text), reward, False, False, info
 
     def close(self) -> None:
@@ -176,16 +176,23 @@ class PlayedEnv(MadeItemsEnv):
     def _show(self, text: str) -> Observation:
         return Observation.user(*self._frames, text)
 
-    def _question(self) -> str:
-        return f"Which action: {_choice(self._words)}?"
 
-
-def _split_of(picture: Image.Image) -> Split:
-    """The split that a picture belongs to, by its hash: a quarter of all pictures is for testing."""
+def split_of_start(picture: Image.Image) -> Split:
+    """The split that a first picture belongs to (`disjoint`), by its hash: a quarter of all pictures is for testing."""
     return "test" if hashlib.sha256(picture.tobytes()).digest()[0] < _TEST_BUCKET else "train"
 
 
-def _choice(words: Mapping[str, Any]) -> str:
+def question_of(words: Iterable[str]) -> str:
+    """What every turn asks but the first of prompt "full"."""
+    return f"Which action: {_choice(words)}?"
+
+
+def reminder_of(words: Iterable[str]) -> str:
+    """What is said to an answer that ends with none of the words."""
+    return f"No action was found. End with {_choice(words)}."
+
+
+def _choice(words: Iterable[str]) -> str:
     *most, last = words
     return f"{', '.join(most)} or {last}" if most else last
 

@@ -44,10 +44,11 @@ class ReplyText:
                 self._searched_from = len(self._bytes)
         end = len(self._bytes)
         first_end = max(before, self._searched_from) + 1  # where a stop string that counts may end at the earliest
-        found = [self._bytes.find(stop, max(first_end - len(stop), 0)) for stop in self._stops]
-        cuts = [place for place in found if place >= 0]
+        found = [(self._bytes.find(stop, max(first_end - len(stop), 0)), len(stop)) for stop in self._stops]
+        # The stop string that is complete first counts, as it does token by token, not the one that begins first.
+        cuts = [(place + length, place) for place, length in found if place >= 0]
         if cuts:
-            end, last = min(cuts), True
+            end, last = min(cuts)[1], True
             del self._bytes[end:]
         elif not last:
             end -= max((_overlap(self._bytes, stop) for stop in self._stops), default=0)

@@ -164,6 +164,17 @@ class ProgressDisplay:
         rows = [
             ("reward", listed(("{:.3f}", known("reward/mean")), ("smoothed {:.3f}", self._reward.value))),
             *self._accuracies(),
+            (
+                "judge",
+                listed(
+                    ("wins {:.2f}", known("judge/win_rate")),
+                    ("order bias {:.2f}", known("judge/order_bias")),
+                    ("first {:.2f}", known("judge/first_rate")),
+                    ("{:.0f} questions", known("judge/requests")),
+                    ("{:,.0f} tokens", known("judge/tokens")),
+                    ("{:.1f} s", known("judge/seconds")),
+                ),
+            ),
             ("stage", self._stage()),
             (
                 "speed",

@@ -12,9 +12,9 @@ from typing import Literal
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
-from scipy.stats import t as student_t
 
 from rl_vlm.reporting.style import COLORS, INK, MARKERS, MUTED, check_outputs, new_figure, save_figure, style_panel
+from rl_vlm.statistics import student_half_width
 from rl_vlm.types import UserInputError
 
 Unit = Literal["auto", "percent", "fraction"]
@@ -97,7 +97,7 @@ def combine(curves: Sequence[Curve]) -> Band:
     runs = len(curves)
     if runs == 1:
         return Band(steps, mean, None, None, 1)
-    half = student_t.ppf(0.975, runs - 1) * table.std(0, ddof=1) / math.sqrt(runs)
+    half = student_half_width(table)
     return Band(steps, mean, mean - half, mean + half, runs)
 
 

@@ -13,6 +13,7 @@ from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, RayServeException
 
+from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.serving.router import home_session
 from rl_vlm.serving.server import ReplicaUnavailableError, app_name
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError
@@ -90,10 +91,11 @@ class PolicyClient:
 
     def _flush(self) -> None:
         queue, self._queue = self._queue, []
-        by_replica: dict[str, list[tuple[GenerationRequest, asyncio.Future[Completion]]]] = {}
+        calls: dict[tuple[str, bool], list[tuple[GenerationRequest, asyncio.Future[Completion]]]] = {}
         for entry in queue:
-            by_replica.setdefault(entry[0].preferred_replica, []).append(entry)
-        for replica, entries in by_replica.items():
+            # An engine that merges adapters runs base model and policy one after the other.
+            calls.setdefault((entry[0].preferred_replica, entry[0].min_version == BASE_MODEL), []).append(entry)
+        for (replica, _), entries in calls.items():
             targets = (replica,) if replica else tuple(map(home_session, self._homes[: len(entries)]))
             for part, target in enumerate(targets):
                 self._spawn(entries[part :: len(targets)], target)
