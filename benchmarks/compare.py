@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,17 +49,16 @@ class Outcome:
         return float(reached[0]) if reached else float("nan")
 
 
-def train(config: Path, folder: Path, overrides: list[str], seed: int) -> Outcome:
+def train(config: Path, folder: Path, overrides: Sequence[str]) -> None:
     """Train in a process of its own, unless the folder holds a finished run. Raises RuntimeError if the command fails."""
     if not _finished(folder):
-        command = [sys.executable, "-m", "rl_vlm.cli", "train", str(config), "--run-dir", str(folder), f"seed={seed}"]
+        command = [sys.executable, "-m", "rl_vlm.cli", "train", str(config), "--run-dir", str(folder)]
         again = ["--overwrite"] if folder.exists() else []
         done = subprocess.run(
             [*command, *again, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
         if done.returncode:
             raise RuntimeError(f"{folder.name} ended with code {done.returncode}:\n{done.stderr[-2000:]}")
-    return read(folder)
 
 
 def _finished(folder: Path) -> bool:
@@ -120,7 +120,8 @@ def measure(
     outcomes: dict[str, list[Outcome]] = {name: [] for name in contenders}
     for seed in range(seeds):
         for name, overrides in contenders.items():
-            outcomes[name].append(train(config, folder / f"{name}-{seed}", [*shared, *overrides], seed))
+            train(config, folder / f"{name}-{seed}", [*shared, *overrides, f"seed={seed}"])
+            outcomes[name].append(read(folder / f"{name}-{seed}"))
             print(f"{name}, seed {seed}: {outcomes[name][-1].accuracy[-1]:.3f}", flush=True)
     report = Report(f"{config.stem}: held-out accuracy after training")
     for name, runs in outcomes.items():

@@ -25,10 +25,10 @@ import ray
 from models import SIX_MILLION, random_model
 from report import Report
 
+from rl_vlm.asking.endpoints import Client, EngineClient, ServedEndpoint
 from rl_vlm.config import LabelsSection, parse_config
 from rl_vlm.control_envs.cartpole_drawing import draw_cartpole
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.labelling.endpoints import Client, EngineClient, ServedEndpoint
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.labelling.types import Segment, SegmentPair

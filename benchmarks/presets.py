@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compare import train
 from report import Report
 
 from rl_vlm.config.algorithm import PRESETS
@@ -28,8 +26,6 @@ from rl_vlm.reporting.curve import Series, read_curves
 from rl_vlm.reporting.style import COLORS, MUTED, new_figure, save_figure, style_panel
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
-ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-DEADLINE_S = 1800.0
 QUICKSTART_LR = 2e-3
 LR: dict[str, float] = {}
 
@@ -48,19 +44,14 @@ class Run:
         return f"{self.preset}-seed{self.seed}" + ("-shuffled" if self.shuffled else "")
 
 
-def train(run: Run, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
+def result_of(run: Run, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Train, unless that is done already; returns result.json. Raises RuntimeError with the end of the output."""
-    result = folder / run.name / "result.json"
-    if not (result.is_file() and json.loads(result.read_text())["status"] == "done"):
-        command = [
-            sys.executable, "-m", "rl_vlm.cli", "train", str(CONFIG), "--run-dir", str(folder / run.name), "--overwrite",
-            f"algorithm.preset={run.preset}", f"seed={run.seed}", f"algorithm.shuffle_rewards={str(run.shuffled).lower()}",
-            f"learner.lr={LR.get(run.preset, QUICKSTART_LR)}", f"name={run.name}", *overrides,
-        ]  # fmt: skip
-        done = subprocess.run(command, env=ENVIRONMENT, timeout=DEADLINE_S, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{run.name} ended with code {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
-    return json.loads(result.read_text())  # type: ignore[no-any-return]
+    changes = (
+        f"algorithm.preset={run.preset}", f"seed={run.seed}", f"algorithm.shuffle_rewards={str(run.shuffled).lower()}",
+        f"learner.lr={LR.get(run.preset, QUICKSTART_LR)}", f"name={run.name}",
+    )  # fmt: skip
+    train(CONFIG, folder / run.name, [*changes, *overrides])
+    return json.loads((folder / run.name / "result.json").read_text())  # type: ignore[no-any-return]
 
 
 def summarize(results: dict[Run, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -123,13 +114,14 @@ def main() -> None:
     parser.add_argument("--controls", action="store_true", help="also train on shuffled rewards")
     parser.add_argument("--set", nargs="+", default=[], dest="overrides", help="section.key=value for every run")
     args = parser.parse_args()
+    args.out = args.out.absolute()
     args.out.mkdir(parents=True, exist_ok=True)
     results: dict[Run, dict[str, Any]] = {}
     for shuffled in [False, True] if args.controls else [False]:
         for preset in args.presets:
             for seed in args.seeds:
                 run = Run(preset, seed, shuffled)
-                results[run] = train(run, args.out, args.overrides)
+                results[run] = result_of(run, args.out, args.overrides)
                 print(f"{run.name}: {results[run]['accuracy_after']:.3f}", flush=True)
                 rows = summarize(results)
                 report = Report("Presets: held-out accuracy of the quickstart", rows, notes=args.overrides)
