@@ -87,3 +87,18 @@ def test_the_benchmark_of_waiting_compares_lags_and_whole_rounds(tmp_path: Path)
     rows = {row["label"]: row for row in report["rows"]}
     assert [rows[label]["oldest"] for label in ("lag 0", "lag 1, whole rounds")] == [0, 1]
     assert rows["lag 2"]["oldest"] <= 2 and rows["lag 2"]["dropped"] == 0
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(900)
+def test_the_benchmark_of_the_environments_writes_a_table_and_a_panel_for_each(tmp_path: Path) -> None:
+    command = [
+        sys.executable, str(ROOT / "benchmarks/environments.py"), "--out", str(tmp_path), "--configs", "nlvr2", "--seeds", "0", "--set",
+        "algorithm.iterations=2", "evaluation.num_items=8",
+    ]  # fmt: skip
+    subprocess.run(command, env=environment(), timeout=800, check=True, cwd=ROOT)
+    runs = json.loads((tmp_path / "environments.json").read_text())
+    assert set(runs["nlvr2"]) == {"seed-0", "shuffled"}
+    assert [step for step, _ in runs["nlvr2"]["seed-0"]["curve"]] == [0, 2]
+    assert len((tmp_path / "environments.md").read_text().splitlines()) == 3
+    assert (tmp_path / "environments.png").stat().st_size > 10_000

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from runs import ROOT, TrainingProcess
-
-from rl_vlm.models.loading import resolve_model
+from runs import trained
 
 
-def trained(config: str, folder: Path, *changes: str, seed: int = 0) -> tuple[float, float]:
+def learned(config: str, folder: Path, *changes: str, seed: int = 0) -> tuple[float, float]:
     """Mean reward of greedy answers on the test split, before and after a run of a configuration of at most ten minutes."""
-    resolve_model("tiny-scenes")
-    with TrainingProcess(folder / "run", f"seed={seed}", *changes, config=ROOT / f"configs/{config}.yaml") as run:
-        assert run.wait(timeout=1100) == 0, run.output()[-3000:]
-    evaluations = [json.loads(line) for line in (run.run_dir / "eval.jsonl").read_text().splitlines()]
-    evaluations.sort(key=lambda entry: int(entry["iteration"]))
+    evaluations, seconds = trained(config, folder, f"seed={seed}", *changes)
     rewards = [float(entry["reward/default"]) for entry in evaluations]
-    seconds = run.result()["train_seconds"]
     print(f"{config} {changes}, seed {seed}: {rewards} in {seconds} s")
     assert seconds <= 600
     return rewards[0], rewards[-1]
@@ -29,7 +21,7 @@ def trained(config: str, folder: Path, *changes: str, seed: int = 0) -> tuple[fl
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_sentences_about_two_images_are_judged(seed: int, tmp_path: Path) -> None:
-    before, after = trained("nlvr2_tiny", tmp_path, seed=seed)
+    before, after = learned("nlvr2_tiny", tmp_path, seed=seed)
     assert before <= 0.6
     assert after >= 0.85
 
@@ -38,7 +30,7 @@ def test_sentences_about_two_images_are_judged(seed: int, tmp_path: Path) -> Non
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_captions_become_complete(seed: int, tmp_path: Path) -> None:
-    before, after = trained("caption_tiny", tmp_path, seed=seed)
+    before, after = learned("caption_tiny", tmp_path, seed=seed)
     assert after >= before + 0.3
 
 
@@ -46,5 +38,5 @@ def test_captions_become_complete(seed: int, tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("config", "gain"), [("nlvr2_tiny", 0.1), ("caption_tiny", 0.15)])
 def test_shuffled_rewards_teach_nothing(config: str, gain: float, tmp_path: Path) -> None:
-    before, after = trained(config, tmp_path, "algorithm.shuffle_rewards=true")
+    before, after = learned(config, tmp_path, "algorithm.shuffle_rewards=true")
     assert after <= before + gain

@@ -70,6 +70,11 @@ def test_large_recipes_of_street_views_pass_a_dry_run(size: str, model_folders: 
     assert rl_vlm(["train", str(config), "--dry-run", f"model.path={model_folders[size]}"]) == 0
 
 
+def test_the_large_recipe_of_the_zoom_passes_a_dry_run(model_folders: dict[str, Path]) -> None:
+    config = ROOT / "configs/zoom_qwen3vl_2b.yaml"  # without data it plays drawn pictures
+    assert rl_vlm(["train", str(config), "--dry-run", f"model.path={model_folders['2b']}"]) == 0
+
+
 @pytest.mark.parametrize("size", QWEN3_VL)
 def test_the_full_fine_tune_is_refused_until_it_exists(size: str, capsys: pytest.CaptureFixture[str]) -> None:
     config = ROOT / f"configs/geo3k_qwen3vl_{size}.yaml"
@@ -80,7 +85,10 @@ def test_the_full_fine_tune_is_refused_until_it_exists(size: str, capsys: pytest
 def test_small_recipes_pass_a_dry_run(tiny_folder: Path) -> None:
     model = f"model.path={tiny_folder}"
     assert rl_vlm(["train", str(ROOT / "configs/quickstart.yaml"), "--dry-run", model]) == 0
-    for name in ("gridwalk_tiny", "mixture_tiny", "geospot_tiny", "nlvr2_tiny", "caption_tiny"):
+    for name in (
+        "gridwalk_tiny", "mixture_tiny", "geospot_tiny", "nlvr2_tiny", "caption_tiny", "caption_judge_tiny", "geo3k_offline_tiny",
+        "zoom_tiny", "minigrid_tiny",
+    ):  # fmt: skip
         assert rl_vlm(["train", str(ROOT / f"configs/{name}.yaml"), "--dry-run", model]) == 0
     assert rl_vlm(["train", str(ROOT / "configs/geo3k_tiny.yaml"), "--dry-run", model, f"env.data={FIXTURES}"]) == 0
     assert rl_vlm(["sft", str(ROOT / "configs/sft_tiny.yaml"), "--dry-run", model]) == 0

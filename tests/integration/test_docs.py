@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,16 @@ def test_metric_names_about_curricula_are_logged() -> None:
     assert len(set(names)) >= 9
     for name in names:
         assert f'"{name}' in source, name
+
+
+def test_the_command_for_slimes_environments_passes_a_dry_run(tiny_folder: Path) -> None:
+    (block,) = (b for b in code_blocks(ROOT / "docs/slime.md", "sh") if "env.id=" in b)
+    words = shlex.split(block.replace("\\\n", " ").splitlines()[-1])
+    command = words[words.index("train") :]
+    command[1] = str(ROOT / "configs/geo3k_tiny.yaml")  # in place of the 2B model's, which wants a GPU
+    here = {"env.id": ROOT / "tests/fixtures/envs/score_env.py", "env.data": ROOT / "tests/fixtures/geo3k"}
+    command = [f"{key}={here[key]}" if (key := word.partition("=")[0]) in here else word for word in command]
+    assert rl_vlm([*command, f"model.path={tiny_folder}", "env.kwargs={max_turns: 3}", "--dry-run"]) == 0
 
 
 # The names of RL-VLM-F's prompt.py, with texts of our own.

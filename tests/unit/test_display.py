@@ -127,6 +127,21 @@ def test_a_resumed_run_counts_from_where_it_was():
     assert lines(out)[0].startswith("iteration 52/100") and "left" in lines(out)[0]
 
 
+def test_a_judge_shows_what_it_says_and_costs():
+    figures = {
+        "win_rate": 0.625,
+        "order_bias": 0.125,
+        "first_rate": 0.5,
+        "requests": 272.0,
+        "tokens": 20400.0,
+        "seconds": 1.25,
+    }
+    display, _clock, out = plain()
+    with display:
+        display.update(10, {f"judge/{name}": value for name, value in figures.items()})
+    assert "judge wins 0.62, order bias 0.12, first 0.50, 272 questions, 20,400 tokens, 1.2 s" in lines(out)[0]
+
+
 def test_a_curriculum_shows_its_stage():
     display, _clock, out = plain()
     with display:

@@ -10,7 +10,7 @@ import pytest
 from rl_vlm.config import RunConfig, parse_config
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.isolation import ProcessEnv
-from rl_vlm.envs.parts import split_sizes
+from rl_vlm.envs.parts import survey
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.env_pools import _MAX_IDLE, EnvPools
 from rl_vlm.rollout.tasks import RolloutTask
@@ -98,6 +98,6 @@ def test_isolation_applies_to_every_environment_of_a_mixture() -> None:
 
 
 def test_sizes_are_found_by_name() -> None:
-    assert split_sizes(run_of().env, "train") == {"count": 40, "walk": 9}
-    assert split_sizes(run_of().env, "test") == {"count": 512, "walk": 512}
-    assert split_sizes(parse_config({"env": {"num_items": 7}}).env, "train") == {"": 7}
+    assert survey(run_of().env, "train").sizes["train"] == {"count": 40, "walk": 9}
+    assert survey(run_of().env, "test").sizes["test"] == {"count": 512, "walk": 512}
+    assert survey(parse_config({"env": {"num_items": 7}}).env, "train").sizes["train"] == {"": 7}

@@ -17,7 +17,7 @@ from PIL import Image
 from rl_vlm.envs import geospot_rows
 from rl_vlm.envs.geospot import GeoSpotEnv
 from rl_vlm.envs.geospot_rows import StreetViews
-from rl_vlm.envs.rows import BadRowError
+from rl_vlm.envs.rows import BadRowError, ParquetRows
 from rl_vlm.types import UserInputError
 
 PLACES = [
@@ -220,10 +220,8 @@ def test_a_changed_file_is_read_again(folder: Path) -> None:
 
 def test_rows_are_read_when_they_are_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    original = geospot_rows.ParquetRows.row
-    monkeypatch.setattr(
-        geospot_rows.ParquetRows, "row", lambda self, index: asked.append(index) or original(self, index)
-    )
+    original = ParquetRows.row
+    monkeypatch.setattr(ParquetRows, "row", lambda self, index: asked.append(index) or original(self, index))
     env = GeoSpotEnv(str(folder))
     env.num_items("train")
     assert asked == []

@@ -53,13 +53,19 @@ def test_pieces_give_what_the_whole_gives(codec: ChatCodec, data: st.DataObject,
     ids = encode(codec, text)
     cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=6))
     stop = tuple(data.draw(st.lists(st.text(alphabet="ab<é🙂", min_size=1, max_size=3), max_size=2)))
-    expected = text[: min((text.index(s) for s in stop if s in text), default=len(text))]
+    ends = [(text.index(s) + len(s), text.index(s)) for s in stop if s in text]
+    expected = text[: min(ends)[1]] if ends else text
     whole, tokens = ReplyText(codec, stop).feed(ids, last=True)
     assert whole == expected
     texts, pieces = in_pieces(codec, ids, cuts, stop)
     assert "".join(texts) == expected
     assert pieces == list(tokens)
     assert b"".join(codec.token_bytes(ids[k]) for k in tokens).decode("utf-8", "replace").startswith(expected)
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [2], [1, 2]])
+def test_of_two_stop_strings_the_one_that_is_complete_first_counts(codec: ChatCodec, cuts: list[int]) -> None:
+    assert "".join(in_pieces(codec, encode(codec, "a<<"), cuts, ("<", "a<<"))[0]) == "a"
 
 
 def test_a_split_character_waits_for_its_other_half(codec: ChatCodec) -> None:
