@@ -24,6 +24,7 @@ from rl_vlm.config import RunConfig, load_config
 from rl_vlm.learning.module import PolicyModel
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side
+from rl_vlm.models.reference import ModelReference
 from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.serving.client import PolicyClient
 from rl_vlm.serving.publisher import PolicyService
@@ -82,7 +83,7 @@ def measure(report: Report, label: str, folder: Path, replicas: int, engine: str
     run = configuration(folder, replicas, engine, rank)
     policy = PolicyModel(folder, run)
     with tempfile.TemporaryDirectory() as scratch, ray_cluster(run):
-        service = PolicyService(run, "bench", folder, Path(scratch))
+        service = PolicyService(run, "bench", ModelReference.of(str(folder)), Path(scratch))
         try:
             service.wait_until_ready()
             version = 0

@@ -33,6 +33,7 @@ from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.labelling.types import Segment, SegmentPair
 from rl_vlm.models.loading import load_text_side, resolve_model
+from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.client import PolicyClient
 from rl_vlm.serving.publisher import PolicyService
 from rl_vlm.types import Completion, GenerationRequest
@@ -125,7 +126,7 @@ def run_model(report: Report, name: str, model: Path, rounds: int) -> None:
     run = parse_config({"model": {"path": str(model)}, "serving": settings})
     engine = TransformersEngine(model, max_context=run.serving.max_context)
     with tempfile.TemporaryDirectory() as folder:
-        service = PolicyService(run, "label-benchmark", model, Path(folder))
+        service = PolicyService(run, "label-benchmark", ModelReference.of(str(model)), Path(folder))
         try:
             service.wait_until_ready()
 

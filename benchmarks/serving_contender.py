@@ -22,6 +22,7 @@ from PIL import Image
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig, load_config
 from rl_vlm.models.loading import TextSide, load_model, load_text_side, quiet_libraries
+from rl_vlm.models.reference import ModelReference
 from rl_vlm.types import EncodedImage, GenerationRequest, Message, SampleChunk, SamplingParams
 
 NEW_TOKENS, PROMPT_TOKENS, SIDE = 64, 116, 224
@@ -214,7 +215,7 @@ def served(folder: Path, run: RunConfig) -> Iterator[str]:
     from rl_vlm.serving.publisher import PolicyService
 
     with tempfile.TemporaryDirectory() as scratch, ray_cluster(run):
-        service = PolicyService(run, "bench", folder, Path(scratch))
+        service = PolicyService(run, "bench", ModelReference.of(str(folder)), Path(scratch))
         try:
             service.wait_until_ready()
             yield "bench"

@@ -17,6 +17,7 @@ from rl_vlm.config import RunConfig
 from rl_vlm.learning.module import PolicyModel
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side
+from rl_vlm.models.reference import ModelReference
 from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.serving.client import PolicyClient
 from rl_vlm.serving.publisher import PolicyService
@@ -45,7 +46,7 @@ def served(folder: Path, scratch: Path, **dotted: Any) -> Iterator[tuple[RunConf
     settings = {"serving__cpus_per_replica": 0.25, "resources__num_cpus": 2, "serving__max_context": 512, **dotted}
     run = run_config(folder, **settings)
     with ray_cluster(run):
-        service = PolicyService(run, RUN_ID, folder, scratch / "registry")
+        service = PolicyService(run, RUN_ID, ModelReference.of(str(folder)), scratch / "registry")
         try:
             service.wait_until_ready()
             yield run, service

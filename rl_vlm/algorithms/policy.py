@@ -33,6 +33,7 @@ from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.update import linear_schedule
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide, load_text_side
+from rl_vlm.models.reference import ModelReference
 from rl_vlm.plugins import load_plugins
 from rl_vlm.rollout.curriculum import make_task_source
 from rl_vlm.rollout.env_metrics import group_figures
@@ -51,7 +52,7 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
 
     def __init__(self, algo_class: type[Algorithm]) -> None:
         self.run_id = ""
-        self.model_folder: Path | None = None
+        self.model: ModelReference | None = None
         super().__init__(algo_class)
 
     def _apply_run_config(self) -> None:
@@ -68,8 +69,8 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
         self.training(lr=run.learner.lr)
 
     def prepare(self, service: PolicyService) -> None:
-        """Set the served policy's run id and model folder, which are known once it is started."""
-        self.run_id, self.model_folder = service.run_id, service.model
+        """Set the served policy's run id and model, which are known once it is started."""
+        self.run_id, self.model = service.run_id, service.model
         self._apply_run_config()
 
     def get_default_rl_module_spec(self) -> RLModuleSpec:
@@ -77,7 +78,8 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
         from rl_vlm.learning.module import VLMModule  # env runners must not import it
 
         return RLModuleSpec(
-            module_class=VLMModule, model_config={"folder": self.model_folder, "run_config": self.run_config}
+            module_class=VLMModule,
+            model_config={"model": self.model, "run_id": self.run_id, "run_config": self.run_config},
         )
 
 
@@ -110,7 +112,7 @@ class PolicyAlgorithm(RunAlgorithm):
         self.test_sizes, self._env_metrics = found.sizes[run.evaluation.split], found.metrics
         stream = TaskStream(make_task_source(run, found.sizes["train"]), run)
         self.rollouts = make_rollouts(EnvRunners(self.env_runner_group), stream, run)
-        self.rollouts.stop_requested = lambda: self.stop_requested()
+        self.rollouts.stop_requested = self._asked_while_waiting
         self.rng = np.random.default_rng(derive_seed(run.seed, 1))
         self.version = 0
         self.last_groups: list[TrajectoryGroup] = []
@@ -127,6 +129,11 @@ class PolicyAlgorithm(RunAlgorithm):
         self._first_version = self.version
         self.sight = SightProbe(self)
         self.sight_faults: list[Fault] = []  # of the last iteration
+
+    def _asked_while_waiting(self) -> bool:
+        """Whether to stop waiting for rollouts; asked several times a second meanwhile."""
+        self.service.offer_again()
+        return self.stop_requested()
 
     @abstractmethod
     def learn_from(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
@@ -230,7 +237,7 @@ class PolicyAlgorithm(RunAlgorithm):
     def decode(self, token_ids: np.ndarray) -> str:
         """Token ids as text, special tokens included."""
         if self._text is None:
-            self._text = load_text_side(self.config.model_folder)
+            self._text = load_text_side(self.service.model.folder)
         return self._text.codec.decode(token_ids)
 
     def evaluate_policy(self) -> dict[str, Any]:

@@ -16,7 +16,10 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(help="Changes to the configuration, such as learner.lr=1e-3 env.kwargs.turns=2.")
 ]
 Adapter = Annotated[Path | None, typer.Option(help="A peft adapter folder. Without it the base model is used.")]
-NewRunDir = Annotated[Path | None, typer.Option(help="Where the results go; runs/NAME by default.")]
+NewRunDir = Annotated[
+    str | None,
+    typer.Option(help="Where the results go: a folder, or a URL such as s3://BUCKET/RUN; runs/NAME by default."),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the run folder.")]
 DeleteFirst = Annotated[bool, typer.Option("--overwrite", help="Delete the run folder first.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]

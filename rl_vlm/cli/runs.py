@@ -44,9 +44,10 @@ def train(
             typer.echo(f"{name}: {value}")
         typer.echo(f"{run.name}: nothing is wrong with the configuration, the model and the data.")
         return
-    error_report.folder = folder = run_dir or training.default_run_dir(run)
+    place = run_dir or str(training.default_run_dir(run))
+    error_report.folder = Path(place)
     result = training.train(run, run_dir, resume=resume, overwrite=overwrite)
-    typer.echo(_summary(result, folder))
+    typer.echo(_summary(result, place))
     if result.get("status") != "done":
         raise typer.Exit(1)
 
@@ -66,7 +67,7 @@ def export(
     typer.echo(f"Wrote {export_model(source, out, model, overwrite)}: weights, processor and chat template.")
 
 
-def _summary(result: dict[str, Any], folder: Path) -> str:
+def _summary(result: dict[str, Any], place: str) -> str:
     parts = [f"{result.get('status')} after {result.get('iterations')} {result.get('unit', 'iterations')}"]
     # A preference run's own reward is learned and changes its scale: only its evaluation is comparable over a run.
     reward = "evaluation_reward" if "evaluation_reward_after" in result else "reward"
@@ -74,4 +75,4 @@ def _summary(result: dict[str, Any], folder: Path) -> str:
         before, after = result.get(f"{name}_before"), result.get(f"{name}_after")
         if before is not None and after is not None:
             parts.append(f"{label} {before:.3f} → {after:.3f}")
-    return f"{', '.join(parts)}; see {folder / 'curve.png'}"
+    return f"{', '.join(parts)}; see {place}/curve.png"

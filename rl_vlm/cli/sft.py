@@ -36,9 +36,10 @@ def sft(
             typer.echo(f"{name}: {value}")
         typer.echo(f"{job.name}: nothing is wrong with the configuration, the model and the data.")
         return
-    error_report.folder = folder = run_dir or tuning.default_run_dir(job)
+    place = run_dir or str(tuning.default_run_dir(job))
+    error_report.folder = Path(place)
     result = tuning.sft(job, run_dir, resume=resume, overwrite=overwrite, progress=typer.echo)
-    typer.echo(_summary(result, folder))
+    typer.echo(_summary(result, place))
     if result.get("status") != "done":
         raise typer.Exit(1)
 
@@ -56,10 +57,10 @@ def sft_example(
     typer.echo(f"Wrote {folder}: {counts}.")
 
 
-def _summary(result: dict[str, Any], folder: Path) -> str:
+def _summary(result: dict[str, Any], place: str) -> str:
     parts = [f"{result.get('status')} after {result.get('iterations')} steps"]
     for label, name in (("held-out loss", "eval_loss"), ("exact answers", "accuracy")):
         before, after = result.get(f"{name}_before"), result.get(f"{name}_after")
         if before is not None and after is not None:
             parts.append(f"{label} {before:.3f} → {after:.3f}")
-    return f"{', '.join(parts)}; the adapter is in {folder / 'adapter'}, the curve in {folder / 'curve.png'}"
+    return f"{', '.join(parts)}; the adapter is in {place}/adapter, the curve in {place}/curve.png"

@@ -11,9 +11,8 @@ from rl_vlm.config import RunConfig
 from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.evaluation.outcomes import Side
 from rl_vlm.models.loading import resolve_model
+from rl_vlm.models.reference import hash_model
 from rl_vlm.types import Split
-
-_EDGE_BYTES = 2**20  # of a weight file's beginning and end: all of it would take minutes
 
 
 def identity_of(
@@ -48,19 +47,6 @@ def identity_of(
         "evaluation.category": evaluation.category,
     }
     return known | {f"env.{key}": value for key, value in run.env.model_dump(mode="json").items()}
-
-
-def hash_model(folder: Path) -> str:
-    """A hash of a model folder: its config.json, and of each weight file the name, size, first and last MiB."""
-    found = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        size = file.stat().st_size
-        found.update(f"{file.name} {size}".encode())
-        with file.open("rb") as stream:
-            found.update(stream.read(_EDGE_BYTES))
-            stream.seek(max(size - _EDGE_BYTES, 0))
-            found.update(stream.read(_EDGE_BYTES))
-    return found.hexdigest()[:16]
 
 
 def _hash_adapter(folder: Path | None) -> str:

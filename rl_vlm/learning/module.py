@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,19 +10,23 @@ from ray.rllib.core.rl_module.torch import TorchRLModule
 
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.lora_layers import load_lora_state, lora_state
+from rl_vlm.models.reference import ModelReference
+from rl_vlm.serving.registry import fetch_model_files
 
 
 class VLMModule(TorchRLModule):
     """RLlib's view of the policy: its state is the adapter's tensors only, kilobytes to megabytes."""
 
     def setup(self) -> None:
-        """Load the model; RLlib calls this once, in the learner's process. `model_config` holds `folder` and `run_config`."""
+        """Load the model; RLlib calls this once, in the learner's process. `model_config` holds `model`, `run_id` and `run_config`."""
         settings: dict[str, Any] = self.model_config  # type: ignore[assignment]
         learner = settings["run_config"].learner
         torch.set_num_threads(learner.num_threads)
         # Decided here, because the driver may sit on a machine without a GPU.
         device = "cuda" if learner.gpus_per_learner > 0 and torch.cuda.is_available() else "cpu"
-        self.policy = PolicyModel(settings["folder"], settings["run_config"], device)
+        model: ModelReference = settings["model"]
+        folder = model.on_this_node(partial(fetch_model_files, settings["run_id"]))
+        self.policy = PolicyModel(folder, settings["run_config"], device)
         self.vlm = self.policy.model  # registered as a submodule, so that RLlib finds the parameters
         if self.policy.critic is not None:
             self.value_head = self.policy.critic.head

@@ -41,7 +41,7 @@ class LabellingSide:
         client = PolicyClient(
             self._service.run_id, deadline_s=serving.request_timeout_s, homes=homes(0, 1, most_replicas(serving))
         )
-        return client, load_text_side(self._service.model, self._run.model.pixels)
+        return client, load_text_side(self._service.model.folder, self._run.model.pixels)
 
     def close(self) -> None:
         """Stop serving. A second call does nothing."""

@@ -10,13 +10,13 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 
 from rl_vlm.config import RunConfig
+from rl_vlm.models.reference import ModelReference
 from rl_vlm.plugins import load_plugins
 
 Spaces = tuple[gymnasium.Space[Any], gymnasium.Space[Any]]
@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """What an env runner is made from: the run, the served policy's id and model folder (GRPO), the environment's spaces."""
+    """What an env runner is made from: the run, the served policy's id and model, if there is one, the environment's spaces."""
 
     run_config: RunConfig
     run_id: str
-    model_folder: Path | None
+    model: ModelReference | None
     observation_space: gymnasium.Space[Any]
     action_space: gymnasium.Space[Any]
 

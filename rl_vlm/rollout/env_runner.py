@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from rl_vlm.config import RunConfig
@@ -18,6 +19,7 @@ from rl_vlm.models.loading import quiet_libraries
 from rl_vlm.rollout.base_env_runner import RunEnvRunner
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.rollout.worker import RolloutWorker
+from rl_vlm.serving.registry import fetch_model_files
 
 T = TypeVar("T")
 
@@ -30,8 +32,10 @@ class VLMEnvRunner(RunEnvRunner):
         quiet_libraries()
         run = self.config.run_config
         num_workers = max(run.rollout.num_env_runners, 1)
-        assert self.config.model_folder is not None  # `GRPOConfig.prepare` has set it
-        self._worker = RolloutWorker(run, self.config.run_id, self.config.model_folder, self.place, num_workers)
+        run_id, model = self.config.run_id, self.config.model
+        assert model is not None  # `GRPOConfig.prepare` has set it
+        folder = model.on_this_node(partial(fetch_model_files, run_id), weights=False)
+        self._worker = RolloutWorker(run, run_id, folder, self.place, num_workers)
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
         if self.concurrent_calls(run) > 1:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
 from rl_vlm.config import RunConfig
 from rl_vlm.runs.private_node import fewer_processes
 from rl_vlm.types import RLVLMError, UserInputError
 
+logger = logging.getLogger(__name__)
+
 _STARTS = 4  # of a private cluster, before it is given up
-# Workers inherit these from the private cluster's processes. One torch thread each, because they share the cores.
+# Workers inherit these from a private cluster's processes, and get them from the job on one that was joined. One torch thread
+# each, because they share the cores.
 _WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -91,6 +96,39 @@ def _init_with_retry(**settings: Any) -> None:
                 ) from error
 
 
+def _join(run: RunConfig, given: Collection[str], common: Mapping[str, Any]) -> None:
+    """Join the cluster; workers get the variables that nobody has `given`. Raises UserInputError and ClusterError."""
+    # A job's own runtime environment may name some of them, and Ray refuses to have two values.
+    variables = {name: value for name, value in _WORKER_ENVIRONMENT.items() if name not in given}
+    try:
+        ray.init(address="auto", runtime_env={"env_vars": variables}, **common)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        address = os.environ.get("RAY_ADDRESS", "auto")
+        raise ClusterError(
+            f"The Ray cluster at {address} cannot be joined ({str(error).strip().splitlines()[0]}): start it with `ray start "
+            "--head`, name another one in RAY_ADDRESS, or unset RAY_ADDRESS for a private one."
+        ) from error
+    limits = ray.cluster_resources()
+    # Only a fixed cluster can be too small: an autoscaling one may still grow.
+    if not os.environ.get("RL_VLM_AUTOSCALING"):
+        _check_cpus(run, limits.get("CPU", 0))
+        if limits.get("GPU", 0) < run.needed_gpus:
+            raise UserInputError(
+                f"The run asks for {run.needed_gpus:g} GPUs and the cluster has {limits.get('GPU', 0):g}: set "
+                "serving.gpus_per_replica and learner.gpus_per_learner lower, add nodes, or set RL_VLM_AUTOSCALING=1 where nodes "
+                "come when they are asked for."
+            )
+    if not is_token_auth_enabled() and not _is_loopback(ray.util.get_node_ip_address()):
+        logger.warning(
+            "The Ray cluster has no token: whoever reaches its ports can run code on every node. Start it with "
+            "RAY_AUTH_MODE=token."
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
 @contextmanager
 def ray_cluster(run: RunConfig) -> Iterator[None]:
     """Connect to Ray for the length of a run.
@@ -101,6 +139,7 @@ def ray_cluster(run: RunConfig) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    given = {name for name in _WORKER_ENVIRONMENT if name in os.environ}
     for name, value in _WORKER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     common = {"namespace": "rl_vlm", "log_to_driver": False, "logging_level": logging.ERROR}
@@ -108,11 +147,7 @@ def ray_cluster(run: RunConfig) -> Iterator[None]:
     for name in ("ray.serve", "ray.rllib", "ray.tune", "ray.train"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if joins_cluster():
-        ray.init(address="auto", **common)
-        limits = ray.cluster_resources()
-        # Only a fixed cluster can be too small: an autoscaling one may still grow.
-        if not os.environ.get("RL_VLM_AUTOSCALING") and limits.get("CPU", 0) < run.needed_cpus:
-            _check_cpus(run, limits.get("CPU", 0))
+        _join(run, given, common)
     else:
         check_resources(run)
         _init_with_retry(

@@ -25,6 +25,7 @@ from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.initial_adapter import initial_adapter_folder
 from rl_vlm.models.loading import check_quantization, load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.reference import ModelReference
 from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.serving.publisher import PolicyService, ServingError
 from rl_vlm.serving.registry import registry_name
@@ -127,7 +128,7 @@ def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
         announce(f"Loading {plan.name} ...")
         with ray_cluster(run):
             _exit_on_signals()  # Ray has put its own handler in place
-            service = PolicyService(run, run_id, plan.model, Path(folder) / "registry")
+            service = PolicyService(run, run_id, ModelReference.of(str(plan.model)), Path(folder) / "registry")
             try:
                 service.wait_until_ready()
                 registry = ray.get_actor(registry_name(run_id))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rl_vlm.config import RunConfig
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.initial_adapter import initial_adapter_folder
-from rl_vlm.models.loading import resolve_model
+from rl_vlm.models.reference import ModelReference
 
 if TYPE_CHECKING:
     from rl_vlm.rollout.worker import RolloutWorker
@@ -46,11 +46,11 @@ def served_worker(run: RunConfig) -> Iterator[Served]:
     from rl_vlm.runs.cluster import ray_cluster
     from rl_vlm.serving.publisher import PolicyService
 
-    model = resolve_model(run.model.path)
+    model = ModelReference.of(run.model.path)
     run_id = f"{run.name}-{uuid.uuid4().hex[:8]}"
     with tempfile.TemporaryDirectory(prefix="rl-vlm-") as scratch, ray_cluster(run):
         service = PolicyService(run, run_id, model, Path(scratch))
-        worker = RolloutWorker(run, run_id, model)
+        worker = RolloutWorker(run, run_id, model.folder)
         try:
             service.wait_until_ready()
             yield Served(run_id, worker, service)

@@ -22,7 +22,7 @@ from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
 from rl_vlm.monitoring.sft_display import SFTDisplay
 from rl_vlm.runs.lifecycle import BaseRun
 from rl_vlm.runs.preflight import count_parameters, weights_size
-from rl_vlm.runs.train import prepare_run_dir
+from rl_vlm.runs.run_folder import RunDir, opened_run_folder
 from rl_vlm.statistics import wilson_interval
 from rl_vlm.supervised.dataset import JobData, Measured, open_job_data
 from rl_vlm.types import RLVLMError, Trajectory, UserInputError
@@ -64,19 +64,18 @@ def total_steps(job: SFTConfig, data: JobData) -> int:
 
 
 def sft(
-    job: SFTConfig, run_dir: Path | None = None, *, resume: bool = False, overwrite: bool = False,
+    job: SFTConfig, run_dir: RunDir | None = None, *, resume: bool = False, overwrite: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run to the end and return the content of `result.json`.
+    """Run to the end and return the content of `result.json`. `run_dir` may be a URL of remote storage.
 
     Raises UserInputError before anything is touched, InterruptedRun after a signal, RLVLMError when the run fails.
     """
     import_meanwhile("torch")
     _, data = inspect_sft(job, progress)
     import_meanwhile("transformers.modeling_utils", "peft")  # not earlier: the tokenizer imports parts of transformers
-    folder = (run_dir or default_run_dir(job)).absolute()
-    prepare_run_dir(folder, resume, overwrite)
-    return SFTRun(job, data, folder, resume).execute()
+    with opened_run_folder(run_dir or default_run_dir(job), resume=resume, overwrite=overwrite) as folder:
+        return SFTRun(job, data, folder, resume).execute()
 
 
 class SFTRun(BaseRun):

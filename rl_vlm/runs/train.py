@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.config import RunConfig
-from rl_vlm.ownership import RUN_MARKER, clear_run, mark_run
 from rl_vlm.runs.preflight import inspect_run
-from rl_vlm.types import UserInputError
+from rl_vlm.runs.run_folder import RunDir, opened_run_folder
 
 
 def default_run_dir(run: RunConfig) -> Path:
@@ -16,31 +15,10 @@ def default_run_dir(run: RunConfig) -> Path:
     return Path("runs") / run.name
 
 
-def prepare_run_dir(folder: Path, resume: bool, overwrite: bool) -> None:
-    """Make the run folder. An existing one is refused unless a run in it is to be resumed or overwritten."""
-    if folder.exists() and not folder.is_dir():
-        raise UserInputError(f"{folder} is a file: choose another --run-dir.")
-    if folder.is_dir() and any(folder.iterdir()):
-        if resume:
-            if not (folder / RUN_MARKER).is_file() and not (folder / "checkpoints").is_dir():
-                raise UserInputError(f"{folder} holds no run to resume: choose another --run-dir.")
-        elif overwrite:
-            clear_run(folder)
-        else:
-            raise UserInputError(
-                f"The run folder {folder} exists: choose another --run-dir, or add --resume or --overwrite."
-            )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        mark_run(folder)
-    except OSError as error:
-        raise UserInputError(f"Cannot make the run folder {folder}: {error.strerror}.") from error
-
-
 def train(
-    run: RunConfig, run_dir: Path | None = None, *, resume: bool = False, overwrite: bool = False
+    run: RunConfig, run_dir: RunDir | None = None, *, resume: bool = False, overwrite: bool = False
 ) -> dict[str, Any]:
-    """Run to the end and return the content of `result.json`.
+    """Run to the end and return the content of `result.json`. `run_dir` may be a URL of remote storage.
 
     Raises UserInputError before anything is touched, InterruptedRun after a signal, RLVLMError when the run fails.
     """
@@ -49,6 +27,5 @@ def train(
 
     if not joins_cluster():
         check_resources(run)
-    folder = (run_dir or default_run_dir(run)).absolute()
-    prepare_run_dir(folder, resume, overwrite)
-    return run.spec.load("run")(run, folder, resume).execute()  # type: ignore[no-any-return]
+    with opened_run_folder(run_dir or default_run_dir(run), resume=resume, overwrite=overwrite) as folder:
+        return run.spec.load("run")(run, folder, resume).execute()  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ from rl_vlm.types import UserInputError
 logger = logging.getLogger("ray.serve")
 
 _REGISTRY_ANSWER_S = 10.0  # how long the registry may take for an immediate answer
+_ABANDONED_S = 60.0  # a registry that restarts is there again sooner
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between attempts that fail
 
 
@@ -28,7 +29,8 @@ class AdapterFollower:
         engine: what adapters are loaded into.
         life: gets each version that is announced, loaded, or fails to load.
         tally: its report goes to the registry; the seconds of the last publication come back into it.
-        find_registry: returns the registry's actor handle; raises ValueError while it is being restarted.
+        find_registry: returns the registry's actor handle; raises ValueError when there is none of its name.
+        abandoned: called when there has been none for a minute: the run has ended without stopping its replicas.
         load_timeout_s: how long fetching and loading one version may take.
         notify: called after each change of `life`.
     """
@@ -41,12 +43,14 @@ class AdapterFollower:
         tally: ReplicaTally,
         *,
         find_registry: Callable[[], Any],
+        abandoned: Callable[[], None],
         load_timeout_s: float,
         notify: Callable[[], Awaitable[None]],
     ) -> None:
         self._replica_id = replica_id
         self._engine, self._life, self._tally = engine, life, tally
-        self._find_registry = find_registry
+        self._find_registry, self._abandoned = find_registry, abandoned
+        self._missing_since: float | None = None
         self._load_timeout_s = load_timeout_s
         self._notify = notify
 
@@ -64,7 +68,7 @@ class AdapterFollower:
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     async def _catch_up(self) -> None:
-        registry = self._find_registry()
+        registry = self._registry()
         published = await self._ask(registry)
         if published is not None:
             await self._load(published)
@@ -75,6 +79,21 @@ class AdapterFollower:
             async with asyncio.timeout(_REGISTRY_ANSWER_S):
                 seconds = await registry.ack.remote(self._replica_id, published.version, published.sha256)
             self._tally.publish_s = seconds or self._tally.publish_s
+
+    def _registry(self) -> Any:
+        """The registry's handle. Raises ValueError."""
+        try:
+            found = self._find_registry()
+        except ValueError:
+            now = time.monotonic()
+            if self._missing_since is None:
+                self._missing_since = now
+            elif now - self._missing_since >= _ABANDONED_S:
+                self._missing_since = None  # asked for again if it did not help
+                self._abandoned()
+            raise
+        self._missing_since = None
+        return found
 
     async def _ask(self, registry: Any) -> Published | None:
         # Each wait has a deadline: an object of a dead owner may never arrive, and no error be raised.

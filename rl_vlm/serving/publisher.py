@@ -6,7 +6,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import ray
@@ -17,19 +17,21 @@ from ray.exceptions import (
     ActorUnavailableError,
     GetTimeoutError,
     RayActorError,
+    RayError,
 )
 from ray.serve.schema import ApplicationStatus
 from ray.util.placement_group import get_current_placement_group
 
 from rl_vlm.config import RunConfig
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.models.loading import resolve_model
+from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.registry import Published, PublishReport, start_registry
 from rl_vlm.serving.server import app_name, build_app
 from rl_vlm.types import RLVLMError
 
 # A call that a dying registry does not answer is repeated after this long; repeated calls change nothing.
 _ATTEMPT_S = 15.0
+_OFFER_EVERY_S = 5.0
 
 
 class ServingError(RLVLMError):
@@ -58,14 +60,16 @@ def start_serve(timeout_s: float) -> None:
 class PolicyService:
     """One run's served policy. The registry belongs to the process that makes this object and ends with it."""
 
-    def __init__(self, run: RunConfig, run_id: str, model: Path, folder: Path) -> None:
+    def __init__(self, run: RunConfig, run_id: str, model: ModelReference, folder: Path) -> None:
         self.run_id, self.model = run_id, model
         self._serving = run.serving
         self._namespace = ray.get_runtime_context().namespace
         # The folder serves a restarted registry of this run only: a resumed run publishes its checkpoint again.
         shutil.rmtree(folder, ignore_errors=True)
-        self._registry = start_registry(run_id, self._namespace, folder)
+        self._registry = start_registry(run_id, self._namespace, folder, model.folder)
         self._newest: Published | None = None
+        self._offer: ray.ObjectRef | None = None
+        self._offered_at = time.monotonic()
         app = build_app(model, run, run_id, self._namespace)
         timeout_s = run.serving.startup_timeout_s
         if get_current_placement_group() is None:
@@ -114,6 +118,20 @@ class PolicyService:
                     raise ServingError(f"Version {published.version} could not be published: {error}") from error
                 time.sleep(0.1)
 
+    def offer_again(self) -> None:
+        """Send the newest version to the registry once more, without waiting, if the last time was a while ago.
+
+        It changes nothing, unless the registry has died and came back without its copy: then replicas that start would wait
+        for a version that only the next publication brings, and that may wait for these replicas.
+        """
+        if self._newest is None or time.monotonic() - self._offered_at < _OFFER_EVERY_S:
+            return
+        if self._offer is not None and ray.wait([self._offer], timeout=0)[0]:
+            with suppress(RayError):  # it died meanwhile: this call is the next attempt
+                ray.get(self._offer, timeout=_ATTEMPT_S)
+        self._offered_at = time.monotonic()
+        self._offer = self._registry.publish.remote(self._newest)
+
     def newest_version(self) -> int:
         """The version that the registry holds; 0 before the first publication."""
         return int(ray.get(self._registry.status.remote(), timeout=self._serving.publish_timeout_s)["version"])
@@ -149,4 +167,4 @@ def start_service(run: RunConfig, folder: Path) -> PolicyService:
 
 def _new_service(run: RunConfig, folder: Path) -> PolicyService:
     run_id = f"{run.name}-{uuid.uuid4().hex[:8]}"
-    return PolicyService(run, run_id, resolve_model(run.model.path), folder)
+    return PolicyService(run, run_id, ModelReference.of(run.model.path), folder)

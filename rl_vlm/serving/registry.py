@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +24,10 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.reference import travelling_files
 from rl_vlm.types import RLVLMError
 
 logger = logging.getLogger(__name__)
@@ -78,8 +81,9 @@ class _Acknowledgements:
 class AdapterRegistry:
     """The actor's class; `start_registry` makes the actor. All methods are coroutines on one event loop."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, model_files: Mapping[str, bytes]) -> None:
         self._folder = Path(folder)
+        self._model_files = model_files
         self._newest: Published | None = None
         self._remembered: OrderedDict[int, _Acknowledgements] = OrderedDict()  # by version, oldest first
         self._reports: dict[str, dict[str, Any]] = {}  # replica -> its last report
@@ -110,6 +114,10 @@ class AdapterRegistry:
         temporary = marker.with_suffix(".tmp")
         temporary.write_text(json.dumps({"folder": folder, "version": payload.version, "sha256": payload.sha256}))
         temporary.replace(marker)
+
+    async def model_files(self) -> Mapping[str, bytes]:
+        """What other nodes need of the model (`travelling_files`), by file name."""
+        return self._model_files
 
     async def publish(self, published: Published) -> None:
         """Make a version the newest and hand it to all replicas. A repeated call with an equal hash changes nothing.
@@ -227,8 +235,17 @@ def registry_name(run_id: str) -> str:
     return f"rl-vlm-registry-{run_id}"
 
 
-def start_registry(run_id: str, namespace: str, folder: Path) -> ray.actor.ActorHandle:
-    """Start the registry of a run; it restarts by itself as often as it dies, and ends with the caller."""
+def fetch_model_files(run_id: str, namespace: str | None = None) -> Mapping[str, bytes]:
+    """The registry's `model_files`. `namespace`: null is that of the caller's job. Blocks, so it is not for coroutines."""
+    registry = ray.get_actor(registry_name(run_id), namespace=namespace)
+    return ray.get(registry.model_files.remote(), timeout=FETCH_S)  # type: ignore[no-any-return]
+
+
+def start_registry(run_id: str, namespace: str, folder: Path, model: Path) -> ray.actor.ActorHandle:
+    """Start the registry of a run on the caller's node; it restarts by itself as often as it dies, and ends with the caller.
+
+    `folder` holds its copy of the newest adapter, `model` is the model's folder: both are on the caller's node.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     actor = ray.remote(AdapterRegistry).options(
         name=registry_name(run_id),
@@ -236,6 +253,7 @@ def start_registry(run_id: str, namespace: str, folder: Path) -> ray.actor.Actor
         num_cpus=0,
         max_restarts=-1,
         max_concurrency=1000,
-        scheduling_strategy="DEFAULT",
+        # Where the folder is: elsewhere a restarted registry would find nothing to read.
+        scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
     )
-    return actor.remote(str(folder))  # type: ignore[no-any-return]
+    return actor.remote(str(folder), travelling_files(model))  # type: ignore[no-any-return]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
@@ -18,10 +19,11 @@ from ray import serve
 from rl_vlm.config import RunConfig, ServingSection
 from rl_vlm.engines.base import Engine, EngineError
 from rl_vlm.models.loading import load_text_side
+from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.follower import AdapterFollower
 from rl_vlm.serving.lifecycle import Admission, Lifecycle, ReplicaState
 from rl_vlm.serving.metrics import RayMetrics, ReplicaTally
-from rl_vlm.serving.registry import registry_name
+from rl_vlm.serving.registry import fetch_model_files, registry_name
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Message, RLVLMError, SampleChunk, SamplingParams
 
 logger = logging.getLogger("ray.serve")
@@ -83,14 +85,15 @@ class VLMServer:
     holds a request whose `min_version` it does not have yet. `Lifecycle` decides about requests and health checks.
     """
 
-    def __init__(self, model: str, run: RunConfig, run_id: str, namespace: str) -> None:
-        self._engine = build_engine(Path(model), run)
+    def __init__(self, model: ModelReference, run: RunConfig, run_id: str, namespace: str) -> None:
+        folder = model.on_this_node(lambda: fetch_model_files(run_id, namespace))
+        self._engine = build_engine(folder, run)
         self._serving = run.serving
         self.replica_id: str = serve.get_replica_context().replica_id.unique_id
         self._life = Lifecycle(run.serving.probe_after_s, load_patience_s=run.serving.publish_timeout_s)
         self._tally = ReplicaTally()
         self._metrics = RayMetrics(self.replica_id)
-        codec = load_text_side(Path(model)).codec
+        codec = load_text_side(folder).codec
         self._probe_ids = codec.encode_prompt([Message.of("user", "1")]).token_ids
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
@@ -100,6 +103,7 @@ class VLMServer:
             self._life,
             self._tally,
             find_registry=lambda: ray.get_actor(registry_name(run_id), namespace=namespace),
+            abandoned=lambda: self._end_application(run_id),
             load_timeout_s=run.serving.publish_timeout_s,
             notify=self._notify,
         )
@@ -113,6 +117,12 @@ class VLMServer:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+    def _end_application(self, run_id: str) -> None:
+        """Delete the application of a run that was killed: its replicas would hold their GPUs for ever."""
+        logger.error("replica %s: the registry of run %s is gone; its application ends", self.replica_id, run_id)
+        # Asking Serve's controller blocks.
+        threading.Thread(target=lambda: serve.delete(app_name(run_id), _blocking=False), daemon=True).start()
 
     async def _report(self) -> None:
         while True:
@@ -248,7 +258,7 @@ def _replicas(serving: ServingSection) -> dict[str, Any]:
     return {"autoscaling_config": {**autoscaling.model_dump(), "initial_replicas": initial}}
 
 
-def build_app(model: Path, run: RunConfig, run_id: str, namespace: str) -> serve.Application:
+def build_app(model: ModelReference, run: RunConfig, run_id: str, namespace: str) -> serve.Application:
     """The application of a run: one deployment, no HTTP route."""
     from ray.serve.config import RequestRouterConfig
 
@@ -263,4 +273,4 @@ def build_app(model: Path, run: RunConfig, run_id: str, namespace: str) -> serve
         ray_actor_options={"num_cpus": serving.cpus_per_replica, "num_gpus": serving.gpus_per_replica},
         request_router_config=RequestRouterConfig(request_router_class="rl_vlm.serving.router:AffinityRouter"),
     )
-    return deployment.bind(str(model), run, run_id, namespace)  # type: ignore[no-any-return]
+    return deployment.bind(model, run, run_id, namespace)  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ from rl_vlm.envs.shapes import shapes_item
 from rl_vlm.learning.learner import UpdateBatch, UpdateResult
 from rl_vlm.learning.plan import plan_update
 from rl_vlm.models.loading import load_text_side
+from rl_vlm.models.reference import ModelReference
 from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.types import Message, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
@@ -73,7 +74,7 @@ Arrays = dict[str, np.ndarray]
 def update(folder: Path, learners: int, updates: int = 2) -> tuple[Arrays, Arrays, dict[str, float]]:
     """The adapter, its mean gradients and the last statistics after some updates with that many learners."""
     config = GRPOConfig.from_run_config(run_config(folder, learners))
-    config.model_folder = folder
+    config.model = ModelReference.of(str(folder))
     group = config.build_learner_group(rl_module_spec=config.get_multi_rl_module_spec(spaces={}))
     settings = AlgorithmSection(minibatches=2)
     try:

@@ -11,14 +11,13 @@ from policy_loop import MAX_CONTEXT, Loop, check_agreement
 
 from rl_vlm.config import ServingSection, VLLMSection
 from rl_vlm.engines.vllm_engine import VLLMEngine
-from rl_vlm.models.tiny import model as tiny
 
 pytest.importorskip("vllm")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make_tiny(tmp_path_factory.mktemp("models") / "wide", variant="wide", steps=5)
+def folder(wide_folder: Path) -> Path:
+    return wide_folder
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,6 @@ from version_support import (
 from rl_vlm.config import ServingSection, VLLMSection
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.vllm_engine import VLLMEngine
-from rl_vlm.models.tiny import model as tiny
 from rl_vlm.types import Completion, GenerationRequest, InFlightUpdates, SampleChunk
 
 pytest.importorskip("vllm")
@@ -37,8 +36,8 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make_tiny(tmp_path_factory.mktemp("models") / "wide", variant="wide", steps=5)
+def folder(wide_folder: Path) -> Path:
+    return wide_folder
 
 
 @pytest.fixture(scope="module")

@@ -147,7 +147,13 @@ def test_the_version_is_the_packages(capsys):
 def test_train_hands_on_configuration_and_options(config, training, tmp_path, capsys):
     assert run("train", config, "learner.lr=1e-3", "name=other", "--run-dir", tmp_path / "here", "--resume") == 0
     ((seen, run_dir, resume, overwrite),) = training.calls
-    assert (seen.name, seen.learner.lr, run_dir, resume, overwrite) == ("other", 1e-3, tmp_path / "here", True, False)
+    assert (seen.name, seen.learner.lr, run_dir, resume, overwrite) == (
+        "other",
+        1e-3,
+        str(tmp_path / "here"),
+        True,
+        False,
+    )
     said = output(capsys)
     assert "done after 3 iterations" in said and "accuracy 0.250 → 0.900" in said and "curve.png" in said
 

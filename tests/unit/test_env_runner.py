@@ -16,6 +16,7 @@ from rl_vlm.config import RunConfig, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.base import ObservationSpace, StepResult, TextSpace
 from rl_vlm.envs.shapes import ShapesEnv
+from rl_vlm.models.reference import ModelReference
 from rl_vlm.rollout.base_env_runner import RunnerConfig
 from rl_vlm.rollout.env_runner import VLMEnvRunner
 
@@ -50,7 +51,13 @@ def run_of(lag: int, gate: Path = Path(), **rollout: Any) -> RunConfig:
 
 @pytest.fixture
 def runner(tiny_folder: Path, tmp_path: Path) -> Iterator[VLMEnvRunner]:
-    config = RunnerConfig(run_of(lag=2, gate=tmp_path / "gate"), "run", tiny_folder, ObservationSpace(), TextSpace())
+    config = RunnerConfig(
+        run_of(lag=2, gate=tmp_path / "gate"),
+        "run",
+        ModelReference.of(str(tiny_folder)),
+        ObservationSpace(),
+        TextSpace(),
+    )
     runner, engine = VLMEnvRunner(config=config), TransformersEngine(tiny_folder, max_context=512)
     runner._worker._client = Direct(engine)  # type: ignore[assignment]
     yield runner

@@ -43,10 +43,11 @@ class Setting:
 
     def __init__(self, engine: TransformersEngine, folder: Path, *failures: Exception) -> None:
         self.engine, self.failures = engine, list(failures)
-        self.registry = AdapterRegistry(str(folder))
+        self.registry = AdapterRegistry(str(folder), {})
         self.life = Lifecycle(probe_after_s=10.0, load_patience_s=20.0)
         self.tally = ReplicaTally()
         self.lookups = 0
+        self.abandoned = 0
         self._load = engine.load_adapter
         engine.load_adapter = self.load  # type: ignore[method-assign]
         self.follower = AdapterFollower(
@@ -55,9 +56,13 @@ class Setting:
             self.life,
             self.tally,
             find_registry=self.find,
+            abandoned=self.abandon,
             load_timeout_s=20.0,
             notify=lambda: asyncio.sleep(0),
         )
+
+    def abandon(self) -> None:
+        self.abandoned += 1
 
     async def load(self, payload: AdapterPayload) -> None:
         if self.failures:
@@ -136,4 +141,28 @@ def test_a_replica_that_can_never_load_its_first_adapter_dies_unless_the_adapter
         assert not dead or "No space left" in setting.life.death
         task.cancel()
 
+    asyncio.run(follow())
+
+
+def test_a_replica_whose_registry_is_gone_for_good_is_abandoned(
+    engine: TransformersEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def follow() -> None:
+        setting = Setting(engine, tmp_path)
+        task = asyncio.create_task(setting.follower.run())
+        await until(lambda: setting.life.started)
+        await asyncio.sleep(1)
+        assert setting.abandoned == 0  # one lookup failed while it restarted
+        task.cancel()
+
+        def gone() -> Direct:
+            raise ValueError("Failed to look up the actor")
+
+        setting.follower._find_registry = gone
+        task = asyncio.create_task(setting.follower.run())
+        await until(lambda: setting.abandoned >= 1)
+        assert not task.done()  # Serve ends the replica
+        task.cancel()
+
+    monkeypatch.setattr("rl_vlm.serving.follower._ABANDONED_S", 0.5)
     asyncio.run(follow())

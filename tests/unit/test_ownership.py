@@ -7,7 +7,7 @@ import pytest
 
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.ownership import RUN_MARKER, files_in, run_files
-from rl_vlm.runs.train import prepare_run_dir
+from rl_vlm.runs.run_folder import prepare_run_dir
 from rl_vlm.types import UserInputError
 
 HASH = "0123456789abcdef" * 4

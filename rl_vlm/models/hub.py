@@ -1,0 +1,82 @@
+"""Downloads from the Hugging Face hub: models, and what goes wrong in one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+from rl_vlm.types import RLVLMError, UserInputError
+
+# Weights in other formats than safetensors are never read.
+_IGNORED = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5", "*.onnx", "*.gguf", "original/*"]
+
+_NOT_CONNECTED = ("ConnectError", "ConnectTimeout", "ConnectionError")
+
+
+class FetchError(RLVLMError):
+    """The hub could not be reached, or the download broke off."""
+
+
+def fetch_model(name: str) -> Path:
+    """Download a model into the hub's cache, without what is there already; return its folder there.
+
+    Raises UserInputError for a name that is wrong or locked, FetchError when the hub cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+
+    with hub_errors(name):
+        folder = Path(snapshot_download(name, ignore_patterns=_IGNORED))
+    if not (folder / "config.json").is_file():
+        raise UserInputError(
+            f"{name} holds no config.json, so it is no model that can be loaded. Is it a data set? Add --data."
+        )
+    return folder
+
+
+@contextlib.contextmanager
+def hub_errors(name: str, data: bool = False) -> Iterator[None]:
+    """Whatever the hub's client raises as one sentence."""
+    from huggingface_hub import errors
+
+    kind = "data set" if data else "model"
+    # The client's transport is another package from version to version; the base of its errors is one of the client's own error.
+    transport = cast("tuple[type[Exception], ...]", errors.HfHubHTTPError.__bases__)
+    broken: tuple[type[Exception], ...] = (*transport, zipfile.BadZipFile)
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise UserInputError(
+            f"The {kind} {name} has a licence: accept it at {_page(name, data)}, then set HF_TOKEN."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        other = " Is it a model? Then leave out --data." if data else " Is it a data set? Then add --data."
+        raise UserInputError(
+            f"The hub has no {kind} {name}, or it is private and HF_TOKEN is not set.{other}"
+        ) from error
+    except errors.HFValidationError as error:
+        raise UserInputError(f"{name!r} is not a name of the hub ({error}).") from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
+            raise UserInputError(
+                f"The {kind} {name} is not on this machine and HF_HUB_OFFLINE is set: unset it once."
+            ) from error
+        raise FetchError(_unreachable(name)) from error
+    except broken as error:
+        if type(error).__name__ in _NOT_CONNECTED:
+            raise FetchError(_unreachable(name)) from error
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FetchError(
+            f"Fetching {name} broke off ({reason}): run the command again, it goes on where it stopped."
+        ) from error
+
+
+def _unreachable(name: str) -> str:
+    return f"The hub cannot be reached to fetch {name}: check the network and HF_ENDPOINT."
+
+
+def _page(name: str, data: bool) -> str:
+    return f"https://huggingface.co/{'datasets/' if data else ''}{name}"

@@ -1,0 +1,61 @@
+"""The folder of a run: made, refused, resumed or emptied before anything starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rl_vlm.ownership import RUN_MARKER, clear_run, mark_run
+from rl_vlm.runs.remote_folder import is_remote, remote_run_folder
+from rl_vlm.types import UserInputError
+
+RunDir = str | Path  # a folder, or a URL of remote storage
+
+# Ray unpacks a job's working directory below a folder of this name, and deletes it with the cluster or before.
+_JOB_COPIES = "working_dir_files"
+
+
+@contextmanager
+def opened_run_folder(run_dir: RunDir, *, resume: bool, overwrite: bool) -> Iterator[Path]:
+    """The run folder, absolute; for a URL a folder of this machine that is copied there. Raises UserInputError."""
+    if is_remote(run_dir):
+        with remote_run_folder(str(run_dir), resume=resume, overwrite=overwrite) as folder:
+            prepare_run_dir(folder, resume, overwrite=False)
+            yield folder
+        return
+    folder = Path(run_dir).absolute()
+    check_is_kept(folder)
+    prepare_run_dir(folder, resume, overwrite)
+    yield folder
+
+
+def check_is_kept(folder: Path) -> None:
+    """Raise UserInputError for a folder in a Ray job's copy of its working directory."""
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and _JOB_COPIES in folder.resolve().parts:
+        raise UserInputError(
+            f"The run folder {folder} is in the job's own copy of the working directory, which Ray deletes: give --run-dir a "
+            "folder that stays, such as one on shared storage, or a URL such as s3://BUCKET/RUN."
+        )
+
+
+def prepare_run_dir(folder: Path, resume: bool, overwrite: bool) -> None:
+    """Make the run folder. An existing one is refused unless a run in it is to be resumed or overwritten."""
+    if folder.exists() and not folder.is_dir():
+        raise UserInputError(f"{folder} is a file: choose another --run-dir.")
+    if folder.is_dir() and any(folder.iterdir()):
+        if resume:
+            if not (folder / RUN_MARKER).is_file() and not (folder / "checkpoints").is_dir():
+                raise UserInputError(f"{folder} holds no run to resume: choose another --run-dir.")
+        elif overwrite:
+            clear_run(folder)
+        else:
+            raise UserInputError(
+                f"The run folder {folder} exists: choose another --run-dir, or add --resume or --overwrite."
+            )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark_run(folder)
+    except OSError as error:
+        raise UserInputError(f"Cannot make the run folder {folder}: {error.strerror}.") from error

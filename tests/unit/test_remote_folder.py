@@ -1,0 +1,203 @@
+"""A run folder on remote storage: copied while the run goes on, whole after each copy, fetched by --resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from rl_vlm.ownership import mark_run
+from rl_vlm.runs import remote_folder
+from rl_vlm.runs.remote_folder import RemoteFolder, RemoteStorageError, remote_run_folder
+from rl_vlm.runs.run_folder import opened_run_folder
+from rl_vlm.types import UserInputError
+
+URL = "memory://bucket/run"
+
+
+@pytest.fixture(autouse=True)
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("RL_VLM_CACHE", str(tmp_path / "cache"))
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    yield memory
+    memory.store.clear()
+
+
+def contents(storage: Any) -> dict[str, bytes]:
+    return {name.removeprefix("/bucket/run/"): storage.cat_file(name) for name in storage.find("/bucket/run")}
+
+
+def write(folder: Path, name: str, text: str) -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+
+
+def copies(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "cache" / "runs").glob("run-*"))
+
+
+def test_a_run_is_copied_and_resumed_elsewhere(storage: Any, tmp_path: Path) -> None:
+    with opened_run_folder(URL, resume=False, overwrite=False) as folder:
+        write(folder, "progress.csv", "1\n")
+        write(folder, "checkpoints/iteration-000001/state.json", "{}")
+        write(folder, "checkpoints/.writing-abc/state.json", "half")
+        write(folder, "notes.txt", "not a run's")
+    assert copies(tmp_path) == []
+    assert set(contents(storage)) == {
+        "index.json", ".rl_vlm_run", "progress.csv", "checkpoints/iteration-000001/state.json",
+    }  # fmt: skip
+    with opened_run_folder(URL, resume=True, overwrite=False) as folder:
+        assert (folder / "progress.csv").read_text() == "1\n"
+        write(folder, "progress.csv", "1\n2\n")
+        write(folder, "checkpoints/iteration-000002/state.json", "{}")
+        shutil.rmtree(folder / "checkpoints/iteration-000001")
+    found = contents(storage)
+    assert found["progress.csv"] == b"1\n2\n" and "checkpoints/iteration-000001/state.json" not in found
+    assert set(json.loads(found.pop("index.json"))["files"]) == set(found)
+
+
+def test_an_existing_run_is_refused_or_emptied(storage: Any) -> None:
+    with opened_run_folder(URL, resume=False, overwrite=False) as folder:
+        write(folder, "progress.csv", "old")
+    storage.pipe_file("/bucket/run/thesis.tex", b"mine")
+    with (
+        pytest.raises(UserInputError, match=r"exists: choose another --run-dir, or add --resume"),
+        opened_run_folder(URL, resume=False, overwrite=False),
+    ):
+        pass
+    assert contents(storage)["progress.csv"] == b"old"
+    with opened_run_folder(URL, resume=False, overwrite=True):
+        pass
+    assert set(contents(storage)) == {"index.json", ".rl_vlm_run", "thesis.tex"}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_files_that_are_no_run_are_left_alone(storage: Any, overwrite: bool) -> None:
+    storage.pipe_file("/bucket/run/thesis.tex", b"mine")
+    with pytest.raises(UserInputError, match="nothing in it is deleted"):
+        opened_run_folder(URL, resume=False, overwrite=overwrite).__enter__()
+    assert contents(storage) == {"thesis.tex": b"mine"}
+
+
+def test_there_must_be_something_to_resume() -> None:
+    with pytest.raises(UserInputError, match="holds no run to resume"):
+        opened_run_folder(URL, resume=True, overwrite=False).__enter__()
+
+
+@pytest.mark.parametrize(
+    "index", [b"no json", b"[]", b'{"files": ["../../etc/passwd", ".rl_vlm_run"]}', b'{"files": ["/etc/passwd"]}', b'{"files": []}']
+)  # fmt: skip
+def test_an_index_that_is_not_ours_is_refused(storage: Any, index: bytes) -> None:
+    storage.pipe_file("/bucket/run/index.json", index)
+    for overwrite in (False, True):
+        with pytest.raises(UserInputError, match="is not a run's"):
+            opened_run_folder(URL, resume=not overwrite, overwrite=overwrite).__enter__()
+
+
+def test_what_the_index_names_is_whole_when_a_checkpoint_goes_during_a_copy(
+    storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mark_run(folder)
+    for name in ("a", "b"):
+        write(folder, f"checkpoints/iteration-000001/{name}.json", "1")
+    remote = RemoteFolder(URL, folder)
+    upload, calls = remote._upload, []
+
+    def replaced_meanwhile(name: str) -> None:
+        upload(name)
+        if name.endswith("a.json") and not calls:
+            calls.append(name)
+            for part in ("a", "b"):
+                write(folder, f"checkpoints/iteration-000002/{part}.json", "2")
+            shutil.rmtree(folder / "checkpoints/iteration-000001")
+
+    monkeypatch.setattr(remote, "_upload", replaced_meanwhile)
+    remote.push()
+    assert calls and sorted(json.loads(contents(storage)["index.json"])["files"]) == [
+        ".rl_vlm_run", "checkpoints/iteration-000002/a.json", "checkpoints/iteration-000002/b.json",
+    ]  # fmt: skip
+
+
+def test_only_what_changed_is_uploaded(storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mark_run(folder)
+    write(folder, "progress.csv", "1\n")
+    remote, sent = RemoteFolder(URL, folder), []
+    put = remote._files.put_file
+    monkeypatch.setattr(
+        remote._files, "put_file", lambda source, target: (sent.append(Path(source).name), put(source, target))
+    )
+    remote.push()
+    remote.push()
+    write(folder, "progress.csv", "1\n2\n")
+    remote.push()
+    assert sorted(sent) == [".rl_vlm_run", "progress.csv", "progress.csv"]
+
+
+def test_a_storage_that_fails_for_a_while_costs_nothing(storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = iter([OSError("503 slow down")] * 2)
+
+    def put(self: Any, source: str, target: str, **more: Any) -> None:
+        if (failure := next(failures, None)) is not None:
+            raise failure
+        real(self, source, target, **more)
+
+    real = type(storage).put_file
+    monkeypatch.setattr(type(storage), "put_file", put)
+    with opened_run_folder(URL, resume=False, overwrite=False) as folder:
+        write(folder, "progress.csv", "1\n")
+    assert contents(storage)["progress.csv"] == b"1\n"
+
+
+def test_a_storage_that_stays_away_keeps_the_folder_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def push(self: RemoteFolder) -> None:
+        raise RemoteStorageError("memory://bucket/run could not be written: 403.")
+
+    monkeypatch.setattr(RemoteFolder, "push", push)
+    with (
+        pytest.raises(RemoteStorageError, match="403. The run folder is .*run-.* copy it yourself"),
+        remote_run_folder(URL, resume=False, overwrite=False) as folder,
+    ):
+        write(folder, "progress.csv", "1\n")
+    assert (folder / "progress.csv").read_text() == "1\n" and copies(tmp_path) == [folder]
+
+
+def test_it_is_copied_while_the_run_goes_on(storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    monkeypatch.setattr(remote_folder, "PUSH_EVERY_S", 0.05)
+    with opened_run_folder(URL, resume=False, overwrite=False) as folder:
+        write(folder, "progress.csv", "1\n")
+        deadline = time.monotonic() + 30
+        while not storage.exists("/bucket/run/index.json") and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert contents(storage)["progress.csv"] == b"1\n"
+
+
+def test_urls_that_cannot_be_opened_are_named() -> None:
+    with pytest.raises(UserInputError, match="cannot be opened .*: give a folder, or a URL such as s3://BUCKET/RUN"):
+        opened_run_folder("nonsense://x", resume=False, overwrite=False).__enter__()
+
+
+def test_a_jobs_copy_of_its_working_directory_is_no_place_for_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(copy)
+    with opened_run_folder("runs/a", resume=False, overwrite=False):
+        pass  # outside of a job it is an ordinary folder
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    with pytest.raises(UserInputError, match="which Ray deletes: give --run-dir a folder that stays"):
+        opened_run_folder("runs/b", resume=False, overwrite=False).__enter__()
+    with opened_run_folder(tmp_path / "kept", resume=False, overwrite=False) as folder:
+        assert folder.is_dir()
