@@ -52,7 +52,7 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
 
     def __init__(self, algo_class: type[Algorithm]) -> None:
         self.run_id = ""
-        self.model: ModelReference | None = None
+        self.served_model: ModelReference | None = None  # RLlib has a field `model`
         super().__init__(algo_class)
 
     def _apply_run_config(self) -> None:
@@ -70,7 +70,7 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
 
     def prepare(self, service: PolicyService) -> None:
         """Set the served policy's run id and model, which are known once it is started."""
-        self.run_id, self.model = service.run_id, service.model
+        self.run_id, self.served_model = service.run_id, service.model
         self._apply_run_config()
 
     def get_default_rl_module_spec(self) -> RLModuleSpec:
@@ -79,7 +79,7 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
 
         return RLModuleSpec(
             module_class=VLMModule,
-            model_config={"model": self.model, "run_id": self.run_id, "run_config": self.run_config},
+            model_config={"model": self.served_model, "run_id": self.run_id, "run_config": self.run_config},
         )
 
 

@@ -27,7 +27,7 @@ class RunnerGroup(EnvRunnerGroup):
         settings = RunnerConfig(
             run_config=given.run_config,
             run_id=getattr(given, "run_id", ""),
-            model=getattr(given, "model", None),
+            model=getattr(given, "served_model", None),
             observation_space=given.observation_space,
             action_space=given.action_space,
         )

@@ -52,11 +52,15 @@ class Values(Section):
 
 
 class Stopping(Section):
-    """Which trials are stopped early: ASHA (arXiv 1810.05934) keeps the best 1 / `reduction_factor` at each rung."""
+    """What happens to trials that are behind.
 
-    name: Literal["none", "asha"] = Field("none", description="`none` trains each trial to its end.")
-    grace_period: int = Field(20, ge=1, description="Iterations before a trial may be stopped.")
-    reduction_factor: int = Field(3, ge=2, description="Of so many trials one goes on at each rung.")
+    ASHA (arXiv 1810.05934) stops them: the best 1 / `reduction_factor` go on at each rung. Population-based training (arXiv
+    1711.09846, synchronous) lets the worst quarter copy a trial of the best quarter and vary its settings.
+    """
+
+    name: Literal["none", "asha", "pbt"] = Field("none", description="`none` trains each trial to its end.")
+    grace_period: int = Field(20, ge=1, description="Iterations before a trial may be stopped, or between two copies.")
+    reduction_factor: int = Field(3, ge=2, description="ASHA: of so many trials one goes on at each rung.")
 
 
 class SweepConfig(Section):
@@ -82,6 +86,13 @@ class SweepConfig(Section):
     def _check(self) -> SweepConfig:
         if self.search == "optuna" and any(values.grid for values in self.space.values()):
             raise ValueError("search optuna chooses each value itself: use choice in place of grid")
+        if self.stopping.name == "pbt":
+            if self.search == "optuna":
+                raise ValueError("stopping pbt varies the settings itself: use search random")
+            if SEED in self.space or any(values.grid for values in self.space.values()):
+                raise ValueError(
+                    "stopping pbt varies every key of the space: leave out seed, and use choice in place of grid"
+                )
         return self
 
     @property

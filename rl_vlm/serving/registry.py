@@ -81,9 +81,8 @@ class _Acknowledgements:
 class AdapterRegistry:
     """The actor's class; `start_registry` makes the actor. All methods are coroutines on one event loop."""
 
-    def __init__(self, folder: str, model_files: Mapping[str, bytes]) -> None:
-        self._folder = Path(folder)
-        self._model_files = model_files
+    def __init__(self, folder: str, model: str) -> None:
+        self._folder, self._model = Path(folder), Path(model)
         self._newest: Published | None = None
         self._remembered: OrderedDict[int, _Acknowledgements] = OrderedDict()  # by version, oldest first
         self._reports: dict[str, dict[str, Any]] = {}  # replica -> its last report
@@ -117,7 +116,7 @@ class AdapterRegistry:
 
     async def model_files(self) -> Mapping[str, bytes]:
         """What other nodes need of the model (`travelling_files`), by file name."""
-        return self._model_files
+        return await asyncio.get_running_loop().run_in_executor(self._disk, travelling_files, self._model)
 
     async def publish(self, published: Published) -> None:
         """Make a version the newest and hand it to all replicas. A repeated call with an equal hash changes nothing.
@@ -256,4 +255,4 @@ def start_registry(run_id: str, namespace: str, folder: Path, model: Path) -> ra
         # Where the folder is: elsewhere a restarted registry would find nothing to read.
         scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
     )
-    return actor.remote(str(folder), travelling_files(model))  # type: ignore[no-any-return]
+    return actor.remote(str(folder), str(model))  # type: ignore[no-any-return]

@@ -67,8 +67,10 @@ def read_results(folder: Path, sweep: SweepConfig) -> list[TrialResult]:
 
 def _read_trial(params: Path, sweep: SweepConfig) -> TrialResult:
     folder = params.parent
-    settings = {key: value for key, value in json.loads(params.read_text()).items() if key in sweep.space}
     rows = [json.loads(line) for line in whole_lines(folder / "result.json")]
+    # Population-based training changes them on the way: the last row says what they were in the end.
+    known = {**json.loads(params.read_text()), **(rows[-1].get("settings", {}) if rows else {})}
+    settings = {key: value for key, value in known.items() if key in sweep.space}
     points = {int(row["training_iteration"]): _figure(row, sweep.metric) for row in rows}
     if rows:
         points[0] = _figure(rows[0], sweep.metric.replace("held_out/", "held_out_before/"))

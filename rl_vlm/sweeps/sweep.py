@@ -68,7 +68,7 @@ def _tune(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool) -> Non
 
     from rl_vlm.sweeps.trial import trial_class
 
-    trainable = trial_class(run.spec.load("config")().algo_class)
+    trainable = trial_class(run.spec.load("config")().algo_class, sweep.space)
     space = {"run_config": run.model_dump(exclude_unset=True), **{key: _domain(v) for key, v in sweep.space.items()}}
     if resume and tune.Tuner.can_restore(str(folder / _TUNE)):
         tuner = tune.Tuner.restore(
@@ -129,12 +129,25 @@ def _domain(values: Values) -> Any:
     return tune.randint(*values.randint)
 
 
+def _mutation(values: Values) -> Any:
+    """What population-based training varies: a list moves to a neighbour, a range is scaled or drawn anew."""
+    return values.choice if values.choice is not None else _domain(values)
+
+
 def _scheduler(sweep: SweepConfig) -> Any:
-    from ray.tune.schedulers import ASHAScheduler
+    from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 
     stopping = sweep.stopping
     if stopping.name == "none":
         return None
+    if stopping.name == "pbt":
+        return PopulationBasedTraining(
+            time_attr="training_iteration",
+            perturbation_interval=stopping.grace_period,
+            hyperparam_mutations={key: _mutation(values) for key, values in sweep.space.items()},
+            synch=True,
+            log_config=False,
+        )
     return ASHAScheduler(
         time_attr="training_iteration",
         max_t=_ENDLESS,  # a trial says itself when it is done

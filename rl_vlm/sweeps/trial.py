@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from ray.tune.result import SHOULD_CHECKPOINT
 
 from rl_vlm.algorithms.base import RunAlgorithm
+from rl_vlm.config import RunConfig
 
 
-def trial_class(algorithm: type[RunAlgorithm]) -> type[RunAlgorithm]:
+def trial_class(algorithm: type[RunAlgorithm], keys: Collection[str]) -> type[RunAlgorithm]:
     """The algorithm with `held_out/accuracy` and `held_out/reward` in each result: those of the last evaluation so far.
+
+    Each result also has the present `settings` of these dotted keys.
 
     Evaluations come before training, every `evaluation.every` iterations and at the end, as in a run of its own. A trial that
     was restored evaluates at once.
@@ -32,9 +36,22 @@ def trial_class(algorithm: type[RunAlgorithm]) -> type[RunAlgorithm]:
             return result | {
                 "held_out": self._last,
                 "held_out_before": start,
+                "settings": _settings(self.run, keys),
                 "done": now >= end,
                 SHOULD_CHECKPOINT: due,  # so that the best evaluation has its weights
             }
 
     Trial.__name__ = Trial.__qualname__ = algorithm.__name__  # Tune shows it
     return Trial
+
+
+def _settings(run: RunConfig, keys: Collection[str]) -> dict[str, Any]:
+    """The values of dotted keys that the configuration has."""
+    found = {}
+    for key in keys:
+        value: Any = run.model_dump(mode="json")
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            found[key] = value
+    return found

@@ -74,7 +74,7 @@ Arrays = dict[str, np.ndarray]
 def update(folder: Path, learners: int, updates: int = 2) -> tuple[Arrays, Arrays, dict[str, float]]:
     """The adapter, its mean gradients and the last statistics after some updates with that many learners."""
     config = GRPOConfig.from_run_config(run_config(folder, learners))
-    config.model = ModelReference.of(str(folder))
+    config.served_model = ModelReference.of(str(folder))
     group = config.build_learner_group(rl_module_spec=config.get_multi_rl_module_spec(spaces={}))
     settings = AlgorithmSection(minibatches=2)
     try:

@@ -20,7 +20,7 @@ async def publish(registry: AdapterRegistry, version: int) -> None:
 
 def test_a_replica_slower_than_an_iteration_is_reported_with_its_real_time(tmp_path: Path) -> None:
     async def story() -> tuple[list[float], list[PublishReport | None]]:
-        registry, seconds, reports = AdapterRegistry(str(tmp_path), {}), [], []
+        registry, seconds, reports = AdapterRegistry(str(tmp_path), str(tmp_path)), [], []
         for version in (1, 2, 3):
             reports.append(await registry.acknowledged())
             await publish(registry, version)
@@ -42,7 +42,7 @@ def test_a_replica_slower_than_an_iteration_is_reported_with_its_real_time(tmp_p
 
 def test_replicas_that_have_not_acknowledged_it_are_missing(tmp_path: Path) -> None:
     async def story() -> tuple[float, PublishReport | None]:
-        registry = AdapterRegistry(str(tmp_path), {})
+        registry = AdapterRegistry(str(tmp_path), str(tmp_path))
         await publish(registry, 1)
         for replica in ("fast", "slow"):
             await registry.wait_newer(replica, 0)
@@ -61,7 +61,7 @@ def test_memory_of_versions_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "_REMEMBERED", 3)
 
     async def story() -> list[float]:
-        registry = AdapterRegistry(str(tmp_path), {})
+        registry = AdapterRegistry(str(tmp_path), str(tmp_path))
         for version in range(1, 6):
             await publish(registry, version)
         return [await registry.ack("late", version, f"hash {version}") for version in range(1, 6)]

@@ -43,7 +43,7 @@ class Setting:
 
     def __init__(self, engine: TransformersEngine, folder: Path, *failures: Exception) -> None:
         self.engine, self.failures = engine, list(failures)
-        self.registry = AdapterRegistry(str(folder), {})
+        self.registry = AdapterRegistry(str(folder), str(folder))
         self.life = Lifecycle(probe_after_s=10.0, load_patience_s=20.0)
         self.tally = ReplicaTally()
         self.lookups = 0

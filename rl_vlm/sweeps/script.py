@@ -1,0 +1,54 @@
+"""What the scripts in tune/ share: their arguments, their recipes, and the last line that they print."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_vlm.config import RunConfig, load_config
+from rl_vlm.sweeps.results import TrialResult
+from rl_vlm.types import RLVLMError, UserInputError
+
+
+@dataclass(frozen=True, slots=True)
+class SweepArguments:
+    """The arguments of a script: its small setting or the full one, where results go, and changes to every trial."""
+
+    quick: bool
+    out: Path
+    resume: bool
+    changes: tuple[str, ...]
+
+    def recipe(self, path: str | Path, *small: str) -> RunConfig:
+        """A configuration with these changes, and then the user's. Raises UserInputError."""
+        return load_config(Path(path), [*small, *self.changes])
+
+
+def run_script(
+    description: str, name: str, work: Callable[[SweepArguments], None], argv: Sequence[str] | None = None
+) -> None:
+    """Read the arguments, do the work, and end with an exit code: 1 when it fails, 2 for bad input."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small: minutes on two cores")
+    parser.add_argument("--out", type=Path, default=Path("runs") / name, help="where results go (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on with an interrupted sweep; nothing is repeated")
+    parser.add_argument("changes", nargs="*", metavar="key=value", help="changes to the configuration of every trial")
+    given = parser.parse_args(argv)
+    try:
+        work(SweepArguments(given.quick, given.out.absolute(), given.resume, tuple(given.changes)))
+    except RLVLMError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UserInputError) else 1)
+
+
+def tell_best(trials: Sequence[TrialResult], metric: str, out: Path) -> None:
+    """Print how many trials finished, the best one, and where everything is."""
+    best = trials[0]
+    settings = ", ".join(f"{key}={value}" for key, value in best.settings.items())
+    print(
+        f"{sum(trial.finished for trial in trials)} of {len(trials)} trials finished; best {metric} {best.best:.3f} with {settings}"
+    )
+    print(f"See {out / 'results.md'}, {out / 'results.png'} and {out / 'best'}.")

@@ -1,0 +1,148 @@
+"""`rl-vlm train` as a Ray job on a head with token authentication: refused without it, followed, stopped, resumed, two at a time."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ray_head import RayHead
+from runs import QUICKSTART, REPLICA
+
+from rl_vlm.models.loading import resolve_model
+
+pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(900)]
+
+SMALL = [
+    "evaluation.num_items=64",
+    "rollout.prompts_per_iteration=4",
+    "logging.checkpoint_every=2",
+    "serving.num_replicas=1",
+]
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[RayHead]:
+    resolve_model("tiny")
+    with RayHead() as head:
+        yield head
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """What a user submits: a folder with a configuration."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(QUICKSTART.read_text())
+    return folder
+
+
+def train(run_dir: object, iterations: int, *more: str) -> list[str]:
+    return [
+        "rl-vlm",
+        "train",
+        "config.yaml",
+        *SMALL,
+        f"algorithm.iterations={iterations}",
+        "--run-dir",
+        str(run_dir),
+        *more,
+    ]
+
+
+def rows(run_dir: Path) -> int:
+    try:
+        return len((run_dir / "progress.csv").read_text().splitlines()) - 1
+    except OSError:
+        return 0
+
+
+def wait_until(condition: Callable[[], Any], head: RayHead, job: str, timeout: float = 240) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert head.status(job) in ("PENDING", "RUNNING"), head.logs(job)[-3000:]
+        assert time.monotonic() < deadline, head.logs(job)[-3000:]
+        time.sleep(0.3)
+
+
+def replicas(head: RayHead) -> list[psutil.Process]:
+    head.remember()
+    found = []
+    for process in head.everyone.values():
+        try:
+            if process.is_running() and process.cmdline() and process.cmdline()[0].startswith(REPLICA):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def test_without_the_token_nothing_is_accepted(head: RayHead, project: Path) -> None:
+    assert head.get("/api/jobs/", token=None).status_code == 401
+    assert head.get("/api/jobs/", token="wrong" * 8).status_code in (401, 403)
+    refused = head.job("submit", "--", "true", RAY_AUTH_MODE="disabled", RAY_AUTH_TOKEN_PATH="")
+    assert refused.returncode != 0
+
+
+def test_a_job_is_followed_stopped_and_resumed(head: RayHead, project: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    head.submit("first", project, train(run_dir, 500), RAY_JOB_STOP_WAIT_TIME_S="120")
+    wait_until(lambda: rows(run_dir) >= 3, head, "first")
+    assert "Starting Ray" in head.logs("first")
+    stopped = head.job("stop", "first")
+    assert stopped.returncode == 0, stopped.stderr
+    assert head.wait_for_end("first") == "STOPPED"
+    result = json.loads((run_dir / "result.json").read_text())
+    assert result["status"] == "interrupted" and rows(run_dir) == result["iterations"]
+    assert (run_dir / "checkpoints" / f"iteration-{result['iterations']:06d}").is_dir()
+    iterations = result["iterations"] + 3
+    head.submit("again", project, train(run_dir, iterations, "--resume"))
+    assert head.wait_for_end("again") == "SUCCEEDED", head.logs("again")[-3000:]
+    assert json.loads((run_dir / "result.json").read_text())["status"] == "done" and rows(run_dir) == iterations
+    assert not replicas(head)
+
+
+def test_two_jobs_at_a_time(head: RayHead, project: Path, tmp_path: Path) -> None:
+    for name in ("left", "right"):
+        head.submit(name, project, train(tmp_path / name, 4, f"name={name}"))
+    for name in ("left", "right"):
+        assert head.wait_for_end(name) == "SUCCEEDED", head.logs(name)[-3000:]
+        assert rows(tmp_path / name) == 4
+
+
+def test_a_run_folder_inside_the_job_is_refused(head: RayHead, project: Path) -> None:
+    head.submit("inside", project, ["rl-vlm", "train", "config.yaml"])
+    assert head.wait_for_end("inside") == "FAILED"
+    assert "give --run-dir a folder that stays" in " ".join(head.logs("inside").split())
+
+
+def test_more_gpus_than_there_are_is_an_error_at_once(head: RayHead, project: Path, tmp_path: Path) -> None:
+    head.submit("gpus", project, train(tmp_path / "run", 3, "serving.gpus_per_replica=1"))
+    assert head.wait_for_end("gpus") == "FAILED"
+    assert "asks for 1 GPUs and the cluster has 0" in " ".join(head.logs("gpus").split())
+
+
+def test_the_replicas_of_a_killed_driver_end_by_themselves(head: RayHead, project: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    head.submit("killed", project, train(run_dir, 500))
+    wait_until(lambda: rows(run_dir) >= 1, head, "killed")
+    assert replicas(head)
+    (driver,) = [
+        process
+        for process in head.everyone.values()
+        if process.is_running() and str(run_dir) in process.cmdline() and "rl-vlm" in " ".join(process.cmdline()[:3])
+        and "sh" not in Path(process.cmdline()[0]).name
+    ]  # fmt: skip
+    driver.send_signal(signal.SIGKILL)
+    assert head.wait_for_end("killed") == "FAILED"
+    deadline = time.monotonic() + 180
+    while replicas(head):
+        assert time.monotonic() < deadline, "the replicas hold their resources"
+        time.sleep(1)
+    head.submit("resumed", project, train(run_dir, rows(run_dir) + 2, "--resume"))
+    assert head.wait_for_end("resumed") == "SUCCEEDED", head.logs("resumed")[-3000:]
