@@ -26,8 +26,11 @@ REGISTRY, LEARNER = "ray::AdapterRegistry", "ray::_WrappedExecutable"
 
 def environment(**changes: str) -> dict[str, str]:
     """The environment of a run: offline, and not inside another cluster."""
+    kept = ("RAY_worker_niceness",)  # no address, token or session
     clean = {
-        name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != "WANDB_API_KEY"
+        name: value
+        for name, value in os.environ.items()
+        if name in kept or (not name.startswith("RAY_") and name != "WANDB_API_KEY")
     }
     return {**clean, "HF_HUB_OFFLINE": "1", **changes}
 

@@ -16,29 +16,29 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.timeout(600)
-def test_four_trials_at_once_are_compared_and_a_resume_repeats_none(tiny_folder: Path, tmp_path: Path) -> None:
+def test_two_trials_at_once_are_compared_and_a_resume_repeats_none(tiny_folder: Path, tmp_path: Path) -> None:
     space = tmp_path / "space.yaml"
     space.write_text(yaml.safe_dump({
-        "space": {"learner.lr": {"grid": [0.001, 0.004]}, "seed": {"grid": [0, 1]}},
-        "metric": "held_out/reward", "max_concurrent": 4,
+        "space": {"learner.lr": {"grid": [0.001, 0.004]}, "seed": {"grid": [0]}},
+        "metric": "held_out/reward", "max_concurrent": 2,
     }))  # fmt: skip
     folder = tmp_path / "sweep"
     command = [
         "sweep", str(ROOT / "configs/quickstart.yaml"), f"model.path={tiny_folder}", "serving.num_replicas=1",
         "rollout.num_env_runners=1", "rollout.prompts_per_iteration=4", "algorithm.iterations=2", "evaluation.every=1",
-        "evaluation.num_items=8", "resources.num_cpus=16", "--space", str(space), "--run-dir", str(folder),
+        "evaluation.num_items=8", "resources.num_cpus=8", "--space", str(space), "--run-dir", str(folder),
     ]  # fmt: skip
     assert rl_vlm(command) == 0
 
     with (folder / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert sorted((float(row["learner.lr"]), row["seed"]) for row in rows) == [
-        (0.001, "0"), (0.001, "1"), (0.004, "0"), (0.004, "1"),
+        (0.001, "0"), (0.004, "0"),
     ]  # fmt: skip
     assert all(row["finished"] == "True" and row["iterations"] == "2" for row in rows)
     assert [float(row["best"]) for row in rows] == sorted((float(row["best"]) for row in rows), reverse=True)
     text = (folder / "results.md").read_text()
-    assert "| lr 0.001 | 2 |" in text and "| lr 0.004 | 2 |" in text
+    assert "| 0.001 | 0 |" in text and "| 0.004 | 0 |" in text
     assert (folder / "results.png").read_bytes().startswith(b"\x89PNG")
     chosen = yaml.safe_load((folder / "best/config.yaml").read_text())
     assert (chosen["learner"]["lr"], str(chosen["seed"])) == (float(rows[0]["learner.lr"]), rows[0]["seed"])
@@ -48,7 +48,7 @@ def test_four_trials_at_once_are_compared_and_a_resume_repeats_none(tiny_folder:
         results = [json.loads(line) for line in (params.parent / "result.json").read_text().splitlines()]
         assert [result["training_iteration"] for result in results] == [1, 2]
         assert all({"accuracy", "reward"} == set(result["held_out"]) for result in results)
-        assert results[-1]["weights"]["version"] == 2
+        assert results[-1]["weights"]["version"] == 2 and results[-1]["settings"]["seed"] == 0
         names = {path.name for path in params.parent.glob("checkpoint_*/**/*") if path.is_file()}
         assert {"adapter_model.safetensors", "optimizer.safetensors", "state.json"} <= names
         assert not [name for name in names if "algorithm" in name]

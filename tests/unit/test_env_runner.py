@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -22,24 +23,30 @@ from rl_vlm.rollout.env_runner import VLMEnvRunner
 
 
 class OneIsSlow(ShapesEnv):
-    """A step of item 0 takes until the file `gate` is there, and a second more; it notes how long that was beside it."""
+    """A step of item 0 takes until the file `gate` is there, and a second more. Beside it each call's seconds are noted."""
 
     def __init__(self, gate: str = "", **more: Any) -> None:
         super().__init__(**more)
         self.gate = Path(gate)
 
     def reset(self, **more: Any) -> Any:
+        started = time.monotonic()
         self.index = more["options"]["index"]
-        return super().reset(**more)
+        found = super().reset(**more)
+        self.note(started)
+        return found
 
     def step(self, action: str) -> StepResult:
         started = time.monotonic()
         while self.index == 0 and not self.gate.exists() and time.monotonic() - started < 60:
             time.sleep(0.02)
-        if self.index == 0:
-            time.sleep(1)
-            self.gate.with_name(f"waited-{id(self)}").write_text(str(time.monotonic() - started))
-        return super().step(action)
+        time.sleep(1 if self.index == 0 else 0)
+        found = super().step(action)
+        self.note(started)
+        return found
+
+    def note(self, started: float) -> None:
+        self.gate.with_name(f"spent-{uuid.uuid4().hex}").write_text(str(time.monotonic() - started))
 
 
 def run_of(lag: int, gate: Path = Path(), **rollout: Any) -> RunConfig:
@@ -66,6 +73,7 @@ def runner(tiny_folder: Path, tmp_path: Path) -> Iterator[VLMEnvRunner]:
 
 
 def test_a_slow_group_does_not_hold_up_the_others(runner: VLMEnvRunner, tmp_path: Path) -> None:
+    first = runner.sample(tasks=tasks(1, 1))  # environments and model are warm
     with ThreadPoolExecutor(4) as calls:  # as Ray's threads of the actor
         slow, *others = [calls.submit(runner.sample, tasks=[task]) for task in tasks(0, 4)]
         assert not wait(others, timeout=50).not_done and not slow.done()
@@ -73,9 +81,9 @@ def test_a_slow_group_does_not_hold_up_the_others(runner: VLMEnvRunner, tmp_path
         results = [future.result(30) for future in (slow, *others)]
     assert [[g.group_id for g in result.groups] for result in results] == [[f"{k:06d}"] for k in range(4)]
     assert all(not result.lost and len(result.groups[0]) == 2 for result in results)
-    # Each second of an environment is reported once, by whichever call ends first.
-    waited = [float(note.read_text()) for note in tmp_path.glob("waited-*")]
-    assert len(waited) == 2 and sum(waited) <= sum(result.timings["env"] for result in results) < 1.5 * sum(waited)
+    # Each second of an environment is reported once, by whichever call ends first; threads take some time as well.
+    spent = sum(float(note.read_text()) for note in tmp_path.glob("spent-*"))
+    assert spent > 2 and spent <= sum(result.timings["env"] for result in (first, *results)) < 2 * spent
 
 
 def test_a_runner_has_room_for_its_share_of_the_groups_and_an_evaluation() -> None:
