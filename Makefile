@@ -12,7 +12,7 @@ TEST := $(BIN)/python -m pytest -q
 UNIT := $(TEST) -n auto --dist loadfile tests/unit
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test unit integration e2e lint acceptance requirements clean
+.PHONY: help install quickstart test unit integration e2e lint acceptance drills requirements clean
 
 help: ## Show the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -46,6 +46,9 @@ test: lint ## Lint, types, and the tests that CI runs (both engines, one real le
 
 acceptance: install ## Everything else: learning on several seeds, fault drills, benchmarks (hours)
 	$(TEST) -m acceptance tests
+
+drills: install ## Kill, stop and cut off every part of a run on three nodes (root; hours): a table in runs/drills
+	$(BIN)/python tests/drills/matrix.py --out runs/drills
 
 requirements: install ## Pin the requirement files anew
 	$(BIN)/uv pip compile requirements/cpu.in --universal --python-version 3.11 --generate-hashes --no-emit-package rl-vlm \

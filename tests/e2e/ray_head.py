@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import httpx
 import psutil
-import ray
 from runs import environment
 
 RAY = Path(sys.executable).with_name("ray")
@@ -111,8 +110,6 @@ class JobClient:
 class RayHead(JobClient):
     """`ray start --head --block` on this machine. Everything that it started ends with the context."""
 
-    host = "127.0.0.1"
-
     def __init__(self, num_cpus: int = 8, **changes: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="rlh-"))  # short: sockets lie below it
         self.token = secrets.token_hex(32)
@@ -145,14 +142,14 @@ class RayHead(JobClient):
 
     def _start(self) -> None:
         gcs, dashboard, agent_http, agent_grpc, client, metrics, env_agent = free_ports(7)
-        self.address, self.dashboard = f"{self.host}:{gcs}", f"http://127.0.0.1:{dashboard}"
+        self.address, self.dashboard = f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}"
         variables = {name: value for name, value in self.variables.items() if name not in ("RAY_ADDRESS",)}
         command = [
-            RAY, "start", "--head", "--block", f"--node-ip-address={self.host}", f"--port={gcs}", f"--temp-dir={self.folder}/ray",
+            RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={gcs}", f"--temp-dir={self.folder}/ray",
             "--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
             f"--dashboard-agent-listen-port={agent_http}", f"--dashboard-agent-grpc-port={agent_grpc}",
             f"--ray-client-server-port={client}", f"--metrics-export-port={metrics}", f"--runtime-env-agent-port={env_agent}",
-            f"--num-cpus={self.num_cpus}", "--object-store-memory=400000000", "--disable-usage-stats", *self.more_arguments(),
+            f"--num-cpus={self.num_cpus}", "--object-store-memory=400000000", "--disable-usage-stats",
         ]  # fmt: skip
         self.log = self.folder / "head.log"
         with open(self.log, "w") as log:
@@ -173,10 +170,6 @@ class RayHead(JobClient):
             if time.monotonic() > deadline:
                 raise TimeoutError(self.log.read_text()[-2000:])
             time.sleep(0.3)
-
-    def more_arguments(self) -> list[str]:
-        """Of `ray start`."""
-        return []
 
     def remember(self) -> None:
         """Note the processes below the head, to end them by their ids."""
@@ -200,49 +193,3 @@ class RayHead(JobClient):
 
     def __exit__(self, *_: object) -> None:
         self._stop()
-
-
-class AutoscalingHead(RayHead):
-    """A head whose autoscaler starts nodes on this machine, as Ray's own tests do: raylets below the head's monitor.
-
-    Ray's `AutoscalingCluster` cannot be used: it runs `ray stop --force`, which ends the clusters of others.
-    """
-
-    def __init__(self, node_types: dict[str, dict[str, Any]], max_workers: int, idle_minutes: float) -> None:
-        super().__init__(num_cpus=0, RAY_FAKE_CLUSTER="1", AUTOSCALER_UPDATE_INTERVAL_S="1", RL_VLM_AUTOSCALING="1")
-        self.host = ray.util.get_node_ip_address()  # the nodes that come have this address
-        self._config: dict[str, Any] = {
-            "cluster_name": "rl-vlm-test", "max_workers": max_workers, "idle_timeout_minutes": idle_minutes,
-            "upscaling_speed": 10.0, "docker": {}, "auth": {}, "file_mounts": {}, "cluster_synced_files": [],
-            "initialization_commands": [], "setup_commands": [], "head_setup_commands": [], "worker_setup_commands": [],
-            "head_start_ray_commands": [], "worker_start_ray_commands": [], "head_node_type": "ray.head.default",
-            "provider": {"type": "fake_multinode"},
-            "available_node_types": {
-                "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}, **node_types
-            },
-        }  # fmt: skip
-
-    def more_arguments(self) -> list[str]:
-        """Of `ray start`."""
-        self._config["provider"]["gcs_address"] = self.address
-        path = self.folder / "autoscaling.json"
-        path.write_text(json.dumps(self._config))
-        return [f"--autoscaling-config={path}"]
-
-    def nodes(self) -> list[dict[str, Any]]:
-        """The nodes that are alive, without the head."""
-        found = self.get("/api/v0/nodes?limit=100&detail=true").json()["data"]["result"]["result"]
-        return [node for node in found if node["state"] == "ALIVE" and not node["is_head_node"]]
-
-    def raylets(self) -> list[psutil.Process]:
-        """The processes of the nodes that came, the oldest first."""
-        self.remember()
-        found = []
-        for process in self.everyone.values():
-            try:
-                line = process.cmdline()
-                if process.is_running() and line and Path(line[0]).name == "raylet" and "--head" not in line:
-                    found.append(process)
-            except (psutil.NoSuchProcess, psutil.ZombieProcess):
-                continue
-        return sorted(found, key=lambda process: process.create_time())

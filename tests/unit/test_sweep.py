@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from rl_vlm.config import load_config
 from rl_vlm.config.sweep import SweepConfig, load_sweep
@@ -119,3 +120,18 @@ def test_less_is_better_with_mode_min(tmp_path: Path) -> None:
 def test_a_setting_is_named_by_its_keys_without_the_seed() -> None:
     assert setting_name({"learner.lr": 0.00123456, "seed": 3}, sweep()) == "lr 0.00123"
     assert setting_name({"seed": 3}, SweepConfig.model_validate({"space": {"seed": {"grid": [3]}}})) == "all"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"search": "optuna"}, "pbt varies the settings itself"),
+        ({"space": {"seed": {"choice": [0, 1]}}}, "leave out seed"),
+        ({"space": {"learner.lr": {"grid": [1e-3, 2e-3]}}}, "use choice in place of grid"),
+    ],
+)
+def test_population_based_training_needs_values_that_it_can_vary(changes: dict[str, object], message: str) -> None:
+    given = {"space": {"learner.lr": {"loguniform": [1e-4, 1e-2]}}, "stopping": {"name": "pbt"}}
+    SweepConfig.model_validate(given)
+    with pytest.raises(ValidationError, match=message):
+        SweepConfig.model_validate({**given, **changes})
