@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from rl_vlm.config.section import Section
+
+
+_SHARE = 0.001  # of a node's one unit: a thousand actors fit, and CPUs and GPUs alone say how many there are
+_ResourceName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,62}$")]
+
+
+class PlacementSection(Section):
+    """Kinds of nodes by the custom Ray resource that they offer (`ray start --resources='{"gpu_learner": 1}'`).
+
+    An autoscaler starts a node of the kind that offers what an actor waits for.
+    """
+
+    replicas: _ResourceName | None = Field(None, description="Where replicas of the served model run; null: anywhere.")
+    learners: _ResourceName | None = Field(None, description="Where learner actors run; one in the driver stays there.")
+    env_runners: _ResourceName | None = Field(None, description="Where env runners run.")
+
+    @property
+    def names(self) -> set[str]:
+        """The resources that are named."""
+        return {name for name in (self.replicas, self.learners, self.env_runners) if name is not None}
+
+
+def claim(resource: str | None) -> dict[str, float]:
+    """The custom resources that an actor asks for to be placed on nodes that offer `resource`."""
+    return {} if resource is None else {resource: _SHARE}
 
 
 class ResourcesSection(Section):
@@ -15,3 +42,4 @@ class ResourcesSection(Section):
     )
     object_store_mib: int = Field(256, ge=80)
     dashboard: bool = False
+    placement: PlacementSection = PlacementSection()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,6 +69,14 @@ def _check_cpus(run: RunConfig, cpus: float) -> None:
         )
 
 
+def _check_placement(run: RunConfig, offered: Mapping[str, float]) -> None:
+    if missing := sorted(run.resources.placement.names - offered.keys()):
+        raise UserInputError(
+            f"resources.placement names {', '.join(missing)} and no node of the cluster offers it: start nodes with "
+            f"--resources='{{\"{missing[0]}\": 1}}', or set RL_VLM_AUTOSCALING=1 where such nodes are still to come."
+        )
+
+
 class ClusterError(RLVLMError):
     """Ray's own processes did not start."""
 
@@ -111,8 +119,9 @@ def ray_cluster(run: RunConfig) -> Iterator[None]:
         ray.init(address="auto", **common)
         limits = ray.cluster_resources()
         # Only a fixed cluster can be too small: an autoscaling one may still grow.
-        if not os.environ.get("RL_VLM_AUTOSCALING") and limits.get("CPU", 0) < run.needed_cpus:
+        if not os.environ.get("RL_VLM_AUTOSCALING"):
             _check_cpus(run, limits.get("CPU", 0))
+            _check_placement(run, limits)
     else:
         check_resources(run)
         _init_with_retry(
@@ -120,6 +129,7 @@ def ray_cluster(run: RunConfig) -> Iterator[None]:
             num_cpus=run.resources.num_cpus or max(available_cpus(), 1),
             include_dashboard=run.resources.dashboard,
             object_store_memory=run.resources.object_store_mib << 20,
+            resources=dict.fromkeys(run.resources.placement.names, 1.0),  # this machine is every kind of node
             **common,
         )
     try:

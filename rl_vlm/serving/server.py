@@ -16,6 +16,7 @@ import ray
 from ray import serve
 
 from rl_vlm.config import RunConfig, ServingSection
+from rl_vlm.config.resources import claim
 from rl_vlm.engines.base import Engine, EngineError
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.serving.follower import AdapterFollower
@@ -260,7 +261,11 @@ def build_app(model: Path, run: RunConfig, run_id: str, namespace: str) -> serve
         health_check_period_s=_HEALTH_CHECK_S,
         health_check_timeout_s=serving.probe_timeout_s + 10.0,
         graceful_shutdown_timeout_s=2.0,
-        ray_actor_options={"num_cpus": serving.cpus_per_replica, "num_gpus": serving.gpus_per_replica},
+        ray_actor_options={
+            "num_cpus": serving.cpus_per_replica,
+            "num_gpus": serving.gpus_per_replica,
+            "resources": claim(run.resources.placement.replicas),
+        },
         request_router_config=RequestRouterConfig(request_router_class="rl_vlm.serving.router:AffinityRouter"),
     )
     return deployment.bind(str(model), run, run_id, namespace)  # type: ignore[no-any-return]
