@@ -80,7 +80,9 @@ def write(manifests: Mapping[str, str], folder: Path) -> list[Path]:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, text)
         except OSError as error:
-            raise UserInputError(f"Cannot write {path} ({error.strerror}): choose another folder with --out.") from error
+            raise UserInputError(
+                f"Cannot write {path} ({error.strerror}): choose another folder with --out."
+            ) from error
         changed.append(path)
     return changed
 

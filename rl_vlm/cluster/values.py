@@ -99,14 +99,14 @@ class WorkerSection(Section):
         if self.min > self.max:
             raise ValueError(f"min ({self.min}) is above max ({self.max})")
         if self.shm_gib >= self.memory_gib:
-            raise ValueError(f"shm_gib ({self.shm_gib}) must be below memory_gib ({self.memory_gib}), of which it is part")
+            raise ValueError(
+                f"shm_gib ({self.shm_gib}) must be below memory_gib ({self.memory_gib}), of which it is part"
+            )
         return self
 
 
 def _gpu_serving(most: int) -> WorkerSection:
-    return WorkerSection(
-        max=most, cpus=15, memory_gib=56, shm_gib=16, gpus=1, aws="g6.4xlarge", gcp="g2-standard-16"
-    )
+    return WorkerSection(max=most, cpus=15, memory_gib=56, shm_gib=16, gpus=1, aws="g6.4xlarge", gcp="g2-standard-16")
 
 
 def _env_runner(most: int) -> WorkerSection:
@@ -130,7 +130,10 @@ class AWSSection(Section):
 
     region: _Word = "us-west-2"
     zones: _Word = Field("us-west-2a,us-west-2b", description="Nodes are placed in one of them.")
-    image: str | None = Field(None, description="AMI with Docker and the NVIDIA driver; null: Ray's choice for the region.")
+    image: _Word = Field(
+        "resolve:ssm:/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id",
+        description="AMI with Docker and a driver for CUDA 13 (580 or newer).",
+    )
     disk_gib: int = Field(200, ge=50)
     ssh_user: _Word = "ubuntu"
 

@@ -8,7 +8,6 @@ from pydantic import Field
 
 from rl_vlm.config.section import Section
 
-
 _SHARE = 0.001  # of a node's one unit: a thousand actors fit, and CPUs and GPUs alone say how many there are
 _ResourceName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,62}$")]
 
