@@ -50,15 +50,15 @@ class RunAlgorithmConfig(AlgorithmConfig):
         return self
 
     def _apply_run_config(self) -> None:
-        learner, placement = self.run_config.learner, self.run_config.resources.placement
+        learner, resources = self.run_config.learner, self.run_config.resources
         self.framework("torch")
         self.learners(
             num_learners=learner.num_learners,
             num_cpus_per_learner=learner.cpus_per_learner,
             num_gpus_per_learner=learner.gpus_per_learner,
-            custom_resources_per_learner=claim(placement.learners),
+            custom_resources_per_learner=claim(resources.learners_on),
         )
-        self.env_runners(custom_resources_per_env_runner=claim(placement.env_runners))
+        self.env_runners(custom_resources_per_env_runner=claim(resources.env_runners_on))
         self.fault_tolerance(
             restart_failed_env_runners=True,
             delay_between_env_runner_restarts_s=0.0,

@@ -92,7 +92,7 @@ def placement(values: ClusterValues) -> list[str]:
     found = _workers(values)
     kinds = {"replicas": "gpu_serving", "learners": "gpu_learner", "env_runners": "cpu_env_runner"}
     return [
-        f"resources.placement.{actors}={kind}"
+        f"resources.{actors}_on={kind}"
         for actors, kind in kinds.items()
         if kind in found or kind + PREEMPTIBLE in found
     ]

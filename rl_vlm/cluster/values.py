@@ -114,7 +114,7 @@ def _env_runner(most: int) -> WorkerSection:
 
 
 class WorkersSection(Section):
-    """The types of workers. Their names are the resources that `resources.placement` of a run asks for."""
+    """The types of workers. Their names are the resources that `resources.*_on` of a run name."""
 
     gpu_serving: WorkerSection = _gpu_serving(2)
     gpu_serving_preemptible: WorkerSection = _gpu_serving(2)

@@ -19,7 +19,7 @@ from rl_vlm.config.loading import (
 from rl_vlm.config.logging import LoggingSection
 from rl_vlm.config.model import LoraSection, ModelSection
 from rl_vlm.config.preference import CollectionSection, ControlEvaluationSection, PreferenceSection
-from rl_vlm.config.resources import PlacementSection, ResourcesSection
+from rl_vlm.config.resources import ResourcesSection
 from rl_vlm.config.reward import JudgeSection, RewardSection
 from rl_vlm.config.reward_model import RewardModelSection
 from rl_vlm.config.rollout import RolloutSection
@@ -48,7 +48,6 @@ __all__ = [
     "LoraSection",
     "MixtureSection",
     "ModelSection",
-    "PlacementSection",
     "PreferenceSection",
     "ResourcesSection",
     "RewardModelSection",

@@ -70,9 +70,9 @@ def _check_cpus(run: RunConfig, cpus: float) -> None:
 
 
 def _check_placement(run: RunConfig, offered: Mapping[str, float]) -> None:
-    if missing := sorted(run.resources.placement.names - offered.keys()):
+    if missing := sorted(run.resources.node_kinds - offered.keys()):
         raise UserInputError(
-            f"resources.placement names {', '.join(missing)} and no node of the cluster offers it: start nodes with "
+            f"resources.*_on names {', '.join(missing)} and no node of the cluster offers it: start nodes with "
             f"--resources='{{\"{missing[0]}\": 1}}', or set RL_VLM_AUTOSCALING=1 where such nodes are still to come."
         )
 
@@ -129,7 +129,7 @@ def ray_cluster(run: RunConfig) -> Iterator[None]:
             num_cpus=run.resources.num_cpus or max(available_cpus(), 1),
             include_dashboard=run.resources.dashboard,
             object_store_memory=run.resources.object_store_mib << 20,
-            resources=dict.fromkeys(run.resources.placement.names, 1.0),  # this machine is every kind of node
+            resources=dict.fromkeys(run.resources.node_kinds, 1.0),  # this machine is every kind of node
             **common,
         )
     try:

@@ -104,7 +104,9 @@ class RegistryOwner:
 class HTTPIngress:
     """A deployment that answers HTTP requests with the application of `rl-vlm serve`."""
 
-    async def __init__(self, policy: Any, registry: Any, run: RunConfig, model: Path, name: str, run_id: str) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, policy: Any, registry: Any, run: RunConfig, model: Path, name: str, run_id: str
+    ) -> None:
         self._token = os.environ.get(TOKEN_VARIABLE) or None
         check_exposure(_EVERY_ADDRESS, self._token)
         self._policy, self._registry, self._run, self._name, self._run_id = policy, registry, run, name, run_id

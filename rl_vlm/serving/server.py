@@ -264,7 +264,7 @@ def build_app(model: Path, run: RunConfig, run_id: str, namespace: str) -> serve
         ray_actor_options={
             "num_cpus": serving.cpus_per_replica,
             "num_gpus": serving.gpus_per_replica,
-            "resources": claim(run.resources.placement.replicas),
+            "resources": claim(run.resources.replicas_on),
         },
         request_router_config=RequestRouterConfig(request_router_class="rl_vlm.serving.router:AffinityRouter"),
     )

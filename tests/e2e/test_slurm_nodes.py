@@ -147,7 +147,7 @@ def test_a_job_over_two_nodes_saves_is_requeued_and_goes_on(tmp_path: Path) -> N
     known = job(tmp_path, {}, SLURM_SUBMIT_DIR=str(ROOT), RUN_DIR=str(run_dir), RAY_PORT=port, TMPDIR="/tmp")
     # 1.5 logical CPUs, which no node has; kinds of nodes that both offer.
     known["NODE_RESOURCES"] = '{"any_node": 1}'
-    settings = ["evaluation.every=0", "resources.placement.env_runners=any_node", "logging.checkpoint_every=1000"]
+    settings = ["evaluation.every=0", "resources.env_runners_on=any_node", "logging.checkpoint_every=1000"]
     command = ["bash", str(SCRIPT), "configs/quickstart.yaml", *settings]
     log = (tmp_path / "log").open("w")
     first = subprocess.Popen(

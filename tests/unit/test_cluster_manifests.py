@@ -190,7 +190,7 @@ def test_the_jobs_command_is_valid_and_placed_on_workers_that_there_are() -> Non
     run_dir = rest[rest.index("--run-dir") + 1]
     assert run_dir.startswith("/mnt/rl_vlm/")
     run = load_config(ROOT / config.removeprefix("/opt/rl_vlm/"), rest[: rest.index("--run-dir")])
-    assert run.resources.placement.names == offers(job) == {"gpu_serving", "gpu_learner", "cpu_env_runner"}
+    assert run.resources.node_kinds == offers(job) == {"gpu_serving", "gpu_learner", "cpu_env_runner"}
     assert run.learner.num_learners >= 1  # the driver is on the head, which has no GPU
 
 
@@ -202,7 +202,7 @@ def test_the_service_serves_what_the_configuration_allows() -> None:
     (application,) = settings["applications"]
     arguments = ServeArguments.model_validate(application["args"])
     run = load_config(None, arguments.overrides)
-    assert run.serving.autoscaling is not None and run.resources.placement.replicas in offers(service)
+    assert run.serving.autoscaling is not None and run.resources.replicas_on in offers(service)
     module, _, builder = application["import_path"].partition(":")
     assert callable(getattr(sys.modules[module], builder))
 

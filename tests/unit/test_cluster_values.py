@@ -75,13 +75,13 @@ def test_only_files_that_change_are_written(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_type_without_nodes_is_left_out_and_nothing_is_placed_there() -> None:
     values = load_values(None, ["workers.cpu_env_runner.max=0", "workers.cpu_env_runner_preemptible.max=0"])
-    assert placement(values) == ["resources.placement.replicas=gpu_serving", "resources.placement.learners=gpu_learner"]
+    assert placement(values) == ["resources.replicas_on=gpu_serving", "resources.learners_on=gpu_learner"]
     assert "cpu_env_runner" not in render(values, ["aws"])["aws/cluster.yaml"]
 
 
 def test_a_preemptible_type_alone_serves_its_kind() -> None:
     values = load_values(None, ["workers.cpu_env_runner.max=0"])
-    assert "resources.placement.env_runners=cpu_env_runner" in placement(values)
+    assert "resources.env_runners_on=cpu_env_runner" in placement(values)
 
 
 def test_values_cannot_leave_their_place_in_a_manifest() -> None:
