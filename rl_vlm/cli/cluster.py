@@ -47,14 +47,18 @@ def values(values: _Values = None, changes: _Changes = None) -> None:
 @cluster.command(epilog="Example: rl-vlm cluster drain --timeout 110")
 def drain(
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for them.")] = 110.0,
+    actors: Annotated[
+        bool, typer.Option("--actors", help="Only wait, until no actor of a run works on this machine.")
+    ] = False,
 ) -> None:
     """Send SIGTERM to the runs of this user on this machine and wait until they have saved their checkpoints.
 
-    A container's hook runs it before the container is stopped. Exit code 1: some did not end in time.
+    Containers call it before they are stopped: the head's as it is; a worker's with --actors, because a run needs its
+    learners to save. Exit code 1: some did not end in time.
     """
-    from rl_vlm.cluster.drain import drain_runs
+    from rl_vlm.cluster.drain import drain_runs, wait_for_actors
 
-    left = drain_runs(timeout)
+    left = wait_for_actors(timeout) if actors else drain_runs(timeout)
     if left:
         typer.echo(f"Still running after {timeout:g} s: {', '.join(map(str, left))}.", err=True)
         raise typer.Exit(1)

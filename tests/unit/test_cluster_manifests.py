@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -250,8 +251,21 @@ def test_a_machine_of_ones_own_offers_what_its_type_does(address: str, expected:
     assert "start --address=10.0.0.10:6379" in done.stdout and expected in done.stdout
 
 
+def test_pods_outlive_what_saves_a_checkpoint() -> None:
+    for pod in pods(cluster_of(kuberay("RayJob"))):
+        hook = " ".join(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"])
+        seconds = int(hook.split("--timeout ")[1].split(";")[0])
+        assert "rl-vlm cluster drain" in hook and seconds < pod["terminationGracePeriodSeconds"]
+        assert ("--actors" in hook) == (pod["containers"][0]["name"] == "ray-worker")
+
+
 def test_every_template_belongs_to_a_target_or_is_shared() -> None:
     folder = ROOT / "rl_vlm/cluster/templates"
     found = {str(path.relative_to(folder)).removesuffix(".j2") for path in folder.rglob("*.j2")}
     named = {name for names in TARGETS.values() for name in names}
     assert found - named == {"common", "kuberay/pods", "docker/image"}
+    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
+        "rl_vlm.cluster"
+    ]
+    wheel = {path for pattern in packaged for path in folder.parent.glob(pattern)}
+    assert set(folder.rglob("*.j2")) <= wheel

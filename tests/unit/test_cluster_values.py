@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from rl_vlm.cli.app import run as rl_vlm
-from rl_vlm.cluster.drain import drain_runs, is_run
+from rl_vlm.cluster.drain import drain_runs, is_actor, is_run, wait_for_actors
 from rl_vlm.cluster.render import commented_values, load_values, placement, render
 from rl_vlm.types import UserInputError
 
@@ -106,6 +106,37 @@ def test_values_cannot_leave_their_place_in_a_manifest() -> None:
 )
 def test_runs_are_told_from_other_processes(arguments: list[str], expected: bool) -> None:
     assert is_run(arguments) is expected
+
+
+@pytest.mark.parametrize(
+    ("title", "expected"),
+    [
+        ("ray::VLMEnvRunner.sample", True),
+        ("ray::ServeReplica:policy:policy", True),
+        ("ray::_WrappedExecutable", True),
+        ("ray::IDLE", False),
+        ("ray::IDLE_SpillWorker", False),
+        ("ray::DashboardAgent", False),
+        ("ray::ProxyActor.receive_asgi_messages", False),
+        ("raylet", False),
+    ],
+)
+def test_actors_are_told_from_rays_own_processes(title: str, expected: bool) -> None:
+    assert is_actor([title]) is expected
+
+
+def test_a_worker_waits_for_its_actors_and_not_for_ever() -> None:
+    command = ["bash", "-c", 'exec -a ray::VLMEnvRunner.sample sleep "$0"', "60"]
+    actor = subprocess.Popen(command)
+    try:
+        deadline = time.monotonic() + 30
+        while wait_for_actors(0.0, within=os.getpid()) != [actor.pid]:  # bash has not become it yet
+            assert time.monotonic() < deadline
+        assert wait_for_actors(0.6, within=os.getpid()) == [actor.pid]
+    finally:
+        actor.kill()
+        actor.wait()
+    assert wait_for_actors(30.0, within=os.getpid()) == []
 
 
 SAVES = """
