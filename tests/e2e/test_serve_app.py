@@ -99,6 +99,7 @@ def test_a_registry_that_dies_comes_back_with_its_adapter(server: tuple[ServeRun
     assert "policy-v1" in [model.id for model in client.models.list()]
 
 
+@pytest.mark.acceptance
 def test_without_a_token_the_application_does_not_start(config: Path) -> None:
     with ServeRun(config, RL_VLM_API_TOKEN="") as process:
         process.wait_until(lambda: "set RL_VLM_API_TOKEN" in process.output(), "the refusal", timeout=240)
