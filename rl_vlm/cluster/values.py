@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+import yaml
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rl_vlm.config import Section
 
@@ -14,10 +15,18 @@ WorkerType = Literal[
 WORKER_TYPES: tuple[WorkerType, ...] = get_args(WorkerType)
 PREEMPTIBLE = "_preemptible"
 
-_DNSName = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]
+
+def _text(value: str) -> str:
+    """Refuse what YAML would read as something else: `no`, `1e3`."""
+    if yaml.safe_load(value) != value:
+        raise ValueError(f"{value!r} would not be read as text in a manifest: choose another name")
+    return value
+
+
+# Templates write these as they are, into YAML and shell commands: nothing in them means anything there.
+_DNSName = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$"), AfterValidator(_text)]
 _Path = Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")]
-_Machine = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]
-_Word = Annotated[str, Field(pattern=r"^[^\s'\"\\]+$")]
+_Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9~/._][A-Za-z0-9~/._:@+,=-]*$"), AfterValidator(_text)]
 _Labels = dict[str, str]
 
 
@@ -76,8 +85,8 @@ class HeadSection(Section):
 
     cpus: int = Field(7, ge=1, description="Kubernetes: of the pod.")
     memory_gib: int = Field(28, ge=4, description="Kubernetes: of the pod.")
-    aws: _Machine = "m7i.2xlarge"
-    gcp: _Machine = "n2-standard-8"
+    aws: _Word = "m7i.2xlarge"
+    gcp: _Word = "n2-standard-8"
     node_selector: _Labels = Field({}, description="Kubernetes.")
 
 
@@ -90,8 +99,8 @@ class WorkerSection(Section):
     memory_gib: int = Field(ge=1, description="Kubernetes: of the pod.")
     shm_gib: int = Field(ge=1, description="/dev/shm, part of the memory: Ray's object store, NCCL.")
     gpus: int = Field(0, ge=0)
-    aws: _Machine
-    gcp: _Machine
+    aws: _Word
+    gcp: _Word
     node_selector: _Labels = Field({}, description="Kubernetes: labels of the nodes that it may run on.")
 
     @model_validator(mode="after")

@@ -44,6 +44,9 @@ def test_labels_and_hosts_are_replaced_and_not_merged() -> None:
         ("storage.mount=relative", "storage.mount"),
         ("storage.nfs='a b'", "storage.nfs"),
         ("name=Not_DNS", "name"),
+        ("name='no'", "'no' would not be read as text in a manifest"),
+        ("storage.nfs='$(id):/'", "storage.nfs"),
+        ("aws.ssh_user='a;b'", "aws.ssh_user"),
     ],
 )
 def test_mistakes_are_named_in_one_sentence(change: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
