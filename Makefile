@@ -12,7 +12,7 @@ TEST := $(BIN)/python -m pytest -q
 UNIT := $(TEST) -n auto --dist loadfile tests/unit
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test unit integration e2e lint acceptance drills requirements clean
+.PHONY: help install quickstart test unit integration e2e lint acceptance drills cluster requirements clean
 
 help: ## Show the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -50,11 +50,15 @@ acceptance: install ## Everything else: learning on several seeds, fault drills,
 drills: install ## Kill, stop and cut off every part of a run on three nodes (root; hours): a table in runs/drills
 	$(BIN)/python tests/drills/matrix.py --out runs/drills
 
+cluster: install ## Render the manifests of clusters from cluster/values.yaml
+	$(BIN)/rl-vlm cluster render --values cluster/values.yaml --out cluster
+
 requirements: install ## Pin the requirement files anew
 	$(BIN)/uv pip compile requirements/cpu.in --universal --python-version 3.11 --generate-hashes --no-emit-package rl-vlm \
 		--override requirements/overrides.txt --no-header -q -o requirements/cpu.txt
 	$(BIN)/uv pip compile requirements/gpu.in --universal --python-version 3.11 --generate-hashes --no-emit-package rl-vlm \
 		--no-header -q -o requirements/gpu.txt
+	$(BIN)/uv pip compile requirements/cloud.in --universal --python-version 3.11 --generate-hashes --no-header -q -o requirements/cloud.txt
 
 clean: ## Remove what runs and tests left behind (not .venv)
 	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache

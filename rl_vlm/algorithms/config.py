@@ -9,6 +9,7 @@ from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
 from rl_vlm.config import RunConfig, apply_overrides, parse_config
+from rl_vlm.config.resources import claim
 
 
 class RunAlgorithmConfig(AlgorithmConfig):
@@ -49,13 +50,15 @@ class RunAlgorithmConfig(AlgorithmConfig):
         return self
 
     def _apply_run_config(self) -> None:
-        learner = self.run_config.learner
+        learner, resources = self.run_config.learner, self.run_config.resources
         self.framework("torch")
         self.learners(
             num_learners=learner.num_learners,
             num_cpus_per_learner=learner.cpus_per_learner,
             num_gpus_per_learner=learner.gpus_per_learner,
+            custom_resources_per_learner=claim(resources.learners_on),
         )
+        self.env_runners(custom_resources_per_env_runner=claim(resources.env_runners_on))
         self.fault_tolerance(
             restart_failed_env_runners=True,
             delay_between_env_runner_restarts_s=0.0,

@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from rl_vlm.config.section import Section
 
+_SHARE = 0.001  # of a node's one unit: a thousand actors fit, and CPUs and GPUs alone say how many there are
+_ResourceName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,62}$")]
+
+
+def claim(resource: str | None) -> dict[str, float]:
+    """The custom resources that an actor asks for to be placed on nodes that offer `resource`."""
+    return {} if resource is None else {resource: _SHARE}
+
 
 class ResourcesSection(Section):
-    """The Ray cluster: a private one unless RAY_ADDRESS (or a Ray job) names another."""
+    """The Ray cluster: a private one unless RAY_ADDRESS (or a Ray job) names another.
+
+    `*_on` name a kind of nodes by the custom Ray resource that they offer (`ray start --resources='{"gpu_learner": 1}'`).
+    An autoscaler starts a node of the kind that offers what an actor waits for.
+    """
 
     num_cpus: int | None = Field(
         None, ge=1, description="Logical CPUs of the private cluster; null: what the run needs."
     )
     object_store_mib: int = Field(256, ge=80)
     dashboard: bool = False
+    replicas_on: _ResourceName | None = Field(None, description="Where replicas of the model run; null: anywhere.")
+    learners_on: _ResourceName | None = Field(
+        None, description="Where learner actors run; one in the driver stays there."
+    )
+    env_runners_on: _ResourceName | None = Field(None, description="Where env runners run.")
+
+    @property
+    def node_kinds(self) -> set[str]:
+        """The kinds of nodes that are named."""
+        return {name for name in (self.replicas_on, self.learners_on, self.env_runners_on) if name is not None}

@@ -31,7 +31,7 @@ class ServeBackend:
 
     Args:
         handle: the deployment handle.
-        registry: the adapter registry's actor handle.
+        registry: a handle whose `status.remote()` asks the adapter registry: its actor's, or a deployment's.
         name: the name of the model without an adapter. `policy` is its newest adapter, once there is one, and
             `policy-vN` that version alone.
         run_id: of the application.
@@ -66,7 +66,7 @@ class ServeBackend:
                 # A registry that has just been restarted may not have read its disk yet: versions only grow.
                 if status["version"] >= self._known["version"]:
                     self._known = status
-            except (RayError, TimeoutError) as error:
+            except (RayError, RayServeException, TimeoutError) as error:
                 logger.warning("The adapter registry does not answer: %s", error)
         return self._known
 

@@ -74,6 +74,14 @@ def _check_cpus(run: RunConfig, cpus: float) -> None:
         )
 
 
+def _check_placement(run: RunConfig, offered: Mapping[str, float]) -> None:
+    if missing := sorted(run.resources.node_kinds - offered.keys()):
+        raise UserInputError(
+            f"resources.*_on names {', '.join(missing)} and no node of the cluster offers it: start nodes with "
+            f"--resources='{{\"{missing[0]}\": 1}}', or set RL_VLM_AUTOSCALING=1 where such nodes are still to come."
+        )
+
+
 class ClusterError(RLVLMError):
     """Ray's own processes did not start."""
 
@@ -112,6 +120,7 @@ def _join(run: RunConfig, given: Collection[str], common: Mapping[str, Any]) -> 
     # Only a fixed cluster can be too small: an autoscaling one may still grow.
     if not os.environ.get("RL_VLM_AUTOSCALING"):
         _check_cpus(run, limits.get("CPU", 0))
+        _check_placement(run, limits)
         if limits.get("GPU", 0) < run.needed_gpus:
             raise UserInputError(
                 f"The run asks for {run.needed_gpus:g} GPUs and the cluster has {limits.get('GPU', 0):g}: set "
@@ -155,6 +164,7 @@ def ray_cluster(run: RunConfig) -> Iterator[None]:
             num_cpus=run.resources.num_cpus or max(available_cpus(), 1),
             include_dashboard=run.resources.dashboard,
             object_store_memory=run.resources.object_store_mib << 20,
+            resources=dict.fromkeys(run.resources.node_kinds, 1.0),  # this machine is every kind of node
             **common,
         )
     try:

@@ -40,6 +40,7 @@ class Plan:
     run: RunConfig
     model: Path
     adapter: AdapterPayload | None
+    adapter_folder: Path | None  # from which it was read
     name: str
     token: str | None
 
@@ -86,7 +87,7 @@ def plan(
             raise UserInputError(
                 "The adapter changes the vision tower, which vLLM would ignore: set serving.engine=transformers."
             )
-    return Plan(_for_serving(run), model, payload, name, token)
+    return Plan(_for_serving(run), model, payload, adapter, name, token)
 
 
 def _machine_defaults() -> list[str]:

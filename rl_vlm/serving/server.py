@@ -17,6 +17,7 @@ import ray
 from ray import serve
 
 from rl_vlm.config import RunConfig, ServingSection
+from rl_vlm.config.resources import claim
 from rl_vlm.engines.base import Engine, EngineError
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
@@ -270,7 +271,11 @@ def build_app(model: ModelReference, run: RunConfig, run_id: str, namespace: str
         health_check_period_s=_HEALTH_CHECK_S,
         health_check_timeout_s=serving.probe_timeout_s + 10.0,
         graceful_shutdown_timeout_s=2.0,
-        ray_actor_options={"num_cpus": serving.cpus_per_replica, "num_gpus": serving.gpus_per_replica},
+        ray_actor_options={
+            "num_cpus": serving.cpus_per_replica,
+            "num_gpus": serving.gpus_per_replica,
+            "resources": claim(run.resources.replicas_on),
+        },
         request_router_config=RequestRouterConfig(request_router_class="rl_vlm.serving.router:AffinityRouter"),
     )
     return deployment.bind(model, run, run_id, namespace)  # type: ignore[no-any-return]

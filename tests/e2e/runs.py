@@ -46,10 +46,12 @@ def rl_vlm(*arguments: object, timeout: float = 120, **changes: str) -> subproce
 class CommandProcess:
     """`rl-vlm ...` in the background, and everything that it starts."""
 
+    program: tuple[object, ...] = (sys.executable, "-m", "rl_vlm.cli")
+
     def __init__(self, *arguments: object, **changes: str) -> None:
         # Not beside the run folder: its disk may be made full.
         self.log = Path(tempfile.mkdtemp(prefix="rl-vlm-test-")) / "output.log"
-        command = [sys.executable, "-m", "rl_vlm.cli", *arguments]
+        command = [*self.program, *arguments]
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 list(map(str, command)),

@@ -1,0 +1,125 @@
+"""What `rl-vlm serve` serves, as an application of Ray Serve: for RayService, `serve run` and `serve deploy`.
+
+    serve run rl_vlm.runs.serve_app:build model=tiny
+
+`rl-vlm serve` has an HTTP server of its own; here Serve's proxies are it, so that replicas on many nodes share the load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+import ray
+from pydantic import Field, ValidationError
+from ray import serve
+
+from rl_vlm.config import RunConfig, Section
+from rl_vlm.config.hints import explain
+from rl_vlm.http.app import build_http_app
+from rl_vlm.http.backend import ServeBackend
+from rl_vlm.http.gate import Gate
+from rl_vlm.http.server import TOKEN_VARIABLE, check_exposure
+from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.loading import load_text_side
+from rl_vlm.models.reference import ModelReference
+from rl_vlm.runs.serve import plan
+from rl_vlm.serving.registry import Published, start_registry
+from rl_vlm.serving.server import build_app
+from rl_vlm.types import UserInputError
+
+_NAMESPACE = "rl_vlm"  # of the registry
+_EVERY_ADDRESS = "0.0.0.0"  # where Serve's proxies listen on a cluster: a token is needed, whatever http.host says
+_ANSWER_S = 15.0  # how long the registry may take for a call
+_HEALTH_CHECK_S = 5.0
+
+
+class ServeArguments(Section):
+    """`args` of the application, as in `rl-vlm serve MODEL [overrides] --adapter ADAPTER`."""
+
+    model: str = Field(min_length=1, description="tiny, a model folder, a hub name, a configuration or a run folder.")
+    overrides: tuple[str, ...] = Field((), description="Changes to the configuration.")
+    adapter: Path | None = Field(None, description="A peft adapter folder; a run folder brings its own.")
+    ingress_replicas: int = Field(1, ge=1, description="Processes that parse requests; http.max_queue holds for each.")
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """The application: HTTP ingress, replicas of the model, and the registry that gives them the adapter.
+
+    Every node must find the model and the adapter under the same path. Clients must send the token that RL_VLM_API_TOKEN
+    holds where the ingress runs. Raises UserInputError.
+    """
+    try:
+        given = ServeArguments.model_validate(args)
+    except ValidationError as error:
+        raise UserInputError(explain(error, ServeArguments)) from error
+    planned = plan(given.model, given.overrides, adapter=given.adapter)
+    run, run_id = planned.run, f"serve-{uuid.uuid4().hex[:8]}"
+    model = ModelReference.of(str(planned.model))
+    policy = build_app(model, run, run_id, _NAMESPACE)
+    registry = serve.deployment(RegistryOwner).options(
+        name="registry", num_replicas=1, ray_actor_options={"num_cpus": 0}, health_check_period_s=_HEALTH_CHECK_S
+    )
+    ingress = serve.deployment(serve.ingress()(HTTPIngress)).options(
+        name="http",
+        num_replicas=given.ingress_replicas,
+        max_ongoing_requests=run.http.max_queue + 64,  # the gate counts and refuses; /health and /metrics still get in
+        graceful_shutdown_timeout_s=run.http.drain_s + 5,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return ingress.bind(  # type: ignore[no-any-return]
+        policy, registry.bind(run_id, model, planned.adapter_folder), run, planned.model, planned.name, run_id
+    )
+
+
+class RegistryOwner:
+    """A deployment that owns the adapter registry and publishes one adapter: replicas that start later get it there."""
+
+    def __init__(self, run_id: str, model: ModelReference, adapter: Path | None) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="rl-vlm-serve-")
+        self._registry = start_registry(run_id, _NAMESPACE, Path(self._folder.name), model.folder)
+        self._published: Published | None = None
+        if adapter is not None:
+            payload = AdapterPayload.read(adapter, version=1)
+            self._published = Published(payload.version, payload.sha256, ray.put(payload))
+            ray.get(self._registry.publish.remote(self._published), timeout=_ANSWER_S)
+
+    async def status(self) -> dict[str, Any]:
+        """The registry's status."""
+        async with asyncio.timeout(_ANSWER_S):
+            return await self._registry.status.remote()  # type: ignore[no-any-return]
+
+    async def check_health(self) -> None:
+        """Publish again where the registry was restarted on a node without its file.
+
+        Serve replaces this deployment when the registry does not answer; replicas keep what they have.
+        """
+        if (await self.status())["version"] == 0 and self._published is not None:
+            async with asyncio.timeout(_ANSWER_S):
+                await self._registry.publish.remote(self._published)
+
+
+class HTTPIngress:
+    """A deployment that answers HTTP requests with the application of `rl-vlm serve`."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, policy: Any, registry: Any, run: RunConfig, model: Path, name: str, run_id: str
+    ) -> None:
+        self._token = os.environ.get(TOKEN_VARIABLE) or None
+        check_exposure(_EVERY_ADDRESS, self._token)
+        self._policy, self._registry, self._run, self._name, self._run_id = policy, registry, run, name, run_id
+        self._text = load_text_side(model, run.model.pixels)
+        # Once it answers, the adapter is published, and requests wait for replicas that have it.
+        await registry.status.remote()
+
+    def __serve_build_asgi_app__(self) -> Gate:
+        """Serve's hook for an application that needs the handles."""
+        limits = self._run.http
+        backend = ServeBackend(
+            self._policy, self._registry, self._name, run_id=self._run_id, deadline_s=limits.deadline_s
+        )
+        return build_http_app(backend, self._text, limits, max_context=self._run.serving.max_context, token=self._token)

@@ -1,0 +1,271 @@
+"""The manifests of clusters: current, valid by Ray's and KubeRay's own schemas, and safe. Nothing is started."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from rl_vlm.cluster.render import TARGETS, load_values, render
+from rl_vlm.cluster.values import ClusterValues
+from rl_vlm.config import load_config
+from rl_vlm.config.section import keys_of
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "cluster"
+SCHEMAS = json.loads((ROOT / "tests/fixtures/kuberay/schema.json").read_text())
+LAUNCHED = ("aws", "gcp", "onprem")
+RAY_RESOURCES = ("RayCluster", "RayJob", "RayService")
+MANIFESTS = render(load_values(FOLDER / "values.yaml"))
+
+
+def launched(name: str) -> dict[str, Any]:
+    return yaml.safe_load(MANIFESTS[f"{name}/cluster.yaml"])  # type: ignore[no-any-return]
+
+
+def kuberay(kind: str) -> dict[str, Any]:
+    return yaml.safe_load(MANIFESTS[f"kuberay/{kind.lower()}.yaml"])  # type: ignore[no-any-return]
+
+
+def check(resource: dict[str, Any]) -> None:
+    jsonschema.Draft202012Validator({**SCHEMAS, "$ref": f"#/$defs/{resource['kind']}"}).validate(resource)
+
+
+def pods(node: Any) -> Iterator[dict[str, Any]]:
+    """Every pod specification in a resource."""
+    if isinstance(node, dict):
+        if "containers" in node:
+            yield node
+        for value in node.values():
+            yield from pods(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from pods(value)
+
+
+def cluster_of(resource: dict[str, Any]) -> dict[str, Any]:
+    """The RayCluster specification in a resource."""
+    spec = resource["spec"]
+    return spec.get("rayClusterSpec") or spec.get("rayClusterConfig") or spec  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", sorted(MANIFESTS))
+def test_what_is_committed_is_what_the_values_give(name: str) -> None:
+    assert (FOLDER / name).read_text() == MANIFESTS[name], "run `make cluster`"
+
+
+def test_the_file_of_values_names_every_key() -> None:
+    named = set()
+
+    def walk(node: dict[str, Any], prefix: str) -> None:
+        for key, value in node.items():
+            named.add(prefix + key)
+            if isinstance(value, dict):
+                walk(value, f"{prefix}{key}.")
+
+    walk(yaml.safe_load((FOLDER / "values.yaml").read_text()), "")
+    assert set(keys_of(ClusterValues)) <= named
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_rays_launcher_accepts_the_configuration(name: str) -> None:
+    validate_config(prepare_config(launched(name)))
+
+
+def test_rays_schema_would_find_a_mistake() -> None:
+    wrong = launched("aws")
+    wrong["available_node_types"]["head"]["resource"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="resource"):
+        validate_config(prepare_config(wrong))
+
+
+@pytest.mark.parametrize("kind", RAY_RESOURCES)
+def test_kuberays_schema_accepts_the_resource(kind: str) -> None:
+    check(kuberay(kind))
+
+
+@pytest.mark.parametrize("kind", RAY_RESOURCES)
+@pytest.mark.parametrize("path", ["securityContext", "terminationGracePeriodSeconds", "automountServiceAccountToken"])
+def test_kuberays_schema_would_find_a_mistake(kind: str, path: str) -> None:
+    wrong = kuberay(kind)
+    pod = cluster_of(wrong)["workerGroupSpecs"][0]["template"]["spec"]
+    pod[path + "s"] = pod.pop(path)
+    with pytest.raises(jsonschema.ValidationError, match=path + "s"):
+        check(wrong)
+
+
+@pytest.mark.parametrize("kind", RAY_RESOURCES)
+def test_pods_are_confined_and_limited(kind: str) -> None:
+    resource = kuberay(kind)
+    containers = [container for pod in pods(resource) for container in pod["containers"]]
+    cluster = cluster_of(resource)
+    sidecar = cluster["autoscalerOptions"]
+    for container in [*containers, sidecar]:
+        security = container["securityContext"]
+        assert security["runAsNonRoot"] and security["runAsUser"] == 1000
+        assert security["allowPrivilegeEscalation"] is False and security["capabilities"] == {"drop": ["ALL"]}
+        assert container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"] or (
+            container["name"] == "submitter"
+        )
+    for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        pod = group["template"]["spec"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert mounts["shm"] == "/dev/shm" and volumes["shm"]["emptyDir"]["medium"] == "Memory"
+        assert mounts["shared"] == "/mnt/rl_vlm" and pod["terminationGracePeriodSeconds"] >= 60
+
+
+@pytest.mark.parametrize("kind", RAY_RESOURCES)
+def test_tokens_are_required_and_in_no_file(kind: str) -> None:
+    cluster = cluster_of(kuberay(kind))
+    assert cluster["authOptions"] == {"mode": "token"} and cluster["headGroupSpec"]["serviceType"] == "ClusterIP"
+    for pod in pods(cluster):
+        for variable in pod["containers"][0]["env"]:
+            assert "TOKEN" not in variable["name"] or "secretKeyRef" in variable["valueFrom"]
+
+
+def test_served_pods_know_the_token_of_clients() -> None:
+    for pod in pods(cluster_of(kuberay("RayService"))):
+        names = [variable["name"] for variable in pod["containers"][0]["env"]]
+        assert "RL_VLM_API_TOKEN" in names
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_launched_clusters_ask_for_a_token_and_show_the_dashboard_to_their_head_alone(name: str) -> None:
+    config = launched(name)
+    assert "--env=RAY_AUTH_MODE=token" in config["docker"]["run_options"]
+    assert config["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token"}
+    (start,) = (command for command in config["head_start_ray_commands"] if "--head" in command)
+    assert "--dashboard-host=127.0.0.1" in start and "--num-cpus=0" in start
+
+
+def test_the_policy_lets_nobody_else_reach_rays_ports() -> None:
+    policy = yaml.safe_load(MANIFESTS["kuberay/networkpolicy.yaml"])["spec"]
+    mine = policy["podSelector"]
+    for resource in map(kuberay, RAY_RESOURCES):
+        for template in templates(resource):
+            assert mine["matchLabels"].items() <= template["metadata"]["labels"].items()
+    everyone = [rule for rule in policy["ingress"] if rule["from"] != [{"podSelector": mine}]]
+    ports = {port["port"] for rule in everyone for port in rule["ports"]}
+    assert ports == {8265, 52365, 8000}  # the operator's, and the API
+    assert [port for rule in everyone if rule["from"] == [{"podSelector": {}}] for port in rule["ports"]] == [
+        {"port": 8000}
+    ]
+
+
+def templates(node: Any) -> Iterator[dict[str, Any]]:
+    """Every pod template in a resource."""
+    if isinstance(node, dict):
+        if "containers" in node.get("spec", {}):
+            yield node
+        for value in node.values():
+            yield from templates(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from templates(value)
+
+
+def offers(resource: dict[str, Any]) -> set[str]:
+    """The custom resources that worker groups offer."""
+    return {
+        name
+        for group in cluster_of(resource)["workerGroupSpecs"]
+        for name in json.loads(json.loads(group["rayStartParams"]["resources"]))
+    }
+
+
+def test_the_jobs_command_is_valid_and_placed_on_workers_that_there_are() -> None:
+    job = kuberay("RayJob")
+    program, command, config, *rest = shlex.split(job["spec"]["entrypoint"])
+    assert (program, command, rest[-1]) == ("rl-vlm", "train", "--resume")
+    run_dir = rest[rest.index("--run-dir") + 1]
+    assert run_dir.startswith("/mnt/rl_vlm/")
+    run = load_config(ROOT / config.removeprefix("/opt/rl_vlm/"), rest[: rest.index("--run-dir")])
+    assert run.resources.node_kinds == offers(job) == {"gpu_serving", "gpu_learner", "cpu_env_runner"}
+    assert run.learner.num_learners >= 1  # the driver is on the head, which has no GPU
+
+
+def test_the_service_serves_what_the_configuration_allows() -> None:
+    from rl_vlm.runs.serve_app import ServeArguments
+
+    service = kuberay("RayService")
+    settings = yaml.safe_load(service["spec"]["serveConfigV2"])
+    (application,) = settings["applications"]
+    arguments = ServeArguments.model_validate(application["args"])
+    run = load_config(None, arguments.overrides)
+    assert run.serving.autoscaling is not None and run.resources.replicas_on in offers(service)
+    module, _, builder = application["import_path"].partition(":")
+    assert callable(getattr(sys.modules[module], builder))
+
+
+def test_preemptible_workers_offer_what_their_twins_do() -> None:
+    types = launched("aws")["available_node_types"]
+    for name, twin in (("gpu_serving", "gpu_serving_preemptible"), ("cpu_env_runner", "cpu_env_runner_preemptible")):
+        assert types[name]["resources"] == types[twin]["resources"]
+        assert types[twin]["node_config"].pop("InstanceMarketOptions") == {"MarketType": "spot"}
+        assert types[name]["node_config"] == types[twin]["node_config"]
+    assert "InstanceMarketOptions" not in types["gpu_learner"]["node_config"]
+    scheduling = launched("gcp")["available_node_types"]["cpu_env_runner_preemptible"]["node_config"]["scheduling"]
+    assert scheduling["provisioningModel"] == "SPOT"
+    groups = {
+        group["groupName"]: group["template"]["spec"] for group in kuberay("RayCluster")["spec"]["workerGroupSpecs"]
+    }
+    assert groups["gpu-serving-preemptible"]["nodeSelector"] == {"cloud.google.com/gke-spot": "true"}
+    assert [t["key"] for t in groups["gpu-serving-preemptible"]["tolerations"]] == [
+        "nvidia.com/gpu", "cloud.google.com/gke-spot"
+    ]  # fmt: skip
+    assert "tolerations" not in groups["cpu-env-runner"]
+
+
+def test_nothing_costs_anything_while_nothing_runs_but_the_head() -> None:
+    for name in ("aws", "gcp"):
+        types = launched(name)["available_node_types"]
+        assert all(kind["min_workers"] == 0 for key, kind in types.items() if key != "head")
+    assert all(group["minReplicas"] == 0 for group in kuberay("RayCluster")["spec"]["workerGroupSpecs"])
+    assert kuberay("RayJob")["spec"]["shutdownAfterJobFinishes"] is True
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"), [("10.0.0.12", "--num-gpus=1 --resources={\"gpu_learner\":1}"), ("10.0.0.13", "--num-gpus=0")]
+)  # fmt: skip
+def test_a_machine_of_ones_own_offers_what_its_type_does(address: str, expected: str, tmp_path: Path) -> None:
+    start = launched("onprem")["worker_start_ray_commands"][-1]
+    for name, script in {
+        "hostname": f'[ "$1" = -I ] && echo "{address} 172.17.0.1" || echo box',
+        "ray": 'echo "$@"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    known = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RAY_HEAD_IP": "10.0.0.10"}
+    done = subprocess.run(["bash", "-c", start], env=known, capture_output=True, text=True, timeout=30, check=True)
+    assert "start --address=10.0.0.10:6379" in done.stdout and expected in done.stdout
+
+
+def test_pods_outlive_what_saves_a_checkpoint() -> None:
+    for pod in pods(cluster_of(kuberay("RayJob"))):
+        hook = " ".join(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"])
+        seconds = int(hook.split("--timeout ")[1].split(";")[0])
+        assert "rl-vlm cluster drain" in hook and seconds < pod["terminationGracePeriodSeconds"]
+        assert ("--actors" in hook) == (pod["containers"][0]["name"] == "ray-worker")
+
+
+def test_every_template_belongs_to_a_target_or_is_shared() -> None:
+    folder = ROOT / "rl_vlm/cluster/templates"
+    found = {str(path.relative_to(folder)).removesuffix(".j2") for path in folder.rglob("*.j2")}
+    named = {name for names in TARGETS.values() for name in names}
+    assert found - named == {"common", "kuberay/pods", "docker/image"}
+    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
+        "rl_vlm.cluster"
+    ]
+    wheel = {path for pattern in packaged for path in folder.parent.glob(pattern)}
+    assert set(folder.rglob("*.j2")) <= wheel

@@ -1,0 +1,69 @@
+"""Kinds of nodes: which custom resource each actor asks for, and what is said where no node offers it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_vlm.algorithms.grpo import GRPOConfig
+from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.runs import cluster
+from rl_vlm.serving.server import build_app
+from rl_vlm.types import UserInputError
+
+PLACEMENT = {"replicas_on": "gpu_serving", "learners_on": "gpu_learner", "env_runners_on": "cpu_env_runner"}
+
+
+def run(**placement: str) -> RunConfig:
+    return parse_config({"resources": placement})
+
+
+def replica_options(config: RunConfig) -> dict[str, Any]:
+    app = build_app(Path("model"), config, "run", "namespace")
+    return app._bound_deployment.ray_actor_options  # type: ignore[no-any-return]
+
+
+def test_each_actor_asks_for_its_kind_of_node() -> None:
+    config = run(**PLACEMENT)
+    rllib = GRPOConfig.from_run_config(config)
+    asked = {
+        "replicas_on": replica_options(config)["resources"],
+        "learners_on": rllib.custom_resources_per_learner,
+        "env_runners_on": rllib.custom_resources_per_env_runner,
+    }
+    assert {kind: list(resources) for kind, resources in asked.items()} == {k: [v] for k, v in PLACEMENT.items()}
+    # So small a share that CPUs and GPUs alone say how many fit on a node.
+    assert all(0 < amount <= 0.001 for resources in asked.values() for amount in resources.values())
+
+
+def test_without_placement_nothing_is_asked_for() -> None:
+    rllib = GRPOConfig.from_run_config(RunConfig())
+    assert not replica_options(RunConfig()).get("resources")
+    assert rllib.custom_resources_per_learner == rllib.custom_resources_per_env_runner == {}
+
+
+def test_a_cluster_without_such_nodes_is_named_before_actors_wait_for_ever() -> None:
+    offered = {"CPU": 8.0, "gpu_serving": 2.0}
+    cluster._check_placement(run(replicas_on="gpu_serving"), offered)
+    with pytest.raises(UserInputError, match=r"names gpu_learner and no node of the cluster offers it: .*gpu_learner"):
+        cluster._check_placement(run(replicas_on="gpu_serving", learners_on="gpu_learner"), offered)
+
+
+def test_a_private_cluster_is_every_kind_of_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: dict[str, Any] = {}
+    monkeypatch.setattr(cluster, "_init_with_retry", lambda **settings: started.update(settings))
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    for name in ("RAY_ADDRESS", "RAY_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    with cluster.ray_cluster(run(**PLACEMENT)):
+        pass
+    assert started["resources"] == dict.fromkeys(PLACEMENT.values(), 1.0)
+
+
+@pytest.mark.parametrize("name", ["CPU cores", "gpu-learner", "1gpu", ""])
+def test_names_that_are_no_resources_are_refused(name: str) -> None:
+    with pytest.raises(UserInputError, match=r"resources\.learners_on"):
+        run(learners_on=name)
