@@ -58,7 +58,6 @@ class StopRequest:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-
     def install_again(self) -> None:
         """Take the signals back: a process that joins a Ray cluster gets Ray's own handler, which ends it at SIGTERM."""
         if self._handler is not None:
