@@ -24,8 +24,9 @@ from ray.util.placement_group import get_current_placement_group
 from rl_vlm.config import RunConfig
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import resolve_model
-from rl_vlm.serving.registry import Published, PublishReport, start_registry
+from rl_vlm.serving.registry import start_registry
 from rl_vlm.serving.server import app_name, build_app
+from rl_vlm.serving.version_line import Published, PublishReport
 from rl_vlm.types import RLVLMError
 
 # A call that a dying registry does not answer is repeated after this long; repeated calls change nothing.
