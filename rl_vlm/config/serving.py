@@ -51,7 +51,9 @@ class SharingSection(Section):
     )
     max_replicas: int = Field(8, ge=1)
     max_lora_rank: int | None = Field(
-        None, ge=1, description="The highest model.lora.rank of a run that joins (engine vllm). Null: that of the first."
+        None,
+        ge=1,
+        description="The highest model.lora.rank of a run that joins (engine vllm). Null: that of the first.",
     )
     lora_slots: int = Field(8, ge=1, description="Adapters that sample at the same time (engine vllm).")
     merged_gib: float = Field(

@@ -130,7 +130,7 @@ class ManyPoliciesEngine(TransformersEngine):
         with self._wake:
             rows = sum(lane.decoder.num_rows for lane in self._lanes if lane.policy == policy)
             for call in [call for call in self._waiting if call.policy == policy]:
-                lane = self._lane(policy, self._base if call.base_model else self._newest(policy))
+                lane = self._lane(policy, self._base if call.base_model else self._newest_version(policy))
                 while call.admitted < len(call.requests):
                     request = call.requests[call.admitted]
                     if rows and rows + request.sampling.n > self._max_rows:
@@ -149,7 +149,7 @@ class ManyPoliciesEngine(TransformersEngine):
                 self._tower = tower
             self._start(batch, lane.decoder, lane.version.number)
 
-    def _newest(self, policy: str) -> Version:
+    def _newest_version(self, policy: str) -> Version:
         return self._newest_of.setdefault(policy, Version(0))
 
     def _lane(self, policy: str, version: Version) -> Lane:

@@ -31,7 +31,9 @@ class VLMEnvRunner(RunEnvRunner):
         run = self.config.run_config
         num_workers = max(run.rollout.num_env_runners, 1)
         assert self.config.model_folder is not None  # `GRPOConfig.prepare` has set it
-        self._worker = RolloutWorker(run, self.config.run_id, self.config.model_folder, self.place, num_workers)
+        self._worker = RolloutWorker(
+            run, self.config.run_id, self.config.model_folder, self.place, num_workers, self.config.policy_key
+        )
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
         if self.concurrent_calls(run) > 1:

@@ -36,6 +36,9 @@ class PolicyKey:
         return lock_of(self.token)
 
 
+OWN = PolicyKey()  # of a run with its own replicas
+
+
 def lock_of(token: str) -> str:
     """SHA-256 of a token, in hex. A token has 256 random bits, so its hash needs no salt."""
     return hashlib.sha256(token.encode()).hexdigest()

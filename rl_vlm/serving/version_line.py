@@ -70,16 +70,16 @@ class VersionLine:
     """The versions of one policy, whose numbers only grow. What a folder holds of an earlier process is taken over."""
 
     def __init__(self, folder: Path, policy: str = POLICY, put: Callable[[AdapterPayload], ray.ObjectRef] = ray.put):
-        self._folder, self._policy = folder, policy
+        self.folder, self._policy = folder, policy
         self.newest: Published | None = None
         self._remembered: OrderedDict[int, _Acknowledgements] = OrderedDict()  # by version, oldest first
         self._restore(put)
 
     def _restore(self, put: Callable[[AdapterPayload], ray.ObjectRef]) -> None:
-        marker = self._folder / "newest.json"
+        marker = self.folder / "newest.json"
         if marker.is_file():
             newest = json.loads(marker.read_text())
-            payload = AdapterPayload.read(self._folder / newest["folder"], newest["version"], self._policy)
+            payload = AdapterPayload.read(self.folder / newest["folder"], newest["version"], self._policy)
             if payload.sha256 == newest["sha256"]:
                 self._remember(Published(payload.version, payload.sha256, put(payload), self._policy))
 
@@ -108,13 +108,13 @@ class VersionLine:
             await asyncio.get_running_loop().run_in_executor(disk, self._write, payload)
         except (OSError, RayError) as error:
             logger.warning("version %d of %s is not on disk: %s", published.version, self._policy, error)
-            (self._folder / "newest.json").unlink(missing_ok=True)
+            (self.folder / "newest.json").unlink(missing_ok=True)
 
     def _write(self, payload: AdapterPayload) -> None:
         # Two folders in turn: the marker always names a complete one.
         folder = f"adapter-{payload.version % 2}"
-        payload.write(self._folder / folder)
-        marker = self._folder / "newest.json"
+        payload.write(self.folder / folder)
+        marker = self.folder / "newest.json"
         temporary = marker.with_suffix(".tmp")
         temporary.write_text(json.dumps({"folder": folder, "version": payload.version, "sha256": payload.sha256}))
         temporary.replace(marker)
