@@ -11,7 +11,7 @@ import logging
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,13 +64,20 @@ class Changes:
 class SharedRegistry:
     """The actor's class; `find_or_start` makes the actor. All methods are coroutines on one event loop."""
 
-    def __init__(self, name: str, run: RunConfig, model: str, folder: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        run: RunConfig,
+        model: str,
+        folder: str,
+        make_line: Callable[[Path, str], VersionLine] = VersionLine,
+    ) -> None:
         self._name, self._run, self._model = name, run, Path(model)
         self._terms = Terms.of(run, self._model)
         self._folder = Path(folder)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         now = time.monotonic()
-        self._members = Members(self._folder, run.serving.sharing.lease_s, now, VersionLine)
+        self._members = Members(self._folder, run.serving.sharing.lease_s, now, make_line)
         self._process = uuid.uuid4().hex
         self._opened_at = now
         self._reports: dict[str, dict[str, Any]] = {}  # replica -> its last report

@@ -123,7 +123,18 @@ class PolicyShelf:
             await self._notify_server()
         await self._notify()
 
+    async def _refresh(self) -> None:
+        """Ask the registry now, beside the call that is open."""
+        try:
+            async with asyncio.timeout(_REGISTRY_ANSWER_S):
+                self._take(await self._find_registry().watch.remote(self._replica_id, self._since, at_once=True))
+        except Exception as error:
+            # What is known stays known.
+            logger.warning("replica %s cannot ask the registry: %r", self._replica_id, error)
+
     def _take(self, changes: Changes) -> None:
+        if self._since is not None and self._since[0] == changes.revision[0] and self._since[1] > changes.revision[1]:
+            return  # an answer that was overtaken by a later one
         self._since = changes.revision
         for name in self.policies.keys() - changes.present:
             self._spawn(self._drop(self.policies.pop(name)))
@@ -151,6 +162,9 @@ class PolicyShelf:
         async with asyncio.timeout(self._load_timeout_s):
             while (policy := self.policies.get(name)) is None:
                 await self._wait()  # its run may have joined a moment ago
+            if not opens(token, policy.lock):
+                await self._refresh()  # its run may have left, and another one of that name have joined
+                policy = self.policies.get(name, policy)
             if not opens(token, policy.lock):
                 self._tally.refused += 1
                 raise PolicyRefusedError(f"The token does not open policy {name!r} of these shared replicas.")

@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 import torch
 from core_support import adapted_policy, picture, reference_logprobs, request, text_side
-from engine_support import endless, until
 from version_support import model_of
 
-from rl_vlm.engines.base import BASE_MODEL, EngineError
+from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.many_policies import ManyPoliciesEngine
-from rl_vlm.engines.weights import BoundedWeights, Factors
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import Completion, GenerationRequest
