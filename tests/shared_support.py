@@ -49,7 +49,8 @@ def user(run: RunConfig, policy: str, folder: Path) -> Iterator[SharedService]:
 def client_of(service: SharedService, **settings: Any) -> PolicyClient:
     """A client of one policy."""
     return PolicyClient(
-        service.run_id, **{"deadline_s": 60.0, "homes": [service.key.seat], "coalesce": False, "key": service.key, **settings}
+        service.run_id,
+        **{"deadline_s": 60.0, "homes": [service.key.seat], "coalesce": False, "key": service.key, **settings},
     )
 
 

@@ -30,17 +30,24 @@ class Member:
 
 
 class Members:
-    """The users, kept in a folder so that a restarted registry knows them. Tokens are not kept, only their hashes."""
+    """The users, kept in a folder so that a restarted registry knows them. Tokens are not kept, only their hashes.
+
+    A name belongs to its first token for as long as the service lives, so that nothing that is still on its way to or from a policy that
+    is gone can meet another run's policy of that name.
+    """
 
     def __init__(self, folder: Path, lease_s: float, now: float, make_line: Callable[[Path, str], VersionLine]) -> None:
         self._folder, self._lease_s, self._make_line = folder, lease_s, make_line
         self._file = folder / "members.json"
         self._members: dict[str, Member] = {}
+        self._locks: dict[str, str] = {}  # of every name that was ever taken
         self._next_folder = 0
         self.revision = 0
         self.empty_since = now
         if self._file.is_file():
-            for entry in json.loads(self._file.read_text()):
+            saved = json.loads(self._file.read_text())
+            self._locks = saved["locks"]
+            for entry in saved["members"]:
                 self._add(entry, now)
 
     def _add(self, entry: dict[str, Any], now: float) -> Member:
@@ -57,7 +64,7 @@ class Members:
             {"policy": m.policy, "lock": m.lock, "seat": m.seat, "keeper": m.keeper, "folder": m.line.folder.name}
             for m in self._members.values()
         ]
-        write_atomic(self._file, json.dumps(entries))
+        write_atomic(self._file, json.dumps({"members": entries, "locks": self._locks}))
 
     def touch(self, member: Member) -> None:
         """Something about a member has changed."""
@@ -65,11 +72,13 @@ class Members:
         member.revision = self.revision
 
     def join(self, policy: str, token: str, keeper: bool, now: float) -> Member | None:
-        """The member of this name, new or again with the same token; None where another one has the name."""
+        """The member of this name, new or again with the same token; None where another one has it or had it."""
+        if not opens(token, self._locks.setdefault(policy, lock_of(token))):
+            return None
         known = self._members.get(policy)
         if known is not None:
             known.deadline = now + self._lease_s
-            return known if opens(token, known.lock) else None
+            return known
         taken = {member.seat for member in self._members.values()}
         seat = next(number for number in range(len(taken) + 1) if number not in taken)
         folder = self._folder / str(self._next_folder)

@@ -110,7 +110,7 @@ class SharedRegistry:
             return reason
         member = self._members.join(policy, token, keeper, time.monotonic())
         if member is None:
-            return f"The shared service {self._name!r} has a policy {policy!r} already, with another token."
+            return f"The shared service {self._name!r} has or had a policy {policy!r} of another run."
         self._had_users = True
         await self._notify()
         return Welcome(member.seat)

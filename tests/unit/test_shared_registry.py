@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,15 +85,18 @@ class World:
 
     def __init__(self, run: RunConfig, model: Path, folder: Path) -> None:
         self.run, self.model, self.folder = run, model, folder
+        self.skipped_s = 0.0  # by which the registry's clock is ahead
         self.deployed: list[int] = []
         self.gone: list[str] = []
+        shared_registry.time = SimpleNamespace(monotonic=self.now)  # type: ignore[attr-defined]  # put back by the fixture
         self.registry = self._registry()
         self.replicas: list[Replica] = []
 
+    def now(self) -> float:
+        return time.monotonic() + self.skipped_s
+
     def _registry(self) -> SharedRegistry:
-        return SharedRegistry(
-            "test", self.run, str(self.model), str(self.folder), partial(VersionLine, put=arrived)
-        )
+        return SharedRegistry("test", self.run, str(self.model), str(self.folder), partial(VersionLine, put=arrived))
 
     def restart_registry(self) -> None:
         """As after a kill: what is not on disk is lost."""
@@ -114,7 +119,7 @@ class World:
         return replace(key, seat=answer.seat)
 
     async def publish(self, key: PolicyKey, version: int, body: str) -> bool:
-        payload = AdapterPayload(version, body.encode(), "{}", f"hash of {body}", key.policy)
+        payload = AdapterPayload(version, body.encode(), "{}", sha256(body.encode()).hexdigest(), key.policy)
         published = Published(version, payload.sha256, arrived(payload), key.policy)
         return await self.registry.publish(published, key.token)
 
@@ -133,13 +138,22 @@ def world(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     @asynccontextmanager
     async def make(replicas: int = 2, **dotted: Any) -> AsyncIterator[World]:
         run = run_config(tiny_folder, serving__shared="test", **dotted)
+        monkeypatch.setattr(shared_registry, "time", time)
         found = World(run, tiny_folder, tmp_path / "registry")
         monkeypatch.setattr(deploying, "deploy_shared", lambda m, r, name, count: found.deployed.append(count))
         monkeypatch.setattr(deploying, "delete_shared", found.gone.append)
         context = SimpleNamespace(current_actor="itself")
-        ended = SimpleNamespace(kill=lambda actor, no_restart: found.gone.append(actor), get_runtime_context=lambda: context)
+        ended = SimpleNamespace(
+            kill=lambda actor, no_restart: found.gone.append(actor), get_runtime_context=lambda: context
+        )
         monkeypatch.setattr(shared_registry, "ray", ended)
-        for name, seconds in {"_TICK_S": 0.01, "_LINGER_S": 0.05, "_FEWER_AFTER_S": 0.05, "POLL_S": 0.2, "_TELL_S": 0.05}.items():
+        for name, seconds in {
+            "_TICK_S": 0.01,
+            "_LINGER_S": 0.05,
+            "_FEWER_AFTER_S": 0.05,
+            "POLL_S": 0.2,
+            "_TELL_S": 0.05,
+        }.items():
             monkeypatch.setattr(shared_registry, name, seconds)
         for _ in range(replicas):
             found.add_replica()
@@ -159,7 +173,7 @@ async def until(condition: Any, seconds: float = 20.0) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_versions_never_cross_policies(world: Any, seed: int) -> None:
-    """Users come, publish, ask, leave and crash, under names that come again; registry and replicas die in between."""
+    """Users come, publish, ask, leave, crash, and come again after their lease has ended; registry and replicas die in between."""
     chosen = random.Random(seed)
     checked: Counter[str] = Counter()
 
@@ -182,15 +196,18 @@ def test_versions_never_cross_policies(world: Any, seed: int) -> None:
 
     async def story() -> None:
         async with world() as place:
+            await place.join("keeper", keeper=True)
             users: dict[str, tuple[PolicyKey, int]] = {}
             bodies: dict[tuple[str, int], str] = {}
             alive: set[str] = set()
             asked: list[tuple[PolicyKey, Replica, asyncio.Task[None]]] = []
             for step in range(500):
-                action = chosen.choice(["join", "publish", "publish", "ask", "ask", "ask", "leave", "crash", "kill", "wait"])
+                action = chosen.choice(
+                    ["join", "publish", "publish", "ask", "ask", "ask", "leave", "crash", "kill", "wait"]
+                )
                 name = chosen.choice("abcd")
                 if action == "join" and name not in users:
-                    users[name] = (await place.join(name), 0)
+                    users[name] = (await place.join(f"{name}{step}"), 0)
                     alive.add(users[name][0].token)
                 elif action == "publish" and name in users:
                     key, version = users[name]
@@ -202,7 +219,7 @@ def test_versions_never_cross_policies(world: Any, seed: int) -> None:
                     task = asyncio.create_task(ask(replica, *users[name], bodies, alive))
                     asked.append((users[name][0], replica, task))
                 elif action in ("leave", "crash") and name in users and chosen.random() < 0.3:
-                    key, _ = users.pop(name)
+                    key, version = users.pop(name)
                     alive.discard(key.token)
                     if action == "leave":
                         await place.registry.leave(key.policy, key.token)
@@ -210,6 +227,13 @@ def test_versions_never_cross_policies(world: Any, seed: int) -> None:
                         member = place.registry._members.opened(key.policy, key.token)
                         assert member is not None
                         place.registry._members.remove(member, 0.0)
+                        if version and chosen.random() < 0.5:  # it was only slow
+                            assert not await place.registry.renew(key.policy, key.token)
+                            again = await place.registry.join(key.policy, key.token, place.run, str(place.model))
+                            assert isinstance(again, Welcome)
+                            assert await place.publish(key, version, bodies[key.token, version])
+                            users[name] = (key, version)
+                            alive.add(key.token)
                 elif action == "kill" and chosen.random() < 0.3:
                     if chosen.random() < 0.5:
                         place.restart_registry()
@@ -244,7 +268,10 @@ def test_a_token_opens_its_own_policy_only(world: Any) -> None:
                 assert not await place.registry.renew("a", token)
                 await place.registry.leave("a", token)
             assert (await place.registry.status())["policies"].keys() == {"a", "b"}
-            assert await place.registry.join("a", b.token, place.run, str(place.model)) != Welcome(0)
+            await place.registry.leave("a", a.token)
+            refused = await place.registry.join("a", b.token, place.run, str(place.model))
+            assert isinstance(refused, str) and "of another run" in refused
+            assert isinstance(await place.registry.join("a", a.token, place.run, str(place.model)), Welcome)
             assert a.token not in repr(a) and a.token not in (place.folder / "members.json").read_text()
             assert place.replicas[0].shelf._tally.refused == 4
 
@@ -298,12 +325,12 @@ def test_a_wrong_adapter_is_its_own_runs_affair(world: Any) -> None:
 
 def test_a_crashed_user_is_collected_and_the_last_one_ends_the_service(world: Any) -> None:
     async def story() -> None:
-        async with world(serving__sharing__lease_s=0.2) as place:
+        async with world() as place:
             a, b = await place.join("a"), await place.join("b")
             assert await place.publish(a, 1, "a")
             await place.replicas[0].shelf.open("a", a.token, 1)
-            for _ in range(8):  # b goes on, a has crashed
-                await asyncio.sleep(0.05)
+            for _ in range(2):  # b goes on, a has crashed
+                place.skipped_s += 0.7 * place.run.serving.sharing.lease_s
                 assert await place.registry.renew("b", b.token)
             await until(lambda: "a" not in place.replicas[0].shelf.policies)
             await until(lambda: not place.replicas[0].engine.newest)
@@ -321,7 +348,11 @@ def test_a_crashed_user_is_collected_and_the_last_one_ends_the_service(world: An
 
 
 def test_replicas_follow_the_number_of_policies(world: Any) -> None:
-    sharing = {"serving__num_replicas": 1, "serving__sharing__policies_per_replica": 2, "serving__sharing__max_replicas": 3}
+    sharing = {
+        "serving__num_replicas": 1,
+        "serving__sharing__policies_per_replica": 2,
+        "serving__sharing__max_replicas": 3,
+    }
 
     async def story() -> None:
         async with world(**sharing) as place:
