@@ -18,15 +18,12 @@ from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.calls import Call
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.engines.turns import Turns
+from rl_vlm.engines.turns import QUANTUM, Turns
 from rl_vlm.engines.weights import BoundedWeights, UnmergedWeights, Version, Weights
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import Quantization
 from rl_vlm.models.lora import changes_tower
 from rl_vlm.types import EncodedImage, GenerationRequest
-
-# Tokens of one turn, prompt tokens and rows of decode steps: some hundred short answers, so that a round of a small run is one turn.
-QUANTUM = 8192
 
 
 @dataclass(slots=True, eq=False)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+# Tokens of a turn in an engine: some hundred short answers, so that a round of a small run is one turn.
+QUANTUM = 8192
+
 
 class Turns:
     """Deficit round robin (Shreedhar and Varghese 1996), paid afterwards, so that costs need not be known in advance.

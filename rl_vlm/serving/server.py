@@ -278,15 +278,13 @@ def build_app(
     configuration's number."""
     from ray.serve.config import RequestRouterConfig
 
-    serving, server, settings = run.serving, VLMServer, {}
+    serving, server = run.serving, VLMServer
     if serving.shared:
         from rl_vlm.serving.shared_server import SharedVLMServer
 
-        # Of equal versions Serve changes the number of replicas only, and leaves those alone that run.
-        server, settings = SharedVLMServer, {"version": "1"}
+        server = SharedVLMServer
     deployment = serve.deployment(server).options(
         name="policy",
-        **settings,
         **_replicas(serving, replicas),
         max_ongoing_requests=1024,
         health_check_period_s=_HEALTH_CHECK_S,

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_vlm.config import RunConfig
 from rl_vlm.engines.base import BASE_MODEL
-from rl_vlm.engines.many_policies import QUANTUM
+from rl_vlm.engines.turns import QUANTUM
 from rl_vlm.serving.fair_queue import Gate, cost_of
 from rl_vlm.serving.policy_key import PolicyRefusedError
 from rl_vlm.serving.server import Follower, ReplicaUnavailableError, StaleReplicaError, VLMServer

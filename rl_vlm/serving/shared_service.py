@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from rl_vlm.config import RunConfig
 from rl_vlm.models.adapter import AdapterPayload
@@ -46,6 +46,7 @@ class SharedService:
         self.key = PolicyKey.new(policy)
         self._newest: Published | None = None
         self._registry: Any = None
+        self._ready = False
         self._stopped = threading.Event()
         self.key = replace(self.key, seat=self._join(run.serving.startup_timeout_s).seat)
         self._heart = threading.Thread(target=self._keep_lease, name="policy-lease", daemon=True)
@@ -92,7 +93,7 @@ class SharedService:
     def _try_rejoin(self) -> None:
         # Ray is being shut down, or the registry has ended for good, as it does when nobody could renew for long.
         with suppress(ServingError, UserInputError, RayError):
-            if not self._stopped.is_set():
+            if self._ready and not self._stopped.is_set():
                 self._rejoin()
 
     def _rejoin(self) -> None:
@@ -102,11 +103,19 @@ class SharedService:
             ray.get(self._registry.publish.remote(newest, self.key.token), timeout=_ATTEMPT_S)
 
     def wait_until_ready(self) -> None:
-        """Wait for the first replica. Raises ServingError with Serve's own message."""
-        status = ray.get(self._registry.status.remote(), timeout=self._serving.startup_timeout_s)
+        """Wait for the first replica. Raises ServingError with Serve's own message, or the registry's."""
+        wait_for_replicas(self.run_id, self._serving.startup_timeout_s, one=True, check=self._raise_failure)
+        self._ready = True
+
+    def _raise_failure(self) -> None:
+        try:
+            status = ray.get(self._registry.status.remote(), timeout=_ATTEMPT_S)
+        except (ActorUnavailableError, GetTimeoutError):
+            return  # it is being restarted, or busy
+        except RayActorError as error:
+            raise ServingError(f"The shared service {self.name!r} has ended while it was starting.") from error
         if status["failure"]:
             raise ServingError(status["failure"])
-        wait_for_replicas(self.run_id, self._serving.startup_timeout_s, one=True)
 
     def publish(self, payload: AdapterPayload) -> PublishReport | None:
         """Make a version of this policy known to all replicas, which load it when they are asked for it.

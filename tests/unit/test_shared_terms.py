@@ -85,7 +85,9 @@ def test_tokens_are_long_different_and_shown_nowhere() -> None:
     assert not opens(keys[0].token, keys[1].lock) and not opens("", PolicyKey("p").lock)
 
 
-@pytest.mark.parametrize("setting", [{"deterministic": True}, {"rollout__in_flight_updates": "keep", "rollout__max_policy_lag": 1}])
+@pytest.mark.parametrize(
+    "setting", [{"deterministic": True}, {"rollout__in_flight_updates": "keep", "rollout__max_policy_lag": 1}]
+)
 def test_what_shared_replicas_do_not_know_is_refused(tiny_folder: Path, setting: dict[str, Any]) -> None:
     with pytest.raises(UserInputError, match="serving.shared: replicas that several runs share"):
         config(tiny_folder, **setting)
