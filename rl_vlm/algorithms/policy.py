@@ -43,7 +43,8 @@ from rl_vlm.rollout.rollouts import make_rollouts
 from rl_vlm.rollout.runners import EnvRunners
 from rl_vlm.rollout.task_stream import TaskStream
 from rl_vlm.seeding import derive_seed
-from rl_vlm.serving.publisher import PolicyService, start_service
+from rl_vlm.serving.policy_key import OWN
+from rl_vlm.serving.publisher import Service, start_service
 from rl_vlm.types import TrajectoryGroup
 
 
@@ -52,6 +53,7 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
 
     def __init__(self, algo_class: type[Algorithm]) -> None:
         self.run_id = ""
+        self.policy_key = OWN
         self.served_model: ModelReference | None = None  # RLlib has a field `model`
         super().__init__(algo_class)
 
@@ -68,9 +70,9 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
         self.learners(learner_class=VLMLearner)
         self.training(lr=run.learner.lr)
 
-    def prepare(self, service: PolicyService) -> None:
-        """Set the served policy's run id and model, which are known once it is started."""
-        self.run_id, self.served_model = service.run_id, service.model
+    def prepare(self, service: Service) -> None:
+        """Set the served policy's run id, key and model, which are known once it is started."""
+        self.run_id, self.policy_key, self.served_model = service.run_id, service.key, service.model
         self._apply_run_config()
 
     def get_default_rl_module_spec(self) -> RLModuleSpec:
@@ -89,7 +91,7 @@ class PolicyAlgorithm(RunAlgorithm):
     def start_services(self, config: PolicyAlgorithmConfig) -> None:
         """Start the served policy."""
         load_plugins(self.run.plugins)
-        self._service: PolicyService | None = start_service(self.run, self.folder / "serving")
+        self._service: Service | None = start_service(self.run, self.folder / "serving")
         config.prepare(self._service)
 
     def stop_services(self) -> None:
@@ -100,7 +102,7 @@ class PolicyAlgorithm(RunAlgorithm):
             service.stop()
 
     @property
-    def service(self) -> PolicyService:
+    def service(self) -> Service:
         """The served policy."""
         assert self._service is not None
         return self._service

@@ -14,6 +14,7 @@ from ray.util.placement_group import get_current_placement_group
 
 from rl_vlm.imports import replaced
 from rl_vlm.rollout.base_env_runner import RunEnvRunner, RunnerConfig
+from rl_vlm.serving.policy_key import OWN
 
 # RLlib accepts them as env runners without the base class, whose import would cost each of their processes seconds.
 EnvRunner.register(RunEnvRunner)
@@ -30,6 +31,7 @@ class RunnerGroup(EnvRunnerGroup):
             model=getattr(given, "served_model", None),
             observation_space=given.observation_space,
             action_space=given.action_space,
+            policy_key=getattr(given, "policy_key", OWN),
         )
         if worker_index == 0:  # in this process
             return self.env_runner_cls(config=settings, worker_index=0)

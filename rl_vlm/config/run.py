@@ -73,6 +73,11 @@ class RunConfig(Section):
         if self.deterministic and any(reward.judge.probabilities for reward in judged):
             # Which questions share a batch depends on time, and their last bits on the batch.
             raise ValueError("deterministic: true with a judge needs env.reward.judge.probabilities: false")
+        if self.serving.shared and (self.deterministic or rollout.in_flight_updates):
+            raise ValueError(
+                "serving.shared: replicas that several runs share know neither deterministic: true nor rollout.in_flight_updates: "
+                "leave these out, or give the run its own replicas"
+            )
         if uses_vllm and self.model.lora.target_modules == "vision":
             raise ValueError(
                 "model.lora.target_modules vision needs serving.engine transformers, because vLLM would ignore the adapted "

@@ -41,12 +41,48 @@ class AutoscalingSection(Section):
         return self
 
 
+class SharingSection(Section):
+    """Replicas that several runs share (`serving.shared`). Those of the run that starts the service count."""
+
+    policies_per_replica: int | None = Field(
+        None,
+        ge=1,
+        description="One more replica for each so many runs, from num_replicas up to max_replicas. Null: always num_replicas.",
+    )
+    max_replicas: int = Field(8, ge=1)
+    max_lora_rank: int | None = Field(
+        None,
+        ge=1,
+        description="The highest model.lora.rank of a run that joins (engine vllm). Null: that of the first.",
+    )
+    lora_slots: int = Field(8, ge=1, description="Adapters that sample at the same time (engine vllm).")
+    merged_gib: float = Field(
+        4.0,
+        ge=0,
+        description="Memory of a replica for weights with adapters added (engine transformers); beyond it adapters are computed "
+        "beside the weights.",
+    )
+    queue_tokens: int = Field(
+        262_144, ge=1, description="Prompt and new tokens of the samples that a replica works on at once, of all runs."
+    )
+    lease_s: float = Field(
+        60.0, gt=0, description="A run that has not been heard of for this long has crashed: its policy is dropped."
+    )
+
+
 class ServingSection(Section):
     """The Serve deployment of the policy."""
 
     engine: Literal["auto", "transformers", "vllm"] = Field(
         "auto", description="auto: vllm on a GPU, else transformers."
     )
+    shared: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$",
+        description="A name: all runs on the cluster that give it share one set of replicas, each with a policy of its own. "
+        "Null: the run has its own replicas.",
+    )
+    sharing: SharingSection = SharingSection()
     num_replicas: int = Field(2, ge=1, description="With autoscaling: how many there are at the start.")
     autoscaling: AutoscalingSection | None = Field(None, description="Null: the number of replicas is fixed.")
     cpus_per_replica: float = Field(0.5, ge=0)

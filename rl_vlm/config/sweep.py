@@ -76,6 +76,11 @@ class SweepConfig(Section):
     mode: Literal["max", "min"] = Field("max", description="Whether more of it is better.")
     num_samples: int = Field(1, ge=1, description="Trials, or with grids the trials of each point of the grid.")
     max_concurrent: int | None = Field(None, ge=1, description="Trials at the same time; as many as fit by default.")
+    shared: bool | str = Field(
+        False,
+        description="True, or a name: all trials share one set of replicas of the base model (serving.shared) instead of starting "
+        "their own.",
+    )
     search: Literal["random", "optuna"] = Field(
         "random", description="How settings are chosen; optuna needs that package, and no grids."
     )
@@ -99,6 +104,18 @@ class SweepConfig(Section):
     def sign(self) -> float:
         """Times the metric: the least is the best."""
         return -1.0 if self.mode == "max" else 1.0
+
+    def prepared(self, run: RunConfig) -> RunConfig:
+        """The run that the trials are made of: with `serving.shared`, and room for the largest adapter of the space."""
+        settings: dict[str, Any] = {}
+        if self.shared:
+            settings["serving.shared"] = self.shared if isinstance(self.shared, str) else f"{run.name[:72]}-sweep"
+        ranks = self.space.get("model.lora.rank")
+        if (self.shared or run.serving.shared) and ranks is not None and run.serving.sharing.max_lora_rank is None:
+            settings["serving.sharing.max_lora_rank"] = max(
+                run.model.lora.rank, *(int(rank) for rank in ranks.examples)
+            )
+        return changed(run, settings) if settings else run
 
     def check_space(self, run: RunConfig) -> None:
         """Raise UserInputError when a value of the space does not fit the configuration.

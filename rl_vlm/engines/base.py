@@ -40,7 +40,7 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """The newest adapter version that is loaded; 0 is the model as it came."""
+        """The newest adapter version that is loaded, of any policy; 0 is the model as it came."""
         ...
 
     @property
@@ -64,8 +64,12 @@ class Engine(Protocol):
         ...
 
     async def load_adapter(self, payload: AdapterPayload) -> None:
-        """Make a version available. Samples that are running finish with the version that they started with or, in an engine with
+        """Make a version of its policy available. Samples that are running finish with the version that they started with or, in an engine with
         in-flight updates, go on with this one."""
+        ...
+
+    async def drop_policy(self, policy: str) -> None:
+        """Forget a policy that nobody will ask for again, and free its memory once its running samples are finished."""
         ...
 
     def stats(self) -> EngineStats:

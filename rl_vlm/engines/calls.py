@@ -29,6 +29,10 @@ class Call:
     stream: TokenStream | None = None  # set by `stream`, which does not use the future
 
     @property
+    def policy(self) -> str:
+        return self.requests[0].policy
+
+    @property
     def base_model(self) -> bool:
         return self.requests[0].min_version == BASE_MODEL
 

@@ -5,6 +5,7 @@ No threads and no asyncio here: `transformers_engine.py` drives it. New prompts 
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,12 @@ class Decoder:
         """Drop all rows, including those that a failed step left incomplete."""
         self._cache = RowCache()
         self._rows = RowTable()
+
+    def sibling(self) -> Decoder:
+        """A decoder of the same model with rows of its own, whose work counts with this one's."""
+        other = copy.copy(self)
+        other.clear()
+        return other
 
     @property
     def num_rows(self) -> int:
@@ -324,6 +331,7 @@ class Decoder:
             policy_version=job.version,
             queue_s=job.started - job.submitted,
             generate_s=now - job.started,
+            policy=job.request.policy,
         )
 
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats
 from rl_vlm.engines.calls import Call, end_call, resolve
@@ -74,7 +75,7 @@ class TransformersEngine:
         loaded = load_model(model, dtype, device, quantization)
         self.backbone = Backbone(loaded, text.images, text.codec.suppressed_token_ids(text.vocab_size))
         self._decoder = Decoder(self.backbone, text.codec, max_context=max_context)
-        self._weights: Weights = MergedWeights(loaded) if quantization == "none" else UnmergedWeights(loaded)
+        self._weights = self._weights_of(loaded, quantization)
         self._max_rows = max_rows
         self._lockstep = lockstep
         self._in_flight = in_flight
@@ -93,6 +94,9 @@ class TransformersEngine:
         self._thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
         self._thread.start()
 
+    def _weights_of(self, model: nn.Module, quantization: Quantization) -> Weights:
+        return MergedWeights(model) if quantization == "none" else UnmergedWeights(model)
+
     @property
     def version(self) -> int:
         """The newest adapter version that is loaded."""
@@ -107,8 +111,10 @@ class TransformersEngine:
         """Answer all requests, in order. Cancelling the call frees its rows at the next step."""
         if not requests:
             return []
-        if len({request.min_version == BASE_MODEL for request in requests}) > 1:
-            raise EngineError("Requests for the base model and for the policy cannot share a call: send two calls.")
+        if len({(request.policy, request.min_version == BASE_MODEL) for request in requests}) > 1:
+            raise EngineError(
+                "Requests for the base model and for the policy, or for two policies, cannot share a call: send two calls."
+            )
         call = self._enqueue(requests)
         try:
             return await call.future
@@ -152,6 +158,11 @@ class TransformersEngine:
             self._wake.notify()
         return call
 
+    @property
+    def _num_rows(self) -> int:
+        """Samples that are running."""
+        return self._decoder.num_rows
+
     def stats(self) -> EngineStats:
         """Counts for metrics."""
         with self._wake:
@@ -159,7 +170,7 @@ class TransformersEngine:
         counts, backbone = self._decoder.counts, self.backbone
         return EngineStats(
             requests=self._requests,
-            running=self._decoder.num_rows,
+            running=self._num_rows,
             waiting=waiting,
             prompt_tokens=counts.prompt_tokens,
             generated_tokens=counts.generated_tokens,
@@ -194,6 +205,9 @@ class TransformersEngine:
             self._last_swap_s = time.monotonic() - started
             self._wake.notify()
 
+    async def drop_policy(self, policy: str) -> None:
+        """Does nothing: this engine serves one policy (`ManyPoliciesEngine` serves several)."""
+
     async def close(self) -> None:
         """Stop the thread; calls that wait get an EngineError."""
         with self._wake:
@@ -218,11 +232,11 @@ class TransformersEngine:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._closed or self._waiting or self._decoder.num_rows or self._upcoming):
+                while not (self._closed or self._waiting or self._num_rows or self._upcoming):
                     self._wake.wait()
                 if self._closed:
                     break
-                idle = not (self._waiting or self._decoder.num_rows)
+                idle = not (self._waiting or self._num_rows)
                 images = (
                     [self._upcoming.popleft() for _ in range(min(_IDLE_BATCH, len(self._upcoming)))] if idle else []
                 )
@@ -230,11 +244,7 @@ class TransformersEngine:
                 if images:
                     self._encode_ahead(images)
                     continue
-                if self._in_flight:
-                    self._update_running()
-                self._admit()
-                if self._decoder.num_rows:
-                    self._finish(self._decoder.step())
+                self._advance()
                 if self._streams:
                     with self._wake:
                         readers = [stream for stream in self._streams if stream.has_tokens]
@@ -242,6 +252,14 @@ class TransformersEngine:
             except Exception as error:
                 self._fail(error)
         self._fail(EngineError("The engine is closed."))
+
+    def _advance(self) -> None:
+        """Start what may start, and sample one token of everything that runs."""
+        if self._in_flight:
+            self._update_running()
+        self._admit()
+        if self._decoder.num_rows:
+            self._finish(self._decoder.step())
 
     def _encode_ahead(self, images: Sequence[EncodedImage]) -> None:
         try:
@@ -295,14 +313,16 @@ class TransformersEngine:
                 if call.admitted < len(call.requests):
                     break
                 self._waiting.popleft()
-        if not batch:
-            return
-        prepared = self._decoder.prepare([request for _, _, request in batch])
+        if batch:
+            self._start(batch, self._decoder, self._active.number)
+
+    def _start(self, batch: Sequence[tuple[Call, int, GenerationRequest]], decoder: Decoder, version: int) -> None:
+        """Prefill requests, with their calls and places in these, whose `version` is in place."""
+        prepared = decoder.prepare([request for _, _, request in batch])
         for (call, _, _), job in zip(batch, prepared, strict=True):
             if isinstance(job, EngineError):
                 self._refuse(call, job)
         live: list[Job] = []
-        version = self._active.number
         with self._wake:  # a call may be cancelled while its images are encoded
             for (call, place, _), job in zip(batch, prepared, strict=True):
                 if isinstance(job, Job) and not call.over:
@@ -315,7 +335,7 @@ class TransformersEngine:
                     self._owners[id(job)] = (call, place)
                     live.append(job)
         if live:
-            self._finish(self._decoder.admit(live))
+            self._finish(decoder.admit(live))
 
     def _finish(self, jobs: Sequence[Job]) -> None:
         for job in jobs:

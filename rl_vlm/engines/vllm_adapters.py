@@ -15,19 +15,21 @@ from typing import Any
 
 from rl_vlm.engines.base import EngineError
 from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.types import POLICY
 
 _PREFIX = "rl-vlm-adapters-"
-_KEPT = 2  # the newest folders stay although no request uses them
+_KEPT = 2  # the newest folders of a policy stay although no request uses them
 
 
 @dataclass(slots=True)
 class Adapter:
-    """One loaded version; `request` is vLLM's LoRARequest, `users` the requests that are running with it."""
+    """One loaded version of a policy; `request` is vLLM's LoRARequest, `users` the requests that are running with it."""
 
     version: int
     folder: Path
     request: Any
     users: int = 0
+    policy: str = POLICY
 
 
 class AdapterFolders:
@@ -45,21 +47,27 @@ class AdapterFolders:
         self._one_slot = one_slot
         self._root, lock = _claim_root()
         self._release = weakref.finalize(self, _release_root, self._root, lock)  # also run when Python exits
-        self._adapters: list[Adapter] = []  # oldest first
-        self._hashes: dict[int, str] = {}  # of every version that was added
+        self._adapters: dict[str, list[Adapter]] = {}  # by policy, oldest first
+        self._dropped: list[Adapter] = []  # of dropped policies, still in use
+        self._hashes: dict[tuple[str, int], str] = {}  # of every version that was added
         self._next_id = 1
 
+    def newest(self, policy: str = POLICY) -> Adapter | None:
+        """The version of a policy that was added last."""
+        found = self._adapters.get(policy)
+        return found[-1] if found else None
+
     @property
-    def newest(self) -> Adapter | None:
-        """The version that was added last."""
-        return self._adapters[-1] if self._adapters else None
+    def newest_version(self) -> int:
+        """The highest version of any policy."""
+        return max((found[-1].version for found in list(self._adapters.values())), default=0)
 
     def write(self, payload: AdapterPayload) -> Adapter:
         """Write a version's folder; the version is not in use before `add`. Raises EngineError for one that vLLM cannot serve."""
         from vllm.lora.request import LoRARequest
 
         payload.verify()
-        if self._hashes.get(payload.version, payload.sha256) != payload.sha256:
+        if self._hashes.get((payload.policy, payload.version), payload.sha256) != payload.sha256:
             raise EngineError(
                 f"Adapter version {payload.version} was loaded with other weights: publish these under a new version."
             )
@@ -71,8 +79,11 @@ class AdapterFolders:
             )
         number, self._next_id = self._next_id, self._next_id + 1
         folder = payload.write(self._root / f"v{payload.version}-{number}")
-        name, slot = ("policy", 1) if self._one_slot else (f"policy-v{payload.version}", number)
-        return Adapter(payload.version, folder, LoRARequest(name, slot, str(folder)))
+        # The number too: a policy may be dropped, and its name and versions come again with other weights.
+        several = f"{payload.policy}-v{payload.version}-{number}"
+        named = several if payload.policy != POLICY else f"{POLICY}-v{payload.version}"
+        name, slot = (POLICY, 1) if self._one_slot else (named, number)
+        return Adapter(payload.version, folder, LoRARequest(name, slot, str(folder)), policy=payload.policy)
 
     @staticmethod
     def replacing(adapter: Adapter) -> Any:
@@ -84,20 +95,35 @@ class AdapterFolders:
 
     def add(self, adapter: Adapter, sha256: str) -> None:
         """Make a written version the newest, and delete the folders of old versions that no request uses."""
-        self._hashes[adapter.version] = sha256
-        self._adapters.append(adapter)
-        for old in [one for one in self._adapters[:-_KEPT] if not one.users]:
-            self._adapters.remove(old)
+        self._hashes[adapter.policy, adapter.version] = sha256
+        of_policy = self._adapters.setdefault(adapter.policy, [])
+        of_policy.append(adapter)
+        for old in [one for one in of_policy[:-_KEPT] if not one.users]:
+            of_policy.remove(old)
             self.discard(old)
+        self._discard_dropped()
+
+    def drop(self, policy: str) -> list[Adapter]:
+        """Forget a policy; its folders go once no request uses them. Returns its adapters that none uses."""
+        self._hashes = {key: sha256 for key, sha256 in self._hashes.items() if key[0] != policy}
+        gone = self._adapters.pop(policy, [])
+        self._dropped += gone
+        self._discard_dropped()
+        return [one for one in gone if not one.users]
+
+    def _discard_dropped(self) -> None:
+        for one in [one for one in self._dropped if not one.users]:
+            self._dropped.remove(one)
+            self.discard(one)
 
     def discard(self, adapter: Adapter) -> None:
         """Delete a version's folder."""
         shutil.rmtree(adapter.folder, ignore_errors=True)
 
     @contextlib.contextmanager
-    def lease(self) -> Iterator[Adapter | None]:
-        """The newest version, for the whole of one request."""
-        adapter = self.newest
+    def lease(self, policy: str = POLICY) -> Iterator[Adapter | None]:
+        """The newest version of a policy, for the whole of one request."""
+        adapter = self.newest(policy)
         if adapter is None:
             yield None
             return

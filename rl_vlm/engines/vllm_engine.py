@@ -85,8 +85,7 @@ class VLLMEngine:
     @property
     def version(self) -> int:
         """The newest adapter version that is loaded."""
-        newest = self._folders.newest
-        return newest.version if newest else 0
+        return self._folders.newest_version
 
     @property
     def dead(self) -> bool:
@@ -229,6 +228,15 @@ class VLLMEngine:
                 raise EngineError(reason) from error
             self._folders.add(adapter, payload.sha256)
 
+    async def drop_policy(self, policy: str) -> None:
+        """Forget a policy; its running requests finish."""
+        await self._call(self._drop_policy(policy))
+
+    async def _drop_policy(self, policy: str) -> None:
+        async with self._loading:
+            for adapter in self._folders.drop(policy):
+                await self._llm.remove_lora(adapter.request.lora_int_id)
+
     async def _add(self, adapter: Adapter) -> None:
         await self._llm.add_lora(adapter.request)
 
@@ -260,6 +268,7 @@ class VLLMEngine:
             samples=tuple(samples),
             policy_version=min(first for sample in samples for _, first in sample.pieces or ((0, version),)),
             generate_s=time.monotonic() - started,
+            policy=request.policy,
         )
 
     async def _feed(self, request: GenerationRequest, stream: TokenStream) -> None:
@@ -282,7 +291,7 @@ class VLLMEngine:
         if request.min_version == BASE_MODEL:
             yield None, BASE_MODEL
             return
-        with self._folders.lease() as adapter:
+        with self._folders.lease(request.policy) as adapter:
             yield (adapter.request, adapter.version) if adapter else (None, 0)
 
 

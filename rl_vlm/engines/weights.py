@@ -5,15 +5,19 @@ Both ways change nothing but linear layers, and switch between base and adapter 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.adapter import PREFIX, AdapterPayload
 from rl_vlm.models.lora import LoraFactors, adaptable_linears, linear_weights, lora_factors, merged_weights
+
+_DOWN = ".lora_A.weight"  # at the end of a tensor's name
 
 Formed = Mapping[str, Any]  # a prepared adapter: merged weights or LoRA factors by module name
 
@@ -82,9 +86,7 @@ class UnmergedWeights:
         self._linears = adaptable_linears(model)
         self._shapes = {name: (linear.out_features, linear.in_features) for name, linear in self._linears.items()}
         self._device = next(model.parameters()).device
-        self._in_place: Formed = {}
-        for name, linear in self._linears.items():
-            linear.register_forward_hook(self._hook(name))
+        self._hooks: list[RemovableHandle] = []
 
     def form(self, payload: AdapterPayload) -> Formed:
         """Its factors on the device."""
@@ -95,19 +97,70 @@ class UnmergedWeights:
         }
 
     def use(self, formed: Formed | None) -> None:
-        """Switch the hooks on or off."""
-        self._in_place = formed or {}
+        """Hook the adapted layers, and no others: a hook costs time even where it adds nothing."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
+            self._linears[name].register_forward_hook(self._hook(factors)) for name, factors in (formed or {}).items()
+        ]
 
     def release(self, formed: Formed) -> None:
         """Does nothing: factors are too small to reuse their memory."""
 
-    def _hook(self, name: str) -> Any:
-        def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-            factors = self._in_place.get(name)
-            if factors is None:
-                return None
-            down, up, scale = factors
+    @staticmethod
+    def _hook(factors: LoraFactors) -> Any:
+        down, up, scale = factors
+
+        def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
             # In float32, as the learner's LoRA layers compute.
             return output + (inputs[0].float() @ down.T @ up.T * scale).to(output.dtype)
 
         return add
+
+
+class BoundedWeights:
+    """Adapters of many policies: merged while their sums fit into `max_bytes`, computed beside the weights beyond.
+
+    A policy that found no room is merged again with its next version, once there is some. Thread-safe where `Weights` must be:
+    one thread forms while another uses and releases.
+    """
+
+    def __init__(self, model: nn.Module, max_bytes: int) -> None:
+        self._merged, self._unmerged = MergedWeights(model), UnmergedWeights(model)
+        self._sizes = {name: weight.nbytes for name, weight in linear_weights(model).items()}
+        self._left = max_bytes
+        self._lock = threading.Lock()
+
+    def form(self, payload: AdapterPayload) -> Formed:
+        """Merged weights, or a `Factors`."""
+        names = [name.removeprefix(PREFIX).removesuffix(_DOWN) for name in payload.views() if name.endswith(_DOWN)]
+        needed = sum(self._sizes.get(name, 0) for name in names)
+        with self._lock:
+            fits = needed <= self._left
+            if fits:
+                self._left -= needed
+        if not fits:
+            return Factors(self._unmerged.form(payload))
+        try:
+            return self._merged.form(payload)
+        except BaseException:
+            with self._lock:
+                self._left += needed
+            raise
+
+    def use(self, formed: Formed | None) -> None:
+        """Put merged weights in place, or hook the layers."""
+        beside = isinstance(formed, Factors)
+        self._merged.use(None if beside else formed)
+        self._unmerged.use(formed if beside else None)
+
+    def release(self, formed: Formed) -> None:
+        """Give its room to the next version of any policy."""
+        if not isinstance(formed, Factors):
+            with self._lock:
+                self._left += sum(self._sizes[name] for name in formed)
+            self._merged.release(formed)
+
+
+class Factors(dict[str, Any]):
+    """A prepared adapter that is not merged: LoRA factors by module name."""

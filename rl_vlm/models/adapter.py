@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.types import UserInputError
+from rl_vlm.types import POLICY, UserInputError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -29,17 +29,18 @@ PREFIX = "base_model.model."  # peft's, before the module names in adapter files
 
 @dataclass(frozen=True, slots=True)
 class AdapterPayload:
-    """One immutable adapter version: safetensors bytes in peft's naming, peft's config, and the SHA-256 of the bytes."""
+    """One immutable adapter version of a policy: safetensors bytes in peft's naming, peft's config, and the SHA-256 of the bytes."""
 
     version: int
     tensors: bytes | memoryview
     config_json: str
     sha256: str
+    policy: str = POLICY
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Out of band from pickle protocol 5 on: Ray then lets all processes of a node read the same bytes in place."""
         tensors = pickle.PickleBuffer(self.tensors) if int(protocol) >= 5 else bytes(self.tensors)
-        return _unpickled, (self.version, tensors, self.config_json, self.sha256)
+        return _unpickled, (self.version, tensors, self.config_json, self.sha256, self.policy)
 
     @classmethod
     def build(cls, version: int, state: Mapping[str, Tensor], config: LoraConfig) -> AdapterPayload:
@@ -112,18 +113,19 @@ class AdapterPayload:
         return folder
 
     @classmethod
-    def read(cls, folder: Path, version: int) -> AdapterPayload:
+    def read(cls, folder: Path, version: int, policy: str = POLICY) -> AdapterPayload:
         """Read a peft adapter folder."""
         try:
             tensors = (folder / "adapter_model.safetensors").read_bytes()
             config_json = (folder / "adapter_config.json").read_text()
         except OSError as error:
             raise UserInputError(f"{folder} is not a peft adapter folder ({error}).") from error
-        return cls(version, tensors, config_json, hashlib.sha256(tensors).hexdigest())
+        return cls(version, tensors, config_json, hashlib.sha256(tensors).hexdigest(), policy)
 
 
-def _unpickled(version: int, tensors: Any, config_json: str, sha256: str) -> AdapterPayload:
-    return AdapterPayload(version, tensors if isinstance(tensors, bytes) else memoryview(tensors), config_json, sha256)
+def _unpickled(version: int, tensors: Any, config_json: str, sha256: str, policy: str) -> AdapterPayload:
+    held = tensors if isinstance(tensors, bytes) else memoryview(tensors)
+    return AdapterPayload(version, held, config_json, sha256, policy)
 
 
 def config_to_json(config: LoraConfig) -> str:

@@ -14,7 +14,7 @@ from rl_vlm.preference.feedback import Feedback
 from rl_vlm.seeding import derive_seed
 
 if TYPE_CHECKING:
-    from rl_vlm.serving.publisher import PolicyService
+    from rl_vlm.serving.publisher import Service
 
 
 class LabellingSide:
@@ -22,7 +22,7 @@ class LabellingSide:
 
     def __init__(self, run: RunConfig, folder: Path) -> None:
         self._run = run
-        self._service: PolicyService | None = None
+        self._service: Service | None = None
         if run.preference.asks_served_model:
             from rl_vlm.serving.publisher import start_service
 
@@ -34,12 +34,15 @@ class LabellingSide:
             return None, None
         from rl_vlm.models.loading import load_text_side
         from rl_vlm.serving.client import PolicyClient
-        from rl_vlm.serving.router import homes, most_replicas
+        from rl_vlm.serving.router import homes_of
 
         self._service.wait_until_ready()
         serving = self._run.serving
         client = PolicyClient(
-            self._service.run_id, deadline_s=serving.request_timeout_s, homes=homes(0, 1, most_replicas(serving))
+            self._service.run_id,
+            deadline_s=serving.request_timeout_s,
+            homes=homes_of(self._service.key, 0, 1, serving),
+            key=self._service.key,
         )
         return client, load_text_side(self._service.model.folder, self._run.model.pixels)
 

@@ -18,6 +18,7 @@ import numpy as np
 from rl_vlm.config import RunConfig
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.plugins import load_plugins
+from rl_vlm.serving.policy_key import OWN, PolicyKey
 
 Spaces = tuple[gymnasium.Space[Any], gymnasium.Space[Any]]
 
@@ -29,13 +30,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """What an env runner is made from: the run, the served policy's id and model, if there is one, the environment's spaces."""
+    """What an env runner is made from: the run, the served policy's id, key and model (if there is one), the environment's spaces."""
 
     run_config: RunConfig
     run_id: str
     model: ModelReference | None
     observation_space: gymnasium.Space[Any]
     action_space: gymnasium.Space[Any]
+    policy_key: PolicyKey = OWN
 
 
 class RunEnvRunner:

@@ -35,7 +35,7 @@ class VLMEnvRunner(RunEnvRunner):
         run_id, model = self.config.run_id, self.config.model
         assert model is not None  # `GRPOConfig.prepare` has set it
         folder = model.on_this_node(partial(fetch_model_files, run_id), weights=False)
-        self._worker = RolloutWorker(run, run_id, folder, self.place, num_workers)
+        self._worker = RolloutWorker(run, run_id, folder, self.place, num_workers, self.config.policy_key)
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
         if self.concurrent_calls(run) > 1:

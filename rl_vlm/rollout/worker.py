@@ -20,7 +20,8 @@ from rl_vlm.rollout.failures import GroupFailedError
 from rl_vlm.rollout.scoring import score_group
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.serving.client import PolicyClient
-from rl_vlm.serving.router import homes, most_replicas
+from rl_vlm.serving.policy_key import OWN, PolicyKey
+from rl_vlm.serving.router import homes_of
 from rl_vlm.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -32,13 +33,21 @@ _COALESCE_UP_TO_TOKENS = 128
 class RolloutWorker:
     """Samples groups of one run: keeps environments, the chat codec and the client between calls.
 
-    `place` numbers the `num_workers` workers that share the replicas.
+    `place` numbers the `num_workers` workers of the run. `key` opens the run's policy in the application of `run_id`.
     """
 
-    def __init__(self, run: RunConfig, run_id: str, model: Path, place: int = 0, num_workers: int = 1) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        run_id: str,
+        model: Path,
+        place: int = 0,
+        num_workers: int = 1,
+        key: PolicyKey = OWN,
+    ) -> None:
         self._run = run
         self._place, self._num_workers = place, num_workers
-        self._run_id = run_id
+        self._run_id, self._key = run_id, key
         self._text = load_text_side(model, run.model.pixels)
         self._client: PolicyClient | None = None
         self.pools = EnvPools(run)
@@ -89,12 +98,13 @@ class RolloutWorker:
     def _connect(self) -> PolicyClient:
         if self._client is None:
             serving = self._run.serving
-            places = homes(self._place, self._num_workers, most_replicas(serving))
+            places = homes_of(self._key, self._place, self._num_workers, serving)
             self._client = PolicyClient(
                 self._run_id,
                 deadline_s=serving.request_timeout_s,
                 # Lock-step: one call at a time holds all episodes, so that batches repeat exactly.
                 homes=places[:1] if self._run.deterministic else places,
+                key=self._key,
                 coalesce=self._run.deterministic or self._run.rollout.max_new_tokens_per_turn <= _COALESCE_UP_TO_TOKENS,
             )
         return self._client

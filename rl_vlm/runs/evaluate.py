@@ -139,6 +139,8 @@ def _play_missing(
     log: OutcomeLog,
 ) -> _Session:
     """Ask what the items file does not hold, one side after the other, and measure the throughput."""
+    if options.benchmark_runs and run.serving.shared:
+        raise UserInputError("A throughput is that of replicas of one's own: set serving.shared=null, or measure none.")
     session = _Session()
     missing = {side: log.missing(tasks, side) for side in adapters}
     if not any(missing.values()) and not options.benchmark_runs:

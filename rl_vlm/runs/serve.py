@@ -111,7 +111,7 @@ def _for_serving(run: RunConfig) -> RunConfig:
     return run.model_copy(
         update={
             "deterministic": False,
-            "serving": run.serving.model_copy(update={"engine": engine}),
+            "serving": run.serving.model_copy(update={"engine": engine, "shared": None}),
             "rollout": run.rollout.model_copy(update={"cpus_per_env_runner": 0.0}),
             "learner": LearnerSection(),
         }

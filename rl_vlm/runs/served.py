@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,11 +12,10 @@ from typing import TYPE_CHECKING
 from rl_vlm.config import RunConfig
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.initial_adapter import initial_adapter_folder
-from rl_vlm.models.reference import ModelReference
 
 if TYPE_CHECKING:
     from rl_vlm.rollout.worker import RolloutWorker
-    from rl_vlm.serving.publisher import PolicyService
+    from rl_vlm.serving.publisher import Service
 
 
 def starting_adapter(run: RunConfig) -> Path | None:
@@ -31,7 +29,7 @@ class Served:
 
     run_id: str
     worker: RolloutWorker
-    service: PolicyService
+    service: Service
 
     def publish(self, adapter: Path | None, version: int) -> None:
         """Serve an adapter folder as this version; None changes nothing."""
@@ -44,16 +42,14 @@ def served_worker(run: RunConfig) -> Iterator[Served]:
     """Start Ray, the replicas and a worker; all end with the context."""
     from rl_vlm.rollout.worker import RolloutWorker
     from rl_vlm.runs.cluster import ray_cluster
-    from rl_vlm.serving.publisher import PolicyService
+    from rl_vlm.serving.publisher import start_service
 
-    model = ModelReference.of(run.model.path)
-    run_id = f"{run.name}-{uuid.uuid4().hex[:8]}"
     with tempfile.TemporaryDirectory(prefix="rl-vlm-") as scratch, ray_cluster(run):
-        service = PolicyService(run, run_id, model, Path(scratch))
-        worker = RolloutWorker(run, run_id, model.folder)
+        service = start_service(run, Path(scratch))
+        worker = RolloutWorker(run, service.run_id, service.model.folder, key=service.key)
         try:
             service.wait_until_ready()
-            yield Served(run_id, worker, service)
+            yield Served(service.run_id, worker, service)
         finally:
             worker.close_envs()
             service.stop()

@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ray import serve
@@ -14,6 +15,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError,
 from ray.serve.exceptions import BackPressureError, RayServeException
 
 from rl_vlm.engines.base import BASE_MODEL
+from rl_vlm.serving.policy_key import OWN, PolicyKey
 from rl_vlm.serving.router import home_session
 from rl_vlm.serving.server import ReplicaUnavailableError, app_name
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError
@@ -32,13 +34,14 @@ class PolicyClient:
     """Sends generation requests to a run's Serve application, from inside an event loop.
 
     Args:
-        run_id: the run.
+        run_id: of the run's application, or of the one that it shares.
         deadline_s: how long one request may take, retries included.
         homes: places (in the order of ids) of the replicas for new work: requests of one moment are spread over them, one call
             each. With one home of its own, an env runner's requests form one batch on one replica.
         coalesce: send requests of the same moment in common calls. A call ends when its slowest request does, so this
             pays when answers are short (a Serve call costs milliseconds) and hurts when they are long.
         handle: the deployment handle; looked up when None.
+        key: the policy that is asked, and its token where the replicas are shared.
     """
 
     def __init__(
@@ -49,19 +52,23 @@ class PolicyClient:
         homes: Sequence[int],
         coalesce: bool = True,
         handle: Any = None,
+        key: PolicyKey = OWN,
         sleep: Callable[[float], Any] = asyncio.sleep,
     ) -> None:
         self._handle = handle if handle is not None else serve.get_deployment_handle("policy", app_name(run_id))
         self._deadline_s = deadline_s
         self._homes = tuple(homes)
         self._coalesce = coalesce
+        self._key = key
         self._sleep = sleep
         self._queue: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.retries = 0  # calls that were sent again
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Answer one request. Raises GenerationFailedError."""
+        """Answer one request, whatever policy it names, as the client's own. Raises GenerationFailedError."""
+        if request.policy != self._key.policy:
+            request = replace(request, policy=self._key.policy)
         if not self._coalesce:
             return (await self.call([request], request.preferred_replica))[0]
         loop = asyncio.get_running_loop()
@@ -85,9 +92,14 @@ class PolicyClient:
             shown = [image for entry in images[part :: len(targets)] for image in entry]
             try:
                 async with asyncio.timeout(_ENCODE_TIMEOUT_S):
-                    await self._handle.options(session_id=target).encode_images.remote(shown)
+                    await self._handle.options(session_id=target).encode_images.remote(shown, *self._proof)
             except (*_RETRYABLE, RayTaskError, TaskCancelledError, RLVLMError, TimeoutError) as error:
                 logger.debug("images were not encoded ahead: %s", error)
+
+    @property
+    def _proof(self) -> tuple[str, ...]:
+        """What a call carries beside its requests: policy and token, where the replicas are shared."""
+        return (self._key.policy, self._key.token) if self._key.token else ()
 
     def _flush(self) -> None:
         queue, self._queue = self._queue, []
@@ -139,7 +151,7 @@ class PolicyClient:
             left = self._deadline_s - (time.monotonic() - started)
             try:
                 target = session_id if attempt == 0 else ""
-                response = self._handle.options(session_id=target).generate.remote(requests)
+                response = self._handle.options(session_id=target).generate.remote(requests, *self._proof)
                 async with asyncio.timeout(max(left, 0.001)):
                     completions: list[Completion] = await response
                 return completions

@@ -11,7 +11,8 @@ from typing import Any
 from rl_vlm.engines.base import Engine
 from rl_vlm.serving.lifecycle import Lifecycle
 from rl_vlm.serving.metrics import ReplicaTally
-from rl_vlm.serving.registry import POLL_S, Published
+from rl_vlm.serving.registry import POLL_S
+from rl_vlm.serving.version_line import Published
 from rl_vlm.types import UserInputError
 
 logger = logging.getLogger("ray.serve")

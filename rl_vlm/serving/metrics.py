@@ -37,8 +37,23 @@ _COUNTERS = {
     "generated_tokens_total": "Sampled tokens",
     "adapter_swaps_total": "Adapter versions loaded",
 }
+_POLICY_COUNTERS = {
+    "policy_requests_total": "Requests answered, by policy",
+    "policy_prompt_tokens_total": "Prompt tokens, by policy",
+    "policy_generated_tokens_total": "Sampled tokens, by policy",
+}
 # The histograms leave out observations beyond this number between two reports; the counters hold all.
 _MAX_OBSERVATIONS = 10_000
+
+
+@dataclass(slots=True)
+class PolicyTally:
+    """Counts of one policy on one replica."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    version: int = 0  # the newest that has answered
 
 
 @dataclass(slots=True)
@@ -46,6 +61,8 @@ class ReplicaTally:
     """Counts of one replica since it started."""
 
     requests: int = 0
+    refused: int = 0  # calls whose token did not open their policy
+    by_policy: dict[str, PolicyTally] = field(default_factory=dict)
     errors: Counter[str] = field(default_factory=Counter)  # by kind: the error's class
     publish_s: float = 0.0
     observations: dict[str, deque[float]] = field(
@@ -57,6 +74,11 @@ class ReplicaTally:
         self.requests += 1
         self.observations["queue_seconds"].append(completion.queue_s)
         self.observations["request_seconds"].append(seconds)
+        own = self.by_policy.setdefault(completion.policy, PolicyTally())
+        own.requests += 1
+        own.prompt_tokens += len(completion.prompt_ids)
+        own.generated_tokens += sum(len(sample.token_ids) for sample in completion.samples)
+        own.version = max(own.version, completion.policy_version)
 
     def streamed(self, first_token_s: float | None, seconds: float) -> None:
         """One stream has ended well."""
@@ -75,6 +97,8 @@ class ReplicaTally:
             "state": state,
             "version": version,
             "requests": self.requests,
+            "refused": self.refused,
+            "policies": {name: asdict(tally) for name, tally in self.by_policy.items()},
             "errors": dict(self.errors),
             "publish_s": self.publish_s,
             "engine": asdict(stats),
@@ -96,6 +120,13 @@ class RayMetrics:
         self._counters = {name: make(metrics.Counter, name, text) for name, text in _COUNTERS.items()}
         self._histograms = {name: make(metrics.Histogram, name, text, _SECONDS) for name, text in _HISTOGRAMS.items()}
         self._errors = make(metrics.Counter, "errors_total", "Requests that failed, by kind", keys=("replica", "kind"))
+        of_policy = ("replica", "policy")
+        self._of_policy = {
+            name: make(metrics.Counter, name, text, keys=of_policy) for name, text in _POLICY_COUNTERS.items()
+        }
+        self._policy_version = make(metrics.Gauge, "policy_version", "Newest version that answered", keys=of_policy)
+        self._refused = make(metrics.Counter, "refused_total", "Calls whose token did not open their policy")
+        self._sent_of_policy: Counter[tuple[str, str]] = Counter()
         self._sent: Counter[str] = Counter()
         self._sent_errors: Counter[str] = Counter()
 
@@ -115,11 +146,27 @@ class RayMetrics:
             if total > self._sent_errors[kind]:
                 self._errors.inc(total - self._sent_errors[kind], tags={"kind": kind})
                 self._sent_errors[kind] = total
+        if tally.refused > self._sent["refused"]:
+            self._refused.inc(tally.refused - self._sent["refused"])
+            self._sent["refused"] = tally.refused
+        self._send_policies(tally)
         for name, values in tally.observations.items():
             while values:
                 self._histograms[name].observe(values.popleft())
         for name, value in gauges(tally, stats, version).items():
             self._gauges[name].set(value)
+
+    def _send_policies(self, tally: ReplicaTally) -> None:
+        for gone in {policy for policy, _ in self._sent_of_policy} - tally.by_policy.keys():
+            for name in _POLICY_COUNTERS:
+                self._sent_of_policy.pop((gone, name), None)
+        for policy, own in list(tally.by_policy.items()):
+            totals = (own.requests, own.prompt_tokens, own.generated_tokens)
+            for name, total in zip(_POLICY_COUNTERS, totals, strict=True):
+                if total > self._sent_of_policy[policy, name]:
+                    self._of_policy[name].inc(total - self._sent_of_policy[policy, name], tags={"policy": policy})
+                    self._sent_of_policy[policy, name] = total
+            self._policy_version.set(own.version, tags={"policy": policy})
 
 
 def gauges(tally: ReplicaTally, stats: EngineStats, version: int) -> dict[str, float]:

@@ -8,57 +8,60 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 import ray
 from ray import serve
-from ray.exceptions import (
-    ActorAlreadyExistsError,
-    ActorDiedError,
-    ActorUnavailableError,
-    GetTimeoutError,
-    RayActorError,
-    RayError,
-)
-from ray.serve.schema import ApplicationStatus
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import get_current_placement_group
 
 from rl_vlm.config import RunConfig
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.serving.registry import Published, PublishReport, start_registry
+from rl_vlm.serving.deploying import ServingError, start_serve, wait_for_replicas
+from rl_vlm.serving.policy_key import OWN, PolicyKey
+from rl_vlm.serving.registry import start_registry
 from rl_vlm.serving.server import app_name, build_app
-from rl_vlm.types import RLVLMError
+from rl_vlm.serving.shared_service import SharedService
+from rl_vlm.serving.version_line import Published, PublishReport
 
 # A call that a dying registry does not answer is repeated after this long; repeated calls change nothing.
 _ATTEMPT_S = 15.0
 _OFFER_EVERY_S = 5.0
 
 
-class ServingError(RLVLMError):
-    """The served policy could not be started, or a version could not be published."""
+class Service(Protocol):
+    """A served policy, as the run that trains or asks it sees it. `key` opens it in the application of `run_id`."""
 
+    run_id: str
+    model: ModelReference
+    key: PolicyKey
 
-def start_serve(timeout_s: float) -> None:
-    """Start the cluster's one Serve, or find the one that is there. Raises ServingError when another's does not come up.
+    def wait_until_ready(self) -> None:
+        """Wait until it answers. Raises ServingError."""
+        ...
 
-    A training run opens no HTTP port of its own.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            serve.start(proxy_location="Disabled")
-            return
-        except ActorAlreadyExistsError as error:
-            # Another run starts it at the same time: the next attempt finds its controller.
-            if time.monotonic() > deadline:
-                raise ServingError(
-                    f"Serve is being started elsewhere and did not come up in {timeout_s:g} s."
-                ) from error
-            time.sleep(0.1)
+    def publish(self, payload: AdapterPayload) -> PublishReport | None:
+        """Hand a version to the replicas; the report is that of an earlier one. Raises ServingError."""
+        ...
+
+    def offer_again(self) -> None:
+        """Make sure that the registry has the newest version; quick, and called often."""
+        ...
+
+    def newest_version(self) -> int:
+        """The version that the registry holds; 0 before the first publication."""
+        ...
+
+    def stop(self) -> None:
+        """End it, or the run's part in it."""
+        ...
 
 
 class PolicyService:
     """One run's served policy. The registry belongs to the process that makes this object and ends with it."""
+
+    key = OWN
 
     def __init__(self, run: RunConfig, run_id: str, model: ModelReference, folder: Path) -> None:
         self.run_id, self.model = run_id, model
@@ -84,19 +87,7 @@ class PolicyService:
 
     def wait_until_ready(self) -> None:
         """Wait for all replicas. Raises ServingError with Serve's own message."""
-        deadline = time.monotonic() + self._serving.startup_timeout_s
-        while True:
-            application = serve.status().applications.get(app_name(self.run_id))
-            status = application.status if application else None
-            if status == ApplicationStatus.RUNNING:
-                return
-            failed = status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
-            if failed or time.monotonic() > deadline:
-                messages = [d.message for d in application.deployments.values()] if application else []
-                detail = " ".join(message.strip().splitlines()[-1] for message in messages if message.strip())
-                why = "failed" if failed else f"were not ready within {self._serving.startup_timeout_s:g} s"
-                raise ServingError(f"The policy's replicas {why}. {detail}".strip())
-            time.sleep(0.1)
+        wait_for_replicas(self.run_id, self._serving.startup_timeout_s)
 
     def publish(self, payload: AdapterPayload) -> PublishReport | None:
         """Hand a version to all replicas. A dying registry is waited for; raises ServingError when it does not come back.
@@ -142,7 +133,7 @@ class PolicyService:
         ray.kill(self._registry, no_restart=True)
 
 
-_started_early: dict[Path, PolicyService] = {}
+_started_early: dict[Path, Service] = {}
 
 
 @contextmanager
@@ -160,11 +151,11 @@ def serving_ahead(run: RunConfig, folder: Path) -> Iterator[None]:
             left.stop()
 
 
-def start_service(run: RunConfig, folder: Path) -> PolicyService:
+def start_service(run: RunConfig, folder: Path) -> Service:
     """The served policy of a run, which may have been started ahead; `folder` is the registry's."""
     return _started_early.pop(folder, None) or _new_service(run, folder)
 
 
-def _new_service(run: RunConfig, folder: Path) -> PolicyService:
-    run_id = f"{run.name}-{uuid.uuid4().hex[:8]}"
-    return PolicyService(run, run_id, ModelReference.of(run.model.path), folder)
+def _new_service(run: RunConfig, folder: Path) -> Service:
+    model, run_id = ModelReference.of(run.model.path), f"{run.name}-{uuid.uuid4().hex[:8]}"
+    return SharedService(run, run_id, model) if run.serving.shared else PolicyService(run, run_id, model, folder)

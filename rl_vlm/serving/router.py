@@ -9,6 +9,7 @@ from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve._private.request_router.request_router import FIFOMixin, RequestRouter
 
 from rl_vlm.config import ServingSection
+from rl_vlm.serving.policy_key import PolicyKey
 
 # No replica id begins with this: ids are letters and digits.
 _HOME = "#"
@@ -31,6 +32,14 @@ def homes(caller: int, num_callers: int, num_replicas: int) -> range:
     first (`AffinityRouter`), and a replica that is added gets its part of the requests at once.
     """
     return range(caller % num_replicas, num_replicas, num_callers)
+
+
+def homes_of(key: PolicyKey, caller: int, num_callers: int, serving: ServingSection) -> range:
+    """The home replicas of one of a run's callers. On shared replicas each has one, and seats spread policies over them: a policy
+    that is asked for in few places is loaded in few places."""
+    if not serving.shared:
+        return homes(caller, num_callers, most_replicas(serving))
+    return range(key.seat + caller, key.seat + caller + 1)
 
 
 class AffinityRouter(FIFOMixin, RequestRouter):

@@ -7,11 +7,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray import serve
@@ -57,26 +57,46 @@ def build_engine(model: Path, run: RunConfig) -> Engine:
             model,
             dtype=run.model.dtype,
             serving=serving,
-            max_lora_rank=run.model.lora.rank,
-            # Samples of older versions may still run when a new one comes, unless they take it.
-            max_loras=1 if in_flight else run.rollout.max_policy_lag + 2,
+            max_lora_rank=(serving.sharing.max_lora_rank or run.model.lora.rank)
+            if serving.shared
+            else run.model.lora.rank,
+            max_loras=_lora_slots(run),
             pixels=run.model.pixels,
             in_flight=in_flight,
         )
+    settings: dict[str, Any] = {
+        "dtype": run.model.dtype,
+        "device": "cuda" if on_gpu else "cpu",
+        "max_context": serving.max_context,
+        "max_rows": serving.max_rows,
+        "lockstep": run.deterministic,
+        "num_threads": None if on_gpu else serving.num_threads,
+        "quantization": "nf4" if serving.quantization == "nf4" else "none",
+        "pixels": run.model.pixels,
+        "in_flight": in_flight,
+    }
+    if serving.shared:
+        from rl_vlm.engines.many_policies import ManyPoliciesEngine
+
+        return ManyPoliciesEngine(model, merged_bytes=int(serving.sharing.merged_gib * 2**30), **settings)
     from rl_vlm.engines.transformers_engine import TransformersEngine
 
-    return TransformersEngine(
-        model,
-        dtype=run.model.dtype,
-        device="cuda" if on_gpu else "cpu",
-        max_context=serving.max_context,
-        max_rows=serving.max_rows,
-        lockstep=run.deterministic,
-        num_threads=None if on_gpu else serving.num_threads,
-        quantization="nf4" if serving.quantization == "nf4" else "none",
-        pixels=run.model.pixels,
-        in_flight=in_flight,
-    )
+    return TransformersEngine(model, **settings)
+
+
+def _lora_slots(run: RunConfig) -> int:
+    if run.serving.shared:
+        return run.serving.sharing.lora_slots
+    # Samples of older versions may still run when a new one comes, unless they take it.
+    return 1 if run.rollout.in_flight_updates else run.rollout.max_policy_lag + 2
+
+
+class Follower(Protocol):
+    """Keeps a replica's engine at what the registry publishes."""
+
+    async def run(self) -> None:
+        """Follow until cancelled. No failure ends it."""
+        ...
 
 
 class VLMServer:
@@ -89,7 +109,7 @@ class VLMServer:
     def __init__(self, model: ModelReference, run: RunConfig, run_id: str, namespace: str) -> None:
         folder = model.on_this_node(lambda: fetch_model_files(run_id, namespace))
         self._engine = build_engine(folder, run)
-        self._serving = run.serving
+        self._serving, self._run_id = run.serving, run_id
         self.replica_id: str = serve.get_replica_context().replica_id.unique_id
         self._life = Lifecycle(run.serving.probe_after_s, load_patience_s=run.serving.publish_timeout_s)
         self._tally = ReplicaTally()
@@ -98,14 +118,17 @@ class VLMServer:
         self._probe_ids = codec.encode_prompt([Message.of("user", "1")]).token_ids
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
-        self._follower = AdapterFollower(
+        self._follower = self._make_follower(lambda: ray.get_actor(registry_name(run_id), namespace=namespace))
+
+    def _make_follower(self, find_registry: Callable[[], Any]) -> Follower:
+        return AdapterFollower(
             self.replica_id,
             self._engine,
             self._life,
             self._tally,
-            find_registry=lambda: ray.get_actor(registry_name(run_id), namespace=namespace),
-            abandoned=lambda: self._end_application(run_id),
-            load_timeout_s=run.serving.publish_timeout_s,
+            find_registry=find_registry,
+            abandoned=self._end_application,
+            load_timeout_s=self._serving.publish_timeout_s,
             notify=self._notify,
         )
 
@@ -119,11 +142,11 @@ class VLMServer:
         async with self._changed:
             self._changed.notify_all()
 
-    def _end_application(self, run_id: str) -> None:
+    def _end_application(self) -> None:
         """Delete the application of a run that was killed: its replicas would hold their GPUs for ever."""
-        logger.error("replica %s: the registry of run %s is gone; its application ends", self.replica_id, run_id)
+        logger.error("replica %s: the registry of run %s is gone; its application ends", self.replica_id, self._run_id)
         # Asking Serve's controller blocks.
-        threading.Thread(target=lambda: serve.delete(app_name(run_id), _blocking=False), daemon=True).start()
+        threading.Thread(target=lambda: serve.delete(app_name(self._run_id), _blocking=False), daemon=True).start()
 
     async def _report(self) -> None:
         while True:
@@ -251,22 +274,29 @@ def app_name(run_id: str) -> str:
     return f"rl-vlm-{run_id}"
 
 
-def _replicas(serving: ServingSection) -> dict[str, Any]:
+def _replicas(serving: ServingSection, wanted: int | None) -> dict[str, Any]:
     autoscaling = serving.autoscaling
     if autoscaling is None:
-        return {"num_replicas": serving.num_replicas}
+        return {"num_replicas": wanted or serving.num_replicas}
     initial = min(max(serving.num_replicas, autoscaling.min_replicas), autoscaling.max_replicas)
     return {"autoscaling_config": {**autoscaling.model_dump(), "initial_replicas": initial}}
 
 
-def build_app(model: ModelReference, run: RunConfig, run_id: str, namespace: str) -> serve.Application:
-    """The application of a run: one deployment, no HTTP route."""
+def build_app(
+    model: ModelReference, run: RunConfig, run_id: str, namespace: str, replicas: int | None = None
+) -> serve.Application:
+    """The application of a run, or of runs that share it: one deployment, no HTTP route. `replicas` in place of the
+    configuration's number."""
     from ray.serve.config import RequestRouterConfig
 
-    serving = run.serving
-    deployment = serve.deployment(VLMServer).options(
+    serving, server = run.serving, VLMServer
+    if serving.shared:
+        from rl_vlm.serving.shared_server import SharedVLMServer
+
+        server = SharedVLMServer
+    deployment = serve.deployment(server).options(
         name="policy",
-        **_replicas(serving),
+        **_replicas(serving, replicas),
         max_ongoing_requests=1024,
         health_check_period_s=_HEALTH_CHECK_S,
         health_check_timeout_s=serving.probe_timeout_s + 10.0,

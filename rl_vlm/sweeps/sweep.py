@@ -14,6 +14,7 @@ from rl_vlm.config.sweep import SweepConfig, Values
 from rl_vlm.files import write_atomic
 from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.runs.preflight import inspect_run
+from rl_vlm.serving.shared_service import kept_up
 from rl_vlm.sweeps.results import TrialResult, read_results, write_results
 from rl_vlm.types import RLVLMError, UserInputError
 
@@ -32,10 +33,11 @@ def run_sweep(run: RunConfig, sweep: SweepConfig, folder: Path, *, resume: bool 
     `resume` goes on with a sweep that was interrupted: what is done is not repeated. Raises UserInputError before anything
     is touched, and SweepError when every trial failed.
     """
+    run = sweep.prepared(run)
     inspect_run(run)
     sweep.check_space(run)
     prepare_folder(run, sweep, folder, resume)
-    with ray_cluster(run):
+    with ray_cluster(run), kept_up(run):
         _tune(run, sweep, folder, resume)
     trials = read_results(folder, sweep)
     write_results(folder, trials, run, sweep)
@@ -109,8 +111,14 @@ def _fitting(run: RunConfig) -> int:
     import ray
 
     have = ray.cluster_resources()
-    shares = [have.get("CPU", 0.0) / run.needed_cpus if run.needed_cpus else math.inf]
-    shares += [have.get("GPU", 0.0) / run.needed_gpus if run.needed_gpus else math.inf]
+    shares = []
+    for kind, needed in (("CPU", run.needed_cpus), ("GPU", run.needed_gpus)):
+        free = have.get(kind, 0.0)
+        if run.serving.shared:  # all trials together have one set of replicas
+            serving = run.serving
+            each = serving.cpus_per_replica if kind == "CPU" else serving.gpus_per_replica
+            free, needed = free - serving.num_replicas * each, needed - serving.num_replicas * each
+        shares.append(free / needed if needed > 0 else math.inf)
     return max(int(min(*shares, 64)), 1)
 
 

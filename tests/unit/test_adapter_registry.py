@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.serving import registry as module
-from rl_vlm.serving.registry import AdapterRegistry, Published, PublishReport
+from rl_vlm.serving import version_line as module
+from rl_vlm.serving.registry import AdapterRegistry
+from rl_vlm.serving.version_line import Published, PublishReport
 
 
 async def publish(registry: AdapterRegistry, version: int) -> None:

@@ -21,7 +21,8 @@ from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.serving.follower import AdapterFollower
 from rl_vlm.serving.lifecycle import Lifecycle, ReplicaState
 from rl_vlm.serving.metrics import ReplicaTally
-from rl_vlm.serving.registry import AdapterRegistry, Published
+from rl_vlm.serving.registry import AdapterRegistry
+from rl_vlm.serving.version_line import Published
 from rl_vlm.types import UserInputError
 
 

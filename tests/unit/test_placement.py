@@ -9,6 +9,7 @@ import pytest
 
 from rl_vlm.algorithms.grpo import GRPOConfig
 from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.models.reference import ModelReference
 from rl_vlm.runs import cluster
 from rl_vlm.serving.server import build_app
 from rl_vlm.types import UserInputError
@@ -21,7 +22,7 @@ def run(**placement: str) -> RunConfig:
 
 
 def replica_options(config: RunConfig) -> dict[str, Any]:
-    app = build_app(Path("model"), config, "run", "namespace")
+    app = build_app(ModelReference("tiny", Path("model"), "digest"), config, "run", "namespace")
     return app._bound_deployment.ray_actor_options  # type: ignore[no-any-return]
 
 

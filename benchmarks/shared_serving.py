@@ -1,0 +1,180 @@
+"""Trials of a sweep that share one set of replicas (`serving.shared`) beside trials that start their own: memory, time, learning.
+
+    python benchmarks/shared_serving.py [--quick] [--trials 2 4 8] [--iterations 20] [--out FILE]
+
+Both sides are `rl-vlm sweep` of the quickstart with the tiny model, seeds 0, 1, ... as the trials, all at the same time, in a process of its own.
+Seconds are those of the command, from its start to its end, so they hold the starting of Ray, replicas and trials. Memory is the highest
+sum of the processes' proportional set sizes (PSS: pages that several processes share count once), sampled twice a second; `serving` is that of
+replicas and registries alone. Accuracy is that of the held-out split after the last iteration, the mean of the trials.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import yaml
+from report import Report
+
+ROOT = Path(__file__).resolve().parents[1]
+KINDS = {
+    "ServeReplica": "serving",
+    "Registry": "serving",
+    "RunnerGroup": "runners",
+    "EnvRunner": "runners",
+    "GRPO": "trials",
+}
+GIB = 2**30
+
+
+@dataclass
+class Memory:
+    """The peak over time of the memory of a process and its children, bytes by kind of process."""
+
+    process: psutil.Process
+    peak: Counter[str] = field(default_factory=Counter)
+    highest: int = 0
+    processes: int = 0
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def watch(self) -> None:
+        """Sample until `end`."""
+        while not self._ended.wait(0.5):
+            now: Counter[str] = Counter()
+            count = 0
+            for child in [self.process, *_children(self.process)]:
+                try:
+                    now[_kind(child)] += child.memory_full_info().pss
+                    count += 1
+                except psutil.Error:  # it has ended meanwhile
+                    continue
+            if sum(now.values()) > self.highest:
+                self.highest, self.peak, self.processes = sum(now.values()), now, count
+
+    def end(self) -> None:
+        """Stop sampling."""
+        self._ended.set()
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def _kind(process: psutil.Process) -> str:
+    name = " ".join(process.cmdline())[:200]
+    return next((kind for part, kind in KINDS.items() if name.startswith("ray::") and part in name), "others")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one sweep took and reached."""
+
+    seconds: float
+    memory: int
+    serving: int
+    processes: int
+    before: list[float]
+    last: list[float]
+    failed: int
+
+
+def run_sweep(trials: int, iterations: int, folder: Path, shared: bool, replicas: int) -> Outcome:
+    """One sweep in a process of its own. Raises CalledProcessError with its output where it cannot start."""
+    space = folder / "space.yaml"
+    space.write_text(
+        yaml.safe_dump({"space": {"seed": {"grid": list(range(trials))}}, "max_concurrent": trials, "shared": shared})
+    )
+    command = [
+        sys.executable, "-m", "rl_vlm.cli", "sweep", str(ROOT / "configs/quickstart.yaml"), f"algorithm.iterations={iterations}",
+        f"serving.num_replicas={replicas}", "rollout.num_env_runners=1", f"evaluation.every={iterations}",
+        "evaluation.num_items=128", "resources.num_cpus=64", "--space", str(space), "--run-dir", str(folder / "sweep"),
+    ]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_JOB_ID")}
+    started = time.monotonic()
+    with (folder / "output.txt").open("w+") as output:
+        with subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as process:
+            memory = Memory(psutil.Process(process.pid))
+            watcher = threading.Thread(target=memory.watch)
+            watcher.start()
+            try:
+                code = process.wait(timeout=3600)
+            finally:
+                memory.end()
+                watcher.join()
+                process.kill()
+        seconds = time.monotonic() - started
+        results = folder / "sweep/results.csv"
+        if code not in (0, 1) or not results.is_file():
+            output.seek(0)
+            raise SystemExit(f"The sweep ended with {code}: {output.read()[-3000:]}")
+    with results.open() as file:
+        rows = list(csv.DictReader(file))
+    failed = sum(row["finished"] != "True" for row in rows)
+    before, last = ([float(row[key]) for row in rows if row["finished"] == "True"] for key in ("before", "last"))
+    return Outcome(seconds, memory.highest, memory.peak["serving"], memory.processes, before, last, failed)
+
+
+def measure(trials: list[int], iterations: int, rounds: int, replicas: int) -> Report:
+    """Run everything and return the report."""
+    report = Report("Trials that share replicas, and trials with their own")
+    for count in trials:
+        found: dict[str, list[Outcome]] = {"own": [], "shared": []}
+        for number in range(rounds):
+            sides = ["own", "shared"] if number % 2 == 0 else ["shared", "own"]
+            for side in sides:
+                with tempfile.TemporaryDirectory(prefix="rl-vlm-bench-") as folder:
+                    outcome = run_sweep(count, iterations, Path(folder), side == "shared", replicas)
+                print(f"{count} trials, {side}: {json.dumps(outcome.__dict__)}", flush=True)
+                found[side].append(outcome)
+        for side, outcomes in found.items():
+            extra = {
+                "processes": max(o.processes for o in outcomes),
+                "failed": sum(o.failed for o in outcomes),
+                "accuracy": round(statistics.fmean(x for o in outcomes for x in o.last or [float("nan")]), 3),
+                "accuracy_before": round(statistics.fmean(x for o in outcomes for x in o.before or [float("nan")]), 3),
+            }
+            report.add(f"{count} trials, {side}, wall", [o.seconds for o in outcomes], **extra)
+            report.add(f"{count} trials, {side}, memory", [o.memory / GIB for o in outcomes], "GiB")
+            report.add(f"{count} trials, {side}, serving's memory", [o.serving / GIB for o in outcomes], "GiB")
+        own, shared = found["own"], found["shared"]
+        for name, attribute in (("wall", "seconds"), ("memory", "memory"), ("serving's memory", "serving")):
+            peer, ours = (statistics.median(getattr(o, attribute) for o in side) for side in (own, shared))
+            report.ratios[f"own / shared at {count} trials, {name}"] = peer / ours
+    report.notes.append(
+        f"{iterations} iterations per trial, {replicas} replicas per run or for all, one env runner per run."
+    )
+    return report
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two trials of two iterations")
+    parser.add_argument("--trials", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.trials, arguments.iterations, arguments.rounds = [2], 2, 1
+    measure(arguments.trials, arguments.iterations, arguments.rounds, arguments.replicas).finish(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Who may enter the engine next, where several policies share it. Work in the engine is bounded, and turns are fair."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from rl_vlm.engines.turns import Turns
+from rl_vlm.types import GenerationRequest
+
+T = TypeVar("T")
+
+_IMAGE_PIXELS = 1024  # per token, of Qwen's processors
+
+
+def cost_of(request: GenerationRequest) -> int:
+    """Tokens that a request may keep in memory: its prompt, and all new ones of its samples."""
+    images = sum(image.width * image.height for image in request.images) // _IMAGE_PIXELS
+    return len(request.prompt_ids) + images + request.sampling.n * request.sampling.max_new_tokens
+
+
+@dataclass(slots=True)
+class _Account:
+    """Of one policy: what waits, with its cost, and the cost of what it has inside."""
+
+    waiting: deque[tuple[int, Any]]
+    inside: int = 0
+
+
+class FairQueue(Generic[T]):
+    """Items of policies, by deficit round robin over their costs (`Turns`). No clock, no threads, no event loop.
+
+    At most `capacity` is inside at a time, and half of it of one policy, so that another one always finds room soon; an item that
+    costs more enters when its policy (and, if need be, everybody) has nothing else inside.
+    """
+
+    def __init__(self, capacity: int, quantum: int) -> None:
+        self._capacity, self._share = capacity, max(capacity // 2, 1)
+        self._turns = Turns(quantum)
+        self._accounts: dict[str, _Account] = {}
+        self.inside = 0
+
+    def push(self, policy: str, cost: int, item: T) -> None:
+        """Queue an item."""
+        self._accounts.setdefault(policy, _Account(deque())).waiting.append((cost, item))
+
+    def pop(self) -> T | None:
+        """The item that enters now; None while there is no room, or nobody waits."""
+        ready = [
+            policy
+            for policy, account in self._accounts.items()
+            if account.waiting and (not account.inside or account.inside + account.waiting[0][0] <= self._share)
+        ]
+        policy = self._turns.next(ready)
+        if policy is None:
+            return None
+        account = self._accounts[policy]
+        cost, item = account.waiting[0]
+        if self.inside and self.inside + cost > self._capacity:
+            return None  # the others wait with it: an item that is passed by for smaller ones might wait for ever
+        account.waiting.popleft()
+        account.inside += cost
+        self.inside += cost
+        self._turns.charge(policy, cost)
+        return item  # type: ignore[no-any-return]
+
+    def leave(self, policy: str, cost: int) -> None:
+        """An item has left the engine."""
+        self._accounts[policy].inside -= cost
+        self.inside -= cost
+        self._tidy(policy)
+
+    def remove(self, policy: str, cost: int, item: T) -> bool:
+        """Take back an item that has not entered; False if it has."""
+        account = self._accounts.get(policy)
+        if account is None or (cost, item) not in account.waiting:
+            return False
+        account.waiting.remove((cost, item))
+        self._tidy(policy)
+        return True
+
+    def _tidy(self, policy: str) -> None:
+        account = self._accounts[policy]
+        if not account.waiting and not account.inside:
+            del self._accounts[policy]
+
+    def forget(self, policy: str) -> None:
+        """A policy is gone: nothing is owed any more."""
+        self._turns.forget(policy)
+
+    def waiting(self) -> dict[str, int]:
+        """Items that wait, by policy."""
+        return {policy: len(account.waiting) for policy, account in self._accounts.items()}
+
+
+class Gate:
+    """A `FairQueue` for coroutines."""
+
+    def __init__(self, capacity: int, quantum: int) -> None:
+        self.queue: FairQueue[asyncio.Future[None]] = FairQueue(capacity, quantum)
+
+    @contextlib.asynccontextmanager
+    async def entered(self, policy: str, cost: int) -> AsyncIterator[None]:
+        """Inside this context the work of `cost` may be in the engine."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.queue.push(policy, cost, turn)
+        self._let_in()
+        try:
+            await turn
+            yield
+        finally:
+            if not self.queue.remove(policy, cost, turn):
+                self.queue.leave(policy, cost)
+            self._let_in()
+
+    def _let_in(self) -> None:
+        while (turn := self.queue.pop()) is not None:
+            if not turn.done():
+                turn.set_result(None)
