@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -100,6 +102,20 @@ def _init_with_retry(**settings: Any) -> None:
 
 
 @contextmanager
+def _keeping_our_signal_handler() -> Iterator[None]:
+    """Restore our handler of SIGTERM: `ray.init` installs one that exits at once, before a checkpoint is saved.
+
+    Where we have none, Ray's stays: it ends the private cluster's processes.
+    """
+    ours = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(ours) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, ours)
+
+
+@contextmanager
 def ray_cluster(run: RunConfig) -> Iterator[None]:
     """Connect to Ray for the length of a run.
 
@@ -116,7 +132,8 @@ def ray_cluster(run: RunConfig) -> Iterator[None]:
     for name in ("ray.serve", "ray.rllib", "ray.tune", "ray.train"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if joins_cluster():
-        ray.init(address="auto", **common)
+        with _keeping_our_signal_handler():
+            ray.init(address="auto", **common)
         limits = ray.cluster_resources()
         # Only a fixed cluster can be too small: an autoscaling one may still grow.
         if not os.environ.get("RL_VLM_AUTOSCALING"):
@@ -124,14 +141,15 @@ def ray_cluster(run: RunConfig) -> Iterator[None]:
             _check_placement(run, limits)
     else:
         check_resources(run)
-        _init_with_retry(
-            address="local",
-            num_cpus=run.resources.num_cpus or max(available_cpus(), 1),
-            include_dashboard=run.resources.dashboard,
-            object_store_memory=run.resources.object_store_mib << 20,
-            resources=dict.fromkeys(run.resources.node_kinds, 1.0),  # this machine is every kind of node
-            **common,
-        )
+        with _keeping_our_signal_handler():
+            _init_with_retry(
+                address="local",
+                num_cpus=run.resources.num_cpus or max(available_cpus(), 1),
+                include_dashboard=run.resources.dashboard,
+                object_store_memory=run.resources.object_store_mib << 20,
+                resources=dict.fromkeys(run.resources.node_kinds, 1.0),  # this machine is every kind of node
+                **common,
+            )
     try:
         yield
     finally:
