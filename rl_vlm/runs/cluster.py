@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import signal
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -109,7 +111,8 @@ def _join(run: RunConfig, given: Collection[str], common: Mapping[str, Any]) -> 
     # A job's own runtime environment may name some of them, and Ray refuses to have two values.
     variables = {name: value for name, value in _WORKER_ENVIRONMENT.items() if name not in given}
     try:
-        ray.init(address="auto", runtime_env={"env_vars": variables}, **common)
+        with _keeping_our_signal_handler():
+            ray.init(address="auto", runtime_env={"env_vars": variables}, **common)
     except (ConnectionError, RuntimeError, ValueError) as error:
         address = os.environ.get("RAY_ADDRESS", "auto")
         raise ClusterError(
@@ -139,6 +142,20 @@ def _is_loopback(address: str) -> bool:
 
 
 @contextmanager
+def _keeping_our_signal_handler() -> Iterator[None]:
+    """Restore our handler of SIGTERM: `ray.init` installs one that exits at once, before a checkpoint is saved.
+
+    Where we have none, Ray's stays: it ends the private cluster's processes.
+    """
+    ours = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(ours) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, ours)
+
+
+@contextmanager
 def ray_cluster(run: RunConfig) -> Iterator[None]:
     """Connect to Ray for the length of a run.
 
@@ -159,14 +176,15 @@ def ray_cluster(run: RunConfig) -> Iterator[None]:
         _join(run, given, common)
     else:
         check_resources(run)
-        _init_with_retry(
-            address="local",
-            num_cpus=run.resources.num_cpus or max(available_cpus(), 1),
-            include_dashboard=run.resources.dashboard,
-            object_store_memory=run.resources.object_store_mib << 20,
-            resources=dict.fromkeys(run.resources.node_kinds, 1.0),  # this machine is every kind of node
-            **common,
-        )
+        with _keeping_our_signal_handler():
+            _init_with_retry(
+                address="local",
+                num_cpus=run.resources.num_cpus or max(available_cpus(), 1),
+                include_dashboard=run.resources.dashboard,
+                object_store_memory=run.resources.object_store_mib << 20,
+                resources=dict.fromkeys(run.resources.node_kinds, 1.0),  # this machine is every kind of node
+                **common,
+            )
     try:
         yield
     finally:

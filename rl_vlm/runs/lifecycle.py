@@ -34,7 +34,6 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: int | None = None
         self.starting = True
-        self._handler: Callable[[int, FrameType | None], None] | None = None
 
     def __bool__(self) -> bool:
         return self.signal is not None
@@ -50,19 +49,11 @@ class StopRequest:
             announce("Stopping: saving a checkpoint first. Once more to stop at once.")
 
         previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        self._handler = handle
         try:
             yield
         finally:
-            self._handler = None
             for number, handler in previous.items():
                 signal.signal(number, handler)
-
-    def install_again(self) -> None:
-        """Take the signals back: a process that joins a Ray cluster gets Ray's own handler, which ends it at SIGTERM."""
-        if self._handler is not None:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self._handler)
 
 
 class BaseRun(ABC):
@@ -130,7 +121,6 @@ class BaseRun(ABC):
     def _started(self) -> None:
         """Everything has started: from here on a signal ends the run with a checkpoint."""
         self.startup_seconds = time.monotonic() - self.started
-        self.stop.install_again()
         self.stop.starting = False
 
     @contextmanager
@@ -175,8 +165,7 @@ class RunLifecycle(BaseRun):
         replicas = f", {self.run.serving.num_replicas} replicas" if serves else ""
         self.display.message(f"Starting Ray{replicas} and the learner for {self.run.env.title} ...")
         with ray_cluster(self.run), serving_ahead(self.run, self.folder / "serving") if serves else nullcontext():
-            self.stop.install_again()
-            config = self.run.spec.load("config").from_run_config(self.run, self.folder)
+                config = self.run.spec.load("config").from_run_config(self.run, self.folder)
             with self._algorithm(config):
                 self._train()
 

@@ -80,7 +80,8 @@ class LocalCloud:
         self.environment = environment(
             RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_FAKE_CLUSTER="1", RL_VLM_AUTOSCALING="1",
             AUTOSCALER_UPDATE_INTERVAL_S="1", RAY_JOB_STOP_WAIT_TIME_S=str(VALUES.grace_s), RAY_enable_autoscaler_v2="0",
-            RAY_USAGE_STATS_ENABLED="0", PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            RAY_USAGE_STATS_ENABLED="0", RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="0",
+            PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         )  # fmt: skip
         start = [
             "start", "--head", "--block", "--num-cpus=0", "--num-gpus=0", "--node-ip-address=127.0.0.1", f"--port={port}",
@@ -155,18 +156,18 @@ def test_a_job_gets_its_machines_is_stopped_resumed_and_leaves_none(cloud: Local
     run_dir = tmp_path / "run"
     progress = run_dir / "progress.csv"
     refused = cloud.ray("job", "list", RAY_AUTH_TOKEN="0" * 64)
-    assert refused.returncode != 0 and "401" in refused.stdout + refused.stderr + str(refused)
+    assert refused.returncode != 0 and "AuthenticationError" in refused.stderr
     assert cloud.workers() == {}
     cloud.submit("first", run_dir)
     until(lambda: progress.is_file() and len(progress.read_text().splitlines()) >= 3, "iterations", 420, cloud.log)
     # One machine of each type holds what the run placed there.
     assert cloud.workers() == dict.fromkeys(TYPES, 1)
     assert cloud.ray("job", "stop", "first").returncode == 0
-    assert "STOPPED" in cloud.status("first")
+    assert "was stopped" in cloud.status("first")
     (saved,) = (run_dir / "checkpoints").glob("iteration-*")
     iterations = int(saved.name.removeprefix("iteration-")) + 2
     cloud.submit("second", run_dir, f"algorithm.iterations={iterations}")
-    until(lambda: "SUCCEEDED" in cloud.status("second"), "the end of the run", 300, cloud.log)
+    until(lambda: "succeeded" in cloud.status("second"), "the end of the run", 300, cloud.log)
     result = json.loads((run_dir / "result.json").read_text())
     assert (result["status"], result["iterations"]) == ("done", iterations)
     until(lambda: cloud.workers() == {}, "a cluster without workers", 180, cloud.log)

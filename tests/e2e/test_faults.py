@@ -58,12 +58,13 @@ def test_kills_of_every_kind_of_actor_cost_no_accuracy(tmp_path: Path) -> None:
     assert run.result()["accuracy_after"] >= 0.90
 
 
-def test_ctrl_c_saves_a_checkpoint_and_resume_finishes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.acceptance)])
+def test_a_signal_saves_a_checkpoint_and_resume_finishes(number: signal.Signals, tmp_path: Path) -> None:
     arguments = ("algorithm.iterations=24", "evaluation.num_items=64")
     with TrainingProcess(tmp_path / "run", *arguments) as run:
         run.wait_for_iteration(7)
-        run.process.send_signal(signal.SIGINT)
-        assert run.wait(timeout=120) == 130, run.output()[-3000:]
+        run.process.send_signal(number)
+        assert run.wait(timeout=120) == 128 + number, run.output()[-3000:]
         assert run.survivors() == []
     interrupted = run.result()
     assert interrupted["status"] == "interrupted"

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+from collections.abc import Iterator
+
 import pytest
 from preference_loop import run_config
 
 from rl_vlm.config import parse_config
+from rl_vlm.runs import cluster
 from rl_vlm.runs.cluster import check_resources
 from rl_vlm.types import UserInputError
 
@@ -31,3 +36,38 @@ def test_a_grpo_run_is_told_about_replicas_env_runners_and_learners() -> None:
     run = parse_config({"rollout": {"num_env_runners": 8, "cpus_per_env_runner": 1.0}, "resources": {"num_cpus": 4}})
     with pytest.raises(UserInputError, match=r"9 logical CPUs \(2 replicas × 0.5, 8 env runners × 1\)"):
         check_resources(run)
+
+
+@pytest.fixture
+def ray_that_takes_sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`ray.init` without a cluster, which like Ray's own installs a handler that exits at once."""
+
+    def init(**_: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(cluster.ray, "init", init)
+    for name, answer in {"is_initialized": False, "shutdown": None, "cluster_resources": {"CPU": 64.0}}.items():
+        monkeypatch.setattr(cluster.ray, name, lambda answer=answer: answer)
+    for name in ("RAY_ADDRESS", "RAY_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:6379"])
+def test_a_run_keeps_its_handler_of_sigterm(
+    address: str, ray_that_takes_sigterm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    caught = []
+    signal.signal(signal.SIGTERM, lambda number, _: caught.append(number))
+    with cluster.ray_cluster(run_config()):
+        signal.raise_signal(signal.SIGTERM)
+    assert caught == [signal.SIGTERM]
+
+
+def test_a_command_without_one_gets_rays(ray_that_takes_sigterm: None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with cluster.ray_cluster(run_config()), pytest.raises(SystemExit):
+        signal.raise_signal(signal.SIGTERM)
