@@ -69,11 +69,12 @@ class SharedRegistry:
         name: str,
         run: RunConfig,
         model: str,
+        terms: Terms,
         folder: str,
         make_line: Callable[[Path, str], VersionLine] = VersionLine,
     ) -> None:
         self._name, self._run, self._model = name, run, Path(model)
-        self._terms = Terms.of(run, self._model)
+        self._terms = terms
         self._folder = Path(folder)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         now = time.monotonic()
@@ -101,12 +102,12 @@ class SharedRegistry:
 
     # What users call.
 
-    async def join(self, policy: str, token: str, run: RunConfig, model: str, keeper: bool = False) -> Welcome | str:
+    async def join(self, policy: str, token: str, terms: Terms, keeper: bool = False) -> Welcome | str:
         """Take a user in; a repeated call changes nothing. The reason where it cannot be; an empty one: come again soon."""
         self._ensure_working()
         if self._closing:
             return self._failure
-        if reason := self._terms.refusal(run, Path(model), self._name):
+        if reason := self._terms.refusal(terms, self._name):
             return reason
         member = self._members.join(policy, token, keeper, time.monotonic())
         if member is None:
@@ -268,7 +269,7 @@ def shared_id(name: str) -> str:
     return f"shared-{name}"
 
 
-def find_or_start(name: str, run: RunConfig, model: Path, folder: Path) -> ray.actor.ActorHandle:
+def find_or_start(name: str, run: RunConfig, model: Path, terms: Terms, folder: Path) -> ray.actor.ActorHandle:
     """The registry of this name on the cluster; `folder` is a new one's, for its restarts."""
     actor = ray.remote(SharedRegistry).options(
         name=registry_name(shared_id(name)),
@@ -280,7 +281,7 @@ def find_or_start(name: str, run: RunConfig, model: Path, folder: Path) -> ray.a
         max_concurrency=1000,
         scheduling_strategy="DEFAULT",
     )
-    return actor.remote(name, run, str(model), str(folder))  # type: ignore[no-any-return]
+    return actor.remote(name, run, str(model), terms, str(folder))  # type: ignore[no-any-return]
 
 
 def find(name: str) -> ray.actor.ActorHandle | None:

@@ -22,6 +22,7 @@ from rl_vlm.models.loading import resolve_model
 from rl_vlm.serving.deploying import ServingError, wait_for_replicas
 from rl_vlm.serving.policy_key import PolicyKey
 from rl_vlm.serving.shared_registry import Welcome, find_or_start, shared_id
+from rl_vlm.serving.terms import Terms
 from rl_vlm.serving.version_line import Published, PublishReport
 from rl_vlm.types import UserInputError
 
@@ -44,6 +45,7 @@ class SharedService:
         self.run_id = shared_id(self.name)
         self._run, self._serving, self._keeper = run, run.serving, keeper
         self.key = PolicyKey.new(policy)
+        self._terms = Terms.of(run, model)
         self._newest: Published | None = None
         self._registry: Any = None
         self._ready = False
@@ -59,11 +61,9 @@ class SharedService:
         while True:
             try:
                 folder = Path(tempfile.gettempdir()) / f"rl-vlm-shared-{uuid.uuid4().hex}"
-                self._registry = find_or_start(self.name, self._run, self.model, folder)
+                self._registry = find_or_start(self.name, self._run, self.model, self._terms, folder)
                 answer = ray.get(
-                    self._registry.join.remote(
-                        self.key.policy, self.key.token, self._run, str(self.model), keeper=self._keeper
-                    ),
+                    self._registry.join.remote(self.key.policy, self.key.token, self._terms, keeper=self._keeper),
                     timeout=_ATTEMPT_S,
                 )
                 if isinstance(answer, Welcome):

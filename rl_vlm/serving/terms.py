@@ -14,15 +14,17 @@ _PIECES, _PIECE_BYTES = 16, 65_536  # of each weights file
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all runs of a shared service must agree on (`equal`, by configuration key), and what it holds at most."""
+    """What all runs of a shared service must agree on (`equal`, by configuration key), what a run needs, and what a service holds
+    that it starts. Computed where the run is, whose model folder other nodes need not have under the same path."""
 
     equal: Mapping[str, str]
     max_context: int
+    lora_rank: int
     max_lora_rank: int | None  # None: any
 
     @classmethod
     def of(cls, run: RunConfig, model: Path) -> Terms:
-        """Those of a service that this run starts."""
+        """Those of a run."""
         serving = run.serving
         engine = serving.expected_engine
         equal = {
@@ -36,11 +38,10 @@ class Terms:
         }
         # Merged weights have the model's own shape, whatever the rank was.
         ranks = serving.sharing.max_lora_rank or run.model.lora.rank
-        return cls(equal, serving.max_context, ranks if engine == "vllm" else None)
+        return cls(equal, serving.max_context, run.model.lora.rank, ranks if engine == "vllm" else None)
 
-    def refusal(self, run: RunConfig, model: Path, name: str) -> str:
-        """Why a run cannot join the service of this name; empty if it can."""
-        wanted = Terms.of(run, model)
+    def refusal(self, wanted: Terms, name: str) -> str:
+        """Why a run of these terms cannot join the service of this name, which was started with `self`; empty if it can."""
         differing = [
             f"{key} is {_short(held)} there and {_short(wanted.equal[key])} here"
             for key, held in self.equal.items()
@@ -48,9 +49,9 @@ class Terms:
         ]
         if wanted.max_context > self.max_context:
             differing.append(f"serving.max_context is {self.max_context} there and {wanted.max_context} here")
-        if self.max_lora_rank is not None and run.model.lora.rank > self.max_lora_rank:
+        if self.max_lora_rank is not None and wanted.lora_rank > self.max_lora_rank:
             differing.append(
-                f"adapters of rank {self.max_lora_rank} fit there and model.lora.rank is {run.model.lora.rank} here (the run that "
+                f"adapters of rank {self.max_lora_rank} fit there and model.lora.rank is {wanted.lora_rank} here (the run that "
                 "starts the service sets serving.sharing.max_lora_rank)"
             )
         if not differing:

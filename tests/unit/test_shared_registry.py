@@ -27,6 +27,7 @@ from rl_vlm.serving.metrics import ReplicaTally
 from rl_vlm.serving.policy_key import PolicyKey, PolicyRefusedError
 from rl_vlm.serving.shared_registry import SharedRegistry, Welcome
 from rl_vlm.serving.shelf import NotLoadedError, PolicyShelf
+from rl_vlm.serving.terms import Terms
 from rl_vlm.serving.version_line import Published, VersionLine
 from rl_vlm.types import UserInputError
 
@@ -85,6 +86,7 @@ class World:
 
     def __init__(self, run: RunConfig, model: Path, folder: Path) -> None:
         self.run, self.model, self.folder = run, model, folder
+        self.terms = Terms.of(run, model)
         self.skipped_s = 0.0  # by which the registry's clock is ahead
         self.deployed: list[int] = []
         self.gone: list[str] = []
@@ -96,7 +98,9 @@ class World:
         return time.monotonic() + self.skipped_s
 
     def _registry(self) -> SharedRegistry:
-        return SharedRegistry("test", self.run, str(self.model), str(self.folder), partial(VersionLine, put=arrived))
+        return SharedRegistry(
+            "test", self.run, str(self.model), self.terms, str(self.folder), partial(VersionLine, put=arrived)
+        )
 
     def restart_registry(self) -> None:
         """As after a kill: what is not on disk is lost."""
@@ -114,7 +118,7 @@ class World:
 
     async def join(self, policy: str, **changes: Any) -> PolicyKey:
         key = PolicyKey.new(policy)
-        answer = await self.registry.join(policy, key.token, self.run, str(self.model), **changes)
+        answer = await self.registry.join(policy, key.token, self.terms, **changes)
         assert isinstance(answer, Welcome), answer
         return replace(key, seat=answer.seat)
 
@@ -229,7 +233,7 @@ def test_versions_never_cross_policies(world: Any, seed: int) -> None:
                         place.registry._members.remove(member, 0.0)
                         if version and chosen.random() < 0.5:  # it was only slow
                             assert not await place.registry.renew(key.policy, key.token)
-                            again = await place.registry.join(key.policy, key.token, place.run, str(place.model))
+                            again = await place.registry.join(key.policy, key.token, place.terms)
                             assert isinstance(again, Welcome)
                             assert await place.publish(key, version, bodies[key.token, version])
                             users[name] = (key, version)
@@ -269,9 +273,9 @@ def test_a_token_opens_its_own_policy_only(world: Any) -> None:
                 await place.registry.leave("a", token)
             assert (await place.registry.status())["policies"].keys() == {"a", "b"}
             await place.registry.leave("a", a.token)
-            refused = await place.registry.join("a", b.token, place.run, str(place.model))
+            refused = await place.registry.join("a", b.token, place.terms)
             assert isinstance(refused, str) and "of another run" in refused
-            assert isinstance(await place.registry.join("a", a.token, place.run, str(place.model)), Welcome)
+            assert isinstance(await place.registry.join("a", a.token, place.terms), Welcome)
             assert a.token not in repr(a) and a.token not in (place.folder / "members.json").read_text()
             assert place.replicas[0].shelf._tally.refused == 4
 
@@ -342,7 +346,7 @@ def test_a_crashed_user_is_collected_and_the_last_one_ends_the_service(world: An
                 await place.registry.leave(key.policy, key.token)
             await until(lambda: len(place.gone) == 2)
             assert place.gone == ["test", "itself"] and not place.folder.exists()
-            assert await place.registry.join("d", "token", place.run, str(place.model)) == ""  # come again soon
+            assert await place.registry.join("d", "token", place.terms) == ""  # come again soon
 
     asyncio.run(story())
 
@@ -385,7 +389,7 @@ def test_a_service_that_cannot_start_says_why(world: Any, monkeypatch: pytest.Mo
                 await place.join("a")
             await until(lambda: place.registry._failure)
             assert "no Serve here" in (await place.registry.status())["failure"]
-            assert "no Serve here" in await place.registry.join("b", "token", place.run, str(place.model))
+            assert "no Serve here" in await place.registry.join("b", "token", place.terms)
             await until(lambda: place.gone)
 
     asyncio.run(story())

@@ -37,7 +37,7 @@ def config(folder: Path, **dotted: Any) -> Any:
 def test_a_run_that_asks_for_more_or_other_than_is_there_is_told_what(
     tiny_folder: Path, here: dict[str, Any], told: str
 ) -> None:
-    reason = Terms.of(config(tiny_folder), tiny_folder).refusal(config(tiny_folder, **here), tiny_folder, "s")
+    reason = Terms.of(config(tiny_folder), tiny_folder).refusal(Terms.of(config(tiny_folder, **here), tiny_folder), "s")
     assert told in reason and bool(reason) == bool(told)
 
 
@@ -45,7 +45,7 @@ def test_vllm_holds_adapters_up_to_a_rank(tiny_folder: Path) -> None:
     def held(**dotted: Any) -> str:
         first = config(tiny_folder, serving__engine="vllm", model__lora__rank=8, **dotted)
         joins = config(tiny_folder, serving__engine="vllm", model__lora__rank=16)
-        return Terms.of(first, tiny_folder).refusal(joins, tiny_folder, "s")
+        return Terms.of(first, tiny_folder).refusal(Terms.of(joins, tiny_folder), "s")
 
     assert "adapters of rank 8 fit there and model.lora.rank is 16 here" in held()
     assert held(serving__sharing__max_lora_rank=16) == ""
@@ -55,12 +55,12 @@ def test_a_model_is_known_by_its_weights_wherever_it_lies(tiny_folder: Path, tmp
     copy = shutil.copytree(tiny_folder, tmp_path / "copy")
     assert fingerprint(copy) == fingerprint(tiny_folder)
     terms = Terms.of(config(tiny_folder), tiny_folder)
-    assert terms.refusal(config(copy), copy, "s") == ""
+    assert terms.refusal(Terms.of(config(copy), copy), "s") == ""
     weights = next(copy.glob("*.safetensors"))
     content = bytearray(weights.read_bytes())
     content[-5] ^= 1
     weights.write_bytes(content)
-    assert "model.path is" in terms.refusal(config(copy), copy, "s")
+    assert "model.path is" in terms.refusal(Terms.of(config(copy), copy), "s")
 
 
 @pytest.mark.parametrize(("policies", "replicas"), [(0, 2), (4, 2), (5, 3), (8, 4), (100, 5)])
