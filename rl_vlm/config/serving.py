@@ -47,9 +47,9 @@ class SharingSection(Section):
     policies_per_replica: int | None = Field(
         None,
         ge=1,
-        description="One more replica for each so many runs, from num_replicas up to max_replicas. Null: always num_replicas.",
+        description="One more replica for each so many runs, from num_replicas up to replica_limit. Null: always num_replicas.",
     )
-    max_replicas: int = Field(8, ge=1)
+    replica_limit: int = Field(8, ge=1)
     max_lora_rank: int | None = Field(
         None,
         ge=1,

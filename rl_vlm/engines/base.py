@@ -16,6 +16,15 @@ class EngineError(RLVLMError):
     """The engine could not answer a request."""
 
 
+def check_version(request: GenerationRequest, version: int) -> None:
+    """Raise EngineError where `version`, which would answer, is older than the request allows."""
+    if request.min_version > version:
+        raise EngineError(
+            f"Request {request.request_id}: policy {request.policy} has no version {request.min_version} here, the newest is "
+            f"{version}."
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """What an engine is doing, and what it has done since it started."""

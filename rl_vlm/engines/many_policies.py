@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from rl_vlm.engines.base import BASE_MODEL, EngineError
+from rl_vlm.engines.base import BASE_MODEL, EngineError, check_version
 from rl_vlm.engines.calls import Call
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.transformers_engine import TransformersEngine
@@ -124,10 +124,18 @@ class ManyPoliciesEngine(TransformersEngine):
 
     def _admit_of(self, policy: str) -> None:
         batches: dict[Lane, list[tuple[Call, int, GenerationRequest]]] = {}
+        refused: list[tuple[Call, EngineError]] = []
         with self._wake:
             rows = sum(lane.decoder.num_rows for lane in self._lanes if lane.policy == policy)
             for call in [call for call in self._waiting if call.policy == policy]:
-                lane = self._lane(policy, self._base if call.base_model else self._newest_version(policy))
+                version = self._base if call.base_model else self._newest_version(policy)
+                try:
+                    for request in call.requests:
+                        check_version(request, version.number)
+                except EngineError as error:  # the policy was dropped while the call waited
+                    refused.append((call, error))
+                    continue
+                lane = self._lane(policy, version)
                 while call.admitted < len(call.requests):
                     request = call.requests[call.admitted]
                     if rows and rows + request.sampling.n > self._max_rows:
@@ -138,6 +146,8 @@ class ManyPoliciesEngine(TransformersEngine):
                 if call.admitted < len(call.requests):
                     break
                 self._waiting.remove(call)
+        for call, reason in refused:
+            self._refuse(call, reason)
         for lane, batch in batches.items():
             self._put_in_place(lane.version)
             tower = lane.version if _adapts_tower(lane.version) else None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_vlm.config import ServingSection
-from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats
+from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats, check_version
 from rl_vlm.engines.streams import TokenStream
 from rl_vlm.engines.vllm_adapters import Adapter, AdapterFolders
 from rl_vlm.engines.vllm_request import DEAD, VLLMSampler
@@ -292,6 +292,7 @@ class VLLMEngine:
             yield None, BASE_MODEL
             return
         with self._folders.lease(request.policy) as adapter:
+            check_version(request, adapter.version if adapter else 0)
             yield (adapter.request, adapter.version) if adapter else (None, 0)
 
 

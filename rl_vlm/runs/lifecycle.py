@@ -162,10 +162,12 @@ class RunLifecycle(BaseRun):
         from rl_vlm.runs.cluster import ray_cluster
         from rl_vlm.serving.publisher import serving_ahead
 
+        shared = self.run.serving.shared
         replicas = f", {self.run.serving.num_replicas} replicas" if serves else ""
+        replicas = f", the shared replicas {shared}" if serves and shared else replicas
         self.display.message(f"Starting Ray{replicas} and the learner for {self.run.env.title} ...")
         with ray_cluster(self.run), serving_ahead(self.run, self.folder / "serving") if serves else nullcontext():
-                config = self.run.spec.load("config").from_run_config(self.run, self.folder)
+            config = self.run.spec.load("config").from_run_config(self.run, self.folder)
             with self._algorithm(config):
                 self._train()
 

@@ -132,5 +132,5 @@ def wanted_replicas(serving: ServingSection, policies: int) -> int:
     sharing = serving.sharing
     if sharing.policies_per_replica is None:
         return serving.num_replicas
-    most = max(sharing.max_replicas, serving.num_replicas)
+    most = max(sharing.replica_limit, serving.num_replicas)
     return min(max(math.ceil(policies / sharing.policies_per_replica), serving.num_replicas), most)

@@ -45,6 +45,7 @@ class SharedService:
         self.run_id = shared_id(self.name)
         self._run, self._serving, self._keeper = run, run.serving, keeper
         self.key = PolicyKey.new(policy)
+        self._terms = Terms.of(run, model.digest)
         self._newest: Published | None = None
         self._registry: Any = None
         self._ready = False
@@ -62,9 +63,7 @@ class SharedService:
                 folder = Path(tempfile.gettempdir()) / f"rl-vlm-shared-{uuid.uuid4().hex}"
                 self._registry = find_or_start(self.name, self._run, self.model, folder)
                 answer = ray.get(
-                    self._registry.join.remote(
-                        self.key.policy, self.key.token, Terms.of(self._run, self.model.digest), keeper=self._keeper
-                    ),
+                    self._registry.join.remote(self.key.policy, self.key.token, self._terms, keeper=self._keeper),
                     timeout=_ATTEMPT_S,
                 )
                 if isinstance(answer, Welcome):

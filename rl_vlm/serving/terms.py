@@ -10,7 +10,8 @@ from rl_vlm.config import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all runs of a shared service must agree on (`equal`, by configuration key), and what it holds at most."""
+    """What all runs of a shared service must agree on (`equal`, by configuration key), what a run needs, and what a service holds
+    that it starts. Computed where the run is, whose model folder other nodes need not have under the same path."""
 
     equal: Mapping[str, str]
     max_context: int

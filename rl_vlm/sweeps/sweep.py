@@ -33,12 +33,12 @@ def run_sweep(run: RunConfig, sweep: SweepConfig, folder: Path, *, resume: bool 
     `resume` goes on with a sweep that was interrupted: what is done is not repeated. Raises UserInputError before anything
     is touched, and SweepError when every trial failed.
     """
-    run = sweep.prepared(run)
-    inspect_run(run)
-    sweep.check_space(run)
+    trial = sweep.prepared(run)
+    inspect_run(trial)
+    sweep.check_space(trial)
     prepare_folder(run, sweep, folder, resume)
-    with ray_cluster(run), kept_up(run):
-        _tune(run, sweep, folder, resume)
+    with ray_cluster(trial), kept_up(trial):
+        _tune(trial, sweep, folder, resume)
     trials = read_results(folder, sweep)
     write_results(folder, trials, run, sweep)
     if not any(trial.finished for trial in trials):

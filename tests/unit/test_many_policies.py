@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import adapted_policy, picture, reference_logprobs, request, text_side
+from core_support import adapted_policy, picture, plain_model, reference_logprobs, request, text_side
+from engine_support import endless, until
 from version_support import model_of
 
-from rl_vlm.engines.base import BASE_MODEL
+from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.many_policies import ManyPoliciesEngine
+from rl_vlm.engines.weights import BoundedWeights, Factors
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide
-from rl_vlm.types import Completion, GenerationRequest
+from rl_vlm.models.lora import language_linears
+from rl_vlm.types import Completion, GenerationRequest, UserInputError
 
 POLICIES = ("a", "b", "c")
 PLENTY = 1 << 30
@@ -58,13 +61,8 @@ def ask(text: TextSide, policy: str, name: str = "r", **sampling: Any) -> Genera
     return dataclasses.replace(request(text, shown, name=name, **wanted), policy=policy)
 
 
-def distance(
-    folder: Path, payload: AdapterPayload | None, asked: GenerationRequest, answer: Completion, place: Path
-) -> float:
-    """Of the answer's log-probabilities from transformers' and peft's, at most."""
-    from core_support import plain_model
-
-    model = plain_model(folder) if payload is None else model_of(folder, payload, place / payload.policy)
+def distance(folder: Path, model: Any, asked: GenerationRequest, answer: Completion) -> float:
+    """Of the answer's log-probabilities from those of a model of transformers, at most."""
     worst = 0.0
     with torch.no_grad():
         for sample in answer.samples:
@@ -74,15 +72,21 @@ def distance(
     return worst
 
 
-@pytest.mark.parametrize("merged_bytes", [PLENTY, 0, 2_000_000], ids=["merged", "beside", "some of both"])
+def size_of_sum(engine: ManyPoliciesEngine) -> int:
+    """Bytes of the language model's linear weights, which the adapters here change."""
+    return sum(linear.weight.nbytes for linear in language_linears(engine.backbone.model).values())
+
+
+@pytest.mark.parametrize("room", [PLENTY, 0, 1.5], ids=["merged", "beside", "some of both"])
 def test_each_policy_answers_with_its_own_weights(
     tiny_folder: Path,
     text: TextSide,
     payloads: dict[tuple[str, int], AdapterPayload],
     tmp_path: Path,
-    merged_bytes: int,
+    room: float,
 ) -> None:
-    engine = make(tiny_folder, merged_bytes, quantum=64)
+    engine = make(tiny_folder, quantum=64)
+    engine._weights = BoundedWeights(engine.backbone.model, int(min(room * size_of_sum(engine), PLENTY)))
     asked = [
         ask(text, name, f"{name}{k}", n=2, seeds=(k, k + 50), min_version=1) for k in range(4) for name in POLICIES
     ]
@@ -96,9 +100,100 @@ def test_each_policy_answers_with_its_own_weights(
         return [answer for (answer,) in found]
 
     answers = asyncio.run(live())
+    beside = [isinstance(version.formed, Factors) for version in engine._newest_of.values()]
+    assert sum(beside) == {PLENTY: 0, 0: 3, 1.5: 2}[room]
+    models = {name: model_of(tiny_folder, payloads[name, 1], tmp_path / name) for name in POLICIES}
     for one, answer in zip(asked, answers, strict=True):
-        payload = None if one.min_version == BASE_MODEL else payloads[one.policy, 1]
         assert (answer.policy, answer.policy_version) == (one.policy, one.min_version)
-        assert distance(tiny_folder, payload, one, answer, tmp_path) < 1e-4
-    other = distance(tiny_folder, payloads["b", 1], asked[0], answers[0], tmp_path)
-    assert other > 0.1  # the check above can tell policies apart
+        model = plain_model(tiny_folder) if one.min_version == BASE_MODEL else models[one.policy]
+        assert distance(tiny_folder, model, one, answer) < 1e-4
+    assert distance(tiny_folder, models["b"], asked[0], answers[0]) > 0.1  # which tells policies apart
+
+
+def test_a_modest_policy_is_answered_beside_a_greedy_one(engine: ManyPoliciesEngine, text: TextSide) -> None:
+    """Samples that would run for ever fill a policy's rows; another policy's call ends, and they go on."""
+    endless_one = [ask(text, "greedy", f"g{k}", n=64, max_new_tokens=400) for k in range(12)]  # more than `max_rows`
+    modest = [ask(text, "modest", f"m{k}", max_new_tokens=3) for k in range(4)]
+
+    async def live() -> None:
+        greedy = asyncio.ensure_future(engine.generate(endless_one))
+        await until(lambda: engine.stats().running >= 448)
+        answers = await asyncio.wait_for(engine.generate(modest), 60)
+        assert {answer.policy for answer in answers} == {"modest"}
+        assert not greedy.done() and engine.stats().running >= 448
+        before = engine.stats().generated_tokens
+        await until(lambda: engine.stats().generated_tokens > before)
+        greedy.cancel()
+        await until(lambda: engine.stats().running == 0)
+
+    with endless(engine, text):
+        asyncio.run(live())
+
+
+def test_samples_finish_with_their_version_while_the_next_one_starts(
+    tiny_folder: Path,
+    engine: ManyPoliciesEngine,
+    text: TextSide,
+    payloads: dict[tuple[str, int], AdapterPayload],
+    tmp_path: Path,
+) -> None:
+    long = ask(text, "a", "old", max_new_tokens=60, ignore_eos=True, min_version=1)
+    short = ask(text, "a", "new", max_new_tokens=4, min_version=2)
+
+    async def live() -> tuple[Completion, Completion]:
+        await engine.load_adapter(payloads["a", 1])
+        with endless(engine, text):
+            running = asyncio.ensure_future(engine.generate([long]))
+            await until(lambda: engine.stats().generated_tokens > 2)
+            await engine.load_adapter(payloads["a", 2])
+        (new,) = await engine.generate([short])
+        (old,) = await running
+        return old, new
+
+    old, new = asyncio.run(live())
+    assert (old.policy_version, new.policy_version) == (1, 2)
+    assert distance(tiny_folder, model_of(tiny_folder, payloads["a", 2], tmp_path / "new"), short, new) < 1e-4
+    model = model_of(tiny_folder, payloads["a", 1], tmp_path / "old")
+    ids = np.concatenate([old.prompt_ids, old.samples[0].token_ids])
+    with torch.no_grad():
+        found = reference_logprobs(tiny_folder, model, ids, long.images, 1.0).numpy()[len(old.prompt_ids) - 1 :]
+    late = slice(len(found) // 2, None)  # the early ones were drawn without an end of turn
+    assert np.abs(found - old.samples[0].logprobs)[late].max() < 1e-4
+
+
+def test_a_dropped_policy_is_refused_and_its_name_comes_again_with_other_weights(
+    tiny_folder: Path,
+    engine: ManyPoliciesEngine,
+    text: TextSide,
+    payloads: dict[tuple[str, int], AdapterPayload],
+    tmp_path: Path,
+) -> None:
+    asked = ask(text, "a", max_new_tokens=5, min_version=1)
+    other = dataclasses.replace(payloads["b", 1], policy="a")
+
+    async def live() -> Completion:
+        await engine.load_adapter(payloads["a", 1])
+        await engine.generate([asked])
+        await engine.drop_policy("a")
+        with pytest.raises(EngineError, match="policy a has no version 1 here"):
+            await engine.generate([asked])
+        await engine.load_adapter(other)
+        return (await engine.generate([asked]))[0]
+
+    answer = asyncio.run(live())
+    assert distance(tiny_folder, model_of(tiny_folder, other, tmp_path), asked, answer) < 1e-4
+
+
+def test_memory_for_merged_weights_is_bounded_and_given_back(
+    engine: ManyPoliciesEngine, payloads: dict[tuple[str, int], AdapterPayload]
+) -> None:
+    weights = BoundedWeights(engine.backbone.model, max_bytes=int(1.5 * size_of_sum(engine)))
+    first = weights.form(payloads["a", 1])
+    second = weights.form(payloads["b", 1])
+    assert not isinstance(first, Factors) and isinstance(second, Factors)
+    weights.release(second)
+    assert isinstance(weights.form(payloads["c", 1]), Factors)
+    weights.release(first)
+    with pytest.raises(UserInputError):
+        weights.form(dataclasses.replace(payloads["b", 1], config_json="{}"))  # takes no room
+    assert not isinstance(weights.form(payloads["b", 1]), Factors)

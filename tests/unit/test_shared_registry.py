@@ -354,7 +354,7 @@ def test_replicas_follow_the_number_of_policies(world: Any) -> None:
     sharing = {
         "serving__num_replicas": 1,
         "serving__sharing__policies_per_replica": 2,
-        "serving__sharing__max_replicas": 3,
+        "serving__sharing__replica_limit": 3,
     }
 
     async def story() -> None:

@@ -65,7 +65,7 @@ def test_a_model_is_known_by_its_weights_wherever_it_lies(tiny_folder: Path, tmp
 
 @pytest.mark.parametrize(("policies", "replicas"), [(0, 2), (4, 2), (5, 3), (8, 4), (100, 5)])
 def test_replicas_for_a_number_of_policies(tiny_folder: Path, policies: int, replicas: int) -> None:
-    sharing = {"serving__sharing__policies_per_replica": 2, "serving__sharing__max_replicas": 5}
+    sharing = {"serving__sharing__policies_per_replica": 2, "serving__sharing__replica_limit": 5}
     assert wanted_replicas(config(tiny_folder, serving__num_replicas=2, **sharing).serving, policies) == replicas
     assert wanted_replicas(config(tiny_folder, serving__num_replicas=2).serving, policies) == 2
 
