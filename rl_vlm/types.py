@@ -19,6 +19,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
+from rl_vlm.tracing import Span
+
 # How many alternatives per position a request may ask for (the limit of OpenAI's interface).
 MAX_TOP_LOGPROBS = 20
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # beyond them logits overflow
@@ -206,7 +208,7 @@ class GenerationRequest:
     `prompt_ids` is int32 [P] with exactly one image placeholder per image; the engine expands them.
     `min_version` is the oldest policy version that may answer; -1 asks for the base model without an adapter.
     `preferred_replica` is the id of the replica that should answer, usually because it answered the earlier turns of the
-    conversation; empty for any.
+    conversation; empty for any. `trace` is the span that the request belongs to (see tracing.py); empty where nothing is traced.
     """
 
     request_id: str
@@ -215,6 +217,7 @@ class GenerationRequest:
     images: tuple[EncodedImage, ...] = ()
     min_version: int = 0
     preferred_replica: str = ""
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +257,8 @@ class SampleChunk:
 class Completion:
     """The answer to a `GenerationRequest`: `prompt_ids` is int32 with every image placeholder expanded.
 
-    `policy_version` is the oldest version that sampled a token of it; see `Sample.pieces`. It is pickled with one array for all samples (see `_Packed`).
+    `policy_version` is the oldest version that sampled a token of it; see `Sample.pieces`. `spans` are the replica's of a request
+    that is traced. It is pickled with one array for all samples (see `_Packed`).
     """
 
     request_id: str
@@ -264,6 +268,7 @@ class Completion:
     replica_id: str = ""
     queue_s: float = 0.0
     generate_s: float = 0.0
+    spans: tuple[Span, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         packed = _Packed.of(self.samples, ("token_ids", "logprobs"))

@@ -7,12 +7,14 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, RayServeException
 
+from rl_vlm import tracing
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.serving.router import home_session
 from rl_vlm.serving.server import ReplicaUnavailableError, app_name
@@ -62,6 +64,14 @@ class PolicyClient:
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Answer one request. Raises GenerationFailedError."""
+        if not tracing.traceparent():
+            return await self._generate(request)
+        with tracing.span("request", request=request.request_id, samples=request.sampling.n):
+            completion = await self._generate(replace(request, trace=tracing.traceparent()))
+            tracing.adopt(completion.spans)
+            return completion
+
+    async def _generate(self, request: GenerationRequest) -> Completion:
         if not self._coalesce:
             return (await self.call([request], request.preferred_replica))[0]
         loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
 """Counts of a replica, and their way to Ray's metrics.
 
 Requests only add to plain numbers; a task of the replica sends them to Ray every few seconds, so that no request waits for
-a metrics agent. Names begin with `rl_vlm_`; every series is tagged with its replica.
+a metrics agent. Names begin with `rl_vlm_`; every series is tagged with its run, policy, part (`serving`), Serve application and replica.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _COUNTERS = {
     "prompt_tokens_total": "Prompt tokens, image tokens included",
     "generated_tokens_total": "Sampled tokens",
     "adapter_swaps_total": "Adapter versions loaded",
+    "replica_starts_total": "Replicas started; more than one per place: they were replaced",
 }
 # The histograms leave out observations beyond this number between two reports; the counters hold all.
 _MAX_OBSERVATIONS = 10_000
@@ -84,18 +85,18 @@ class ReplicaTally:
 class RayMetrics:
     """Sends a replica's counts to `ray.util.metrics`."""
 
-    def __init__(self, replica_id: str) -> None:
-        tags = {"replica": replica_id}
+    def __init__(self, run: str, app: str, replica_id: str) -> None:
+        tags = {"run": run, "policy": "policy", "part": "serving", "app": app, "replica": replica_id}
 
-        def make(kind: Any, name: str, description: str, *more: Any, keys: tuple[str, ...] = ("replica",)) -> Any:
-            metric = kind(f"rl_vlm_{name}", description, *more, tag_keys=keys)
+        def make(kind: Any, name: str, description: str, *more: Any, keys: tuple[str, ...] = ()) -> Any:
+            metric = kind(f"rl_vlm_{name}", description, *more, tag_keys=(*tags, *keys))
             metric.set_default_tags(tags)
             return metric
 
         self._gauges = {name: make(metrics.Gauge, name, text) for name, text in _GAUGES.items()}
         self._counters = {name: make(metrics.Counter, name, text) for name, text in _COUNTERS.items()}
         self._histograms = {name: make(metrics.Histogram, name, text, _SECONDS) for name, text in _HISTOGRAMS.items()}
-        self._errors = make(metrics.Counter, "errors_total", "Requests that failed, by kind", keys=("replica", "kind"))
+        self._errors = make(metrics.Counter, "errors_total", "Requests that failed, by kind", keys=("kind",))
         self._sent: Counter[str] = Counter()
         self._sent_errors: Counter[str] = Counter()
 
@@ -106,6 +107,7 @@ class RayMetrics:
             "prompt_tokens_total": stats.prompt_tokens,
             "generated_tokens_total": stats.generated_tokens,
             "adapter_swaps_total": stats.adapter_swaps,
+            "replica_starts_total": 1,
         }
         for name, total in totals.items():
             if total > self._sent[name]:

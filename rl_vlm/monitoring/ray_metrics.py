@@ -1,0 +1,116 @@
+"""The figures of a run as Ray metrics, for Prometheus, Grafana, alerts and `rl-vlm top`.
+
+Ray's own thread sends what was set last to the metrics agent of the node every few seconds, so that no iteration waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from ray.util.metrics import Gauge
+
+from rl_vlm.config import RunConfig
+from rl_vlm.monitoring.figure_names import PREFIX, STATE, Series, series_of
+from rl_vlm.monitoring.vitals import MismatchGrowth, MovingAverage, RewardTrend
+
+POLICY = "policy"  # the one policy that a run trains, as in its Serve application
+MAX_SERIES = 400
+_NAME_LENGTH = 80
+_TAGS = ("run", "policy", "part")
+
+logger = logging.getLogger(__name__)
+
+
+class RayFigures:
+    """Sets a gauge for every figure, tagged with run, policy and part. Ray is initialised.
+
+    `total`: iterations of the whole run, or steps of a preference run.
+    """
+
+    def __init__(self, run: RunConfig, folder: Path, total: int) -> None:
+        self._run, self._folder = run, folder
+        self._gauges: dict[str, Gauge] = {}
+        self._series: dict[tuple[str, str], tuple[Gauge, dict[str, str]] | None] = {}
+        self._trend, self._mismatch, self._seconds = RewardTrend(), MismatchGrowth(), MovingAverage()
+        self._progress = time.time()
+        info = Gauge(f"{PREFIX}run_info", STATE["run_info"], tag_keys=(*_TAGS, "algorithm", "env", "model"))
+        info.set(
+            1, {**self._tags("train"), "algorithm": run.algorithm.name, "env": run.env.title, "model": run.model.path}
+        )
+        self._set_state(
+            run_active=1,
+            iterations=total,
+            max_policy_lag=run.rollout.max_policy_lag,
+            last_progress_timestamp_seconds=self._progress,
+        )  # fmt: skip
+
+    def add(self, iteration: int, metrics: Mapping[str, float], write_errors: int = 0) -> None:
+        """Set the figures of an iteration, and what is computed from them."""
+        now = time.time()
+        self._seconds.add(now - self._progress)
+        self._progress = now
+        for name, value in metrics.items():
+            self._set(name, "", value)
+        state = {} if "reward/mean" not in metrics else self._trend.add(metrics["reward/mean"])
+        growth = self._mismatch.add(metrics.get("mismatch/kl", math.nan))
+        disk = shutil.disk_usage(self._folder)
+        self._set_state(
+            iteration=iteration,
+            iteration_seconds=self._seconds.value or 0.0,
+            last_progress_timestamp_seconds=now,
+            disk_free_bytes=disk.free,
+            disk_total_bytes=disk.total,
+            write_errors=write_errors,
+            **state,
+            **({} if growth is None else {"mismatch_growth": growth}),
+        )
+
+    def add_evaluation(self, numbers: Mapping[str, float]) -> None:
+        """Set the figures of an evaluation, with the part `eval`."""
+        for name, value in numbers.items():
+            self._set(name, "eval", value)
+        # An evaluation is progress, too, and counts for no iteration.
+        self._progress = time.time()
+        self._set_state(last_progress_timestamp_seconds=self._progress)
+
+    def close(self) -> None:
+        """Say that the run has ended."""
+        self._set_state(run_active=0)
+
+    def _tags(self, part: str) -> dict[str, str]:
+        return {"run": self._run.name, "policy": POLICY, "part": part}
+
+    def _set_state(self, **values: float) -> None:
+        for name, value in values.items():
+            self._gauge(Series(PREFIX + name, "", "train", STATE[name])).set(value, self._tags("train"))
+
+    def _set(self, figure: str, part: str, value: float) -> None:
+        if not math.isfinite(value):
+            return
+        key = (figure, part)
+        if key not in self._series:
+            self._series[key] = self._new_series(figure, part)
+        found = self._series[key]
+        if found is not None:
+            gauge, tags = found
+            gauge.set(value, tags)
+
+    def _new_series(self, figure: str, part: str) -> tuple[Gauge, dict[str, str]] | None:
+        if len(self._series) >= MAX_SERIES:
+            if len(self._series) == MAX_SERIES:
+                logger.warning("More than %d figures: %s and further ones are no Ray metrics.", MAX_SERIES, figure)
+            return None
+        series = series_of(figure, part)
+        tags = self._tags(series.part)
+        return self._gauge(series), tags | ({"name": series.name[:_NAME_LENGTH]} if series.name else {})
+
+    def _gauge(self, series: Series) -> Gauge:
+        if series.metric not in self._gauges:
+            keys = (*_TAGS, "name") if series.name else _TAGS
+            self._gauges[series.metric] = Gauge(series.metric, series.description, tag_keys=keys)
+        return self._gauges[series.metric]
