@@ -93,6 +93,19 @@ class RayHead:
         """What the node's metrics agent says now."""
         return httpx.get(self.metrics_url, timeout=10).raise_for_status().text
 
+    def actors(self, title: str) -> list[psutil.Process]:
+        """The cluster's processes with this title."""
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error, IndexError):
+                if process.cmdline()[0].startswith(title):
+                    found.append(process)
+        return found
+
+    def kill(self, title: str) -> None:
+        """SIGKILL one actor with this title."""
+        self.actors(title)[0].kill()
+
     def __enter__(self) -> Self:
         return self
 
