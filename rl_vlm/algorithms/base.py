@@ -26,6 +26,7 @@ from rl_vlm.algorithms.learners import (
     is_out_of_memory,
     on_one_learner,
 )
+from rl_vlm.algorithms.ray_tracing import ray_spans_join
 from rl_vlm.algorithms.runner_group import light_env_runners
 from rl_vlm.config import RunConfig
 from rl_vlm.tracing import Span
@@ -102,7 +103,7 @@ class RunAlgorithm(Algorithm):
         """RLlib's hook for one iteration."""
         started = time.perf_counter()
         self._clock.clear()
-        with self._traced() as self.last_spans:
+        with self._traced() as self.last_spans, ray_spans_join():
             figures = self.iterate()
         self.last_metrics = {
             **figures,

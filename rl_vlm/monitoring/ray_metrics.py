@@ -35,9 +35,10 @@ class RayFigures:
     def __init__(self, run: RunConfig, folder: Path, total: int) -> None:
         self._run, self._folder = run, folder
         self._gauges: dict[str, Gauge] = {}
-        self._series: dict[tuple[str, str], tuple[Gauge, dict[str, str]] | None] = {}
+        self._series: dict[tuple[str, str], tuple[Gauge, dict[str, str]]] = {}
+        self._told_of_too_many = False
         self._trend, self._mismatch, self._seconds = RewardTrend(), MismatchGrowth(), MovingAverage()
-        self._progress = time.time()
+        self._progress, self._running = time.time(), False
         info = Gauge(f"{PREFIX}run_info", STATE["run_info"], tag_keys=(*_TAGS, "algorithm", "env", "model"))
         info.set(
             1, {**self._tags("train"), "algorithm": run.algorithm.name, "env": run.env.title, "model": run.model.path}
@@ -45,6 +46,7 @@ class RayFigures:
         self._set_state(
             run_active=1,
             iterations=total,
+            iteration_seconds=0.0,
             max_policy_lag=run.rollout.max_policy_lag,
             last_progress_timestamp_seconds=self._progress,
         )  # fmt: skip
@@ -52,8 +54,9 @@ class RayFigures:
     def add(self, iteration: int, metrics: Mapping[str, float], write_errors: int = 0) -> None:
         """Set the figures of an iteration, and what is computed from them."""
         now = time.time()
-        self._seconds.add(now - self._progress)
-        self._progress = now
+        if self._running:  # before the first row the run was starting
+            self._seconds.add(now - self._progress)
+        self._progress, self._running = now, True
         for name, value in metrics.items():
             self._set(name, "", value)
         state = {} if "reward/mean" not in metrics else self._trend.add(metrics["reward/mean"])
@@ -92,22 +95,23 @@ class RayFigures:
     def _set(self, figure: str, part: str, value: float) -> None:
         if not math.isfinite(value):
             return
-        key = (figure, part)
-        if key not in self._series:
-            self._series[key] = self._new_series(figure, part)
-        found = self._series[key]
+        found = self._series.get((figure, part)) or self._new_series(figure, part)
         if found is not None:
             gauge, tags = found
             gauge.set(value, tags)
 
     def _new_series(self, figure: str, part: str) -> tuple[Gauge, dict[str, str]] | None:
         if len(self._series) >= MAX_SERIES:
-            if len(self._series) == MAX_SERIES:
+            if not self._told_of_too_many:
+                self._told_of_too_many = True
                 logger.warning("More than %d figures: %s and further ones are no Ray metrics.", MAX_SERIES, figure)
             return None
         series = series_of(figure, part)
         tags = self._tags(series.part)
-        return self._gauge(series), tags | ({"name": series.name[:_NAME_LENGTH]} if series.name else {})
+        if series.name:
+            tags["name"] = series.name[:_NAME_LENGTH]
+        found = self._series[figure, part] = self._gauge(series), tags
+        return found
 
     def _gauge(self, series: Series) -> Gauge:
         if series.metric not in self._gauges:

@@ -46,7 +46,7 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0)
 class RayHead:
     """`ray start --head` in a process of its own, which ends with this context."""
 
-    def __init__(self, num_cpus: int = 4, **changes: str) -> None:
+    def __init__(self, *arguments: str, num_cpus: int = 4, **changes: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="rlv-", dir="/tmp"))  # short: sockets lie below it
         port, dashboard, agent, client, metrics = free_ports(5)
         token = self.folder / "token"
@@ -66,7 +66,7 @@ class RayHead:
             sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats",
             "--node-ip-address=127.0.0.1", f"--port={port}", f"--dashboard-port={dashboard}", f"--num-cpus={num_cpus}",
             f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}", "--include-dashboard=true",
-            f"--metrics-export-port={metrics}", f"--temp-dir={self.folder}", f"--object-store-memory={256 << 20}",
+            f"--metrics-export-port={metrics}", f"--temp-dir={self.folder}", f"--object-store-memory={256 << 20}", *arguments,
         ]  # fmt: skip
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
