@@ -1,6 +1,7 @@
 """The figures of a run as Ray metrics, for Prometheus, Grafana, alerts and `rl-vlm top`.
 
-Ray's own thread sends what was set last to the metrics agent of the node every few seconds, so that no iteration waits for it.
+Ray's own thread sends what was set to the metrics agent of the node every few seconds, so that no iteration waits for it. It sends a
+gauge once after it was set, and the agent forgets what is not sent again: a thread here sets all of them anew.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,12 +24,14 @@ POLICY = "policy"  # the one policy that a run trains, as in its Serve applicati
 MAX_SERIES = 400
 _NAME_LENGTH = 80
 _TAGS = ("run", "policy", "part")
+_AGAIN_S = 1.0  # the agent forgets after two of Ray's intervals, 20 s unless they are set shorter
+_JOIN_S = 5.0
 
 logger = logging.getLogger(__name__)
 
 
 class RayFigures:
-    """Sets a gauge for every figure, tagged with run, policy and part. Ray is initialised.
+    """Sets a gauge for every figure, tagged with run, policy and part, until `close`. Ray is initialised.
 
     `total`: iterations of the whole run, or steps of a preference run.
     """
@@ -37,11 +41,15 @@ class RayFigures:
         self._gauges: dict[str, Gauge] = {}
         self._series: dict[tuple[str, str], tuple[Gauge, dict[str, str]]] = {}
         self._told_of_too_many = False
+        self._set_last: dict[tuple[Gauge, tuple[str, ...]], tuple[dict[str, str], float]] = {}
+        self._lock, self._closing = threading.Lock(), threading.Event()
         self._trend, self._mismatch, self._seconds = RewardTrend(), MismatchGrowth(), MovingAverage()
         self._progress, self._running = time.time(), False
         info = Gauge(f"{PREFIX}run_info", STATE["run_info"], tag_keys=(*_TAGS, "algorithm", "env", "model"))
-        info.set(
-            1, {**self._tags("train"), "algorithm": run.algorithm.name, "env": run.env.title, "model": run.model.path}
+        self._put(
+            info,
+            {**self._tags("train"), "algorithm": run.algorithm.name, "env": run.env.title, "model": run.model.path},
+            1.0,
         )
         self._set_state(
             run_active=1,
@@ -50,6 +58,8 @@ class RayFigures:
             max_policy_lag=run.rollout.max_policy_lag,
             last_progress_timestamp_seconds=self._progress,
         )  # fmt: skip
+        self._thread = threading.Thread(target=self._set_again, name="ray-metrics", daemon=True)
+        self._thread.start()
 
     def add(self, iteration: int, metrics: Mapping[str, float], write_errors: int = 0) -> None:
         """Set the figures of an iteration, and what is computed from them."""
@@ -82,23 +92,36 @@ class RayFigures:
         self._set_state(last_progress_timestamp_seconds=self._progress)
 
     def close(self) -> None:
-        """Say that the run has ended."""
+        """Say that the run has ended. The agent forgets its figures soon afterwards."""
+        self._closing.set()
+        self._thread.join(_JOIN_S)
         self._set_state(run_active=0)
+
+    def _set_again(self) -> None:
+        while not self._closing.wait(_AGAIN_S):
+            with self._lock:
+                known = [(gauge, tags, value) for (gauge, _), (tags, value) in self._set_last.items()]
+            for gauge, tags, value in known:
+                gauge.set(value, tags)
+
+    def _put(self, gauge: Gauge, tags: dict[str, str], value: float) -> None:
+        with self._lock:
+            self._set_last[gauge, tuple(tags.values())] = tags, value
+        gauge.set(value, tags)
 
     def _tags(self, part: str) -> dict[str, str]:
         return {"run": self._run.name, "policy": POLICY, "part": part}
 
     def _set_state(self, **values: float) -> None:
         for name, value in values.items():
-            self._gauge(Series(PREFIX + name, "", "train", STATE[name])).set(value, self._tags("train"))
+            self._put(self._gauge(Series(PREFIX + name, "", "train", STATE[name])), self._tags("train"), float(value))
 
     def _set(self, figure: str, part: str, value: float) -> None:
         if not math.isfinite(value):
             return
         found = self._series.get((figure, part)) or self._new_series(figure, part)
         if found is not None:
-            gauge, tags = found
-            gauge.set(value, tags)
+            self._put(*found, float(value))
 
     def _new_series(self, figure: str, part: str) -> tuple[Gauge, dict[str, str]] | None:
         if len(self._series) >= MAX_SERIES:

@@ -21,7 +21,7 @@ from rl_vlm.runs.cluster import ray_cluster
 @pytest.fixture(scope="module")
 def cluster(tiny_folder: Path) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_metrics_report_interval_ms", "1000")
+        patch.setenv("RAY_metrics_report_interval_ms", "2000")
         run = run_config(tiny_folder, name="measured", resources__num_cpus=1, rollout__max_policy_lag=2)
         with ray_cluster(run):
             yield run
@@ -90,7 +90,7 @@ def test_figures_reach_the_metrics_page_with_their_tags(cluster: Any, tmp_path: 
     assert abs(time.time() - (value(samples, "last_progress_timestamp_seconds") or 0)) < 60
     assert 0 < (value(samples, "disk_free_bytes") or 0) < (value(samples, "disk_total_bytes") or 0)
     # What was set once stays while the process lives: an iteration may take an hour.
-    time.sleep(5)
+    time.sleep(8)  # four of Ray's intervals
     assert value(page(), "reward_mean") == pytest.approx(0.7)
     figures.close()
     until(lambda found: value(found, "run_active") == 0)
