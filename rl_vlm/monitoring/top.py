@@ -15,6 +15,7 @@ from rich.text import Text
 from rl_vlm.monitoring.display import duration
 from rl_vlm.monitoring.overview import Overview, overview
 from rl_vlm.monitoring.samples import Sample
+from rl_vlm.types import RLVLMError
 
 Read = Callable[[], tuple[list[Sample], list[str]]]  # samples, and endpoints that did not answer
 _GIB = 2**30
@@ -46,7 +47,7 @@ def show(read: Read, console: Console, *, every_s: float, once: bool, as_lines: 
             before, before_at = samples, read_at
             try:
                 samples, missing = read()
-            except Exception as error:  # the head may come back
+            except (RLVLMError, ValueError, KeyError) as error:  # the head may come back
                 if live is not None:
                     live.update(Group(table(found, missing), Text(str(error), style="red")), refresh=True)
                 continue

@@ -16,6 +16,7 @@ from rl_vlm.ownership import files_in, run_files
 from rl_vlm.tracing import Span
 
 SLACK_NS = 2_000_000  # two clocks of one machine, read one after the other
+HELD_UP_S = 1.0  # a span lies inside what the figure measures; a busy machine may hold it up in between
 GROUPS = 4
 
 
@@ -90,8 +91,9 @@ def test_times_add_up(spans: list[Span], run_dir: Path) -> None:
     # The driver's spans are the figures that are logged.
     row = list(csv.DictReader((run_dir / "progress.csv").open()))[1]
     for span in children[root.span_id]:
-        assert span.seconds == pytest.approx(float(row[f"time/{span.name}"]), abs=5e-3), span.name
-    assert root.seconds == pytest.approx(float(row["time/step"]), abs=2e-2)
+        assert -HELD_UP_S < span.seconds - float(row[f"time/{span.name}"]) < 1e-3, span.name
+    assert -HELD_UP_S < root.seconds - float(row["time/step"]) < 1e-3
+    assert sum(span.seconds for span in children[root.span_id]) > root.seconds - HELD_UP_S
     # Sampling is spans of groups from its begin to its end: nothing long is left out.
     (sample,) = (span for span in spans if span.name == "sample")
     assert max(span.seconds for span in spans if span.name == "group") <= sample.seconds
