@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 Value = str | int | float | bool
 
@@ -45,12 +45,17 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class _Scope:
-    """The open span of an asyncio task, and where its finished children go."""
+    """The open span of an asyncio task, and where its finished children go.
+
+    `epoch_ns`: nanoseconds from 1970 to the zero of `perf_counter_ns`, looked up once, so that all spans here are measured by one
+    clock that is never set.
+    """
 
     service: str
     trace_id: str
     span_id: str
     spans: list[Span]
+    epoch_ns: int
 
 
 _scope: ContextVar[_Scope | None] = ContextVar("rl_vlm_trace", default=None)
@@ -60,25 +65,24 @@ _OFF = nullcontext()
 class _Open:
     """A span that is open inside its `with` block."""
 
-    __slots__ = ("_attributes", "_began", "_name", "_outer", "_own", "_start_ns", "_token")
+    __slots__ = ("_attributes", "_name", "_outer", "_own", "_start_ns", "_token")
 
     def __init__(self, outer: _Scope, name: str, attributes: dict[str, Value]) -> None:
         self._outer, self._name, self._attributes = outer, name, attributes
-        self._own = _Scope(outer.service, outer.trace_id, secrets.token_hex(8), outer.spans)
+        self._own = replace(outer, span_id=secrets.token_hex(8))
 
     def __enter__(self) -> None:
         self._token = _scope.set(self._own)
-        self._start_ns, self._began = time.time_ns(), time.perf_counter_ns()
+        self._start_ns = time.perf_counter_ns()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         _scope.reset(self._token)
-        # Not the clock's difference: it may be set meanwhile.
-        end_ns = self._start_ns + time.perf_counter_ns() - self._began
+        end_ns = time.perf_counter_ns()
         outer, failure = self._outer, "" if kind is None else f"{kind.__name__}: {error}"
         outer.spans.append(
             Span(
                 self._name, outer.service, outer.trace_id, self._own.span_id, outer.span_id,
-                self._start_ns, end_ns, self._attributes, failure,
+                outer.epoch_ns + self._start_ns, outer.epoch_ns + end_ns, self._attributes, failure,
             )
         )  # fmt: skip
 
@@ -102,7 +106,7 @@ def add(name: str, start_ns: int, end_ns: int, **attributes: Value) -> str:
 @contextmanager
 def trace(service: str, name: str, **attributes: Value) -> Iterator[list[Span]]:
     """Begin a trace; yields the list that its spans are appended to, the root last."""
-    scope = _Scope(service, secrets.token_hex(16), "", [])
+    scope = _Scope(service, secrets.token_hex(16), "", [], _epoch_ns())
     with _inside(scope), span(name, **attributes):
         yield scope.spans
 
@@ -117,9 +121,16 @@ def continued(parent: str, service: str) -> Iterator[list[Span]]:
         yield []
         return
     _, trace_id, span_id, _ = parent.split("-")
-    scope = _Scope(service, trace_id, span_id, [])
+    scope = _Scope(service, trace_id, span_id, [], _epoch_ns())
     with _inside(scope):
         yield scope.spans
+
+
+def _epoch_ns() -> int:
+    # The reading that took least: between the others the process may have been held up.
+    readings = [(time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()) for _ in range(3)]
+    before, now, after = min(readings, key=lambda reading: reading[2] - reading[0])
+    return now - (before + after) // 2
 
 
 @contextmanager
