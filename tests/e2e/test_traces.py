@@ -15,7 +15,7 @@ from rl_vlm.monitoring import otlp
 from rl_vlm.ownership import files_in, run_files
 from rl_vlm.tracing import Span
 
-SLACK_NS = 2_000_000  # two clocks of one machine, read one after the other
+SLACK_NS = 50_000_000  # between processes, whose clocks are read one after the other on a busy machine
 HELD_UP_S = 1.0  # a span lies inside what the figure measures; a busy machine may hold it up in between
 GROUPS = 4
 
@@ -74,7 +74,8 @@ def test_spans_nest_across_processes(spans: list[Span]) -> None:
             continue
         parent = by_id[span.parent_id]
         assert parent.name == parents[span.name]
-        assert parent.start_ns - SLACK_NS <= span.start_ns <= span.end_ns <= parent.end_ns + SLACK_NS, span.name
+        slack = 0 if span.service == parent.service else SLACK_NS
+        assert parent.start_ns - slack <= span.start_ns <= span.end_ns <= parent.end_ns + slack, span.name
 
 
 def test_times_add_up(spans: list[Span], run_dir: Path) -> None:
@@ -85,9 +86,7 @@ def test_times_add_up(spans: list[Span], run_dir: Path) -> None:
     # What follows each other is at most as long as what holds it.
     for span in spans:
         if span.name in ("iteration", "learn", "engine", "update"):
-            assert sum(child.seconds for child in children[span.span_id]) <= span.seconds + 5 * SLACK_NS / 1e9, (
-                span.name
-            )
+            assert sum(child.seconds for child in children[span.span_id]) <= span.seconds + SLACK_NS / 1e9, span.name
     # The driver's spans are the figures that are logged.
     row = list(csv.DictReader((run_dir / "progress.csv").open()))[1]
     for span in children[root.span_id]:

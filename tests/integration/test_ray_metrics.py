@@ -22,7 +22,7 @@ from rl_vlm.runs.cluster import ray_cluster
 def cluster(tiny_folder: Path) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_metrics_report_interval_ms", "2000")
-        run = run_config(tiny_folder, name="measured", resources__num_cpus=1, rollout__max_policy_lag=2)
+        run = run_config(tiny_folder, name="measured", resources__num_cpus=2, rollout__max_policy_lag=2)
         with ray_cluster(run):
             yield run
 
