@@ -42,7 +42,7 @@ class Prometheus:
         self.url = f"http://127.0.0.1:{port}"
         self.started = time.time()
         config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
-        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config["global"] = {"scrape_interval": "3s", "evaluation_interval": "1s"}
         (scraped,) = config["scrape_configs"]
         (found,) = scraped["http_sd_configs"]
         found |= {
@@ -80,12 +80,12 @@ class Prometheus:
         found = self._get("query_range", query=expr, start=self.started, end=time.time(), step="1s")["result"]
         return [float(value) for series in found for _, value in series["values"]]
 
-    def firing(self) -> dict[str, set[str]]:
-        """The alerts that fire now -> the runs that they fire for."""
-        found: dict[str, set[str]] = {}
-        for series in self.query('ALERTS{alertstate="firing"}'):
-            found.setdefault(series["metric"]["alertname"], set()).add(series["metric"].get("run", ""))
-        return found
+    def fired(self) -> set[tuple[str, str]]:
+        """Alert and run of all that have fired since the start."""
+        found = self._get(
+            "query_range", query='ALERTS{alertstate="firing"}', start=self.started, end=time.time(), step="1s"
+        )["result"]
+        return {(series["metric"]["alertname"], series["metric"].get("run", "")) for series in found}
 
     def __enter__(self) -> Self:
         return self

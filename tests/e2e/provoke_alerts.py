@@ -39,7 +39,7 @@ def main() -> None:
         )
         time.sleep(ITERATIONS_S)
     print("stuck", flush=True)
-    time.sleep(600)  # no progress, until the test kills it
+    time.sleep(3600)  # no progress, until the test kills it
 
 
 if __name__ == "__main__":

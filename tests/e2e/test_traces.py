@@ -15,6 +15,8 @@ from rl_vlm.monitoring import otlp
 from rl_vlm.ownership import files_in, run_files
 from rl_vlm.tracing import Span
 
+pytestmark = pytest.mark.acceptance
+
 SLACK_NS = 50_000_000  # between processes, whose clocks are read one after the other on a busy machine
 HELD_UP_S = 1.0  # a span lies inside what the figure measures; a busy machine may hold it up in between
 GROUPS = 4
