@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from rl_vlm.cli.options import AsJson
 
 commands = typer.Typer()
+WIDE = 180  # columns
 
 
 @commands.command(
@@ -43,4 +45,6 @@ def top(
             return samples.read_prometheus(prometheus), []
         return samples.read_cluster(address or samples.default_dashboard())
 
-    show(read, Console(), every_s=every, once=once, as_lines=as_json)
+    # In a pipe or a file there is no width to fit.
+    console = Console() if sys.stdout.isatty() else Console(width=WIDE)
+    show(read, console, every_s=every, once=once, as_lines=as_json)

@@ -65,8 +65,10 @@ def show(read: Read, console: Console, *, every_s: float, once: bool, as_lines: 
 
 
 def table(found: Overview, missing: Sequence[str] = ()) -> RenderableType:
-    """The three tables, one below the other."""
-    parts: list[RenderableType] = [_runs(found.runs) if found.runs else Text("No run reports figures here.")]
+    """The tables, one below the other. `queue` is groups being sampled and, after the plus, complete ones that wait."""
+    parts: list[RenderableType] = [Text("No run reports figures here.")]
+    if found.runs:
+        parts = [_runs(found.runs), _learning(found.runs)]
     if found.replicas:
         parts.append(_replicas(found.replicas))
     if found.nodes:
@@ -87,25 +89,33 @@ def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
 
 def _runs(rows: Sequence[dict[str, Any]]) -> Table:
     made = _table(
-        "runs", ("run", "algorithm", "state"),
-        ("done", "reward", "smoothed", "best", "accuracy", "speed", "s/row", "lag", "queue", "version", "mismatch", "lost", "restarts"),
+        "runs", ("run", "last row"), ("done", "s/row", "speed", "lag", "queue", "version", "lost", "restarts")
     )  # fmt: skip
     for row in rows:
-        idle = row["idle_seconds"]
         made.add_row(
             Text(row["run"]),
-            Text(row["algorithm"] or ""),
-            Text("ended") if row["state"] == "ended" else Text(f"{duration(idle or 0)} ago"),
+            Text("ended" if row["state"] == "ended" else f"{duration(row['idle_seconds'] or 0)} ago"),
             _of(row["iteration"], row["iterations"]),
+            _number(row["iteration_seconds"]),
+            _joined((row["tokens_per_s"], "{:,.0f} tok/s"), (row["steps_per_s"], "{:,.0f} steps/s")),
+            _of(row["lag_max"], row["max_policy_lag"]),
+            "+".join(_whole(one) for one in (row["under_way"], row["waiting"]) if one is not None),
+            _whole(row["version"]),
+            _whole(sum(row["dropped"].values())), _whole(sum(row["restarts"].values())),
+        )  # fmt: skip
+    return made
+
+
+def _learning(rows: Sequence[dict[str, Any]]) -> Table:
+    made = _table(
+        "learning", ("run", "algorithm", "environment"), ("reward", "smoothed", "best", "accuracy", "mismatch")
+    )
+    for row in rows:
+        made.add_row(
+            Text(row["run"]), Text(row["algorithm"] or ""), Text(row["env"] or ""),
             _number(row["reward"]), _number(row["reward_smoothed"]), _number(row["reward_best"]),
             _number(next(iter(row["accuracy"].values()), None)),
-            _joined((row["tokens_per_s"], "{:,.0f} tok/s"), (row["steps_per_s"], "{:,.0f} steps/s")),
-            _number(row["iteration_seconds"]),
-            _of(row["lag_max"], row["max_policy_lag"]),
-            _joined((row["under_way"], "{:.0f} run"), (row["waiting"], "{:.0f} wait")),
-            _whole(row["version"]),
             _joined((row["mismatch_kl"], "{:.1e}"), (row["mismatch_growth"], "×{:.1f}")),
-            _whole(sum(row["dropped"].values())), _whole(sum(row["restarts"].values())),
         )  # fmt: skip
     return made
 
