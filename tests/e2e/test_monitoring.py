@@ -85,7 +85,7 @@ def runs(
 ) -> Seen:
     """A run whose replicas die, and a preference run, while Prometheus looks on."""
     folder = tmp_path_factory.mktemp("runs")
-    settings = ("algorithm.iterations=100", "evaluation.num_items=64", "evaluation.every=0", "algorithm.max_refill=1")
+    settings = ("algorithm.iterations=160", "evaluation.num_items=64", "evaluation.every=0", "algorithm.max_refill=1")
 
     def whole(*source: str) -> dict[str, Any] | None:
         """The table once every process has reported figures of a later iteration."""
@@ -98,8 +98,8 @@ def runs(
     with TrainingProcess(folder / "async", *settings, config=ASYNC, **head.variables) as run:
         run.wait_for_iteration(3)
         seen = Seen(
-            nodes=wait_until(whole, "run in the table"),
-            prometheus=wait_until(lambda: whole("--prometheus", prometheus.url), "run in Prometheus"),
+            nodes=wait_until(whole, "run in the table", 120),
+            prometheus=wait_until(lambda: whole("--prometheus", prometheus.url), "run in Prometheus", 120),
             text=rl_vlm("top", "--once", "--address", head.url, **head.variables).stdout,
             actors=httpx.get(f"{head.url}/api/v0/actors?detail=1", headers=head.headers, timeout=30).text,
         )
@@ -125,7 +125,7 @@ def test_top_shows_runs_replicas_and_nodes(runs: Seen) -> None:
         rows = {one["run"]: one for one in found["runs"]}
         assert set(rows) == {ASYNC.stem, "goes-wrong"}
         run = rows[ASYNC.stem]
-        assert (run["algorithm"], run["state"], run["iterations"], run["max_policy_lag"]) == ("grpo", "active", 100, 2)
+        assert (run["algorithm"], run["state"], run["iterations"], run["max_policy_lag"]) == ("grpo", "active", 160, 2)
         assert run["iteration"] >= 1 and 0 <= run["reward"] <= 1 and "default" in run["accuracy"]
         assert len(found["replicas"]) == 2 and all(one["run"] == ASYNC.stem for one in found["replicas"])
         (node,) = found["nodes"]
