@@ -27,6 +27,7 @@ _RUN_FILE = re.compile(
             r"startup\.log|error\.log|wandb_id\.txt|events\.out\.tfevents\.[^/]+",
             rf"trajectories/(iteration-\d+\.parquet|images/{_IMAGE})",
             r"videos/step\d+_episode\d+_[^/]+\.gif",
+            r"traces/iteration-\d+\.jsonl",
             _LABELS,
             rf"(\.?adapter(-\w+)*|serving/adapter-\d)/{_WEIGHTS}|serving/newest\.(json|tmp)",
             rf"{_CHECKPOINT}/((adapter/)?{_WEIGHTS}|{_LABELS})",
@@ -34,7 +35,7 @@ _RUN_FILE = re.compile(
         )
     )
 )
-_RUN_FOLDERS = ("adapter", "adapter-ema", "checkpoints", "labels", "serving", "trajectories", "videos")
+_RUN_FOLDERS = ("adapter", "adapter-ema", "checkpoints", "labels", "serving", "traces", "trajectories", "videos")
 
 
 def mark_run(folder: Path) -> None:

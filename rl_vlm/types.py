@@ -19,6 +19,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
+from rl_vlm.tracing import Span
+
 # The policy of a run that has its own replicas. Runs that share replicas have a name each.
 POLICY = "policy"
 # How many alternatives per position a request may ask for (the limit of OpenAI's interface).
@@ -208,7 +210,7 @@ class GenerationRequest:
     `prompt_ids` is int32 [P] with exactly one image placeholder per image; the engine expands them.
     `min_version` is the oldest version of `policy` that may answer; -1 asks for the base model without an adapter.
     `preferred_replica` is the id of the replica that should answer, usually because it answered the earlier turns of the
-    conversation; empty for any.
+    conversation; empty for any. `trace` is the span that the request belongs to (see tracing.py); empty where nothing is traced.
     """
 
     request_id: str
@@ -218,6 +220,7 @@ class GenerationRequest:
     min_version: int = 0
     preferred_replica: str = ""
     policy: str = POLICY
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +260,8 @@ class SampleChunk:
 class Completion:
     """The answer to a `GenerationRequest`: `prompt_ids` is int32 with every image placeholder expanded.
 
-    `policy_version` is the oldest version of `policy` that sampled a token of it; see `Sample.pieces`. It is pickled with one array for all samples (see `_Packed`).
+    `policy_version` is the oldest version of `policy` that sampled a token of it; see `Sample.pieces`. `spans` are the replica's
+    of a request that is traced. It is pickled with one array for all samples (see `_Packed`).
     """
 
     request_id: str
@@ -268,6 +272,7 @@ class Completion:
     queue_s: float = 0.0
     generate_s: float = 0.0
     policy: str = POLICY
+    spans: tuple[Span, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         packed = _Packed.of(self.samples, ("token_ids", "logprobs"))

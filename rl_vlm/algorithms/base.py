@@ -6,7 +6,7 @@ import time
 from abc import abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core.learner.training_data import TrainingData
 
+from rl_vlm import tracing
 from rl_vlm.algorithms.config import RunAlgorithmConfig
 from rl_vlm.algorithms.learners import (
     LearnerDiedError,
@@ -25,8 +26,10 @@ from rl_vlm.algorithms.learners import (
     is_out_of_memory,
     on_one_learner,
 )
+from rl_vlm.algorithms.ray_tracing import ray_spans_join
 from rl_vlm.algorithms.runner_group import light_env_runners
 from rl_vlm.config import RunConfig
+from rl_vlm.tracing import Span
 
 
 class RunAlgorithm(Algorithm):
@@ -52,6 +55,7 @@ class RunAlgorithm(Algorithm):
         self.folder: Path = config.scratch_folder or Path(self.logdir)
         self.restarts: Counter[str] = Counter()
         self.last_metrics: dict[str, float] = {}
+        self.last_spans: list[Span] = []  # that came in the last iteration
         self.stop_requested: Callable[[], bool] = lambda: False
         self._clock: defaultdict[str, float] = defaultdict(float)
         try:
@@ -99,7 +103,8 @@ class RunAlgorithm(Algorithm):
         """RLlib's hook for one iteration."""
         started = time.perf_counter()
         self._clock.clear()
-        figures = self.iterate()
+        with self._traced() as self.last_spans, ray_spans_join():
+            figures = self.iterate()
         self.last_metrics = {
             **figures,
             "time/step": time.perf_counter() - started,
@@ -111,12 +116,20 @@ class RunAlgorithm(Algorithm):
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds of this context to the figure `time/<name>`."""
+        """Add the seconds of this context to the figure `time/<name>`; where the iteration is traced, it is a span."""
         started = time.perf_counter()
         try:
-            yield
+            with tracing.span(name):
+                yield
         finally:
             self._clock[name] += time.perf_counter() - started
+
+    def _traced(self) -> AbstractContextManager[list[Span]]:
+        """Inside, what happens is traced, in every `logging.traces`-th iteration of this process."""
+        every, done = self.run.logging.traces, self.progress()[0]
+        if not every or (self.iteration + 1) % every:
+            return nullcontext([])
+        return tracing.trace("driver", "iteration", run=self.run.name, algorithm=self.run.algorithm.name, done=done)
 
     # Learners.
 

@@ -16,6 +16,7 @@ import torch
 from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
+from rl_vlm import tracing
 from rl_vlm.algorithms.base import RunAlgorithm
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from rl_vlm.algorithms.config import RunAlgorithmConfig
@@ -169,6 +170,7 @@ class PolicyAlgorithm(RunAlgorithm):
     def training_step(self) -> None:
         """RLlib's hook for one iteration."""
         super().training_step()
+        self.last_spans += self.rollouts.take_spans()
         self.updates += 1
 
     @property
@@ -205,12 +207,15 @@ class PolicyAlgorithm(RunAlgorithm):
                     targets[place] if targets else None,
                     rescaling,
                     learn_policy,
+                    tracing.traceparent(),
                 )
                 for place, minibatches in enumerate(shards.minibatches)
             ]
         )
         if results is None:
             return None
+        for result in results:
+            tracing.adopt(result.spans)
         adapter = next(result.adapter for result in results if result.adapter is not None)
         with self.timed("publish"):
             self._publish(adapter)

@@ -1,4 +1,4 @@
-"""The command line: `rl-vlm train | sft | sweep | eval | rollout | export | serve | label | import-labels | plot | fetch | doctor | envs | cluster | model`.
+"""The command line: `rl-vlm train | sft | sweep | eval | rollout | export | serve | label | import-labels | plot | top | fetch | doctor | envs | cluster | model`.
 
 Exit codes: 0 done, 1 failed while running, 2 bad input, 130 and 143 interrupted. One file per family of commands; commands
 import what they need when they run, because `rl-vlm --help` must not wait for torch and Ray.
@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from rl_vlm.cli import cluster, envs, evaluation, labels, runs, serve, sft, sweep, tools
+from rl_vlm.cli import cluster, envs, evaluation, labels, runs, serve, sft, sweep, tools, top
 from rl_vlm.cli.errors import error_report, log_to_stderr
 
 app = typer.Typer(
@@ -23,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for family in (runs, sft, sweep, evaluation, serve, labels, envs, cluster, tools):
+for family in (runs, sft, sweep, evaluation, serve, labels, top, envs, cluster, tools):
     app.add_typer(family.commands)
 
 

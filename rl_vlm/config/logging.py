@@ -16,3 +16,7 @@ class LoggingSection(Section):
     trajectories_per_dump: int = Field(64, ge=1)
     tensorboard: bool = True
     wandb_project: str = "rl-vlm"
+    ray_metrics: bool | None = Field(
+        None, description="Every figure as a Ray metric `ray_rl_vlm_*` too; null: where the run joins a cluster."
+    )
+    traces: int = Field(0, ge=0, description="Iterations between traces (`traces/*.jsonl`, OpenTelemetry); 0: none.")

@@ -157,7 +157,17 @@ _PREFERENCE_READS = Reads(
             for key in ("num_learners", "cpus_per_learner", "gpus_per_learner", "num_threads", "max_restarts")
         ),
         "evaluation.timeout_s",
-        *(f"logging.{key}" for key in ("checkpoint_every", "keep_checkpoints", "tensorboard", "wandb_project")),
+        *(
+            f"logging.{key}"
+            for key in (
+                "checkpoint_every",
+                "keep_checkpoints",
+                "tensorboard",
+                "wandb_project",
+                "ray_metrics",
+                "traces",
+            )
+        ),
     ),
     {
         "algorithm.iterations": "preference.total_steps",

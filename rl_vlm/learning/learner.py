@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from rl_vlm.learning.strategies.replicated import make_strategy
 from rl_vlm.learning.update import MicroBatchLoss, PackedMinibatch, PolicyUpdater
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.plugins import load_plugins
+from rl_vlm.tracing import Span, continued, span
 from rl_vlm.types import Trajectory
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class UpdateBatch:
     targets: Targets | None = None
     rescaling: Rescaling | None = None  # of the critic's normalisation
     learn_policy: bool = True
+    trace: str = ""  # the span that the update belongs to
 
     def __len__(self) -> int:
         return sum(len(minibatch) for minibatch in self.minibatches)
@@ -70,6 +72,7 @@ class UpdateResult:
 
     stats: UpdateStats
     adapter: AdapterPayload | None = None
+    spans: list[Span] = field(default_factory=list)  # of an update that is traced
 
 
 def make_updater(policy: PolicyModel, run: RunConfig) -> PolicyUpdater:
@@ -171,22 +174,30 @@ class VLMLearner(TorchLearner):
         if isinstance(batch, ScoreBatch):
             self._scored, scores = self._updater.score(batch.minibatches)
             return scores
+        with continued(batch.trace, f"learner-{self._learner_index or 0}") as spans, span("update"):
+            result = self._learn(batch)
+        result.spans = spans
+        return result
+
+    def _learn(self, batch: UpdateBatch) -> UpdateResult:
         self._weights_seq_no += 1
         scale_lr(self.optimizer, batch.lr_factor)
         stats = UpdateStats()
-        if batch.targets is None:
-            packed = self._updater.pack(batch.minibatches)
-        else:
-            packed, self._scored = self._scored, []
-            self._updater.set_targets(packed, batch.targets, batch.rescaling)
+        with span("pack"):
+            if batch.targets is None:
+                packed = self._updater.pack(batch.minibatches)
+            else:
+                packed, self._scored = self._scored, []
+                self._updater.set_targets(packed, batch.targets, batch.rescaling)
         losses = [self._through_rllib(loss) for loss in self._updater.losses(batch.learn_policy)]
         groups = None if batch.learn_policy else [CRITIC_GROUP]
         for _epoch in range(batch.epochs):
             for minibatch, active in zip(packed, batch.active, strict=True):
                 if active:
-                    taken = optimizer_step(
-                        self._strategy, minibatch, losses, self._run.learner.max_grad_norm, stats, groups
-                    )
+                    with span("optimizer_step", micro_batches=len(minibatch.micro_batches)):
+                        taken = optimizer_step(
+                            self._strategy, minibatch, losses, self._run.learner.max_grad_norm, stats, groups
+                        )
                     if taken and self._average is not None and batch.learn_policy:
                         self._average.update(self.vlm.policy.weights())
         first = self._learner_index in (None, 0)

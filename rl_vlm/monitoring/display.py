@@ -13,56 +13,29 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rl_vlm.monitoring.vitals import MismatchGrowth, MovingAverage
+
 # Plain lines: one per PLAIN_EVERY iterations, and one when nothing was printed for PLAIN_SECONDS.
 PLAIN_EVERY = 10
 PLAIN_SECONDS = 5.0
-_ALARM_FIRST, _ALARM_GROWTH, _ALARM_FLOOR = 5, 10.0, 1e-4  # iterations, factor, nats per token
-_SMOOTHING = 0.9  # of the moving averages of reward and seconds per iteration
-
-
-class MovingAverage:
-    """An exponential moving average without a bias to zero in its first values."""
-
-    def __init__(self, decay: float = _SMOOTHING) -> None:
-        self._decay = decay
-        self._sum = self._weight = 0.0
-
-    def add(self, value: float) -> None:
-        """Add a value; nan and infinity are ignored."""
-        if math.isfinite(value):
-            self._sum = self._decay * self._sum + (1 - self._decay) * value
-            self._weight = self._decay * self._weight + (1 - self._decay)
-
-    @property
-    def value(self) -> float | None:
-        """The average, or None before the first value."""
-        return self._sum / self._weight if self._weight else None
+_ALARM_GROWTH = 10.0
 
 
 class MismatchAlarm:
-    """Watches for engine and learner drifting apart; tells once.
-
-    The start is the mean of the first `_ALARM_FIRST` values of mismatch/kl, or `_ALARM_FLOOR` where that is less: in float32 the
-    two agree to 1e-9 or better, and ten times as much is still nothing.
-    """
+    """Watches for engine and learner drifting apart; tells once."""
 
     def __init__(self) -> None:
-        self._first: list[float] = []
+        self._growth = MismatchGrowth()
         self._told = False
 
     def check(self, kl: float) -> str:
         """A sentence where this value is the first that is ten times the start, else an empty string."""
-        if self._told or not math.isfinite(kl):
-            return ""
-        if len(self._first) < _ALARM_FIRST:
-            self._first.append(kl)
-            return ""
-        start = sum(self._first) / len(self._first)
-        if kl < _ALARM_GROWTH * max(start, _ALARM_FLOOR):
+        growth = self._growth.add(kl)
+        if self._told or growth is None or growth < _ALARM_GROWTH:
             return ""
         self._told = True
         return (
-            f"Engine and learner disagree more and more: mismatch/kl is {kl:.1e}, and was {start:.1e} at first. Watch the reward; "
+            f"Engine and learner disagree more and more: mismatch/kl is {kl:.1e}, and was {self._growth.start:.1e} at first. Watch the reward; "
             "a lower learner.lr, algorithm.mismatch=mask or an engine in the learner's precision helps."
         )
 
@@ -80,7 +53,7 @@ class ProgressDisplay:
     ) -> None:
         self._console = console or Console()
         self._clock = clock
-        self._total, self._done = total, start
+        self.total, self._done = total, start
         self._metrics: Mapping[str, float] = {}
         self._reward, self._seconds = MovingAverage(), MovingAverage()
         self._alarm = MismatchAlarm()
@@ -113,11 +86,11 @@ class ProgressDisplay:
             self.message(warning)
         if self._live is not None:
             self._live.refresh()
-        elif iteration % PLAIN_EVERY == 0 or iteration >= self._total or now - self._printed >= PLAIN_SECONDS:
+        elif iteration % PLAIN_EVERY == 0 or iteration >= self.total or now - self._printed >= PLAIN_SECONDS:
             self._printed = now
             facts = [value if name in ("speed", "policy") else f"{name} {value}" for name, value in self._facts()]
             self._plain(
-                " | ".join([f"{self.unit} {iteration}/{self._total}", *facts, *filter(None, [self._remaining()])])
+                " | ".join([f"{self.unit} {iteration}/{self.total}", *facts, *filter(None, [self._remaining()])])
             )
 
     def evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
@@ -150,7 +123,7 @@ class ProgressDisplay:
         self._console.print(Text(line), soft_wrap=True)
 
     def _remaining(self) -> str:
-        seconds, rest = self._seconds.value, self._total - self._done
+        seconds, rest = self._seconds.value, self.total - self._done
         return f"{duration(seconds * rest)} left" if seconds is not None and rest > 0 else ""
 
     def _facts(self) -> list[tuple[str, str]]:
@@ -212,12 +185,12 @@ class ProgressDisplay:
 
     def _render(self) -> RenderableType:
         width = self._console.width
-        head = f"{self._done}/{self._total}"
+        head = f"{self._done}/{self.total}"
         if width < 24:
             return Text(head, no_wrap=True, overflow="crop")
         left = self._remaining()
         room = min(width - len(head) - len(left) - 4, 50)
-        bar = ProgressBar(total=max(self._total, 1), completed=self._done, width=room) if room >= 4 else Text("")
+        bar = ProgressBar(total=max(self.total, 1), completed=self._done, width=room) if room >= 4 else Text("")
         top = Table.grid(padding=(0, 1))
         top.add_row(Text(head, style="bold", no_wrap=True), bar, Text(left, no_wrap=True, overflow="ellipsis"))
         table = Table.grid(padding=(0, 1))

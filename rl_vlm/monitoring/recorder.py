@@ -10,15 +10,20 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rl_vlm.config import RunConfig, SFTConfig
-from rl_vlm.files import to_jsonable, write_atomic
+from rl_vlm.files import append_whole, to_jsonable, write_atomic
+from rl_vlm.monitoring import otlp
 from rl_vlm.monitoring.sinks import JsonLines, ProgressCsv, TensorBoardFile, WandbRun
 from rl_vlm.monitoring.trajectories import choose_groups, dump_name, write_trajectories
+from rl_vlm.tracing import Span
 from rl_vlm.types import TrajectoryGroup
+
+if TYPE_CHECKING:
+    from rl_vlm.monitoring.ray_metrics import RayFigures
 
 STATUSES = ("done", "interrupted", "failed")
 
@@ -38,6 +43,10 @@ _RESULT: dict[str, Any] = {
 }
 
 logger = logging.getLogger(__name__)
+
+
+def _trace_name(iteration: int) -> str:
+    return f"iteration-{iteration:06d}.jsonl"
 
 
 class RunRecorder:
@@ -72,12 +81,19 @@ class RunRecorder:
         purge_from = None if resumed_iteration is None else resumed_iteration + 1
         self._tensorboard = TensorBoardFile(folder, purge_from) if run.logging.tensorboard else None
         self._wandb = self._start_wandb(resume=resumed_iteration is not None)
+        for written in (folder / "traces").glob("iteration-*.jsonl"):
+            if written.name > _trace_name(keep_until):
+                written.unlink()
+        self.ray: RayFigures | None = None  # set once Ray is there, where figures are Ray metrics too
 
     def log_iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one training iteration."""
         with self._guard("progress.csv"):
             self._progress.add(iteration, metrics)
         self._log_scalars(iteration, metrics)
+        if self.ray is not None:
+            with self._guard("Ray metrics", Exception):
+                self.ray.add(iteration, metrics, self.write_errors)
 
     def log_evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
         """Record a held-out evaluation: everything in `eval.jsonl`, numbers as scalars, bare names and a mixture's under `evaluation/`."""
@@ -89,6 +105,20 @@ class RunRecorder:
             if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
         }
         self._log_scalars(iteration, numbers)
+        if self.ray is not None:
+            with self._guard("Ray metrics", Exception):
+                self.ray.add_evaluation(numbers)
+
+    def log_spans(self, iteration: int, spans: Sequence[Span]) -> None:
+        """Keep the spans that came in an iteration, one line of OTLP JSON, and send them to the collector, if there is one."""
+        if not spans:
+            return
+        with self._guard("traces"):
+            (self.folder / "traces").mkdir(exist_ok=True)
+            line = json.dumps(otlp.document(spans, self._run.name), separators=(",", ":")).encode() + b"\n"
+            append_whole(self.folder / "traces" / _trace_name(iteration), line)
+        with self._guard("the trace to the collector", Exception):
+            otlp.export(spans, self._run.name)
 
     def _evaluation_tag(self, name: str) -> str:
         """The name of an evaluation's figure among the scalars."""

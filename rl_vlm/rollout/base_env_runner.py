@@ -57,6 +57,10 @@ class RunEnvRunner:
         random.seed(seed)
         np.random.seed(seed % 2**32)
 
+    def __repr__(self) -> str:
+        """Ray's dashboard and logs show it in place of the class."""
+        return f"{type(self).__name__}(run={self.config.run_config.name}, place={self.place})"
+
     @staticmethod
     def concurrent_calls(run: RunConfig) -> int:
         """How many calls an actor of this class answers at once, each in a thread of its own if there are several."""

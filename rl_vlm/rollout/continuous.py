@@ -123,6 +123,7 @@ class ContinuousSampler:
             result.groups += one.groups
             result.lost |= one.lost
             result.retries += one.retries
+            result.spans += one.spans
             dropped.update(one.dropped)
             for name, seconds in one.timings.items():
                 result.timings[name] = result.timings.get(name, 0.0) + seconds

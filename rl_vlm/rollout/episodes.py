@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from rl_vlm import tracing
 from rl_vlm.chat import EncodedSpan, expand_image_tokens
 from rl_vlm.config import RolloutSection
-from rl_vlm.envs.base import Info, VisionEnv
+from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.errors import plain_values, reward_parts
 from rl_vlm.models.loading import TextSide
 from rl_vlm.rollout.env_pool import EnvPool
@@ -74,7 +75,7 @@ class OpenGroup:
 async def open_group(task: RolloutTask, pool: EnvPool, text: TextSide) -> OpenGroup:
     """Reset the environments of a group and encode what they show. Raises GroupFailedError."""
     envs: list[VisionEnv] = []
-    with discard_on_failure(pool, envs):
+    with tracing.span("open"), discard_on_failure(pool, envs):
         envs += await pool.take(task.size)
         openings = await pool.reset(envs, task.seed, {"index": task.index, "split": task.split})
         first = openings[0][0]
@@ -241,9 +242,10 @@ async def _act(
             episode.turns[-1] = replace(episode.turns[-1], well_formed=False)
         else:
             acting.append((episode, action))
-    results = (
-        await pool.step([episode.env for episode, _ in acting], [action for _, action in acting]) if acting else []
-    )
+    results: list[StepResult | RLVLMError] = []
+    if acting:
+        with tracing.span("environment", episodes=len(acting)):
+            results = await pool.step([episode.env for episode, _ in acting], [action for _, action in acting])
     observations: dict[int, Observation] = {}
     for (episode, _), result in zip(acting, results, strict=True):
         if isinstance(result, RLVLMError):

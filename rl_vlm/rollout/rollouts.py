@@ -22,6 +22,7 @@ from rl_vlm.rollout.runners import EnvRunners
 from rl_vlm.rollout.sampler import RolloutSampler, RoundAbandonedError, SamplingError
 from rl_vlm.rollout.task_stream import TaskStream
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
+from rl_vlm.tracing import Span, traceparent
 from rl_vlm.types import TrajectoryGroup
 
 _STOP_CHECK_S = 0.5  # how often a wait checks whether the user wants to stop
@@ -48,6 +49,7 @@ class Rollouts(ABC):
         self.requests_by_replica: Counter[str] = Counter()
         self.timings: dict[str, float] = {}  # seconds of the last iteration: env, runner
         self.figures: dict[str, float] = {}  # other figures of the last iteration
+        self._spans: list[Span] = []
         self._iteration = 0
 
     @property
@@ -72,6 +74,11 @@ class Rollouts(ABC):
         """Called before the learner works: begin what needs no newer weights. Returns whether there was anything to do."""
         return False
 
+    def take_spans(self) -> list[Span]:
+        """The spans of traced groups that have come since the last call: with a lag, those of an earlier iteration."""
+        taken, self._spans = self._spans, []
+        return taken
+
     def evaluate(self, tasks: Sequence[RolloutTask], timeout_s: float) -> tuple[list[TrajectoryGroup], RolloutResult]:
         """Run held-out tasks, which are not learned from. Groups that are under way go on beside them."""
         work = self._sampler.start(tasks, timeout_s)
@@ -89,6 +96,7 @@ class Rollouts(ABC):
 
     def _add(self, result: RolloutResult) -> list[TrajectoryGroup]:
         """Count what was sampled and put it into the buffer; returns the groups that must be replaced."""
+        self._spans += result.spans
         self.dropped.update(result.dropped)
         if result.retries:
             self.dropped["request_retries"] += result.retries
@@ -153,7 +161,8 @@ class RoundRollouts(Rollouts):
         self._begin(iterations_left)
         tasks, self._prepared = self._prepared or self._stream.take(self._batch), None
         while tasks:
-            work = self._sampler.start([replace(task, min_version=version) for task in tasks])
+            trace = traceparent()
+            work = self._sampler.start([replace(task, min_version=version, trace=trace) for task in tasks])
             _, result = self._sampler.collect(work, self.stop_requested)
             self.timings["env"] += result.timings.get("env", 0.0)
             self.timings["runner"] += result.timings.get("sample", 0.0)
@@ -234,7 +243,8 @@ class ContinuousRollouts(Rollouts):
     def _fill(self, limit: int, version: int) -> None:
         missing = limit - len(self._buffer) - len(self._continuous)
         if missing > 0:
-            self._continuous.give(self._stream.take(missing), version)
+            trace = traceparent()
+            self._continuous.give([replace(task, trace=trace) for task in self._stream.take(missing)], version)
 
     def _measure(self, sampled: int, runner_s: float) -> None:
         now = time.monotonic()

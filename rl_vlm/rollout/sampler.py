@@ -173,6 +173,7 @@ class RolloutSampler:
             merged.lost.update(result.lost)
             dropped.update(result.dropped)
             merged.retries += result.retries
+            merged.spans += result.spans
             for name, seconds in result.timings.items():
                 timings[name] = max(timings.get(name, 0.0), seconds)  # runners work side by side
         merged.dropped, merged.timings = dict(dropped), timings

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rl_vlm.tracing import Span
 from rl_vlm.types import Split, TrajectoryGroup
 
 View = Literal["true", "blank", "swapped"]
@@ -17,7 +18,7 @@ class RolloutTask:
     `seed` seeds the environments (the same for all copies); `sampling_seed` is hashed with sample and turn for the
     policy's randomness. `min_version` is the oldest policy version that may answer. `variant` names a set of
     environment arguments that the runner knows from the configuration, `env` one environment of a mixture, and `arguments` are
-    what the curriculum changes in its arguments at `stage`. `view` says what the policy sees: the true images, blank ones
+    what the curriculum changes in its arguments at `stage`. `trace` is the span that asks for the group (see tracing.py). `view` says what the policy sees: the true images, blank ones
     in every turn, or in the first turn those of item `other_index`.
     """
 
@@ -38,6 +39,7 @@ class RolloutTask:
     env: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
     stage: int = 0
+    trace: str = ""
 
 
 @dataclass(slots=True)
@@ -50,3 +52,4 @@ class RolloutResult:
     timings: dict[str, float] = field(default_factory=dict)  # seconds: sample, env
     retries: int = 0  # of requests, by the client
     needs_restart: bool = False  # an environment hangs in a thread of this runner
+    spans: list[Span] = field(default_factory=list)  # of tasks that are traced

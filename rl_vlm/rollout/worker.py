@@ -22,6 +22,7 @@ from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.serving.client import PolicyClient
 from rl_vlm.serving.policy_key import OWN, PolicyKey
 from rl_vlm.serving.router import homes_of
+from rl_vlm.tracing import continued, span
 from rl_vlm.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -81,8 +82,9 @@ class RolloutWorker:
         started = time.perf_counter()
         client = self._connect()
         dropped: Counter[str] = Counter()
-        outcomes = await asyncio.gather(*(self._attempt(task, client, dropped) for task in tasks))
-        result = RolloutResult(dropped=dict(dropped), retries=client.retries - self._counted_retries)
+        with continued(tasks[0].trace if tasks else "", f"env_runner-{self._place}") as spans:
+            outcomes = await asyncio.gather(*(self._attempt(task, client, dropped) for task in tasks))
+        result = RolloutResult(dropped=dict(dropped), retries=client.retries - self._counted_retries, spans=spans)
         self._counted_retries = client.retries
         for task, outcome in zip(tasks, outcomes, strict=True):
             if isinstance(outcome, TrajectoryGroup):
@@ -116,8 +118,10 @@ class RolloutWorker:
         opened = self._take_opened(task)
         while True:
             try:
-                group = await run_group(task, self.pools.of(task), client, self._text, rollout, max_context, opened)
-                return await score_group(group, self._run.env.parts[task.env].reward, client, self._text)
+                with span("group", group=task.group_id, index=task.index, size=task.size, attempt=attempt):
+                    group = await run_group(task, self.pools.of(task), client, self._text, rollout, max_context, opened)
+                    with span("reward"):
+                        return await score_group(group, self._run.env.parts[task.env].reward, client, self._text)
             except GroupFailedError as error:
                 dropped[error.reason] += 1
                 if attempt >= rollout.group_retries:
@@ -134,7 +138,9 @@ class RolloutWorker:
         if task.group_id not in self._opened:
             return None
         prepared, opened = self._opened.pop(task.group_id)
-        if replace(prepared, min_version=task.min_version) != task:  # the same id with other parameters
+        if (
+            replace(prepared, min_version=task.min_version, trace=task.trace) != task
+        ):  # the same id with other parameters
             self.pools.of(prepared).give_back(opened.envs)
             return None
         return opened

@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_vlm.config import RunConfig, SFTConfig, save_config
 from rl_vlm.imports import import_meanwhile
 from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.types import RLVLMError
+
+if TYPE_CHECKING:
+    from rl_vlm.monitoring.ray_metrics import RayFigures
 
 
 class InterruptedRun(RLVLMError):
@@ -153,6 +156,7 @@ class RunLifecycle(BaseRun):
     def __init__(self, run: RunConfig, folder: Path, start: int, resume: bool, display: ProgressDisplay) -> None:
         self.run = run
         self.algorithm: Any = None
+        self._figures: RayFigures | None = None
         super().__init__(run, folder, start, resume, display)
 
     def _loop(self) -> None:
@@ -166,10 +170,36 @@ class RunLifecycle(BaseRun):
         replicas = f", {self.run.serving.num_replicas} replicas" if serves else ""
         replicas = f", the shared replicas {shared}" if serves and shared else replicas
         self.display.message(f"Starting Ray{replicas} and the learner for {self.run.env.title} ...")
-        with ray_cluster(self.run), serving_ahead(self.run, self.folder / "serving") if serves else nullcontext():
+        with (
+            ray_cluster(self.run),
+            self._ray_metrics(),
+            serving_ahead(self.run, self.folder / "serving") if serves else nullcontext(),
+        ):
             config = self.run.spec.load("config").from_run_config(self.run, self.folder)
             with self._algorithm(config):
                 self._train()
+
+    def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
+        recorder = super()._new_recorder(resumed_iteration)
+        recorder.ray = self._figures
+        return recorder
+
+    @contextmanager
+    def _ray_metrics(self) -> Iterator[None]:
+        """Inside, figures are Ray metrics too, where the configuration or a cluster that was joined asks for it."""
+        from rl_vlm.runs.cluster import joins_cluster
+
+        wanted = self.run.logging.ray_metrics
+        if not (joins_cluster() if wanted is None else wanted):
+            yield
+            return
+        from rl_vlm.monitoring.ray_metrics import RayFigures
+
+        self._figures = self.recorder.ray = RayFigures(self.run, self.folder, self.display.total)
+        try:
+            yield
+        finally:
+            self._figures.close()
 
     @abstractmethod
     def _train(self) -> None:

@@ -80,6 +80,7 @@ class PolicyRun(RunLifecycle):
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
         self.recorder.log_iteration(iteration, metrics)
+        self.recorder.log_spans(iteration, algorithm.last_spans)
         self.display.update(iteration, metrics)
         # Groups of a round that is recorded carry their conversations; with lag, rounds and iterations differ.
         recorded = [k for k, group in enumerate(algorithm.last_groups) if group.trajectories[0].messages]

@@ -71,6 +71,7 @@ class PreferenceRun(RunLifecycle):
             if step == before:
                 continue
             self.recorder.log_iteration(step, algorithm.last_metrics)
+            self.recorder.log_spans(step, algorithm.last_spans)
             self.display.update(step, algorithm.last_metrics)
             # `checkpoint_every` counts rows of figures, as everywhere.
             if _crosses_multiple(before, step, every * settings.steps_per_iteration):

@@ -14,6 +14,7 @@ from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, RayServeException
 
+from rl_vlm import tracing
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.serving.policy_key import OWN, PolicyKey
 from rl_vlm.serving.router import home_session
@@ -69,6 +70,14 @@ class PolicyClient:
         """Answer one request, whatever policy it names, as the client's own. Raises GenerationFailedError."""
         if request.policy != self._key.policy:
             request = replace(request, policy=self._key.policy)
+        if not tracing.traceparent():
+            return await self._generate(request)
+        with tracing.span("request", request=request.request_id, samples=request.sampling.n):
+            completion = await self._generate(replace(request, trace=tracing.traceparent()))
+            tracing.adopt(completion.spans)
+            return completion
+
+    async def _generate(self, request: GenerationRequest) -> Completion:
         if not self._coalesce:
             return (await self.call([request], request.preferred_replica))[0]
         loop = asyncio.get_running_loop()

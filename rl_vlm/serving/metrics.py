@@ -1,7 +1,7 @@
 """Counts of a replica, and their way to Ray's metrics.
 
 Requests only add to plain numbers; a task of the replica sends them to Ray every few seconds, so that no request waits for
-a metrics agent. Names begin with `rl_vlm_`; every series is tagged with its replica.
+a metrics agent. Names begin with `rl_vlm_`; every series is tagged with its run, policy, part (`serving`), Serve application and replica.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _COUNTERS = {
     "prompt_tokens_total": "Prompt tokens, image tokens included",
     "generated_tokens_total": "Sampled tokens",
     "adapter_swaps_total": "Adapter versions loaded",
+    "replica_starts_total": "Replicas started; more than one per place: they were replaced",
 }
 _POLICY_COUNTERS = {
     "policy_requests_total": "Requests answered, by policy",
@@ -108,23 +109,21 @@ class ReplicaTally:
 class RayMetrics:
     """Sends a replica's counts to `ray.util.metrics`."""
 
-    def __init__(self, replica_id: str) -> None:
-        tags = {"replica": replica_id}
+    def __init__(self, run: str, app: str, replica_id: str) -> None:
+        tags = {"run": run, "policy": "policy", "part": "serving", "app": app, "replica": replica_id}
 
-        def make(kind: Any, name: str, description: str, *more: Any, keys: tuple[str, ...] = ("replica",)) -> Any:
-            metric = kind(f"rl_vlm_{name}", description, *more, tag_keys=keys)
+        def make(kind: Any, name: str, description: str, *more: Any, keys: tuple[str, ...] = ()) -> Any:
+            metric = kind(f"rl_vlm_{name}", description, *more, tag_keys=(*tags, *keys))
             metric.set_default_tags(tags)
             return metric
 
         self._gauges = {name: make(metrics.Gauge, name, text) for name, text in _GAUGES.items()}
         self._counters = {name: make(metrics.Counter, name, text) for name, text in _COUNTERS.items()}
         self._histograms = {name: make(metrics.Histogram, name, text, _SECONDS) for name, text in _HISTOGRAMS.items()}
-        self._errors = make(metrics.Counter, "errors_total", "Requests that failed, by kind", keys=("replica", "kind"))
-        of_policy = ("replica", "policy")
-        self._of_policy = {
-            name: make(metrics.Counter, name, text, keys=of_policy) for name, text in _POLICY_COUNTERS.items()
-        }
-        self._policy_version = make(metrics.Gauge, "policy_version", "Newest version that answered", keys=of_policy)
+        self._errors = make(metrics.Counter, "errors_total", "Requests that failed, by kind", keys=("kind",))
+        # Theirs is the tag that others have by default.
+        self._of_policy = {name: make(metrics.Counter, name, text) for name, text in _POLICY_COUNTERS.items()}
+        self._policy_version = make(metrics.Gauge, "policy_version", "Newest version that answered")
         self._refused = make(metrics.Counter, "refused_total", "Calls whose token did not open their policy")
         self._sent_of_policy: Counter[tuple[str, str]] = Counter()
         self._sent: Counter[str] = Counter()
@@ -137,6 +136,7 @@ class RayMetrics:
             "prompt_tokens_total": stats.prompt_tokens,
             "generated_tokens_total": stats.generated_tokens,
             "adapter_swaps_total": stats.adapter_swaps,
+            "replica_starts_total": 1,
         }
         for name, total in totals.items():
             if total > self._sent[name]:

@@ -25,6 +25,7 @@ from rl_vlm.serving.follower import AdapterFollower
 from rl_vlm.serving.lifecycle import Admission, Lifecycle, ReplicaState
 from rl_vlm.serving.metrics import RayMetrics, ReplicaTally
 from rl_vlm.serving.registry import fetch_model_files, registry_name
+from rl_vlm.serving.spans import engine_spans
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Message, RLVLMError, SampleChunk, SamplingParams
 
 logger = logging.getLogger("ray.serve")
@@ -113,7 +114,7 @@ class VLMServer:
         self.replica_id: str = serve.get_replica_context().replica_id.unique_id
         self._life = Lifecycle(run.serving.probe_after_s, load_patience_s=run.serving.publish_timeout_s)
         self._tally = ReplicaTally()
-        self._metrics = RayMetrics(self.replica_id)
+        self._metrics = RayMetrics(run.name, app_name(run_id), self.replica_id)
         codec = load_text_side(folder).codec
         self._probe_ids = codec.encode_prompt([Message.of("user", "1")]).token_ids
         self._changed = asyncio.Condition()
@@ -158,13 +159,17 @@ class VLMServer:
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Answer a batch; every completion names this replica. Raises ReplicaUnavailableError or EngineError."""
-        arrived = time.monotonic()
+        arrived, arrived_ns = time.monotonic(), time.time_ns()
         await self._admit(max(request.min_version for request in requests))
+        admitted = time.monotonic()
         with self._counting_errors():
             completions = await self._engine.generate(requests)
         seconds = time.monotonic() - arrived
-        for completion in completions:
+        for request, completion in zip(requests, completions, strict=True):
             object.__setattr__(completion, "replica_id", self.replica_id)
+            if request.trace:
+                spans = engine_spans(request.trace, completion, arrived_ns, admitted - arrived, seconds)
+                object.__setattr__(completion, "spans", spans)
             self._tally.answered(completion, seconds)
         return completions
 

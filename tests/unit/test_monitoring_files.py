@@ -1,0 +1,86 @@
+"""Rules and dashboard ask for metrics that the code has, and the dashboard's file is the one that its script writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from rl_vlm.monitoring.figure_names import STATE, all_metrics, series_of
+from rl_vlm.serving import metrics as serving
+
+FOLDER = Path(__file__).resolve().parents[2] / "cluster" / "monitoring"
+DOCS = FOLDER.parents[1] / "docs" / "monitoring.md"
+RULES = [rule for group in yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
+DASHBOARD = json.loads((FOLDER / "grafana_dashboard.json").read_text())
+QUERIES = {
+    (panel["title"], target["refId"]): target["expr"]
+    for panel in DASHBOARD["panels"]
+    for target in panel.get("targets", [])
+}
+
+
+def known() -> set[str]:
+    """The names of all series as Prometheus sees them."""
+    histograms = {f"{name}_{part}" for name in serving._HISTOGRAMS for part in ("bucket", "sum", "count")}
+    replicas = {f"rl_vlm_{name}" for name in {*serving._GAUGES, *serving._COUNTERS, "errors_total"} | histograms}
+    return {f"ray_{name}" for name in all_metrics() | replicas}
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("dashboard", FOLDER / "dashboard.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("expr", [*QUERIES.values(), *(rule["expr"] for rule in RULES)])
+def test_queries_name_metrics_that_exist(expr: str) -> None:
+    named = set(re.findall(r"\bray_rl_vlm_[a-z0-9_]+", expr))
+    recorded = {rule["record"] for rule in RULES if "record" in rule}
+    assert named <= known()
+    assert set(re.findall(r"\brl_vlm:[a-z_]+", expr)) <= recorded
+    assert named or "rl_vlm:" in expr or "ray_node_" in expr
+
+
+def test_names_of_the_tag_name_are_logged() -> None:
+    source = "".join(path.read_text() for path in (FOLDER.parents[1] / "rl_vlm").rglob("*.py"))
+    for expr in (*QUERIES.values(), *(rule["expr"] for rule in RULES)):
+        for name in re.findall(r'name="(\w+)"', expr):
+            assert f'"{name}"' in source or f"/{name}" in source, name
+
+
+def test_the_dashboard_is_what_its_script_writes() -> None:
+    assert (FOLDER / "grafana_dashboard.json").read_text() == script().text()
+
+
+def test_panels_do_not_overlap_and_have_names_of_their_own() -> None:
+    cells: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        own = {(place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])}
+        assert not cells & own and max(x for x, _ in own) < 24, panel["title"]
+        cells |= own
+    titles = [panel["title"] for panel in DASHBOARD["panels"]]
+    assert len(titles) == len(set(titles)) and len(QUERIES) > 50
+
+
+def test_every_alert_says_what_to_do_and_is_in_the_docs_and_has_a_test() -> None:
+    page, tests = DOCS.read_text(), (FOLDER / "alerts_test.yml").read_text()
+    assert len(ALERTS) == 9
+    for name, rule in ALERTS.items():
+        assert len(rule["annotations"]["description"]) > 40 and rule["labels"]["severity"] in ("warning", "critical")
+        assert f"`{name}`" in page, name
+        assert f'alertname="{name}"' in tests, name
+
+
+def test_state_and_figures_do_not_share_names() -> None:
+    for name in STATE:
+        assert series_of(name.replace("_", "/", 1)).metric != f"rl_vlm_{name}", name

@@ -1,0 +1,231 @@
+"""`rl-vlm top`: from metrics pages to rows, tables and JSON; and what it says where there is nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from rich.console import Console
+
+from rl_vlm.cli.app import run as rl_vlm
+from rl_vlm.monitoring.overview import overview
+from rl_vlm.monitoring.samples import MetricsUnavailableError, default_dashboard, parse, read_cluster
+from rl_vlm.monitoring.top import as_json, show, table
+
+RUN = 'Component="core_worker",NodeAddress="10.0.0.1",WorkerId="w1",policy="policy",run="quick"'
+REPLICA = (
+    'NodeAddress="10.0.0.2",WorkerId="w2",app="rl-vlm-quick",part="serving",policy="policy",replica="abc",run="quick"'
+)
+PAGE = f"""\
+# HELP ray_rl_vlm_run_active x
+# TYPE ray_rl_vlm_run_active gauge
+ray_rl_vlm_run_active{{{RUN},part="train"}} 1.0
+ray_rl_vlm_run_info{{{RUN},part="train",algorithm="grpo",env="Shapes-v0",model="tiny"}} 1.0
+ray_rl_vlm_iteration{{{RUN},part="train"}} 12.0
+ray_rl_vlm_iterations{{{RUN},part="train"}} 200.0
+ray_rl_vlm_last_progress_timestamp_seconds{{{RUN},part="train"}} 1.0e+09
+ray_rl_vlm_reward_mean{{{RUN},part="rollout"}} 0.25
+ray_rl_vlm_rollout_tokens_per_s{{{RUN},part="rollout"}} 1234.5
+ray_rl_vlm_rollout_lag_max{{{RUN},part="rollout"}} 1.0
+ray_rl_vlm_max_policy_lag{{{RUN},part="train"}} 2.0
+ray_rl_vlm_mismatch_kl{{{RUN},part="learner"}} NaN
+ray_rl_vlm_accuracy{{{RUN},part="eval",name="default"}} 0.5
+ray_rl_vlm_dropped{{{RUN},part="rollout",name="too_old"}} 3.0
+ray_rl_vlm_dropped{{{RUN},part="rollout",name="runner_died"}} 1.0
+ray_rl_vlm_restarts{{{RUN},part="train",name="env_runner"}} 1.0
+ray_rl_vlm_adapter_version{{{REPLICA}}} 12.0
+ray_rl_vlm_running_samples{{{REPLICA}}} 64.0
+ray_rl_vlm_waiting_samples{{{REPLICA}}} 7.0
+ray_rl_vlm_generated_tokens_total{{{REPLICA}}} 1000.0
+ray_rl_vlm_requests_total{{NodeAddress="10.0.0.2",WorkerId="w0",replica="dead",run="quick",part="serving"}} 5.0
+ray_node_cpu_utilization{{ip="10.0.0.2"}} 45.0
+ray_node_mem_used{{ip="10.0.0.2"}} 8589934592
+ray_node_mem_total{{ip="10.0.0.2"}} 17179869184
+ray_node_gpus_utilization{{ip="10.0.0.2",GpuIndex="0",GpuDeviceName="H200"}} 80.0
+ray_node_gram_used{{ip="10.0.0.2",GpuIndex="0",GpuDeviceName="H200"}} 1024.0
+ray_node_gram_available{{ip="10.0.0.2",GpuIndex="0",GpuDeviceName="H200"}} 3072.0
+ray_tasks{{State="RUNNING"}} 4.0
+"""
+
+
+def test_rows_of_runs_replicas_and_nodes() -> None:
+    found = overview(parse(PAGE), now=1e9 + 30)
+    (run,), (replica,), (node,) = found
+    assert (run["run"], run["algorithm"], run["env"], run["state"]) == ("quick", "grpo", "Shapes-v0", "active")
+    assert (run["iteration"], run["iterations"], run["reward"], run["idle_seconds"]) == (12, 200, 0.25, 30)
+    assert run["mismatch_kl"] is None and run["labels"] is None
+    assert run["accuracy"] == {"default": 0.5} and run["restarts"] == {"env_runner": 1}
+    assert run["dropped"] == {"too_old": 3, "runner_died": 1}
+    # A dead replica is known by its counters alone.
+    assert (replica["replica"], replica["version"], replica["running"], replica["waiting"]) == ("abc", 12, 64, 7)
+    assert replica["node"] == "10.0.0.2" and replica["tokens_per_s"] is None
+    assert (node["node"], node["cpu_percent"], node["memory_used"]) == ("10.0.0.2", 45, 2**33)
+    assert node["gpus"] == [
+        {"gpu": "0", "name": "H200", "percent": 80, "memory_used": 2**30, "memory_free": 3 * 2**30}
+    ]  # fmt: skip
+
+
+def test_rates_come_from_two_readings() -> None:
+    later = parse(PAGE.replace("} 1000.0", "} 1500.0"))
+    assert overview(later, 1e9, parse(PAGE), elapsed_s=5.0).replicas[0]["tokens_per_s"] == 100
+    # A replica that was started anew counts from 0.
+    assert overview(parse(PAGE), 1e9, later, elapsed_s=5.0).replicas[0]["tokens_per_s"] == 0
+
+
+def test_two_processes_with_one_run_name_are_two_rows() -> None:
+    both = parse(PAGE) + parse(PAGE.replace('"w1"', '"w3"').replace("active{", "active{").replace("} 12.0", "} 3.0"))
+    assert sorted(row["iteration"] for row in overview(both, 1e9).runs) == [3, 12]
+
+
+def text(found: object, width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(found)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_table_says_what_matters() -> None:
+    shown = text(table(overview(parse(PAGE), 1e9 + 90), ["10.0.0.3:8080"]))
+    for part in (
+        "quick",
+        "grpo",
+        "1m 30s ago",
+        "12/200",
+        "0.25",
+        "1,234 tok/s",
+        "1/2",
+        "abc",
+        "45 %",
+        "8.0/16 GiB",
+        "80 %",
+        "1.0/4 GiB",
+    ):
+        assert part in shown, part
+    assert "No answer from 10.0.0.3:8080" in shown
+    assert "No run reports figures here" in text(table(overview([], 0.0)))
+    hostile = PAGE.replace('run="quick"', 'run="[red]x[/red]"')
+    assert "[red]x[/red]" in text(table(overview(parse(hostile), 1e9)))
+
+
+def test_json_is_one_line_without_nan() -> None:
+    line = as_json(overview(parse(PAGE), 1e9), [])
+    assert "\n" not in line
+    assert set(json.loads(line)) == {"runs", "replicas", "nodes", "unreachable"}
+
+
+class Served(BaseHTTPRequestHandler):
+    """A dashboard, a node and a Prometheus at one port."""
+
+    def do_GET(self) -> None:
+        asked = urlsplit(self.path)
+        port = self.server.server_port  # type: ignore[attr-defined]
+        if asked.path == "/api/prometheus/sd":
+            if self.headers["Authorization"] != "Bearer secret":
+                return self._send(401, "text/plain", "no")
+            targets = [f"127.0.0.1:{port}", "127.0.0.1:9"]
+            return self._send(200, "application/json", json.dumps([{"labels": {}, "targets": targets}]))
+        if asked.path == "/metrics":
+            assert self.headers["Authorization"] is None  # the token is for the dashboard alone
+            return self._send(200, "text/plain", PAGE)
+        if asked.path == "/api/v1/query":
+            assert "ray_rl_vlm_" in parse_qs(asked.query)["query"][0]
+            series = [
+                {"metric": {"__name__": one.name, **one.labels}, "value": [1e9, str(one.value)]} for one in parse(PAGE)
+            ]
+            return self._send(200, "application/json", json.dumps({"data": {"result": series}}))
+        return self._send(200, "text/html", "<html>")
+
+    def _send(self, status: int, kind: str, body: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Served) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join(10)
+
+
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize("where", ["variable", "file", "home"])
+def test_the_token_is_found_where_ray_finds_it(where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if where == "variable":
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    else:
+        path = tmp_path / ("token" if where == "file" else ".ray/auth_token")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("secret\n")
+        if where == "file":
+            monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
+    with served() as url:
+        samples, missing = read_cluster(url)
+    assert len(samples) == len(parse(PAGE)) and missing == ["127.0.0.1:9"]
+
+
+def test_the_command_reads_dashboard_and_prometheus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    with served() as url:
+        for arguments in (["--address", url], ["--prometheus", url]):
+            assert rl_vlm(["top", "--once", "--json", *arguments]) == 0
+            found = json.loads(capsys.readouterr().out)
+            assert found["runs"][0]["run"] == "quick" and found["replicas"][0]["running"] == 64
+        monkeypatch.setenv("RAY_ADDRESS", url)
+        assert default_dashboard() == url
+        assert rl_vlm(["top", "--once"]) == 0
+        assert "quick" in capsys.readouterr().out
+
+
+def test_one_clear_sentence_where_nothing_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rl_vlm(["top", "--once", "--address", "http://127.0.0.1:9"]) == 2
+    assert "--address" in capsys.readouterr().err
+    with served() as url:
+        for arguments, says in (
+            (["--address", url], "RAY_AUTH_TOKEN"),
+            (["--prometheus", url + "/elsewhere"], "right address"),
+            (["--prometheus", url, "--address", url], "contradict"),
+        ):
+            assert rl_vlm(["top", "--once", *arguments]) == 2
+            error = capsys.readouterr().err
+            assert says in error and "Traceback" not in error and error.count("\n") == 1
+
+
+def test_reading_goes_on_after_a_failure() -> None:
+    readings = iter([parse(PAGE), MetricsUnavailableError("gone for now"), parse(PAGE.replace("} 12.0", "} 13.0"))])
+
+    def read() -> tuple[list, list[str]]:
+        found = next(readings, None)
+        if found is None:
+            raise KeyboardInterrupt
+        if isinstance(found, Exception):
+            raise found
+        return found, []
+
+    console = Console(file=io.StringIO(), width=4000)
+    show(read, console, every_s=0.01, once=False, as_lines=True)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [json.loads(line)["runs"][0]["iteration"] for line in lines] == [12, 13]
