@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from core_support import run_config
+from shared_support import Direct, arrived
 
 from rl_vlm.config import RunConfig
 from rl_vlm.engines.base import EngineStats
@@ -31,23 +32,6 @@ from rl_vlm.serving.shelf import NotLoadedError, PolicyShelf
 from rl_vlm.serving.terms import Terms
 from rl_vlm.serving.version_line import Published, VersionLine
 from rl_vlm.types import UserInputError
-
-
-class Direct:
-    """An actor handle's way of calling (`handle.method.remote(...)`), without an actor."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=getattr(self._target, name))
-
-
-def arrived(payload: AdapterPayload) -> Any:
-    """What awaits like an object reference."""
-    future = asyncio.get_running_loop().create_future()
-    future.set_result(payload)
-    return future
 
 
 class Recorder:
