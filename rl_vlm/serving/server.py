@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -164,14 +164,24 @@ class VLMServer:
         admitted = time.monotonic()
         with self._counting_errors():
             completions = await self._engine.generate(requests)
-        seconds = time.monotonic() - arrived
+        self._sign(requests, completions, arrived_ns, admitted - arrived, time.monotonic() - arrived)
+        return completions
+
+    def _sign(
+        self,
+        requests: Sequence[GenerationRequest],
+        completions: Sequence[Completion],
+        arrived_ns: int,
+        admitted_s: float,
+        seconds: float,
+    ) -> None:
+        """Write into the answers who gave them and, where one is traced, when what was done; and count them."""
         for request, completion in zip(requests, completions, strict=True):
             object.__setattr__(completion, "replica_id", self.replica_id)
             if request.trace:
-                spans = engine_spans(request.trace, completion, arrived_ns, admitted - arrived, seconds)
+                spans = engine_spans(request.trace, completion, arrived_ns, admitted_s, seconds)
                 object.__setattr__(completion, "spans", spans)
             self._tally.answered(completion, seconds)
-        return completions
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[SampleChunk]:
         """Answer one request piece by piece. Raises what `generate` raises, also between two pieces."""

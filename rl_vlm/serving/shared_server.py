@@ -48,16 +48,14 @@ class SharedVLMServer(VLMServer):
         self, requests: list[GenerationRequest], policy: str = "", token: str = ""
     ) -> list[Completion]:
         """Answer a batch of one policy. Raises PolicyRefusedError, ReplicaUnavailableError or EngineError."""
-        arrived = time.monotonic()
+        arrived, arrived_ns = time.monotonic(), time.time_ns()
         await self._open(policy, token, requests)
+        admitted = time.monotonic()
         parts = [self._enter(policy, part) for part in _parts(requests)]
         with self._counting_errors():
             answers = await _all_of(parts)
-        seconds = time.monotonic() - arrived
         completions = [completion for part in answers for completion in part]
-        for completion in completions:
-            object.__setattr__(completion, "replica_id", self.replica_id)
-            self._tally.answered(completion, seconds)
+        self._sign(requests, completions, arrived_ns, admitted - arrived, time.monotonic() - arrived)
         return completions
 
     async def _enter(self, policy: str, requests: list[GenerationRequest]) -> list[Completion]:
