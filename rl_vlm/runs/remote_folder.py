@@ -62,14 +62,15 @@ class RemoteFolder:
         self._lock = threading.Lock()
 
     def prepare(self, *, resume: bool, overwrite: bool) -> None:
-        """Fetch the run that is there (`resume`), delete it (`overwrite`), or refuse it. Raises UserInputError."""
+        """Fetch the run that is there (`resume`; none is there yet: it begins), delete it (`overwrite`), or refuse it.
+
+        Raises UserInputError, and RemoteStorageError when the storage does not answer.
+        """
         with self._errors("read"):
             self._files.invalidate_cache()
             index = self._read_index()
             empty = index is None and not (self._files.exists(self._root) and self._files.find(self._root))
         if index is None:
-            if resume:
-                raise UserInputError(f"{self.url} holds no run to resume: choose another --run-dir.")
             if not empty:
                 raise UserInputError(
                     f"{self.url} holds files and no run, and nothing in it is deleted: choose another --run-dir."

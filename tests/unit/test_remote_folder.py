@@ -85,9 +85,10 @@ def test_files_that_are_no_run_are_left_alone(storage: Any, overwrite: bool) -> 
     assert contents(storage) == {"thesis.tex": b"mine"}
 
 
-def test_there_must_be_something_to_resume() -> None:
-    with pytest.raises(UserInputError, match="holds no run to resume"):
-        opened_run_folder(URL, resume=True, overwrite=False).__enter__()
+def test_where_nothing_is_yet_a_resumed_run_begins(storage: Any) -> None:
+    with opened_run_folder(URL, resume=True, overwrite=False) as folder:
+        assert [path.name for path in folder.iterdir()] == [".rl_vlm_run"]
+    assert set(contents(storage)) == {"index.json", ".rl_vlm_run"}
 
 
 @pytest.mark.parametrize(
