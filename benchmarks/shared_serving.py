@@ -124,19 +124,18 @@ def run_sweep(trials: int, iterations: int, folder: Path, shared: bool, replicas
             raise SystemExit(f"The sweep ended with {code}: {output.read()[-3000:]}")
     with results.open() as file:
         rows = list(csv.DictReader(file))
-    failed = sum(row["finished"] != "True" for row in rows)
+    failed = trials - sum(row["finished"] == "True" for row in rows)  # those that never began, too
     before, last = ([float(row[key]) for row in rows if row["finished"] == "True"] for key in ("before", "last"))
     return Outcome(seconds, memory.highest, memory.peak["serving"], memory.processes, before, last, failed)
 
 
-def measure(trials: list[int], iterations: int, rounds: int, replicas: int) -> Report:
-    """Run everything and return the report."""
+def measure(trials: list[int], iterations: int, rounds: int, replicas: int, sides: list[str]) -> Report:
+    """Run everything and return the report; ratios where both sides were run."""
     report = Report("Trials that share replicas, and trials with their own")
     for count in trials:
-        found: dict[str, list[Outcome]] = {"own": [], "shared": []}
+        found: dict[str, list[Outcome]] = {side: [] for side in sides}
         for number in range(rounds):
-            sides = ["own", "shared"] if number % 2 == 0 else ["shared", "own"]
-            for side in sides:
+            for side in sides if number % 2 == 0 else reversed(sides):
                 with tempfile.TemporaryDirectory(prefix="rl-vlm-bench-") as folder:
                     outcome = run_sweep(count, iterations, Path(folder), side == "shared", replicas)
                 print(f"{count} trials, {side}: {json.dumps(outcome.__dict__)}", flush=True)
@@ -151,6 +150,8 @@ def measure(trials: list[int], iterations: int, rounds: int, replicas: int) -> R
             report.add(f"{count} trials, {side}, wall", [o.seconds for o in outcomes], **extra)
             report.add(f"{count} trials, {side}, memory", [o.memory / GIB for o in outcomes], "GiB")
             report.add(f"{count} trials, {side}, serving's memory", [o.serving / GIB for o in outcomes], "GiB")
+        if len(found) < 2:
+            continue
         own, shared = found["own"], found["shared"]
         for name, attribute in (("wall", "seconds"), ("memory", "memory"), ("serving's memory", "serving")):
             peer, ours = (statistics.median(getattr(o, attribute) for o in side) for side in (own, shared))
@@ -169,11 +170,14 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--sides", nargs="+", choices=["own", "shared"], default=["own", "shared"])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.trials, arguments.iterations, arguments.rounds = [2], 2, 1
-    measure(arguments.trials, arguments.iterations, arguments.rounds, arguments.replicas).finish(arguments.out)
+    measure(arguments.trials, arguments.iterations, arguments.rounds, arguments.replicas, arguments.sides).finish(
+        arguments.out
+    )
 
 
 if __name__ == "__main__":

@@ -82,7 +82,8 @@ class Members:
         taken = {member.seat for member in self._members.values()}
         seat = next(number for number in range(len(taken) + 1) if number not in taken)
         folder = self._folder / str(self._next_folder)
-        folder.mkdir(parents=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir()
         member = self._add(
             {"policy": policy, "lock": lock_of(token), "seat": -1 if keeper else seat, "keeper": keeper, "folder": folder.name},
             now,
@@ -106,10 +107,13 @@ class Members:
         """Forget a member and its versions."""
         del self._members[member.policy]
         self.revision += 1
-        self._save()
-        shutil.rmtree(member.line.folder, ignore_errors=True)
-        if not self._members:
+        if self._members:
+            self._save()
+            shutil.rmtree(member.line.folder, ignore_errors=True)
+        else:
+            # Now, because the cluster of the last run may end with it, before the registry does.
             self.empty_since = now
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def expired(self, now: float) -> list[Member]:
         """Members that have not been heard of for the length of a lease."""

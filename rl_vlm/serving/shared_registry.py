@@ -77,7 +77,6 @@ class SharedRegistry:
         self._name, self._run, self._model = name, run, model
         self._terms = Terms.of(run, model.digest)
         self._folder = Path(folder)
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         now = time.monotonic()
         self._members = Members(self._folder, run.serving.sharing.lease_s, now, make_line)
         self._process = uuid.uuid4().hex

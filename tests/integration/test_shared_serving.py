@@ -151,13 +151,12 @@ def test_the_last_user_out_ends_the_service_and_the_next_one_starts_it_anew(
     tiny_folder: Path, run: RunConfig, adapters: PolicyAdapters
 ) -> None:
     other = run.model_copy(update={"serving": run.serving.model_copy(update={"shared": "second"})})
-    apps = lambda: set(serve.status().applications)  # noqa: E731
     name = app_name(shared_id("second"))
-    for _ in range(2):
-        with user(other, "only", tiny_folder) as service:
+    for policy in ("first", "next"):
+        with user(other, policy, tiny_folder) as service:
             service.publish(adapters.payload(0, 1))
-            assert name in apps()
+            assert name in serve.status().applications
             (answer,) = answers(service, ask(tiny_folder, "hello", min_version=1))
             assert answer.policy_version == 1
-    asyncio.run(until(lambda: name not in apps(), 60))
-    assert app_name(shared_id(NAME)) in apps()
+        asyncio.run(until(lambda: name not in serve.status().applications, 60))
+    assert app_name(shared_id(NAME)) in serve.status().applications
