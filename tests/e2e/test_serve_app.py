@@ -19,6 +19,8 @@ from rl_vlm.config import parse_config
 from rl_vlm.learning.module import PolicyModel
 from rl_vlm.models.adapter import AdapterPayload
 
+pytestmark = pytest.mark.acceptance
+
 HI: list[Any] = [{"role": "user", "content": "How many shapes are there?"}]
 HERE = ("serving.engine=transformers", "serving.num_replicas=1", "serving.cpus_per_replica=0.1", "http.model_name=base")
 
@@ -99,7 +101,6 @@ def test_a_registry_that_dies_comes_back_with_its_adapter(server: tuple[ServeRun
     assert "policy-v1" in [model.id for model in client.models.list()]
 
 
-@pytest.mark.acceptance
 def test_without_a_token_the_application_does_not_start(config: Path) -> None:
     with ServeRun(config, RL_VLM_API_TOKEN="") as process:
         process.wait_until(lambda: "set RL_VLM_API_TOKEN" in process.output(), "the refusal", timeout=240)
