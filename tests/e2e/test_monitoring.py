@@ -187,8 +187,9 @@ def test_a_run_that_goes_wrong_in_every_way_fires_every_alert(
     wrong.kill()
     wait_until(lambda: ("RLVLMRunVanished", run) in history.fired(), "alert about the killed run", 120)
     # Runs that ended as they should have not vanished, and nothing was wrong with them.
-    # (With windows of seconds a start looks like no progress, and waiting for a dead replica like staleness.)
-    quick = ("RLVLMNoProgress", "RLVLMStalenessAtBound")
+    # (With windows of seconds a start looks like no progress, waiting for a dead replica like staleness, and the tiny model's learning
+    # rate moves the policy far within the lag of two versions.)
+    quick = ("RLVLMNoProgress", "RLVLMStalenessAtBound", "RLVLMMismatchGrows")
     others = {(alert, name) for alert, name in history.fired() - wanted if name != run and alert not in quick}
     assert others == {("RLVLMReplicasRestarting", ASYNC.stem)}
     named = {rule["alert"] for group in RULES["groups"] for rule in group["rules"] if "alert" in rule}
