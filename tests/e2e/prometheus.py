@@ -70,6 +70,8 @@ class Prometheus:
     def _get(self, what: str, **parameters: Any) -> Any:
         assert self.process.poll() is None, self.log.read_text()
         answer = httpx.get(f"{self.url}/api/v1/{what}", params=parameters, timeout=10)
+        if answer.status_code >= 500:  # it is starting
+            answer.raise_for_status()
         assert answer.status_code == 200, f"{parameters}: {answer.text}"
         return answer.json()["data"]
 

@@ -29,7 +29,7 @@ def main() -> None:
             iteration,
             {
                 "reward/mean": 0.1 + 0.04 * min(iteration, 20) - 0.04 * min(late, 20),
-                "mismatch/kl": 1e-3 * (1 + late),
+                "mismatch/kl": 1e-2 * (1 + late),
                 "rollout/lag_max": 2.0 if late else 1.0,
                 "dropped/too_old": float(late),
                 "restarts/env_runner": float(late // 5),

@@ -153,7 +153,7 @@ QUERIES = [
 
 @pytest.mark.parametrize("expr", QUERIES)
 def test_every_query_of_the_dashboard_has_data(history: Prometheus, expr: str) -> None:
-    if "gpu" in expr or "gram" in expr:
+    if "ray_node_gpu" in expr or "ray_node_gram" in expr:
         import torch
 
         if not torch.cuda.is_available():
@@ -187,8 +187,9 @@ def test_a_run_that_goes_wrong_in_every_way_fires_every_alert(
     wrong.kill()
     wait_until(lambda: ("RLVLMRunVanished", run) in history.fired(), "alert about the killed run", 120)
     # Runs that ended as they should have not vanished, and nothing was wrong with them.
-    # (With windows of seconds a start looks like no progress, and waiting for a dead replica like staleness.)
-    quick = ("RLVLMNoProgress", "RLVLMStalenessAtBound")
+    # (With windows of seconds a start looks like no progress, waiting for a dead replica like staleness, and the tiny model's learning
+    # rate moves the policy far within the lag of two versions.)
+    quick = ("RLVLMNoProgress", "RLVLMStalenessAtBound", "RLVLMMismatchGrows")
     others = {(alert, name) for alert, name in history.fired() - wanted if name != run and alert not in quick}
     assert others == {("RLVLMReplicasRestarting", ASYNC.stem)}
     named = {rule["alert"] for group in RULES["groups"] for rule in group["rules"] if "alert" in rule}
