@@ -29,7 +29,7 @@ def fetch_model(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     with hub_errors(name):
-        folder = Path(snapshot_download(name, ignore_patterns=_IGNORED))
+        folder = Path(snapshot_download(name, repo_type="model", ignore_patterns=_IGNORED))
     if not (folder / "config.json").is_file():
         raise UserInputError(
             f"{name} holds no config.json, so it is no model that can be loaded. Is it a data set? Add --data."

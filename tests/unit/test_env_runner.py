@@ -38,7 +38,7 @@ class OneIsSlow(ShapesEnv):
 
     def step(self, action: str) -> StepResult:
         started = time.monotonic()
-        while self.index == 0 and not self.gate.exists() and time.monotonic() - started < 60:
+        while self.index == 0 and not self.gate.exists() and time.monotonic() - started < 300:
             time.sleep(0.02)
         time.sleep(1 if self.index == 0 else 0)
         found = super().step(action)
@@ -76,14 +76,15 @@ def test_a_slow_group_does_not_hold_up_the_others(runner: VLMEnvRunner, tmp_path
     first = runner.sample(tasks=tasks(1, 1))  # environments and model are warm
     with ThreadPoolExecutor(4) as calls:  # as Ray's threads of the actor
         slow, *others = [calls.submit(runner.sample, tasks=[task]) for task in tasks(0, 4)]
-        assert not wait(others, timeout=50).not_done and not slow.done()
+        assert not wait(others, timeout=240).not_done and not slow.done()
         (tmp_path / "gate").touch()
-        results = [future.result(30) for future in (slow, *others)]
+        results = [future.result(120) for future in (slow, *others)]
     assert [[g.group_id for g in result.groups] for result in results] == [[f"{k:06d}"] for k in range(4)]
     assert all(not result.lost and len(result.groups[0]) == 2 for result in results)
     # Each second of an environment is reported once, by whichever call ends first; threads take some time as well.
     spent = sum(float(note.read_text()) for note in tmp_path.glob("spent-*"))
-    assert spent > 2 and spent <= sum(result.timings["env"] for result in (first, *results)) < 2 * spent
+    reported = sum(result.timings["env"] for result in (first, *results))
+    assert spent > 2 and 0.7 * spent < reported < 1.5 * spent
 
 
 def test_a_runner_has_room_for_its_share_of_the_groups_and_an_evaluation() -> None:

@@ -19,6 +19,7 @@ from shared_support import Direct, arrived
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide
+from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving import deploying
 from rl_vlm.serving.policy_key import PolicyKey, PolicyRefusedError
 from rl_vlm.serving.shared_registry import SharedRegistry
@@ -33,10 +34,11 @@ class Place:
 
     def __init__(self, folder: Path, scratch: Path, **dotted: Any) -> None:
         self.run = run_config(folder, serving__shared="s", serving__max_context=512, **dotted)
-        self.terms = Terms.of(self.run, folder)
+        model = ModelReference.of(str(folder))
+        self.terms = Terms.of(self.run, model.digest)
         make_line = partial(VersionLine, put=arrived)
-        self.registry = SharedRegistry("s", self.run, str(folder), self.terms, str(scratch), make_line)
-        self.replica = SharedVLMServer(str(folder), self.run, "s", "nowhere")
+        self.registry = SharedRegistry("s", self.run, model, str(scratch), make_line)
+        self.replica = SharedVLMServer(model, self.run, "s", "nowhere")
         self.replica._shelf._find_registry = lambda: Direct(self.registry)
 
     async def join(self, policy: str, payload: AdapterPayload | None = None) -> PolicyKey:
