@@ -20,8 +20,8 @@ from rl_vlm.models.reference import ModelReference
 from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.serving.client import PolicyClient
 from rl_vlm.serving.registry import registry_name
-from rl_vlm.serving.shared_registry import SHARED_NAMESPACE, shared_id
 from rl_vlm.serving.shared_service import SharedService
+from rl_vlm.serving.shared_types import SHARED_NAMESPACE, shared_id
 
 NAME = "test"
 

@@ -15,7 +15,7 @@ from ray.serve.schema import ApplicationStatus, ReplicaState
 from rl_vlm.config import RunConfig
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.server import app_name, build_app
-from rl_vlm.serving.shared_registry import SHARED_NAMESPACE, shared_id
+from rl_vlm.serving.shared_types import SHARED_NAMESPACE, shared_id
 from rl_vlm.types import RLVLMError
 
 _ANSWER_S = 30.0

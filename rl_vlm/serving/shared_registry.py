@@ -12,55 +12,27 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_vlm.config import RunConfig
 from rl_vlm.models.reference import ModelReference, travelling_files
 from rl_vlm.serving.members import Member, Members, wanted_replicas
 from rl_vlm.serving.registry import LIVE_WINDOW_S, POLL_S, registry_name
+from rl_vlm.serving.shared_types import SHARED_NAMESPACE, Changes, Entry, Revision, Welcome, shared_id
 from rl_vlm.serving.terms import Terms
 from rl_vlm.serving.version_line import Published, PublishReport, VersionLine, disk_thread
 
 logger = logging.getLogger(__name__)
 
-SHARED_NAMESPACE = "rl_vlm"  # one for all jobs, so that they find each other's services
 _FIRST_USER_S = 60.0  # how long a service waits for its first user
 _LINGER_S = 2.0  # and how long after its last one, for a run that is about to come
 _TICK_S = 1.0
 _TELL_S = 5.0  # how long a service that could not start says why
 _FEWER_AFTER_S = 30.0  # how long fewer replicas must be wanted before one is stopped
-
-Revision = tuple[str, int]  # of a registry's process, and in it
-
-
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    """A user's place: the number of its seat."""
-
-    seat: int
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What a replica knows of a policy: the lock of its token, and its newest version."""
-
-    lock: str
-    newest: Published | None
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """What has changed since an earlier revision; policies that are not in `present` are gone."""
-
-    revision: Revision
-    entries: Mapping[str, Entry]
-    present: frozenset[str]
 
 
 class SharedRegistry:
@@ -268,11 +240,6 @@ class SharedRegistry:
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
-def shared_id(name: str) -> str:
-    """The run id under which a shared service's application and registry are known."""
-    return f"shared-{name}"
-
-
 def find_or_start(name: str, run: RunConfig, model: ModelReference, folder: Path) -> ray.actor.ActorHandle:
     """The registry of this name on the cluster, or a new one on this node; `folder` is then its own, for its restarts."""
     actor = ray.remote(SharedRegistry).options(
@@ -287,11 +254,3 @@ def find_or_start(name: str, run: RunConfig, model: ModelReference, folder: Path
         scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True),
     )
     return actor.remote(name, run, model, str(folder))  # type: ignore[no-any-return]
-
-
-def find(name: str) -> ray.actor.ActorHandle | None:
-    """The registry of this name on the cluster, if there is one."""
-    try:
-        return ray.get_actor(registry_name(shared_id(name)), namespace=SHARED_NAMESPACE)
-    except (ValueError, RayError):
-        return None

@@ -21,7 +21,8 @@ from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.deploying import ServingError, wait_for_replicas
 from rl_vlm.serving.policy_key import PolicyKey
-from rl_vlm.serving.shared_registry import Welcome, find_or_start, shared_id
+from rl_vlm.serving.shared_registry import find_or_start
+from rl_vlm.serving.shared_types import Welcome, shared_id
 from rl_vlm.serving.terms import Terms
 from rl_vlm.serving.version_line import Published, PublishReport
 from rl_vlm.types import UserInputError

@@ -18,7 +18,7 @@ from rl_vlm.serving.lifecycle import Lifecycle
 from rl_vlm.serving.metrics import ReplicaTally
 from rl_vlm.serving.policy_key import PolicyRefusedError, opens
 from rl_vlm.serving.registry import POLL_S
-from rl_vlm.serving.shared_registry import Changes, Revision
+from rl_vlm.serving.shared_types import Changes, Revision
 from rl_vlm.serving.version_line import Published
 from rl_vlm.types import RLVLMError, UserInputError
 

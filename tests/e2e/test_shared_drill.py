@@ -24,8 +24,8 @@ from shared_support import NAME, PolicyAdapters, client_of, registry, sharing, u
 
 from rl_vlm.models.lora_layers import inject_lora, load_lora_state, lora_config
 from rl_vlm.serving.server import app_name
-from rl_vlm.serving.shared_registry import shared_id
 from rl_vlm.serving.shared_service import SharedService
+from rl_vlm.serving.shared_types import shared_id
 from rl_vlm.types import Completion
 
 POLICIES = 8

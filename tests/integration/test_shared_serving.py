@@ -23,8 +23,8 @@ from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.client import GenerationFailedError
 from rl_vlm.serving.server import app_name
-from rl_vlm.serving.shared_registry import shared_id
 from rl_vlm.serving.shared_service import SharedService
+from rl_vlm.serving.shared_types import shared_id
 from rl_vlm.types import Completion, UserInputError
 
 pytestmark = pytest.mark.timeout(300)

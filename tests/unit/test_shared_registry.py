@@ -27,7 +27,8 @@ from rl_vlm.serving import deploying, shared_registry
 from rl_vlm.serving.lifecycle import Lifecycle
 from rl_vlm.serving.metrics import ReplicaTally
 from rl_vlm.serving.policy_key import PolicyKey, PolicyRefusedError
-from rl_vlm.serving.shared_registry import SharedRegistry, Welcome
+from rl_vlm.serving.shared_registry import SharedRegistry
+from rl_vlm.serving.shared_types import Welcome
 from rl_vlm.serving.shelf import NotLoadedError, PolicyShelf
 from rl_vlm.serving.terms import Terms
 from rl_vlm.serving.version_line import Published, VersionLine
