@@ -10,6 +10,7 @@ from ray import serve
 from ray.exceptions import ActorAlreadyExistsError
 from ray.serve._private.common import DeploymentID
 from ray.serve.context import _get_global_client as get_global_client
+from ray.serve.context import _set_global_client as set_global_client
 from ray.serve.schema import ApplicationStatus, ReplicaState
 
 from rl_vlm.config import RunConfig
@@ -42,6 +43,14 @@ def start_serve(timeout_s: float) -> None:
                     f"Serve is being started elsewhere and did not come up in {timeout_s:g} s."
                 ) from error
             time.sleep(0.1)
+
+
+def forget_serve() -> None:
+    """Forget the Serve that this process was connected to, which may be that of an earlier cluster; the next call finds the current one.
+
+    A run that shares does not call `serve.start`, which would do this.
+    """
+    set_global_client(None)
 
 
 def wait_for_replicas(

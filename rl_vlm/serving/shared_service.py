@@ -19,7 +19,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from rl_vlm.config import RunConfig
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.serving.deploying import ServingError, wait_for_replicas
+from rl_vlm.serving.deploying import ServingError, forget_serve, wait_for_replicas
 from rl_vlm.serving.policy_key import PolicyKey
 from rl_vlm.serving.shared_registry import find_or_start
 from rl_vlm.serving.shared_types import Welcome, shared_id
@@ -51,6 +51,7 @@ class SharedService:
         self._registry: Any = None
         self._ready = False
         self._stopped = threading.Event()
+        forget_serve()
         self.key = replace(self.key, seat=self._join(run.serving.startup_timeout_s).seat)
         self._heart = threading.Thread(target=self._keep_lease, name="policy-lease", daemon=True)
         self._heart.start()
