@@ -21,6 +21,7 @@ from serving_support import RUN_ID, Adapters, ask, client, replicas, served, unt
 
 from rl_vlm.config import RunConfig
 from rl_vlm.engines.base import EngineError
+from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving import server
 from rl_vlm.serving.publisher import PolicyService
 from rl_vlm.serving.registry import registry_name
@@ -132,7 +133,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def replica_here(run: RunConfig, folder: Path, **serving: Any) -> server.VLMServer:
     changed = run.model_copy(update={"serving": run.serving.model_copy(update=serving)})
-    return server.VLMServer(str(folder), changed, RUN_ID, ray.get_runtime_context().namespace)
+    return server.VLMServer(ModelReference.of(str(folder)), changed, RUN_ID, ray.get_runtime_context().namespace)
 
 
 def test_a_replica_that_cannot_load_fails_its_health_check(
