@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
-import pytest
 import yaml
 from head import RayHead, free_ports, wait_until
 from runs import ROOT
@@ -22,8 +21,7 @@ WINDOW = "60s"  # in place of a quarter of an hour
 def tool(name: str) -> str:
     """The path of `prometheus` or `promtool`."""
     found = shutil.which(name)
-    if found is None:
-        pytest.skip(f"{name} is not installed: apt-get install prometheus")
+    assert found is not None, f"{name} is not installed: apt-get install prometheus"
     return found
 
 

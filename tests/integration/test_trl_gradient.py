@@ -20,8 +20,6 @@ from rl_vlm.models.backbone import ImageFeatures
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.types import EncodedImage, StopReason, Trajectory, TrajectoryStatus, Turn
 
-pytest.importorskip("trl")
-
 
 def short_name(name: str) -> str:
     return name.replace("base_model.model.", "").replace(".default", "")

@@ -12,8 +12,6 @@ from policy_loop import MAX_CONTEXT, Loop, check_agreement
 from rl_vlm.config import ServingSection, VLLMSection
 from rl_vlm.engines.vllm_engine import VLLMEngine
 
-pytest.importorskip("vllm")
-
 
 @pytest.fixture(scope="module")
 def folder(wide_folder: Path) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,8 +38,7 @@ from rl_vlm.models.loading import TextSide, load_model, load_text_side
 from rl_vlm.models.lora_layers import inject_lora, lora_config, lora_state
 from rl_vlm.types import Completion, GenerationRequest, SampleChunk, SamplingParams, StopReason, UserInputError
 
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-pytestmark = [needs_vllm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 SERVING = ServingSection(max_context=1024, vllm=VLLMSection(max_num_seqs=32))
 PIXELS = PixelLimits(64 * 64, 72 * 96)  # not the processor's own: pictures become larger and smaller by them

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +17,7 @@ from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.types import Completion, GenerationRequest
 
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-pytestmark = [needs_vllm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 POLICIES, SLOTS = 5, 2
 TOLERANCE = 1e-4

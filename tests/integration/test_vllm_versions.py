@@ -28,7 +28,6 @@ from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.vllm_engine import VLLMEngine
 from rl_vlm.types import Completion, GenerationRequest, InFlightUpdates, SampleChunk
 
-pytest.importorskip("vllm")
 pytestmark = pytest.mark.timeout(600)
 
 VERSIONS = (1, 2, 3)

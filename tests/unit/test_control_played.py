@@ -13,7 +13,6 @@ EMPTY = {"env": "MiniGrid-Empty-5x5-v0", "actions": ["left", "right", "forward"]
 
 
 def minigrid(**kwargs):
-    pytest.importorskip("minigrid")
     return rl_vlm.make("Control-v0", **{**EMPTY, **kwargs})
 
 
@@ -110,7 +109,6 @@ def test_starts_of_the_splits_are_disjoint_where_that_is_asked_for():
 
 def test_metaworld_reach_is_played_with_named_moves():
     import_mujoco()  # chooses how to draw before anything else imports it
-    pytest.importorskip("metaworld")
     env = rl_vlm.make(
         "Control-v0", env="metaworld/reach-v3", task="Move the hand to the red ball", frame_skip=10, image_size=32,
         max_turns=40, reward="success", camera="corner2",

@@ -10,6 +10,7 @@ import json
 import re
 from pathlib import Path
 
+import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +37,6 @@ def test_there_is_a_notebook() -> None:
 
 @notebooks
 def test_the_format_is_valid(path: Path) -> None:
-    nbformat = pytest.importorskip("nbformat")
     nbformat.validate(json.loads(path.read_text()))
 
 

@@ -1,6 +1,5 @@
 """An OpenEnv server, a process of its own made with that package, is played over its WebSocket."""
 
-import importlib.util
 import socket
 import subprocess
 import sys
@@ -17,8 +16,6 @@ from rl_vlm.envs.adapters.openenv_observations import parts_of
 from rl_vlm.envs.errors import EnvCrashError, EnvError, check_reset, check_step
 from rl_vlm.types import UserInputError
 
-if importlib.util.find_spec("openenv") is None:
-    pytest.skip("openenv-core is not installed", allow_module_level=True)
 SERVER = str(Path(__file__).parents[1] / "fixtures" / "openenv_server.py")
 
 

@@ -114,7 +114,6 @@ def test_the_changelog_has_the_version_of_the_package() -> None:
     assert headings[0] == "Unreleased" and version in headings
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone")
 def test_what_tools_leave_behind_is_ignored_and_not_in_the_repository() -> None:
     check = ["git", "-C", str(ROOT), "check-ignore", "--no-index", *LEFT_BY_TOOLS]
     ignored = subprocess.run(check, capture_output=True, text=True, timeout=60).stdout.split()

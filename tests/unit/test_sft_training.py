@@ -53,7 +53,7 @@ def batch_of(settings: Any, policy: PolicyModel, step: int = 0) -> list[Trajecto
 
 
 def trl_trainer(folder: Path, policy: PolicyModel, rows: list[dict[str, Any]], out: Path) -> Any:
-    trl = pytest.importorskip("trl")
+    import trl
     from datasets import Dataset, Features, List, Value
     from datasets import Image as ImageFeature
 

@@ -18,8 +18,7 @@ LAUNCHED = sorted((ROOT / "cluster").glob("*/cluster.yaml"))
 
 def tool(name: str) -> str:
     found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
-    if found is None:
-        pytest.skip(f"{name} is not installed: pip install 'rl-vlm[dev]'")
+    assert found is not None, f"{name} is not installed: make install"
     return found
 
 

@@ -20,7 +20,6 @@ from rl_vlm.models.tiny import roamer, rooms
 from rl_vlm.models.tiny.rooms import HEADINGS, WORDS, Room, bearing, described, draw_tour, random_room, render, side
 from rl_vlm.types import UserInputError
 
-pytest.importorskip("minigrid")
 CONFIG = Path(__file__).parents[2] / "configs" / "minigrid_tiny.yaml"
 ROOM = Room(6, agent=(1, 2), heading="north", goal=(3, 3))
 

@@ -16,8 +16,6 @@ from rl_vlm.learning.module import PolicyModel
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.types import Message, UserInputError
 
-pytest.importorskip("trl")
-
 OVERRIDES = {
     "env": {"kwargs": {"num_train": 8, "num_test": 4}},
     "rollout": {"prompts_per_iteration": 2, "group_size": 2, "max_new_tokens_per_turn": 4},

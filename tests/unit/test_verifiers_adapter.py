@@ -11,7 +11,6 @@ from rl_vlm.envs.adapters.verifiers_messages import from_text
 from rl_vlm.envs.errors import EnvError, check_reset, check_step
 from rl_vlm.types import UserInputError, as_encoded
 
-pytest.importorskip("verifiers")
 FOLDER = Path(__file__).parents[1] / "fixtures" / "envs"
 COLOURS = str(FOLDER / "verifiers_colours.py")
 MADE = []
