@@ -10,9 +10,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed-$(notdir $(REQUIREMENTS))
 TEST := $(BIN)/python -m pytest -q
 UNIT := $(TEST) -n auto --dist loadfile tests/unit
+SECURITY := $(TEST) -n auto --dist loadfile -m "not acceptance" tests/security
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test unit integration e2e lint acceptance drills cluster requirements clean
+.PHONY: help install quickstart test unit security integration e2e lint acceptance drills cluster requirements audit sbom clean
+# Tools of these two only; uv keeps them apart from the environment.
+UVX := $(BIN)/uvx --quiet
+ADVISORIES ?= osv
+PINNED := requirements/cpu.txt requirements/gpu.txt requirements/cloud.txt
 
 help: ## Show the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -37,12 +42,16 @@ lint: install ## Check style, types and which way imports point
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-unit: install ## Tests without Ray, in seconds
+unit: install ## Tests without Ray, in minutes
 	$(UNIT)
+
+security: install ## What hostile clients, files, endpoints and environments do
+	$(SECURITY)
 
 test: lint ## Lint, types, and the tests that CI runs (both engines, one real learning run)
 	$(UNIT) -m "not acceptance"
-	$(TEST) -m "not acceptance" --durations=25 tests/integration tests/e2e
+	$(SECURITY)
+	$(TEST) -n 2 --dist loadfile -m "not acceptance" --durations=25 tests/integration tests/e2e
 
 acceptance: install ## Everything else: learning on several seeds, fault drills, benchmarks (hours)
 	$(TEST) -m acceptance tests
@@ -59,6 +68,26 @@ requirements: install ## Pin the requirement files anew
 	$(BIN)/uv pip compile requirements/gpu.in --universal --python-version 3.11 --generate-hashes --no-emit-package rl-vlm \
 		--no-header -q -o requirements/gpu.txt
 	$(BIN)/uv pip compile requirements/cloud.in --universal --python-version 3.11 --generate-hashes --no-header -q -o requirements/cloud.txt
+
+audit: install ## Look all pinned packages up in the advisories of OSV (ADVISORIES=pypi: of PyPI); needs the network
+	@mkdir -p build/audit
+	@for file in $(PINNED); do \
+		echo "$$file:"; log=build/audit/$$(basename $$file .txt).log; \
+		$(UVX) pip-audit==2.10.1 --strict --no-deps --disable-pip --progress-spinner off --vulnerability-service $(ADVISORIES) \
+			-r $$file > $$log 2>&1 && { tail -n 1 $$log; continue; }; \
+		if grep -qE "ConnectionError|Max retries exceeded|ReadTimeout|Failed to fetch|not found on PyPI" $$log; then \
+			echo "error: the advisories ($(ADVISORIES)) cannot be reached from here, so nothing was audited: run this where they can ($$log)"; exit 2; \
+		fi; \
+		cat $$log; exit 1; \
+	done
+
+sbom: install ## Write the bill of materials (CycloneDX) of each pinned requirement file into build/sbom
+	@mkdir -p build/sbom
+	@for file in $(PINNED); do \
+		$(UVX) --from cyclonedx-bom==7.5.0 cyclonedx-py requirements $$file --pyproject pyproject.toml --output-format JSON \
+			--output-reproducible --output-file build/sbom/$$(basename $$file .txt).cdx.json 2> build/sbom/log \
+			|| { cat build/sbom/log; exit 1; }; \
+	done; rm -f build/sbom/log; ls build/sbom
 
 clean: ## Remove what runs and tests left behind (not .venv)
 	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache

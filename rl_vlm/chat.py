@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from rl_vlm.chat_template import ChatTemplate
 from rl_vlm.types import EncodedImage, Message, UserInputError, as_encoded
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class ChatCodec:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, image_token: str) -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self._compiled = ChatTemplate(template, tokenizer.special_tokens_map)
         # A private copy that never parses special tokens out of text.
         self._plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
         self._plain.encode_special_tokens = True
@@ -156,14 +158,8 @@ class ChatCodec:
                     content.append({"type": "text", "text": f"\ue000{texts}\ue001"})
                     texts += 1
             conversation.append({"role": role, "content": content})
-        rendered = self._tokenizer.apply_chat_template(
-            conversation,
-            chat_template=self._template,
-            tokenize=False,
-            add_generation_prompt=True,
-            **({} if thinking is None else {"enable_thinking": thinking}),
-        )
-        return str(rendered)
+        options = {} if thinking is None else {"enable_thinking": thinking}
+        return self._compiled.render(conversation, **options)
 
     def _ids_of(self, text: str) -> Sequence[int]:
         return self._plain.encode(text, add_special_tokens=False).ids

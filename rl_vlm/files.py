@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import math
 import os
@@ -10,7 +11,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -38,10 +39,32 @@ def write_atomic(path: str | Path, data: bytes | str) -> None:
         raise
 
 
+def open_own(path: str | Path) -> BinaryIO:
+    """Open a file for appending, unbuffered, unless it is a symbolic link: who may write into a folder could otherwise make
+    us write to any file of ours. Raises UserInputError for a link."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return cast(BinaryIO, open(os.open(path, flags, 0o666), "ab", buffering=0))
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UserInputError(
+            f"{path} is a symbolic link, and rl-vlm writes to files of its own only: remove it."
+        ) from error
+
+
+def resolved(path: str | Path) -> Path:
+    """The absolute path behind ~ and symbolic links. Raises UserInputError for links in a circle and unknown users."""
+    try:
+        return Path(path).expanduser().resolve()
+    except (OSError, RuntimeError) as error:
+        raise UserInputError(f"The path {path} leads nowhere ({error}): correct it.") from error
+
+
 def append_whole(path: str | Path, data: bytes) -> None:
     """Append `data`, or leave the file as it was: a full disk never leaves a part of a line."""
     # Unbuffered, so that the failure appears here and not when the file is closed.
-    with Path(path).open("ab", buffering=0) as file:
+    with open_own(path) as file:
         size = file.seek(0, os.SEEK_END)
         try:
             rest = memoryview(data)

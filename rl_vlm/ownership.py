@@ -40,6 +40,8 @@ _RUN_FOLDERS = ("adapter", "adapter-ema", "checkpoints", "labels", "serving", "t
 
 def mark_run(folder: Path) -> None:
     """Mark the folder as a run's. Raises OSError."""
+    if (folder / RUN_MARKER).is_symlink():
+        (folder / RUN_MARKER).unlink()  # not to write to what it leads to
     (folder / RUN_MARKER).write_text(_NOTE)
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
+from rl_vlm.safe_text import safe
 from rl_vlm.tracing import Span
 
 # The policy of a run that has its own replicas. Runs that share replicas have a name each.
@@ -34,7 +35,13 @@ InFlightUpdates = Literal["keep", "recompute"]
 
 
 class RLVLMError(Exception):
-    """Base of the errors that this package raises on purpose; the message tells the user what to do."""
+    """Base of the errors that this package raises on purpose; the message tells the user what to do.
+
+    What a file, a model or an endpoint put into the message cannot reach a terminal or a log raw: see `safe_text`.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(safe(one) if isinstance(one, str) else one for one in args))
 
 
 class UserInputError(RLVLMError):
@@ -63,21 +70,40 @@ class EncodedImage:
 
     @classmethod
     def from_pil(cls, image: Image.Image) -> EncodedImage:
-        """Encode any PIL image as RGB PNG: transparency is laid on white, 16 bits become 8, metadata are left out."""
-        if image.mode.startswith("I;16"):
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))  # PIL would cut off at 255
-        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-            rgba = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
-        rgb = image.convert("RGB")
+        """Encode any PIL image as RGB PNG (see `as_rgb`); metadata are left out."""
+        rgb = as_rgb(image)
         buffer = io.BytesIO()
         rgb.save(buffer, format="PNG", compress_level=1, icc_profile=None)
         png = buffer.getvalue()
         return cls(hashlib.sha256(png).hexdigest(), png, rgb.width, rgb.height)
 
-    def to_pil(self) -> Image.Image:
-        """Decode to an RGB PIL image."""
-        return Image.open(io.BytesIO(self.png), formats=("PNG",)).convert("RGB")
+    def to_pil(self, name: str = "") -> Image.Image:
+        """Decode to an RGB PIL image. Raises UserInputError where the bytes are no PNG, or not one of the announced size.
+
+        The size decides how many tokens the image takes, and may come from a client or a process apart from the bytes.
+        `name` is what the message calls the image.
+        """
+        name = f"Image {name or self.sha256[:12]}"
+        try:
+            image = Image.open(io.BytesIO(self.png), formats=("PNG",))
+            # Before the pixels are decoded: a forged size must not cost memory.
+            if image.size == (self.width, self.height):
+                return image.convert("RGB")
+        except Exception as error:  # Pillow raises nearly anything on damaged bytes
+            raise UserInputError(f"{name} cannot be decoded ({error}): replace it.") from error
+        raise UserInputError(
+            f"{name} has {image.width}x{image.height} pixels and was announced as {self.width}x{self.height}."
+        )
+
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    """Any PIL image in RGB: transparency is laid on white, 16 bits become 8."""
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))  # PIL would cut off at 255
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 Part = str | Image.Image | EncodedImage
@@ -236,7 +262,7 @@ class Sample:
     token_ids: np.ndarray
     logprobs: np.ndarray
     stop_reason: StopReason
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    top_logprobs: Sequence[tuple[tuple[int, float], ...]] = ()
     pieces: tuple[tuple[int, int], ...] = ()
 
 
@@ -252,7 +278,7 @@ class SampleChunk:
     logprobs: np.ndarray
     policy_version: int
     stop_reason: StopReason | None = None
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    top_logprobs: Sequence[tuple[tuple[int, float], ...]] = ()
     replica_id: str = ""
 
 

@@ -24,7 +24,7 @@ def work(given: SweepArguments) -> None:
     sweep = SweepConfig.model_validate({
         "space": {"learner.lr": {"loguniform": [1e-4, 1e-2]}, "algorithm.clip_high": {"uniform": [0.1, 0.4]}},
         "num_samples": population,
-        "max_concurrent": population,
+        "shared": True,  # a trial that copies another starts anew, and replicas of its own would too
         "stopping": {"name": "pbt", "grace_period": interval},
     })  # fmt: skip
     tell_best(run_sweep(run, sweep, given.out, resume=given.resume), sweep.metric, given.out)

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
-import ray
 from ray.exceptions import RayError
 from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
@@ -22,9 +21,11 @@ from rl_vlm.algorithms.learners import (
     LearnerDiedError,
     LearnerLostError,
     LearnerOutOfMemoryError,
+    UpdateDeadline,
     all_learners_answer,
     is_out_of_memory,
     on_one_learner,
+    update_remote_learners,
 )
 from rl_vlm.algorithms.ray_tracing import ray_spans_join
 from rl_vlm.algorithms.runner_group import light_env_runners
@@ -55,6 +56,7 @@ class RunAlgorithm(Algorithm):
         self.folder: Path = config.scratch_folder or Path(self.logdir)
         self.restarts: Counter[str] = Counter()
         self.last_metrics: dict[str, float] = {}
+        self._update_deadline = UpdateDeadline(self.run.learner.update_timeout_s)
         self.last_spans: list[Span] = []  # that came in the last iteration
         self.stop_requested: Callable[[], bool] = lambda: False
         self._clock: defaultdict[str, float] = defaultdict(float)
@@ -146,11 +148,14 @@ class RunAlgorithm(Algorithm):
         try:
             if group.is_local:
                 return list(group.update(training_data=TrainingData(episodes=list(batches))))
-            results = group.update(training_data=TrainingData(episodes_refs=[ray.put([batch]) for batch in batches]))
-            if len(results) < len(batches):  # RLlib leaves out learners that it knows to be dead
-                raise LearnerLostError(f"{len(batches) - len(results)} of {len(batches)} learners are gone")
-            return list(results)
-        except (RayError, RuntimeError, LearnerLostError) as error:
+            started = time.perf_counter()
+            results = update_remote_learners(group, batches, self._update_deadline.of(batches[0]))
+            self._update_deadline.took(batches[0], time.perf_counter() - started)
+            return results
+        except LearnerLostError as error:
+            self._replace_learners(error)
+            return None
+        except (RayError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise LearnerOutOfMemoryError(
                     f"An update did not fit into a learner's memory ({str(error).splitlines()[0]}): lower "
@@ -163,17 +168,24 @@ class RunAlgorithm(Algorithm):
             return None
 
     def _replace_learners(self, error: Exception) -> None:
-        self.restarts["learner"] += 1
-        if self.restarts["learner"] > self.run.learner.max_restarts:
-            raise LearnerDiedError(
-                f"A learner died {self.restarts['learner']} times, the last time with: {str(error).splitlines()[0]} Raise "
-                "learner.max_restarts, or give the learners more memory."
-            ) from error
-        self.learner_group.shutdown()
-        self.learner_group = self.config.build_learner_group(
-            rl_module_spec=self.config.get_multi_rl_module_spec(spaces=self.spaces, inference_only=False)
-        )
-        self.restore_learners()
+        self._update_deadline.forget()
+        while True:
+            self.restarts["learner"] += 1
+            if self.restarts["learner"] > self.run.learner.max_restarts:
+                raise LearnerDiedError(
+                    f"A learner died {self.restarts['learner']} times, the last time with: {str(error).splitlines()[0]} "
+                    "Raise learner.max_restarts, or give the learners more memory."
+                ) from error
+            if not self.learner_group._is_shut_down:
+                self.learner_group.shutdown()
+            try:
+                self.learner_group = self.config.build_learner_group(
+                    rl_module_spec=self.config.get_multi_rl_module_spec(spaces=self.spaces, inference_only=False)
+                )
+                self.restore_learners()
+                return
+            except (RayError, LearnerLostError) as again:  # the new ones were placed on a node that was dying too
+                error = again
 
     # RLlib's other hooks.
 

@@ -10,6 +10,7 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
 from rl_vlm.config import RunConfig, apply_overrides, parse_config
 from rl_vlm.config.resources import claim
+from rl_vlm.models.memory.cards import driver_gpu
 
 
 class RunAlgorithmConfig(AlgorithmConfig):
@@ -37,10 +38,13 @@ class RunAlgorithmConfig(AlgorithmConfig):
         return config.copy(copy_frozen=False)
 
     def update_from_dict(self, config_dict: dict[str, Any]) -> Self:
-        """RLlib's keys, `run_config` (nested), and the run configuration's dotted keys (`learner.lr`), as Tune sends them."""
+        """RLlib's keys, `run_config` (nested), and the run configuration's dotted keys (`learner.lr`), as Tune sends them.
+
+        `seed` is the run's, from which RLlib's follows.
+        """
         rest = dict(config_dict)
         run = rest.pop("run_config", None)
-        dotted = {key: rest.pop(key) for key in list(rest) if "." in key}
+        dotted = {key: rest.pop(key) for key in list(rest) if "." in key or (key == "seed" and rest[key] is not None)}
         if run is not None or dotted:
             base = run if run is not None else self.run_config
             data = base.model_dump() if isinstance(base, RunConfig) else dict(base)
@@ -56,6 +60,7 @@ class RunAlgorithmConfig(AlgorithmConfig):
             num_learners=learner.num_learners,
             num_cpus_per_learner=learner.cpus_per_learner,
             num_gpus_per_learner=learner.gpus_per_learner,
+            local_gpu_idx=driver_gpu(self.run_config),  # RLlib would take the first, which is a replica's
             custom_resources_per_learner=claim(resources.learners_on),
         )
         self.env_runners(custom_resources_per_env_runner=claim(resources.env_runners_on))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import ray
 import torch
 from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
+from ray.rllib.core.learner.training_data import TrainingData
 
 from rl_vlm.types import RLVLMError
 
 _TIMEOUT_S = 300.0
+_SLOWER, _LEAST_S = 10.0, 120.0  # than the longest update so far; whatever that was
 
 
 class LearnerLostError(RLVLMError):
@@ -23,6 +26,52 @@ class LearnerDiedError(RLVLMError):
 
 class LearnerOutOfMemoryError(RLVLMError):
     """An update did not fit into a learner's memory; trying again would not help."""
+
+
+class UpdateDeadline:
+    """How long learners may take for a batch of some type: `limit_s` seconds at first, then a multiple of what they took."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._longest: dict[type, float] = {}
+
+    def of(self, batch: Any) -> float:
+        """Seconds for this batch."""
+        longest = self._longest.get(type(batch))
+        return self.limit_s if longest is None else min(self.limit_s, max(_LEAST_S, _SLOWER * longest))
+
+    def took(self, batch: Any, seconds: float) -> None:
+        """Such a batch was answered after so long."""
+        self._longest[type(batch)] = max(seconds, self._longest.get(type(batch), 0.0))
+
+    def forget(self) -> None:
+        """New learners start slowly again: they load and compile."""
+        self._longest.clear()
+
+
+def update_remote_learners(group: Any, batches: Sequence[Any], timeout_s: float) -> list[Any]:
+    """Send one batch to each remote learner and return their results in its order.
+
+    RLlib's `LearnerGroup.update` waits for ever, and the answer of a learner whose node was cut off may never come. Raises
+    LearnerLostError if one is gone or silent, and what a learner raised.
+    """
+    learners = group._worker_manager.healthy_actor_ids()
+    if len(learners) < len(batches):
+        raise LearnerLostError(f"{len(batches) - len(learners)} of {len(batches)} learners are gone")
+    arguments = [{"training_data": TrainingData(episodes_refs=[ray.put([batch])])} for batch in batches]
+    results = group._worker_manager.foreach_actor(
+        "update", kwargs=arguments, remote_actor_ids=learners, timeout_seconds=timeout_s
+    )
+    answers = {result.actor_id: result for result in results}
+    for result in answers.values():
+        if not result.ok:
+            raise result.get()
+    if len(answers) < len(batches):
+        raise LearnerLostError(
+            f"{len(batches) - len(answers)} of {len(batches)} learners did not answer an update within {timeout_s:.0f} s "
+            "(learner.update_timeout_s)"
+        )
+    return [answers[learner].get() for learner in learners]
 
 
 def on_one_learner(group: Any, function: Callable[[Any], Any]) -> Any:
@@ -40,6 +89,26 @@ def on_one_learner(group: Any, function: Callable[[Any], Any]) -> Any:
                 return result.get()
             failed = result.get()
     raise LearnerLostError(f"No learner answered: {failed or 'none is alive'}")
+
+
+def on_all_learners(group: Any, function: Callable[[Any], Any]) -> Any:
+    """`function(learner)` on all learners of a remote group at the same time; the first one's answer. Raises LearnerLostError.
+
+    For learners that answer only together, because each holds a part of the model or of the optimiser's state. Where one is
+    dead the others are not asked: they would wait for it.
+    """
+    if group._worker_manager.num_healthy_actors() < group.config.num_learners:
+        raise LearnerLostError("Not all learners are alive")
+
+    def first_answers(learner: Any) -> Any:
+        answer = function(learner)
+        return answer if learner._learner_index == 0 else None  # large, and the same everywhere
+
+    answers = list(group.foreach_learner(first_answers, timeout_seconds=_TIMEOUT_S))
+    failed = next((answer.get() for answer in answers if not answer.ok), None)
+    if failed is not None or len(answers) < group.config.num_learners:
+        raise LearnerLostError(f"Not all learners answered: {failed or 'one did not'}")
+    return min(answers, key=lambda answer: answer.actor_id).get()
 
 
 def on_every_learner(group: Any, function: Callable[[Any], Any]) -> None:

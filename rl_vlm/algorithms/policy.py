@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from rl_vlm import tracing
 from rl_vlm.algorithms.base import RunAlgorithm
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from rl_vlm.algorithms.config import RunAlgorithmConfig
-from rl_vlm.algorithms.learners import on_every_learner
+from rl_vlm.algorithms.learners import on_all_learners, on_every_learner
 from rl_vlm.algorithms.sight import SightProbe
 from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.envs.parts import survey
@@ -34,6 +34,7 @@ from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.update import linear_schedule
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide, load_text_side
+from rl_vlm.models.memory.cards import shares_gpu
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.plugins import load_plugins
 from rl_vlm.rollout.curriculum import make_task_source
@@ -94,6 +95,9 @@ class PolicyAlgorithm(RunAlgorithm):
         load_plugins(self.run.plugins)
         self._service: Service | None = start_service(self.run, self.folder / "serving")
         config.prepare(self._service)
+        if shares_gpu(self.run):
+            # vLLM refuses a GPU on which less is free than it was promised.
+            self._service.wait_until_ready()
 
     def stop_services(self) -> None:
         """Stop the served policy. A second call does nothing."""
@@ -177,6 +181,12 @@ class PolicyAlgorithm(RunAlgorithm):
     def iterations_left(self) -> int:
         """Iterations after the running one."""
         return max(self.run.algorithm.iterations - self.updates - 1, 0)
+
+    def on_learner(self, function: Callable[[Any], Any]) -> Any:
+        """See RunAlgorithm; all learners are called where they compute in step."""
+        if self.run.learner.in_step:
+            return on_all_learners(self.learner_group, function)
+        return super().on_learner(function)
 
     # Parts of an iteration.
 

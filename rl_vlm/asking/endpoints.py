@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from rl_vlm.models.loading import TextSide  # transformers: an endpoint needs none of it
 
 
+_HIGHEST_LOGPROB = 0.1  # 0, and what rounding may add
+
+
 class EndpointError(RLVLMError):
     """A question got no answer. `retryable`: asking again may help, after `retry_after_s` at the earliest.
 
@@ -135,7 +138,7 @@ def choice_probabilities(first: Iterable[tuple[str, float]], choices: Sequence[s
     """The probability of each choice from (text, log-probability) of the first token's alternatives.
 
     A token counts for the one choice that begins with it. None where a token may begin two choices, or none of the
-    tokens begins any.
+    tokens begins any. Raises ValueError for what is no log-probability.
     """
     mass = dict.fromkeys(choices, 0.0)
     for text, logprob in first:
@@ -143,6 +146,8 @@ def choice_probabilities(first: Iterable[tuple[str, float]], choices: Sequence[s
         owners = [choice for choice in choices if begun and choice.startswith(begun)]
         if len(owners) > 1:
             return None
+        if not logprob <= _HIGHEST_LOGPROB:
+            raise ValueError(f"{logprob} is no log-probability")
         if owners:
             mass[owners[0]] += math.exp(logprob)
     total = sum(mass.values())

@@ -7,6 +7,8 @@ import base64
 import contextlib
 import json
 import os
+import reprlib
+import zlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -14,10 +16,14 @@ import httpx
 
 from rl_vlm.asking.endpoints import Answer, Ask, EndpointError, Question, choice_probabilities
 from rl_vlm.config.labels import EndpointSection
+from rl_vlm.safe_text import excerpt, keep_secret
 from rl_vlm.types import Message, UserInputError, as_encoded
 
 _RETRYABLE_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 _MAX_REPLY_BYTES = 8 * 2**20
+_MAX_ANSWER = 2**20  # characters, thoughts included
+_MOST_TOKENS = 10**9
+_MAX_ALTERNATIVES = 100  # of the first token
 # Ways to enforce choices, in the order in which `auto` tries them.
 _FORMS = ("structured_outputs", "guided_choice", "none")
 
@@ -104,8 +110,8 @@ class GenerateEndpoint:
                 }
                 reply = await _post(client, self._url, body)
                 if not isinstance(reply.get("text"), str):
-                    raise EndpointError(f"The server's reply holds no text: {str(reply)[:200]}", retryable=False)
-                return Answer(reply["text"])
+                    raise EndpointError(f"The server's reply holds no text: {_excerpt(reply)}", retryable=False)
+                return Answer(_bounded(reply["text"]))
 
             yield ask
 
@@ -120,47 +126,106 @@ def server_url(environment: dict[str, str] | None = None) -> str:
 def _checked_url(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise UserInputError(f"The endpoint {url!r} must be an http or https address.")
+    with contextlib.suppress(httpx.InvalidURL):
+        keep_secret(httpx.URL(url).password)
     return url
 
 
 def _http(settings: EndpointSection, transport: httpx.AsyncBaseTransport | None) -> httpx.AsyncClient:
-    token = os.environ.get(settings.token_env, "") if settings.token_env else ""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    headers = {"Accept-Encoding": "gzip, deflate", **(_token_header(settings.token_env) if settings.token_env else {})}
     # Every pair is in flight at once: no request may wait for a free connection.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
     return httpx.AsyncClient(headers=headers, timeout=settings.timeout_s, limits=limits, transport=transport)
+
+
+def _token_header(variable: str) -> dict[str, str]:
+    """The header with a variable's token. Raises UserInputError, which does not show it, for one that no header can hold."""
+    token = os.environ.get(variable, "").strip()  # a token that was read from a file ends with a line break
+    if not (token.isascii() and (token.isprintable() or not token)):
+        raise UserInputError(f"The token in {variable} must be printable ASCII text on one line: set it again.")
+    keep_secret(token)  # whatever the variable is called: an endpoint may send it back
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 async def _post(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> dict[str, Any]:
     content = bytearray()
     try:
         async with client.stream("POST", url, json=body) as response:
-            async for chunk in response.aiter_bytes():
-                content += chunk
+            unpack = _Unpacker(response.headers.get("content-encoding", ""))
+            assert isinstance(response.stream, httpx.AsyncByteStream)
+            async for chunk in response.stream:  # as it was sent: see _Unpacker
+                content += unpack(chunk, _MAX_REPLY_BYTES + 1 - len(content))
                 if len(content) > _MAX_REPLY_BYTES:
                     raise EndpointError(f"{url} sent a reply of more than {_MAX_REPLY_BYTES} bytes.", retryable=False)
+    except (zlib.error, ValueError) as error:
+        raise EndpointError(f"{url} sent a reply that cannot be unpacked ({error}).") from error
     except httpx.HTTPError as error:
         raise EndpointError(f"{url} gave no answer: {type(error).__name__} {error}".rstrip()) from error
     text = content.decode("utf-8", "replace")
     if response.status_code != 200:
         raise EndpointError(
-            f"{url} answered with HTTP {response.status_code}: {text[:300]}",
+            f"{url} answered with HTTP {response.status_code}: {excerpt(text, 300)}",
             retryable=response.status_code in _RETRYABLE_STATUS,
             status=response.status_code,
             retry_after_s=_seconds(response.headers.get("retry-after", "")),
         )
     try:
         reply = json.loads(text)
-    except ValueError as error:
-        raise EndpointError(f"{url} answered with something that is no JSON: {text[:200]!r}") from error
+    except (ValueError, RecursionError) as error:
+        raise EndpointError(f"{url} answered with something that is no JSON: {excerpt(text, 200)!r}") from error
     if not isinstance(reply, dict):
         raise EndpointError(f"{url} answered with a {type(reply).__name__}, not an object.", retryable=False)
     return reply
 
 
+class _Unpacker:
+    """Undoes gzip and deflate, as far as asked: httpx would unpack a megabyte to a gigabyte before anyone could look."""
+
+    def __init__(self, encoding: str) -> None:
+        """Raises ValueError for an encoding that was not asked for."""
+        name = encoding.strip().lower()
+        if name not in ("", "identity", "gzip", "x-gzip", "deflate"):
+            raise ValueError(f"encoding {name[:40]!r}")
+        self._deflate = None if name in ("", "identity") else zlib.decompressobj(zlib.MAX_WBITS | 32)
+        self._raw_deflate = name == "deflate"
+
+    def __call__(self, chunk: bytes, limit: int) -> bytes:
+        """What `chunk` unpacks to, at most `limit` bytes of it. Raises zlib.error."""
+        if self._deflate is None:
+            return chunk
+        try:
+            found = self._deflate.decompress(chunk, max(limit, 1))
+        except zlib.error:
+            if not self._raw_deflate:
+                raise
+            self._deflate = zlib.decompressobj(-zlib.MAX_WBITS)  # some servers leave zlib's header out
+            found = self._deflate.decompress(chunk, max(limit, 1))
+        self._raw_deflate = False
+        return found
+
+
 def _seconds(text: str) -> float:
     """A Retry-After in seconds; 0 where there is none, or a date."""
-    return float(text) if text.isdecimal() else 0.0
+    return float(text[:9]) if text.isdecimal() else 0.0
+
+
+def _excerpt(reply: Any) -> str:
+    """The beginning of a reply; its depth and length are the endpoint's choice."""
+    return excerpt(reprlib.repr(reply), 200)
+
+
+def _bounded(text: str) -> str:
+    if len(text) > _MAX_ANSWER:
+        raise EndpointError(
+            f"The endpoint's answer has {len(text)} characters, more than {_MAX_ANSWER}.", retryable=False
+        )
+    return text
+
+
+def _count(value: Any) -> int:
+    """A number of tokens as an endpoint reports it; 0 for what is none."""
+    plain = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST_TOKENS
+    return int(value) if plain else 0
 
 
 def _read_completion(reply: dict[str, Any], question: Question) -> Answer:
@@ -171,18 +236,19 @@ def _read_completion(reply: dict[str, Any], question: Question) -> Answer:
         probabilities = None
         tokens = (choice.get("logprobs") or {}).get("content") or []
         if question.choices and tokens:
-            first = [(str(entry["token"]), float(entry["logprob"])) for entry in tokens[0]["top_logprobs"]]
+            alternatives = tokens[0]["top_logprobs"][:_MAX_ALTERNATIVES]
+            first = [(str(entry["token"]), float(entry["logprob"])) for entry in alternatives]
             probabilities = choice_probabilities(first, question.choices)
         return Answer(
-            str(text),
-            int(usage.get("prompt_tokens") or 0),
-            int(usage.get("completion_tokens") or 0),
+            _bounded(str(text)),
+            _count(usage.get("prompt_tokens")),
+            _count(usage.get("completion_tokens")),
             choice.get("finish_reason") == "length",
             probabilities,
         )
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise EndpointError(
-            f"The endpoint's reply is no chat completion: {str(reply)[:200]}", retryable=False
+            f"The endpoint's reply is no chat completion: {_excerpt(reply)}", retryable=False
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The command line: `rl-vlm train | sft | sweep | eval | rollout | export | serve | label | import-labels | plot | top | fetch | doctor | envs | cluster | model`.
+"""The command line: `rl-vlm train | plan | sft | sweep | eval | rollout | export | serve | label | import-labels | plot | top | fetch | doctor | envs | cluster | model`.
 
 Exit codes: 0 done, 1 failed while running, 2 bad input, 130 and 143 interrupted. One file per family of commands; commands
 import what they need when they run, because `rl-vlm --help` must not wait for torch and Ray.
@@ -14,6 +14,7 @@ import typer
 
 from rl_vlm.cli import cluster, envs, evaluation, labels, runs, serve, sft, sweep, tools, top
 from rl_vlm.cli.errors import error_report, log_to_stderr
+from rl_vlm.cli.output import say
 
 app = typer.Typer(
     name="rl-vlm",
@@ -31,7 +32,7 @@ def _print_version(asked: bool) -> None:
     if asked:
         from rl_vlm import __version__
 
-        typer.echo(f"rl-vlm {__version__}")
+        say(f"rl-vlm {__version__}")
         raise typer.Exit
 
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from rl_vlm.cli.output import say
+
 commands = typer.Typer()
 cluster = typer.Typer(help="Manifests of clusters: AWS, GCP, one's own machines, Kubernetes.", no_args_is_help=True)
 commands.add_typer(cluster, name="cluster")
@@ -32,8 +34,8 @@ def render(
     manifests = rendering.render(rendering.load_values(values, changes or ()), targets or ())
     changed = rendering.write(manifests, out)
     for path in changed:
-        typer.echo(str(path))
-    typer.echo(f"{len(changed)} of {len(manifests)} files changed.", err=True)
+        say(str(path))
+    say(f"{len(changed)} of {len(manifests)} files changed.", err=True)
 
 
 @cluster.command(epilog="Example: rl-vlm cluster values --set storage.nfs=10.0.0.2:/data > values.yaml")
@@ -41,7 +43,7 @@ def values(values: _Values = None, changes: _Changes = None) -> None:
     """Print all values with what they mean, to be edited."""
     from rl_vlm.cluster import render as rendering
 
-    typer.echo(rendering.commented_values(rendering.load_values(values, changes or ())), nl=False)
+    say(rendering.commented_values(rendering.load_values(values, changes or ())), nl=False)
 
 
 @cluster.command(epilog="Example: rl-vlm cluster drain --timeout 110")
@@ -60,5 +62,5 @@ def drain(
 
     left = wait_for_actors(timeout) if actors else drain_runs(timeout)
     if left:
-        typer.echo(f"Still running after {timeout:g} s: {', '.join(map(str, left))}.", err=True)
+        say(f"Still running after {timeout:g} s: {', '.join(map(str, left))}.", err=True)
         raise typer.Exit(1)

@@ -17,11 +17,13 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from rl_vlm.cli.doctor_machine import GIB, Check, Status, available_cores, machine_checks, version_of
+from rl_vlm.cli.doctor_ray import ray_checks
 from rl_vlm.config import RunConfig
 
 __all__ = ["Check", "as_json", "diagnose", "worst"]
 
 _PROBE_TIMEOUT_S = 120.0
+_LEAST_DRIVER = {"13": 580, "12": 525}  # of the driver, by CUDA's major version
 _PACKAGES = ("torch", "torchvision", "transformers", "ray", "peft", "gymnasium", "deepspeed", "metaworld", "mujoco")
 
 # Run by a child: a broken installation may crash the process, and this one goes on meanwhile. Of torchvision only the
@@ -67,7 +69,7 @@ def diagnose(run: RunConfig | None = None) -> list[Check]:
         child = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROBE], stdout=subprocess.PIPE, stderr=errors, text=True, cwd=Path.home()
         )
-        checks = [*_python(), *_packages(), *_vllm(), *machine_checks()]
+        checks = [*_python(), *_packages(), *_vllm(), *machine_checks(), *ray_checks()]
         probe = _read_probe(child, errors)
     return [*checks, *_torch(probe), *_gpus(probe), *(_fits(run, probe) if run is not None else [])]
 
@@ -191,11 +193,28 @@ def _cudnn_text(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
+def driver_too_old(driver: str, cuda: str | None) -> str:
+    """What is wrong with this driver under torch's CUDA; empty if nothing is.
+
+    The least versions are those of NVIDIA's release notes: CUDA 13 needs 580, CUDA 12 525, by minor version compatibility.
+    """
+    release, _, _ = (cuda or "").partition(".")
+    least = _LEAST_DRIVER.get(release)
+    number, _, _ = driver.partition(".")
+    if least is None or not number.isdigit() or int(number) >= least:
+        return ""
+    return f"driver {driver} is older than {least}, which torch for CUDA {cuda} needs"
+
+
 def _gpus(probe: _Probe) -> Iterator[Check]:
     smi = shutil.which("nvidia-smi")
     if not probe.gpus:
         if smi and not probe.error and _driver(smi):
             built = f"torch for CUDA {probe.cuda}" if probe.cuda else "torch without CUDA"
+            old = driver_too_old(_driver(smi), probe.cuda)
+            if old:
+                yield Check("gpu", "fail", f"{old}, so torch sees no GPU", _driver_remedy(probe.cuda))
+                return
             remedy = "Install a torch build for CUDA, or a newer driver, or unset CUDA_VISIBLE_DEVICES."
             yield Check("gpu", "fail", f"driver {_driver(smi)} is there, and {built} sees no GPU", remedy)
         else:
@@ -207,9 +226,15 @@ def _gpus(probe: _Probe) -> Iterator[Check]:
         busy = gpu["free"] < gpu["total"] / 2
         remedy = "Another program holds most of its memory: see `nvidia-smi`." if busy else ""
         yield Check(f"gpu {number}", "warn" if busy else "ok", detail, remedy)
+    if smi and (old := driver_too_old(_driver(smi), probe.cuda)):
+        yield Check("gpu driver", "fail", old, _driver_remedy(probe.cuda))
     if version_of("vllm") is None:
         remedy = "Run `pip install 'rl-vlm[vllm]'`: vLLM samples several times faster on a GPU than transformers."
         yield Check("gpu engine", "warn", "a GPU and no vllm", remedy)
+
+
+def _driver_remedy(cuda: str | None) -> str:
+    return f"Install a newer driver, or a torch build for an older CUDA than {cuda}."
 
 
 def _driver(smi: str) -> str:
@@ -223,7 +248,7 @@ def _driver(smi: str) -> str:
 
 def _fits(run: RunConfig, probe: _Probe) -> Iterator[Check]:
     """Whether the machine is large enough for a run with a private Ray cluster."""
-    cores, gpus, need = available_cores(), len(probe.gpus), run.model.gpu_memory_gib
+    cores, gpus, need = available_cores(), len(probe.gpus), run.model.least_gpu_gib
     detail = f"{run.name} reserves {run.needed_cpus:g} logical CPUs, the machine has {cores:g}"
     if run.needed_cpus > 2 * cores:
         yield Check("run, cpu", "warn", detail, "Lower serving.num_replicas and rollout.num_env_runners.")
@@ -237,7 +262,9 @@ def _fits(run: RunConfig, probe: _Probe) -> Iterator[Check]:
         yield Check("run, gpu", "ok", detail)
     smallest = min((gpu["total"] for gpu in probe.gpus), default=0) / GIB
     if need is not None and run.needed_gpus and gpus and smallest < need:
-        detail = f"{run.name} needs {need:g} GiB on one GPU, the smallest has {smallest:.0f} GiB"
+        detail = (
+            f"{run.name} is made for a GPU of {run.model.gpu_memory_gib:g} GiB, the smallest has {smallest:.1f} GiB"
+        )
         yield Check("run, gpu memory", "fail", detail, "Choose a smaller model or a recipe for smaller GPUs.")
 
 

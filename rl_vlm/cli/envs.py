@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from rl_vlm.cli.options import AsJson, parse_arguments
+from rl_vlm.cli.output import say
 
 commands = typer.Typer()
 envs_commands = typer.Typer(help="List, check, play and serve environments.")
@@ -34,7 +35,7 @@ def list_them(context: typer.Context, as_json: AsJson = False) -> None:
 
     found = list_environments()
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        say(json.dumps(found, indent=2))
         return
     width = max(len(entry["id"]) for entry in found)
     for entry in found:
@@ -42,7 +43,7 @@ def list_them(context: typer.Context, as_json: AsJson = False) -> None:
         figures = [f"{items['train']} items to train on, {items['test']} to test on"] if items else []
         figures += [f"up to {turns} turn{'s' if turns > 1 else ''}"] if turns else []
         about = f" ({'; '.join(figures)})" if figures else ""
-        typer.echo(f"{entry['id']:<{width}}  {entry['description']}{about}")
+        say(f"{entry['id']:<{width}}  {entry['description']}{about}")
 
 
 @envs_commands.command(epilog="Example: rl-vlm envs check path/to/env.py --env-arg turns=2")
@@ -75,15 +76,15 @@ def check(
             "image": saved,
             **report.figures,
         }
-        typer.echo(json.dumps(found, indent=2))
+        say(json.dumps(found, indent=2))
     else:
-        typer.echo(f"{report.prompt}\n")
+        say(f"{report.prompt}\n")
         if report.image is not None:
-            typer.echo(f"The first image is in {image}.\n")
+            say(f"The first image is in {image}.\n")
         colors = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
         for one in report.findings:
             typer.secho(f"{one.status:<5}", fg=colors[one.status], nl=False)
-            typer.echo(f"{one.name:<12}  {one.detail}")
+            say(f"{one.name:<12}  {one.detail}")
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -132,6 +133,6 @@ def serve(
         port=port,
         max_sessions=max_sessions,
         processes=processes,
-        announce=typer.echo,
+        announce=say,
     )
     raise typer.Exit(128 + code)

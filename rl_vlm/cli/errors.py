@@ -11,6 +11,8 @@ import traceback
 from pathlib import Path
 from typing import TextIO
 
+from rl_vlm.safe_text import redact, safe
+
 
 class ErrorReport:
     """Turns an exception into a sentence and an exit code. `folder` is where the traceback of an unexpected error is written."""
@@ -26,15 +28,16 @@ class ErrorReport:
             print(f"error: {error}", file=sys.stderr)
             return 2 if isinstance(error, UserInputError) else int(getattr(error, "exit_code", 1))
         lines = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+        reason = safe(f"{type(error).__name__}: {lines[0][:300]}") if lines else type(error).__name__
         print(f"error: {reason} (unexpected; the traceback is in {self._write(error)})", file=sys.stderr)
         return 1
 
     def _write(self, error: Exception) -> str:
-        text = "".join(traceback.format_exception(error))
+        text = redact("".join(traceback.format_exception(error)))
         with contextlib.suppress(OSError):
             if self.folder is not None and self.folder.is_dir():
                 path = self.folder / "error.log"
+                path.unlink(missing_ok=True)  # it may be a symbolic link
                 path.write_text(text)
                 return str(path)
         try:
@@ -55,6 +58,9 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
         super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return safe(super().format(record))
 
 
 def log_to_stderr() -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rl_vlm.cli.options import Adapter, Overrides, load_run
+from rl_vlm.cli.output import say
 
 commands = typer.Typer()
 
@@ -113,7 +114,7 @@ def evaluate(
         endpoint_timeout_s=endpoint_timeout_s,
     )
     results = run.spec.load("evaluate")(run, adapter=adapter, run_dir=source, out=out, options=options)
-    typer.echo(json.dumps(results, indent=2))
+    say(json.dumps(results, indent=2))
 
 
 @commands.command(epilog="Example: rl-vlm rollout --model tiny --env Shapes-v0 --episodes 8 --temperature 0")
@@ -156,7 +157,7 @@ def rollout(
     }
     sampling = {name: value for name, value in options.items() if value is not None}
     summary = play.rollout(run, adapter=find_adapter(adapter, run_dir), episodes=episodes, sampling=sampling, out=out)
-    typer.echo(json.dumps({"summary": summary}))
+    say(json.dumps({"summary": summary}))
 
 
 def _load(config: Path | None, overrides: list[str] | None, changes: dict[str, Any], needs: tuple[str, ...]) -> Any:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from rl_vlm.cli.options import Overwrite
+from rl_vlm.cli.output import say
 
 commands = typer.Typer()
 plot_commands = typer.Typer(
@@ -79,7 +80,7 @@ def label(
     prompts_of(section)  # before a model is loaded
     labeller, close = _labeller(section, model or "")
     summary = label_folder(folder, labeller, target, close)
-    typer.echo(json.dumps(summary, indent=2))
+    say(json.dumps(summary, indent=2))
     if summary["errors"] == summary["pairs"]:
         raise typer.Exit(1)
 
@@ -121,7 +122,7 @@ def import_labels(
     from rl_vlm.labelling.import_labels import import_labels as convert
 
     sessions, pairs = convert(source, target, observation_size=observations, image_size=image_size)
-    typer.echo(f"Wrote {pairs} pairs of {sessions} sessions to {target}; use it as preference.labels.cache={target}")
+    say(f"Wrote {pairs} pairs of {sessions} sessions to {target}; use it as preference.labels.cache={target}")
 
 
 @plot_commands.command(
@@ -153,8 +154,8 @@ def learning_curve(
     outputs = out or [Path(DEFAULT_FILE)]
     bands = draw_learning_curve(kinds, outputs, window=window, title=title, column=column, unit=unit)
     for name, band in bands.items():
-        typer.echo(f"{name}: {band.mean[-1]:.3f} at step {band.steps[-1]:.0f}, {band.runs} run(s)")
-    typer.echo(f"Wrote {', '.join(map(str, outputs))}")
+        say(f"{name}: {band.mean[-1]:.3f} at step {band.steps[-1]:.0f}, {band.runs} run(s)")
+    say(f"Wrote {', '.join(map(str, outputs))}")
 
 
 @plot_commands.command("label-accuracy", epilog="Example: rl-vlm plot label-accuracy runs/a --out accuracy.svg")
@@ -168,8 +169,8 @@ def label_accuracy(
     from rl_vlm.reporting.label_accuracy import DEFAULT_FILE, draw_label_accuracy
 
     outputs = out or [Path(DEFAULT_FILE)]
-    typer.echo(json.dumps(draw_label_accuracy(logs, outputs, bins=bins, title=title), indent=2))
-    typer.echo(f"Wrote {', '.join(map(str, outputs))}", err=True)
+    say(json.dumps(draw_label_accuracy(logs, outputs, bins=bins, title=title), indent=2))
+    say(f"Wrote {', '.join(map(str, outputs))}", err=True)
 
 
 def _run_name(path: str) -> str:

@@ -15,6 +15,7 @@ from rich.text import Text
 from rl_vlm.cli.pictures import half_blocks
 from rl_vlm.envs.errors import check_reset, check_step
 from rl_vlm.envs.registry import make
+from rl_vlm.safe_text import printable
 from rl_vlm.types import EncodedImage, Observation, Split
 
 _MAX_ROWS = 32  # characters of a picture's height
@@ -64,7 +65,7 @@ def _show(console: Console, observation: Observation, picture: str) -> None:
         _say(console, Text(f"[{message.role}]", style="bold cyan"))
         for part in message.parts:
             if isinstance(part, str):
-                _say(console, Text(part))
+                _say(console, Text(printable(part)))
             else:
                 _draw(console, part, picture)
 

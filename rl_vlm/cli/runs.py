@@ -1,7 +1,8 @@
-"""The commands around runs: `rl-vlm train` and `export`. Those that measure are in evaluation.py."""
+"""The commands around runs: `rl-vlm train`, `plan` and `export`. Those that measure are in evaluation.py."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from rl_vlm.cli.options import (
     load_run,
     refuse_both,
 )
+from rl_vlm.cli.output import say
 
 commands = typer.Typer()
 
@@ -41,14 +43,36 @@ def train(
 
     if dry_run:
         for name, value in preflight.inspect_run(run).items():
-            typer.echo(f"{name}: {value}")
-        typer.echo(f"{run.name}: nothing is wrong with the configuration, the model and the data.")
+            say(f"{name}: {value}")
+        say(f"{run.name}: nothing is wrong with the configuration, the model and the data.")
         return
     place = run_dir or str(training.default_run_dir(run))
     error_report.folder = Path(place)
     result = training.train(run, run_dir, resume=resume, overwrite=overwrite)
-    typer.echo(_summary(result, place))
+    say(_summary(result, place))
     if result.get("status") != "done":
+        raise typer.Exit(1)
+
+
+@commands.command(epilog="Example: rl-vlm plan configs/geo3k_qwen3vl_4b.yaml --gpu-gib 47.4")
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    gpu_gib: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0, help="Memory of a GPU; else this machine's, else the card that model.gpu_memory_gib names."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
+) -> None:
+    """Print how much memory a run needs on each GPU, part by part, from the model's shapes alone. Code 1: it does not fit."""
+    run = load_run(config, overrides)
+    from rl_vlm.runs.memory import describe, make_plan
+
+    found = make_plan(run, gpu_gib)
+    typer.echo(json.dumps(found.as_dict(), indent=2) if as_json else "\n".join(describe(run, found)))
+    if not found.fits:
         raise typer.Exit(1)
 
 
@@ -64,7 +88,7 @@ def export(
     from rl_vlm.models.loading import quiet_libraries
 
     quiet_libraries()
-    typer.echo(f"Wrote {export_model(source, out, model, overwrite)}: weights, processor and chat template.")
+    say(f"Wrote {export_model(source, out, model, overwrite)}: weights, processor and chat template.")
 
 
 def _summary(result: dict[str, Any], place: str) -> str:

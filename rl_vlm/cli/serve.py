@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rl_vlm.cli.options import Adapter, Overrides
+from rl_vlm.cli.output import say
 
 commands = typer.Typer()
 
@@ -35,4 +36,4 @@ def serve(
     find_adapter(adapter, None)
 
     planned = launch.plan(model, overrides or (), adapter=adapter, host=host, port=port)
-    raise typer.Exit(128 + launch.run_server(planned, typer.echo))
+    raise typer.Exit(128 + launch.run_server(planned, say))

@@ -9,6 +9,7 @@ import typer
 
 from rl_vlm.cli.errors import error_report
 from rl_vlm.cli.options import Config, DeleteFirst, NewRunDir, Overrides, Resume, refuse_both
+from rl_vlm.cli.output import say
 
 commands = typer.Typer()
 
@@ -33,13 +34,13 @@ def sft(
 
     if dry_run:
         for name, value in tuning.inspect_sft(job)[0].items():
-            typer.echo(f"{name}: {value}")
-        typer.echo(f"{job.name}: nothing is wrong with the configuration, the model and the data.")
+            say(f"{name}: {value}")
+        say(f"{job.name}: nothing is wrong with the configuration, the model and the data.")
         return
     place = run_dir or str(tuning.default_run_dir(job))
     error_report.folder = Path(place)
-    result = tuning.sft(job, run_dir, resume=resume, overwrite=overwrite, progress=typer.echo)
-    typer.echo(_summary(result, place))
+    result = tuning.sft(job, run_dir, resume=resume, overwrite=overwrite, progress=say)
+    say(_summary(result, place))
     if result.get("status") != "done":
         raise typer.Exit(1)
 
@@ -54,7 +55,7 @@ def sft_example(
     from rl_vlm.supervised.shapes import write_shapes
 
     counts = ", ".join(f"{count} conversations in {split}.jsonl" for split, count in write_shapes(folder).items())
-    typer.echo(f"Wrote {folder}: {counts}.")
+    say(f"Wrote {folder}: {counts}.")
 
 
 def _summary(result: dict[str, Any], place: str) -> str:

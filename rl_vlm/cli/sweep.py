@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rl_vlm.cli.options import Config, Overrides, load_run
+from rl_vlm.cli.output import say
 
 commands = typer.Typer()
 
@@ -32,9 +33,9 @@ def sweep(
     trials = run_sweep(run, found, folder, resume=resume)
     best = trials[0]
     settings = ", ".join(f"{key}={value}" for key, value in best.settings.items())
-    typer.echo(
+    say(
         f"{sum(trial.finished for trial in trials)} of {len(trials)} trials finished; best {found.metric} {best.best:.3f} with {settings}"
     )
-    typer.echo(f"See {folder / 'results.md'}, {folder / 'results.png'} and {folder / 'best'}.")
+    say(f"See {folder / 'results.md'}, {folder / 'results.png'} and {folder / 'best'}.")
     if not all(trial.finished for trial in trials):
         raise typer.Exit(1)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from rl_vlm.cli.options import AsJson, Overwrite, load_run
+from rl_vlm.cli.output import say
 
 commands = typer.Typer()
 model_commands = typer.Typer(help="Build models.", no_args_is_help=True)
@@ -34,7 +35,7 @@ def fetch(
     """Download a model or a data set once; afterwards everything works offline."""
     from rl_vlm.cli.fetch import fetch as fetch_from_hub
 
-    typer.echo(str(fetch_from_hub(name, data, max_rows)))
+    say(str(fetch_from_hub(name, data, max_rows)))
 
 
 @commands.command(epilog="Example: rl-vlm doctor configs/quickstart.yaml")
@@ -49,15 +50,15 @@ def doctor(
 
     checks = checkup.diagnose(load_run(config, None) if config is not None else None)
     if as_json:
-        typer.echo(checkup.as_json(checks))
+        say(checkup.as_json(checks))
     else:
         colors = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
         width = max(len(check.name) for check in checks)
         for check in checks:
             typer.secho(f"{check.status:<5}", fg=colors[check.status], nl=False)
-            typer.echo(f"{check.name:<{width}}  {check.detail}")
+            say(f"{check.name:<{width}}  {check.detail}")
             if check.remedy:
-                typer.echo(f"{'':<{width + 7}}→ {check.remedy}")
+                say(f"{'':<{width + 7}}→ {check.remedy}")
     if checkup.worst(checks) == "fail":
         raise typer.Exit(1)
 
@@ -78,10 +79,10 @@ def make_tiny(
     if folder is None:
         if overwrite:
             raise UserInputError("--overwrite needs a folder: the model in the cache is always up to date.")
-        typer.echo(str(tiny.tiny_model_path(seed=seed)))
+        say(str(tiny.tiny_model_path(seed=seed)))
         return
     check_target(folder, overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         replace_folder(tiny.make_tiny(Path(scratch) / "model", seed=seed), folder)
-    typer.echo(str(folder))
+    say(str(folder))

@@ -19,13 +19,35 @@ class HTTPSection(Section):
     max_images: int = Field(16, ge=0, description="Per request.")
     max_image_mib: float = Field(10.0, gt=0, description="One image's file.")
     max_image_pixels: int = Field(16_777_216, ge=1, description="One image; its header is read before it is decoded.")
+    max_request_pixels: int = Field(
+        201_326_592, ge=1, description="All images of a request; 16 photos of 12 megapixels fit."
+    )
     max_text_chars: int = Field(200_000, ge=1, description="All texts of a request; its tokens: serving.max_context.")
     max_parts: int = Field(1024, ge=1, description="Messages and their parts in one request.")
     max_new_tokens: int = Field(2048, ge=1, description="Per sample; also the default where a client names none.")
     max_samples: int = Field(64, ge=1, description="`n` of one request.")
+    max_reply_values: int = Field(
+        1_310_720,
+        ge=1,
+        description="n x max_tokens x (1 + top_logprobs): 64 samples of 975 tokens with 20 alternatives each.",
+    )
+    max_kv_gib: float | None = Field(
+        None,
+        gt=0,
+        description="Keys and values of a replica with engine transformers; requests beyond it wait. Null: 64 full contexts, at least 1 GiB, at most 80 % of the free memory.",
+    )
     max_queue: int = Field(
         256, ge=1, description="Requests at a time, waiting and running; more are told to come back."
     )
+    max_connections: int | None = Field(
+        None,
+        ge=1,
+        description="At a time; null: four times max_queue, at least 1024. Fewer where descriptors are short.",
+    )
+    max_connections_per_peer: int | None = Field(
+        None, ge=1, description="Of one address (IPv6: network of 64 bits); null: three quarters of all."
+    )
+    headers_s: float = Field(10.0, gt=0, description="Until the headers of a request are complete, on any connection.")
     deadline_s: float = Field(300.0, gt=0, description="Of one request, from its first byte to its last token.")
     drain_s: float = Field(30.0, ge=0, description="How long running requests may go on after SIGTERM.")
     resize_min_pixels: int | None = Field(

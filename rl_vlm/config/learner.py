@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rl_vlm.config.section import Section
+
+StrategyName: TypeAlias = Literal["single", "all_reduce", "fsdp2", "zero1", "zero2", "zero3"]
 
 
 class LearnerSection(Section):
@@ -14,7 +16,19 @@ class LearnerSection(Section):
 
     num_learners: int = Field(0, ge=0, description="0: inside the driver; more: actors that share each optimiser step.")
     cpus_per_learner: float = Field(0.5, ge=0)
-    gpus_per_learner: float = Field(0.0, ge=0)
+    gpus_per_learner: float = Field(0.0, ge=0, le=1, description="A learner computes on one GPU, or on a share of it.")
+    strategy: StrategyName | None = Field(
+        None,
+        description="How learners share a step. single: one learner; all_reduce: each holds all and gradients are added; fsdp2: "
+        "the frozen layers are sharded; zero1, zero2, zero3: DeepSpeed shards optimiser, gradients, frozen layers. null: single "
+        "or all_reduce, by num_learners.",
+    )
+    offload_optimizer: bool = Field(
+        False, description="Keep the optimiser's state in host memory and step there; zero1, zero2 and zero3."
+    )
+    offload_params: bool = Field(
+        False, description="Keep the shards of the frozen layers in host memory; fsdp2 and zero3."
+    )
     lr: float = Field(1e-5, gt=0)
     lr_schedule: Literal["constant", "linear"] = "constant"
     lr_final_fraction: float = Field(
@@ -34,6 +48,72 @@ class LearnerSection(Section):
     )
     micro_batch_tokens: int = Field(8192, ge=1)
     share_prompts: bool = True
+    attention: Literal["auto", "segments", "dense"] = Field(
+        "auto",
+        description="Of packed rows. dense: one mask over whole rows, the reference; segments: each continuation by itself, "
+        "which pays for what is seen; auto: segments where that is cheaper.",
+    )
     gradient_checkpointing: bool = False
     num_threads: int = Field(1, ge=1)
+    cpu_product: Literal["auto", "torch", "onednn"] = Field(
+        "auto",
+        description="What multiplies float32 matrices on a CPU, in the transformers engine too. auto: the faster one, measured once "
+        "per machine and kept in the cache folder; torch's where deterministic: true.",
+    )
+    log_entropy: bool = Field(
+        True,
+        description="Measure policy/entropy, about 6 % of the time of a large head on a CPU. A bonus measures it anyway.",
+    )
     max_restarts: int = Field(3, ge=0, description="How often a dead learner is replaced from the last checkpoint.")
+    update_timeout_s: float = Field(
+        1800.0,
+        gt=0,
+        description="A learner that has not answered its first update within this counts as dead. Later updates get ten times the "
+        "longest one so far, at least two minutes and at most this.",
+    )
+
+    @model_validator(mode="after")
+    def _one_learner_per_gpu(self) -> LearnerSection:
+        if self.num_learners >= 2 and 0 < self.gpus_per_learner <= 0.5:
+            raise ValueError(
+                f"gpus_per_learner {self.gpus_per_learner:g} with num_learners {self.num_learners}: Ray would put two learners on one "
+                'GPU, which NCCL refuses ("Duplicate GPU detected"); set gpus_per_learner to 1, or num_learners to 1'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _strategy_fits(self) -> LearnerSection:
+        name = self.strategy
+        if name == "single" and self.num_learners > 1:
+            raise ValueError(
+                f"strategy single with num_learners {self.num_learners}: use all_reduce, or set num_learners to 1"
+            )
+        if name not in (None, "single") and self.num_learners == 0:
+            raise ValueError(f"strategy {name} needs learners that are actors: set num_learners to 2 or more")
+        if self.offload_optimizer and not self.zero_stage:
+            raise ValueError(
+                f"offload_optimizer has no effect with strategy {name or 'null'}: use zero1, zero2 or zero3"
+            )
+        if self.offload_params and not self.shards_layers:
+            raise ValueError(f"offload_params has no effect with strategy {name or 'null'}: use fsdp2 or zero3")
+        if self.zero_stage and self.optimizer == "adafactor":
+            raise ValueError(
+                f"strategy {name} cuts the optimiser's tensors into flat shards, which have no rows and columns for adafactor: "
+                "use adamw, or strategy fsdp2"
+            )
+        return self
+
+    @property
+    def zero_stage(self) -> int:
+        """What DeepSpeed shards: 1 the optimiser's state, 2 gradients too, 3 frozen layers too; 0: nothing."""
+        return int(self.strategy[-1]) if self.strategy in ("zero1", "zero2", "zero3") else 0
+
+    @property
+    def shards_layers(self) -> bool:
+        """Whether each learner holds a part of the decoder's layers, so that forward passes wait for each other."""
+        return self.strategy in ("fsdp2", "zero3")
+
+    @property
+    def in_step(self) -> bool:
+        """Whether passes wait for those of the other learners, so that all make as many, and all read and restore state together."""
+        return self.strategy == "fsdp2" or bool(self.zero_stage)

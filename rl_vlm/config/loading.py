@@ -15,6 +15,7 @@ from rl_vlm.config.algorithm import without_preset_keys
 from rl_vlm.config.hints import explain
 from rl_vlm.config.run import RunConfig
 from rl_vlm.config.sft import SFTConfig
+from rl_vlm.config.yaml_text import load_yaml
 from rl_vlm.files import write_atomic
 from rl_vlm.types import UserInputError
 
@@ -56,12 +57,12 @@ def read_yaml(path: str | Path | None, overrides: Iterable[str]) -> dict[str, An
         except UnicodeDecodeError as error:
             raise UserInputError(f"The config {file} is not a text file ({error.reason}).") from error
         try:
-            loaded = yaml.safe_load(text)
+            loaded = load_yaml(text)
         except yaml.YAMLError as error:
             where = getattr(error, "problem_mark", None)
             line = f" in line {where.line + 1}" if where else ""
             raise UserInputError(
-                f"The config {file} is not valid YAML{line}: {getattr(error, 'problem', error)}."
+                f"The config {file} is not valid YAML{line}: {getattr(error, 'problem', None) or error}."
             ) from error
         if loaded is not None and not isinstance(loaded, dict):
             raise UserInputError(
@@ -107,7 +108,7 @@ def parse_override(override: str) -> tuple[str, Any]:
     if not separator or not key.strip():
         raise UserInputError(f"Override {override!r} must have the form section.key=value, such as learner.lr=1e-3.")
     try:
-        value = yaml.safe_load(text) if text else None
+        value = load_yaml(text) if text else None
     except yaml.YAMLError as error:
         raise UserInputError(f"The value of override {override!r} is not valid YAML: quote it.") from error
     if isinstance(value, str) and _SCIENTIFIC.fullmatch(text.strip()):

@@ -27,7 +27,9 @@ class ResourcesSection(Section):
     num_cpus: int | None = Field(
         None, ge=1, description="Logical CPUs of the private cluster; null: what the run needs."
     )
-    object_store_mib: int = Field(256, ge=80)
+    object_store_mib: int | None = Field(
+        None, ge=80, description="Of the private cluster; null: 256, or more where versions of the adapter need it."
+    )
     dashboard: bool = False
     replicas_on: _ResourceName | None = Field(None, description="Where replicas of the model run; null: anywhere.")
     learners_on: _ResourceName | None = Field(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
@@ -24,6 +23,7 @@ from rl_vlm.config.section import Section
 from rl_vlm.config.serving import ServingSection
 from rl_vlm.config.sight import SightSection
 from rl_vlm.config.specs import ALGORITHMS, AlgorithmSpec
+from rl_vlm.files import resolved
 
 
 class RunConfig(Section):
@@ -54,7 +54,7 @@ class RunConfig(Section):
     @classmethod
     def _absolute_paths(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         # Other processes have other working directories.
-        return tuple(str(Path(name).expanduser().resolve()) if name.endswith(".py") else name for name in names)
+        return tuple(str(resolved(name)) if name.endswith(".py") else name for name in names)
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
@@ -110,6 +110,29 @@ class RunConfig(Section):
         """What an evaluation variant changes in the arguments of an environment, which `env.parts` names."""
         arguments = self.evaluation.variants.get(variant, {})
         return dict(arguments.get(env, {})) if self.env.mixture else arguments
+
+    @property
+    def lora_slots(self) -> int:
+        """Adapter versions that a replica may sample with at the same time (engine vllm)."""
+        if self.serving.shared:
+            return self.serving.sharing.lora_slots
+        # Samples of older versions may still run when a new one comes, unless they take it.
+        return 1 if self.rollout.in_flight_updates else self.rollout.max_policy_lag + 2
+
+    @property
+    def max_lora_rank(self) -> int:
+        """The highest rank of an adapter that the replicas serve."""
+        return (self.serving.sharing.max_lora_rank if self.serving.shared else None) or self.model.lora.rank
+
+    @property
+    def published_dtype(self) -> str:
+        """The precision of published adapters: vLLM rounds them to that of the model; checkpoints keep float32."""
+        return self.model.dtype if self.serving.expected_engine == "vllm" else "float32"
+
+    @property
+    def samples_per_round(self) -> int:
+        """Samples of a round, of all replicas: what they can be asked for at once."""
+        return self.rollout.prompts_per_iteration * self.rollout.group_size * max(self.rollout.max_policy_lag, 1)
 
     @property
     def needed_cpus(self) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rl_vlm.config.section import Section
 
@@ -12,11 +13,26 @@ from rl_vlm.config.section import Section
 class VLLMSection(Section):
     """Settings that only the vLLM engine has."""
 
-    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    gpu_memory_utilization: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Share of a GPU's memory for everything that a replica holds there. Null: 0.85 of what gpus_per_replica gives it.",
+    )
     tensor_parallel_size: int = Field(1, ge=1)
     enforce_eager: bool = False
     max_num_seqs: int = Field(256, ge=1)
+    max_num_batched_tokens: int = Field(
+        8192,
+        ge=16,
+        description="Tokens of one step on a GPU, prompts and samples together; vLLM's own default here is 2048.",
+    )
     kv_cache_gib: int = Field(1, ge=1, description="Memory for keys and values on a machine without a GPU, whole GiB.")
+    gpu_kv_cache_gib: float | None = Field(
+        None,
+        gt=0,
+        description="Memory for keys and values on a GPU. Null: what `rl-vlm plan` computes where the GPU is shared, else what vLLM measures.",
+    )
     enable_prefix_caching: bool = Field(True, description="Prompts that begin alike are computed once.")
     mm_processor_cache_gib: float | None = Field(
         None, ge=0, description="Memory for the pixels of past images; null: 4 GiB on a GPU, 0.5 without; 0: none."
@@ -106,6 +122,50 @@ class ServingSection(Section):
         10.0, gt=0, description="How long that token may take; a second failure replaces it."
     )
     vllm: VLLMSection = VLLMSection()
+
+    @field_validator("gpus_per_replica")
+    @classmethod
+    def _whole_or_share(cls, gpus: float) -> float:
+        if gpus > 1 and gpus != int(gpus):
+            raise ValueError(
+                f"{gpus:g} GPUs: Ray gives a share of one GPU (up to 1) or whole GPUs; use {math.ceil(gpus)}"
+            )
+        return gpus
+
+    @model_validator(mode="after")
+    def _gpus_of_a_replica(self) -> ServingSection:
+        gpus, parallel = self.gpus_per_replica, self.vllm.tensor_parallel_size
+        if self.expected_engine == "transformers":
+            if gpus > 1:
+                raise ValueError(
+                    f"gpus_per_replica {gpus:g} with the engine transformers, which computes on one GPU: set it to 1 and raise "
+                    "num_replicas, or use engine vllm with vllm.tensor_parallel_size"
+                )
+            return self
+        if gpus and max(gpus, 1) != parallel:
+            raise ValueError(
+                f"gpus_per_replica {gpus:g} and vllm.tensor_parallel_size {parallel} contradict each other: a replica computes "
+                f"on tensor_parallel_size whole GPUs; set both to {max(math.ceil(gpus), parallel)}, or tensor_parallel_size to 1"
+            )
+        if self.vllm.max_num_batched_tokens < self.vllm.max_num_seqs:
+            raise ValueError(
+                f"vllm.max_num_batched_tokens ({self.vllm.max_num_batched_tokens}) is below vllm.max_num_seqs "
+                f"({self.vllm.max_num_seqs}): every running sample takes one token of a step"
+            )
+        share = self.vllm.gpu_memory_utilization
+        if share is not None and 0 < gpus < 1 and share > gpus:
+            raise ValueError(
+                f"vllm.gpu_memory_utilization {share:g} is more of the GPU than gpus_per_replica {gpus:g} gives a replica, and "
+                f"what shares the GPU would run out of memory: set it to {gpus:g} or less"
+            )
+        return self
+
+    @property
+    def memory_utilization(self) -> float:
+        """The share of a GPU's memory that a replica may hold: as set, or 0.85 of the GPU or of the replica's share of it."""
+        if self.vllm.gpu_memory_utilization is not None:
+            return self.vllm.gpu_memory_utilization
+        return 0.85 * (min(self.gpus_per_replica, 1.0) or 1.0)
 
     @property
     def expected_engine(self) -> Literal["transformers", "vllm"]:

@@ -36,6 +36,7 @@ class AlgorithmSpec:
     UserInputError. evaluate(run, adapter=, run_dir=, out=, options=) -> results. samplers(run): the actors beside replicas
     and learners. serves(run): whether it has replicas. check(run) raises ValueError where sections contradict each other.
     reads: the keys that it reads; others are refused where they are set. has_critic: whether learners hold a value function.
+    publishes_adapters: whether learners train the served policy's adapter.
     """
 
     config: str
@@ -47,6 +48,7 @@ class AlgorithmSpec:
     check: Callable[[RunConfig], None]
     reads: Reads
     has_critic: bool = False
+    publishes_adapters: bool = True
 
     def load(self, part: str) -> Any:
         """The object that `config`, `run`, `preflight` or `evaluate` names."""
@@ -91,6 +93,7 @@ def _check_policy(run: RunConfig) -> None:
                 f"algorithm.overlong_buffer has no effect: its penalty begins after {begins} tokens, and rollout.max_turns x "
                 f"max_new_tokens_per_turn allows {longest}; lower rollout.max_new_tokens ({run.rollout.max_new_tokens})"
             )
+    _check_strategy(run)
     settings = run.algorithm
     if settings.max_refill and run.rollout.group_size == 1:
         raise ValueError(
@@ -118,6 +121,20 @@ def _check_policy(run: RunConfig) -> None:
         raise ValueError(
             "rollout.partial_tokens and rollout.in_flight_updates both let a turn go on with newer weights, at the end of a piece "
             "and between any two tokens: set one of them"
+        )
+
+
+def _check_strategy(run: RunConfig) -> None:
+    name = run.learner.strategy
+    if run.learner.zero_stage and run.spec.has_critic:
+        raise ValueError(
+            f"learner.strategy {name} clips all gradients by one norm, and algorithm.name {run.algorithm.name} clips the critic's "
+            "by their own: use fsdp2 or all_reduce"
+        )
+    if run.learner.zero_stage and run.model.lora.target_modules == "vision":
+        raise ValueError(
+            f"learner.strategy {name} adds up gradients while a backward pass runs, and the vision tower has some only where there "
+            "are images: use fsdp2 or all_reduce with model.lora.target_modules vision"
         )
 
 
@@ -154,7 +171,15 @@ _PREFERENCE_READS = Reads(
         "algorithm.name",
         *(
             f"learner.{key}"
-            for key in ("num_learners", "cpus_per_learner", "gpus_per_learner", "num_threads", "max_restarts")
+            for key in (
+                "num_learners",
+                "cpus_per_learner",
+                "gpus_per_learner",
+                "num_threads",
+                "cpu_product",
+                "max_restarts",
+                "update_timeout_s",
+            )
         ),
         "evaluation.timeout_s",
         *(
@@ -205,5 +230,6 @@ ALGORITHMS.register("preference_sac")(
         serves=lambda run: run.preference.asks_served_model,
         check=_check_preference,
         reads=_PREFERENCE_READS,
+        publishes_adapters=False,
     )
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -98,12 +99,19 @@ class SweepConfig(Section):
                 raise ValueError(
                     "stopping pbt varies every key of the space: leave out seed, and use choice in place of grid"
                 )
+            if self.max_concurrent is not None:
+                raise ValueError("stopping pbt trains its population side by side: leave out max_concurrent")
         return self
 
     @property
     def sign(self) -> float:
         """Times the metric: the least is the best."""
         return -1.0 if self.mode == "max" else 1.0
+
+    @property
+    def num_trials(self) -> int:
+        """How many trials there are: `num_samples` of each point of the grid."""
+        return self.num_samples * math.prod(len(values.grid) for values in self.space.values() if values.grid)
 
     def prepared(self, run: RunConfig) -> RunConfig:
         """The run that the trials are made of: with `serving.shared`, and room for the largest adapter of the space."""

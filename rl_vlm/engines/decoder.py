@@ -18,20 +18,21 @@ from torch import Tensor
 
 from rl_vlm.chat import ChatCodec, expand_image_tokens, mrope_positions
 from rl_vlm.engines.base import EngineError
-from rl_vlm.engines.choices import ChoiceNode, choice_trie, encode_choices, restrict_to_choices
+from rl_vlm.engines.choice_texts import encode_choices
+from rl_vlm.engines.choices import ChoiceNode, choice_trie, restrict_to_choices
 from rl_vlm.engines.kv_cache import RowCache
 from rl_vlm.engines.penalties import penalise
 from rl_vlm.engines.rows import Job, RowTable
 from rl_vlm.engines.sampling import Chosen, choose_tokens, most_likely
 from rl_vlm.engines.text_model import KeysValues, TextModel
 from rl_vlm.models.backbone import Backbone, ImageFeatures
+from rl_vlm.models.memory.parts import PREFILL_TOKENS
 from rl_vlm.seeding import uniforms
 from rl_vlm.types import Completion, GenerationRequest, StopReason, UserInputError
 
 T = TypeVar("T")
 
-# Padded prompt tokens per prefill forward pass.
-_PREFILL_TOKENS = 16384
+_PREFILL_TOKENS = PREFILL_TOKENS
 
 
 @dataclass(slots=True)

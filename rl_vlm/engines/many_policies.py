@@ -6,8 +6,6 @@ or thousands of requests delays the others by its share and no more, and a new v
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +18,6 @@ from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.turns import QUANTUM, Turns
 from rl_vlm.engines.weights import BoundedWeights, UnmergedWeights, Version, Weights
-from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import Quantization
 from rl_vlm.models.lora import changes_tower
 from rl_vlm.types import EncodedImage, GenerationRequest
@@ -68,25 +65,10 @@ class ManyPoliciesEngine(TransformersEngine):
     def _num_rows(self) -> int:
         return sum(lane.decoder.num_rows for lane in list(self._lanes))
 
-    async def load_adapter(self, payload: AdapterPayload) -> None:
-        """Serve a version to every request of its policy that starts from now on; running samples finish with theirs."""
-        started = time.monotonic()
-        if self._closed:
-            raise EngineError("The engine is closed.")
-        if self._loading:
-            raise EngineError("An adapter is being loaded already: load one at a time.")
-        self._loading = True
-        try:
-            formed = await asyncio.to_thread(lambda: self._weights.form(payload.verify()))
-        finally:
-            self._loading = False
-        with self._wake:
-            before = self._newest_of.get(payload.policy)
-            self._newest_of[payload.policy] = Version(payload.version, formed)
-            self._retire_unused(before)
-            self._swaps += 1
-            self._last_swap_s = time.monotonic() - started
-            self._wake.notify()
+    def _serve_version(self, policy: str, version: Version) -> None:
+        before = self._newest_of.get(policy)
+        self._newest_of[policy] = version
+        self._retire_unused(before)
 
     async def drop_policy(self, policy: str) -> None:
         """Forget a policy; calls of it that come later are answered without an adapter, so let none come."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rl_vlm.engines.alternatives import TopLogprobs, packed
 from rl_vlm.engines.choices import ChoiceNode
-from rl_vlm.engines.streams import TokenStream, TopLogprobs
+from rl_vlm.engines.streams import TokenStream
 from rl_vlm.models.backbone import ImageFeatures
 from rl_vlm.types import GenerationRequest, Sample, StopReason
 
@@ -113,7 +114,7 @@ class RowTable:
         """What a row has sampled."""
         produced, slot = int(self.produced[row]), self.slots[row]
         tokens, logprobs = self.tokens[row, :produced].copy(), self.logprobs[row, :produced].copy()
-        return Sample(tokens, logprobs, reason, tuple(slot.top_logprobs), slot.pieces(produced))
+        return Sample(tokens, logprobs, reason, packed(slot.top_logprobs), slot.pieces(produced))
 
     def held(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids int32 [L] and positions int64 [3, L] of what a row's keys and values are of: all but the token sampled last."""

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rl_vlm.engines.alternatives import TopLogprobs, packed
 from rl_vlm.types import SampleChunk, StopReason
-
-TopLogprobs = tuple[tuple[int, float], ...]
 
 
 @dataclass(slots=True)
@@ -87,7 +86,7 @@ class TokenStream:
                 logprobs=np.array(entry.logprobs, dtype=np.float32),
                 policy_version=version,
                 stop_reason=entry.stop_reason,
-                top_logprobs=tuple(entry.top_logprobs),
+                top_logprobs=packed(entry.top_logprobs),
             )
             for (number, version), entry in growth.items()
         ]

@@ -28,11 +28,13 @@ from rl_vlm.models.backbone import Backbone
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import DType, Quantization, load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora import changes_tower
+from rl_vlm.models.products import ProductName, use_onednn
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, InFlightUpdates, SampleChunk, UserInputError
 
 logger = logging.getLogger(__name__)
 
 _IDLE_BATCH = 8  # images encoded at once while idle; a call that arrives meanwhile waits for them
+_SMALLEST_LAYER = 2**15  # weights; for smaller layers no batch is large enough that the choice of the product would pay
 _MAX_UPCOMING_IMAGES = 1024  # images that wait to be encoded ahead of their requests
 
 
@@ -52,6 +54,7 @@ class TransformersEngine:
             them, at some cost per step, instead of being merged.
         pixels: limits of an image's size in place of the processor's own.
         in_flight: running samples take a new version between two tokens, and keep or recompute their keys and values.
+        product: what multiplies float32 matrices on a CPU (see models/products.py).
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class TransformersEngine:
         quantization: Quantization = "none",
         pixels: PixelLimits = DEFAULT_PIXELS,
         in_flight: InFlightUpdates | None = None,
+        product: ProductName = "torch",
     ) -> None:
         quiet_libraries()
         if num_threads is not None:
@@ -76,6 +80,8 @@ class TransformersEngine:
         self.backbone = Backbone(loaded, text.images, text.codec.suppressed_token_ids(text.vocab_size))
         self._decoder = Decoder(self.backbone, text.codec, max_context=max_context)
         self._weights = self._weights_of(loaded, quantization)
+        if product == "onednn":
+            use_onednn(loaded, _SMALLEST_LAYER)
         self._max_rows = max_rows
         self._lockstep = lockstep
         self._in_flight = in_flight
@@ -199,11 +205,14 @@ class TransformersEngine:
         finally:
             self._loading = False
         with self._wake:
-            before, self._newest = self._newest, Version(payload.version, formed)
-            self._retire(before)
+            self._serve_version(payload.policy, Version(payload.version, formed))
             self._swaps += 1
             self._last_swap_s = time.monotonic() - started
             self._wake.notify()
+
+    def _serve_version(self, policy: str, version: Version) -> None:
+        before, self._newest = self._newest, version
+        self._retire(before)
 
     async def drop_policy(self, policy: str) -> None:
         """Does nothing: this engine serves one policy (`ManyPoliciesEngine` serves several)."""

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_vlm.config import ServingSection
+from rl_vlm.coroutines import all_or_none
 from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats, check_version
 from rl_vlm.engines.streams import TokenStream
 from rl_vlm.engines.vllm_adapters import Adapter, AdapterFolders
 from rl_vlm.engines.vllm_request import DEAD, VLLMSampler
-from rl_vlm.engines.vllm_setup import Counts, engine_args, prepare_environment, start_llm
+from rl_vlm.engines.vllm_setup import Counts, KVCache, engine_args, prepare_environment, start_llm
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import load_text_side, quiet_libraries
@@ -44,6 +45,7 @@ class VLLMEngine:
         pixels: limits of an image's size in place of the processor's own.
         in_flight: running samples take a new version between two tokens, and keep or recompute their keys and values. Those
             that began before the first adapter finish without one.
+        kv_cache: see KVCache; None: vLLM measures.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class VLLMEngine:
         max_loras: int = 2,
         pixels: PixelLimits = DEFAULT_PIXELS,
         in_flight: InFlightUpdates | None = None,
+        kv_cache: KVCache | None = None,
     ) -> None:
         prepare_environment(serving)
         quiet_libraries()
@@ -68,7 +71,7 @@ class VLLMEngine:
         self._loop = asyncio.new_event_loop()
         self._loading = asyncio.Lock()
         self._counts = Counts()
-        args = engine_args(model, dtype, serving, max_lora_rank, max_loras, self._text)
+        args = engine_args(model, dtype, serving, max_lora_rank, max_loras, self._text, kv_cache)
         started: Future[Any] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(args, serving.num_threads, started), name="vllm-engine", daemon=True
@@ -252,14 +255,14 @@ class VLLMEngine:
             await self._llm.resume_generation()
 
     async def _generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        return await _all_or_none([self._complete(request) for request in requests])
+        return await all_or_none([self._complete(request) for request in requests])
 
     async def _complete(self, request: GenerationRequest) -> Completion:
         started = time.monotonic()
         plan = await self._sampler.plan(request)
         with self._lease(request) as (lora, version):
             # One vLLM request per sample, so that each has its own seed; the prefix cache shares the prompt.
-            samples = await _all_or_none(
+            samples = await all_or_none(
                 [self._sampler.sample(plan, number, lora) for number in range(request.sampling.n)]
             )
         return Completion(
@@ -276,7 +279,7 @@ class VLLMEngine:
         try:
             plan = await self._sampler.plan(request)
             with self._lease(request) as (lora, stream.policy_version):
-                await _all_or_none(
+                await all_or_none(
                     [self._sampler.feed(plan, number, lora, stream) for number in range(request.sampling.n)]
                 )
         except asyncio.CancelledError:
@@ -294,14 +297,3 @@ class VLLMEngine:
         with self._folders.lease(request.policy) as adapter:
             check_version(request, adapter.version if adapter else 0)
             yield (adapter.request, adapter.version) if adapter else (None, 0)
-
-
-async def _all_or_none(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; when one fails or the caller is cancelled, the others are cancelled and waited for."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.chat import expand_image_tokens
+from rl_vlm.engines.alternatives import packed
 from rl_vlm.engines.base import EngineError
-from rl_vlm.engines.choices import TokenSequence, encode_choices
+from rl_vlm.engines.choice_texts import TokenSequence, encode_choices
 from rl_vlm.engines.streams import TokenStream, notify
 from rl_vlm.engines.vllm_sampling import Piece, read_piece, read_versions, vllm_params
 from rl_vlm.engines.vllm_setup import Counts
@@ -83,7 +84,7 @@ class VLLMSampler:
             np.array(piece.token_ids, dtype=np.int32),
             np.array(piece.logprobs, dtype=np.float32),
             self._stop_reason(plan, output, piece),
-            tuple(piece.top_logprobs),
+            packed(piece.top_logprobs),
             read_versions(output) if self._in_flight and lora is not None else (),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ import torch
 
 from rl_vlm.config import ServingSection
 from rl_vlm.models.loading import TextSide
+from rl_vlm.models.memory.replica import VLLM_RANKS
 from rl_vlm.types import UserInputError
 
+# Bytes for keys and values on a GPU of so many bytes; None: vLLM measures what is free.
+KVCache = Callable[[int], int | None]
 NO_VERSION = "default"  # vLLM's name of its weights before they get another
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM has kernels for
 
 
 @dataclass(slots=True)
@@ -88,15 +90,23 @@ def _child_environment(num_threads: int) -> Iterator[None]:
 
 
 def engine_args(
-    model: Path, dtype: str, serving: ServingSection, max_lora_rank: int, max_loras: int, text: TextSide
+    model: Path,
+    dtype: str,
+    serving: ServingSection,
+    max_lora_rank: int,
+    max_loras: int,
+    text: TextSide,
+    kv_cache: KVCache | None = None,
 ) -> Any:
-    """vLLM's AsyncEngineArgs."""
+    """vLLM's AsyncEngineArgs. `kv_cache` is asked on a GPU alone."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from rl_vlm.engines.vllm_worker import SUPPRESSED_KEY
 
-    if max_lora_rank > _RANKS[-1]:
-        raise UserInputError(f"vLLM serves LoRA up to rank {_RANKS[-1]}, not {max_lora_rank}: lower model.lora.rank.")
+    if max_lora_rank > VLLM_RANKS[-1]:
+        raise UserInputError(
+            f"vLLM serves LoRA up to rank {VLLM_RANKS[-1]}, not {max_lora_rank}: lower model.lora.rank."
+        )
     settings, on_gpu = serving.vllm, torch.cuda.is_available()
     _check_device(serving, on_gpu)
     # In GiB of the machine's own memory.
@@ -107,7 +117,8 @@ def engine_args(
         dtype=dtype,  # type: ignore[arg-type]
         max_model_len=serving.max_context,
         max_num_seqs=settings.max_num_seqs,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
+        gpu_memory_utilization=serving.memory_utilization,
+        kv_cache_memory_bytes=kv_cache(_card_bytes()) if kv_cache is not None and on_gpu else None,
         tensor_parallel_size=settings.tensor_parallel_size,
         # Inside a Ray actor vLLM would otherwise choose Ray for several GPUs.
         distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",
@@ -115,11 +126,11 @@ def engine_args(
         # A seeded request whose prefill is cut in two ends vLLM's engine core on a CPU: torch's CPU generator cannot be
         # wound back. So prompts are never cut there, and the budget holds many of them with their images.
         enable_chunked_prefill=on_gpu,
-        max_num_batched_tokens=None if on_gpu else max(16384, serving.max_context),
+        max_num_batched_tokens=settings.max_num_batched_tokens if on_gpu else max(16384, serving.max_context),
         enable_prefix_caching=settings.enable_prefix_caching,
         quantization="fp8_per_tensor" if serving.quantization == "fp8" else None,  # done while loading
         enable_lora=True,
-        max_lora_rank=next(rank for rank in _RANKS if rank >= max_lora_rank),  # type: ignore[arg-type]
+        max_lora_rank=next(rank for rank in VLLM_RANKS if rank >= max_lora_rank),  # type: ignore[arg-type]
         max_loras=max_loras,
         max_cpu_loras=max_loras + 2,
         limit_mm_per_prompt={"video": 0},
@@ -137,6 +148,13 @@ def engine_args(
         enable_log_requests=False,
         trust_remote_code=False,
     )
+
+
+def _card_bytes() -> int:
+    """Memory of this process' GPU, as the driver says: torch would create a CUDA context, which stays in memory."""
+    from vllm.platforms import current_platform
+
+    return int(current_platform.get_device_total_memory())
 
 
 def _check_device(serving: ServingSection, on_gpu: bool) -> None:

@@ -83,7 +83,7 @@ class GeoSpotEnv(MadeItemsEnv):
             image_size = world.IMAGE_SIZE if image_size is None else image_size
             check_integers(
                 "GeoSpot-v0",
-                countries=(countries, 2, len(world.mapped_countries())),
+                countries=(countries, 2, world.MOST_COUNTRIES),
                 cities=(cities, 1, 1000),
                 zoom=(zoom, 1, world.MAX_ZOOM),
                 num_train=(num_train, 1, 10**9),

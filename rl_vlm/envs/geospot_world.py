@@ -83,6 +83,11 @@ def _rings() -> list[tuple[Ring, tuple[float, float], tuple[float, float]]]:
     return [(ring, low, high) for ring, (low, high) in zip(rings, corners, strict=True)]
 
 
+MOST_COUNTRIES = (
+    141  # of mapped_countries(); written down, so that an environment is made without the gazetteer's index
+)
+
+
 @cache
 def mapped_countries() -> tuple[Place, ...]:
     """The countries that a pin may be in, the largest first: those with a shape, a million people and a city in a region."""

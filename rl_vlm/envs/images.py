@@ -14,19 +14,18 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rl_vlm.envs.errors import EnvError
-from rl_vlm.types import EncodedImage, UserInputError
+from rl_vlm.envs.image_budget import ImageError, check_parts, is_costly
+from rl_vlm.envs.image_process import decode_in_process
+from rl_vlm.types import EncodedImage
 
 # Formats that PIL decodes itself; PostScript, for example, it passes to an interpreter.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 64_000_000
 MAX_BYTES = 64 * 2**20
+_COSTLY = "rl_vlm.costly"  # key of an opened image's info: whether it is decoded in a process of its own
 GREY = (127, 127, 127)
 
 T = TypeVar("T")
-
-
-class ImageError(UserInputError):
-    """An image cannot be read, or must not be."""
 
 
 def image_bytes(value: Any, folder: Path | None) -> bytes:
@@ -67,9 +66,36 @@ def pixels(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
 def _decoded(data: bytes, max_pixels: int, convert: Callable[[Image.Image], T]) -> T:
     image = _open(data, max_pixels)
     try:
-        return convert(ImageOps.exif_transpose(image))
+        return convert(upright(image, data, max_pixels))
+    except ImageError:
+        raise
     except Exception as error:  # decoders raise nearly anything on corrupt bytes
         raise ImageError(f"cannot be decoded ({one_line(error)})") from error
+
+
+def open_image(data: bytes, formats: Iterable[str] = FORMATS) -> Image.Image:
+    """Open an image, its header read and its pixels not; every path opens here.
+
+    Raises ImageError for a file that is made to cost time, and what Pillow raises for a damaged one.
+    """
+    scans = check_parts(data)
+    image = Image.open(io.BytesIO(data), formats=list(formats))
+    image.info[_COSTLY] = is_costly(scans, image.width, image.height) or (
+        # A TIFF may hold JPEGs, in a way that lets each of its strips be decoded from the whole file.
+        image.format == "TIFF" and image.info.get("compression") in ("jpeg", "tiff_jpeg")
+    )
+    return image
+
+
+def upright(image: Image.Image, data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The pixels of an image that `open_image` opened from `data`, turned as its EXIF says; every path decodes here.
+
+    A costly image is decoded in a process that can be killed. Raises ImageError where that fails, and what Pillow raises
+    for damaged images.
+    """
+    if image.info.get(_COSTLY):
+        return decode_in_process(data, ["JPEG" if image.format == "MPO" else str(image.format)], max_pixels)
+    return ImageOps.exif_transpose(image)
 
 
 def as_image(image: Any) -> Image.Image | EncodedImage:
@@ -129,7 +155,9 @@ def blanked(images: Iterable[EncodedImage]) -> tuple[EncodedImage, ...]:
 
 def _open(data: bytes, max_pixels: int) -> Image.Image:
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = open_image(data)
+    except ImageError:
+        raise
     except Image.DecompressionBombError as error:
         raise ImageError(f"has more than {max_pixels} pixels") from error
     except UnidentifiedImageError as error:
@@ -170,7 +198,7 @@ def _from_path(path: str, folder: Path | None) -> bytes:
         if file.stat().st_size > MAX_BYTES:
             raise ImageError(f"has {file.stat().st_size} bytes, more than {MAX_BYTES}")
         return file.read_bytes()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: symbolic links in a circle
         raise ImageError(f"is the path {path[:80]!r}, which cannot be read ({one_line(error)})") from error
 
 

@@ -2,13 +2,15 @@
 
 An environment is foreign code: it may hang, leak, or take its process down. The child is this module run as a program;
 it exchanges frames (see `wire`) over two pipes. Every call has a deadline, after which the child's process group is killed.
-It protects against accidents, not against malice: the child runs with the user's own rights.
+It protects against accidents, not against malice: the child runs with the user's own rights. Variables that hold tokens and
+keys are not handed on, except those that the arguments or RL_VLM_ENV_PASS ("HF_TOKEN,OPENAI_API_KEY") name.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -18,11 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.envs import watchdog, wire
+from rl_vlm.envs.adapters.address import TOKEN_VARIABLE
+from rl_vlm.envs.adapters.interfaces import split_scheme
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.errors import EnvCrashError, EnvTimeoutError, check_reset, check_step
 from rl_vlm.envs.registry import portable_id
 from rl_vlm.envs.worker import EnvWorker, raise_error, short_line
+from rl_vlm.safe_text import child_environment
 from rl_vlm.types import Split, UserInputError
+
+PASS_VARIABLE = "RL_VLM_ENV_PASS"  # names of variables, although they hold secrets, that environments may see
 
 
 class ProcessEnv(VisionEnv):
@@ -45,7 +52,8 @@ class ProcessEnv(VisionEnv):
         if not step_timeout_s > 0 or not start_timeout_s > 0:
             raise UserInputError(f"Timeouts must be positive, not {step_timeout_s} s and {start_timeout_s} s.")
         self._env_id = env_id
-        self._make = {"op": "make", "env_id": portable_id(env_id), "kwargs": kwargs or {}}
+        self._kwargs = kwargs or {}
+        self._make = {"op": "make", "env_id": portable_id(env_id), "kwargs": self._kwargs}
         try:
             json.dumps(self._make)
         except (TypeError, ValueError) as error:
@@ -95,20 +103,30 @@ class ProcessEnv(VisionEnv):
     def _start(self) -> None:
         child_reads, parent_writes = os.pipe()
         parent_reads, child_writes = os.pipe()
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        mark = f"RL_VLM_ENV_{secrets.token_hex(8)}"  # tells the environment's processes from all others
         process = subprocess.Popen(
-            [sys.executable, "-m", "rl_vlm.envs.isolation", str(child_reads), str(child_writes)],
+            [sys.executable, "-m", "rl_vlm.envs.isolation", str(child_reads), str(child_writes), mark],
             stdin=subprocess.DEVNULL,
             stdout=2,  # output of the environment must not mix with ours
             pass_fds=(child_reads, child_writes),
             start_new_session=True,  # a process group of its own, which can be killed whole and does not get the terminal's Ctrl-C
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=child_environment(self._wanted_secrets(), PYTHONPATH=path, **{mark: "1"}),
         )
         os.close(child_reads)
         os.close(child_writes)
         self._process = process
         self._channel = wire.Channel(parent_reads, parent_writes, alive=lambda: _alive(process.pid))
-        self._finalizer = weakref.finalize(self, _end, process, self._channel)
+        self._finalizer = weakref.finalize(self, _end, process, self._channel, mark)
         self._call(self._make, self._start_timeout_s)
+
+    def _wanted_secrets(self) -> set[str]:
+        """The variables with secrets that the environment needs: those that its arguments or RL_VLM_ENV_PASS name."""
+        wanted = set(os.environ.get(PASS_VARIABLE, "").replace(",", " ").split())
+        wanted |= {value for value in self._kwargs.values() if isinstance(value, str)}
+        if "://" in self._env_id or split_scheme(self._env_id) is not None:
+            wanted.add(TOKEN_VARIABLE)  # it runs elsewhere, and this is the token of that place
+        return wanted
 
     def _call(self, request: dict[str, Any], timeout_s: float) -> tuple[dict[str, Any], list[bytes]]:
         if self._channel is None or self._process is None:
@@ -153,13 +171,15 @@ class ProcessEnv(VisionEnv):
         return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
 
 
-def _end(process: subprocess.Popen[bytes], channel: wire.Channel) -> None:
-    """Kill a child's process group, reap the child and close its pipes."""
+def _end(process: subprocess.Popen[bytes], channel: wire.Channel, mark: str) -> None:
+    """Kill a child and all that it started, reap the child and close its pipes."""
+    watchdog.kill_marked(mark)
     try:
         os.killpg(process.pid, signal.SIGKILL)  # before the child is reaped, so that its id cannot name another group
     except ProcessLookupError:
         pass  # the whole group has gone already
     process.wait()
+    watchdog.kill_marked(mark)  # what was started while the others were killed
     channel.close()
 
 
@@ -171,10 +191,10 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def _serve(read_fd: int, write_fd: int) -> None:
+def _serve(read_fd: int, write_fd: int, mark: str) -> None:
     """Answer requests until the parent closes the pipe or asks to close."""
     script = str(Path(watchdog.__file__))
-    subprocess.Popen([sys.executable, "-I", "-S", script, str(read_fd), str(os.getpid())], pass_fds=(read_fd,))
+    subprocess.Popen([sys.executable, "-I", "-S", script, str(read_fd), str(os.getpid()), mark], pass_fds=(read_fd,))
     channel = wire.Channel(read_fd, write_fd)
     worker = EnvWorker()
     while True:
@@ -192,4 +212,4 @@ def _serve(read_fd: int, write_fd: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), int(sys.argv[2]))
+    _serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

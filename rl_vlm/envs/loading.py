@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rl_vlm.files import resolved
 from rl_vlm.types import UserInputError
 
 # Packages of other frameworks' base classes: used for environments whose framework is not installed.
@@ -61,14 +62,14 @@ def absolute_spec(spec: str) -> str:
     target, attribute = split_spec(spec)
     if not target.endswith(".py"):
         return spec
-    path = str(Path(target).expanduser().resolve())
+    path = str(resolved(target))
     return f"{path}:{attribute}" if attribute else path
 
 
 def _missing_module(name: str, target: str) -> str:
     """The advice where module `name` was not found while `target`, a file or a module, was imported."""
     path = name.replace(".", "/")
-    above = Path(target).expanduser().resolve().parents if target.endswith(".py") else [Path.cwd()]
+    above = resolved(target).parents if target.endswith(".py") else [Path.cwd()]
     found = [folder for folder in above if (folder / path).is_dir() or (folder / f"{path}.py").is_file()]
     top = name.partition(".")[0]
     if found:
@@ -110,7 +111,7 @@ def _load_module(name: str) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
-    path = path.resolve()
+    path = resolved(path)
     if not path.is_file():
         raise UserInputError(f"There is no file {path}.")
     digest = hashlib.sha256(f"{path}:{path.stat().st_mtime_ns}".encode()).hexdigest()[:12]

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_vlm.envs.images import one_line
+from rl_vlm.envs.parquet_budget import TooLargeError, read_row_group
 from rl_vlm.types import UserInputError
 
 COLUMNS = ("problem", "answer", "images")
@@ -79,6 +80,8 @@ class ParquetRows:
             with self._lock:
                 table = self._table(group)
             return table.slice(index - self._starts[group], 1).to_pylist()[0]
+        except TooLargeError as error:
+            raise BadRowError(f"{self.where(index)}: row group {self._groups[group][1]} {error}.") from error
         except _READ_ERRORS as error:
             number = self._groups[group][1]
             reason = one_line(error)
@@ -103,7 +106,7 @@ class ParquetRows:
         table = self._recent.pop(group, None)
         if table is None:
             file, number, _ = self._groups[group]
-            table = self._readers[file].read_row_group(number, columns=self._columns)
+            table = read_row_group(self._readers[file], number, self._columns)
             table.validate(full=True)
             rows = self._readers[file].metadata.row_group(number).num_rows
             if table.num_rows != rows:

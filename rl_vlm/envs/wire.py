@@ -22,6 +22,7 @@ from rl_vlm.types import EncodedImage, Message, Observation
 
 MAX_JSON = 64 * 2**20
 MAX_BLOBS = 512 * 2**20
+MAX_SIDE = 2**16  # pixels
 _SLICE_S = 0.25  # how often a waiting side checks that the other process is alive
 _LENGTH = struct.Struct(">I")
 
@@ -167,15 +168,17 @@ def unpack_observation(messages: Any, blobs: list[bytes]) -> Observation:
                 for message in messages
             )
         )
-    except (TypeError, KeyError, StopIteration, RuntimeError) as error:
+    except (TypeError, KeyError, StopIteration, RuntimeError, AttributeError) as error:
         raise FrameError(f"an observation does not fit its images ({error})") from error
 
 
 def _unpack_part(part: Any, blobs: Any) -> str | EncodedImage:
     if isinstance(part, str):
         return part
-    png = next(blobs)
-    return EncodedImage(hashlib.sha256(png).hexdigest(), png, part["width"], part["height"])
+    png, width, height = next(blobs), part["width"], part["height"]
+    if not all(type(side) is int and 1 <= side <= MAX_SIDE for side in (width, height)):
+        raise TypeError(f"an image of {str(width)[:20]} x {str(height)[:20]} pixels")
+    return EncodedImage(hashlib.sha256(png).hexdigest(), png, width, height)
 
 
 def _deadline(timeout_s: float | None) -> float:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from rl_vlm.evaluation.outcomes import Outcome, Side, read_outcome
-from rl_vlm.files import append_whole, to_jsonable, whole_lines
+from rl_vlm.files import append_whole, open_own, to_jsonable, whole_lines
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import UserInputError
 
@@ -102,7 +102,7 @@ class OutcomeLog:
 
 def _locked(path: Path) -> BinaryIO:
     """The file, locked until it is closed or this process ends. Raises UserInputError where another process holds it."""
-    file = path.open("ab")
+    file = open_own(path)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig, parse_config
 from rl_vlm.evaluation.prompts import ItemPrompts
-from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.loading import from_folder, load_model, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.types import Message
 
 
@@ -39,9 +40,13 @@ class PlainGenerate:
         if adapter is not None:
             from peft import PeftModel
 
-            self._model = PeftModel.from_pretrained(self._model, adapter).merge_and_unload()
+            from rl_vlm.models.adapter import AdapterPayload
+            from rl_vlm.models.export import lora_config
+
+            config = lora_config(AdapterPayload.read(Path(adapter), 0), self._model)
+            self._model = PeftModel.from_pretrained(self._model, adapter, config=config).merge_and_unload()
         self._model.generation_config.eos_token_id = None  # every answer has its full length
-        self._processor: Any = AutoProcessor.from_pretrained(folder).image_processor
+        self._processor: Any = from_folder(AutoProcessor, folder).image_processor
         # Their names for the numbers of pixels between which an image is scaled.
         self._size = {"shortest_edge": self._text.images.min_pixels, "longest_edge": self._text.images.max_pixels}
         self._suppressed = self._text.codec.suppressed_token_ids(self._text.vocab_size).tolist()

@@ -27,8 +27,9 @@ from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.isolation import ProcessEnv
 from rl_vlm.envs.registry import make
 from rl_vlm.envs.worker import EnvWorker, Reply, short_line
+from rl_vlm.http.deadlines import Deadlines
 from rl_vlm.http.errors import RequestError, error_response
-from rl_vlm.http.gate import Deadlines, Gate
+from rl_vlm.http.gate import Gate
 from rl_vlm.http.metrics import HTTPMetrics
 from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
 
@@ -168,7 +169,7 @@ def build_env_app(server: EnvServer, limits: HTTPSection, token: str | None) -> 
         return JSONResponse({"status": "draining" if gate.draining else "ok", "sessions": server.num_sessions})
 
     app = Starlette(routes=[Route("/env", env, methods=["POST"]), Route("/health", health)])
-    gate = Gate(app, limits, token, HTTPMetrics(), Deadlines(), ["/env", "/health"])
+    gate = Gate(app, limits, token, HTTPMetrics(), Deadlines(), ["/env", "/health"], content_type=FRAME)
     return gate
 
 
@@ -198,7 +199,7 @@ def serve_environment(
         address = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
         said = f"required ({TOKEN_VARIABLE})" if token else "none: programs on this machine may connect"
         ready = f"Serving {env_id} on {address}, {max_sessions} at a time; token {said}. Clients: env.id={address}"
-        http = HTTPServer(build_env_app(server, limits, token), sock, limits.drain_s, lambda: announce(ready))
+        http = HTTPServer(build_env_app(server, limits, token), sock, limits, lambda: announce(ready))
         number = 0
         try:
             number = http.run_until_signal()

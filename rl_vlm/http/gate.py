@@ -1,55 +1,37 @@
-"""The outermost layer: checks token, queue and body size, and enforces deadlines, before anything is parsed."""
+"""The outermost layer: checks token, kind of body, queue and size, and enforces deadlines, before anything is parsed."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import math
+import re
 import time
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from collections.abc import Collection
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl_vlm.config import HTTPSection
+from rl_vlm.http.body import Body
+from rl_vlm.http.budget import Budget
+from rl_vlm.http.deadlines import Deadlines
 from rl_vlm.http.errors import RequestError, error_response
+from rl_vlm.http.json_bounds import JSONBounds
 from rl_vlm.http.metrics import HTTPMetrics
 
 DEADLINE = "rl_vlm.deadline"  # key of the request's scope: when it must be answered, in the event loop's time
+BODY = "rl_vlm.body"  # and its `Body`
 # How long sending an answer may continue after its deadline, for a client that reads slowly or not at all.
 SEND_GRACE_S = 5.0
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-
-
-class Deadlines:
-    """Timeouts that can all be shortened when the server is told to stop."""
-
-    def __init__(self) -> None:
-        self._open: set[asyncio.Timeout] = set()
-        self._latest = math.inf
-
-    @asynccontextmanager
-    async def at(self, when: float) -> AsyncIterator[None]:
-        """Raise TimeoutError in the block at `when` (the loop's time), or earlier if the server stops before."""
-        async with asyncio.timeout_at(min(when, self._latest)) as timeout:
-            self._open.add(timeout)
-            try:
-                yield
-            finally:
-                self._open.discard(timeout)
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the server is stopping."""
-        return self._latest < math.inf
-
-    def shorten(self, latest: float) -> None:
-        """Let nothing run longer than `latest`."""
-        self._latest = latest
-        for timeout in self._open:
-            if not timeout.expired():
-                timeout.reschedule(min(timeout.when() or latest, latest))
+JSON = "application/json"
+_SMALL_BODY = 1 << 20  # bytes; up to this a body does not wait for others
+_LARGE_BODIES = 8  # of the largest size, may be in memory at a time
+_STALL_S = 30.0  # without a byte of the body
+_VALUES_PER_PART = 64  # of JSON, for each message or part that a request may have
+_BYTES_PER_ESCAPE = 32  # every 64th character of base64 is a slash
+# Host as RFC 9110 (7.2) has it: a name, or an IPv6 address in brackets, and perhaps a port.
+_HOST = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[^\s:@/?#\[\]]+))(?::[0-9]{0,5})?")
 
 
 class Gate:
@@ -63,6 +45,7 @@ class Gate:
         metrics: where answers are counted.
         deadlines: shared with the application.
         routes: paths that are counted by name.
+        content_type: what bodies must be. JSON's are counted while they arrive (`JSONBounds`).
     """
 
     def __init__(
@@ -73,6 +56,7 @@ class Gate:
         metrics: HTTPMetrics,
         deadlines: Deadlines,
         routes: Collection[str],
+        content_type: str = JSON,
     ) -> None:
         self._app = app
         self._limits = limits
@@ -80,7 +64,14 @@ class Gate:
         self.metrics = metrics
         self._deadlines = deadlines
         self._routes = frozenset(routes)
+        self._content_type = content_type
         self._max_body = int(limits.max_body_mib * 2**20)
+        # A character of a text is two escapes at most; some clients escape each slash of an image's base64.
+        self._json_bounds = (
+            _VALUES_PER_PART * limits.max_parts,
+            2 * limits.max_text_chars + self._max_body // _BYTES_PER_ESCAPE,
+        )
+        self._bodies = Budget(_LARGE_BODIES * self._max_body)
         self.in_flight = 0
         self.draining = False
 
@@ -118,61 +109,87 @@ class Gate:
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
         if self._token is None:
-            host = headers.get("host", "localhost").rsplit("@")[-1]
-            name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-            if name.lower() not in (*LOOPBACK, self._limits.host.lower()):
+            if _host_name(headers.get("host", "localhost")) not in (*LOOPBACK, self._limits.host.lower()):
                 raise RequestError(403, "Without a token this server answers only to localhost: set RL_VLM_API_TOKEN.")
-        elif path != "/health":
+        elif (method, path) != ("GET", "/health"):
             scheme, _, given = headers.get("authorization", "").partition(" ")
             # Compared as bytes: in constant time, whatever characters were sent.
             if not hmac.compare_digest(given.strip().encode(), self._token) or scheme.lower() != "bearer":
                 raise RequestError(
                     401, "A valid token is needed: send `Authorization: Bearer TOKEN`.", code="invalid_api_key"
                 )
-        if method == "POST" and self.draining:
+        if method != "POST":
+            return
+        if self.draining:
             raise RequestError(503, "The server is shutting down: try again later.")
-        if method == "POST" and self.in_flight >= self._limits.max_queue:
+        if self.in_flight >= self._limits.max_queue:
             raise RequestError(429, f"{self.in_flight} requests are waiting or running: try again later.")
+
+    def _check_kind(self, path: str, headers: Headers) -> None:
+        """A web page may send other kinds (forms, plain text) to this machine without asking; for this one a browser asks first."""
+        if (
+            path in self._routes
+            and headers.get("content-type", "").partition(";")[0].strip().lower() != self._content_type
+        ):
+            raise RequestError(400, f"The body must be sent with the header Content-Type: {self._content_type}.")
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         deadline = asyncio.get_running_loop().time() + self._limits.deadline_s
         self.in_flight += 1
         self.metrics.in_flight.set(self.in_flight)
+        body = Body()
         try:
-            body = await self._read(receive, Headers(scope=scope), deadline)
-            if body is not None:
+            if await self._read(receive, Headers(scope=scope), deadline, body):
+                self._check_kind(scope["path"], Headers(scope=scope))
                 # ASGI 2.4: the application need not listen for a disconnect itself.
                 asgi = {**scope["asgi"], "spec_version": "2.4"}
                 latest = max(deadline + SEND_GRACE_S - asyncio.get_running_loop().time(), 0)
-                await self._run({**scope, "asgi": asgi, DEADLINE: deadline}, body, receive, send, latest)
+                inner = {**scope, "asgi": asgi, DEADLINE: deadline, BODY: body}
+                await self._run(inner, body, receive, send, latest)
         finally:
+            body.release()
             self.in_flight -= 1
             self.metrics.in_flight.set(self.in_flight)
 
-    async def _read(self, receive: Receive, headers: Headers, deadline: float) -> bytes | None:
-        """The body; None when the client went away."""
+    async def _read(self, receive: Receive, headers: Headers, deadline: float, body: Body) -> bool:
+        """Read the body; False when the client went away."""
         too_large = RequestError(413, f"The body is larger than {self._limits.max_body_mib:g} MiB: send less.")
-        announced = headers.get("content-length", "0")
-        if announced.isdecimal() and int(announced[:20]) > self._max_body:
+        header = headers.get("content-length", "")
+        announced = int(header[:20]) if header.isdecimal() else None
+        if announced is not None and announced > self._max_body:
             raise too_large
-        pieces: list[bytes] = []
-        size = 0
+        if announced is not None and announced > _SMALL_BODY:
+            await self._reserve(body, announced, deadline)
+        bounds = JSONBounds(*self._json_bounds) if self._content_type == JSON else None
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                async with self._deadlines.at(min(deadline, loop.time() + _STALL_S)):
+                    message = await receive()
+                if message["type"] == "http.disconnect":
+                    return False
+                piece = message.get("body", b"")
+                body.add(piece)
+                if body.size > self._max_body:
+                    raise too_large
+                if bounds is not None:
+                    bounds.feed(piece)
+                if not message.get("more_body", False):
+                    return True
+                if body.size > _SMALL_BODY:  # it came without its length
+                    await self._reserve(body, self._max_body, deadline)
+        except TimeoutError as error:
+            seconds = min(self._limits.deadline_s, _STALL_S)
+            raise RequestError(408, f"The body did not arrive: nothing came for {seconds:g} s.") from error
+
+    async def _reserve(self, body: Body, size: int, deadline: float) -> None:
         try:
             async with self._deadlines.at(deadline):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    pieces.append(message.get("body", b""))
-                    size += len(pieces[-1])
-                    if size > self._max_body:
-                        raise too_large
-                    if not message.get("more_body", False):
-                        return b"".join(pieces)
+                await body.reserve(self._bodies, size)
         except TimeoutError as error:
-            raise RequestError(408, f"The body did not arrive within {self._limits.deadline_s:g} s.") from error
+            raise RequestError(503, "Too many large requests are being read: try again later.") from error
 
-    async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send, seconds: float) -> None:
+    async def _run(self, scope: Scope, body: Body, receive: Receive, send: Send, seconds: float) -> None:
         """Run the application; cancel it when the client goes away, or does not take its answer within `seconds`."""
         delivered = answered = False
         never = asyncio.Event()
@@ -182,7 +199,7 @@ class Gate:
             if delivered:
                 await never.wait()
             delivered = True
-            return {"type": "http.request", "body": body, "more_body": False}
+            return {"type": "http.request", "body": body.take(), "more_body": False}
 
         async def watched(message: Message) -> None:
             nonlocal answered
@@ -200,6 +217,12 @@ class Gate:
             await asyncio.gather(work, gone, return_exceptions=True)
         if not work.cancelled():
             work.result()
+
+
+def _host_name(header: str) -> str:
+    """The name or address of a Host header, in lower case; empty for what is none."""
+    found = _HOST.fullmatch(header)
+    return (found["address"] or found["name"]).lower() if found else ""
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import io
 from dataclasses import replace
 
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image
 
 from rl_vlm.config import HTTPSection
-from rl_vlm.models.images import ImageProcessorSpec
-from rl_vlm.types import EncodedImage, UserInputError
+from rl_vlm.envs.images import ImageError, open_image, upright
+from rl_vlm.models.images import ImageProcessorSpec, shrunk
+from rl_vlm.types import EncodedImage, UserInputError, as_rgb
 
 _FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/jpg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"}
 _ORIENTATION = ExifTags.Base.Orientation
@@ -44,8 +44,10 @@ class ImageReader:
         """
         data, kind = self._bytes(uri, name)
         try:
-            image = Image.open(io.BytesIO(data), formats=[kind])
+            image = open_image(data, [kind])
             image.info[_FILE] = data
+        except ImageError as error:
+            raise UserInputError(f"Image {name} {error}.") from error
         except Image.DecompressionBombError as error:
             raise self._too_many_pixels(name, "") from error
         except Exception as error:  # a damaged header shows as almost anything: OSError, struct.error, SyntaxError, ...
@@ -65,18 +67,26 @@ class ImageReader:
     def decode(self, image: Image.Image, name: str) -> EncodedImage:
         """Decode an opened image: the first frame, upright as its EXIF says, RGB, resized where the server is told to."""
         try:
-            image.load()
-            upright = ImageOps.exif_transpose(image)
+            turned = upright(image, image.info[_FILE], self._limits.max_image_pixels)
             if self._resize is not None:
-                size = self._resize.resized(upright.width, upright.height, name)
-                if size != upright.size:
-                    upright = EncodedImage.from_pil(upright).to_pil().resize(size, Image.Resampling.BICUBIC)
-                    return EncodedImage.from_pil(upright)
-            return _as_sent(image) or EncodedImage.from_pil(upright)
+                size = self._resize.resized(turned.width, turned.height, name)
+                if size != turned.size:
+                    turned = EncodedImage.from_pil(turned).to_pil().resize(size, Image.Resampling.BICUBIC)
+                    return EncodedImage.from_pil(turned)
+            return self._as_seen(image, turned, name)
+        except ImageError as error:
+            raise UserInputError(f"Image {name} {error}.") from error
         except UserInputError:
             raise
         except Exception as error:  # as above: decoders raise many kinds of errors on damaged data
             raise UserInputError(f"Image {name} is damaged and cannot be decoded: send another one.") from error
+
+    def _as_seen(self, image: Image.Image, turned: Image.Image, name: str) -> EncodedImage:
+        """The opened image, upright. A photo that the model sees smaller is made so here: as PNG it would take ten times its file."""
+        width, height = self._spec.resized(turned.width, turned.height, name)
+        if width * height < turned.width * turned.height:
+            return EncodedImage.from_pil(shrunk(self._spec, as_rgb(turned), name))
+        return _as_sent(image) or EncodedImage.from_pil(turned)
 
     def _bytes(self, uri: str, name: str) -> tuple[bytes, str]:
         """The file inside a data URI, and PIL's name of its format."""

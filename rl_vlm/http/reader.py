@@ -9,8 +9,10 @@ from jinja2 import TemplateError
 
 from rl_vlm.chat import EncodedSpan
 from rl_vlm.config import HTTPSection
+from rl_vlm.engines.choice_texts import choice_tokens
 from rl_vlm.http.errors import RequestError
 from rl_vlm.http.images import ImageReader
+from rl_vlm.http.pixel_room import PixelRoom
 from rl_vlm.http.schema import ChatMessage, ChatRequest, GenerateRequest, ImagePart, TextPart
 from rl_vlm.models.loading import TextSide
 from rl_vlm.seeding import derive_seed
@@ -19,6 +21,7 @@ from rl_vlm.types import EncodedImage, GenerationRequest, Message, SamplingParam
 # Below this a sample is the greedy one; engines refuse temperatures between it and 0.
 _MIN_TEMPERATURE = 0.01
 _GENERATE_TOP_P = 0.9
+_LARGEST_IMAGES = 2  # are decoded at a time; more of smaller ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +39,16 @@ class RequestReader:
         text: tokenizer, chat template and image geometry of the model.
         limits: the server's.
         max_context: prompt and new tokens of one sample.
+        kv_tokens: prompt and new tokens of all samples of a request; None: unbounded.
     """
 
-    def __init__(self, text: TextSide, limits: HTTPSection, max_context: int) -> None:
+    def __init__(self, text: TextSide, limits: HTTPSection, max_context: int, kv_tokens: int | None = None) -> None:
         self._text = text
         self._limits = limits
         self._max_context = max_context
+        self._kv_tokens = kv_tokens
         self._images = ImageReader(limits, text.images)
+        self._pixels = PixelRoom(_LARGEST_IMAGES * limits.max_image_pixels)
 
     def chat(self, body: ChatRequest, name: str, version: int) -> tuple[GenerationRequest, int]:
         """The engine's request and the number of prompt tokens. Raises RequestError and UserInputError."""
@@ -56,6 +62,13 @@ class RequestReader:
                 f"max_tokens is {wanted} and this server gives at most {limits.max_new_tokens}.",
                 param="max_tokens",
             )
+        each = count * (1 + (body.top_logprobs or 0))  # values of the reply per token
+        if wanted is not None and wanted * each > limits.max_reply_values:
+            raise RequestError(
+                400,
+                f"n ({count}) x max_tokens ({wanted}) x (1 + top_logprobs) is more than {limits.max_reply_values}: ask for less.",
+                param="max_tokens",
+            )
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs else None
         prompt = self._encode(body.messages, sum(map(len, (*stop, *body.choices))), thinking)
@@ -63,7 +76,7 @@ class RequestReader:
         if wanted is not None and wanted > left:
             raise self._too_long(f"The prompt has {prompt.num_tokens} tokens and max_tokens is {wanted}: together more")
         sampling = SamplingParams(
-            max_new_tokens=wanted or min(left, limits.max_new_tokens),
+            max_new_tokens=wanted or self._most_tokens(prompt, count, each),
             temperature=_temperature(1.0 if body.temperature is None else body.temperature),
             top_p=body.top_p or 1.0,
             top_k=max(body.top_k or 0, 0),
@@ -79,6 +92,9 @@ class RequestReader:
             frequency_penalty=body.frequency_penalty or 0.0,
             presence_penalty=body.presence_penalty or 0.0,
         )
+        choice_tokens(
+            sampling, self._text.codec.encode_text, self._text.codec.decode
+        )  # the engine would refuse it later
         return self._request(prompt, sampling, name, version), prompt.num_tokens
 
     def generate(self, body: GenerateRequest, name: str, version: int) -> tuple[GenerationRequest, int]:
@@ -92,6 +108,17 @@ class RequestReader:
             top_p=_GENERATE_TOP_P if temperature else 1.0,
         )
         return self._request(prompt, sampling, name, version), prompt.num_tokens
+
+    def _most_tokens(self, prompt: Prompt, count: int, each: int) -> int:
+        """New tokens of a sample where the client names none: the rest of the context, as far as the limits allow."""
+        limits = [
+            self._max_context - prompt.num_tokens,
+            self._limits.max_new_tokens,
+            self._limits.max_reply_values // each,
+        ]
+        if self._kv_tokens is not None:
+            limits.append(self._kv_tokens // count - prompt.num_tokens)
+        return max(min(limits), 1)
 
     def _request(self, prompt: Prompt, sampling: SamplingParams, name: str, version: int) -> GenerationRequest:
         return GenerationRequest(name, prompt.span.token_ids, sampling, prompt.span.images, min_version=version)
@@ -141,7 +168,20 @@ class RequestReader:
         tokens = sum(self._images.num_tokens(image, name) for image, name in zip(opened, names, strict=True))
         if tokens >= self._max_context:
             raise self._too_long(f"The images alone take {tokens} tokens: no less")
-        return [self._images.decode(image, name) for image, name in zip(opened, names, strict=True)]
+        pixels = sum(image.width * image.height for image in opened)
+        if pixels > self._limits.max_request_pixels:
+            raise RequestError(
+                400,
+                f"The images have {pixels} pixels together and this server takes {self._limits.max_request_pixels}: shrink them.",
+                param="messages",
+            )
+        decoded: list[EncodedImage] = []
+        for name in names:
+            image = opened.pop(0)  # it keeps its pixels when it is decoded
+            with self._pixels.taken(image.width * image.height, self._limits.deadline_s):
+                decoded.append(self._images.decode(image, name))
+            del image
+        return decoded
 
     def _num_image_tokens(self, images: Sequence[EncodedImage]) -> int:
         return sum(self._text.count_image_tokens(image.width, image.height) for image in images)
@@ -153,6 +193,17 @@ class RequestReader:
             code="context_length_exceeded",
             param="messages",
         )
+
+
+def shows_images(body: ChatRequest | GenerateRequest) -> bool:
+    """Whether any message has an image."""
+    contents = [message.content for message in body.messages]
+    return any(not isinstance(part, TextPart) for content in contents if isinstance(content, list) for part in content)
+
+
+def num_values(sampling: SamplingParams) -> int:
+    """The most log-probabilities that a reply with these may have."""
+    return sampling.n * sampling.max_new_tokens * (1 + sampling.top_logprobs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class StreamOptions(_In):
 
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
-StopTexts = Annotated[list[StopText], Field(max_length=16)]
+StopTexts = Annotated[list[StopText], Field(max_length=16, fail_fast=True)]
 Stop = Annotated[Annotated[StopText, Tag("text")] | Annotated[StopTexts, Tag("parts")], _TextOrParts]
 
 
@@ -104,7 +104,7 @@ def _different(texts: list[str]) -> list[str]:
 
 ChoiceTexts = Annotated[
     list[Annotated[str, Field(min_length=1)]],
-    Field(min_length=1, max_length=1024, json_schema_extra={"uniqueItems": True}),
+    Field(min_length=1, max_length=1024, fail_fast=True, json_schema_extra={"uniqueItems": True}),
     AfterValidator(_different),
 ]
 

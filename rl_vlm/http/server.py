@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
+from rl_vlm.config import HTTPSection
+from rl_vlm.http.connections import ConnectionGuard, ConnectionLimits
 from rl_vlm.http.gate import LOOPBACK, Gate
 from rl_vlm.types import UserInputError
 
@@ -70,19 +72,20 @@ class _Server(uvicorn.Server):
 class HTTPServer:
     """Serves one application on one socket until it is told to stop. `ready` is called when it listens."""
 
-    def __init__(self, app: Gate, sock: socket.socket, drain_s: float, ready: Callable[[], None]) -> None:
+    def __init__(self, app: Gate, sock: socket.socket, limits: HTTPSection, ready: Callable[[], None]) -> None:
         self._app = app
         self._sock = sock
+        self._guard = ConnectionGuard(ConnectionLimits.of(limits))
         # h11: unlike httptools it bounds the size of a request's headers.
         self._config = uvicorn.Config(
             app,
-            http="h11",
+            http=self._guard.protocol,  # type: ignore[arg-type]  # it calls what it is given, a class or not
             ws="none",
             lifespan="off",
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=int(drain_s + _GRACE_S),
+            timeout_graceful_shutdown=int(limits.drain_s + _GRACE_S),
         )
         self._server = _Server(self._config, ready)
 
@@ -94,7 +97,11 @@ class HTTPServer:
 
     async def run(self) -> None:
         """Serve until `stop`."""
-        await self._server.serve([self._sock])
+        watching = asyncio.ensure_future(self._guard.watch())
+        try:
+            await self._server.serve([self._sock])
+        finally:
+            watching.cancel()
 
     def run_until_signal(self) -> int:
         """Serve until SIGINT or SIGTERM, whose number is returned."""

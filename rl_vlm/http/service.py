@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.base import BASE_MODEL
+from rl_vlm.http.admission import Admission, Leases
+from rl_vlm.http.deadlines import Deadlines
 from rl_vlm.http.errors import RequestError, error_body
-from rl_vlm.http.gate import Deadlines
+from rl_vlm.http.freed_memory import return_freed_memory
+from rl_vlm.http.gate import BODY, DEADLINE
+from rl_vlm.http.kv_room import KVRoom
 from rl_vlm.http.metrics import HTTPMetrics
-from rl_vlm.http.reader import RequestReader
+from rl_vlm.http.reader import RequestReader, num_values, shows_images
 from rl_vlm.http.replies import ChatReply, fingerprint
-from rl_vlm.http.schema import ChatRequest
+from rl_vlm.http.schema import ChatRequest, GenerateRequest
 from rl_vlm.http.text import without_thoughts
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import Completion, GenerationRequest, RLVLMError, SampleChunk, UserInputError
 
 logger = logging.getLogger("rl_vlm.http")
+
+_THREADS = 4  # that read requests with images, and as many without
+_VALUES_HERE = 2000  # log-probabilities that are written on the event loop; more take milliseconds
+
+B = TypeVar("B", bound=ChatRequest | GenerateRequest)
+A = TypeVar("A")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +80,17 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request: what the engine is asked, the model, and the deadline in the event loop's time."""
+    """One request: what the engine is asked, the tokens of its prompt, the model, and the deadline in the event loop's time."""
 
     request: GenerationRequest
+    num_prompt_tokens: int
     model: ServedModel
     deadline: float
 
 
-def _event(content: BaseModel | dict[str, Any]) -> bytes:
-    data = content.model_dump_json() if isinstance(content, BaseModel) else json.dumps(content)
+def _event(content: BaseModel | dict[str, Any] | str) -> bytes:
+    data = content.model_dump_json() if isinstance(content, BaseModel) else content
+    data = data if isinstance(data, str) else json.dumps(data)
     return f"data: {data}\n\n".encode()
 
 
@@ -82,14 +98,46 @@ class Service:
     """Answers requests with a backend."""
 
     def __init__(
-        self, backend: Backend, text: TextSide, limits: HTTPSection, max_context: int, deadlines: Deadlines
+        self,
+        backend: Backend,
+        text: TextSide,
+        limits: HTTPSection,
+        max_context: int,
+        deadlines: Deadlines,
+        kv_room: KVRoom | None = None,
     ) -> None:
         self._backend = backend
         self._codec = text.codec
         self._limits = limits
         self._deadlines = deadlines
-        self.reader = RequestReader(text, limits, max_context)
+        self.reader = RequestReader(text, limits, max_context, kv_room.tokens if kv_room else None)
         self.metrics = HTTPMetrics()
+        return_freed_memory()
+        # Requests without images never wait for a thread that decodes one, nor short replies for one that writes a long one.
+        self._with_images = ThreadPoolExecutor(_THREADS, thread_name_prefix="http-images")
+        self._without_images = ThreadPoolExecutor(_THREADS, thread_name_prefix="http-texts")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="http-replies")
+        self._admission = Admission(limits, deadlines, kv_room)
+
+    async def encode(
+        self,
+        read: Callable[[B, str, int], tuple[GenerationRequest, int]],
+        body: B,
+        name: str,
+        version: int,
+        scope: Scope,
+    ) -> tuple[GenerationRequest, int]:
+        """What the engine is asked, by a method of `reader` on a thread; the body is let go."""
+        pool = self._with_images if shows_images(body) else self._without_images
+        loop = asyncio.get_running_loop()
+        try:
+            async with self._deadlines.at(scope[DEADLINE]):
+                return await loop.run_in_executor(pool, read, body, name, version)
+        except TimeoutError as error:
+            raise self._too_late() from error
+        finally:
+            body.messages = []  # the texts of images, of which the handler would keep hold until it has answered
+            scope[BODY].release()
 
     async def find(self, name: str | None) -> ServedModel:
         """The model of that name; the first one without a name."""
@@ -106,7 +154,14 @@ class Service:
         return found
 
     async def complete(self, call: Call) -> Completion:
-        """One whole answer."""
+        """One whole answer, without log-probabilities."""
+        leases = await self._admission.enter(call.request, call.num_prompt_tokens, 0, call.deadline)
+        try:
+            return await self._completed(call)
+        finally:
+            leases.release()
+
+    async def _completed(self, call: Call) -> Completion:
         try:
             async with self._deadlines.at(call.deadline):
                 completion = await self._backend.generate(call.request)
@@ -115,6 +170,24 @@ class Service:
         _check_version(call.model, completion.policy_version)
         self.metrics.completed(completion)
         return completion
+
+    async def whole(self, call: Call, reply: ChatReply) -> Response:
+        """One whole answer as JSON, once there is memory for it."""
+        values = num_values(call.request.sampling) if reply.logprobs else 0
+        leases = await self._admission.enter(call.request, call.num_prompt_tokens, values, call.deadline)
+        try:
+            completion = await self._completed(call)
+            leases.leave_engine()
+            content = await self._written(values, reply.whole, completion)
+        finally:
+            leases.release()
+        return Response(content, media_type="application/json")
+
+    async def _written(self, values: int, write: Callable[[A], T], what: A) -> T:
+        """`write(what)`, on a thread where it takes long."""
+        if values <= _VALUES_HERE:
+            return write(what)
+        return await asyncio.get_running_loop().run_in_executor(self._writer, write, what)
 
     def chat_reply(self, body: ChatRequest, request: GenerationRequest, num_prompt_tokens: int) -> ChatReply:
         """The writer of the answer to `request`."""
@@ -134,11 +207,17 @@ class Service:
     async def stream(self, call: Call, reply: ChatReply, usage: bool) -> StreamingResponse:
         """Server-sent events. A failure before the first token is an HTTP error, a later one an event."""
         started = time.perf_counter()
-        source = self._backend.stream(call.request)
-        first = await self._next(source, call.deadline)
+        values = num_values(call.request.sampling) if reply.logprobs else 0
+        leases = await self._admission.enter(call.request, call.num_prompt_tokens, values, call.deadline)
+        try:
+            source = self._backend.stream(call.request)
+            first = await self._next(source, call.deadline)
+        except BaseException:
+            leases.release()
+            raise
         self.metrics.first_token.observe(time.perf_counter() - started)
         events = self._events(first, source, call, reply, usage)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return _LeasedStream(events, leases)
 
     async def _next(self, source: AsyncGenerator[SampleChunk, None], deadline: float) -> SampleChunk | None:
         try:
@@ -161,7 +240,8 @@ class Service:
                 while chunk is not None:
                     version = chunk.policy_version
                     _check_version(call.model, version)
-                    if pieces := reply.chunks(chunk):
+                    values = len(chunk.token_ids) * (1 + call.request.sampling.top_logprobs) if reply.logprobs else 0
+                    if pieces := await self._written(values, reply.chunks, chunk):
                         yield b"".join(map(_event, pieces))
                     unfinished -= chunk.stop_reason is not None
                     chunk = await self._next(source, call.deadline)
@@ -177,9 +257,21 @@ class Service:
                 self.metrics.answered(reply.num_prompt_tokens, reply.num_sampled, version)
 
     def _too_late(self) -> RequestError:
-        if self._deadlines.stopping:
-            return RequestError(503, "The server is shutting down: try again later.")
-        return RequestError(504, f"No complete answer within {self._limits.deadline_s:g} s: ask for less, or later.")
+        return self._deadlines.too_late(self._limits.deadline_s)
+
+
+class _LeasedStream(StreamingResponse):
+    """Server-sent events that give something back when they are over, or are never sent because the client has gone."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], leases: Leases) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._leases = leases
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._leases.release()
 
 
 def _check_version(model: ServedModel, version: int) -> None:

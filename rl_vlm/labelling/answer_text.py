@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import re
 
-_THOUGHTS = (
-    re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL | re.IGNORECASE),
-    re.compile(r"^.*</think(?:ing)?>", re.DOTALL | re.IGNORECASE),  # the template opened the thought in the prompt
-    re.compile(r"<think(?:ing)?>.*$", re.DOTALL | re.IGNORECASE),  # the answer was cut off in the middle of it
-)
+_THOUGHT = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
 _TAG = re.compile(r"</?[a-z][a-z0-9_]*>|\\boxed|\\text(?:bf)?", re.IGNORECASE)
 _MARKUP = re.compile(r"[*`$#{}\[\]\"“”‘]|^\s*>|(?<!\w)'|'(?!\w)|^\s*[-•]\s+(?=[^\W\d])", re.MULTILINE)
 _DIGITS = {"zero": "0", "one": "1", "two": "2"}
@@ -43,10 +39,21 @@ _SENTENCE_END = re.compile(r"(?:(?<=[.!?])(?<!\bvs\.)(?<!\be\.g\.)(?<!\bi\.e\.)\
 
 
 def strip_thoughts(text: str) -> str:
-    """The text without thoughts between thinking tags; either tag may be missing."""
-    for thought in _THOUGHTS:
-        text = thought.sub(" ", text)
-    return text.strip()
+    """The text without thoughts between thinking tags; either tag may be missing. Linear in the text's length."""
+    kept: list[str] = []
+    start, opened = 0, -1  # of what comes next, and of the thought that is open
+    for tag in _THOUGHT.finditer(text):
+        if not tag[1]:
+            opened = tag.start() if opened < 0 else opened
+            continue
+        # A closing tag alone: the template opened the thought in the prompt, so all before it is thought.
+        if opened >= 0:
+            kept.append(text[start:opened])
+        else:
+            kept.clear()
+        start, opened = tag.end(), -1
+    kept.append(text[start : opened if opened >= 0 else len(text)])  # a thought may be cut off in the middle
+    return " ".join(kept).strip()
 
 
 def finished_sentences(text: str) -> str:

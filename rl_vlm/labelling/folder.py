@@ -10,18 +10,19 @@ import asyncio
 import csv
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from rl_vlm.envs.images import ImageError, image_bytes, pixels
+from rl_vlm.envs.images import ImageError, check_header, image_bytes, pixels
 from rl_vlm.files import write_atomic
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.query_log import FILE_NAME, log_csv, true_return
-from rl_vlm.labelling.store import LabelStore
+from rl_vlm.labelling.store import LabelStore, StoredSession
 from rl_vlm.labelling.types import Label, Labeller, Segment, SegmentPair
 from rl_vlm.types import UserInputError
 
@@ -30,19 +31,28 @@ _PREFIXED = re.compile(r"^(first|second)[_-](.+)$", re.IGNORECASE)
 _NUMBERED = re.compile(r"^(.+)[_-]([12])$")
 Close = Callable[[], Awaitable[None]]
 _PAIRS_PER_CALL = 64  # bounds memory: a folder may hold thousands
+_PIXELS_PER_CALL = 64_000_000  # of all pictures; a single pair may have more
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class NamedPair:
-    """A pair and the names of its sides."""
+    """A pair, which is read when it is needed, the names of its sides and their true returns (nan: not known)."""
 
-    pair: SegmentPair
+    load: Callable[[], SegmentPair]
     first: str
     second: str
+    returns: tuple[float, float]
+    pixels: int  # of both pictures together
+
+    @property
+    def pair(self) -> SegmentPair:
+        """The pair, read anew."""
+        return self.load()
 
 
 def find_pairs(folder: str | Path) -> list[NamedPair]:
-    """All pairs of a folder. Raises UserInputError if there are none, or one of them cannot be read."""
+    """All pairs of a folder, their pictures' headers checked. Raises UserInputError if there are none, or one is unreadable."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UserInputError(f"There is no folder {folder}.")
@@ -51,7 +61,7 @@ def find_pairs(folder: str | Path) -> list[NamedPair]:
     elif list(folder.glob("session-*.parquet")):
         found = _stored(folder)
     else:
-        found = [NamedPair(_pair(folder, names), *names) for names in _by_name(folder)]
+        found = [_named(folder, names) for names in _by_name(folder)]
     if not found:
         raise UserInputError(
             f"{folder} holds no pairs: name pictures first_X and second_X, or X_1 and X_2, or list them in pairs.csv with "
@@ -65,33 +75,49 @@ def label_folder(
 ) -> dict[str, Any]:
     """Label all pairs, write the query log with the names of the pictures, and return a summary.
 
-    `close` is awaited at the end, in the same event loop.
+    The log is written after every batch: a failure loses no label that was paid for before. `close` is awaited at the end, in the same event loop.
     """
     pairs = find_pairs(folder)
     out = out or Path(folder) / FILE_NAME
     started = time.time()
-    labels = asyncio.run(_label_all(labeller, [named.pair for named in pairs], close))
-    names = [(named.first, named.second) for named in pairs]
-    write_atomic(out, log_csv([named.pair for named in pairs], labels, 0, started, ("first", "second"), names))
+    labels = asyncio.run(_label_all(labeller, pairs, out, started, close))
     return {"out": str(out), **summary(pairs, labels), **_statistics(labeller)}
 
 
-async def _label_all(labeller: Labeller, pairs: Sequence[SegmentPair], close: Close | None) -> list[Label]:
+async def _label_all(
+    labeller: Labeller, pairs: Sequence[NamedPair], out: Path, started: float, close: Close | None
+) -> list[Label]:
     labels: list[Label] = []
+    written = b""
     try:
-        for start in range(0, len(pairs), _PAIRS_PER_CALL):
-            labels += await labeller.label(pairs[start : start + _PAIRS_PER_CALL])
+        for batch in _batches(pairs):
+            loaded = [named.pair for named in batch]
+            new = await labeller.label(loaded)
+            names = [(named.first, named.second) for named in batch]
+            written += log_csv(loaded, new, 0, started, ("first", "second"), names, header=not labels)
+            write_atomic(out, written)
+            labels += new
     finally:
         if close is not None:
             await close()
     return labels
 
 
+def _batches(pairs: Sequence[NamedPair]) -> Iterator[list[NamedPair]]:
+    batch: list[NamedPair] = []
+    for named in pairs:
+        if batch and (len(batch) == _PAIRS_PER_CALL or sum(one.pixels for one in (*batch, named)) > _PIXELS_PER_CALL):
+            yield batch
+            batch = []
+        batch.append(named)
+    yield batch
+
+
 def summary(pairs: Sequence[NamedPair], labels: Sequence[Label]) -> dict[str, Any]:
     """Counts, and the accuracy on pairs whose true returns are known and differ."""
     known = []  # (the better side, label)
     for named, label in zip(pairs, labels, strict=True):
-        difference = true_return(named.pair.second) - true_return(named.pair.first)
+        difference = named.returns[1] - named.returns[0]
         if not label.error and np.isfinite(difference) and difference != 0:
             known.append((int(difference > 0), label.value))
     decided = [(better, value) for better, value in known if value != -1]
@@ -122,25 +148,36 @@ def _statistics(labeller: Labeller) -> dict[str, Any]:
 
 def _listed(folder: Path) -> list[NamedPair]:
     found = []
-    with (folder / "pairs.csv").open(newline="", encoding="utf-8") as stream:
+    with (folder / "pairs.csv").open(newline="", encoding="utf-8", errors="replace") as stream:
         reader = csv.DictReader(stream)
         if not {"first", "second"} <= set(reader.fieldnames or ()):
             raise UserInputError(f"{folder / 'pairs.csv'} needs the columns first and second.")
         for row in reader:
             returns = [_number(row.get(f"ground_truth_score_{side}")) for side in (1, 2)]
             names = row["first"], row["second"]
-            found.append(NamedPair(_pair(folder, names, returns), *names))
+            found.append(_named(folder, names, (returns[0], returns[1])))
     return found
 
 
 def _stored(folder: Path) -> list[NamedPair]:
-    return [
-        NamedPair(
-            pair, f"session {session.number} pair {number} first", f"session {session.number} pair {number} second"
-        )
-        for session in LabelStore(folder).sessions()
-        for number, pair in enumerate(session.pairs)
-    ]
+    found = []
+    for session in LabelStore(folder).sessions():
+        for number, pair in enumerate(session.pairs):
+            name = f"session {session.number} pair {number}"
+            returns = true_return(pair.first), true_return(pair.second)
+            pixels = sum(part.frames.size // 3 for part in (pair.first, pair.second) if part.frames is not None)
+            load = partial(_of_session, folder, session.number, number)
+            found.append(NamedPair(load, f"{name} first", f"{name} second", returns, pixels))
+    return found
+
+
+@lru_cache(maxsize=1)
+def _session(folder: Path, number: int) -> StoredSession:
+    return LabelStore(folder).read(number)
+
+
+def _of_session(folder: Path, session: int, number: int) -> SegmentPair:
+    return _session(folder, session).pairs[number]
 
 
 def _by_name(folder: Path) -> list[tuple[str, str]]:
@@ -158,15 +195,26 @@ def _by_name(folder: Path) -> list[tuple[str, str]]:
     return [(both["first"], both["second"]) for both in sides.values()]
 
 
-def _pair(folder: Path, names: tuple[str, str], returns: Sequence[float] = (np.nan, np.nan)) -> SegmentPair:
+def _named(folder: Path, names: tuple[str, str], returns: tuple[float, float] = (np.nan, np.nan)) -> NamedPair:
+    sizes = [_read(folder, name, check_header) for name in names]
+    return NamedPair(
+        partial(_pair, folder, names, returns), *names, returns, sum(width * height for width, height in sizes)
+    )
+
+
+def _pair(folder: Path, names: tuple[str, str], returns: tuple[float, float]) -> SegmentPair:
     return SegmentPair(*(_single_frame(folder, name, value) for name, value in zip(names, returns, strict=True)))
 
 
-def _single_frame(folder: Path, name: str, true_return: float) -> Segment:
+def _read(folder: Path, name: str, use: Callable[[bytes], T]) -> T:
     try:
-        picture = pixels(image_bytes(name, folder))
+        return use(image_bytes(name, folder))
     except ImageError as error:
         raise UserInputError(f"Cannot read the picture {folder / (name or '')}: it {error}.") from error
+
+
+def _single_frame(folder: Path, name: str, true_return: float) -> Segment:
+    picture = _read(folder, name, pixels)
     empty = np.zeros((1, 0), np.float32)
     return Segment(empty, empty, np.array([true_return], np.float32), picture[None])
 

@@ -11,7 +11,7 @@ import pickle
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -20,11 +20,16 @@ from PIL import Image
 
 from rl_vlm.labelling.store import LabelStore
 from rl_vlm.labelling.types import Label, LabelValue, Segment, SegmentPair
+from rl_vlm.limits import call_limited
 from rl_vlm.types import UserInputError
 
 _KINDS = "biuf"  # booleans, integers, floats
 # images, scripted labels, labels, state-actions of both segments, rewards of both segments
 _NUM_ARRAYS = 7
+# Of the process that reads a cache. The original's caches hold raw pictures: they are as large in memory as on the disk, and
+# ten times as large where segments of many steps repeat their picture.
+_SECONDS, _BYTES_PER_SECOND = 300.0, 2**20
+_FREE_MEMORY, _MEMORY_PER_BYTE = 2**30, 64
 
 
 def import_labels(
@@ -34,8 +39,9 @@ def import_labels(
 
     `observation_size` is the length of the observation in the cached state-action rows. `image_size` resizes the pictures,
     as the original does when it reads its caches. A session without a pair is left out. Returns (sessions, pairs).
-    The store appears whole or not at all. Raises UserInputError for a file that is not such a cache, or that holds
-    anything but numbers.
+    The store appears whole or not at all. The files are read in a process with limits of memory and time, because a
+    pickle of nine bytes may ask for gigabytes. Raises UserInputError for a file that is not such a cache, that holds
+    anything but numbers, or that exceeds the limits.
     """
     source, target = Path(source), Path(target)
     files = sorted(source.glob("*.pkl")) if source.is_dir() else [source]
@@ -44,20 +50,32 @@ def import_labels(
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserInputError(f"{target} exists and is no empty folder: choose another folder for the label store.")
     draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}.tmp")
-    store, pairs = LabelStore(draft), 0
+    sizes = [file.stat().st_size if file.is_file() else 0 for file in files]
     try:
-        for file in files:
-            session, labels = read_cache(file, observation_size, image_size)
-            if session:
-                store.append(session, labels, step=0, time=time.time())
-                pairs += len(session)
+        sessions, pairs = call_limited(
+            f"{__name__}:convert_caches",
+            ([str(file.absolute()) for file in files], str(draft.absolute()), observation_size, image_size),
+            what=f"{source}, a folder of label caches or one of them,",
+            seconds=_SECONDS + sum(sizes) / _BYTES_PER_SECOND,
+            memory=_FREE_MEMORY + _MEMORY_PER_BYTE * max(sizes),
+        )
         if not pairs:
             raise UserInputError(f"No session in {source} holds a pair: there is nothing to convert.")
-        sessions = len(store)
         os.replace(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return sessions, pairs
+
+
+def convert_caches(files: Sequence[str], store: str, observation_size: int, image_size: int | None) -> tuple[int, int]:
+    """Add cached sessions to a label store; returns (sessions, pairs). A session without a pair is left out."""
+    sessions = total = 0
+    for file in files:
+        pairs, labels = read_cache(file, observation_size, image_size)
+        if pairs:
+            LabelStore(store).append(pairs, labels, step=0, time=time.time())
+            sessions, total = sessions + 1, total + len(pairs)
+    return sessions, total
 
 
 def read_cache(
@@ -70,6 +88,10 @@ def read_cache(
             data = _NumbersOnly(stream).load()
     except (UserInputError, OSError) as error:
         raise UserInputError(f"Cannot read the label cache {file}: {error}") from error
+    except MemoryError as error:
+        raise UserInputError(
+            f"The label cache {file} takes more memory than its size explains: it may be made so."
+        ) from error
     except Exception as error:
         # A damaged pickle raises whatever its damaged instructions lead to.
         raise UserInputError(f"The label cache {file} is damaged ({type(error).__name__}: {error}).") from error

@@ -11,9 +11,11 @@ import re
 from typing import Literal, NamedTuple, cast
 
 from rl_vlm.labelling.answer_grammar import Grammar, grammar
-from rl_vlm.labelling.answer_text import sentences
+from rl_vlm.labelling.answer_text import sentences, strip_thoughts
 from rl_vlm.labelling.types import LabelValue
 
+# Characters of an answer without its thoughts. No verdict is as long, and the grammar's time grows with its square.
+MAX_VERDICT = 16_384
 _KEY = (
     r"(?:(?:since|because|as|given) [^,]*, )?(?:(?:so|and|thus|therefore|hence|=>|->|sure|certainly|okay|here(?: is|'s))[,:]? )*(?:the |my |your )?(?:(?:final|correct|best|overall) )*"
     r"(?:answer|label|choice|preference|result|output|reply|response|decision|verdict|summary|prediction|selection)(?: value)?"
@@ -109,6 +111,8 @@ def parse_label(text: str, goal: str = "") -> LabelValue | None:
 
     `goal` in words tells which qualities are good: "more closed" is no verdict about opening a drawer.
     """
+    if len(strip_thoughts(text)) > MAX_VERDICT:
+        return None
     parts = sentences(text)
     if "A" in parts and "B" in parts:
         parts = [part for part in parts if part not in ("A", "B")]  # the titles of two descriptions

@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from rl_vlm.config.yaml_text import load_yaml
 from rl_vlm.models.tiny import poles as tiny_poles
 from rl_vlm.types import UserInputError
 
@@ -144,7 +145,7 @@ def load_prompts(path: str | Path) -> dict[str, TaskPrompts]:
     """Read a user's prompts (see this module's docstring). Raises UserInputError on the first thing that is wrong."""
     file = Path(path)
     try:
-        data = yaml.safe_load(file.read_text())
+        data = load_yaml(file.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise UserInputError(f"Cannot read the prompts in {file}: {error}.") from error
     except yaml.YAMLError as error:

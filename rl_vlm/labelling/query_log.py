@@ -12,6 +12,7 @@ import numpy as np
 
 from rl_vlm.files import append_whole, whole_lines, write_atomic
 from rl_vlm.labelling.types import Label, Segment, SegmentPair
+from rl_vlm.safe_text import csv_cell, redact
 
 FILE_NAME = "vlm_query_log.csv"
 COLUMNS = (
@@ -31,6 +32,7 @@ COLUMNS = (
     "raw_text",
 )
 _ITERATION = COLUMNS.index("train_iter")
+MAX_CELL = 50_000  # characters of an answer that are kept: Python's csv reads cells of up to 131,072
 
 
 class QueryLog:
@@ -68,7 +70,7 @@ def log_csv(
     if header:
         writer.writerow([*COLUMNS, *more_columns])
     for pair, label, extra in zip(pairs, labels, more or [()] * len(pairs), strict=True):
-        writer.writerow([*_row(pair, label, time, iteration), *extra])
+        writer.writerow([*_row(pair, label, time, iteration), *map(csv_cell, extra)])
     return buffer.getvalue().encode("utf-8", "replace")
 
 
@@ -89,8 +91,8 @@ def _row(pair: SegmentPair, label: Label, time: float, iteration: int) -> Sequen
         " ".join(map(str, label.answers)),
         *probabilities,
         f"{label.seconds:.3f}",
-        _one_line(label.error),
-        _one_line(label.text),
+        text_cell(label.error),
+        text_cell(label.text),
     )
 
 
@@ -99,10 +101,21 @@ def _known(value: float) -> float | str:
     return value if math.isfinite(value) else ""
 
 
-def _one_line(text: str) -> str:
-    """Line breaks as the two characters \\n, so that every line of the file is one row."""
-    return text.replace("\\", "\\\\").replace("\r", "").replace("\n", "\\n").replace("\0", "")
+def text_cell(text: str) -> str:
+    """Foreign text as a cell: no secrets, nothing that a terminal or a spreadsheet would run, and of bounded length.
+
+    Line breaks are the two characters \\n, so that every line of the file is one row.
+    """
+    if len(text) > MAX_CELL:
+        text = f"{text[:MAX_CELL]}… ({len(text)} characters)"
+    line = redact(text).replace("\\", "\\\\").replace("\r", "").replace("\n", "\\n").replace("\0", "")
+    return csv_cell(line)
 
 
-def _iteration(line: bytes) -> int:
-    return int(next(csv.reader([line.decode("utf-8", "replace")]))[_ITERATION])
+def _iteration(line: bytes) -> float:
+    try:
+        return int(
+            line.split(b",", _ITERATION + 1)[_ITERATION]
+        )  # not csv, which refuses long cells; numbers come first
+    except (IndexError, ValueError):
+        return math.inf

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,16 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from rl_vlm.config.labels import names_no_cache
-from rl_vlm.envs.images import ImageError, image_bytes, pixels
+from rl_vlm.envs.images import ImageError, check_header, image_bytes, pixels
+from rl_vlm.envs.parquet_budget import TooLargeError, read_file
 from rl_vlm.files import write_atomic
 from rl_vlm.labelling.types import Label, LabelValue, Segment, SegmentPair
+from rl_vlm.safe_text import redact
 from rl_vlm.types import EncodedImage, UserInputError
 
 _SIDES = ("first", "second")
+_FREE_BYTES = 128 * 2**20  # that a session's table may take, whatever its size in the file; a long one takes 10 MiB
+_FREE_PIXEL_BYTES, _PIXEL_RATIO = 2**30, 300  # rendered pictures take 3 to 100 times as much memory as their files
 _SEGMENT = pa.struct(
     [
         ("steps", pa.int32()),
@@ -104,7 +109,7 @@ class LabelStore:
                 "label": None if label.error else label.value,
                 "probabilities": label.probabilities,
                 "answers": list(label.answers),
-                "text": label.text.encode("utf-8", "replace").decode(),
+                "text": redact(label.text).encode("utf-8", "replace").decode(),
                 "seconds": label.seconds,
                 "error": label.error.encode("utf-8", "replace").decode(),
             }
@@ -119,7 +124,8 @@ class LabelStore:
         """One session. Raises UserInputError if it is damaged or a picture is missing."""
         path = self._path(number)
         try:
-            rows = pq.ParquetFile(path).read().to_pylist()
+            rows = read_file(pq.ParquetFile(path), _FREE_BYTES).to_pylist()
+            self._check_pictures(rows)
             return StoredSession(
                 number,
                 rows[0]["step"] if rows else 0,
@@ -129,6 +135,8 @@ class LabelStore:
             )
         except ImageError as error:
             raise UserInputError(f"Cannot read the labels in {path}: a picture {error}.") from error
+        except TooLargeError as error:
+            raise UserInputError(f"Cannot read the labels in {path}: the file {error}.") from error
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise UserInputError(f"Cannot read the labels in {path} ({error}).") from error
 
@@ -176,6 +184,17 @@ class LabelStore:
             path.parent.mkdir(exist_ok=True)
             write_atomic(path, image.png)
         return image.sha256
+
+    def _check_pictures(self, rows: list[dict[str, Any]]) -> None:
+        """Raise ImageError where the session's pictures are much larger than their files, before any is decoded."""
+        times = Counter(sha for row in rows for side in _SIDES for sha in row[side]["frames"])
+        held = files = 0
+        for sha, count in times.items():
+            data = image_bytes(f"images/{sha}.png", self.folder)
+            width, height = check_header(data)
+            held, files = held + 3 * width * height * count, files + len(data) * count
+        if held > max(_FREE_PIXEL_BYTES, _PIXEL_RATIO * files):
+            raise ImageError(f"is much larger than its file: all of them take {held >> 20} MiB")
 
     def _read_segment(self, row: dict[str, Any]) -> Segment:
         steps = row["steps"]

@@ -14,7 +14,7 @@ import numpy as np
 from rl_vlm.config import TeacherSection
 from rl_vlm.labelling.labeller import picture_of
 from rl_vlm.labelling.types import SKIPPED, Label, LabelValue, Score, SegmentPair
-from rl_vlm.models.loading import resolve_model
+from rl_vlm.models.loading import from_folder, resolve_model
 from rl_vlm.types import UserInputError
 
 _BATCH = 32  # pictures per forward pass
@@ -220,8 +220,8 @@ def _load_pretrained(name: str | Path, families: tuple[str, ...]) -> tuple[Any, 
     from transformers import AutoConfig, AutoModel, AutoProcessor, Blip2ForImageTextRetrieval
 
     folder = resolve_model(str(name))
-    family = AutoConfig.from_pretrained(folder).model_type
+    family = from_folder(AutoConfig, folder).model_type
     if family not in families:
         raise UserInputError(f"The model {name} is of type {family!r}; this labeller needs {' or '.join(families)}.")
     kind = AutoModel if family == "clip" else Blip2ForImageTextRetrieval
-    return kind.from_pretrained(folder).eval().requires_grad_(False), AutoProcessor.from_pretrained(folder)
+    return kind.from_pretrained(folder).eval().requires_grad_(False), from_folder(AutoProcessor, folder)

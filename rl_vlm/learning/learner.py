@@ -14,15 +14,15 @@ from ray.rllib.core.learner.training_data import TrainingData
 
 from rl_vlm.config import RunConfig
 from rl_vlm.learning.averaging import WeightAverage
-from rl_vlm.learning.batching import BatchBuilder, Minibatch
+from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.hypotheses import sight_logprobs
 from rl_vlm.learning.optimizer import make_optimizer, scale_lr
 from rl_vlm.learning.returns import Rescaling
 from rl_vlm.learning.scores import Scores, Targets
 from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.strategies.base import Strategy
-from rl_vlm.learning.strategies.replicated import make_strategy
-from rl_vlm.learning.update import MicroBatchLoss, PackedMinibatch, PolicyUpdater
+from rl_vlm.learning.steps import make_updater, optimizer_step
+from rl_vlm.learning.strategies.choose import make_strategy
+from rl_vlm.learning.update import MicroBatchLoss, PackedMinibatch
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.plugins import load_plugins
 from rl_vlm.tracing import Span, continued, span
@@ -30,7 +30,6 @@ from rl_vlm.types import Trajectory
 
 if TYPE_CHECKING:
     from rl_vlm.learning.module import VLMModule  # with peft and all of transformers, for env runners too
-    from rl_vlm.learning.policy_model import PolicyModel
 
 CRITIC_GROUP = 1  # of the optimiser's parameter groups; 0 is the policy's
 
@@ -75,49 +74,6 @@ class UpdateResult:
     spans: list[Span] = field(default_factory=list)  # of an update that is traced
 
 
-def make_updater(policy: PolicyModel, run: RunConfig) -> PolicyUpdater:
-    """The policy update that a run configuration describes."""
-    builder = BatchBuilder(
-        image_token_id=policy.text.codec.image_token_id,
-        pad_token_id=policy.text.codec.pad_token_id,
-        images=policy.text.images,
-        max_tokens=run.learner.micro_batch_tokens,
-        share_prompts=run.learner.share_prompts,
-    )
-    return PolicyUpdater(
-        policy.backbone,
-        builder,
-        run.algorithm,
-        temperature=run.rollout.temperature,
-        without_adapter=policy.without_adapter,
-        critic=policy.critic,
-    )
-
-
-def optimizer_step(
-    strategy: Strategy,
-    minibatch: PackedMinibatch,
-    losses: MicroBatchLoss | Sequence[MicroBatchLoss],
-    max_grad_norm: float,
-    stats: UpdateStats,
-    groups: Sequence[int] | None = None,
-) -> bool:
-    """One optimiser step on the parameter groups (None: all); each loss is called as `loss(minibatch, number, stats)`.
-
-    Returns whether it was taken: non-finite gradients are skipped.
-    """
-    for number in range(len(minibatch.micro_batches)):
-        for loss in [losses] if callable(losses) else losses:
-            strategy.backward(loss(minibatch, number, stats))
-    norm = strategy.step(max_grad_norm, groups)
-    if norm is None:
-        stats.skipped_steps += 1
-        return False
-    stats.grad_norm += norm
-    stats.steps += 1
-    return True
-
-
 class VLMLearner(TorchLearner):
     """Trains the LoRA weights of one VLMModule on packed minibatches of trajectory groups."""
 
@@ -150,8 +106,8 @@ class VLMLearner(TorchLearner):
         """Build the module and the updater."""
         load_plugins(self._run.plugins)
         super().build()
+        self._strategy = make_strategy(self._run.learner)
         self._updater = make_updater(self.vlm.policy, self._run)
-        self._strategy = make_strategy(self.config.num_learners)
         self._strategy.prepare(self.vlm.policy, self.optimizer)
         decay = self._run.learner.ema_decay
         self._average = None if decay is None else WeightAverage(self.vlm.policy.weights(), decay)
@@ -200,8 +156,10 @@ class VLMLearner(TorchLearner):
                         )
                     if taken and self._average is not None and batch.learn_policy:
                         self._average.update(self.vlm.policy.weights())
-        first = self._learner_index in (None, 0)
-        return UpdateResult(stats, self._strategy.gather_adapter(batch.version) if first else None)
+        if self._learner_index not in (None, 0):
+            return UpdateResult(stats)
+        adapter = self._strategy.gather_adapter(batch.version)
+        return UpdateResult(stats, _as_published(adapter, self._run.published_dtype))
 
     def _through_rllib(self, loss: MicroBatchLoss) -> MicroBatchLoss:
         """The loss by way of RLlib's hook, which subclasses override."""
@@ -248,6 +206,10 @@ class VLMLearner(TorchLearner):
         if self._average is not None:
             # A run that goes on with an average it did not have begins it at the present weights.
             self._average.restore(_under("average.", extras) or self.vlm.policy.weights())
+
+
+def _as_published(adapter: AdapterPayload, dtype: str) -> AdapterPayload:
+    return adapter if dtype == "float32" else adapter.rounded(dtype)
 
 
 def _under(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from ray.rllib.core.rl_module.torch import TorchRLModule
 
+from rl_vlm.learning.device import learner_device, limit_memory
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.lora_layers import load_lora_state, lora_state
 from rl_vlm.models.reference import ModelReference
@@ -23,7 +24,8 @@ class VLMModule(TorchRLModule):
         learner = settings["run_config"].learner
         torch.set_num_threads(learner.num_threads)
         # Decided here, because the driver may sit on a machine without a GPU.
-        device = "cuda" if learner.gpus_per_learner > 0 and torch.cuda.is_available() else "cpu"
+        device = learner_device(settings["run_config"])
+        limit_memory(settings["run_config"], device)
         model: ModelReference = settings["model"]
         folder = model.on_this_node(partial(fetch_model_files, settings["run_id"]))
         self.policy = PolicyModel(folder, settings["run_config"], device)

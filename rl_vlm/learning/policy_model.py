@@ -17,6 +17,7 @@ from rl_vlm.models.backbone import CACHE_BYTES, Backbone
 from rl_vlm.models.initial_adapter import initial_adapter
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora_layers import ExtraLora, inject_lora, load_lora_state, lora_config, lora_state, seed_lora
+from rl_vlm.models.products import ProductName, choose_product, product_of, torch_product, use_onednn
 from rl_vlm.seeding import derive_seed
 
 
@@ -42,6 +43,7 @@ class PolicyModel:
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         quiet_libraries()
+        self.product: ProductName = "torch"
         self.text = load_text_side(folder, run.model.pixels)
         self.model = load_model(folder, run.model.dtype, device)
         lora = run.model.lora
@@ -60,8 +62,20 @@ class PolicyModel:
         codec = self.text.codec
         suppressed = codec.suppressed_token_ids(self.text.vocab_size) if suppress else np.empty(0, dtype=np.int64)
         self.backbone = Backbone(self.model, self.text.images, suppressed, cache_bytes)
+        self._choose_product(run)
+        self.backbone.choose_attention(run.learner.attention)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.critic = self._make_critic(run) if isinstance(run, RunConfig) and run.spec.has_critic else None
+
+    def _choose_product(self, run: RunConfig | SFTConfig) -> None:
+        deterministic = isinstance(run, RunConfig) and run.deterministic
+        head = self.backbone.lm_head.weight
+        if product_of("onednn", head) is torch_product:  # nothing to choose: not float32, or not on a CPU
+            return
+        self.product = choose_product(run.learner.cpu_product, deterministic)
+        self.backbone.product = product_of(self.product, head)
+        if self.product == "onednn":
+            use_onednn(self.model)
 
     def _make_critic(self, run: RunConfig) -> Critic:
         own = None

@@ -15,7 +15,7 @@ class UpdateStats:
     tokens: float = 0.0
     loss: float = 0.0
     clipped: float = 0.0
-    entropy: float = 0.0
+    entropy: float = 0.0  # NaN where it is not measured
     logprob: float = 0.0
     value_loss: float = 0.0
     kl: float = 0.0

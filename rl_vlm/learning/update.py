@@ -17,9 +17,10 @@ from torch import Tensor
 from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch, TrainSample
 from rl_vlm.learning.critic import Critic, value_loss
-from rl_vlm.learning.logprobs import token_logprobs
+from rl_vlm.learning.logprobs import Entropy, token_logprobs
 from rl_vlm.learning.losses import LOSSES, TokenBatch, kl_estimate
 from rl_vlm.learning.mismatch import mismatch_weights
+from rl_vlm.learning.padding import missing_passes
 from rl_vlm.learning.returns import Rescaling
 from rl_vlm.learning.scores import Scores, Targets
 from rl_vlm.learning.stats import UpdateStats
@@ -40,6 +41,12 @@ class PackedMinibatch:
     values: list[Tensor] = field(default_factory=list)  # of the critic, before the first step
     value_weight: float = 0.0  # of each token that has a return: one over their number in the whole step
     probe: list[Tensor] = field(default_factory=list)  # log-probabilities of a separate pass, to check the first ratios
+    padding: int = 0  # micro-batches at the end that count for nothing
+
+    @property
+    def counted(self) -> list[MicroBatch]:
+        """The micro-batches without padding."""
+        return self.micro_batches[: len(self.micro_batches) - self.padding]
 
 
 class LossError(RLVLMError):
@@ -60,6 +67,8 @@ class PolicyUpdater:
         temperature: the sampling temperature of the rollouts.
         without_adapter: context in which the model computes as the base model, for the KL penalty.
         critic: the value function, for PPO.
+        log_entropy: measure entropies even where no bonus needs them.
+        padding: a micro-batch that counts for nothing, where passes of learners wait for each other: all then make as many.
     """
 
     def __init__(
@@ -71,6 +80,8 @@ class PolicyUpdater:
         temperature: float,
         without_adapter: Callable[[], AbstractContextManager[None]] = nullcontext,
         critic: Critic | None = None,
+        log_entropy: bool = True,
+        padding: MicroBatch | None = None,
     ) -> None:
         self._backbone = backbone
         self._builder = builder
@@ -79,6 +90,8 @@ class PolicyUpdater:
         self._temperature = temperature
         self._without_adapter = without_adapter
         self._critic = critic
+        self._entropy: Entropy = "gradient" if settings.entropy_coef else "value" if log_entropy else "none"
+        self._padding = padding
         self._probed = False
 
     def pack(self, minibatches: Sequence[Minibatch]) -> list[PackedMinibatch]:
@@ -86,7 +99,7 @@ class PolicyUpdater:
 
         The first minibatch needs no pass of its own: its old log-probabilities are its new ones.
         """
-        packed = [PackedMinibatch(self._builder.build(minibatch)) for minibatch in minibatches]
+        packed = self._build(minibatches)
         for number, minibatch in enumerate(packed):
             for micro in minibatch.micro_batches:
                 old = None
@@ -103,13 +116,23 @@ class PolicyUpdater:
         self._probed = self._probed or any(minibatch.probe for minibatch in packed)
         return packed
 
+    def _build(self, minibatches: Sequence[Minibatch]) -> list[PackedMinibatch]:
+        packed = [PackedMinibatch(self._builder.build(minibatch)) for minibatch in minibatches]
+        if self._padding is not None:
+            missing = missing_passes([len(minibatch.micro_batches) for minibatch in packed], self._backbone.device)
+            for minibatch, count in zip(packed, missing, strict=True):
+                minibatch.padding = count
+                minibatch.micro_batches += [self._padding] * count
+        return packed
+
     @torch.no_grad()
     def score(self, minibatches: Sequence[Minibatch]) -> tuple[list[PackedMinibatch], Scores]:
         """Pack minibatches whose advantages follow later (`set_targets`), with what an estimator needs to know of them."""
-        packed = [PackedMinibatch(self._builder.build(minibatch)) for minibatch in minibatches]
+        packed = self._build(minibatches)
         scores = Scores()
         for minibatch in packed:
-            for micro in minibatch.micro_batches:
+            for number, micro in enumerate(minibatch.micro_batches):
+                counted = number < len(minibatch.counted)
                 hidden = self._predicting(micro)
                 old = self._token_logprobs(hidden, micro)[0]
                 minibatch.old.append(old)
@@ -117,11 +140,13 @@ class PolicyUpdater:
                     reference = self._reference(micro)
                     if self._settings.kl_loss_coef:
                         minibatch.reference.append(reference)
-                    scores.log_ratio |= micro.split((old - reference).cpu().numpy())
+                    if counted:
+                        scores.log_ratio |= micro.split((old - reference).cpu().numpy())
                 if self._critic is not None:
                     values = self._critic.values(hidden) if self._critic.shares_policy else self._critic_values(micro)
                     minibatch.values.append(values)
-                    scores.values |= micro.split(values.cpu().numpy())
+                    if counted:
+                        scores.values |= micro.split(values.cpu().numpy())
         return packed, scores
 
     def set_targets(
@@ -130,7 +155,7 @@ class PolicyUpdater:
         """Fill the advantages and returns into scored minibatches, and change the critic's normalisation."""
         for minibatch, weight in zip(packed, targets.value_weights, strict=True):
             minibatch.value_weight = weight
-            for micro in minibatch.micro_batches:
+            for micro in minibatch.counted:
                 micro.advantage = micro.join(targets.advantages)
                 micro.returns = micro.join(targets.returns) if targets.returns else None
         if self._critic is not None and rescaling is not None:
@@ -144,9 +169,9 @@ class PolicyUpdater:
             return [self.value_loss]
         return [self.loss] if self._critic is None or self._critic.shares_policy else [self.loss, self.value_loss]
 
-    def logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies float32 [N] of the micro-batch's sampled tokens."""
-        return self._token_logprobs(self._predicting(micro), micro)
+    def logprobs(self, micro: MicroBatch, entropy: Entropy = "none") -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities and, where asked for, entropies float32 [N] of the micro-batch's sampled tokens."""
+        return self._token_logprobs(self._predicting(micro), micro, entropy)
 
     @torch.no_grad()
     def recompute(
@@ -175,23 +200,19 @@ class PolicyUpdater:
         with self._critic.active():
             return self._critic.values(self._predicting(micro))
 
-    def _token_logprobs(self, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _token_logprobs(
+        self, hidden: Tensor, micro: MicroBatch, entropy: Entropy = "none"
+    ) -> tuple[Tensor, Tensor | None]:
         target = torch.from_numpy(micro.target).to(self._backbone.device)
-        return token_logprobs(self._backbone, hidden, target, self._temperature)
+        return token_logprobs(self._backbone, hidden, target, self._temperature, entropy=entropy)
 
     def _predicting(self, micro: MicroBatch) -> Tensor:
         """The hidden states [N, D] that predict the sampled tokens."""
         device = self._backbone.device
-        segments = torch.from_numpy(micro.segments).to(device)
-        length = segments.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-        # A token sees the prompt (segment 0) and its own continuation.
-        key, query = segments[:, None, None, :], segments[:, None, :, None]
-        mask = causal & ((key == 0) | (key == query))
         hidden = self._backbone.hidden_states(
             torch.from_numpy(micro.input_ids).to(device),
             torch.from_numpy(micro.position_ids).to(device),
-            mask,
+            self._backbone.attention(micro.segments),
             self._backbone.image_features(micro.images) if micro.images else (),
         )
         return hidden[torch.from_numpy(micro.row).to(device), torch.from_numpy(micro.column).to(device)]
@@ -206,10 +227,10 @@ class PolicyUpdater:
         values = None
         if self._critic is not None and self._critic.shares_policy:
             hidden = self._predicting(micro)
-            new, entropy = self._token_logprobs(hidden, micro)
+            new, entropy = self._token_logprobs(hidden, micro, self._entropy)
             values = self._critic.values(hidden.detach() if self._critic.stop_gradient else hidden)
         else:
-            new, entropy = self.logprobs(micro)
+            new, entropy = self.logprobs(micro, self._entropy)
         old = minibatch.old[number]
         if old is None:
             old = new.detach()
@@ -234,6 +255,7 @@ class PolicyUpdater:
             token_loss = token_loss + self._settings.kl_loss_coef * kl
             stats.kl += float(kl.detach().sum())
         if self._settings.entropy_coef:
+            assert entropy is not None
             token_loss = token_loss - self._settings.entropy_coef * entropy
         loss = (token_loss * weight).sum()
         self._record(stats, loss, terms.ratio, terms.clipped, masked, entropy, old - behaviour, new, old)
@@ -270,7 +292,7 @@ class PolicyUpdater:
         ratio: Tensor,
         clipped: Tensor,
         masked: Tensor,
-        entropy: Tensor,
+        entropy: Tensor | None,
         gap: Tensor,
         new: Tensor,
         old: Tensor,
@@ -281,7 +303,7 @@ class PolicyUpdater:
             [
                 loss.detach(),
                 clipped.float().sum(),
-                entropy.detach().sum(),
+                new.new_tensor(float("nan")) if entropy is None else entropy.detach().sum(),
                 (change.exp() - 1 - change).sum(),
                 (gap.exp() - 1 - gap).sum(),
                 gap.abs().exp().sum(),

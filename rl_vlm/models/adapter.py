@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by safetensors' names
+MAX_RANK, MAX_ALPHA = 8192, 1e6
+MAX_CONFIG = 4 * 2**20  # characters: some adapters list every module that they change
 PREFIX = "base_model.model."  # peft's, before the module names in adapter files
 
 
@@ -90,6 +92,18 @@ class AdapterPayload:
             raise UserInputError(f"Adapter version {self.version} is corrupt ({error!r}).") from error
         return found
 
+    def rounded(self, dtype: str) -> AdapterPayload:
+        """The same version with its tensors rounded to `dtype`, such as bfloat16: half the bytes, and a hash of its own.
+
+        Raises as `state` does.
+        """
+        import torch
+        from safetensors.torch import save
+
+        kind = getattr(torch, dtype)
+        blob = save({name: tensor.to(kind).contiguous() for name, tensor in self.views().items()})
+        return replace(self, tensors=blob, sha256=hashlib.sha256(blob).hexdigest())
+
     def write(self, folder: Path) -> Path:
         """Write a folder that peft and vLLM load, atomically: the folder appears complete or not at all."""
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +134,33 @@ class AdapterPayload:
             config_json = (folder / "adapter_config.json").read_text()
         except OSError as error:
             raise UserInputError(f"{folder} is not a peft adapter folder ({error}).") from error
+        check_adapter(folder, config_json, tensors)
         return cls(version, tensors, config_json, hashlib.sha256(tensors).hexdigest(), policy)
+
+
+def check_adapter(where: Any, config_json: str, tensors: bytes | memoryview) -> None:
+    """Raise UserInputError unless this is a LoRA adapter: its kind, its rank and scale, and that it has tensors at all."""
+    if len(config_json) > MAX_CONFIG:
+        raise UserInputError(f"The adapter {where}: adapter_config.json has more than {MAX_CONFIG} characters.")
+    try:
+        config = json.loads(config_json)
+        if not isinstance(config, dict):
+            raise ValueError("it holds no object")
+        size = int.from_bytes(tensors[:8], "little")
+        names = [] if size > len(tensors) - 8 else [*json.loads(bytes(tensors[8 : 8 + size]))]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserInputError(f"The adapter {where} cannot be read ({error}).") from error
+    kind, rank, alpha = config.get("peft_type", "LORA"), config.get("r"), config.get("lora_alpha")
+    if kind != "LORA":
+        raise UserInputError(f"The adapter {where} is {str(kind)[:40]}, not LORA: only LoRA adapters can be used.")
+    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+        raise UserInputError(f"The adapter {where} has rank {str(rank)[:40]}: r must be a number from 1 to {MAX_RANK}.")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= MAX_ALPHA:
+        raise UserInputError(f"The adapter {where} has lora_alpha {str(alpha)[:40]}: it must be a finite number.")
+    if not any(".lora_" in name for name in names):
+        raise UserInputError(
+            f"The adapter {where} holds no LoRA matrices: adapter_model.safetensors is empty or damaged."
+        )
 
 
 def _unpickled(version: int, tensors: Any, config_json: str, sha256: str, policy: str) -> AdapterPayload:

@@ -16,8 +16,11 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
+from rl_vlm.config.yaml_text import load_yaml
+from rl_vlm.files import resolved
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.models.loading import load_text_side, resolve_model
+from rl_vlm.models.adapter_patterns import without_patterns
+from rl_vlm.models.loading import from_folder, load_text_side, quiet_libraries, resolve_model, save_model
 from rl_vlm.ownership import MODEL_MARKER, files_in, mark_model, model_files
 from rl_vlm.types import RLVLMError, UserInputError
 
@@ -34,10 +37,11 @@ def export_model(source: str | Path, out: str | Path, model: str | None = None, 
     processor and chat template; it is loaded once before it appears. An existing `out` is refused without `overwrite`,
     and even then unless it is empty or a model folder that was written by this function; other files in there stay.
     """
-    source, out = Path(source).expanduser(), Path(out).expanduser().resolve()
+    source, out = Path(source).expanduser(), resolved(out)
     adapter, named = find_adapter_and_model(source)
     if not (model or named):
         raise UserInputError(f"{source} does not say which model its adapter belongs to: name it with --model.")
+    quiet_libraries()
     base = resolve_model(model or str(named))
     check_target(out, overwrite, keep=(base, adapter))
     payload = AdapterPayload.read(adapter, 0)
@@ -47,9 +51,9 @@ def export_model(source: str | Path, out: str | Path, model: str | None = None, 
     draft = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         draft.chmod(0o755)  # mkdtemp makes it private
-        merged.save_pretrained(draft)
+        save_model(merged, draft)
         del merged  # the check below loads the model a second time
-        AutoProcessor.from_pretrained(base).save_pretrained(draft)
+        from_folder(AutoProcessor, base).save_pretrained(draft)
         _check_export(draft, digests)
         replace_folder(draft, out)
     finally:
@@ -68,7 +72,7 @@ def find_adapter_and_model(source: Path) -> tuple[Path, str | None]:
             f"{source} holds neither adapter_config.json nor adapter/: give a run folder or an adapter folder."
         )
     try:
-        name = yaml.safe_load((source / "config.yaml").read_text())["model"]["path"]
+        name = load_yaml((source / "config.yaml").read_text())["model"]["path"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         name = None
     return source / "adapter", name
@@ -76,19 +80,26 @@ def find_adapter_and_model(source: Path) -> tuple[Path, str | None]:
 
 def merge_adapter(base: Path, payload: AdapterPayload) -> PreTrainedModel:
     """The base model, in the precision that it is stored in, with the adapter merged into its weights."""
-    model = AutoModelForImageTextToText.from_pretrained(base, dtype="auto")
-    try:
-        config = LoraConfig.from_peft_type(**json.loads(payload.config_json))
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserInputError(f"The adapter's adapter_config.json is not a LoRA configuration ({error}).") from error
-    if not isinstance(config, LoraConfig):
-        raise UserInputError(f"The adapter is {config.peft_type}, not LORA: only LoRA adapters can be merged.")
+    model = from_folder(AutoModelForImageTextToText, base, dtype="auto")
+    config = lora_config(payload, model)
     adapted = _with_adapter(model, config, payload.state())
     merged = adapted.merge_and_unload()
     for name, parameter in merged.named_parameters():
         if not torch.isfinite(parameter).all():
             raise UserInputError(f"The adapter is broken: after merging, {name} has values that are not finite.")
     return merged  # type: ignore[no-any-return]
+
+
+def lora_config(payload: AdapterPayload, model: nn.Module) -> LoraConfig:
+    """peft's configuration of an adapter for this model, its patterns resolved. Raises UserInputError."""
+    try:
+        plain = without_patterns(json.loads(payload.config_json), (name for name, _ in model.named_modules()))
+        config = LoraConfig.from_peft_type(**plain)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserInputError(f"The adapter's adapter_config.json is not a LoRA configuration ({error}).") from error
+    if not isinstance(config, LoraConfig):
+        raise UserInputError(f"The adapter is {config.peft_type}, not LORA: only LoRA adapters can be merged.")
+    return config
 
 
 def _with_adapter(model: nn.Module, config: LoraConfig, state: dict[str, Tensor]) -> PeftModel:
@@ -112,7 +123,7 @@ def _with_adapter(model: nn.Module, config: LoraConfig, state: dict[str, Tensor]
 
 def check_target(out: Path, overwrite: bool, keep: tuple[Path, ...] = ()) -> None:
     """Raise UserInputError unless a model folder may be written at `out` without harm to `keep` or to foreign files."""
-    place = out.resolve()
+    place = resolved(out)
     for folder in keep:
         if place == folder.resolve() or place in folder.resolve().parents:
             raise UserInputError(f"{out} holds the input {folder}: choose another output folder.")
@@ -161,7 +172,7 @@ def _digest(tensor: Tensor) -> str:
 def _check_export(folder: Path, digests: dict[str, str]) -> None:
     """Load the folder as a user would and compare every weight."""
     load_text_side(folder)
-    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto")
+    model: Any = from_folder(AutoModelForImageTextToText, folder, dtype="auto")
     found = {name: _digest(tensor) for name, tensor in model.state_dict().items()}
     if found != digests:
         names = [name for name in digests.keys() | found.keys() if found.get(name) != digests.get(name)]

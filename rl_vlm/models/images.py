@@ -197,16 +197,26 @@ def frame_patches(
     return values.reshape(rows * columns, -1), (1, rows, columns)
 
 
+def shrunk(spec: ImageProcessorSpec, image: Image.Image, name: str = "") -> Image.Image:
+    """An RGB image as the processor would make it, bit by bit, where it would make it smaller; else the image itself.
+
+    The processor leaves the outcome as it is.
+    """
+    size = spec.resized(image.width, image.height, name)
+    if size[0] * size[1] >= image.width * image.height or spec.resized(*size, name) != size:
+        return image
+    return Image.fromarray(_resize(np.array(image), size[1], size[0], spec.resample))
+
+
 def _decode(image: Image.Image | EncodedImage, label: str) -> np.ndarray:
     """uint8 [height, width, 3]."""
     try:
-        picture = image.to_pil() if isinstance(image, EncodedImage) else image
+        picture = image.to_pil(label) if isinstance(image, EncodedImage) else image
         pixels = np.asarray(picture if picture.mode == "RGB" else picture.convert("RGB"))
+    except UserInputError as error:
+        raise ImageError(str(error)) from error
     except (OSError, SyntaxError, ValueError) as error:  # what PIL raises for damaged files
         raise ImageError(f"Image {label} cannot be decoded ({error}): replace it.") from error
-    if pixels.shape[:2] != (image.height, image.width):
-        size = f"{pixels.shape[1]}x{pixels.shape[0]}"
-        raise ImageError(f"Image {label} has {size} pixels and was announced as {image.width}x{image.height}.")
     return pixels
 
 
@@ -216,7 +226,8 @@ def _resize(pixels: np.ndarray, height: int, width: int, resample: int) -> np.nd
     from torchvision.transforms.v2 import functional
     from transformers.image_utils import pil_torch_interpolation_mapping
 
-    tensor = torch.from_numpy(np.array(pixels)).permute(2, 0, 1).contiguous()[None]
+    writable = pixels if pixels.flags.writeable else np.array(pixels)  # torch warns of others
+    tensor = torch.from_numpy(writable).permute(2, 0, 1).contiguous()[None]
     mode = pil_torch_interpolation_mapping[Image.Resampling(resample)]
     resized = functional.resize(tensor, [height, width], interpolation=mode, antialias=True)
     return np.ascontiguousarray(resized[0].permute(1, 2, 0).numpy())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_vlm.chat import ChatCodec
+from rl_vlm.imports import replaced
 from rl_vlm.models.images import DEFAULT_PIXELS, ImageProcessorSpec, PixelLimits
 from rl_vlm.models.tiny.variants import VARIANT_OF
 from rl_vlm.types import UserInputError
@@ -69,6 +70,22 @@ def resolve_model(name: str, seed: int = 0) -> Path:
         ) from error
 
 
+def from_folder(auto: Any, folder: Path, **options: Any) -> Any:
+    """`auto.from_pretrained(folder)` of one of transformers' Auto classes, which never runs code that the folder brings.
+
+    Raises UserInputError for a model that needs such code.
+    """
+    try:
+        return auto.from_pretrained(folder, trust_remote_code=False, **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise UserInputError(
+            f"The model {folder} brings code of its own, which rl-vlm does not run: choose a model whose family transformers "
+            "knows."
+        ) from error
+
+
 def load_text_side(folder: Path, pixels: PixelLimits = DEFAULT_PIXELS) -> TextSide:
     """The chat codec and the image geometry of a model folder; `pixels` replaces the processor's own limits.
 
@@ -102,7 +119,7 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     name = json.loads(settings.read_text()).get("tokenizer_class", "") if settings.is_file() else ""
     if name.startswith("Qwen2Tokenizer"):
         return transformers.Qwen2Tokenizer.from_pretrained(folder)  # type: ignore[no-any-return]
-    return transformers.AutoTokenizer.from_pretrained(folder)  # type: ignore[no-any-return]
+    return from_folder(transformers.AutoTokenizer, folder)  # type: ignore[no-any-return]
 
 
 def _chat_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -132,7 +149,7 @@ def load_model(
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
     if quantization == "nf4":
         options |= {"quantization_config": _nf4(options["dtype"]), "device_map": {"": device}}
-    model = AutoModelForImageTextToText.from_pretrained(folder, **options)
+    model = from_folder(AutoModelForImageTextToText, folder, **options)
     model.requires_grad_(False)
     if quantization == "none":
         return model.to(device).eval()  # type: ignore[no-any-return]
@@ -168,3 +185,13 @@ def quiet_libraries() -> None:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it where it is installed
+
+
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """`model.save_pretrained(folder)` without its messages."""
+    from transformers import modeling_utils
+
+    quiet_libraries()
+    # It asks accelerate whether the model is wrapped, which imports DeepSpeed where that is installed: seconds, and a warning.
+    with replaced(modeling_utils, "unwrap_model", lambda plain, *_, **__: plain):
+        model.save_pretrained(folder)

@@ -11,19 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from rl_vlm.models.adapter import PREFIX, AdapterPayload
+from rl_vlm.models.memory.shape import ADAPTED
 from rl_vlm.types import UserInputError
 
-# Names of the linear layers in the language model, by the choice that users know. `vision` adds the tower's.
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
-TARGET_MODULES: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "attn": _ATTENTION,
-    "mlp": _MLP,
-    "all": _ATTENTION + _MLP,
-    "mlp_attn": _ATTENTION + _MLP,
-    "vision": _ATTENTION + _MLP,
-}
+TARGET_MODULES = ADAPTED
 # The linear layers of the towers of Qwen2.5-VL and Qwen3-VL; the patch embedding is a convolution and is not adapted.
 TOWER_PATTERN = (
     r".*visual\.(blocks|merger|deepstack_merger_list)\.(.*\.)?"

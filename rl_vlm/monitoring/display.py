@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_vlm.monitoring.vitals import MismatchGrowth, MovingAverage
+from rl_vlm.safe_text import printable, safe
 
 # Plain lines: one per PLAIN_EVERY iterations, and one when nothing was printed for PLAIN_SECONDS.
 PLAIN_EVERY = 10
@@ -114,13 +115,13 @@ class ProgressDisplay:
     def message(self, text: str) -> None:
         """Print a line above the panel."""
         if self._live is not None:
-            self._console.print(Text(text))
+            self._console.print(Text(safe(text)))
         else:
             self._plain(text)
 
     def _plain(self, line: str) -> None:
         # Text is printed without markup and emoji; soft_wrap keeps lines whole for log files.
-        self._console.print(Text(line), soft_wrap=True)
+        self._console.print(Text(safe(line)), soft_wrap=True)
 
     def _remaining(self) -> str:
         seconds, rest = self._seconds.value, self.total - self._done
@@ -197,7 +198,7 @@ class ProgressDisplay:
         table.add_column(no_wrap=True, overflow="ellipsis", style="dim", min_width=8, max_width=max(width // 3, 8))
         table.add_column(no_wrap=True, overflow="ellipsis")
         for name, value in self._facts():
-            table.add_row(Text(name), Text(value))
+            table.add_row(Text(printable(name)), Text(printable(value)))
         return Group(top, table)
 
 

@@ -108,11 +108,14 @@ def _get(url: str, named: str, headers: Mapping[str, str] | None = None, **query
     return answer
 
 
+def token_file() -> Path:
+    """Where Ray looks for the token if no variable holds it."""
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+
+
 def _token() -> dict[str, str]:
     """The header of Ray's token authentication: the token of the environment, of a file, or of Ray's own file; empty without one."""
-    token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
-    named = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
-    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    token, path = os.environ.get("RAY_AUTH_TOKEN", "").strip(), token_file()
     if not token and path.is_file():
         try:
             token = path.read_text().strip()

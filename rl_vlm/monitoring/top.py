@@ -15,6 +15,7 @@ from rich.text import Text
 from rl_vlm.monitoring.display import duration
 from rl_vlm.monitoring.overview import Overview, overview
 from rl_vlm.monitoring.samples import Sample
+from rl_vlm.safe_text import printable, safe
 from rl_vlm.types import RLVLMError
 
 Read = Callable[[], tuple[list[Sample], list[str]]]  # samples, and endpoints that did not answer
@@ -49,7 +50,7 @@ def show(read: Read, console: Console, *, every_s: float, once: bool, as_lines: 
                 samples, missing = read()
             except (RLVLMError, ValueError, KeyError) as error:  # the head may come back
                 if live is not None:
-                    live.update(Group(table(found, missing), Text(str(error), style="red")), refresh=True)
+                    live.update(Group(table(found, missing), Text(safe(str(error)), style="red")), refresh=True)
                 continue
             read_at = time.monotonic()
             found = overview(samples, time.time(), before, read_at - before_at)
@@ -74,7 +75,7 @@ def table(found: Overview, missing: Sequence[str] = ()) -> RenderableType:
     if found.nodes:
         parts.append(_nodes(found.nodes))
     if missing:
-        parts.append(Text(f"No answer from {', '.join(missing)}.", style="yellow"))
+        parts.append(Text(printable(f"No answer from {', '.join(missing)}."), style="yellow"))
     return Group(*parts)
 
 
@@ -93,7 +94,7 @@ def _runs(rows: Sequence[dict[str, Any]]) -> Table:
     )  # fmt: skip
     for row in rows:
         made.add_row(
-            Text(row["run"]),
+            Text(printable(row["run"])),
             Text("ended" if row["state"] == "ended" else f"{duration(row['idle_seconds'] or 0)} ago"),
             _of(row["iteration"], row["iterations"]),
             _number(row["iteration_seconds"]),
@@ -112,7 +113,7 @@ def _learning(rows: Sequence[dict[str, Any]]) -> Table:
     )
     for row in rows:
         made.add_row(
-            Text(row["run"]), Text(row["algorithm"] or ""), Text(row["env"] or ""),
+            Text(printable(row["run"])), Text(printable(row["algorithm"] or "")), Text(printable(row["env"] or "")),
             _number(row["reward"]), _number(row["reward_smoothed"]), _number(row["reward_best"]),
             _number(next(iter(row["accuracy"].values()), None)),
             _joined((row["mismatch_kl"], "{:.1e}"), (row["mismatch_growth"], "×{:.1f}")),
@@ -127,7 +128,7 @@ def _replicas(rows: Sequence[dict[str, Any]]) -> Table:
     )  # fmt: skip
     for row in rows:
         made.add_row(
-            Text(row["run"]), Text(row["replica"]), Text(row["node"]),
+            Text(printable(row["run"])), Text(printable(row["replica"])), Text(printable(row["node"])),
             _whole(row["version"]), _whole(row["running"]), _whole(row["waiting"]), _number(row["mean_batch"]),
             _whole(row["tokens_per_s"]), _whole(row["requests"]), _whole(row["errors"] or 0),
         )  # fmt: skip
@@ -140,7 +141,7 @@ def _nodes(rows: Sequence[dict[str, Any]]) -> Table:
         gpus = row["gpus"]
         used = [(one["memory_used"], one["memory_free"]) for one in gpus if one["memory_used"] is not None]
         made.add_row(
-            Text(row["node"]),
+            Text(printable(row["node"])),
             _joined((row["cpu_percent"], "{:.0f} %")),
             _gib(row["memory_used"], row["memory_total"]),
             _joined((row["disk_percent"], "{:.0f} %")),

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from rl_vlm.config import RunConfig
 from rl_vlm.labelling.store import LabelReplay, label_cache
+from rl_vlm.learning.device import driver_device
 from rl_vlm.preference.ensemble import RewardEnsemble
 from rl_vlm.preference.feedback import Feedback
 from rl_vlm.seeding import derive_seed
@@ -70,10 +69,11 @@ def build_feedback(run: RunConfig, folder: Path, side: LabellingSide, sizes: tup
         labeller = build_labeller(
             settings.labels, env_id=run.env.id, seed=derive_seed(run.seed, 50) % 2**31, client=client, text=text
         )
-    device = "cuda" if run.learner.gpus_per_learner > 0 and torch.cuda.is_available() else "cpu"
     shape = (settings.image_size, settings.image_size, 3) if settings.rewards_images else (sum(sizes),)
     seed = derive_seed(run.seed, 51) % 2**31
-    model = RewardEnsemble(shape, settings.reward_model, seed, capacity=settings.max_feedback, device=device)
+    model = RewardEnsemble(
+        shape, settings.reward_model, seed, capacity=settings.max_feedback, device=driver_device(run)
+    )
     if settings.reward_model.load:
         model.load(Path(settings.reward_model.load))
     return Feedback(settings, model, labeller, folder, LabelReplay(cache) if cache is not None else None)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_vlm.config import SACSection
+from rl_vlm.models.products import Product, torch_product
 from rl_vlm.preference.networks import (
     SACNetworks,
     backward,
@@ -82,10 +83,18 @@ class SACUpdater:
         settings: `preference.sac` of the configuration.
         seed: of the noise.
         compiled: run the matrix parts through torch.compile; where that fails, go on without it.
+        product: what multiplies matrices.
     """
 
-    def __init__(self, networks: SACNetworks, settings: SACSection, seed: int, compiled: bool = False) -> None:
-        self.networks, self.settings = networks, settings
+    def __init__(
+        self,
+        networks: SACNetworks,
+        settings: SACSection,
+        seed: int,
+        compiled: bool = False,
+        product: Product = torch_product,
+    ) -> None:
+        self.networks, self.settings, self.product = networks, settings, product
         self.generator = torch.Generator().manual_seed(seed)
         self.updates = 0
         self.target_entropy = (
@@ -113,10 +122,10 @@ class SACUpdater:
         networks, settings = self.networks, self.settings
         alpha = networks.log_alpha.exp()
         shape = (len(batch.actions), networks.action_size)
-        gradient, critic_loss, q = self._critic_part(
+        gradients, critic_loss, q = self._critic_part(
             networks.critics, networks.targets, networks.actor, batch, self._noise(shape), alpha
         )
-        networks.critics.grad.copy_(gradient)  # type: ignore[union-attr]
+        torch.cat(gradients, out=networks.critics.grad)
         self.critic_optimizer.step()
         figures = [critic_loss, q, batch.rewards.mean()]
         if self.updates % settings.actor_update_every == 0:
@@ -131,31 +140,31 @@ class SACUpdater:
 
     def _critics(
         self, critics: Tensor, targets: Tensor, actor: Tensor, batch: Batch, noise: Tensor, alpha: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradient of the critics' loss, the loss, and their mean value."""
-        networks, settings = self.networks, self.settings
-        head, _ = forward(layers_of(actor, networks.actor_sizes), batch.next_observations)
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Gradient of the critics' loss in pieces, the loss, and their mean value."""
+        networks, settings, product = self.networks, self.settings, self.product
+        head, _ = forward(layers_of(actor, networks.actor_sizes), batch.next_observations, product)
         sample = sample_actions(head, noise, settings.log_std_bounds)
         pairs = torch.cat([batch.next_observations, sample.actions], dim=1)
-        first, second = [forward(layers, pairs)[0] for layers in networks.critic_layers(targets)]
+        first, second = [forward(layers, pairs, product)[0] for layers in networks.critic_layers(targets)]
         value = torch.minimum(first, second)[:, 0] - alpha * sample.log_probs
         target = (batch.rewards + settings.gamma * batch.continues * value)[:, None]
         pairs = torch.cat([batch.observations, batch.actions], dim=1)
         gradients: list[Tensor] = []
         loss, mean = torch.zeros_like(alpha[0]), torch.zeros_like(alpha[0])
         for layers in networks.critic_layers(critics):
-            value, activations = forward(layers, pairs)
+            value, activations = forward(layers, pairs, product)
             error = value - target
-            gradients += backward(layers, activations, error * (2 / len(error)))
+            gradients += backward(layers, activations, error * (2 / len(error)), product)
             loss, mean = loss + error.square().mean(), mean + 0.5 * value.mean()
-        return torch.cat(gradients), loss, mean
+        return gradients, loss, mean
 
     def _update_actor(self, observations: Tensor, noise: Tensor, alpha: Tensor) -> list[Tensor]:
         networks = self.networks
         activations, sample, values, inside = self._policy_part(networks.actor, networks.critics, observations, noise)
         slopes = self._slopes(values, inside)
-        gradient = self._actor_part(networks.actor, activations, sample, slopes, alpha)
-        networks.actor.grad.copy_(gradient)  # type: ignore[union-attr]
+        gradients = self._actor_part(networks.actor, activations, sample, slopes, alpha)
+        torch.cat(gradients, out=networks.actor.grad)
         entropy = -sample.log_probs.mean()
         networks.log_alpha.grad.copy_(alpha * (entropy - self.target_entropy))  # type: ignore[union-attr]
         self.actor_optimizer.step()
@@ -167,11 +176,11 @@ class SACUpdater:
         self, actor: Tensor, critics: Tensor, observations: Tensor, noise: Tensor
     ) -> tuple[list[Tensor], Any, tuple[Tensor, Tensor], tuple[list[Tensor], list[Tensor]]]:
         """Activations and sample of the policy, both critics' values of the sample, and their activations."""
-        networks = self.networks
-        head, activations = forward(layers_of(actor, networks.actor_sizes), observations)
+        networks, product = self.networks, self.product
+        head, activations = forward(layers_of(actor, networks.actor_sizes), observations, product)
         sample = sample_actions(head, noise, self.settings.log_std_bounds)
         pairs = torch.cat([observations, sample.actions], dim=1)
-        (first, one), (second, two) = [forward(layers, pairs) for layers in networks.critic_layers(critics)]
+        (first, one), (second, two) = [forward(layers, pairs, product) for layers in networks.critic_layers(critics)]
         return activations, sample, (first[:, 0], second[:, 0]), (one, two)
 
     def _slopes(self, values: tuple[Tensor, Tensor], inside: tuple[list[Tensor], list[Tensor]]) -> Tensor:
@@ -184,13 +193,15 @@ class SACUpdater:
         ):
             rows = chosen.nonzero()[:, 0]
             some = [activation.index_select(0, rows) for activation in activations]
-            slopes.index_copy_(0, rows, input_gradient(layers, some, networks.observation_size))
+            slopes.index_copy_(0, rows, input_gradient(layers, some, networks.observation_size, self.product))
         return slopes
 
-    def _actor(self, actor: Tensor, activations: list[Tensor], sample: Any, slopes: Tensor, alpha: Tensor) -> Tensor:
-        """Gradient of the actor's loss."""
+    def _actor(
+        self, actor: Tensor, activations: list[Tensor], sample: Any, slopes: Tensor, alpha: Tensor
+    ) -> list[Tensor]:
+        """Gradient of the actor's loss in pieces."""
         head = policy_gradient(sample, slopes, alpha, self.settings.log_std_bounds)
-        return torch.cat(backward(layers_of(actor, self.networks.actor_sizes), activations, head))
+        return backward(layers_of(actor, self.networks.actor_sizes), activations, head, self.product)
 
     def reset_critics(self) -> None:
         """Reset the critics after the reward has changed: new weights, new optimiser state, targets equal to them."""

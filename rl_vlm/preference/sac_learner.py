@@ -15,6 +15,7 @@ from ray.rllib.core.rl_module.torch import TorchRLModule
 from torch import Tensor
 
 from rl_vlm.config import SACSection
+from rl_vlm.models.products import Product, choose_product, product_of, torch_product
 from rl_vlm.preference.exploration import RunningStd, state_entropy
 from rl_vlm.preference.networks import SACNetworks, forward, layers_of, sample_actions
 from rl_vlm.preference.sac import Batch, SACUpdater, actor_loss, alpha_loss, critic_loss, critic_target
@@ -92,10 +93,14 @@ class SACLearner(TorchLearner):
 
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
         """One Adam each for actor, critics and alpha."""
-        settings: SACSection = self.config.run_config.preference.sac
+        run = self.config.run_config
+        settings: SACSection = run.preference.sac
         networks = self.module[module_id].networks
+        product: Product = torch_product
+        if product_of("onednn", networks.actor) is not torch_product:
+            product = product_of(choose_product(run.learner.cpu_product, run.deterministic, "updates"), networks.actor)
         self.updater = SACUpdater(
-            networks, settings, derive_seed(self.config.run_config.seed, 31), compiled=self.config.compile_updates
+            networks, settings, derive_seed(run.seed, 31), compiled=self.config.compile_updates, product=product
         )
         for name, optimizer, parameter, lr in (
             ("actor", self.updater.actor_optimizer, networks.actor, settings.lr),

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from rl_vlm.config.yaml_text import load_yaml
 from rl_vlm.files import whole_lines
 from rl_vlm.reporting.style import COLORS, GROUND, INK, MUTED, new_figure, save_figure, style_panel
 from rl_vlm.types import UserInputError
@@ -86,7 +87,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
 def _run_name(folder: Path) -> tuple[str, bool]:
     """The run's name, and whether it is a preference run."""
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text())
+        config = load_yaml((folder / "config.yaml").read_text())
         algorithm = config.get("algorithm") or {}
         return str(config["name"]), algorithm.get("name") == "preference_sac"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):

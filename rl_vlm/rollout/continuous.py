@@ -8,6 +8,7 @@ its reference, and no result can arrive twice.
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from rl_vlm.rollout.runners import EnvRunners
-from rl_vlm.rollout.sampler import RESTART_GRACE_S, SamplingError
+from rl_vlm.rollout.sampler import RESTART_GRACE_S, SamplingError, wait_for_some
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 
 _PAUSE_S = 0.2  # between looks while no runner is up
@@ -78,11 +79,7 @@ class ContinuousSampler:
         self._runners.probe(at_most_every_s=_PROBE_EVERY_S)
         self._send(version)
         if self._open:
-            # One that is complete, and then all that are: `wait` returns no more than it was asked for.
-            ready, others = ray.wait(list(self._open), num_returns=1, timeout=wait_s)
-            if ready and others:
-                ready += ray.wait(others, num_returns=len(others), timeout=0)[0]
-            for ref in ready:
+            for ref in wait_for_some(list(self._open), wait_s):
                 self._take(ref, self._open.pop(ref), result, dropped)
         elif self._waiting:
             time.sleep(_PAUSE_S)
@@ -99,9 +96,11 @@ class ContinuousSampler:
         if not healthy or not self._waiting:
             return
         load = Counter(call.runner for call in self._open.values())
+        least = [(load[runner], runner) for runner in healthy]  # a heap: there may be thousands of both
+        heapq.heapify(least)
         for call in self._waiting:
-            runner = min(healthy, key=lambda candidate: (load[candidate], candidate))
-            load[runner] += 1
+            busy, runner = least[0]
+            heapq.heapreplace(least, (busy + 1, runner))
             task = replace(call.task, min_version=version)
             ref = self._runners.actor(runner).sample.remote(tasks=[task])
             self._open[ref] = _Call(task, call.due, runner, self._runners.life(runner))

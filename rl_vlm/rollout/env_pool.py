@@ -11,13 +11,15 @@ from functools import partial
 from typing import Any, Literal
 
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
-from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_step
+from rl_vlm.envs.errors import EnvTimeoutError, check_reset, check_step
+from rl_vlm.rollout.env_calls import CallBatch, Timed, timed
 from rl_vlm.types import Observation, RLVLMError
 
 logger = logging.getLogger(__name__)
 
 # Calls this short run one after the other in one thread: a thread switch costs about as much as they do.
 _SHORT_CALL_S = 0.002
+_PATIENCE_S = 0.1  # beyond what a batch of such calls takes, before each of the rest gets a thread of its own
 
 
 class EnvPool:
@@ -49,7 +51,7 @@ class EnvPool:
         self._call_s = {"reset": _SHORT_CALL_S, "step": _SHORT_CALL_S}
         self._idle: list[VisionEnv] = []
         self.lent = 0  # environments that groups have
-        self._batch: asyncio.Task[tuple[list[Any], float]] | None = None
+        self._batch: asyncio.Task[list[Timed | asyncio.Task[Timed]]] | None = None
         self._batch_calls: list[Callable[[], Any]] = []
         self.busy_s = 0.0
         self.stuck = 0  # threads that a hanging environment holds
@@ -80,13 +82,12 @@ class EnvPool:
     async def _build(self, count: int) -> list[Any]:
         """New environments, or the error of each."""
         if self._inline:
-            built, seconds = _run_all([self._make] * count)
+            built = [timed(self._make) for _ in range(count)]
         else:
             limit_s = max(self._timeout_s, self._build_timeout_s)
-            parts = await asyncio.gather(*(self._within_deadline([self._make], limit_s) for _ in range(count)))
-            built, seconds = [part[0][0] for part in parts], sum(part[1] for part in parts)
-        self.busy_s += seconds
-        return built
+            built = await asyncio.gather(*(self._within_deadline(self._make, limit_s) for _ in range(count)))
+        self.busy_s += sum(seconds for _, seconds in built)
+        return [env for env, _ in built]
 
     def give_back(self, envs: Sequence[VisionEnv]) -> None:
         """Keep environments whose episodes ended without an error for later groups."""
@@ -115,18 +116,17 @@ class EnvPool:
     async def run(self, calls: Sequence[Callable[[], Any]], kind: Literal["reset", "step"] = "step") -> list[Any]:
         """Run calls; each gives its result or the RLVLMError that it failed with."""
         if self._inline:
-            results, seconds = _run_all(calls)
+            parts = [timed(call) for call in calls]
         elif self._call_s[kind] < _SHORT_CALL_S:
-            results, seconds = await self._run_batched(calls)
+            parts = await self._run_batched(calls)
         else:
-            parts = await asyncio.gather(*(self._within_deadline([call], self._timeout_s) for call in calls))
-            results = [result for part, _ in parts for result in part]
-            seconds = sum(taken for _, taken in parts)
+            parts = await asyncio.gather(*(self._within_deadline(call, self._timeout_s) for call in calls))
+        seconds = sum(taken for _, taken in parts)
         self.busy_s += seconds
         self._call_s[kind] = 0.7 * self._call_s[kind] + 0.3 * seconds / max(len(calls), 1)
-        return results
+        return [result for result, _ in parts]
 
-    async def _run_batched(self, calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], float]:
+    async def _run_batched(self, calls: Sequence[Callable[[], Any]]) -> list[Timed]:
         """Run short calls of all groups at this moment in one thread switch.
 
         Groups that finish together then send their requests in one call to the policy.
@@ -136,32 +136,43 @@ class EnvPool:
             self._batch_calls = []
         start = len(self._batch_calls)
         self._batch_calls.extend(calls)
-        results, seconds = await asyncio.shield(self._batch)
-        share = len(calls) / max(len(results), 1)
-        return results[start : start + len(calls)], seconds * share
+        parts = (await asyncio.shield(self._batch))[start : start + len(calls)]
+        return [await part if isinstance(part, asyncio.Task) else part for part in parts]
 
-    async def _run_batch(self) -> tuple[list[Any], float]:
+    async def _run_batch(self) -> list[Timed | asyncio.Task[Timed]]:
+        """The calls' results, or the tasks that wait for them: a call that is not short holds up only its own group."""
         await asyncio.sleep(0)  # other tasks that are ready add their calls first
         calls, self._batch = self._batch_calls, None
-        return await self._within_deadline(calls, self._timeout_s)
+        batch = CallBatch(calls)
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._threads, batch.run)
+        await asyncio.wait([future], timeout=_PATIENCE_S + 2 * _SHORT_CALL_S * len(calls))
+        if future.done():
+            return list(batch.done)
+        begun = batch.take_rest()
+        waiting = [self._answer(future, [batch.began], self._timeout_s)] if begun else []
+        waiting += [self._within_deadline(call, self._timeout_s) for call in calls[begun:]]
+        return [*batch.done[: max(begun - 1, 0)], *map(loop.create_task, waiting)]
 
-    async def _within_deadline(self, calls: Sequence[Callable[[], Any]], timeout_s: float) -> tuple[list[Any], float]:
+    async def _within_deadline(self, call: Callable[[], Any], timeout_s: float) -> Timed:
         began: list[float] = []
 
-        def work() -> tuple[list[Any], float]:
+        def work() -> Timed:
             began.append(time.monotonic())
-            return _run_all(calls)
+            return timed(call)
 
         # The thread cannot be stopped: after a timeout it keeps running, and the driver restarts this runner.
-        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await self._answer(asyncio.get_running_loop().run_in_executor(self._threads, work), began, timeout_s)
+
+    async def _answer(self, future: asyncio.Future[Any], began: list[float], timeout_s: float) -> Timed:
+        """What a thread gives; `began` holds when it began, once it has. The deadline starts then, unless all threads hang."""
         while True:
-            # The deadline starts when a thread is free, unless all threads hang.
             left = began[0] + timeout_s - time.monotonic() if began else timeout_s
             if left <= 0 or (not began and self.stuck >= self._max_threads):
                 break
             done, _ = await asyncio.wait([future], timeout=left)
             if done:
-                return future.result()
+                return future.result()  # type: ignore[no-any-return]
         if began:
             self.stuck += 1
         else:
@@ -170,7 +181,7 @@ class EnvPool:
             f"The environment did not answer within {timeout_s:g} s: raise env.step_timeout_s, or set "
             "env.isolation to process."
         )
-        return [error] * len(calls), timeout_s
+        return error, timeout_s
 
     def close(self) -> None:
         """Close all idle environments and the threads."""
@@ -185,21 +196,6 @@ def _reset(env: VisionEnv, seed: int, options: dict[str, Any]) -> tuple[Observat
 
 def _step(env: VisionEnv, action: str) -> StepResult:
     return check_step(env.step(action))
-
-
-def _run_all(calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], float]:
-    """The result or error of each call, and the seconds that all took."""
-    started = time.perf_counter()
-    results: list[Any] = []
-    for call in calls:
-        try:
-            results.append(call())
-        except RLVLMError as error:
-            results.append(error)
-        except (Exception, SystemExit) as error:
-            # User code may raise anything, and may even exit; it ends an episode, not the runner.
-            results.append(EnvError(f"The environment raised {type(error).__name__}: {error}"))
-    return results, time.perf_counter() - started
 
 
 def _result_or_raise(result: Any) -> Any:

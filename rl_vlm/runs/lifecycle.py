@@ -14,7 +14,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.config import RunConfig, SFTConfig, save_config
-from rl_vlm.imports import import_meanwhile
+from rl_vlm.files import open_own
+from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.types import RLVLMError
@@ -175,6 +176,7 @@ class RunLifecycle(BaseRun):
             self._ray_metrics(),
             serving_ahead(self.run, self.folder / "serving") if serves else nullcontext(),
         ):
+            imports_done()
             config = self.run.spec.load("config").from_run_config(self.run, self.folder)
             with self._algorithm(config):
                 self._train()
@@ -226,8 +228,8 @@ def stderr_to(path: Path) -> Iterator[None]:
     """
     with ExitStack() as stack:
         try:
-            file = stack.enter_context(open(path, "ab"))
-        except OSError:
+            file = stack.enter_context(open_own(path))
+        except (OSError, RLVLMError):
             yield
             return
         sys.stderr.flush()

@@ -17,6 +17,7 @@ from rl_vlm.evaluation.play import EpisodesLostError
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.runs.served import served_worker, starting_adapter
+from rl_vlm.safe_text import printable_json
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import TrajectoryGroup
 
@@ -73,7 +74,7 @@ def rollout(
     if out is not None:
         write_atomic(out, "\n".join(lines) + "\n")
     else:
-        print("\n".join(lines))
+        print(printable_json("\n".join(lines)))
     trajectories = [group.trajectories[0] for group in result.groups]
     return {
         "episodes": len(trajectories),

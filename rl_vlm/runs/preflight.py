@@ -14,10 +14,21 @@ from rl_vlm.config import RunConfig
 from rl_vlm.config.algorithm import BUILTIN_LOSSES
 from rl_vlm.envs.parts import make_part
 from rl_vlm.learning.plan import ESTIMATORS
+from rl_vlm.learning.strategies.needs import check_strategy
 from rl_vlm.models.initial_adapter import check_initial_adapter
-from rl_vlm.models.loading import DType, TextSide, check_quantization, load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.loading import (
+    DType,
+    TextSide,
+    check_quantization,
+    from_folder,
+    load_text_side,
+    quiet_libraries,
+    resolve_model,
+)
+from rl_vlm.models.memory.parts import amount
 from rl_vlm.plugins import load_plugins
 from rl_vlm.rollout.stages import Stages
+from rl_vlm.runs.memory import make_plan, object_store_mib, short_form
 from rl_vlm.types import RLVLMError, Split, UserInputError
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -30,6 +41,7 @@ def inspect_run(run: RunConfig) -> dict[str, Any]:
     """
     load_plugins(run.plugins)
     check_quantization(run.serving.quantization)
+    check_strategy(run.learner)
     return run.spec.load("preflight")(run)  # type: ignore[no-any-return]
 
 
@@ -159,13 +171,14 @@ def _memory(run: RunConfig, folder: Path) -> dict[str, Any]:
         found["gpus"] = f"{run.needed_gpus:g} needed, {here} here"
         if run.model.gpu_memory_gib:
             found["gpu_memory_gib"] = f"{run.model.gpu_memory_gib:g} needed per GPU"
-    return found
+    object_store_mib(run)  # raises where it is too small
+    return found | short_form(make_plan(run, folder=folder))
 
 
 def weights_size(parameters: int, dtype: DType) -> dict[str, Any]:
     """What that many parameters weigh, to be printed."""
     return {
-        "parameters": f"{parameters / 1e9:.2f} billion",
+        "parameters": amount(parameters),
         "weights_gib": round(parameters * _BYTES[dtype] / 2**30, 2),
     }
 
@@ -182,7 +195,7 @@ def count_parameters(folder: Path) -> int:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))
+        model = AutoModelForImageTextToText.from_config(from_folder(AutoConfig, folder), trust_remote_code=False)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -1,6 +1,6 @@
-"""The head node of a private cluster, without the processes that a run does not use.
+"""The head node of a private cluster: without the processes that a run does not use, and with ports on loopback alone.
 
-Each takes seconds of CPU to start, and `ray.init` waits for the API server. Ray has no setting for them; this derives from
+Each process takes seconds of CPU to start, and `ray.init` waits for the API server. Ray has no setting for either; this derives from
 its node class, which is why Ray's version is pinned exactly.
 """
 
@@ -15,12 +15,17 @@ from ray._private.parameter import RayParams
 
 from rl_vlm.imports import replaced
 
+# Of a node with this address all processes listen here alone, of any other one on every interface. `ray.init` does not take it: it
+# replaces it by an address that other machines reach.
+LOOPBACK = "127.0.0.1"
+
 
 class PrivateNode(node.Node):
-    """Starts neither the autoscaler nor the log monitor, and the API server only where a dashboard is wanted."""
+    """Starts neither the autoscaler nor the log monitor, the API server only where a dashboard is wanted, and is this machine's own."""
 
     def __init__(self, ray_params: RayParams, **settings: Any) -> None:
         if settings.get("head"):
+            ray_params.node_ip_address = LOOPBACK
             ray_params.no_monitor = True  # the autoscaler's process: this cluster has one node
             ray_params.include_log_monitor = (
                 False  # it sends workers' logs to the driver, which `log_to_driver` declines

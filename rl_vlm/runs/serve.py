@@ -15,22 +15,29 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
 import ray
 from ray import serve
 
 from rl_vlm.config import LearnerSection, RunConfig, load_config, load_served_config
 from rl_vlm.http.app import build_http_app
 from rl_vlm.http.backend import ServeBackend
+from rl_vlm.http.kv_room import KVRoom
 from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.initial_adapter import initial_adapter_folder
 from rl_vlm.models.loading import check_quantization, load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.memory.parts import ELEMENT, GIB
+from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.serving.publisher import PolicyService, ServingError
 from rl_vlm.serving.registry import registry_name
 from rl_vlm.serving.server import app_name
 from rl_vlm.types import UserInputError
+
+_CONTEXTS = 64  # full ones, whose keys and values a replica has memory for by default
+_KV_SHARE = 0.8  # of the free memory, for keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +145,46 @@ def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
                     _wait_for_adapter(registry, run)
                 handle = serve.get_deployment_handle("policy", app_name(run_id))
                 backend = ServeBackend(handle, registry, plan.name, run_id=run_id, deadline_s=limits.deadline_s)
-                app = build_http_app(backend, text, limits, max_context=run.serving.max_context, token=plan.token)
+                app = build_http_app(
+                    backend,
+                    text,
+                    limits,
+                    max_context=run.serving.max_context,
+                    token=plan.token,
+                    kv_room=kv_room(run, plan.model),
+                )
                 port = sock.getsockname()[1]
-                server = HTTPServer(app, sock, limits.drain_s, lambda: announce(banner(plan, port)))
+                server = HTTPServer(app, sock, limits, lambda: announce(banner(plan, port)))
                 return server.run_until_signal()
             finally:
                 _exit_on_signals()
                 service.stop()
+
+
+def kv_room(run: RunConfig, model: Path) -> KVRoom | None:
+    """What bounds the requests in the engines of all replicas; None where vLLM does."""
+    serving = run.serving
+    if serving.expected_engine == "vllm":
+        return None
+    given, on_gpu = run.http.max_kv_gib, serving.gpus_per_replica > 0
+    token = ModelShape.read(model).kv_bytes_per_token(ELEMENT[run.model.dtype])
+    if given is not None:
+        total = int(given * GIB) * serving.num_replicas
+    else:
+        # Replicas without GPUs share the memory of their machine.
+        free = _free_memory(on_gpu) * (serving.num_replicas if on_gpu else 1)
+        total = min(free, serving.num_replicas * max(GIB, _CONTEXTS * serving.max_context * token))
+    return KVRoom(total // token, serving.max_rows * serving.num_replicas)
+
+
+def _free_memory(on_gpu: bool) -> int:
+    """Bytes that keys and values may take on this machine: most of what is free now, of a GPU most of what it has."""
+    if on_gpu:
+        import torch
+
+        if torch.cuda.is_available():
+            return int(_KV_SHARE / 2 * torch.cuda.get_device_properties(0).total_memory)
+    return int(_KV_SHARE * psutil.virtual_memory().available)
 
 
 def _wait_for_adapter(registry: Any, run: RunConfig) -> None:

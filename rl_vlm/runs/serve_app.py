@@ -27,7 +27,7 @@ from rl_vlm.http.server import TOKEN_VARIABLE, check_exposure
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.runs.serve import plan
+from rl_vlm.runs.serve import kv_room, plan
 from rl_vlm.serving.registry import Published, start_registry
 from rl_vlm.serving.server import build_app
 from rl_vlm.types import UserInputError
@@ -112,6 +112,7 @@ class HTTPIngress:
         self._token = os.environ.get(TOKEN_VARIABLE) or None
         check_exposure(_EVERY_ADDRESS, self._token)
         self._policy, self._registry, self._run, self._name, self._run_id = policy, registry, run, name, run_id
+        self._model = model
         self._text = load_text_side(model, run.model.pixels)
         # Once it answers, the adapter is published, and requests wait for replicas that have it.
         await registry.status.remote()
@@ -122,4 +123,11 @@ class HTTPIngress:
         backend = ServeBackend(
             self._policy, self._registry, self._name, run_id=self._run_id, deadline_s=limits.deadline_s
         )
-        return build_http_app(backend, self._text, limits, max_context=self._run.serving.max_context, token=self._token)
+        return build_http_app(
+            backend,
+            self._text,
+            limits,
+            max_context=self._run.serving.max_context,
+            token=self._token,
+            kv_room=kv_room(self._run, self._model),
+        )

@@ -16,7 +16,7 @@ from rl_vlm.algorithms.checkpoint import (
     save_checkpoint,
 )
 from rl_vlm.config import SFTConfig
-from rl_vlm.imports import import_meanwhile
+from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.models.initial_adapter import check_initial_adapter
 from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
 from rl_vlm.monitoring.sft_display import SFTDisplay
@@ -105,6 +105,7 @@ class SFTRun(BaseRun):
         draw_sft_curve(folder)
 
     def _loop(self) -> None:
+        imports_done()
         import torch
 
         from rl_vlm.learning.policy_model import PolicyModel

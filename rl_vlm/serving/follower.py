@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from rl_vlm.coroutines import repeat
 from rl_vlm.engines.base import Engine
 from rl_vlm.serving.lifecycle import Lifecycle
 from rl_vlm.serving.metrics import ReplicaTally
@@ -17,9 +18,8 @@ from rl_vlm.types import UserInputError
 
 logger = logging.getLogger("ray.serve")
 
-_REGISTRY_ANSWER_S = 10.0  # how long the registry may take for an immediate answer
+REGISTRY_ANSWER_S = 10.0  # how long the registry may take for an immediate answer
 _ABANDONED_S = 60.0  # a registry that restarts is there again sooner
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between attempts that fail
 
 
 class AdapterFollower:
@@ -57,16 +57,8 @@ class AdapterFollower:
 
     async def run(self) -> None:
         """Follow until cancelled. No failure ends it: `life` says how long failures may go on."""
-        pause = _FIRST_PAUSE_S
-        while True:
-            try:
-                await self._catch_up()
-                pause = _FIRST_PAUSE_S
-            except Exception as error:
-                # A registry that restarts, a full disk, a GPU without memory: each may be over at the next attempt.
-                logger.warning("replica %s cannot follow the registry: %r", self._replica_id, error)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
+        # A registry that restarts, a full disk, a GPU without memory: each may be over at the next attempt.
+        await repeat(self._catch_up, logger, f"replica {self._replica_id} cannot follow the registry")
 
     async def _catch_up(self) -> None:
         registry = self._registry()
@@ -77,7 +69,7 @@ class AdapterFollower:
             self._life.start()
             await self._notify()
         if published is not None:
-            async with asyncio.timeout(_REGISTRY_ANSWER_S):
+            async with asyncio.timeout(REGISTRY_ANSWER_S):
                 seconds = await registry.ack.remote(self._replica_id, published.version, published.sha256)
             self._tally.publish_s = seconds or self._tally.publish_s
 
@@ -99,10 +91,10 @@ class AdapterFollower:
     async def _ask(self, registry: Any) -> Published | None:
         # Each wait has a deadline: an object of a dead owner may never arrive, and no error be raised.
         if not self._life.started:
-            async with asyncio.timeout(_REGISTRY_ANSWER_S):
+            async with asyncio.timeout(REGISTRY_ANSWER_S):
                 return await registry.newest.remote()  # type: ignore[no-any-return]
         report = self._tally.report(self._engine.stats(), self._engine.version, self._life.state)
-        async with asyncio.timeout(POLL_S + _REGISTRY_ANSWER_S):
+        async with asyncio.timeout(POLL_S + REGISTRY_ANSWER_S):
             return await registry.wait_newer.remote(  # type: ignore[no-any-return]
                 self._replica_id, self._engine.version, report
             )

@@ -22,6 +22,8 @@ from rl_vlm.serving.version_line import FETCH_S, Published, PublishReport, Versi
 
 # A replica that has not asked for this long is not waited for: it died, or its node left.
 LIVE_WINDOW_S = 15.0
+# Every replica keeps a call open; beyond this number of calls a publication would wait for one of them to end.
+_MOST_CALLS = 10_000
 # How long one open `wait_newer` call lasts before the replica asks again.
 POLL_S = 5.0
 
@@ -143,7 +145,7 @@ def start_registry(run_id: str, namespace: str, folder: Path, model: Path) -> ra
         namespace=namespace,
         num_cpus=0,
         max_restarts=-1,
-        max_concurrency=1000,
+        max_concurrency=_MOST_CALLS,
         # Where the folder is: elsewhere a restarted registry would find nothing to read.
         scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
     )

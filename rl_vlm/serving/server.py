@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,8 @@ from rl_vlm.config import RunConfig, ServingSection
 from rl_vlm.config.resources import claim
 from rl_vlm.engines.base import Engine, EngineError
 from rl_vlm.models.loading import load_text_side
+from rl_vlm.models.memory.replica import kv_cache_bytes
+from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.follower import AdapterFollower
 from rl_vlm.serving.lifecycle import Admission, Lifecycle, ReplicaState
@@ -58,13 +61,14 @@ def build_engine(model: Path, run: RunConfig) -> Engine:
             model,
             dtype=run.model.dtype,
             serving=serving,
-            max_lora_rank=(serving.sharing.max_lora_rank or run.model.lora.rank)
-            if serving.shared
-            else run.model.lora.rank,
-            max_loras=_lora_slots(run),
+            max_lora_rank=run.max_lora_rank,
+            max_loras=run.lora_slots,
             pixels=run.model.pixels,
             in_flight=in_flight,
+            kv_cache=partial(kv_cache_bytes, run, ModelShape.read(model)),
         )
+    from rl_vlm.models.products import choose_product
+
     settings: dict[str, Any] = {
         "dtype": run.model.dtype,
         "device": "cuda" if on_gpu else "cpu",
@@ -75,6 +79,7 @@ def build_engine(model: Path, run: RunConfig) -> Engine:
         "quantization": "nf4" if serving.quantization == "nf4" else "none",
         "pixels": run.model.pixels,
         "in_flight": in_flight,
+        "product": "torch" if on_gpu else choose_product(run.learner.cpu_product, run.deterministic),
     }
     if serving.shared:
         from rl_vlm.engines.many_policies import ManyPoliciesEngine
@@ -83,13 +88,6 @@ def build_engine(model: Path, run: RunConfig) -> Engine:
     from rl_vlm.engines.transformers_engine import TransformersEngine
 
     return TransformersEngine(model, **settings)
-
-
-def _lora_slots(run: RunConfig) -> int:
-    if run.serving.shared:
-        return run.serving.sharing.lora_slots
-    # Samples of older versions may still run when a new one comes, unless they take it.
-    return 1 if run.rollout.in_flight_updates else run.rollout.max_policy_lag + 2
 
 
 class Follower(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
@@ -10,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from rl_vlm.config import RunConfig
+from rl_vlm.coroutines import all_or_none
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.turns import QUANTUM
 from rl_vlm.models.reference import ModelReference
@@ -53,7 +53,7 @@ class SharedVLMServer(VLMServer):
         admitted = time.monotonic()
         parts = [self._enter(policy, part) for part in _parts(requests)]
         with self._counting_errors():
-            answers = await _all_of(parts)
+            answers = await all_or_none(parts)
         completions = [completion for part in answers for completion in part]
         self._sign(requests, completions, arrived_ns, admitted - arrived, time.monotonic() - arrived)
         return completions
@@ -124,14 +124,3 @@ def _parts(requests: Sequence[GenerationRequest]) -> Iterator[list[GenerationReq
         cost += own
     if part:
         yield part
-
-
-async def _all_of(work: Sequence[Any]) -> list[list[Completion]]:
-    """All results in order; when one fails or the caller is cancelled, the others are cancelled and waited for."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -13,7 +13,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rl_vlm.coroutines import repeat
 from rl_vlm.engines.base import BASE_MODEL, Engine
+from rl_vlm.serving.follower import REGISTRY_ANSWER_S
 from rl_vlm.serving.lifecycle import Lifecycle
 from rl_vlm.serving.metrics import ReplicaTally
 from rl_vlm.serving.policy_key import PolicyRefusedError, opens
@@ -24,8 +26,7 @@ from rl_vlm.types import RLVLMError, UserInputError
 
 logger = logging.getLogger("ray.serve")
 
-_REGISTRY_ANSWER_S = 10.0  # how long the registry may take for an immediate answer
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between attempts that fail
+_PAUSE_S = 0.1  # after a load that failed
 
 
 class NotLoadedError(RLVLMError):
@@ -93,17 +94,8 @@ class PolicyShelf:
 
     async def run(self) -> None:
         """Follow until cancelled. No failure ends it."""
-        pause = _FIRST_PAUSE_S
-        try:
-            while True:
-                try:
-                    await self._catch_up()
-                    pause = _FIRST_PAUSE_S
-                except Exception as error:
-                    # A registry that restarts: it may be back at the next attempt.
-                    logger.warning("replica %s cannot follow the registry: %r", self._replica_id, error)
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, _LONGEST_PAUSE_S)
+        try:  # a registry that restarts may be back at the next attempt
+            await repeat(self._catch_up, logger, f"replica {self._replica_id} cannot follow the registry")
         finally:
             for task in self._work:
                 task.cancel()
@@ -114,7 +106,7 @@ class PolicyShelf:
         report["loaded"] = {name: policy.loaded for name, policy in self.policies.items()}
         first = not self._life.started
         # Each wait has a deadline: an answer of a dead process may never arrive, and no error be raised.
-        async with asyncio.timeout(_REGISTRY_ANSWER_S + (0.0 if first else POLL_S)):
+        async with asyncio.timeout(REGISTRY_ANSWER_S + (0.0 if first else POLL_S)):
             changes: Changes | None = await registry.watch.remote(self._replica_id, self._since, report, at_once=first)
         if changes is not None:
             self._take(changes)
@@ -126,7 +118,7 @@ class PolicyShelf:
     async def _refresh(self) -> None:
         """Ask the registry now, beside the call that is open."""
         try:
-            async with asyncio.timeout(_REGISTRY_ANSWER_S):
+            async with asyncio.timeout(REGISTRY_ANSWER_S):
                 self._take(await self._find_registry().watch.remote(self._replica_id, self._since, at_once=True))
         except Exception as error:
             # What is known stays known.
@@ -214,7 +206,7 @@ class PolicyShelf:
                 f"Version {published and published.version} of policy {policy.name} could not be loaded: {error!r}"
             )
             logger.warning("replica %s: %s", self._replica_id, policy.error)
-            await asyncio.sleep(_FIRST_PAUSE_S)
+            await asyncio.sleep(_PAUSE_S)
             return
         finally:
             policy.loading = None
@@ -240,7 +232,7 @@ class PolicyShelf:
 
     async def _acknowledge(self, published: Published) -> None:
         try:
-            async with asyncio.timeout(_REGISTRY_ANSWER_S):
+            async with asyncio.timeout(REGISTRY_ANSWER_S):
                 seconds = await self._find_registry().ack.remote(
                     self._replica_id, published.policy, published.version, published.sha256
                 )

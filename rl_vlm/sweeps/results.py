@@ -26,12 +26,13 @@ from rl_vlm.statistics import student_half_width
 class TrialResult:
     """One trial: its settings (dotted keys), and the metric after each iteration that recorded it, 0 being before training.
 
-    best: the best value so far of the metric, NaN without one. started: Tune recorded a result of it.
+    iterations: how far it came. best: the best value so far of the metric, NaN without one. started: Tune recorded a result of it.
     """
 
     name: str
     settings: dict[str, Any]
     points: list[tuple[int, float]]
+    iterations: int
     best: float
     seconds: float
     started: bool
@@ -47,11 +48,6 @@ class TrialResult:
     def last(self) -> float:
         """The metric at the end, NaN without one."""
         return self.points[-1][1] if self.points else math.nan
-
-    @property
-    def iterations(self) -> int:
-        """How far it came."""
-        return self.points[-1][0] if self.points else 0
 
     @property
     def finished(self) -> bool:
@@ -71,9 +67,11 @@ def _read_trial(params: Path, sweep: SweepConfig) -> TrialResult:
     # Population-based training changes them on the way: the last row says what they were in the end.
     known = {**json.loads(params.read_text()), **(rows[-1].get("settings", {}) if rows else {})}
     settings = {key: value for key, value in known.items() if key in sweep.space}
-    points = {int(row["training_iteration"]): _figure(row, sweep.metric) for row in rows}
+    # Of held-out figures each row repeats the last evaluation.
+    new = [row for row in rows if row.get("should_checkpoint", True)] if sweep.metric.startswith("held_out/") else rows
+    points = {int(row["training_iteration"]): figure(row, sweep.metric) for row in new}
     if rows:
-        points[0] = _figure(rows[0], sweep.metric.replace("held_out/", "held_out_before/"))
+        points[0] = figure(rows[0], sweep.metric.replace("held_out/", "held_out_before/"))
     values = {iteration: value for iteration, value in sorted(points.items()) if not math.isnan(value)}
     choose = max if sweep.mode == "max" else min
     errors = folder / "error.txt"
@@ -82,6 +80,7 @@ def _read_trial(params: Path, sweep: SweepConfig) -> TrialResult:
         folder.name,
         settings,
         list(values.items()),
+        int(rows[-1]["training_iteration"]) if rows else 0,
         choose(values.values(), default=math.nan),
         float(rows[-1]["time_total_s"]) if rows else 0.0,
         bool(rows),
@@ -102,7 +101,7 @@ def _best_checkpoint(folder: Path, values: dict[int, float], choose: Callable[..
     return found[choose(known, key=values.__getitem__)] if known else None
 
 
-def _figure(row: dict[str, Any], metric: str) -> float:
+def figure(row: dict[str, Any], metric: str) -> float:
     """A figure of one of Tune's results, by its name with slashes; NaN without it."""
     found: Any = row
     for part in metric.split("/"):

@@ -68,8 +68,11 @@ def _tune(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool) -> Non
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     from ray import tune
 
+    from rl_vlm.sweeps.progress import SweepProgress
     from rl_vlm.sweeps.trial import trial_class
 
+    # Population-based training compares all trials with each other: where not all fit, Tune lets them take turns (0).
+    at_once = 0 if sweep.stopping.name == "pbt" else sweep.max_concurrent or _fitting(run)
     trainable = trial_class(run.spec.load("config")().algo_class, sweep.space)
     space = {"run_config": run.model_dump(exclude_unset=True), **{key: _domain(v) for key, v in sweep.space.items()}}
     if resume and tune.Tuner.can_restore(str(folder / _TUNE)):
@@ -85,8 +88,9 @@ def _tune(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool) -> Non
                 mode=sweep.mode,
                 num_samples=sweep.num_samples,
                 scheduler=_scheduler(sweep),
-                search_alg=_search(sweep),
-                max_concurrent_trials=sweep.max_concurrent or _fitting(run),
+                search_alg=_search(sweep, at_once),
+                # Tune ignores this number where the search has one of its own.
+                max_concurrent_trials=None if sweep.search == "random" else at_once,
                 trial_name_creator=lambda trial: f"trial-{trial.trial_id}",
                 trial_dirname_creator=lambda trial: f"trial-{trial.trial_id}",
             ),
@@ -95,12 +99,14 @@ def _tune(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool) -> Non
                 storage_path=str(folder),
                 failure_config=tune.FailureConfig(max_failures=_MAX_FAILURES),
                 checkpoint_config=tune.CheckpointConfig(
-                    num_to_keep=1,
+                    # Population-based training lets others begin at any trial's checkpoint, which may be neither the best nor the last.
+                    num_to_keep=None if sweep.stopping.name == "pbt" else 1,
                     checkpoint_score_attribute=sweep.metric,
                     checkpoint_score_order=sweep.mode,
                     checkpoint_at_end=True,  # others after each evaluation: see trial.py
                 ),
-                verbose=1,
+                callbacks=[SweepProgress(sweep)],
+                verbose=0,
             ),
         )
     tuner.fit()
@@ -164,11 +170,11 @@ def _scheduler(sweep: SweepConfig) -> Any:
     )
 
 
-def _search(sweep: SweepConfig) -> Any:
+def _search(sweep: SweepConfig, at_once: int) -> Any:
     if sweep.search == "random":
         from ray.tune.search import BasicVariantGenerator
 
-        return BasicVariantGenerator(random_state=sweep.seed)
+        return BasicVariantGenerator(max_concurrent=at_once, random_state=sweep.seed)
     try:
         from ray.tune.search.optuna import OptunaSearch
 

@@ -1,7 +1,8 @@
-"""What a drill does to a running cluster: kill or stop a part, cut or slow a link, fill /dev/shm."""
+"""What a drill does to a running cluster: kill or stop a part, cut or slow a link, fill /dev/shm or the disk of the run."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from node_cluster import Node, NodeCluster
 from runs import ENV_RUNNER, LEARNER, REGISTRY, REPLICA
 
 STOPPED_S = 60.0
+_FIND_S = 120.0
+CUT_S, FULL_S = 20.0, 20.0
 
 # Part -> how its processes' command lines begin.
 PARTS = {
@@ -21,12 +24,26 @@ PARTS = {
     "learner": LEARNER,
     "serve controller": "ray::ServeController",
 }
-PLACES = ("driver", "raylet", "node")
-FAULTS = ("killed", "stopped", "shm full", "cut", "slow")
+PLACES = ("driver", "raylet", "node", "head")
+FAULTS = ("killed", "stopped", "shm full", "disk full", "cut", "slow")
 
 
 def find(cluster: NodeCluster, part: str, run_dir: Path) -> tuple[Node, list[psutil.Process]]:
-    """The node of a part and its processes there: the first of several such parts."""
+    """The node of a part and its processes there, the first of several such parts; waited for, as it may just restart.
+
+    Raises LookupError.
+    """
+    deadline = time.monotonic() + _FIND_S
+    while (found := _find(cluster, part, run_dir)) is None:
+        if time.monotonic() > deadline:
+            raise LookupError(f"no {part} is running")
+        time.sleep(0.5)
+    return found
+
+
+def _find(cluster: NodeCluster, part: str, run_dir: Path) -> tuple[Node, list[psutil.Process]] | None:
+    if part == "head":  # the GCS and the dashboard, and Serve's controller
+        return cluster.head, cluster.head.processes()
     for node in cluster.nodes:
         if part in PARTS:
             found = node.processes(PARTS[part])
@@ -38,7 +55,7 @@ def find(cluster: NodeCluster, part: str, run_dir: Path) -> tuple[Node, list[psu
                 found = []
         if found:
             return node, found[:1]
-    raise LookupError(f"no {part} is running")
+    return None
 
 
 def _is_driver(process: psutil.Process, run_dir: Path) -> bool:
@@ -50,9 +67,9 @@ def inject(cluster: NodeCluster, part: str, fault: str, run_dir: Path) -> Callab
     """Do it, and return what ends it again."""
     node, processes = find(cluster, part, run_dir)
     if fault == "killed":
-        if part == "node":
+        if part in ("node", "head"):
             node.kill()
-        for process in processes if part != "node" else []:
+        for process in processes if part not in ("node", "head") else []:
             process.send_signal(signal.SIGKILL)
         return lambda: None
     if fault == "stopped":
@@ -70,17 +87,24 @@ def inject(cluster: NodeCluster, part: str, fault: str, run_dir: Path) -> Callab
         return go_on
     if fault == "shm full":
         shared = Path(f"/proc/{processes[0].pid}/root/dev/shm/rl-vlm-drill")
-        with open(shared, "wb") as file:
-            try:
-                while file.write(b"\0" * (1 << 20)):
-                    pass
-            except OSError:
-                pass
+        _fill(shared)
         return lambda: shared.unlink(missing_ok=True)
+    if fault == "disk full":
+        full = run_dir.parent / "full"
+        _fill(full)
+        time.sleep(FULL_S)
+        full.unlink()
+        return lambda: None
     if fault == "cut":
         cluster.cut(node)
-        time.sleep(20)
+        time.sleep(CUT_S)
         cluster.cut(node, cut=False)
         return lambda: None
     cluster.impair(node, "delay", "200ms", "loss", "5%")
     return lambda: cluster.impair(node)
+
+
+def _fill(path: Path) -> None:
+    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(1 << 20)):
+            pass

@@ -2,36 +2,40 @@
 
     python tests/drills/matrix.py --out FOLDER [--only "replica killed lag0 grpo" ...]
 
-Each cell trains a small run, does its fault to it in the middle, and resumes it if it ended. Then every iteration must be there
-once, no sample older than the lag allows, engine and learner must agree (a wrong version would not), and no label be lost. A
-cell that is done is not repeated. Needs root.
+One run per lag and algorithm suffers all faults, one after the other: each when it has done iterations since the last. A run
+that ended is resumed. Then every iteration must be there once, no sample older than the lag allows, engine and learner must agree
+(a wrong version would not), and no label be lost. A cell that is done is not repeated. Needs root.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import itertools
 import json
 import shutil
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "e2e")]
+sys.path[:0] = [str(Path(__file__).parents[k] / name) for k, name in ((0, ""), (1, ""), (1, "e2e"))]
 
+import httpx
 from faults import FAULTS, PARTS, PLACES, inject
 from node_cluster import NodeCluster, allowed
-from runs import QUICKSTART, ROOT
+from runs import QUICKSTART, ROOT, iterations_done
 
 from rl_vlm.files import write_atomic
 from rl_vlm.models.loading import resolve_model
 
-DRIVER = '{"driver": 1}'
-ITERATIONS = 24
-STEPS = 3000
-_WAIT_S = 420.0
+DRIVER, WORK = '{"driver": 1}', '{"work": 1}'
+SETTLED = 2  # iterations between two faults
+_START_S, _WAIT_S = 900.0, 420.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +49,20 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """For --only, and of its folder."""
+        """For --only."""
         return f"{self.part} {self.fault} lag{self.lag} {self.algorithm}"
+
+    def campaign(self) -> tuple[int, str]:
+        """The run that it is done to."""
+        return self.lag, self.algorithm
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What happened. seconds: from the fault (or its end, if it lasts) to the next row of figures."""
 
-    how: str  # "goes on" or "resumed"
+    how: str  # "goes on", "resumed", "ended" or "not done"
     seconds: float
-    restarts: dict[str, int]
     problems: list[str]
 
 
@@ -67,7 +74,9 @@ def cells() -> list[Cell]:
             continue
         if fault == "shm full" and part not in ("replica", "driver"):
             continue
-        if part == "raylet" and fault != "killed":
+        if part in ("raylet", "head") and fault != "killed":
+            continue
+        if fault == "disk full" and part != "driver":  # it alone writes what must not be lost
             continue
         found += [Cell(part, fault, lag, "grpo") for lag in (0, 2)]
         if part != "env runner":  # the driver steps the environments itself
@@ -75,109 +84,143 @@ def cells() -> list[Cell]:
     return found
 
 
-class Drill:
-    """One cell on a cluster of its own."""
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A disk of 64 MB."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
-    def __init__(self, cell: Cell, folder: Path) -> None:
-        self.cell, self.folder, self.run_dir = cell, folder, folder / "run"
 
-    def run(self) -> Outcome:
-        """Do it. Raises AssertionError and TimeoutError when it does not come to its end."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+class Campaign:
+    """A run on a cluster of its own, to which faults are done."""
+
+    def __init__(self, lag: int, algorithm: str, folder: Path) -> None:
+        self.lag, self.algorithm, self.folder = lag, algorithm, folder
+        self.disk = folder / "disk"  # a small one, that can be full
+        self.run_dir = self.disk / "run"
+        self.jobs: list[str] = []
+
+    def run(self, cells: Sequence[Cell], tell: Callable[[Cell, Outcome], None]) -> None:
+        """Do these cells. Raises AssertionError and TimeoutError when the run does not go on: the rest is not done then."""
+        if self.folder.exists():
+            self.folder.rename(self.folder.with_name(f"{self.folder.name}-{int(time.time())}"))
         (project := self.folder / "project").mkdir(parents=True)
-        source = QUICKSTART if self.cell.algorithm == "grpo" else ROOT / "configs/rl_vlm_f/cartpole_tiny.yaml"
+        source = QUICKSTART if self.algorithm == "grpo" else ROOT / "configs/rl_vlm_f/cartpole_tiny.yaml"
         shutil.copy(source, project / "config.yaml")
         models = [resolve_model("tiny"), resolve_model("tiny-labeller")]
-        with NodeCluster([2, 2, 2], [DRIVER] * 3) as cluster:
-            for node, model in itertools.product(cluster.workers, models):
+        with small_disk(self.disk), NodeCluster([2, 2, 2], [DRIVER, WORK, WORK]) as self.cluster:
+            for node, model in itertools.product(self.cluster.workers, models):
                 shutil.copytree(model, node.folder / "home/.cache/rl_vlm" / model.name)
-            self._submit(cluster, "first")
-            self._wait_rows(cluster, "first", 4)
-            undo = inject(cluster, self.cell.part, self.cell.fault, self.run_dir)
-            before, started = self.rows(), time.monotonic()
-            how = "goes on"
-            try:
-                while self.rows() <= before:
-                    if cluster.status("first") not in ("PENDING", "RUNNING"):
-                        how = "resumed"
-                        self._submit(cluster, "again", "--resume")
-                        self._wait_rows(cluster, "again", before + 1)
-                    if time.monotonic() - started > _WAIT_S:
-                        raise TimeoutError(f"nothing happened for {_WAIT_S:g} s:\n{cluster.logs('first')[-1500:]}")
-                    time.sleep(0.3)
-                seconds = time.monotonic() - started
-            finally:
-                undo()
-            job = "again" if how == "resumed" else "first"
-            status = cluster.wait_for_end(job, 600)
-            if status != "SUCCEEDED" and job == "first":  # it went on a while, then ended
-                how, job = "resumed", "again"
-                self._submit(cluster, job, "--resume")
-                status = cluster.wait_for_end(job, 600)
-            assert status == "SUCCEEDED", cluster.logs(job)[-2000:]
-        result = json.loads((self.run_dir / "result.json").read_text())
-        return Outcome(how, round(seconds, 1), result.get("restarts", {}), self.problems())
+            self.submit()
+            self.wait_iterations(SETTLED, _START_S)
+            for cell in cells:
+                outcome, broken = self.drill(cell)
+                tell(cell, outcome)
+                if broken:
+                    raise TimeoutError("the run did not go on")
 
-    def _submit(self, cluster: NodeCluster, name: str, *more: str) -> None:
-        if self.cell.algorithm == "grpo":
+    def drill(self, cell: Cell) -> tuple[Outcome, bool]:
+        """One fault, and whether the run is broken after it."""
+        job, first = self.jobs[-1], iterations_done(self.run_dir)
+        try:
+            undo = inject(self.cluster, cell.part, cell.fault, self.run_dir)
+        except LookupError as error:
+            return Outcome("not done", 0.0, [str(error)]), False
+        before, started = iterations_done(self.run_dir), time.monotonic()
+        try:
+            self.wait_iterations(before + 1, _WAIT_S)
+            seconds = time.monotonic() - started
+        except (AssertionError, TimeoutError) as error:
+            return Outcome("ended", 0.0, [last_line(str(error))]), True
+        finally:
+            undo()
+        try:
+            self.wait_iterations(iterations_done(self.run_dir) + SETTLED, _WAIT_S)
+        except (AssertionError, TimeoutError) as error:
+            return Outcome("ended", seconds, [last_line(str(error))]), True
+        how = "goes on" if self.jobs[-1] == job else "resumed"
+        return Outcome(how, round(seconds, 1), self.problems(first)), False
+
+    def submit(self, *more: str) -> None:
+        """Start the run, or resume it."""
+        if self.algorithm == "grpo":
             changes = [
                 "evaluation.num_items=32", "evaluation.every=0", "rollout.prompts_per_iteration=4", "logging.checkpoint_every=2",
-                "learner.num_learners=1", "learner.cpus_per_learner=0.5", f"algorithm.iterations={ITERATIONS}",
-                f"rollout.max_policy_lag={self.cell.lag}",
+                "algorithm.iterations=100000", f"rollout.max_policy_lag={self.lag}", "resources.env_runners_on=work",
             ]  # fmt: skip
         else:
             changes = [
-                f"preference.total_steps={STEPS}", "preference.steps_per_iteration=200", "preference.evaluation.every=0",
-                "logging.checkpoint_every=1", "learner.num_learners=1", "learner.cpus_per_learner=0.5",
+                "preference.total_steps=1000000", "preference.steps_per_iteration=200", "preference.evaluation.every=0",
+                "preference.max_feedback=100000", "logging.checkpoint_every=1",
             ]  # fmt: skip
-        command = ["rl-vlm", "train", "config.yaml", *changes, "--run-dir", str(self.run_dir), *more]
-        cluster.submit(name, self.folder / "project", command, options=["--entrypoint-resources", DRIVER])
+        changes += ["learner.num_learners=1", "learner.cpus_per_learner=0.5", "resources.replicas_on=work"]
+        command = [
+            "rl-vlm",
+            "train",
+            "config.yaml",
+            *changes,
+            "resources.learners_on=work",
+            "--run-dir",
+            str(self.run_dir),
+        ]
+        self.jobs.append(f"run{len(self.jobs)}")
+        self.cluster.submit(
+            self.jobs[-1], self.folder / "project", [*command, *more], options=["--entrypoint-resources", DRIVER]
+        )
 
-    def rows(self) -> int:
-        """Rows of figures so far."""
-        try:
-            return len((self.run_dir / "progress.csv").read_text().splitlines()) - 1
-        except OSError:
-            return 0
-
-    def _wait_rows(self, cluster: NodeCluster, job: str, count: int) -> None:
-        deadline = time.monotonic() + _WAIT_S
-        while self.rows() < count:
-            assert cluster.status(job) in ("PENDING", "RUNNING"), cluster.logs(job)[-2000:]
+    def wait_iterations(self, count: int, timeout: float) -> None:
+        """Wait for iterations; start again what has gone, as a supervisor of the nodes and of the run would."""
+        deadline, resumed = time.monotonic() + timeout, 0
+        while iterations_done(self.run_dir) < count:
+            self.cluster.revive()
+            try:
+                ended = self.cluster.status(self.jobs[-1]) not in ("PENDING", "RUNNING")
+            except (httpx.HTTPError, KeyError, ValueError):  # the head is away
+                ended = False
+            if ended and len(self.cluster.alive()) == len(self.cluster.nodes):
+                assert resumed < 2, self.cluster.logs(self.jobs[-1])[-3000:]
+                resumed += 1
+                self.submit("--resume")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"row {count} did not come:\n{cluster.logs(job)[-1500:]}")
+                raise TimeoutError(f"iteration {count} did not come within {timeout:g} s")
             time.sleep(0.3)
 
-    def problems(self) -> list[str]:
-        """What was lost, done twice, or sampled by a wrong version."""
+    def problems(self, first: int) -> list[str]:
+        """What was lost, done twice, or sampled by a wrong version since iteration `first`."""
         with (self.run_dir / "progress.csv").open() as file:
             rows = list(csv.DictReader(file))
-        found = []
-        numbers = [row[next(iter(row))] for row in rows]
-        if len(set(numbers)) != len(numbers):
-            found.append("a row is there twice")
-        if self.cell.algorithm == "grpo":
-            if numbers != [str(k) for k in range(1, ITERATIONS + 1)]:
-                found.append(f"iterations {numbers[0]} to {numbers[-1]}, {len(numbers)} of {ITERATIONS}")
-            lags = [float(row["rollout/lag_max"]) for row in rows if row.get("rollout/lag_max")]
-            if max(lags, default=0) > self.cell.lag:
-                found.append(f"a sample was {max(lags):g} versions old")
-            mismatch = [abs(float(row["mismatch/kl"])) for row in rows if row.get("mismatch/kl")]
-            if max(mismatch, default=0) > 1e-4:
-                found.append(f"engine and learner differ by {max(mismatch):.1e} nats")
-        else:
+        numbers = [int(row["iteration"]) for row in rows]
+        found = [] if numbers == list(range(1, len(numbers) + 1)) else ["iterations are lost, or there twice"]
+        if self.algorithm == "preference":
             labels = [float(row["labels/total"]) for row in rows if row.get("labels/total")]
-            if labels != sorted(labels):
-                found.append("labels were lost")
+            return found + ([] if labels == sorted(labels) else ["labels were lost"])
+        rows = rows[first:]
+        lags = [float(row["rollout/lag_max"]) for row in rows if row.get("rollout/lag_max")]
+        if max(lags, default=0) > self.lag:
+            found.append(f"a sample was {max(lags):g} versions old")
+        # With a lag, the difference is that of versions too.
+        mismatch = [abs(float(row["mismatch/kl"])) for row in rows if row.get("mismatch/kl") and not self.lag]
+        if max(mismatch, default=0) > 1e-4:
+            found.append(f"engine and learner differ by {max(mismatch):.1e} nats")
         return found
+
+
+def last_line(text: str) -> str:
+    """For the table."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "unknown"
 
 
 def table(done: dict[str, dict[str, object]]) -> str:
     """As Markdown."""
-    lines = ["| drill | | seconds | restarts | problems |", "|---|---|---|---|---|"]
+    lines = ["| drill | | seconds | problems |", "|---|---|---|---|"]
     for name, outcome in done.items():
         problems = "; ".join(map(str, outcome["problems"])) or "none"  # type: ignore[call-overload]
-        lines.append(f"| {name} | {outcome['how']} | {outcome['seconds']} | {outcome['restarts']} | {problems} |")
+        lines.append(f"| {name} | {outcome['how']} | {outcome['seconds']} | {problems} |")
     return "\n".join(lines) + "\n"
 
 
@@ -197,19 +240,33 @@ def main() -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     kept = given.out / "drills.json"
     done = json.loads(kept.read_text()) if kept.is_file() else {}
-    for cell in wanted:
-        if cell.name in done and not done[cell.name]["problems"]:
-            continue
-        try:
-            outcome = Drill(cell, given.out.absolute() / cell.name.replace(" ", "-")).run()
-        except (AssertionError, TimeoutError, LookupError) as error:
-            outcome = Outcome(
-                "ended", 0.0, {}, [str(error).strip().splitlines()[0][:200] if str(error) else repr(error)]
-            )
+    missing = [cell for cell in wanted if cell.name not in done or done[cell.name]["problems"]]
+
+    def tell(cell: Cell, outcome: Outcome) -> None:
         done[cell.name] = asdict(outcome)
-        print(f"{cell.name}: {outcome}", flush=True)
+        print(f"{cell.name}: {outcome.how}, {outcome.seconds} s {outcome.problems or ''}", flush=True)
         write_atomic(kept, json.dumps(done, indent=1))
         write_atomic(given.out / "drills.md", table(done))
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the cluster ends with us
+    for (lag, algorithm), chosen in itertools.groupby(sorted(missing, key=Cell.campaign), Cell.campaign):
+        left = list(chosen)
+        while left:
+            campaign = Campaign(lag, algorithm, given.out.absolute() / f"{algorithm}-lag{lag}")
+            count = len(left)
+
+            def told(cell: Cell, outcome: Outcome, left: list[Cell] = left) -> None:
+                left.remove(cell)
+                tell(cell, outcome)
+
+            try:
+                campaign.run(list(left), told)
+            except (AssertionError, TimeoutError) as error:
+                print(f"{algorithm} lag {lag}: {last_line(str(error))}; the rest begins anew", flush=True)
+            if len(left) == count:  # not even its start
+                for cell in left:
+                    tell(cell, Outcome("not done", 0.0, ["the run did not start"]))
+                break
     return int(any(done[cell.name]["problems"] for cell in wanted))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,10 +20,12 @@ from typing import Self
 
 import httpx
 import psutil
-from ray_head import RAY, JobClient, free_ports
+from jobs import RAY, JobClient
+from ports import free_ports
 from runs import environment
 
-_READY_S = 180.0
+_READY_S = 300.0
+_STARTS = 3  # Ray gives its own processes 30 s to come up, which a busy machine may not keep
 
 
 def allowed() -> bool:
@@ -98,6 +101,8 @@ class NodeCluster(JobClient):
         self._bridge = f"rlv{self._tag}"
         self._subnet = f"10.{100 + secrets.randbelow(100)}.{secrets.randbelow(250)}"
         self._cpus, self._resources = cpus, resources or ["{}"] * len(cpus)
+        self._storage: subprocess.Popen[bytes] | None = None
+        self._head_variables: dict[str, str] = {}
         self._mounted = self.folder / "tmp"  # every node has its own folder here
         self._mounted.mkdir()
         names = ["head", *(f"worker{k}" for k in range(len(cpus)))]
@@ -130,6 +135,7 @@ class NodeCluster(JobClient):
             _ip("link", "set", self._bridge, "up")
             for place, node in enumerate(self.nodes):
                 self._connect(place, node)
+            self._start_storage()
             self.start(self.head)
             self._wait(1)
             for node in self.workers:
@@ -140,10 +146,24 @@ class NodeCluster(JobClient):
             raise
         return self
 
+    def _start_storage(self) -> None:
+        """What the head knows survives it in a Redis of its own outside the nodes."""
+        host, (port,) = f"{self._subnet}.1", free_ports(1)  # reached over the bridge of this machine only
+        program = shutil.which("redis-server")
+        assert program is not None, "redis-server is not installed: apt-get install redis-server"
+        settings = self.folder / "redis.conf"
+        settings.write_text(f'bind {host}\nport {port}\nsave ""\nprotected-mode no\ndir {self.folder}\n')
+        with open(self.folder / "redis.log", "w") as log:
+            self._storage = subprocess.Popen([program, settings], stdout=log, stderr=subprocess.STDOUT)
+        self._head_variables = {"RAY_REDIS_ADDRESS": f"{host}:{port}"}
+
     def __exit__(self, *_: object) -> None:
         for node in self.nodes:
             if node.process is not None:
                 node.kill()
+        if self._storage is not None:
+            self._storage.kill()
+            self._storage.wait(30)
             subprocess.run(["ip", "netns", "del", self._namespace(node)], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)
 
@@ -184,7 +204,8 @@ class NodeCluster(JobClient):
             RAY, "start", "--block", f"--node-ip-address={node.address}", "--object-store-memory=200000000",
             "--disable-usage-stats", f"--temp-dir={self._mounted}", *role,
         ]  # fmt: skip
-        # Everything is mounted in a namespace of the node's own, and goes with it.
+        # Everything is mounted in a namespace of the node's own, and goes with it. Ray's drivers look for their raylet among
+        # all processes that they see, and take the head's where they see it: so processes have a namespace too.
         inside = (
             f'mount --bind {node.folder}/tmp {self._mounted} && mount -t tmpfs -o size=400m tmpfs /dev/shm && exec "$@"'
         )
@@ -195,13 +216,23 @@ class NodeCluster(JobClient):
             self._namespace(node),
             "unshare",
             "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
             "sh",
             "-c",
             inside,
             "sh",
             *map(str, ray),
         ]
-        variables = {**self.variables, "HOME": str(node.folder / "home")}
+        variables = {
+            **self.variables,
+            "HOME": str(node.folder / "home"),
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
+        }
+        if node is self.head:
+            variables |= self._head_variables
         with open(node.folder / "ray.log", "a") as log:
             node.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True
@@ -209,11 +240,22 @@ class NodeCluster(JobClient):
 
     def _wait(self, count: int) -> None:
         deadline = time.monotonic() + _READY_S
+        starts = 0
         while len(self.alive()) < count:
+            if starts < _STARTS:
+                starts += self.revive()
             if time.monotonic() > deadline:
                 logs = "\n".join((node.folder / "ray.log").read_text()[-1000:] for node in self.nodes if node.process)
                 raise TimeoutError(f"{len(self.alive())} of {count} nodes came:\n{logs}")
             time.sleep(0.5)
+
+    def revive(self) -> int:
+        """Start again the nodes whose Ray has ended, and say how many they were."""
+        gone = [node for node in self.nodes if node.process is not None and node.process.poll() is not None]
+        for node in gone:
+            node.kill()
+            self.start(node)
+        return len(gone)
 
     def alive(self) -> list[str]:
         """Addresses of the nodes that the cluster believes to be alive."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from node_cluster import Node, NodeCluster, allowed
-from runs import ENV_RUNNER, LEARNER, QUICKSTART, REGISTRY, REPLICA, ROOT
+from runs import ENV_RUNNER, LEARNER, QUICKSTART, REGISTRY, REPLICA, ROOT, iterations_done
 
 from rl_vlm.models.loading import resolve_model
 
@@ -56,21 +55,6 @@ def train(run_dir: Path, iterations: int, *more: str) -> list[object]:
     return ["train", "config.yaml", *SMALL, f"algorithm.iterations={iterations}", "--run-dir", run_dir, *more]
 
 
-def rows(run_dir: Path) -> int:
-    try:
-        return len((run_dir / "progress.csv").read_text().splitlines()) - 1
-    except OSError:
-        return 0
-
-
-def wait_until(condition: Callable[[], Any], cluster: NodeCluster, job: str, timeout: float = 300) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert cluster.status(job) in ("PENDING", "RUNNING"), cluster.logs(job)[-3000:]
-        assert time.monotonic() < deadline, cluster.logs(job)[-3000:]
-        time.sleep(0.5)
-
-
 def where(cluster: NodeCluster, title: str) -> list[Node]:
     return [node for node in cluster.workers if node.processes(title)]
 
@@ -78,11 +62,11 @@ def where(cluster: NodeCluster, title: str) -> list[Node]:
 def test_a_run_a_preference_run_and_a_sweep(cluster: NodeCluster, project: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     submit(cluster, "run", project, *train(run_dir, 6))
-    wait_until(lambda: rows(run_dir) >= 1, cluster, "run")
+    cluster.wait_until(lambda: iterations_done(run_dir) >= 1, "run")
     used = {node.name for title in (REPLICA, ENV_RUNNER, LEARNER) for node in where(cluster, title)}
     assert len(used) >= 2, used
     assert cluster.wait_for_end("run") == "SUCCEEDED", cluster.logs("run")[-3000:]
-    assert rows(run_dir) == 6
+    assert iterations_done(run_dir) == 6
     print(f"parts ran on {sorted(used)}; caches: { {node.name: node.cache() for node in cluster.workers} }")
     if "worker0" in used:  # it had no model
         assert any(name.startswith("model-") for name in cluster.workers[0].cache())
@@ -103,35 +87,35 @@ def test_a_run_a_preference_run_and_a_sweep(cluster: NodeCluster, project: Path,
 def test_the_node_of_a_learner_is_killed(cluster: NodeCluster, project: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     submit(cluster, "run", project, *train(run_dir, 30))
-    wait_until(lambda: rows(run_dir) >= 3, cluster, "run")
+    cluster.wait_until(lambda: iterations_done(run_dir) >= 3, "run")
     (node,) = where(cluster, LEARNER)
     (driver,) = where(cluster, REGISTRY)  # it is beside the driver
     if node is driver:
         pytest.fail("the learner sits with the driver: this drill needs them apart")
-    before, started = rows(run_dir), time.monotonic()
+    before, started = iterations_done(run_dir), time.monotonic()
     node.kill()
-    wait_until(lambda: rows(run_dir) > before, cluster, "run", timeout=400)
+    cluster.wait_until(lambda: iterations_done(run_dir) > before, "run", timeout=400)
     print(
         f"the learner's node was killed at iteration {before}; the next one came after {time.monotonic() - started:.0f} s"
     )
     assert cluster.wait_for_end("run", 600) == "SUCCEEDED", cluster.logs("run")[-3000:]
     result = json.loads((run_dir / "result.json").read_text())
-    assert result["iterations"] == rows(run_dir) == 30 and result["restarts"]["learner"] >= 1
+    assert result["iterations"] == iterations_done(run_dir) == 30 and result["restarts"]["learner"] >= 1
 
 
 def test_the_node_of_registry_and_driver_is_killed(cluster: NodeCluster, project: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     submit(cluster, "run", project, *train(run_dir, 30))
-    wait_until(lambda: rows(run_dir) >= 5, cluster, "run")
+    cluster.wait_until(lambda: iterations_done(run_dir) >= 5, "run")
     (node,) = where(cluster, REGISTRY)
     node.kill()
-    before = rows(run_dir)
+    before = iterations_done(run_dir)
     assert cluster.wait_for_end("run", 400) == "FAILED"
     started = time.monotonic()
     submit(cluster, "again", project, *train(run_dir, 30, "--resume"))
-    wait_until(lambda: rows(run_dir) > before, cluster, "again", timeout=400)
+    cluster.wait_until(lambda: iterations_done(run_dir) > before, "again", timeout=400)
     print(
         f"the driver's node was killed at iteration {before}; resumed elsewhere after {time.monotonic() - started:.0f} s"
     )
     assert cluster.wait_for_end("again", 600) == "SUCCEEDED", cluster.logs("again")[-3000:]
-    assert rows(run_dir) == 30
+    assert iterations_done(run_dir) == 30

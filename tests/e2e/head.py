@@ -1,4 +1,4 @@
-"""A Ray head of the test's own: free ports, a temporary folder, a token, and metrics every few seconds."""
+"""A Ray head of a test's own on this machine: private folder and ports, a token, and metrics every few seconds."""
 
 from __future__ import annotations
 
@@ -7,119 +7,122 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import httpx
 import psutil
+from jobs import RAY, JobClient, wait_until
+from ports import free_ports
 from runs import environment
 
 REPORT_MS = 3000  # the agent forgets after twice as long; its own figures of the node come every 5 s
+_STARTS = 3  # Ray gives its own processes 30 s to come up, which a busy machine may not keep
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nothing listens on."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+class RayHead(JobClient):
+    """`ray start --head --block`. Everything that it started ends with the context."""
 
-
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
-    """The first true value of `condition`; an httpx error counts as not yet."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        with contextlib.suppress(httpx.HTTPError):
-            if found := condition():
-                return found
-        assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s"
-        time.sleep(0.2)
-
-
-class RayHead:
-    """`ray start --head` in a process of its own, which ends with this context."""
-
-    def __init__(self, *arguments: str, num_cpus: int = 4, **changes: str) -> None:
+    def __init__(self, *arguments: str, num_cpus: int = 8, **changes: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="rlv-", dir="/tmp"))  # short: sockets lie below it
-        port, dashboard, agent, client, metrics = free_ports(5)
-        token = self.folder / "token"
-        token.write_text(secrets.token_hex(16))
-        self.url, self.metrics_url = f"http://127.0.0.1:{dashboard}", f"http://127.0.0.1:{metrics}/metrics"
-        # What a process needs that joins this cluster.
-        self.variables = {
-            "RAY_ADDRESS": f"127.0.0.1:{port}",
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(token),
-            "RAY_metrics_report_interval_ms": str(REPORT_MS),
-            **changes,
-        }
-        started = {name: value for name, value in self.variables.items() if name != "RAY_ADDRESS"}
+        self.token = secrets.token_hex(32)
+        (self.folder / "token").write_text(self.token)
         self.log = self.folder / "head.log"
+        self._arguments, self._num_cpus, self._changes = arguments, num_cpus, changes
+        self.everyone: dict[int, psutil.Process] = {}
+
+    @property
+    def joining(self) -> dict[str, str]:
+        """What a process needs that joins this cluster."""
+        return {
+            "RAY_ADDRESS": self.address,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self.folder / "token"),
+            "RAY_metrics_report_interval_ms": str(REPORT_MS),
+            **self._changes,
+        }
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment of whoever may use the cluster."""
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return environment(**{"RAY_API_SERVER_ADDRESS": self.dashboard, "PATH": path, **self.joining})
+
+    def __enter__(self) -> Self:
+        for attempt in range(_STARTS):
+            try:
+                self._start()
+                return self
+            except AssertionError:
+                self._stop()
+                if attempt == _STARTS - 1:
+                    raise
+        raise AssertionError
+
+    def _start(self) -> None:
+        gcs, dashboard, agent_http, agent_grpc, client, metrics, env_agent = free_ports(7)
+        self.address, self.dashboard = f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}"
+        self.metrics_url = f"http://127.0.0.1:{metrics}/metrics"
+        variables = {name: value for name, value in self.variables.items() if name != "RAY_ADDRESS"}
         command = [
-            sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats",
-            "--node-ip-address=127.0.0.1", f"--port={port}", f"--dashboard-port={dashboard}", f"--num-cpus={num_cpus}",
-            f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}", "--include-dashboard=true",
-            f"--metrics-export-port={metrics}", f"--temp-dir={self.folder}", f"--object-store-memory={256 << 20}", *arguments,
+            RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={gcs}", f"--temp-dir={self.folder}/ray",
+            "--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
+            f"--dashboard-agent-listen-port={agent_http}", f"--dashboard-agent-grpc-port={agent_grpc}",
+            f"--ray-client-server-port={client}", f"--metrics-export-port={metrics}", f"--runtime-env-agent-port={env_agent}",
+            f"--num-cpus={self._num_cpus}", "--object-store-memory=400000000", "--disable-usage-stats", *self._arguments,
         ]  # fmt: skip
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment(**started), start_new_session=True
+                list(map(str, command)), stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True
             )
-        try:
-            wait_until(lambda: any(one.endswith(f":{metrics}") for one in self.targets()), "metrics endpoint", 90)
-        except BaseException:
-            self.close()
-            raise
+        wait_until(lambda: any(one.endswith(f":{metrics}") for one in self.targets()), "metrics endpoint", 120)
 
     @property
     def headers(self) -> dict[str, str]:
         """What the dashboard asks for."""
-        return {"Authorization": f"Bearer {(self.folder / 'token').read_text()}"}
+        return {"Authorization": f"Bearer {self.token}"}
 
     def targets(self) -> list[str]:
         """The metrics endpoints that the dashboard names."""
-        assert self.process.poll() is None, self.log.read_text()
-        found = httpx.get(f"{self.url}/api/prometheus/sd", headers=self.headers, timeout=5).raise_for_status().json()
+        self.remember()
+        assert self.process.poll() is None, self.log.read_text()[-2000:]
+        found = self.get("/api/prometheus/sd").raise_for_status().json()
         return [target for group in found for target in group["targets"]]
 
     def metrics(self) -> str:
         """What the node's metrics agent says now."""
         return httpx.get(self.metrics_url, timeout=10).raise_for_status().text
 
+    def remember(self) -> None:
+        """Note the processes below the head, to end them by their ids."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.everyone.update({one.pid: one for one in psutil.Process(self.process.pid).children(recursive=True)})
+
     def actors(self, title: str) -> list[psutil.Process]:
-        """The cluster's processes with this title."""
+        """The cluster's processes with this title, of killed drivers too."""
+        self.remember()
         found = []
-        for process in psutil.Process(self.process.pid).children(recursive=True):
+        for process in self.everyone.values():
             with contextlib.suppress(psutil.Error, IndexError):
-                if process.cmdline()[0].startswith(title):
+                if process.is_running() and process.cmdline()[0].startswith(title):
                     found.append(process)
         return found
 
-    def kill(self, title: str) -> None:
-        """SIGKILL one actor with this title."""
-        self.actors(title)[0].kill()
-
-    def __enter__(self) -> Self:
-        return self
+    def _stop(self) -> None:
+        self.remember()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(30)
+        for process in psutil.wait_procs(list(self.everyone.values()), timeout=10)[1]:
+            process.kill()
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop the head and everything that it has started."""
-        children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(20)
-        for process in [*children, psutil.Process(self.process.pid)] if self.process.poll() is None else children:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        self._stop()
         shutil.rmtree(self.folder, ignore_errors=True)

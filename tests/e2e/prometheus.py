@@ -11,7 +11,9 @@ from typing import Any, Self
 
 import httpx
 import yaml
-from head import RayHead, free_ports, wait_until
+from head import RayHead
+from jobs import wait_until
+from ports import free_ports
 from runs import ROOT
 
 FOLDER = ROOT / "cluster" / "monitoring"
@@ -47,7 +49,7 @@ class Prometheus:
         config["global"] = {"scrape_interval": "3s", "evaluation_interval": "1s"}
         (scraped,) = config["scrape_configs"]
         (found,) = scraped["http_sd_configs"]
-        found |= {"url": f"{head.url}/api/prometheus/sd", "refresh_interval": "1s"}
+        found |= {"url": f"{head.dashboard}/api/prometheus/sd", "refresh_interval": "1s"}
         found["authorization"]["credentials_file"] = str(head.folder / "token")
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         (folder / "alerts.yml").write_text(quicker((FOLDER / "alerts.yml").read_text()))

@@ -43,6 +43,14 @@ def rl_vlm(*arguments: object, timeout: float = 120, **changes: str) -> subproce
     )
 
 
+def iterations_done(run_dir: Path) -> int:
+    """How many iterations progress.csv holds."""
+    try:
+        return max(len((run_dir / "progress.csv").read_text().splitlines()) - 1, 0)
+    except OSError:
+        return 0
+
+
 class CommandProcess:
     """`rl-vlm ...` in the background, and everything that it starts."""
 
@@ -137,10 +145,7 @@ class TrainingProcess(CommandProcess):
 
     def iterations(self) -> int:
         """How many iterations progress.csv holds."""
-        try:
-            return max(len((self.run_dir / "progress.csv").read_text().splitlines()) - 1, 0)
-        except OSError:
-            return 0
+        return iterations_done(self.run_dir)
 
     def wait_for_iteration(self, number: int, timeout: float = 300) -> None:
         """Wait until the run has done that many iterations."""

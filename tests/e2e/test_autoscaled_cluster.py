@@ -10,19 +10,18 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import yaml
+from ports import free_ports
 from runs import ROOT, environment
 
 from rl_vlm.cluster.render import load_values, placement, render
@@ -36,14 +35,6 @@ VALUES = load_values(
     + ["workers.gpu_serving_preemptible.max=0", "workers.cpu_env_runner.max=0"],
 )
 TYPES = ("gpu_serving", "gpu_learner", "cpu_env_runner_preemptible")
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
 
 
 def until(condition: Callable[[], Any], what: str, timeout: float, log: Path) -> None:

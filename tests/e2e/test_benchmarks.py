@@ -61,6 +61,22 @@ def test_the_startup_benchmark_compares_with_a_bare_process(tmp_path: Path) -> N
 
 
 @pytest.mark.acceptance
+@pytest.mark.timeout(900)
+def test_the_learner_benchmark_finds_equal_gradients(tmp_path: Path) -> None:
+    """It ends with an error where loss or gradient differ from TRL's."""
+    out = tmp_path / "learner.json"
+    command = [sys.executable, str(ROOT / "benchmarks/learner.py"), "--quick", "--out", str(out)]
+    subprocess.run(command, env=environment(), timeout=880, check=True, cwd=ROOT)
+    report = json.loads(out.read_text())
+    assert {"peak memory, rl_vlm / TRL (lower is better)", "seconds, rl_vlm / TRL (lower is better)"} <= set(
+        report["ratios"]
+    )
+    rows = {row["label"]: row for row in report["rows"]}
+    assert {"rl_vlm", "rl_vlm, no entropies", "TRL", "rl_vlm, 4 x the tokens"} <= rows.keys()
+    assert all(row["peak_mib"] >= row["base_mib"] > 0 for row in rows.values())
+
+
+@pytest.mark.acceptance
 @pytest.mark.timeout(7200)
 def test_every_preset_learns_the_quickstart_and_none_learns_from_shuffled_rewards(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks/presets.py"), "--out", str(tmp_path), "--controls"]
@@ -102,3 +118,17 @@ def test_the_benchmark_of_the_environments_writes_a_table_and_a_panel_for_each(t
     assert [step for step, _ in runs["nlvr2"]["seed-0"]["curve"]] == [0, 2]
     assert len((tmp_path / "environments.md").read_text().splitlines()) == 3
     assert (tmp_path / "environments.png").stat().st_size > 10_000
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(900)
+def test_the_scale_benchmark_drives_registry_router_and_samplers(tmp_path: Path) -> None:
+    out = tmp_path / "scale.json"
+    command = [sys.executable, str(ROOT / "benchmarks/scale.py"), "--quick", "--out", str(out)]
+    subprocess.run(command, env=environment(), timeout=880, check=True, cwd=ROOT)
+    report = json.loads(out.read_text())
+    medians = {row["label"]: row["median"] for row in report["rows"]}
+    assert medians["router, 20 replicas, new work"] > 0
+    assert 0 < medians["registry, 20 replicas, in process"] < medians["registry, 20 replicas, over Ray"]
+    assert medians["rounds, 100 runners"] > 0 and medians["groups, 100 runners"] > 0
+    assert not [note for note in report["notes"] if "acknowledged" in note]  # all replicas were reached

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
-from ray_head import RayHead
-from runs import QUICKSTART, REPLICA
+from head import RayHead
+from runs import QUICKSTART, REPLICA, iterations_done
 
 from rl_vlm.models.loading import resolve_model
 
@@ -55,33 +53,6 @@ def train(run_dir: object, iterations: int, *more: str) -> list[str]:
     ]
 
 
-def rows(run_dir: Path) -> int:
-    try:
-        return len((run_dir / "progress.csv").read_text().splitlines()) - 1
-    except OSError:
-        return 0
-
-
-def wait_until(condition: Callable[[], Any], head: RayHead, job: str, timeout: float = 240) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert head.status(job) in ("PENDING", "RUNNING"), head.logs(job)[-3000:]
-        assert time.monotonic() < deadline, head.logs(job)[-3000:]
-        time.sleep(0.3)
-
-
-def replicas(head: RayHead) -> list[psutil.Process]:
-    head.remember()
-    found = []
-    for process in head.everyone.values():
-        try:
-            if process.is_running() and process.cmdline() and process.cmdline()[0].startswith(REPLICA):
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-    return found
-
-
 def test_without_the_token_nothing_is_accepted(head: RayHead, project: Path) -> None:
     assert head.get("/api/jobs/", token=None).status_code == 401
     assert head.get("/api/jobs/", token="wrong" * 8).status_code in (401, 403)
@@ -92,19 +63,21 @@ def test_without_the_token_nothing_is_accepted(head: RayHead, project: Path) -> 
 def test_a_job_is_followed_stopped_and_resumed(head: RayHead, project: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     head.submit("first", project, train(run_dir, 500), RAY_JOB_STOP_WAIT_TIME_S="120")
-    wait_until(lambda: rows(run_dir) >= 3, head, "first")
+    head.wait_until(lambda: iterations_done(run_dir) >= 3, "first")
     assert "Starting Ray" in head.logs("first")
     stopped = head.job("stop", "first")
     assert stopped.returncode == 0, stopped.stderr
     assert head.wait_for_end("first") == "STOPPED"
     result = json.loads((run_dir / "result.json").read_text())
-    assert result["status"] == "interrupted" and rows(run_dir) == result["iterations"]
+    assert result["status"] == "interrupted" and iterations_done(run_dir) == result["iterations"]
     assert (run_dir / "checkpoints" / f"iteration-{result['iterations']:06d}").is_dir()
     iterations = result["iterations"] + 3
     head.submit("again", project, train(run_dir, iterations, "--resume"))
     assert head.wait_for_end("again") == "SUCCEEDED", head.logs("again")[-3000:]
-    assert json.loads((run_dir / "result.json").read_text())["status"] == "done" and rows(run_dir) == iterations
-    assert not replicas(head)
+    assert (
+        json.loads((run_dir / "result.json").read_text())["status"] == "done" and iterations_done(run_dir) == iterations
+    )
+    assert not head.actors(REPLICA)
 
 
 def test_two_jobs_at_a_time(head: RayHead, project: Path, tmp_path: Path) -> None:
@@ -112,7 +85,7 @@ def test_two_jobs_at_a_time(head: RayHead, project: Path, tmp_path: Path) -> Non
         head.submit(name, project, train(tmp_path / name, 4, f"name={name}"))
     for name in ("left", "right"):
         assert head.wait_for_end(name) == "SUCCEEDED", head.logs(name)[-3000:]
-        assert rows(tmp_path / name) == 4
+        assert iterations_done(tmp_path / name) == 4
 
 
 def test_a_run_folder_inside_the_job_is_refused(head: RayHead, project: Path) -> None:
@@ -130,8 +103,8 @@ def test_more_gpus_than_there_are_is_an_error_at_once(head: RayHead, project: Pa
 def test_the_replicas_of_a_killed_driver_end_by_themselves(head: RayHead, project: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     head.submit("killed", project, train(run_dir, 500))
-    wait_until(lambda: rows(run_dir) >= 1, head, "killed")
-    assert replicas(head)
+    head.wait_until(lambda: iterations_done(run_dir) >= 1, "killed")
+    assert head.actors(REPLICA)
     (driver,) = [
         process
         for process in head.everyone.values()
@@ -141,8 +114,8 @@ def test_the_replicas_of_a_killed_driver_end_by_themselves(head: RayHead, projec
     driver.send_signal(signal.SIGKILL)
     assert head.wait_for_end("killed") == "FAILED"
     deadline = time.monotonic() + 180
-    while replicas(head):
+    while head.actors(REPLICA):
         assert time.monotonic() < deadline, "the replicas hold their resources"
         time.sleep(1)
-    head.submit("resumed", project, train(run_dir, rows(run_dir) + 2, "--resume"))
+    head.submit("resumed", project, train(run_dir, iterations_done(run_dir) + 2, "--resume"))
     assert head.wait_for_end("resumed") == "SUCCEEDED", head.logs("resumed")[-3000:]

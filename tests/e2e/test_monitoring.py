@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from head import RayHead, wait_until
+from head import RayHead
+from jobs import wait_until
 from prometheus import FOLDER, Prometheus, tool
 from runs import ENV_RUNNER, REPLICA, ROOT, TrainingProcess, environment, rl_vlm
 
@@ -37,7 +38,7 @@ def test_promtool_accepts_rules_configuration_and_their_tests() -> None:
 @pytest.fixture(scope="module")
 def head() -> Iterator[RayHead]:
     resolve_model("tiny")
-    with RayHead() as started:
+    with RayHead(num_cpus=4) as started:
         yield started
 
 
@@ -48,7 +49,7 @@ def prometheus(head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def top(head: RayHead, *source: str) -> dict[str, Any]:
-    done = rl_vlm("top", "--once", "--json", *(source or ("--address", head.url)), **head.variables)
+    done = rl_vlm("top", "--once", "--json", *(source or ("--address", head.dashboard)), **head.joining)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
@@ -72,7 +73,7 @@ def wrong(head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     script = [sys.executable, str(ROOT / "tests/e2e/provoke_alerts.py"), str(folder)]
     # In a mount namespace of its own, so that the mount ends with the process.
     with subprocess.Popen(
-        ["unshare", "-m", "sh", "-c", mount, "sh", *script], env=environment(**head.variables)
+        ["unshare", "-m", "sh", "-c", mount, "sh", *script], env=environment(**head.joining)
     ) as process:
         yield process
         process.kill()
@@ -94,13 +95,13 @@ def runs(
         return found if started and [one for one in found["replicas"] if one["version"] >= 1][1:] else None
 
     wrong_run = "goes-wrong"
-    with TrainingProcess(folder / "async", *settings, config=ASYNC, **head.variables) as run:
+    with TrainingProcess(folder / "async", *settings, config=ASYNC, **head.joining) as run:
         run.wait_for_iteration(3)
         seen = Seen(
             nodes=wait_until(whole, "run in the table", 120),
             prometheus=wait_until(lambda: whole("--prometheus", prometheus.url), "run in Prometheus", 120),
-            text=rl_vlm("top", "--once", "--address", head.url, **head.variables).stdout,
-            actors=httpx.get(f"{head.url}/api/v0/actors?detail=1", headers=head.headers, timeout=30).text,
+            text=rl_vlm("top", "--once", "--address", head.dashboard, **head.joining).stdout,
+            actors=httpx.get(f"{head.dashboard}/api/v0/actors?detail=1", headers=head.headers, timeout=30).text,
         )
         assert head.actors(ENV_RUNNER)
         for replica in head.actors(REPLICA):
@@ -108,7 +109,7 @@ def runs(
         wait_until(lambda: ("RLVLMReplicasRestarting", ASYNC.stem) in prometheus.fired(), "alert about replicas", 180)
         assert run.wait() == 0, run.output()[-3000:]
     settings = ("preference.total_steps=1500", "preference.labels.source=scripted", "preference.evaluation.every=0")
-    with TrainingProcess(folder / "cartpole", *settings, config=CARTPOLE, **head.variables) as run:
+    with TrainingProcess(folder / "cartpole", *settings, config=CARTPOLE, **head.joining) as run:
         assert run.wait() == 0, run.output()[-3000:]
     return seen
 
@@ -134,7 +135,7 @@ def test_top_shows_runs_replicas_and_nodes(runs: Seen) -> None:
 
 
 def test_top_says_that_it_needs_the_token(head: RayHead) -> None:
-    refused = rl_vlm("top", "--once", "--address", head.url, HOME=str(head.folder / "nowhere"))
+    refused = rl_vlm("top", "--once", "--address", head.dashboard, HOME=str(head.folder / "nowhere"))
     assert refused.returncode == 2 and "RAY_AUTH_TOKEN" in refused.stderr and "Traceback" not in refused.stderr
 
 

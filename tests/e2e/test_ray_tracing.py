@@ -27,7 +27,7 @@ def test_rays_spans_join_the_trace_of_an_iteration(tmp_path: Path) -> None:
     )  # fmt: skip
     with (
         RayHead("--tracing-startup-hook=ray_hook:setup_tracing", PYTHONPATH=path, RAY_HOOK_FOLDER=str(hooked)) as head,
-        TrainingProcess(tmp_path / "run", *settings, **head.variables) as run,
+        TrainingProcess(tmp_path / "run", *settings, **head.joining) as run,
     ):
         assert run.wait() == 0, run.output()[-3000:]
     (ours,) = (

@@ -1,4 +1,4 @@
-"""A private cluster: only the processes that a run needs, and a dashboard where one is asked for."""
+"""A private cluster: only the processes that a run needs, a dashboard where one is asked for, and no port for other machines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from rl_vlm.config import RunConfig
+from rl_vlm.runs.addresses import is_loopback
 from rl_vlm.runs.cluster import ray_cluster
 
 # Autoscaler, forwarder of logs, API server.
@@ -26,6 +27,18 @@ def scripts() -> set[str]:
     return found
 
 
+def listening() -> set[tuple[str, str]]:
+    """(process, address) of every port that this process and those below it listen on."""
+    found = set()
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        try:
+            ports = process.net_connections(kind="inet")
+            found |= {(process.name(), port.laddr.ip) for port in ports if port.status == psutil.CONN_LISTEN}
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("dashboard", [False, True])
 def test_a_private_cluster_starts_what_is_needed(dashboard: bool) -> None:
@@ -33,4 +46,7 @@ def test_a_private_cluster_starts_what_is_needed(dashboard: bool) -> None:
     with ray_cluster(run):
         assert ray.get(ray.remote(lambda: 7).options(num_cpus=0).remote(), timeout=120) == 7
         assert scripts() & OPTIONAL == ({"dashboard.py"} if dashboard else set())
+        ports = listening()
+        assert {"gcs_server", "raylet"} <= {name for name, _ in ports}
+        assert {(name, address) for name, address in ports if not is_loopback(address)} == set()
     assert scripts() & OPTIONAL == set()

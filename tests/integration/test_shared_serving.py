@@ -136,7 +136,8 @@ def test_the_policy_of_a_user_that_is_killed_is_collected(run: RunConfig, tiny_f
     """The user is another job on the cluster, in another namespace."""
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-c", CRASHES, address, run.model_dump_json(), str(tiny_folder)]
-    environment = {**os.environ, "RAY_ADDRESS": address}
+    # Ray would take a loopback address for the machine's other one, where a private cluster does not listen.
+    environment = {**os.environ, "RAY_ADDRESS": address, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None and process.stdout.readline().strip() == "joined"

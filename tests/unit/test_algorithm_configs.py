@@ -29,3 +29,12 @@ def test_nothing_that_rllib_calls_deprecated_is_set(
             logger.removeHandler(caplog.handler)
     assert made.learner_class is learner
     assert [record.message for record in caplog.records if "deprecat" in record.message.lower()] == []
+
+
+@pytest.mark.parametrize("config", [GRPOConfig, PreferenceSACConfig])
+def test_keys_of_a_tune_space_change_the_run(config: type) -> None:
+    given = {"run_config": RunConfig().model_dump(exclude_unset=True), "learner.lr": 0.5, "seed": 7}
+    made = config().update_from_dict(given)
+    assert (made.run_config.learner.lr, made.run_config.seed, made.seed) == (0.5, 7, 7)
+    assert config().update_from_dict({"seed": 5}).run_config.seed == 5
+    assert config().update_from_dict({"seed": None}).run_config.seed == RunConfig().seed

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 from preference_loop import run_config
 
+from rl_vlm.cli.errors import log_to_stderr
 from rl_vlm.config import parse_config
 from rl_vlm.runs import cluster
-from rl_vlm.runs.cluster import check_resources
+from rl_vlm.runs.cluster import check_resources, ray_cluster
 from rl_vlm.types import UserInputError
 
 
@@ -71,3 +72,20 @@ def test_a_command_without_one_gets_rays(ray_that_takes_sigterm: None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with cluster.ray_cluster(run_config()), pytest.raises(SystemExit):
         signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("token", "warned"), [(False, True), (True, False)])
+def test_a_joined_cluster_without_a_token_is_warned_about_where_it_is_seen(
+    token: bool,
+    warned: bool,
+    ray_that_takes_sigterm: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.7:6379")
+    monkeypatch.setattr(cluster, "is_token_auth_enabled", lambda: token)
+    monkeypatch.setattr(cluster.ray.util, "get_node_ip_address", lambda: "192.0.2.7")
+    log_to_stderr()
+    with ray_cluster(parse_config({})):
+        pass
+    assert ("has no token" in capsys.readouterr().err) == warned

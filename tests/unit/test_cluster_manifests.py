@@ -247,7 +247,7 @@ def test_a_machine_of_ones_own_offers_what_its_type_does(address: str, expected:
         (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
         (tmp_path / name).chmod(0o755)
     known = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RAY_HEAD_IP": "10.0.0.10"}
-    done = subprocess.run(["bash", "-c", start], env=known, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(["bash", "-c", start], env=known, capture_output=True, text=True, timeout=900, check=True)
     assert "start --address=10.0.0.10:6379" in done.stdout and expected in done.stdout
 
 

@@ -12,7 +12,8 @@ import torch
 from core_support import plain_model, reference_logits, request, text_side
 
 from rl_vlm.engines.base import EngineError
-from rl_vlm.engines.choices import choice_trie, encode_choices
+from rl_vlm.engines.choice_texts import encode_choices
+from rl_vlm.engines.choices import choice_trie
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.models.backbone import Backbone
 from rl_vlm.models.loading import TextSide

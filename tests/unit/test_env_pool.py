@@ -85,3 +85,38 @@ def test_reused_environments_come_first():
     assert again[:2] == envs and again[2] not in envs
     assert take(pool, 1)[0] not in again
     pool.close()
+
+
+def test_a_long_call_holds_up_no_other_group_that_ran_in_its_thread():
+    gate, made = threading.Event(), []
+
+    def long() -> str:
+        return "long" if gate.wait(60) else "no gate"
+
+    async def run() -> tuple[list[str], list[str], bool]:
+        await pool.run([int] * 8)  # short calls: the next ones share a thread
+        groups = [[lambda: "before", long], [lambda: "after", lambda: made.append(1)], [lambda: "late"]]
+        first, *others = [asyncio.ensure_future(pool.run(calls)) for calls in groups]  # of one moment, so of one thread
+        done = await asyncio.wait_for(asyncio.gather(*others), 30)
+        held = not first.done()
+        gate.set()
+        return await first, done, held
+
+    pool = EnvPool(VisionEnv, timeout_s=60)
+    assert asyncio.run(run()) == (["before", "long"], [["after", None], ["late"]], True)
+    assert made == [1] and pool.stuck == 0
+    pool.close()
+
+
+def test_of_a_batch_only_the_call_that_hangs_misses_its_deadline():
+    end = threading.Event()
+
+    async def run() -> list[list[object]]:
+        await pool.run([int] * 8)
+        return await asyncio.gather(pool.run([lambda: 1, lambda: end.wait(60), lambda: 3]), pool.run([lambda: 4]))
+
+    pool = EnvPool(VisionEnv, timeout_s=0.5)
+    (first, hung, third), other = asyncio.run(run())
+    assert (first, third, other) == (1, 3, [4]) and isinstance(hung, EnvTimeoutError) and pool.stuck == 1
+    end.set()
+    pool.close()

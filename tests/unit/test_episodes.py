@@ -513,7 +513,7 @@ def test_an_error_waits_for_the_other_episodes(speaker: Speaker) -> None:
         return END
 
     def fails() -> Step:
-        assert stepping.wait(5)
+        assert stepping.wait(300)
         raise ValueError("boom")
 
     pool = pool_of()

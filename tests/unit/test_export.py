@@ -171,7 +171,7 @@ def test_wrong_sources_are_named(tiny, tmp_path):
         export_model(tmp_path, tmp_path / "out")
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "NONSENSE"}')
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(UserInputError, match="not a LoRA"):
+    with pytest.raises(UserInputError, match="not LORA"):
         export_model(tmp_path, tmp_path / "out" / "model", str(tiny))
 
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from rl_vlm.envs import geospot_world as world
+from rl_vlm.envs.geospot import GeoSpotEnv
 from rl_vlm.envs.geospot_world import (
     LAND,
+    MOST_COUNTRIES,
     PIN,
     SEA,
     Window,
@@ -22,6 +24,7 @@ from rl_vlm.envs.geospot_world import (
     render,
 )
 from rl_vlm.rewards.geo import haversine_km
+from rl_vlm.types import UserInputError
 
 MARK = "import hashlib; from rl_vlm.envs.geospot_world import pin_item; i = pin_item(8, 2, 2, 64, 'test', 5, 3); print(i.position, i.city.name, i.image.sha256)"
 
@@ -29,7 +32,7 @@ MARK = "import hashlib; from rl_vlm.envs.geospot_world import pin_item; i = pin_
 def test_the_largest_countries_come_first() -> None:
     codes = [country.country for country in mapped_countries()]
     assert codes[:8] == ["RU", "CA", "US", "CN", "BR", "AU", "IN", "AR"]
-    assert len(codes) > 120 and len(set(codes)) == len(codes)
+    assert len(codes) == len(set(codes)) == MOST_COUNTRIES
 
 
 def test_no_picture_is_in_both_splits() -> None:
@@ -105,6 +108,15 @@ def test_positions_are_inside_their_country() -> None:
 
 def test_another_process_draws_the_same() -> None:
     item = pin_item(8, 2, 2, 64, "test", 5, 3)
-    said = subprocess.run([sys.executable, "-c", MARK], capture_output=True, text=True, timeout=120, check=True).stdout
+    said = subprocess.run([sys.executable, "-c", MARK], capture_output=True, text=True, timeout=900, check=True).stdout
     assert said.strip() == f"{item.position} {item.city.name} {item.image.sha256}"
     assert pin_item(8, 2, 2, 64, "test", 5, 4).image.sha256 != item.image.sha256
+
+
+def test_an_environment_is_made_without_the_gazetteers_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building the index takes seconds: `rl-vlm envs` only lists."""
+    monkeypatch.setattr("rl_vlm.envs.geospot_world.open_gazetteer", lambda: pytest.fail("it was opened"))
+    mapped_countries.cache_clear()
+    assert GeoSpotEnv(countries=MOST_COUNTRIES).num_items("train") == 4096
+    with pytest.raises(UserInputError, match="countries"):
+        GeoSpotEnv(countries=MOST_COUNTRIES + 1)

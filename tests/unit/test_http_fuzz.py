@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import struct
@@ -13,17 +14,8 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-import schemathesis
 from http_support import EngineBackend, Server, data_uri, serving, tiny_engine
-from hypothesis import HealthCheck, given, settings
 from PIL import Image
-from schemathesis.checks import not_a_server_error
-from schemathesis.generation import GenerationMode
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
 from test_http_images import png_header
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
@@ -83,8 +75,6 @@ BODIES: dict[str, bytes] = {
     "33 MB": b" " * 34_603_009,
 }
 
-CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-
 
 @pytest.fixture(scope="module")
 def server(tiny_folder: Path) -> Iterator[Server]:
@@ -123,36 +113,15 @@ def test_hostile_requests_get_an_answer(server: Server, name: str, body: bytes, 
 def test_memory_does_not_grow(server: Server) -> None:
     requests = [(name, body) for name, body, _ in corpus()]
     process, sizes = psutil.Process(), []
+    trim = ctypes.CDLL(
+        None
+    ).malloc_trim  # each thread's pool keeps what was freed; how many threads there are is chance
     with httpx.Client(base_url=server.url, headers={"Content-Type": "application/json"}, timeout=20) as client:
         for _ in range(8):
             for _, body in requests:
                 client.post("/generate", content=body)
             gc.collect()
+            trim(0)
             sizes.append(process.memory_info().rss / 2**20)
-    # The first rounds fill caches and the allocator's pools, which may keep a body or two of 33 MB. One kept per round is 165.
+    # The first rounds fill caches. One body of 33 MB kept per round is 165.
     assert sizes[-1] - sizes[2] < 100, sizes
-
-
-def test_whatever_the_schema_allows_or_not_gets_a_documented_answer(server: Server) -> None:
-    document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-
-    @document.hook
-    def map_body(context: Any, body: Any) -> Any:
-        """A name that is served, so that requests get further than to its look-up."""
-        return {**body, "model": "tiny"} if isinstance(body, dict) and "model" in body else body
-
-    statuses: set[int] = set()
-    for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-        for found in document.get_all_operations():
-            operation = found.ok()
-            if mode is GenerationMode.NEGATIVE and operation.method != "post":
-                continue  # nothing in it could be wrong
-            cases = operation.as_strategy(generation_mode=mode)
-
-            @given(case=cases)
-            @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-            def check(case: schemathesis.Case) -> None:
-                statuses.add(case.call_and_validate(timeout=20, checks=CHECKS).status_code)
-
-            check()
-    assert {200, 400, 404} <= statuses <= {200, 400, 404, 405}, statuses

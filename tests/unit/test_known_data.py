@@ -125,7 +125,7 @@ class Commands:
     def end(self) -> None:
         assert self._process.stdin
         self._process.stdin.close()
-        self._process.wait(30)
+        self._process.wait(900)
 
 
 @pytest.fixture(scope="module")

@@ -162,7 +162,7 @@ def test_a_kill_in_the_middle_of_writing_leaves_whole_sessions(tmp_path: Path) -
         time.sleep(0.03 + 0.017 * number)
         process.send_signal(signal.SIGKILL)
         written = [int(line) for line in process.stdout.read().split()]
-        process.wait(timeout=30)
+        process.wait(timeout=900)
         process.stdout.close()
         sessions = list(LabelStore(tmp_path).sessions())
         assert len(sessions) >= max(written, default=1)

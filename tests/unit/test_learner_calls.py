@@ -9,11 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from ray.exceptions import ActorDiedError
 from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
 
-from rl_vlm.algorithms import base
+from rl_vlm.algorithms import learners
 from rl_vlm.algorithms.base import RunAlgorithm
-from rl_vlm.algorithms.learners import LearnerLostError, LearnerOutOfMemoryError, on_every_learner, on_one_learner
+from rl_vlm.algorithms.learners import (
+    LearnerDiedError,
+    LearnerLostError,
+    LearnerOutOfMemoryError,
+    UpdateDeadline,
+    on_every_learner,
+    on_one_learner,
+)
 from rl_vlm.config import RunConfig
 
 
@@ -22,6 +30,7 @@ class Result:
     """As RLlib's: a failed call holds its exception and raises nothing."""
 
     value: Any
+    actor_id: int = 0
 
     @property
     def ok(self) -> bool:
@@ -32,7 +41,7 @@ class Result:
 
 
 class Group:
-    """A learner group with given answers; `asked` lists who was asked."""
+    """A learner group with given answers; `asked` lists who was asked. The first `update` are answers to an update in time."""
 
     is_local = False
 
@@ -40,7 +49,10 @@ class Group:
         self._values = values
         self._update = update
         self.asked: list[int] = []
-        self._worker_manager = SimpleNamespace(healthy_actor_ids=lambda: list(range(len(values))))
+        self._worker_manager = SimpleNamespace(
+            healthy_actor_ids=lambda: list(range(len(values))), foreach_actor=self._foreach_actor
+        )
+        self.waited: list[float] = []
 
     def foreach_learner(
         self, function: Any, timeout_seconds: float, remote_actor_ids: list[int] | None = None
@@ -49,10 +61,15 @@ class Group:
         self.asked += chosen
         return [Result(self._values[k]) for k in chosen]
 
-    def update(self, training_data: Any) -> Any:
+    def _foreach_actor(
+        self, method: str, kwargs: list[dict[str, Any]], remote_actor_ids: list[int], timeout_seconds: float
+    ) -> list[Result]:
+        assert method == "update" and len(kwargs) == len(remote_actor_ids)
+        self.waited.append(timeout_seconds)
         if isinstance(self._update, Exception):
-            raise self._update
-        return self._update
+            return [Result(self._update, 0)]
+        # As RLlib's, in the order of the answers; who is silent is left out.
+        return [Result(value, learner) for learner, value in reversed(list(enumerate(self._update)))]
 
 
 def test_the_first_learner_that_answers_counts() -> None:
@@ -89,6 +106,7 @@ class Supervisor(RunAlgorithm):
         self.run = RunConfig.model_validate({"learner": {"max_restarts": max_restarts}})
         self.restarts: Counter[str] = Counter()
         self.replaced = 0
+        self._update_deadline = UpdateDeadline(self.run.learner.update_timeout_s)
 
     def _replace_learners(self, error: Exception) -> None:
         self.replaced += 1
@@ -99,8 +117,8 @@ Supervisor.__abstractmethods__ = frozenset()  # the parts that need RLlib are no
 
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "ray", SimpleNamespace(put=lambda value: value))
-    monkeypatch.setattr(base, "TrainingData", lambda **fields: fields)
+    monkeypatch.setattr(learners, "ray", SimpleNamespace(put=lambda value: value))
+    monkeypatch.setattr(learners, "TrainingData", lambda **fields: fields)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +147,7 @@ def test_an_error_of_learners_that_all_live_is_raised_as_it_is(no_ray: None) -> 
     [
         (Group(True, RuntimeError("dead"), update=RuntimeError("Connection closed by peer")), "a collective broke"),
         (Group(True, update=["one result"]), "RLlib left out a dead learner"),
+        (Group(True, True, update=["one result"]), "one is silent, though it lives"),
         (Group(RuntimeError("dead"), update=NodeOutOfMemoryError("killed by the memory monitor")), "Ray killed it"),
     ],
 )
@@ -136,3 +155,58 @@ def test_dead_learners_are_replaced(no_ray: None, group: Group, why: str) -> Non
     algorithm = Supervisor(group)
     assert algorithm.update_learners(["batch", "batch"]) is None, why
     assert algorithm.replaced == 1
+
+
+def test_answers_come_in_the_order_of_the_batches(no_ray: None) -> None:
+    assert Supervisor(Group(True, True, update=["first", "second"])).update_learners(["batch", "batch"]) == [
+        "first",
+        "second",
+    ]
+
+
+def test_learners_get_ten_times_as_long_as_they_took_for_such_a_batch() -> None:
+    deadline = UpdateDeadline(1800.0)
+    assert deadline.of("scores") == deadline.of(1) == 1800.0
+    deadline.took("scores", 20.0)
+    deadline.took("scores", 15.0)
+    assert deadline.of("other scores") == 200.0 and deadline.of(1) == 1800.0
+    deadline.took(1, 0.1)
+    assert deadline.of(2) == 120.0
+    deadline.took(1, 1000.0)
+    assert deadline.of(2) == 1800.0
+    deadline.forget()
+    assert deadline.of("scores") == 1800.0
+    assert UpdateDeadline(5.0).of("any") == 5.0
+
+
+class Replacing(RunAlgorithm):
+    """The replacement alone: each new group fails to start with the next of `failures`."""
+
+    def __init__(self, failures: list[Exception], max_restarts: int) -> None:
+        self.run = RunConfig.model_validate({"learner": {"max_restarts": max_restarts}})
+        self.restarts: Counter[str] = Counter()
+        self.learner_group = SimpleNamespace(_is_shut_down=True)
+        self.config: Any = SimpleNamespace(build_learner_group=self._build, get_multi_rl_module_spec=lambda **_: None)
+        self.spaces = None
+        self.failures, self.restored = failures, 0
+        self._update_deadline = UpdateDeadline(self.run.learner.update_timeout_s)
+
+    def _build(self, rl_module_spec: Any) -> Any:
+        if self.failures:
+            raise self.failures.pop(0)
+        return SimpleNamespace(_is_shut_down=False)
+
+    def restore_learners(self) -> None:
+        self.restored += 1
+
+
+Replacing.__abstractmethods__ = frozenset()
+
+
+def test_learners_that_start_on_a_dying_node_are_replaced_again() -> None:
+    algorithm = Replacing([ActorDiedError(), ActorDiedError()], max_restarts=3)
+    algorithm._replace_learners(RuntimeError("the first one died"))
+    assert (algorithm.restored, algorithm.restarts["learner"]) == (1, 3)
+    algorithm = Replacing([ActorDiedError(), ActorDiedError()], max_restarts=2)
+    with pytest.raises(LearnerDiedError, match=r"died 3 times.*learner\.max_restarts"):
+        algorithm._replace_learners(RuntimeError("the first one died"))

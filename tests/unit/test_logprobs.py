@@ -1,17 +1,17 @@
-"""Log-probabilities of given tokens: chunks and recomputation change nothing, suppressed tokens harm nothing."""
+"""Log-probabilities of given tokens: tiles change nothing, the written gradient is right, suppressed tokens harm nothing."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from rl_vlm.learning import logprobs as module
-from rl_vlm.learning.logprobs import token_logprobs
+from rl_vlm.learning.logprobs import Tile, token_logprobs
 from rl_vlm.models.backbone import Backbone
+from rl_vlm.models.products import onednn_product, torch_product
 
 VOCABULARY, WIDTH, COUNT = 50, 16, 23
 SUPPRESSED = [0, 7, 8, 49]
@@ -25,10 +25,9 @@ class Head:
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False).to(dtype)
         self.token_bias = torch.zeros(VOCABULARY)
         self.token_bias[SUPPRESSED] = float("-inf")
-        self.widest = 0
+        self.product: Any = torch_product
 
     def logits(self, hidden: Tensor) -> Tensor:
-        self.widest = max(self.widest, len(hidden))
         return Backbone.logits(self, hidden)  # type: ignore[arg-type]
 
 
@@ -42,7 +41,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 def direct(head: Head, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Both by a categorical distribution over the allowed tokens alone."""
     allowed = [i for i in range(VOCABULARY) if i not in SUPPRESSED]
-    logits = (hidden @ head.lm_head.weight.float().T)[:, allowed] / temperature
+    logits = (hidden @ head.lm_head.weight.to(hidden.dtype).T)[:, allowed] / temperature
     distribution = torch.distributions.Categorical(logits=logits)
     place = torch.tensor([allowed.index(int(target)) for target in targets])
     return distribution.log_prob(place), distribution.entropy()
@@ -56,55 +55,114 @@ def gradients(head: Head, values: tuple[Tensor, Tensor], hidden: Tensor) -> tupl
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
-@pytest.mark.parametrize("chunk_size", [None, 1, 5, COUNT, 100])
-def test_values_and_gradients_equal_the_direct_computation(
-    monkeypatch: pytest.MonkeyPatch, temperature: float, chunk_size: int | None
-) -> None:
-    head = Head()
+@pytest.mark.parametrize("tile", [None, Tile(1, 1), Tile(5, 7), Tile(COUNT, VOCABULARY), Tile(100, 13), Tile(4, 100)])
+def test_values_and_gradients_equal_the_direct_computation(temperature: float, tile: Tile | None) -> None:
+    """Of the hidden states and of weights that are trained too; tiles in float64."""
+    dtype, tolerance = (torch.float32, 1e-5) if tile is None else (torch.float64, 1e-12)
+    head: Any = Head(dtype)
     hidden, targets = inputs()
-    hidden.requires_grad_()
-    if chunk_size is not None:
-        monkeypatch.setattr(module, "_KEEP_LOGITS", 0)
-    backbone: Any = head
-    ours = token_logprobs(backbone, hidden, targets, temperature, chunk_size or 256)
-    assert head.widest == min(chunk_size or COUNT, COUNT)
+    hidden = hidden.to(dtype).requires_grad_()
+    ours = token_logprobs(head, hidden, targets, temperature, tile=tile)
     expected = direct(head, hidden, targets, temperature)
     for one, other in zip(ours, expected, strict=True):
+        assert one is not None
         assert one.shape == (COUNT,)
-        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+        assert torch.allclose(one, other, rtol=0, atol=tolerance)
     for one, other in zip(gradients(head, ours, hidden), gradients(head, expected, hidden), strict=True):
-        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+        assert torch.allclose(one, other, rtol=0, atol=tolerance)
 
 
-def test_chunks_are_recomputed_instead_of_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_KEEP_LOGITS", 0)
-    head = Head()
+@pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
+@pytest.mark.parametrize("product", [torch_product, onednn_product])
+def test_tiles_equal_the_direct_computation_in_float32(product: Any, entropy: Any) -> None:
+    head: Any = Head()
+    head.product = product
+    head.lm_head.weight.requires_grad_(False)
     hidden, targets = inputs()
     hidden.requires_grad_()
-    calls = 0
-    logits = head.logits
+    found, expected = (
+        token_logprobs(head, hidden, targets, 0.7, entropy=entropy, tile=tile) for tile in (Tile(4, 9), None)
+    )
+    mixture = torch.randn(2, COUNT, generator=torch.Generator().manual_seed(2))
+    slopes = []
+    for values in (found, expected):
+        wanted = [value for value in values if value is not None and value.requires_grad]
+        assert len(wanted) == (2 if entropy == "gradient" else 1)
+        assert (values[1] is None) == (entropy == "none")
+        slopes += torch.autograd.grad(sum((mixture[k] * value).sum() for k, value in enumerate(wanted)), [hidden])
+    for one, other in zip((*found, slopes[0]), (*expected, slopes[1]), strict=True):
+        assert one is other is None or torch.allclose(one, other, rtol=1e-5, atol=2e-6)
 
-    def counted(rows: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return logits(rows)
 
-    backbone: Any = SimpleNamespace(token_bias=head.token_bias, logits=counted)
+@pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_written_gradient_passes_gradcheck(entropy: Any, frozen: bool) -> None:
+    head: Any = Head(torch.float64)
+    head.lm_head.weight.requires_grad_(not frozen)
+    hidden, targets = inputs()
+    hidden = hidden[:6].double().requires_grad_()
+
+    def values(rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        found = token_logprobs(head, rows, targets[:6], 0.7, entropy=entropy, tile=Tile(4, 11))
+        return tuple(value for value in found if value is not None and value.requires_grad)
+
+    assert torch.autograd.gradcheck(values, (hidden, head.lm_head.weight))
+
+
+def test_two_tokens_by_hand() -> None:
+    """Logits (ln 3, 0) and one token that is suppressed: probabilities 3/4 and 1/4."""
+    head: Any = Head(torch.float64)
+    head.lm_head.weight = nn.Parameter(torch.tensor([[1.0], [0.0], [5.0]], dtype=torch.float64), requires_grad=False)
+    head.token_bias = torch.tensor([0.0, 0.0, float("-inf")])
+    hidden = torch.tensor([[np.log(3.0)]], dtype=torch.float64, requires_grad=True)
+    values, entropies = token_logprobs(head, hidden, torch.tensor([1]), 1.0, tile=Tile(1, 2))
+    assert entropies is not None
+    assert values.item() == pytest.approx(np.log(0.25))
+    assert entropies.item() == pytest.approx(-0.75 * np.log(0.75) - 0.25 * np.log(0.25))
+    of_value, of_entropy = (torch.autograd.grad(one.sum(), hidden, retain_graph=True)[0] for one in (values, entropies))
+    assert of_value.item() == pytest.approx(-0.75)  # w_1 - p_0 w_0
+    assert of_entropy.item() == pytest.approx(-0.75 * 0.25 * np.log(3.0))  # -p(1-p) times the log odds
+
+
+def test_logits_of_all_positions_are_never_kept() -> None:
+    head: Any = Head()
+    hidden, targets = inputs()
+    hidden.requires_grad_()
+    sizes: list[int] = []
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        sizes.append(max(len(x) * len(weight), x.numel()))
+        return torch_product(x, weight, bias)
+
+    head.product = counted
     saved: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
-        values, _ = token_logprobs(backbone, hidden, targets, 1.0, chunk_size=8)
-    assert calls == 3
-    assert VOCABULARY * 8 not in saved  # no chunk of logits waits for the backward pass
+        values, _ = token_logprobs(head, hidden, targets, 1.0, tile=Tile(8, 10))
+    assert max(saved) == head.lm_head.weight.numel()
+    assert max(sizes) == max(8 * 10, 8 * WIDTH)
     values.sum().backward()
-    assert calls == 6
 
 
-def test_suppressed_tokens_bring_no_nan_into_entropies_or_gradients() -> None:
+def test_a_pass_without_gradient_gives_the_same_bits() -> None:
+    """The ratio to the old policy must be exactly one."""
+    head: Any = Head()
+    hidden, targets = inputs()
+    with_gradient, _ = token_logprobs(head, hidden.clone().requires_grad_(), targets, 0.7, tile=Tile(8, 16))
+    for entropy in ("none", "value", "gradient"):
+        with torch.no_grad():
+            without, _ = token_logprobs(head, hidden, targets, 0.7, entropy=entropy, tile=Tile(8, 16))
+        assert torch.equal(without, with_gradient)
+
+
+@pytest.mark.parametrize("tile", [None, Tile(8, 1), Tile(8, 16)])
+def test_suppressed_tokens_bring_no_nan_into_entropies_or_gradients(tile: Tile | None) -> None:
+    """A tile may hold suppressed tokens alone, the first one too."""
     head = Head()
     hidden, targets = inputs()
     hidden = (100 * hidden).requires_grad_()  # nearly one-hot distributions too
     backbone: Any = head
-    values, entropies = token_logprobs(backbone, hidden, targets, 0.5)
+    values, entropies = token_logprobs(backbone, hidden, targets, 0.5, tile=tile)
+    assert entropies is not None
     assert torch.isfinite(values).all()
     assert torch.isfinite(entropies).all()
     assert (entropies >= -1e-6).all()
@@ -112,16 +170,27 @@ def test_suppressed_tokens_bring_no_nan_into_entropies_or_gradients() -> None:
         assert torch.isfinite(gradient).all()
 
 
-def test_the_entropy_of_equal_logits_counts_the_allowed_tokens_only() -> None:
+@pytest.mark.parametrize("tile", [None, Tile(2, 16)])
+def test_the_entropy_of_equal_logits_counts_the_allowed_tokens_only(tile: Tile | None) -> None:
     backbone: Any = Head()
-    _, entropies = token_logprobs(backbone, torch.zeros(3, WIDTH), torch.tensor([1, 2, 3]), 1.0)
+    _, entropies = token_logprobs(backbone, torch.zeros(3, WIDTH), torch.tensor([1, 2, 3]), 1.0, tile=tile)
+    assert entropies is not None
     expected = torch.tensor(float(VOCABULARY - len(SUPPRESSED))).log()
     assert torch.allclose(entropies, expected.expand(3))
 
 
-def test_low_precision_hidden_states_give_float32_logprobs() -> None:
-    head = Head(torch.bfloat16)
+@pytest.mark.parametrize("tile", [None, Tile(8, 16)])
+def test_low_precision_hidden_states_give_float32_logprobs(tile: Tile | None) -> None:
+    """Logits are rounded to the model's type, as the engine's are; nothing else is."""
+    head: Any = Head(torch.bfloat16)
     hidden, targets = inputs()
-    backbone: Any = head
-    values, entropies = token_logprobs(backbone, hidden.bfloat16(), targets, 1.0)
+    hidden = hidden.bfloat16().requires_grad_()
+    values, entropies = token_logprobs(head, hidden, targets, 1.0, tile=tile)
+    assert entropies is not None
     assert values.dtype == entropies.dtype == torch.float32
+    logits = head.lm_head(hidden).float() + head.token_bias
+    expected = torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0]
+    assert torch.allclose(values, expected, rtol=0, atol=1e-5)
+    found, wanted = (torch.autograd.grad(one.sum(), hidden)[0] for one in (values, expected))
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.float(), wanted.float(), rtol=0.05, atol=0.02)

@@ -271,7 +271,7 @@ class GivenLogprobs(PolicyUpdater):
         super().__init__(backbone, builder, settings, temperature=1.0)
         self.given: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def logprobs(self, micro: MicroBatch, entropy: str = "none") -> tuple[Tensor, Tensor]:
         return self.given[id(micro)]
 
 

@@ -1,6 +1,5 @@
 """An OpenEnv server, a process of its own made with that package, is played over its WebSocket."""
 
-import socket
 import subprocess
 import sys
 import time
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from ports import free_ports
 
 import rl_vlm
 from rl_vlm.envs.adapters.openenv_actions import ActionError, ActionForm
@@ -17,12 +17,6 @@ from rl_vlm.envs.errors import EnvCrashError, EnvError, check_reset, check_step
 from rl_vlm.types import UserInputError
 
 SERVER = str(Path(__file__).parents[1] / "fixtures" / "openenv_server.py")
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @contextmanager
@@ -41,12 +35,12 @@ def running(port, *arguments):
         yield process
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(300)
 
 
 @pytest.fixture(scope="module")
 def server():
-    port = free_port()
+    (port,) = free_ports(1)
     with running(port):
         yield f"http://127.0.0.1:{port}"
 
@@ -106,7 +100,7 @@ def test_a_server_that_is_full_is_tried_again(server):
 
 @pytest.mark.acceptance  # two more servers, of which each takes seconds to start
 def test_a_server_that_is_killed_loses_the_episode_reset_connects_again_and_a_token_is_sent(monkeypatch):
-    port = free_port()
+    (port,) = free_ports(1)
     with running(port):
         env = rl_vlm.make(f"openenv:127.0.0.1:{port}", retry_s=60)
         opened(env)

@@ -107,7 +107,7 @@ def test_neither_evaluation_nor_a_dry_run_waits_for_rllib(folder: Path) -> None:
         f"codes = [run(['eval', {str(folder)!r}]), run(['train', {str(folder)!r}, '--dry-run'])]; "
         "print(codes, 'ray.rllib' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900, check=True)
     assert done.stdout.splitlines()[-1] == "[0, 0] False"
 
 

@@ -129,7 +129,7 @@ def test_a_disk_that_is_really_full_harms_nothing(tmp_path, how):
         if subprocess.run([*own, mount], capture_output=True).returncode:
             pytest.skip("this container may not mount; the quota's case needs no mount")
         command = [*own, f'{mount} && exec "$@"', "sh", *command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     assert "all well" in done.stdout
     assert "Free some space" in done.stderr or how == "quota"

@@ -55,11 +55,11 @@ def served(build, token=None, port=0, max_sessions=8, idle_s=1800.0, **limits):
     server = EnvServer(build, max_sessions=max_sessions, idle_s=idle_s)
     section = HTTPSection(**{"drain_s": 0.1, **limits})
     sock, ready = bind("127.0.0.1", port), threading.Event()
-    http = HTTPServer(build_env_app(server, section, token), sock, section.drain_s, ready.set)
+    http = HTTPServer(build_env_app(server, section, token), sock, section, ready.set)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_until_complete, args=(http.run(),), daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(300)
     try:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}", server
     finally:
@@ -219,11 +219,11 @@ def test_the_command_serves_until_it_is_told_to_stop():
         assert remote.step("up")[4]["steps"] == 1
         remote.close()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 143
+        assert process.wait(300) == 143
     finally:
         os.environ.pop("SERVED_TOKEN", None)
         process.kill()
-        process.wait(10)
+        process.wait(300)
 
 
 def test_beyond_loopback_a_token_is_required_and_a_wrong_environment_is_named(monkeypatch, capsys):

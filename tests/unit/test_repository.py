@@ -30,7 +30,7 @@ def test_imports_are_sorted_alike_whatever_folders_a_run_leaves(tmp_path: Path) 
     for name in IGNORED:
         (tmp_path / name).mkdir(exist_ok=True)
     ruff = [sys.executable, "-m", "ruff", "check", "--select", "I", "--no-cache", "."]
-    done = subprocess.run(ruff, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(ruff, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout
 
 
@@ -54,7 +54,7 @@ def test_ci_walks_the_readme_and_then_the_other_python(tmp_path: Path, other: st
         _executable(pyenv / "versions/3.12.9/bin/python", "exit 0")
     environment = {**os.environ, "PATH": f"{tools}:/usr/bin:/bin", "PYENV_ROOT": str(pyenv)}
     done = subprocess.run(
-        [clone / ".ci/run"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        [clone / ".ci/run"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     python = {"installed": "python3.12", "in pyenv only": f"{pyenv}/versions/3.12.9/bin/python"}.get(other)
@@ -116,7 +116,26 @@ def test_the_changelog_has_the_version_of_the_package() -> None:
 
 def test_what_tools_leave_behind_is_ignored_and_not_in_the_repository() -> None:
     check = ["git", "-C", str(ROOT), "check-ignore", "--no-index", *LEFT_BY_TOOLS]
-    ignored = subprocess.run(check, capture_output=True, text=True, timeout=60).stdout.split()
+    ignored = subprocess.run(check, capture_output=True, text=True, timeout=900).stdout.split()
     assert set(LEFT_BY_TOOLS) - set(ignored) == set()
     listed = ["git", "-C", str(ROOT), "ls-files", "--cached", "--ignored", "--exclude-standard"]
-    assert subprocess.run(listed, capture_output=True, text=True, timeout=60, check=True).stdout == ""
+    assert subprocess.run(listed, capture_output=True, text=True, timeout=900, check=True).stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("output", "status", "said"),
+    [
+        ("No known vulnerabilities found", 0, "No known vulnerabilities found"),
+        ("requests.exceptions.ConnectionError: Max retries exceeded", 2, "nothing was audited"),
+        ("idna 3.4 GHSA-jjg7-2v4v-x38h 3.7", 2, "GHSA-jjg7-2v4v-x38h"),
+    ],
+)
+def test_an_audit_that_reached_no_advisories_fails_and_says_so(
+    tmp_path: Path, output: str, status: int, said: str
+) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    _executable(tmp_path / "bin/uvx", f'echo "{output}"; exit {min(status, 1)}')
+    command = ["make", "--silent", "--assume-old=install", "audit", f"BIN={tmp_path / 'bin'}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+    assert (done.returncode, said in done.stdout) == (status, True), done.stdout + done.stderr
+    assert ("nothing was audited" in done.stdout) == ("ConnectionError" in output)

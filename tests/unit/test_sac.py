@@ -14,6 +14,7 @@ from stable_baselines3.common.distributions import SquashedDiagGaussianDistribut
 from stable_baselines3.sac.policies import SACPolicy
 
 from rl_vlm.config import SACSection
+from rl_vlm.models import products
 from rl_vlm.preference.collector import NumpyActor
 from rl_vlm.preference.networks import SACNetworks, layers_of, sample_actions
 from rl_vlm.preference.sac import Batch, SACUpdater, actor_loss, alpha_loss, critic_loss, critic_target
@@ -73,6 +74,22 @@ def test_written_out_gradients_equal_autograd() -> None:
     assert figures["actor_loss"] == pytest.approx(float(loss), rel=1e-4)
     assert figures["entropy"] == pytest.approx(-float(log_probs.mean()), rel=1e-4)
     assert figures["updates"] == 1 and updater.take_statistics() == {}
+
+
+def test_updates_by_either_product_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_SMALL", 0)
+    wide = SETTINGS.model_copy(update={"hidden": 48})
+    after = {}
+    for product in (products.torch_product, products.onednn_product):
+        nets = SACNetworks(O, A, 48, 2, 0.1, seed=0)
+        updater = SACUpdater(nets, wide, seed=3, product=product)
+        for number in range(3):
+            updater.update(batch(number))
+        after[product] = nets.state()
+    one, other = after.values()
+    for name in one:
+        assert torch.allclose(one[name], other[name], atol=2e-4), name
+    assert any(not torch.equal(one[name], other[name]) for name in one)  # another product has computed them
 
 
 def sb3_policy(nets: SACNetworks) -> SACPolicy:

@@ -282,7 +282,7 @@ def test_a_resume_with_other_data_is_refused(
 def test_the_adapter_in_transformers_and_peft_gives_the_logits_of_the_trained_model(
     finished: Path, tiny_folder: Path
 ) -> None:
-    settings = load_sft_config(finished / "config.yaml", [f"model.adapter={finished}"])
+    settings = load_sft_config(finished / "config.yaml", [f"model.adapter={finished}", "learner.cpu_product=torch"])
     assert check_initial_adapter(settings.model)["adapter"] == str(finished / "adapter")
     policy = PolicyModel(tiny_folder, settings)
     (trajectory, *_) = batch_of(settings, policy)
@@ -312,7 +312,7 @@ def test_fine_tuning_imports_no_ray(tiny_folder: Path, tmp_path: Path) -> None:
         [sys.executable, "-c", code, *arguments, str(tmp_path / "run")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     assert done.stdout.splitlines()[-1] == "0 False", done.stdout + done.stderr
@@ -350,7 +350,9 @@ def test_a_folder_without_an_adapter_is_refused(tiny_folder: Path, tmp_path: Pat
 def test_a_policy_starts_from_the_adapter_and_its_reference_is_the_base_model(
     finished: Path, tiny_folder: Path
 ) -> None:
-    policy = PolicyModel(tiny_folder, run_config(tiny_folder, model__adapter=str(finished)))
+    policy = PolicyModel(
+        tiny_folder, run_config(tiny_folder, model__adapter=str(finished), learner__cpu_product="torch")
+    )
     assert policy.payload(1).tensors == (finished / "adapter/adapter_model.safetensors").read_bytes()
     ids = policy.text.codec.encode_prompt([Message.of("user", "How many?")]).token_ids
     with torch.no_grad(), policy.without_adapter():

@@ -15,8 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from core_support import run_config
+from safetensors.numpy import save
 from shared_support import Direct, arrived
 
 from rl_vlm.config import RunConfig
@@ -33,6 +35,11 @@ from rl_vlm.serving.shelf import NotLoadedError, PolicyShelf
 from rl_vlm.serving.terms import Terms
 from rl_vlm.serving.version_line import Published, VersionLine
 from rl_vlm.types import UserInputError
+
+
+def weights(body: str) -> bytes:
+    """A safetensors file of one LoRA matrix that tells what it is."""
+    return save({"layer.lora_A.weight": np.frombuffer(body.encode(), np.uint8)})
 
 
 class Recorder:
@@ -107,7 +114,8 @@ class World:
         return replace(key, seat=answer.seat)
 
     async def publish(self, key: PolicyKey, version: int, body: str) -> bool:
-        payload = AdapterPayload(version, body.encode(), "{}", sha256(body.encode()).hexdigest(), key.policy)
+        tensors, config = weights(body), '{"peft_type": "LORA", "r": 8, "lora_alpha": 16}'
+        payload = AdapterPayload(version, tensors, config, sha256(tensors).hexdigest(), key.policy)
         published = Published(version, payload.sha256, arrived(payload), key.policy)
         return await self.registry.publish(published, key.token)
 
@@ -178,7 +186,7 @@ def test_versions_never_cross_policies(world: Any, seed: int) -> None:
         if payload is None:
             assert wanted == 0 and version <= 1, (key, wanted)
             return
-        assert bytes(payload.tensors).decode() == bodies[key.token, payload.version]
+        assert bytes(payload.tensors) == weights(bodies[key.token, payload.version])
         assert payload.version >= wanted
         checked[key.policy] += 1
 

@@ -23,7 +23,7 @@ def tool(name: str) -> str:
 
 
 def lint(*command: str, text: str | None = None) -> str:
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=900, check=False)
     return done.stdout + done.stderr if done.returncode else ""
 
 

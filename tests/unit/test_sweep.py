@@ -126,6 +126,7 @@ def test_a_setting_is_named_by_its_keys_without_the_seed() -> None:
     ("changes", "message"),
     [
         ({"search": "optuna"}, "pbt varies the settings itself"),
+        ({"max_concurrent": 2}, "leave out max_concurrent"),
         ({"space": {"seed": {"choice": [0, 1]}}}, "leave out seed"),
         ({"space": {"learner.lr": {"grid": [1e-3, 2e-3]}}}, "use choice in place of grid"),
     ],
@@ -135,3 +136,10 @@ def test_population_based_training_needs_values_that_it_can_vary(changes: dict[s
     SweepConfig.model_validate(given)
     with pytest.raises(ValidationError, match=message):
         SweepConfig.model_validate({**given, **changes})
+
+
+def test_a_random_search_holds_back_what_may_not_run_yet() -> None:
+    """Tune ignores its own bound where it is given such a search."""
+    from rl_vlm.sweeps.sweep import _search
+
+    assert _search(sweep(), 2).max_concurrent == 2

@@ -108,10 +108,10 @@ def test_a_forward_pass_that_does_not_repeat_itself_shows_in_the_ratio(
     passes = 0
     logprobs = loop.updater.logprobs
 
-    def unsteady(micro: Any) -> tuple[Tensor, Tensor]:
+    def unsteady(*given: Any) -> tuple[Tensor, Tensor | None]:
         nonlocal passes
         passes += 1
-        value, entropy = logprobs(micro)
+        value, entropy = logprobs(*given)
         return value + 0.01 * passes, entropy
 
     monkeypatch.setattr(loop.updater, "logprobs", unsteady)
@@ -184,6 +184,18 @@ def fixed_minibatch(folder: Path, advantage: float) -> Minibatch:
         conversation(text_side(folder), rng, [image, "What?"], [4, 3], [["Again", picture(rng)]]) for _ in range(3)
     ]
     return Minibatch([[train_sample(member, advantage, 0.1) for member in members]])
+
+
+def test_entropies_are_measured_where_they_are_asked_for(tiny_folder: Path) -> None:
+    policy, found = adapted_policy(tiny_folder), []
+    for asked in (True, False):
+        updater = make_updater(policy, run_config(tiny_folder, learner__log_entropy=asked))
+        stats = UpdateStats()
+        (packed,) = updater.pack([fixed_minibatch(tiny_folder, 0.5)])
+        found.append((float(updater.loss(packed, 0, stats)), stats.metrics()["policy/entropy"]))
+    (expected, measured), (loss, left_out) = found
+    assert loss == expected
+    assert measured > 0 and np.isnan(left_out)
 
 
 def kl_setup(folder: Path, estimator: str, scale: float, **dotted: Any) -> tuple[PolicyModel, Any]:

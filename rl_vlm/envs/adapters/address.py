@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from urllib.parse import urlsplit
 
+from rl_vlm.safe_text import keep_secret
 from rl_vlm.types import UserInputError
 
 TOKEN_VARIABLE = "RL_VLM_API_TOKEN"
@@ -40,6 +41,7 @@ def token_header(variable: str) -> dict[str, str]:
     token = os.environ.get(variable, "").strip()
     if not token.isascii() or (token and not token.isprintable()):
         raise UserInputError(f"{variable} must be printable ASCII text.")
+    keep_secret(token)
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 

@@ -18,6 +18,7 @@ from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_reset, check_step
 from rl_vlm.envs.images import ImageError, decode
 from rl_vlm.envs.worker import Reply, raise_error
+from rl_vlm.safe_text import excerpt
 from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
 
 MAX_REPLY = 64 * 2**20
@@ -127,7 +128,7 @@ class RemoteEnv(VisionEnv):
                     return wire.unpack_frame(data)
                 except wire.FrameError as error:
                     raise EnvCrashError(f"{self._url} does not answer as an environment does ({error}).") from error
-            reason = data[:300].decode(errors="replace")
+            reason = excerpt(data[:5000].decode(errors="replace"), 300)
             if status not in (0, *_BUSY):
                 raise _refusal(self._url, status, reason)
             if time.monotonic() - started + pause > retry_s:

@@ -9,16 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rl_vlm.learning.strategies.base import Strategy
 from rl_vlm.models.adapter import AdapterPayload
 
 if TYPE_CHECKING:
     from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
-
-
-def make_strategy(num_learners: int) -> Strategy:
-    """The strategy for a group of that many learners."""
-    return AllReduce() if num_learners > 1 else SingleProcess()
 
 
 class SingleProcess:

@@ -60,6 +60,7 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: 
     if folder.exists():
         raise UserInputError(f"{folder} exists already: remove it or choose another folder.")
     # Imported here: the path of a cached model must not need torch and the environments of the warm start.
+    from rl_vlm.models.loading import save_model  # imports this module
     from rl_vlm.models.supervised import DialogueEncoder
 
     lessons = known.module
@@ -76,7 +77,7 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: 
             lessons.log_accuracy(model, encoder, loss, time.monotonic() - started)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        model.save_pretrained(draft)
+        save_model(model, draft)
         processor.save_pretrained(draft)
         _make_readable(draft)
         os.replace(draft, folder)

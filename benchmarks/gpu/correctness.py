@@ -1,0 +1,219 @@
+"""Does the learner compute the right thing on this GPU? Each check has a threshold; those that fail are named, and the code is 1.
+
+    python benchmarks/gpu/correctness.py [--size 2b] [--out FILE]
+
+Random weights of the published shapes. `--size tiny` tries the same code on a CPU in seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import Report, arguments, conversation, device_of, free, group, make_policy, picture, run_config, scratch
+
+from rl_vlm.config import RunConfig
+from rl_vlm.learning.batching import Minibatch
+from rl_vlm.learning.optimizer import make_optimizer
+from rl_vlm.learning.policy_model import PolicyModel
+from rl_vlm.learning.stats import UpdateStats
+from rl_vlm.learning.steps import make_updater, optimizer_step
+from rl_vlm.learning.strategies.replicated import SingleProcess, gradient_vector
+from rl_vlm.models.images import patchify
+from rl_vlm.types import Trajectory
+
+Gaps = Iterator[tuple[str, float, float]]  # name, value, threshold
+
+
+class Bench:
+    """The checks, each a generator of values and the thresholds that they must not exceed."""
+
+    def __init__(self, folder: Path, size: str, device: str) -> None:
+        self.folder, self.device = folder, device
+        self.small = size == "tiny"
+        self.sides = (64, 96) if self.small else (224, 448)
+        self.words, self.reply = (6, 8) if self.small else (64, 128)
+
+    def policy(self, dtype: str, **dotted: Any) -> tuple[PolicyModel, RunConfig]:
+        run = run_config(self.folder, dtype, **dotted)
+        return make_policy(self.folder, run, self.device), run
+
+    def minibatch(self, policy: PolicyModel, samples: int = 4) -> Minibatch:
+        rng = np.random.default_rng(3)
+        images = [picture(rng, side, side) for side in self.sides]
+        return Minibatch(
+            [group(policy.text, [image], self.words, self.reply, samples, seed) for seed, image in enumerate(images)]
+        )
+
+    def trajectories(self, policy: PolicyModel, equal: bool) -> list[Trajectory]:
+        rng = np.random.default_rng(5)
+        low, high = self.sides
+        shapes = [(low, low)] * 3 if equal else [(low, high), (high, high), (high, low)]
+        images = [picture(rng, *shape) for shape in shapes]
+        return [
+            conversation(policy.text, rng, images[:2], self.words, self.reply, "two"),
+            conversation(policy.text, rng, images[2:], self.words, self.reply, "one"),
+        ]
+
+    # --- the checks
+
+    def backbone(self) -> Gaps:
+        """Log-probabilities against transformers' plain forward pass: its own vision tower, positions and mask."""
+        policy, run = self.policy("float32")
+        updater = make_updater(policy, run)
+        for name, equal in (("equal", True), ("mixed", False)):
+            found = self.trajectories(policy, equal)
+            ours = updater.recompute(found)
+            gap = max(float(np.abs(a - self._plain(policy, one)).max()) for a, one in zip(ours, found, strict=True))
+            yield f"backbone_{name}_images", gap, 2e-3
+
+    @torch.no_grad()
+    def _plain(self, policy: PolicyModel, one: Trajectory) -> np.ndarray:
+        ids = torch.from_numpy(one.token_ids.astype(np.int64))[None].to(self.device)
+        pixels, grids = zip(*(patchify(policy.text.images, image) for image in one.images), strict=True)
+        logits = policy.model(
+            input_ids=ids,
+            pixel_values=torch.from_numpy(np.concatenate(pixels)).to(self.device),
+            image_grid_thw=torch.tensor(grids, device=self.device),
+            mm_token_type_ids=(ids == policy.model.config.image_token_id).int(),
+            use_cache=False,
+        ).logits[0]
+        logits = logits[:-1].float() + policy.backbone.token_bias
+        logprobs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        return logprobs.cpu().numpy()[one.loss_mask[1:]]
+
+    def precision(self) -> Gaps:
+        """bfloat16 against float32, same weights, in nats per token."""
+        found = {}
+        for dtype in ("float32", "bfloat16"):
+            policy, run = self.policy(dtype)
+            found[dtype] = np.concatenate(make_updater(policy, run).recompute(self.trajectories(policy, False)))
+            del policy
+            free()
+        yield "bf16_rms", float(np.sqrt(np.mean((found["float32"] - found["bfloat16"]) ** 2))), 0.05
+
+    def packing(self) -> Gaps:
+        """Samples that share a prompt in one row against a row each: losses and gradients in float32."""
+        yield from self._two_ways("packed", "learner__share_prompts", 1e-3)
+
+    def checkpointing(self) -> Gaps:
+        """Layers computed again against layers that are kept."""
+        yield from self._two_ways("checkpointing", "learner__gradient_checkpointing", 1e-4)
+
+    def _two_ways(self, name: str, key: str, threshold: float) -> Gaps:
+        losses, gradients, tokens = [], [], []
+        for value in (True, False):
+            policy, run = self.policy("float32", **{key: value})
+            updater, stats = make_updater(policy, run), UpdateStats()
+            (packed,) = updater.pack([self.minibatch(policy)])
+            for number in range(len(packed.micro_batches)):
+                updater.loss(packed, number, stats).backward()
+            tokens.append(sum(micro.input_ids.size for micro in packed.micro_batches))
+            losses.append(stats.logprob / stats.tokens)
+            gradients.append(gradient_vector(policy.parameters).cpu())
+            del policy, updater, packed
+            free()
+        if key == "learner__share_prompts":  # else both ways would be one
+            yield f"{name}_nothing", float(tokens[0] >= tokens[1]), 0.0
+        yield f"{name}_logprob", abs(losses[0] - losses[1]), threshold
+        yield f"{name}_gradient", float((gradients[0] - gradients[1]).norm() / gradients[1].norm()), threshold
+
+    def first_ratio(self) -> Gaps:
+        """The first ratios are exactly 1: the pass with a gradient gives what the one without gave."""
+        policy, run = self.policy("bfloat16", learner__gradient_checkpointing=True)
+        updater, stats = make_updater(policy, run), UpdateStats()
+        (packed,) = updater.pack([self.minibatch(policy)])
+        for number in range(len(packed.micro_batches)):
+            updater.loss(packed, number, stats)
+        yield "first_ratio_error", stats.first_ratio_error, 0.0
+
+    def kernels(self) -> Gaps:
+        """Which kernel computes masked attention. The one called math writes out all scores."""
+        policy, run = self.policy("bfloat16")
+        updater = make_updater(policy, run)
+        for length in (64, 128, 256) if self.small else (1024, 4096, 8192):
+            rng = np.random.default_rng(length)
+            image, samples = picture(rng, self.sides[0], self.sides[0]), 4
+            each = (length - policy.text.count_image_tokens(image.width, image.height)) // (samples + 1)
+            (micro,) = updater.pack([Minibatch([group(policy.text, [image], each // 2, each, samples, 0)])])[
+                0
+            ].micro_batches
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
+                updater.logprobs(micro)
+            names = {event.key for event in profile.key_averages() if "scaled_dot_product" in event.key}
+            used = sorted(name.split("::")[-1] for name in names if "::_" in name)
+            print(f"  {length} tokens: {', '.join(used)}", flush=True)
+            yield f"math_attention_{length}", float(any("math" in name for name in used) or not used), 0.0
+
+    def moments(self) -> Gaps:
+        """The optimiser's state goes to the CPU and back: the next step is the same, and the state is on the device."""
+        policy, run = self.policy("bfloat16")
+        updater, stats = make_updater(policy, run), UpdateStats()
+        strategy, optimizer = SingleProcess(), make_optimizer(policy, run)
+        strategy.prepare(policy, optimizer)
+        (packed,) = updater.pack([self.minibatch(policy)])
+        optimizer_step(strategy, packed, updater.loss, 1.0, stats)
+        kept = [parameter.detach().clone() for parameter in policy.parameters]
+        state = strategy.state()
+        ends = []
+        for restore in (False, True):
+            with torch.no_grad():
+                for parameter, value in zip(policy.parameters, kept, strict=True):
+                    parameter.copy_(value)
+            if restore:
+                optimizer = make_optimizer(policy, run)
+                strategy.prepare(policy, optimizer)
+                strategy.restore({name: tensor.clone() for name, tensor in state.items()})
+                devices = {
+                    value.device.type
+                    for fields in optimizer.state.values()
+                    for value in fields.values()
+                    if torch.is_tensor(value)
+                }
+                yield "moments_elsewhere", float(devices != {self.device}), 0.0
+            else:
+                state = {name: tensor.clone() for name, tensor in state.items()}
+            for parameter in policy.parameters:  # the same gradient both times
+                parameter.grad = torch.full_like(parameter, 1e-3)
+            strategy.step(1.0)
+            ends.append(torch.cat([parameter.detach().reshape(-1).cpu() for parameter in policy.parameters]))
+        yield "moments_restored", float((ends[0] - ends[1]).abs().max()), 0.0
+
+
+def check(bench: Bench, report: Report, method: Callable[[], Gaps]) -> None:
+    """Run one check and keep its values."""
+    with report.measured(method.__name__):
+        for name, value, threshold in method():
+            passed = value <= threshold  # not for NaN
+            report.add(name, value=value, threshold=threshold, passed=passed)
+            if not passed:
+                report.failed.append(name)
+
+
+def main(arguments_given: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    args = arguments(__doc__, "2b").parse_args(arguments_given)
+    device = device_of(args.size)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # float32 is the reference
+    report = Report("correctness", args.size, device)
+    with scratch(args.size) as folder:
+        bench = Bench(folder, args.size, device)
+        for method in (
+            bench.backbone,
+            bench.precision,
+            bench.packing,
+            bench.checkpointing,
+            bench.first_ratio,
+            bench.kernels,
+            bench.moments,
+        ):
+            check(bench, report, method)
+    return report.finish(args.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

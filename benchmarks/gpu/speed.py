@@ -1,0 +1,312 @@
+"""How fast is the learner on this GPU, and what does it hold? Random weights of the published shapes, bfloat16, LoRA of rank 32.
+
+    python benchmarks/gpu/speed.py [--size 4b] [--out FILE]
+
+An update is one optimiser step over a micro-batch of 8,192 packed tokens with images. MFU counts what an update with frozen
+weights needs: two products forward and two backward for every weight and token (no gradient of the weights, no second
+forward pass of checkpointing), the head at sampled positions alone, and attention between tokens that see each other. Without --size: 2b, 4b, 8b.
+`--size tiny` tries the same code on a CPU in seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import Report, arguments, device_of, free, full_batch, make_policy, picture, run_config, scratch, seconds
+from torch.nn import functional
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from rl_vlm.learning import logprobs
+from rl_vlm.learning.optimizer import make_optimizer
+from rl_vlm.learning.policy_model import PolicyModel
+from rl_vlm.learning.stats import UpdateStats
+from rl_vlm.learning.steps import make_updater, optimizer_step
+from rl_vlm.learning.strategies.replicated import SingleProcess
+from rl_vlm.learning.update import PackedMinibatch
+from rl_vlm.models.images import patchify
+from rl_vlm.models.memory.cards import gib, plan_memory
+from rl_vlm.models.memory.shape import ModelShape
+
+_PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # bf16 FLOP/s, dense
+_CARDS = {24: 23.6, 48: 47.4, 80: 79.15}  # GiB: as sold, as reported
+
+
+class Update:
+    """One policy and one packed minibatch, and the step on it."""
+
+    def __init__(self, folder: Path, device: str, tokens: int, side: int, **dotted: Any) -> None:
+        run = run_config(
+            folder, "bfloat16", learner__micro_batch_tokens=tokens, serving__max_context=tokens // 2, **dotted
+        )
+        self.run, self.device = run, device
+        self.policy: PolicyModel = make_policy(folder, run, device)
+        self.updater, self.strategy = make_updater(self.policy, run), SingleProcess()
+        self.strategy.prepare(self.policy, make_optimizer(self.policy, run))
+        self.packed: PackedMinibatch = self.updater.pack([full_batch(self.policy.text, tokens, side)])[0]
+
+    @property
+    def tokens(self) -> int:
+        """Packed tokens, padding left out."""
+        return sum(int((micro.segments >= 0).sum()) for micro in self.packed.micro_batches)
+
+    def step(self) -> None:
+        """One optimiser step."""
+        assert optimizer_step(self.strategy, self.packed, self.updater.loss, 1.0, UpdateStats())
+
+    def flops(self, shape: ModelShape) -> float:
+        """Of one step, as the module's docstring counts them."""
+        text, total = shape.text, 0.0
+        active = text.linear_parameters + (text.layers - text.mlp_layers) * 3 * text.token_width * text.hidden
+        for micro in self.packed.micro_batches:
+            lengths = (micro.segments >= 0).sum(1).astype(float)
+            total += 4 * active * lengths.sum() + 4 * text.embedding * len(micro.target)
+            # Scores and their product with the values for every pair that sees each other, once forward and twice backward.
+            pairs = sum(_seen_pairs(row) for row in micro.segments)
+            total += 12 * text.layers * text.heads * text.head_dim * pairs
+        return total
+
+
+def _seen_pairs(segments: np.ndarray) -> float:
+    """Queries and keys of a packed row that see each other: the prompt, and each continuation with the prompt and itself."""
+    lengths = np.bincount(segments[segments >= 0]).astype(float)
+    return float((lengths**2).sum() / 2 + lengths[0] * lengths[1:].sum())
+
+
+@contextmanager
+def an_update(*given: Any, **dotted: Any) -> Iterator[Update]:
+    """An update that leaves nothing on the device."""
+    update = Update(*given, **dotted)
+    try:
+        yield update
+    finally:
+        del update.policy, update.updater, update.strategy, update.packed
+        free()
+
+
+def peak_flops(device: str) -> float | None:
+    """What the device can do at most, where it is known."""
+    name = torch.cuda.get_device_name() if device == "cuda" else ""
+    return next((value for key, value in _PEAK.items() if key in name), None)
+
+
+class Speed:
+    """The measurements of one size."""
+
+    def __init__(self, report: Report, folder: Path, size: str, device: str) -> None:
+        self.report, self.folder, self.device, self.size = report, folder, device, size
+        self.tokens, self.side = (256, 64) if size == "tiny" else (8192, 448)
+        self.repeats = 1 if size == "tiny" else 3
+        self.shape = ModelShape.read(folder)
+
+    def update(self, name: str, change: Callable[[Update], None] = lambda _: None, **dotted: Any) -> None:
+        """Time a step, its peak memory, and what the plan says of it."""
+        with (
+            self.report.measured(f"{self.size} {name}"),
+            an_update(self.folder, self.device, self.tokens, self.side, **dotted) as update,
+        ):
+            change(update)
+            if self.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            taken = seconds(update.step, self.device, self.repeats)
+            peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else None
+            best = peak_flops(self.device)
+            learner = next(
+                process
+                for card in plan_memory(update.run, self.shape, None).cards
+                for process in card.processes
+                if process.kind == "learner"
+            )
+            planned = sum(part.bytes for part in learner.parts if part.name != "CUDA context")
+            self.report.add(
+                f"{self.size} {name}",
+                seconds=taken,
+                tokens_per_s=update.tokens / taken,
+                tflops=update.flops(self.shape) / taken / 1e12,
+                mfu=update.flops(self.shape) / taken / best if best else None,
+                peak_gib=peak / 2**30 if peak else None,
+                planned_gib=planned / 2**30,
+                tokens=update.tokens,
+            )
+
+    def updates(self) -> None:
+        """The update as it is, and with one thing changed at a time."""
+        self.update("update", learner__gradient_checkpointing=True)
+        self.update("update, no checkpointing", learner__gradient_checkpointing=False)
+        self.update("update, LoRA in bfloat16", _lora_in_bf16, learner__gradient_checkpointing=True)
+        # Minutes for each size; on a CPU it needs a C++ compiler.
+        if self.device == "cuda" and self.size == "4b":
+            self.update("update, compiled layers", _compile_layers, learner__gradient_checkpointing=True)
+
+    def head(self) -> None:
+        """Log-probabilities of sampled tokens, forward and backward, in tiles of several sizes."""
+        with (
+            self.report.measured(f"{self.size} head"),
+            an_update(self.folder, self.device, self.tokens, self.side) as update,
+        ):
+            backbone, rows = update.policy.backbone, self.tokens // 2
+            hidden = torch.randn(
+                rows, self.shape.text.hidden, device=self.device, dtype=torch.bfloat16, requires_grad=True
+            )
+            targets = torch.randint(0, 200, (rows,), device=self.device)
+            for name, options in _head_options():
+                if self.device == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated() if self.device == "cuda" else 0
+
+                def work(options: dict[str, Any] = options) -> None:
+                    logprobs.token_logprobs(backbone, hidden, targets, 1.0, **options)[0].sum().backward()
+
+                taken = seconds(work, self.device, self.repeats)
+                peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if self.device == "cuda" else None
+                self.report.add(f"{self.size} head, {name}", seconds=taken, rows=rows, peak_gib=peak)
+
+    def attention(self) -> None:
+        """One layer's attention over a packed row: torch's kernel with a dense mask, and flex attention with its segments."""
+        text, length = self.shape.text, self.tokens
+        width = length // 9
+        segments = torch.clamp(torch.arange(length, device=self.device) // width, max=8)
+        shapes = (text.heads, text.kv_heads, text.kv_heads)
+        inputs = [
+            torch.randn(
+                1,
+                heads,
+                length,
+                text.head_dim,
+                device=self.device,
+                dtype=torch.bfloat16,
+                requires_grad=self.device == "cuda",
+            )
+            for heads in shapes
+        ]
+
+        def seen(_: Any, __: Any, query: Any, key: Any) -> Any:
+            return (query >= key) & ((segments[key] == 0) | (segments[key] == segments[query]))
+
+        places = torch.arange(length, device=self.device)
+        dense = seen(0, 0, places[:, None], places[None, :])[None, None]
+        block = create_block_mask(seen, None, None, length, length, device=self.device)
+        flex = torch.compile(flex_attention) if self.device == "cuda" else flex_attention
+        outputs: dict[str, Any] = {}
+        kinds: dict[str, Callable[[], Any]] = {
+            "dense mask": lambda: functional.scaled_dot_product_attention(*inputs, attn_mask=dense, enable_gqa=True),
+            "flex": lambda: flex(*inputs, block_mask=block, enable_gqa=True),
+        }
+        for name, attend in kinds.items():
+            with self.report.measured(f"{self.size} attention, {name}"):
+
+                def work(attend: Callable[[], Any] = attend, name: str = name) -> None:
+                    out = attend()
+                    outputs[name] = out.detach()
+                    if out.requires_grad:
+                        out.sum().backward()
+
+                taken = seconds(work, self.device, self.repeats)
+                gap = float((outputs[name] - outputs["dense mask"]).abs().max())
+                self.report.add(f"{self.size} attention, {name}", seconds=taken, gap=gap, tokens=length)
+
+    def images(self) -> None:
+        """Milliseconds per image: decoding and cutting it on the CPU, and a pass of the tower."""
+        with (
+            self.report.measured(f"{self.size} images"),
+            an_update(self.folder, self.device, self.tokens, self.side) as update,
+        ):
+            backbone, rng = update.policy.backbone, np.random.default_rng(0)
+            found = [picture(rng, self.side, self.side) for _ in range(2 if self.size == "tiny" else 32)]
+            cut = seconds(lambda: [patchify(backbone.images, image) for image in found], self.device, self.repeats)
+
+            def encode() -> None:
+                backbone.forget_images()
+                backbone.image_features(found)
+
+            taken = seconds(encode, self.device, self.repeats)
+            each = 1000 / len(found)
+            self.report.add(
+                f"{self.size} images", png_ms=cut * each, png_and_tower_ms=taken * each, pixels=self.side**2
+            )
+
+    def profile(self) -> None:
+        """The operations that take most of a step."""
+        with (
+            self.report.measured(f"{self.size} profile"),
+            an_update(self.folder, self.device, self.tokens, self.side, learner__gradient_checkpointing=True) as update,
+        ):
+            update.step()
+            kinds = [torch.profiler.ProfilerActivity.CPU]
+            kinds += [torch.profiler.ProfilerActivity.CUDA] if self.device == "cuda" else []
+            with torch.profiler.profile(activities=kinds) as profile:
+                update.step()
+            key = "self_device_time_total" if self.device == "cuda" else "self_cpu_time_total"
+            events = sorted(profile.key_averages(), key=lambda event: getattr(event, key), reverse=True)
+            total = sum(getattr(event, key) for event in events) or 1.0
+            self.report.add(
+                f"{self.size} profile",
+                milliseconds=total / 1000,
+                operations=[
+                    {"name": event.key[:80], "share": getattr(event, key) / total, "calls": event.count}
+                    for event in events[:15]
+                ],
+            )
+
+    def cards(self) -> None:
+        """Whether an update fits into the memory of smaller cards, and what the plan says of it."""
+        whole = torch.cuda.get_device_properties(0).total_memory
+        for sold, reported in _CARDS.items():
+            if gib(reported) > whole:
+                continue
+            torch.cuda.set_per_process_memory_fraction(gib(reported) / whole)
+            try:
+                self.update(f"update, a card of {sold} GB", learner__gradient_checkpointing=True)
+            finally:
+                torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def _lora_in_bf16(update: Update) -> None:
+    for parameter in update.policy.parameters:
+        parameter.data = parameter.data.bfloat16()
+    update.strategy.prepare(update.policy, make_optimizer(update.policy, update.run))
+
+
+def _compile_layers(update: Update) -> None:
+    for layer in update.policy.model.model.language_model.layers:
+        layer.compile()
+
+
+def _head_options() -> list[tuple[str, dict[str, Any]]]:
+    """How the head may be cut."""
+    tiles = [(1024, 16384), (4096, 16384), (4096, 65536)]
+    return [
+        ("as it is", {}),
+        *((f"tiles of {rows} × {columns}", {"tile": logprobs.Tile(rows, columns)}) for rows, columns in tiles),
+    ]
+
+
+def main(arguments_given: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    args = arguments(__doc__, "").parse_args(arguments_given)
+    chosen = [args.size] if args.size else ["2b", "4b", "8b"]
+    device = device_of(chosen[0])
+    report = Report("speed", ", ".join(chosen), device)
+    for size in chosen:
+        with scratch(size) as folder:
+            speed = Speed(report, folder, size, device)
+            speed.updates()
+            speed.head()
+            speed.attention()
+            speed.images()
+            if size in ("tiny", "4b"):
+                speed.profile()
+            if device == "cuda":
+                speed.cards()
+    # A card that is too small for a size is a figure.
+    report.failed = [name for name in report.failed if "a card of" not in name]
+    return report.finish(args.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Simulated env runners and replicas for scale.py: what the real parts of a run see of thousands of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import ray
+from ray.rllib.utils.actor_manager import FaultTolerantActorManager
+
+from rl_vlm.rollout.runners import EnvRunners
+from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
+from rl_vlm.serving.registry import AdapterRegistry
+from rl_vlm.serving.version_line import Published
+from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
+
+HOSTS = 2  # processes that the simulated runners, or replicas, live in
+TOKENS = 512  # of an episode
+
+
+def group(task: RolloutTask) -> TrajectoryGroup:
+    """What a runner returns for a task: episodes of one turn."""
+    mask = np.zeros(TOKENS, bool)
+    mask[TOKENS // 2 :] = True
+    turn = Turn(TOKENS // 2, TOKENS, task.min_version, StopReason.STOP, 1.0)
+    return TrajectoryGroup(
+        task.group_id,
+        task.index,
+        [
+            Trajectory(
+                f"{task.group_id}/{k}",
+                np.arange(TOKENS, dtype=np.int32),
+                mask,
+                np.full(TOKENS, -1.0, np.float32),
+                (turn,),
+                TrajectoryStatus.COMPLETED,
+            )
+            for k in range(task.size)
+        ],
+    )
+
+
+@ray.remote(num_cpus=0, max_concurrency=100_000)
+class RunnerHost:
+    """Many simulated env runners in one process: each group takes a random time (log-normal, median `seconds`)."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._chosen = seconds, random.Random(0)
+
+    async def sample(self, tasks: list[RolloutTask]) -> RolloutResult:
+        """As `VLMEnvRunner.sample`."""
+        await asyncio.sleep(self._seconds * self._chosen.lognormvariate(0.0, 0.5) * len(tasks))
+        return RolloutResult(groups=[group(task) for task in tasks], timings={"sample": self._seconds})
+
+
+class _Runner:
+    """An actor handle as the samplers use it."""
+
+    def __init__(self, host: Any) -> None:
+        self.sample = host.sample
+
+
+def runners(count: int, seconds: float) -> tuple[EnvRunners, list[Any]]:
+    """Simulated env runners below the real bookkeeping, and the actors to kill at the end."""
+    hosts = [RunnerHost.remote(seconds) for _ in range(HOSTS)]
+    ray.get([host.__ray_ready__.remote() for host in hosts], timeout=60)
+    manager = FaultTolerantActorManager([_Runner(hosts[k % HOSTS]) for k in range(count)])
+    return EnvRunners(SimpleNamespace(_worker_manager=manager)), hosts  # type: ignore[arg-type]
+
+
+async def follow(registry: Any, replica: str, load_s: float, ended: asyncio.Event) -> None:
+    """One replica: waits for versions, loads and acknowledges them. `registry` has AdapterRegistry's coroutines."""
+    version = 0
+    while not ended.is_set():
+        found: Published | None = await registry.wait_newer(replica, version, {})
+        if found is not None:
+            await asyncio.sleep(load_s)
+            version = found.version
+            await registry.ack(replica, version, found.sha256)
+
+
+class _Remote:
+    """Calls an actor's methods as coroutines."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*arguments: Any) -> Any:
+            return await getattr(self._actor, name).remote(*arguments)
+
+        return call
+
+
+@ray.remote(num_cpus=0, max_concurrency=100_000)
+class ReplicaHost:
+    """Many simulated replicas in one process."""
+
+    async def run(self, registry: Any, names: list[str], load_s: float) -> None:
+        """Follow the registry until `stop`."""
+        self._ended = asyncio.Event()
+        await asyncio.gather(*(follow(_Remote(registry), name, load_s, self._ended) for name in names))
+
+    async def stop(self) -> None:
+        """End all of them at their next answer."""
+        self._ended.set()
+
+
+async def publish_locally(
+    registry: AdapterRegistry, replicas: int, versions: list[Published], load_s: float
+) -> list[float]:
+    """Seconds from each publication until all replicas have acknowledged it, all in this process: the registry's own work."""
+    ended = asyncio.Event()
+    following = [asyncio.create_task(follow(registry, f"replica{k}", load_s, ended)) for k in range(replicas)]
+    await asyncio.sleep(0.1)
+    seconds = []
+    for published in versions:
+        started = time.perf_counter()
+        await registry.publish(published)
+        await registry.report(published.version, replicas, 120.0)
+        seconds.append(time.perf_counter() - started)
+    ended.set()
+    for task in following:
+        task.cancel()
+    await asyncio.gather(*following, return_exceptions=True)
+    return seconds

@@ -1,0 +1,37 @@
+"""Where a learner computes, and how much of a GPU that others use too it may take."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_vlm.config import RunConfig
+from rl_vlm.models.memory.cards import driver_gpu, learner_fraction
+
+
+def learner_device(run: RunConfig) -> str:
+    """The device of a learner in this process: Ray shows an actor its own GPU alone, and a driver all of them.
+
+    In the driver it is one that no replica has been given, unless there is room for both on one.
+    """
+    if run.learner.gpus_per_learner <= 0 or not torch.cuda.is_available():
+        return "cpu"
+    return "cuda" if run.learner.num_learners else driver_device(run)
+
+
+def driver_device(run: RunConfig) -> str:
+    """The device of what computes in the driver beside its learners: their GPU, where they have one."""
+    if run.learner.gpus_per_learner <= 0 or not torch.cuda.is_available():
+        return "cpu"
+    return f"cuda:{min(driver_gpu(run), torch.cuda.device_count() - 1)}"
+
+
+def limit_memory(run: RunConfig, device: str) -> None:
+    """Keep torch in this process to the learner's share of a GPU that a replica uses too.
+
+    Beyond it an allocation fails here, with a sentence, instead of in the replica.
+    """
+    if not device.startswith("cuda"):
+        return
+    fraction = learner_fraction(run, torch.cuda.get_device_properties(device).total_memory)
+    if fraction is not None:
+        torch.cuda.set_per_process_memory_fraction(fraction, device)

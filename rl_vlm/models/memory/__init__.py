@@ -1,0 +1,1 @@
+"""How much memory a run needs on a GPU, by arithmetic from the model's configuration: no weights, no torch."""

@@ -1,0 +1,177 @@
+"""Which actors of a run share a GPU, and what is left of its memory: the memory plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_vlm.config import RunConfig
+from rl_vlm.models.memory.learner import learner_parts, preference_learner_parts
+from rl_vlm.models.memory.parts import CUDA_CONTEXT, GIB, Part
+from rl_vlm.models.memory.replica import replica_parts, starved_replica
+from rl_vlm.models.memory.shape import ModelShape
+
+_NEVER_LEFT = 0.02  # of a card: what the caching allocator of torch cannot hand out, an estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process on a GPU, and its parts there."""
+
+    kind: str
+    parts: tuple[Part, ...]
+
+    @property
+    def bytes(self) -> int:
+        """All parts."""
+        return sum(part.bytes for part in self.parts)
+
+
+@dataclass(slots=True)
+class Card:
+    """A GPU of a run; `count` of them hold the same. `size`: bytes that it reports, None where that is not known."""
+
+    processes: list[Process] = field(default_factory=list)
+    size: int | None = None
+    count: int = 1
+
+    @property
+    def used(self) -> int:
+        """What the processes hold together."""
+        return sum(process.bytes for process in self.processes)
+
+    @property
+    def left(self) -> int | None:
+        """What is free beside them and the allocator's loss; negative: it does not fit."""
+        return None if self.size is None else int(self.size * (1 - _NEVER_LEFT)) - self.used
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The GPUs of a run. Without GPUs one card stands for the machine's memory, and `gpus` is 0."""
+
+    shape: ModelShape
+    cards: list[Card]
+    gpus: int
+    adapter_bytes: int  # of one published version, in float32
+    starved: str = ""  # a sentence where a replica's share of a GPU holds no sample
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is known not to fit."""
+        return not self.starved and all(card.left is None or card.left >= 0 for card in self.cards)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `rl-vlm plan --json`: sizes in bytes."""
+        return {
+            "fits": self.fits,
+            "starved": self.starved,
+            "parameters": self.shape.parameters,
+            "adapter_bytes": self.adapter_bytes,
+            "gpus": self.gpus,
+            "cards": [
+                {
+                    "count": card.count,
+                    "size": card.size,
+                    "used": card.used,
+                    "left": card.left,
+                    "processes": [
+                        {
+                            "kind": process.kind,
+                            "bytes": process.bytes,
+                            "parts": [part._asdict() for part in process.parts],
+                        }
+                        for process in card.processes
+                    ],
+                }
+                for card in self.cards
+            ],
+        }
+
+
+def plan_memory(run: RunConfig, shape: ModelShape, card: int | None) -> MemoryPlan:
+    """The plan for GPUs of `card` bytes each."""
+    learns_policy = run.spec.publishes_adapters
+    learner = learner_parts(run, shape) if learns_policy else preference_learner_parts()
+    kinds = {
+        "replica": Process("replica", tuple(replica_parts(run, shape, card))),
+        "learner": Process("learner", tuple(learner)),
+    }
+    adapter = 4 * shape.lora_parameters(run.model.lora.rank, run.model.lora.target_modules) if learns_policy else 0
+    placed = [[kinds[kind] for kind in kinds_here] for kinds_here in place(run)]
+    if not placed:
+        # No process has a CUDA context, and the size of a GPU means nothing.
+        host = [
+            Process(kind, tuple(part for part in process.parts if part.name != "CUDA context"))
+            for kind, process in kinds.items()
+            if kind == "learner" or run.spec.serves(run)
+        ]
+        return MemoryPlan(shape, [Card(host)], 0, adapter)
+    cards: list[Card] = []
+    for processes in placed:
+        if cards and cards[-1].processes == processes:
+            cards[-1].count += 1
+        else:
+            cards.append(Card(processes, card))
+    held = any(process.kind == "replica" for processes in placed for process in processes)
+    return MemoryPlan(shape, cards, len(placed), adapter, starved_replica(run, shape, card) if held else "")
+
+
+def place(run: RunConfig) -> list[list[str]]:
+    """The kinds of processes on each GPU, as Ray places them on one node: replicas first, each where it first fits."""
+    free: list[float] = []
+    placed: list[list[str]] = []
+    for kind, share in _requests(run):
+        if share >= 1:
+            free += [0.0] * int(share)
+            placed += [[kind] for _ in range(int(share))]
+            continue
+        # Ray fills the GPU that is left with least.
+        fitting = [k for k, room in enumerate(free) if room >= share - 1e-9]
+        if not fitting:
+            free.append(1.0)
+            placed.append([])
+            fitting = [len(free) - 1]
+        chosen = min(fitting, key=lambda k: free[k])
+        free[chosen] -= share
+        placed[chosen].append(kind)
+    return placed
+
+
+def shares_gpu(run: RunConfig) -> bool:
+    """Whether a replica and a learner are on one GPU."""
+    return any(len(set(kinds)) > 1 for kinds in place(run))
+
+
+def driver_gpu(run: RunConfig) -> int:
+    """The number of the learners' first GPU where Ray gives the replicas the first ones."""
+    return next((number for number, kinds in enumerate(place(run)) if "learner" in kinds), 0)
+
+
+def learner_fraction(run: RunConfig, card: int) -> float | None:
+    """The share of a GPU of `card` bytes that torch may allocate in a learner; None: no limit, it has the GPU to itself.
+
+    Beside one replica of vLLM that is all that vLLM leaves; else the share that Ray was told. CUDA contexts come on top.
+    """
+    share = run.learner.gpus_per_learner
+    here = next((kinds for kinds in place(run) if "learner" in kinds), ["learner"])
+    if len(here) == 1 or not 0 < share < 1:
+        return None
+    if here.count("learner") == 1 and here.count("replica") == 1 and run.serving.expected_engine == "vllm":
+        share = max(share, 1 - run.serving.memory_utilization)
+    return max(share - CUDA_CONTEXT / card, 0.05)
+
+
+def _requests(run: RunConfig) -> Iterator[tuple[str, float]]:
+    """Kind and GPUs of every process that asks for some, replicas first."""
+    kinds = {"replicas": "replica", "learners": "learner", "learner in the driver": "learner"}
+    for actors in run.spec.actors(run):
+        if actors.gpus and actors.kind in kinds:
+            for _ in range(actors.count):
+                yield kinds[actors.kind], actors.gpus
+
+
+def gib(size: float) -> int:
+    """GiB as bytes."""
+    return int(size * GIB)

@@ -1,0 +1,229 @@
+"""ModelShape: parameters, LoRA sizes and bytes per token of Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE models.
+
+Everything is counted from the content of config.json, and equals what transformers' classes allocate.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rl_vlm.types import UserInputError
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+# Names of the linear layers in the language model, by the choice that users know. `vision` adds the tower's.
+ADAPTED: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "attn": _ATTENTION,
+    "mlp": _MLP,
+    "all": _ATTENTION + _MLP,  # before its other name: the first that fits is how an adapter is described
+    "mlp_attn": _ATTENTION + _MLP,
+    "vision": _ATTENTION + _MLP,
+}
+
+
+class Linear(NamedTuple):
+    """A linear layer, `copies` times."""
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+    copies: int = 1
+
+    @property
+    def parameters(self) -> int:
+        """Of all copies."""
+        return self.copies * (self.inputs * self.outputs + self.bias * self.outputs)
+
+    def lora(self, rank: int) -> int:
+        """LoRA parameters of all copies."""
+        return self.copies * rank * (self.inputs + self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class TextShape:
+    """The language model. `experts` is 0 without a mixture; then `expert_width` and `experts_per_token` mean nothing."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    width: int
+    vocab: int
+    attention_bias: bool
+    head_norms: bool
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_width: int = 0
+    dense_layers: int = 0  # of a mixture: layers that have an ordinary MLP
+
+    @property
+    def mlp_layers(self) -> int:
+        """Layers with an ordinary MLP."""
+        return self.dense_layers if self.experts else self.layers
+
+    @property
+    def token_width(self) -> int:
+        """Units of the MLP that a token goes through, in the layers that most have."""
+        return self.experts_per_token * self.expert_width if self.experts else self.width
+
+    def linears(self) -> Iterator[Linear]:
+        """The linear layers that can be adapted."""
+        queries, keys, bias = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.attention_bias
+        yield Linear("q_proj", self.hidden, queries, bias, self.layers)
+        yield Linear("k_proj", self.hidden, keys, bias, self.layers)
+        yield Linear("v_proj", self.hidden, keys, bias, self.layers)
+        yield Linear("o_proj", queries, self.hidden, bias and self.head_norms, self.layers)
+        yield Linear("gate_proj", self.hidden, self.width, False, self.mlp_layers)
+        yield Linear("up_proj", self.hidden, self.width, False, self.mlp_layers)
+        yield Linear("down_proj", self.width, self.hidden, False, self.mlp_layers)
+
+    @property
+    def linear_parameters(self) -> int:
+        """Parameters of these."""
+        return sum(linear.parameters for linear in self.linears())
+
+    @property
+    def parameters(self) -> int:
+        """Of the layers and the last norm; embedding and output projection apart."""
+        norms = self.layers * (2 * self.hidden + 2 * self.head_norms * self.head_dim) + self.hidden
+        experts = (self.layers - self.mlp_layers) * self.experts * self.hidden * (3 * self.expert_width + 1)
+        return self.linear_parameters + norms + experts
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, and of the output projection where it is not tied to it."""
+        return self.vocab * self.hidden
+
+
+@dataclass(frozen=True, slots=True)
+class TowerShape:
+    """The vision tower; `gated` is Qwen2.5-VL's kind: gated MLPs, norms without bias, no position table, no deep stack."""
+
+    hidden: int
+    depth: int
+    heads: int
+    width: int
+    patch_inputs: int  # values of a patch over all its frames
+    frames: int
+    merge: int
+    out: int
+    positions: int
+    deepstack: int  # layers whose features go to the language model, beside the last
+    gated: bool
+
+    def linears(self) -> Iterator[Linear]:
+        """The linear layers that can be adapted."""
+        merged = self.hidden * self.merge**2
+        yield Linear("qkv", self.hidden, 3 * self.hidden, True, self.depth)
+        yield Linear("proj", self.hidden, self.hidden, True, self.depth)
+        if self.gated:
+            yield Linear("gate_up", self.hidden, self.width, True, 2 * self.depth)
+            yield Linear("down_proj", self.width, self.hidden, True, self.depth)
+        else:
+            yield Linear("linear_fc1", self.hidden, self.width, True, self.depth)
+            yield Linear("linear_fc2", self.width, self.hidden, True, self.depth)
+        yield Linear("merger1", merged, merged, True, 1 + self.deepstack)
+        yield Linear("merger2", merged, self.out, True, 1 + self.deepstack)
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        norm = 1 if self.gated else 2  # vectors of a norm
+        norms = 2 * self.depth * norm * self.hidden + norm * self.hidden
+        norms += self.deepstack * norm * self.hidden * self.merge**2
+        embed = self.hidden * (self.patch_inputs + (not self.gated)) + self.positions * self.hidden
+        return sum(linear.parameters for linear in self.linears()) + norms + embed
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A vision-language model: sizes only."""
+
+    family: str
+    text: TextShape
+    tower: TowerShape
+    tied: bool
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
+        """From the content of config.json. Raises UserInputError for families that are not known."""
+        family = config.get("model_type")
+        if family not in ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"):
+            raise UserInputError(f"No memory plan for model type {family!r}: it is known for Qwen2.5-VL and Qwen3-VL.")
+        older = family == "qwen2_5_vl"
+        text = config.get("text_config", config)  # older folders have the language model's settings at the top
+        tower = config["vision_config"]
+        heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
+        layers, experts = int(text["num_hidden_layers"]), int(text.get("num_experts") or 0)
+        patch, frames = int(tower["patch_size"]), int(tower.get("temporal_patch_size", 2))
+        return cls(
+            family=family,
+            text=TextShape(
+                hidden=hidden,
+                layers=layers,
+                heads=heads,
+                kv_heads=int(text.get("num_key_value_heads") or heads),
+                head_dim=int(text.get("head_dim") or hidden // heads),
+                width=int(text["intermediate_size"]),
+                vocab=int(text["vocab_size"]),
+                attention_bias=older or bool(text.get("attention_bias", False)),
+                head_norms=not older,
+                experts=experts,
+                experts_per_token=int(text.get("num_experts_per_tok") or 0),
+                expert_width=int(text.get("moe_intermediate_size") or 0),
+                dense_layers=_dense_layers(text, layers) if experts else 0,
+            ),
+            tower=TowerShape(
+                hidden=int(tower["hidden_size"]),
+                depth=int(tower["depth"]),
+                heads=int(tower["num_heads"]),
+                width=int(tower["intermediate_size"]),
+                patch_inputs=int(tower.get("in_channels", 3)) * frames * patch**2,
+                frames=frames,
+                merge=int(tower.get("spatial_merge_size", 2)),
+                out=int(tower["out_hidden_size"]),
+                positions=0 if older else int(tower["num_position_embeddings"]),
+                deepstack=0 if older else len(tower["deepstack_visual_indexes"]),
+                gated=older,
+            ),
+            tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelShape:
+        """Of a model folder. Raises UserInputError."""
+        try:
+            return cls.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserInputError(f"Cannot read the shapes in {folder / 'config.json'} ({error!r}).") from error
+
+    @property
+    def parameters(self) -> int:
+        """All parameters; tied weights count once."""
+        return self.text.parameters + self.tower.parameters + self.text.embedding * (1 if self.tied else 2)
+
+    def adapted(self, target_modules: str) -> list[Linear]:
+        """The linear layers that `model.lora.target_modules` changes."""
+        language = [linear for linear in self.text.linears() if linear.name in ADAPTED[target_modules]]
+        return language + (list(self.tower.linears()) if target_modules == "vision" else [])
+
+    def lora_parameters(self, rank: int, target_modules: str) -> int:
+        """Parameters of an adapter."""
+        return sum(linear.lora(rank) for linear in self.adapted(target_modules))
+
+    def kv_bytes_per_token(self, element: int) -> int:
+        """Keys and values of one token in all layers, with `element` bytes each."""
+        return 2 * self.text.layers * self.text.kv_heads * self.text.head_dim * element
+
+
+def _dense_layers(text: Mapping[str, Any], layers: int) -> int:
+    """Layers of a mixture that have an ordinary MLP, by transformers' rule."""
+    step, dense = int(text.get("decoder_sparse_step") or 1), set(text.get("mlp_only_layers") or ())
+    return sum(number in dense or (number + 1) % step > 0 for number in range(layers))

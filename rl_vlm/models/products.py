@@ -1,0 +1,190 @@
+"""The matrix product of a CPU: torch's own (MKL) or oneDNN's, whichever this machine computes faster.
+
+On AMD processors with AVX-512, MKL uses AVX2 only. The choice is measured once and kept in the cache folder, so that every
+process of a machine, and a run that is resumed on it, rounds in the same way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rl_vlm.files import cache_folder, locked, write_atomic
+from rl_vlm.types import UserInputError
+
+ProductName: TypeAlias = Literal["torch", "onednn"]
+Use: TypeAlias = Literal["layers", "updates"]
+# (x [..., in], weight [out, in], bias [out] or None) to [..., out]; without a gradient.
+Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+_SIZES = ((512, 256, 2048), (512, 2048, 256), (1024, 512, 512))  # rows, in, out
+_ROUNDS = 12
+_MARGIN = 0.95  # the other product must take less than this share of the time of torch's
+# Multiplications below which torch's product is used in any case: oneDNN's takes 10 to 15 µs to start.
+_SMALL = 2**23
+
+log = logging.getLogger(__name__)
+
+
+def torch_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x · weightᵀ + bias by torch, of any type and device."""
+    return functional.linear(x, weight, bias)
+
+
+def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x · weightᵀ + bias by oneDNN, or by torch where that is little: float32 on a CPU, without a gradient."""
+    if x.numel() * weight.shape[0] < _SMALL:
+        return functional.linear(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+_PRODUCTS: dict[ProductName, Product] = {"torch": torch_product, "onednn": onednn_product}
+
+
+def product_of(name: ProductName, weight: Tensor) -> Product:
+    """The named product where it can multiply with `weight`, else torch's."""
+    return _PRODUCTS[name] if weight.device.type == "cpu" and weight.dtype == torch.float32 else torch_product
+
+
+def choose_product(
+    wanted: Literal["auto", "torch", "onednn"], deterministic: bool = False, use: Use = "layers"
+) -> ProductName:
+    """What the setting `learner.cpu_product` means on this machine for the layers of a model, or for SAC's updates.
+
+    `auto` in a deterministic run is torch's: its bytes must not depend on a measurement, which a lost cache repeats.
+    Raises UserInputError for oneDNN in a torch without it.
+    """
+    if wanted == "onednn" and not torch.backends.mkldnn.is_available():
+        raise UserInputError("learner.cpu_product onednn: this build of torch has no oneDNN: use torch or auto.")
+    if wanted != "auto":
+        return wanted
+    return "torch" if deterministic or not torch.backends.mkldnn.is_available() else _fastest(use)
+
+
+@cache
+def _fastest(use: Use = "layers") -> ProductName:
+    """The faster product, from the cache folder or measured; torch's where none can be kept."""
+    try:
+        path = cache_folder() / f"{'product' if use == 'layers' else 'product-updates'}-{_machine()}.json"
+        with locked(path.with_suffix(".lock")):
+            known = _read(path)
+            if known is None:
+                seconds = measure_products() if use == "layers" else measure_updates()
+                known = "onednn" if seconds["onednn"] < _MARGIN * seconds["torch"] else "torch"
+                write_atomic(path, json.dumps({"product": known, "seconds": seconds}) + "\n")
+            return known
+    except (OSError, UserInputError) as error:
+        # Measured anew each time, the choice could change between the parts of a run.
+        log.warning("The choice of the CPU's matrix product cannot be kept (%s): torch's is used.", error)
+        return "torch"
+
+
+def measure_products() -> dict[ProductName, float]:
+    """CPU seconds by product, of layers of a model."""
+    generator = torch.Generator().manual_seed(0)
+    return _measure([[torch.randn(n, width, generator=generator) for n in (rows, out)] for rows, width, out in _SIZES])
+
+
+def measure_updates() -> dict[ProductName, float]:
+    """CPU seconds by product, of what an update of SAC multiplies: forward, to the inputs, and to the weights.
+
+    Their strides differ, and so does what each library makes of them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, gradient, weight = (torch.randn(256, 256, generator=generator) for _ in range(3))
+    return _measure([[x, weight], [gradient, weight.t()], [gradient.t(), x.t()]])
+
+
+def _measure(cases: list[list[Tensor]]) -> dict[ProductName, float]:
+    """The least of each case, added.
+
+    Of one thread, which another load on the machine does not slow down; and they take turns.
+    """
+    total: dict[ProductName, float] = dict.fromkeys(_PRODUCTS, 0.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            for x, weight in cases:
+                best = dict.fromkeys(_PRODUCTS, float("inf"))
+                for _ in range(_ROUNDS):
+                    for name, product in _PRODUCTS.items():
+                        started = time.thread_time()
+                        product(x, weight, None)
+                        best[name] = min(best[name], time.thread_time() - started)
+                for name, seconds in best.items():
+                    total[name] += seconds
+    finally:
+        torch.set_num_threads(threads)
+    return total
+
+
+def _read(path: Path) -> ProductName | None:
+    try:
+        found = json.loads(path.read_text())["product"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return cast(ProductName, found) if found in _PRODUCTS else None
+
+
+def _machine() -> str:
+    """What the speed depends on; no host name, since a container gets another one with every start."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    processor = sorted({line for line in lines if line.startswith(("model name", "CPU part"))})
+    facts = [*processor, torch.__version__, torch.backends.cpu.get_cpu_capability()]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """oneDNN's product with weights that have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return onednn_product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        return onednn_product(gradients[0], weight.t()), None, None
+
+
+class FrozenLinear(nn.Linear):
+    """A linear layer whose weights are frozen: float32 on a CPU, by oneDNN."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As nn.Linear, without a gradient for the weights."""
+        frozen = not self.weight.requires_grad and (self.bias is None or not self.bias.requires_grad)
+        if not frozen or input.dtype != torch.float32 or self.weight.dtype != torch.float32:
+            return super().forward(input)
+        if not (torch.is_grad_enabled() and input.requires_grad):
+            return onednn_product(input, self.weight, self.bias)
+        # Rows outside the function: what it returns must be no view, or nobody could change it in place.
+        rows = _FrozenProduct.apply(input.reshape(-1, self.in_features), self.weight, self.bias)
+        return rows.view(*input.shape[:-1], self.out_features)  # type: ignore[no-any-return]
+
+
+def use_onednn(model: nn.Module, smallest: int = 0) -> int:
+    """Let the frozen float32 linear layers of a model on a CPU, of `smallest` weights or more, compute by oneDNN.
+
+    Returns how many there are.
+    """
+    changed = 0
+    for module in model.modules():
+        # Only torch's own layer: a subclass may compute something else.
+        if type(module) is not nn.Linear or module.weight.requires_grad or module.weight.numel() < smallest:
+            continue
+        if product_of("onednn", module.weight) is onednn_product:
+            module.__class__ = FrozenLinear
+            changed += 1
+    return changed

@@ -1,0 +1,134 @@
+"""`rl-vlm plan`: the memory plan of a run on this machine's GPUs, or on the card that its recipe names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.config import RunConfig
+from rl_vlm.models.loading import SUPPORTED_FAMILIES, resolve_model
+from rl_vlm.models.memory.cards import Card, MemoryPlan, gib, plan_memory
+from rl_vlm.models.memory.parts import GIB, amount, text
+from rl_vlm.models.memory.published import published_config
+from rl_vlm.models.memory.shape import ModelShape
+from rl_vlm.models.tiny.variants import VARIANT_OF
+from rl_vlm.types import UserInputError
+
+_VERSIONS = 3  # of the adapter, in the object store at one time
+_STORE_MIB = 256  # of the object store of a small run
+
+
+def shape_of(model: str) -> ModelShape:
+    """The shapes of `model.path`; those of Qwen's own models are known without their files. Raises UserInputError."""
+    try:
+        return ModelShape.read(resolve_model(model))
+    except UserInputError:
+        published = published_config(model)
+        if published is None:
+            raise
+        return ModelShape.from_config(published)
+
+
+def make_plan(run: RunConfig, gpu_gib: float | None = None, folder: Path | None = None) -> MemoryPlan:
+    """The memory plan for GPUs of `gpu_gib` GiB; else for the smallest of this machine, else for the recipe's card.
+
+    `folder`: of the model, where it is known. Raises UserInputError.
+    """
+    shape = shape_of(run.model.path) if folder is None else ModelShape.read(folder)
+    card = gpu_gib or smallest_gpu_gib(run) or run.model.least_gpu_gib
+    return plan_memory(run, shape, None if card is None else gib(card))
+
+
+def smallest_gpu_gib(run: RunConfig) -> float | None:
+    """Memory of this machine's smallest GPU, where the run asks for one and there is one. torch is imported only then."""
+    if not run.needed_gpus or not _has_nvidia():
+        return None
+    import torch
+
+    found = range(torch.cuda.device_count())
+    return min((torch.cuda.get_device_properties(k).total_memory / GIB for k in found), default=None)
+
+
+def adapters_mib(run: RunConfig) -> int:
+    """What versions of the adapter take in the object store: the newest, the one that replicas still load, and one that is made."""
+    if not run.spec.publishes_adapters or run.model.path in VARIANT_OF:  # the tiny ones' are small
+        return 0
+    lora = run.model.lora
+    return math.ceil(_VERSIONS * 4 * shape_of(run.model.path).lora_parameters(lora.rank, lora.target_modules) / 2**20)
+
+
+def object_store_mib(run: RunConfig) -> int:
+    """The object store of a private cluster. Raises UserInputError where the configuration's is too small for the adapter."""
+    needed, given = adapters_mib(run), run.resources.object_store_mib
+    if given is None:
+        return max(_STORE_MIB, needed + _STORE_MIB // 2)
+    if given < needed:
+        raise UserInputError(
+            f"resources.object_store_mib {given} is too small: {_VERSIONS} versions of this run's adapter, of rank "
+            f"{run.model.lora.rank}, take {needed} MiB. Set it to {needed + _STORE_MIB // 2} or leave it out."
+        )
+    return given
+
+
+def _has_nvidia() -> bool:
+    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
+
+
+def describe(run: RunConfig, plan: MemoryPlan) -> Iterator[str]:
+    """The plan as lines for people."""
+    yield f"{run.name}: {run.model.path}, {amount(plan.shape.parameters)} parameters"
+    if plan.shape.family not in SUPPORTED_FAMILIES:
+        yield f"Models of type {plan.shape.family} are planned, and not served or trained yet."
+    for card in plan.cards:
+        yield from _card(card, plan.gpus)
+    if plan.adapter_bytes:
+        yield f"A version of the adapter: {plan.adapter_bytes / 1e6:.{0 if plan.adapter_bytes > 1e7 else 2}f} MB"
+    if plan.starved:
+        yield f"It does not fit. {plan.starved}"
+    if any(card.left is not None and card.left < 0 for card in plan.cards):
+        yield f"It does not fit: {advice(run)}"
+
+
+def _card(card: Card, gpus: int) -> Iterator[str]:
+    of = f" of {text(card.size)}" if card.size else ""
+    if gpus:
+        yield f"{card.count} GPU{'s' if card.count > 1 else ''}{of}{', each' if card.count > 1 else ''}:"
+    else:
+        yield "No GPU is asked for; in main memory:"
+    for process in card.processes:
+        yield f"  {process.kind:<26}{text(process.bytes):>12}"
+        for part in process.parts:
+            yield f"    {part.name:<24}{text(part.bytes):>12}  {part.detail}"
+    if card.left is not None:
+        yield f"  {'left':<26}{text(card.left):>12}"
+
+
+def advice(run: RunConfig) -> str:
+    """What makes a run smaller, one sentence."""
+    steps = []
+    if run.spec.publishes_adapters:
+        if not run.learner.gradient_checkpointing:
+            steps.append("set learner.gradient_checkpointing=true")
+        steps.append(f"lower learner.micro_batch_tokens ({run.learner.micro_batch_tokens})")
+    if run.spec.serves(run):
+        if run.serving.expected_engine == "vllm":
+            steps.append(f"lower serving.vllm.gpu_memory_utilization ({run.serving.memory_utilization:g})")
+        else:
+            steps.append(f"lower serving.max_rows ({run.serving.max_rows})")
+        steps.append(f"lower serving.max_context ({run.serving.max_context})")
+    if run.model.dtype == "float32":
+        steps.insert(0, "set model.dtype=bfloat16")
+    return ", ".join(steps[:-1]) + f", or {steps[-1]}." if len(steps) > 1 else "use a larger GPU."
+
+
+def short_form(plan: MemoryPlan) -> dict[str, Any]:
+    """The plan in a line per kind of GPU, for `--dry-run`."""
+    found: dict[str, Any] = {}
+    for number, card in enumerate(plan.cards):
+        held = ", ".join(f"{process.kind} {text(process.bytes)}" for process in card.processes)
+        left = "" if card.left is None else f", {text(card.left)} left of {text(card.size or 0)}"
+        name = "memory" if len(plan.cards) == 1 else f"memory_{number}"
+        found[name] = f"{held}{left}" + (f" (on each of {card.count} GPUs)" if card.count > 1 else "")
+    return found

@@ -1,0 +1,59 @@
+"""What a sweep prints while it runs: a line when a trial starts, is evaluated, ends or fails."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection
+from typing import Any
+
+from ray.tune import Callback
+
+from rl_vlm.config.sweep import SweepConfig
+from rl_vlm.sweeps.results import figure
+
+
+class SweepProgress(Callback):
+    """Prints to standard output. Trials are numbered in the order in which they first start."""
+
+    def __init__(self, sweep: SweepConfig) -> None:
+        self._metric, self._sign = sweep.metric, sweep.sign
+        self._keys: Collection[str] = tuple(sweep.space)
+        self._numbers: dict[str, int] = {}
+        self._told: dict[str, float] = {}
+        self._best = math.nan
+        self._trials = sweep.num_trials
+        self._started = time.monotonic()
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        known = trial.trial_id in self._numbers
+        number = self._numbers.setdefault(trial.trial_id, len(self._numbers) + 1)
+        settings = ", ".join(f"{key}={_short(trial.config[key])}" for key in self._keys if key in trial.config)
+        self._say(number, f"{'goes on' if known else 'starts'} with {settings}")
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        value = figure(result, self._metric)
+        if math.isnan(value) or value == self._told.get(trial.trial_id):
+            return
+        self._told[trial.trial_id] = value
+        if math.isnan(self._best) or self._sign * value < self._sign * self._best:
+            self._best = value
+        done = f"iteration {result['training_iteration']}: {self._metric} {value:.3f} (best so far {self._best:.3f})"
+        self._say(self._numbers.get(trial.trial_id, 0), done)
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        ended = 1 + sum(other.is_finished() for other in trials if other is not trial)
+        self._say(self._numbers.get(trial.trial_id, 0), f"has ended; {ended} of {self._trials} have")
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._say(self._numbers.get(trial.trial_id, 0), f"failed: see {trial.error_file or 'its folder'}")
+
+    def _say(self, number: int, what: str) -> None:
+        seconds = int(time.monotonic() - self._started)
+        print(f"{seconds // 60:3d}:{seconds % 60:02d}  trial {number} {what}", flush=True)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,124 @@
+"""Ways to share an update over processes: all make the update of one process, and go on where another number stopped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from learner_processes import LR, Learned, learn
+
+from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from rl_vlm.models.adapter import AdapterPayload
+
+SHARDING = [
+    pytest.param({"strategy": "fsdp2"}, id="fsdp2"),
+    pytest.param({"strategy": "fsdp2", "offload_params": True}, id="fsdp2-offload"),
+    pytest.param({"strategy": "fsdp2", "gradient_checkpointing": True}, id="fsdp2-checkpointing"),
+    pytest.param({"strategy": "zero1"}, id="zero1"),
+    pytest.param({"strategy": "zero1", "offload_optimizer": True}, id="zero1-offload"),
+    pytest.param({"strategy": "zero2"}, id="zero2"),
+    pytest.param({"strategy": "zero2", "offload_optimizer": True}, id="zero2-offload"),
+    pytest.param({"strategy": "zero3"}, id="zero3"),
+    pytest.param(
+        {"strategy": "zero3", "offload_optimizer": True, "offload_params": True},
+        id="zero3-offload",
+    ),
+]
+
+
+def group(folder: Path, learners: int, updates: list[int], settings: dict[str, Any], **more: Any) -> Learned:
+    return learn(folder, learners, updates, **{f"learner__{key}": value for key, value in settings.items()}, **more)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_folder: Path) -> Learned:
+    """Three updates by one process."""
+    return learn(tiny_folder, 1, [0, 1, 2])
+
+
+def check_equal(one: Learned, other: Learned) -> None:
+    """Adapters, moments, norms of gradients and what the model says: as equal as sums in another order are."""
+    np.testing.assert_allclose(one.norms, other.norms, rtol=1e-5)
+    assert one.adapter.keys() == other.adapter.keys() and one.moments.keys() == other.moments.keys()
+    for name, array in other.adapter.items():
+        np.testing.assert_allclose(one.adapter[name], array, atol=1e-5, rtol=0, err_msg=name)
+    for name, array in other.moments.items():
+        np.testing.assert_allclose(one.moments[name], array, atol=1e-5 * np.abs(array).max(), rtol=0, err_msg=name)
+    for found, expected in zip(one.scores, other.scores, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+
+
+def check_shards(found: Learned, reference: Learned, settings: dict[str, Any]) -> None:
+    """The layers are divided where the strategy says so, and learners with less to do made passes that do not count."""
+    learners = len(found.held)
+    parts = learners if settings["strategy"] in ("fsdp2", "zero3") else 1
+    assert found.held == pytest.approx([reference.held[0] / parts] * learners, rel=0.05)
+    made, counted = ([[step[k] for step in one] for one in found.passes] for k in (0, 1))
+    assert all(one == made[0] for one in made)
+    assert learners == 2 or any(one != counted[0] for one in counted)
+
+
+def test_sharded_layers_make_the_update_of_one_process(tiny_folder: Path, reference: Learned) -> None:
+    moved = max(np.abs(array).max() for array in reference.adapter.values())
+    assert moved > LR and len(reference.norms) == 6
+    settings = {"strategy": "fsdp2"}
+    found = group(tiny_folder, 4, [0, 1, 2], settings)
+    check_equal(found, reference)
+    check_shards(found, reference, settings)
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("learners", [2, 4])
+@pytest.mark.parametrize("settings", SHARDING)
+def test_every_strategy_makes_the_update_of_one_process(
+    tiny_folder: Path, reference: Learned, settings: dict[str, Any], learners: int
+) -> None:
+    found = group(tiny_folder, learners, [0, 1, 2], settings)
+    check_equal(found, reference)
+    check_shards(found, reference, settings)
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("settings", SHARDING)
+def test_saved_by_four_and_continued_by_two(
+    tiny_folder: Path, tmp_path: Path, reference: Learned, settings: dict[str, Any]
+) -> None:
+    import torch
+    from core_support import run_config
+
+    from rl_vlm.models.lora_layers import lora_config
+
+    four = group(tiny_folder, 4, [0, 1], settings)
+    lora = run_config(tiny_folder).model.lora
+    adapter = AdapterPayload.build(
+        1,
+        {name: torch.from_numpy(array) for name, array in four.adapter.items()},
+        lora_config(lora.rank, lora.alpha, lora.target_modules),
+    )
+    moments = {name: torch.from_numpy(array) for name, array in four.moments.items()}
+    write_checkpoint(tmp_path, Checkpoint(adapter, moments, {}))
+    saved = read_checkpoint(tmp_path)
+    start = replace(
+        four,
+        adapter={name: tensor.numpy() for name, tensor in saved.adapter.state().items()},
+        moments={name: tensor.numpy() for name, tensor in saved.moments.items()},
+    )
+    two = group(tiny_folder, 2, [2], settings, start=start)
+    check_equal(replace(two, norms=four.norms + two.norms), reference)
+    # And by one process alone, without the strategy.
+    one = learn(tiny_folder, 1, [2], start=start)
+    check_equal(replace(one, norms=four.norms + one.norms), reference)
+
+
+@pytest.mark.parametrize("settings", [{"strategy": "fsdp2"}, *SHARDING[3:]])
+@pytest.mark.acceptance
+def test_a_gradient_that_is_not_finite_is_skipped_by_all(tiny_folder: Path, settings: dict[str, Any]) -> None:
+    found = group(tiny_folder, 2, [0, 1], settings, poisoned=1)
+    clean = group(tiny_folder, 2, [0], settings)
+    assert found.skipped == 1
+    assert len(found.norms) == len(clean.norms) + 1
+    for name in found.adapter:
+        assert np.isfinite(found.adapter[name]).all()

