@@ -43,7 +43,7 @@ lint: install ## Check style, types and which way imports point
 	$(BIN)/lint-imports --no-cache
 
 unit: install ## Tests without Ray, in minutes
-	$(UNIT)
+	$(UNIT) -m "not acceptance"
 
 security: install ## What hostile clients, files, endpoints and environments do
 	$(SECURITY)

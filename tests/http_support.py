@@ -25,6 +25,7 @@ from rl_vlm.http.service import ServedModel
 from rl_vlm.types import Completion, GenerationRequest, SampleChunk
 
 CONTEXT = 1024
+PATIENCE_S = 120.0  # for what comes at once on a quiet machine; the tests also run at a low priority on a busy one
 
 
 class EngineBackend:
@@ -107,7 +108,7 @@ def tiny_engine(folder: Path) -> Iterator[TransformersEngine]:
         asyncio.run(engine.close())
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
     """Wait for something that another thread does."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import schemathesis
 from fuzzing import SECONDS, damaged, fuzz
-from http_support import EngineBackend, Server, data_uri, serving, tiny_engine
+from http_support import PATIENCE_S, EngineBackend, Server, data_uri, serving, tiny_engine
 from image_corpus import encoded
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
@@ -30,7 +30,10 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_t
 
 @pytest.fixture(scope="module")
 def server(tiny_folder: Path) -> Iterator[Server]:
-    with tiny_engine(tiny_folder) as engine, serving(EngineBackend(engine), tiny_folder, deadline_s=20) as server:
+    with (
+        tiny_engine(tiny_folder) as engine,
+        serving(EngineBackend(engine), tiny_folder, deadline_s=PATIENCE_S) as server,
+    ):
         yield server
 
 
@@ -45,7 +48,7 @@ def test_whatever_the_schema_allows_or_not_gets_a_documented_answer(server: Serv
     statuses: set[int] = set()
 
     def check(case: schemathesis.Case) -> None:
-        statuses.add(case.call_and_validate(timeout=20, checks=CHECKS).status_code)
+        statuses.add(case.call_and_validate(timeout=PATIENCE_S, checks=CHECKS).status_code)
 
     # In documents that are wrong only the operations with a body have something that could be.
     operations = [found.ok() for found in document.get_all_operations()]
@@ -77,11 +80,11 @@ def requests() -> list[bytes]:
 
 def test_damaged_requests_on_the_wire(server: Server) -> None:
     host, port = httpx.URL(server.url).host, httpx.URL(server.url).port
-    first = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=20)
+    first = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=PATIENCE_S)
     assert first.status_code == 200 and port
 
     def check(data: bytes) -> None:
-        with socket.create_connection((host, port), timeout=20) as sock:
+        with socket.create_connection((host, port), timeout=PATIENCE_S) as sock:
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)  # nothing more will come
             answer = b""
@@ -94,5 +97,5 @@ def test_damaged_requests_on_the_wire(server: Server) -> None:
         assert b"Traceback" not in answer
 
     assert fuzz(damaged(requests()), check, 0.4) > 10
-    again = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=20)
+    again = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=PATIENCE_S)
     assert again.status_code == 200

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from http_attacks import CHAT, chat_body, head
-from http_support import EngineBackend, Server, serving, tiny_engine, wait_until
+from http_support import PATIENCE_S, EngineBackend, Server, serving, tiny_engine, wait_until
 
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.http.connections import ConnectionLimits, ConnectionTable, peer_of
@@ -59,8 +59,8 @@ def test_without_the_token_a_post_takes_no_place_and_its_body_is_not_read(guarde
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD"])
 def test_only_a_get_of_health_needs_no_token(guarded: Server, method: str) -> None:
-    assert httpx.request(method, f"{guarded.url}/health").status_code == 401
-    assert httpx.get(f"{guarded.url}/health").status_code == 200
+    assert httpx.request(method, f"{guarded.url}/health", timeout=PATIENCE_S).status_code == 401
+    assert httpx.get(f"{guarded.url}/health", timeout=PATIENCE_S).status_code == 200
 
 
 def test_many_probes_ask_the_replicas_once(engine: TransformersEngine, tiny_folder: Path) -> None:
@@ -70,7 +70,7 @@ def test_many_probes_ask_the_replicas_once(engine: TransformersEngine, tiny_fold
         asked.append(1)
 
     backend.health = health  # type: ignore[method-assign]
-    with serving(backend, tiny_folder, token=TOKEN) as server, httpx.Client() as client:
+    with serving(backend, tiny_folder, token=TOKEN) as server, httpx.Client(timeout=PATIENCE_S) as client:
         started = time.monotonic()
         for _ in range(40):
             assert client.get(f"{server.url}/health").status_code == 200
@@ -89,7 +89,9 @@ def test_what_only_looks_like_this_machine_is_not_answered(
         with connect(server, f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()) as sock:
             assert sock.recv(100).split()[1] in (b"403", b"400"), host
         for right in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]", "[::1]:80"):
-            assert httpx.get(f"{server.url}/health", headers={"Host": right}).status_code == 200, right
+            assert httpx.get(f"{server.url}/health", headers={"Host": right}, timeout=PATIENCE_S).status_code == 200, (
+                right
+            )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_silent_connections_make_room_for_requests(engine: TransformersEngine, t
 
 
 def test_a_connection_that_is_kept_alive_is_served_again(guarded: Server) -> None:
-    with httpx.Client(base_url=guarded.url, headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+    with httpx.Client(base_url=guarded.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S) as client:
         for _ in range(5):
             assert client.post("/generate", json=HI, timeout=60).status_code == 200
             assert client.get("/health").status_code == 200

@@ -21,7 +21,7 @@ def endless(engine: TransformersEngine, text: TextSide) -> Iterator[None]:
         bias[end] = 0.0
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     """Wait for something that another thread does."""
     async with asyncio.timeout(seconds):
         while not condition():

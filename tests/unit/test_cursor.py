@@ -50,7 +50,7 @@ def test_a_single_item_comes_again_and_again() -> None:
     assert [item.index for item in DataCursor(1, 0).take(3)] == [0, 0, 0]
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("items", [0, -1])
 def test_an_empty_split_is_an_error_and_not_an_endless_search(items: int) -> None:
     with pytest.raises(UserInputError, match="empty"):

@@ -41,7 +41,7 @@ def ask(text: TextSide, name: str = "r", **sampling: Any) -> GenerationRequest:
 
 
 async def read(engine: TransformersEngine, asked: GenerationRequest) -> list[SampleChunk]:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         return [chunk async for chunk in engine.stream(asked)]
 
 

@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from http_support import EngineBackend, Server, data_uri, serving, tiny_engine
+from http_support import PATIENCE_S, EngineBackend, Server, data_uri, serving, tiny_engine
 from PIL import Image
 from test_http_images import png_header
 
@@ -78,7 +78,10 @@ BODIES: dict[str, bytes] = {
 
 @pytest.fixture(scope="module")
 def server(tiny_folder: Path) -> Iterator[Server]:
-    with tiny_engine(tiny_folder) as engine, serving(EngineBackend(engine), tiny_folder, deadline_s=20) as server:
+    with (
+        tiny_engine(tiny_folder) as engine,
+        serving(EngineBackend(engine), tiny_folder, deadline_s=PATIENCE_S) as server,
+    ):
         yield server
 
 
@@ -99,11 +102,13 @@ def _body(messages: list[dict[str, Any]]) -> bytes:
 
 @pytest.mark.parametrize(("name", "body", "status"), list(corpus()), ids=[name for name, _, _ in corpus()])
 def test_hostile_requests_get_an_answer(server: Server, name: str, body: bytes, status: int) -> None:
-    plain = httpx.post(f"{server.url}/generate", content=body, headers={"Content-Type": "application/json"}, timeout=20)
+    plain = httpx.post(
+        f"{server.url}/generate", content=body, headers={"Content-Type": "application/json"}, timeout=PATIENCE_S
+    )
     assert plain.status_code == status, plain.text[:300]
     as_chat = body[:1] + b'"model": "tiny", ' + body[1:] if body[:2] == b'{"' else body
     headers = {"Content-Type": "application/json"}
-    chat = httpx.post(f"{server.url}/v1/chat/completions", content=as_chat, headers=headers, timeout=20)
+    chat = httpx.post(f"{server.url}/v1/chat/completions", content=as_chat, headers=headers, timeout=PATIENCE_S)
     assert chat.status_code == status, chat.text[:300]
     for reply in (plain, chat):
         assert "Traceback" not in reply.text and len(reply.text) < 2000
@@ -116,7 +121,7 @@ def test_memory_does_not_grow(server: Server) -> None:
     trim = ctypes.CDLL(
         None
     ).malloc_trim  # each thread's pool keeps what was freed; how many threads there are is chance
-    with httpx.Client(base_url=server.url, headers={"Content-Type": "application/json"}, timeout=20) as client:
+    with httpx.Client(base_url=server.url, headers={"Content-Type": "application/json"}, timeout=PATIENCE_S) as client:
         for _ in range(8):
             for _, body in requests:
                 client.post("/generate", content=body)

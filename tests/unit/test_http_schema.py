@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from http_support import EngineBackend, Server, serving, tiny_engine
+from http_support import PATIENCE_S, EngineBackend, Server, serving, tiny_engine
 from jsonschema import Draft202012Validator
 
 HI = [{"role": "user", "content": "x"}]
@@ -51,7 +51,7 @@ def server(tiny_folder: Path) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def schemas(server: Server) -> dict[str, Draft202012Validator]:
     """By path: what its body may be."""
-    document = httpx.get(f"{server.url}/openapi.json").json()
+    document = httpx.get(f"{server.url}/openapi.json", timeout=PATIENCE_S).json()
     bodies = {}
     for path in ("/generate", "/v1/chat/completions"):
         body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
@@ -63,7 +63,7 @@ def schemas(server: Server) -> dict[str, Draft202012Validator]:
 def test_what_schemathesis_found_is_refused_by_both(
     server: Server, schemas: dict[str, Draft202012Validator], path: str, body: dict[str, Any]
 ) -> None:
-    assert httpx.post(server.url + path, json=body).status_code == 400
+    assert httpx.post(server.url + path, json=body, timeout=PATIENCE_S).status_code == 400
     assert not schemas[path].is_valid(body)
 
 
