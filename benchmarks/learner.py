@@ -71,6 +71,7 @@ class Contender:
         assert self._process.stdin is not None
         print("step", file=self._process.stdin, flush=True)
         answer = self._answer()
+        print(f"{LABELS[self.kind]}, {self.rows} rows: {answer['seconds']:.1f} s", file=sys.stderr, flush=True)
         if keep:
             self.steps.append(answer)
 
@@ -148,6 +149,7 @@ def main() -> None:
                 contenders.append(start(kind))
             if contenders:
                 compare(report, contenders, rounds)
+                report.finish(args.out)  # the rest takes minutes
         finally:
             for contender in contenders:
                 contender.stop()

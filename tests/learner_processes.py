@@ -39,6 +39,9 @@ class Learned:
     passes: list[list[tuple[int, int]]] = field(default_factory=list)  # (all, those that count)
     held: list[int] = field(default_factory=list)  # weights of the frozen layers in each process
     skipped: int = 0  # steps
+    grown: list[float] = field(
+        default_factory=list
+    )  # MiB of memory of its own that each process took for the prepared policy
 
 
 def learn(
@@ -85,6 +88,7 @@ def learn(
             np.testing.assert_array_equal(other.adapter[name], tensor, err_msg=f"learners differ: {name}")
     first.passes = [result.passes[0] for result in results]
     first.held = [result.held[0] for result in results]
+    first.grown = [result.grown[0] for result in results]
     return first
 
 
@@ -137,11 +141,13 @@ def _learned(
         "gloo", f"tcp://127.0.0.1:{port}", timedelta(seconds=TIMEOUT_S), learners, rank
     )
     run = run_config(folder, **dotted)
+    before = _own_memory()
     policy = PolicyModel(folder, run)
     randomize(policy, 1, 0.05)
     strategy, optimizer = make_strategy(run.learner), make_optimizer(policy, run)
     updater = make_updater(policy, run)
     strategy.prepare(policy, optimizer)
+    grown = _own_memory() - before
     if start is not None:
         from rl_vlm.models.lora_layers import load_lora_state
 
@@ -171,7 +177,14 @@ def _learned(
         [passes],
         [_held(policy)],
         stats.skipped_steps,
+        [grown],
     )
+
+
+def _own_memory() -> float:
+    """MiB that are neither of a mapped file nor shared."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1024
 
 
 def _not_a_number(loss: MicroBatchLoss) -> MicroBatchLoss:

@@ -113,6 +113,9 @@ class VLMLearner(TorchLearner):
         self._average = None if decay is None else WeightAverage(self.vlm.policy.weights(), decay)
         self._scored: list[PackedMinibatch] = []
 
+    def _map_module_to_device(self, module: Any) -> None:
+        """The policy is loaded where it belongs; layers that will be sharded are in host memory until then."""
+
     def _make_modules_ddp_if_necessary(self) -> None:
         """No DDP: the strategy adds the gradients, once per step, whatever the number of micro-batches."""
 

@@ -45,7 +45,8 @@ class PolicyModel:
         quiet_libraries()
         self.product: ProductName = "torch"
         self.text = load_text_side(folder, run.model.pixels)
-        self.model = load_model(folder, run.model.dtype, device)
+        shards = run.learner.shards_layers
+        self.model = load_model(folder, run.model.dtype, device, layers_on_host=shards)
         lora = run.model.lora
         self.lora = lora_config(lora.rank, lora.alpha, lora.target_modules)
         self.lora.base_model_name_or_path = str(folder)
@@ -66,6 +67,10 @@ class PolicyModel:
         self.backbone.choose_attention(run.learner.attention)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.critic = self._make_critic(run) if isinstance(run, RunConfig) and run.spec.has_critic else None
+        if shards:
+            # Made where the layers are, and whole in every learner.
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.to(device) if parameter.requires_grad else parameter.data
 
     def _choose_product(self, run: RunConfig | SFTConfig) -> None:
         deterministic = isinstance(run, RunConfig) and run.deterministic

@@ -6,6 +6,8 @@ import importlib.util
 import json
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -133,12 +135,21 @@ def _chat_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def load_model(
-    folder: Path, dtype: DType = "float32", device: str = "cpu", quantization: Quantization = "none"
+    folder: Path,
+    dtype: DType = "float32",
+    device: str = "cpu",
+    quantization: Quantization = "none",
+    *,
+    layers_on_host: bool = False,
 ) -> PreTrainedModel:
     """The model with its weights, in evaluation mode and frozen.
 
+    In host memory, weights of the type that the files have are the mapped files themselves, which processes of a machine share.
+
     nf4: the language model's linear weights as NF4 (QLoRA, arXiv 2305.14314), computed with in `dtype`; the vision
     tower, embeddings and output projection stay as they are.
+    layers_on_host: the language model's layers stay there, for a strategy that takes its shards from them layer by layer;
+    a device would have to hold the whole model otherwise.
     """
     import torch
 
@@ -152,11 +163,23 @@ def load_model(
     model = from_folder(AutoModelForImageTextToText, folder, **options)
     model.requires_grad_(False)
     if quantization == "none":
-        return model.to(device).eval()  # type: ignore[no-any-return]
+        with _without_layers(model.model.language_model) if layers_on_host else nullcontext():
+            model.to(device)
+        return model.eval()  # type: ignore[no-any-return]
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # it would compute in bfloat16 whatever `dtype` says
     return model.eval()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _without_layers(decoder: Any) -> Iterator[None]:
+    layers = decoder.layers
+    del decoder.layers
+    try:
+        yield
+    finally:
+        decoder.layers = layers
 
 
 def check_quantization(name: str) -> None:

@@ -12,6 +12,7 @@ from learner_processes import LR, Learned, learn
 
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.tiny import model as tiny
 
 SHARDING = [
     pytest.param({"strategy": "fsdp2"}, id="fsdp2"),
@@ -68,6 +69,22 @@ def test_sharded_layers_make_the_update_of_one_process(tiny_folder: Path, refere
     found = group(tiny_folder, 4, [0, 1, 2], settings)
     check_equal(found, reference)
     check_shards(found, reference, settings)
+
+
+@pytest.mark.acceptance
+def test_no_learner_takes_memory_for_the_whole_model(tmp_path: Path) -> None:
+    plain = tiny.build_processor()
+    model = tiny.build_model(0, plain.tokenizer, "wide")
+    model.config.text_config.update({"intermediate_size": 32768, "num_hidden_layers": 8})
+    model = type(model)(model.config)
+    model.save_pretrained(tmp_path)
+    plain.save_pretrained(tmp_path)
+    layers = sum(parameter.numel() for parameter in model.model.language_model.layers.parameters()) * 4 / 2**20
+    rest = sum(parameter.numel() for parameter in model.parameters()) * 4 / 2**20 - layers
+    del model
+    assert layers > 150 > rest
+    for grown in group(tmp_path, 2, [], {"strategy": "fsdp2"}).grown:
+        assert layers / 2 < grown < layers / 2 + rest + 60
 
 
 @pytest.mark.acceptance

@@ -66,10 +66,9 @@ class Zero:
         self._engine = initialize(nn.ParameterList(self._parameters), optimizer, trained)
         if self._stage == 3:
             decoder = policy.model.model.language_model
+            settings = _layers_config(decoder, offload if self._offload_params else None)
             with _without(decoder, self._parameters):
-                self._frozen = initialize(
-                    decoder, None, _layers_config(decoder, offload if self._offload_params else None)
-                )
+                self._frozen = initialize(decoder, None, settings, sharded_first=True)
 
     def backward(self, loss: Tensor) -> None:
         """See Strategy."""
@@ -137,9 +136,21 @@ def _initialize(device: str) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logger.setLevel(logging.WARNING)
 
-    def initialize(module: nn.Module, optimizer: torch.optim.Optimizer | None, settings: dict[str, Any]) -> Any:
-        common = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "steps_per_print": None}
-        return deepspeed.initialize(model=module, optimizer=optimizer, config=common | settings)[0]
+    def initialize(
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        settings: dict[str, Any],
+        sharded_first: bool = False,
+    ) -> Any:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "steps_per_print": None,
+            **settings,
+        }
+        if sharded_first:  # weight by weight; the engine would bring the whole module to the device before
+            deepspeed.zero.Init(module=module, config_dict_or_path=config)
+        return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
 
     return initialize
 
