@@ -188,6 +188,7 @@ class KubernetesSection(Section):
 
     namespace: _DNSName = "rl-vlm"
     operator_namespace: _DNSName = Field("kuberay-system", description="From which KubeRay's operator reaches pods.")
+    monitoring_namespace: _DNSName = Field("monitoring", description="From which Prometheus reads the pods' metrics.")
     preemptible_selector: _Labels = Field(
         {"cloud.google.com/gke-spot": "true"},
         description="Labels of preemptible nodes; with Karpenter {karpenter.sh/capacity-type: spot}.",

@@ -156,11 +156,11 @@ def test_the_policy_lets_nobody_else_reach_rays_ports() -> None:
         for template in templates(resource):
             assert mine["matchLabels"].items() <= template["metadata"]["labels"].items()
     everyone = [rule for rule in policy["ingress"] if rule["from"] != [{"podSelector": mine}]]
-    ports = {port["port"] for rule in everyone for port in rule["ports"]}
-    assert ports == {8265, 52365, 8000}  # the operator's, and the API
-    assert [port for rule in everyone if rule["from"] == [{"podSelector": {}}] for port in rule["ports"]] == [
-        {"port": 8000}
-    ]
+    ports = {str(rule["from"]): {port["port"] for port in rule["ports"]} for rule in everyone}
+    assert len(everyone) == len(ports) == 3 and ports.pop(str([{"podSelector": {}}])) == {8000}
+    for namespace, opened in (("kuberay-system", {8265, 52365, 8000}), ("monitoring", {8080})):
+        (found,) = [ports.pop(peer) for peer in list(ports) if f"'{namespace}'" in peer]
+        assert found == opened
 
 
 def templates(node: Any) -> Iterator[dict[str, Any]]:
