@@ -147,6 +147,23 @@ def test_a_large_model_needs_several_cards(size: str) -> None:
     assert sizes(plan)["replica", "weights"] == pytest.approx(weights * parts.GIB / 4)
 
 
+@pytest.mark.parametrize(("strategy", "offload"), [("fsdp2", False), ("zero3", False), ("fsdp2", True)])
+def test_sharded_layers_let_several_cards_hold_what_one_does_not(strategy: str, offload: bool) -> None:
+    shape = ModelShape.from_config(PUBLISHED["32b"])
+    run = recipe("geo3k_qwen3vl_8b", "serving.gpus_per_replica=4", "serving.vllm.tensor_parallel_size=4",
+                 "serving.vllm.gpu_memory_utilization=0.85", "learner.gpus_per_learner=1", "learner.num_learners=4",
+                 f"learner.strategy={strategy}", f"learner.offload_params={str(offload).lower()}")  # fmt: skip
+    plan = plan_memory(run, shape, gib(79.15))
+    assert plan.fits and plan.gpus == 8
+    layers = shape.text.parameters * 2  # bytes, of which a learner holds a quarter, and two layers of 64 whole
+    rest = shape.parameters * 2 - layers
+    assert sizes(plan)["learner", "weights"] == pytest.approx(layers * (2 / 64 + (0 if offload else 1 / 4)) + rest)
+    whole = run.model_copy(
+        update={"learner": run.learner.model_copy(update={"strategy": "all_reduce", "offload_params": False})}
+    )
+    assert sizes(plan_memory(whole, shape, gib(79.15)))["learner", "weights"] == layers + rest
+
+
 def test_checkpointing_saves_all_layers_but_one() -> None:
     shape = ModelShape.from_config(PUBLISHED["4b"])
     kept = {

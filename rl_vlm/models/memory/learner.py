@@ -18,6 +18,7 @@ from rl_vlm.models.memory.shape import ModelShape
 
 _HEAD_COPIES = 4  # float32 arrays of a tile's shape at the peak
 _LORA = 4  # bytes of a LoRA weight, its gradient and each of its moments: float32
+_GATHERED = 2  # layers of a sharded model that are whole at once: the one that computes, and the next
 _PREFERENCE = 1 * GIB  # agent, critics and the reward ensemble with its batches: an upper bound for the published sizes
 
 
@@ -57,7 +58,7 @@ def learner_parts(run: RunConfig, shape: ModelShape) -> list[Part]:
     moments = 2 if learner.optimizer == "adamw" else 0.1  # adafactor keeps sums over rows and columns
     kept = adapter if learner.ema_decay is not None else 0
     return [
-        Part("weights", shape.parameters * element, f"{amount(shape.parameters)} in {model.dtype}"),
+        _weights(run, shape, element),
         Part(
             "LoRA and optimiser",
             int(trained * _LORA * (2 + moments) + kept * _LORA),
@@ -69,6 +70,21 @@ def learner_parts(run: RunConfig, shape: ModelShape) -> list[Part]:
         _images(run, shape, element),
         Part("CUDA context", CUDA_CONTEXT, "an estimate"),
     ]
+
+
+def _weights(run: RunConfig, shape: ModelShape, element: int) -> Part:
+    learner, layers = run.learner, shape.text.parameters
+    if not learner.shards_layers:
+        return Part("weights", shape.parameters * element, f"{amount(shape.parameters)} in {run.model.dtype}")
+    whole = shape.parameters - layers
+    gathered = _GATHERED * layers // shape.text.layers
+    shard = 0 if learner.offload_params else layers // max(learner.num_learners, 1)
+    where = "host memory" if learner.offload_params else f"{learner.num_learners} shards"
+    return Part(
+        "weights",
+        (whole + gathered + shard) * element,
+        f"{amount(layers)} in {where}, {_GATHERED} layers of them gathered, and {amount(whole)} whole, in {run.model.dtype}",
+    )
 
 
 def _tokens(run: RunConfig) -> int:
