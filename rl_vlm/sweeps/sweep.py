@@ -180,4 +180,4 @@ def _search(sweep: SweepConfig, at_once: int) -> Any:
 
         return OptunaSearch(seed=sweep.seed)
     except (ImportError, AssertionError) as error:
-        raise UserInputError("sweep search optuna needs the package optuna: pip install optuna.") from error
+        raise UserInputError("sweep search optuna needs the package optuna: pip install 'rl-vlm[optuna]'.") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,23 +16,49 @@ from rl_vlm.models.adapter import AdapterPayload
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def sweep_command(model: Path, folder: Path, space: dict[str, Any]) -> list[str]:
+    """A sweep of two iterations a trial."""
+    file = folder.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(space))
+    return [
+        "sweep", str(ROOT / "configs/quickstart.yaml"), f"model.path={model}", "serving.num_replicas=1",
+        "rollout.num_env_runners=1", "rollout.prompts_per_iteration=4", "algorithm.iterations=2", "evaluation.every=1",
+        "evaluation.num_items=8", "resources.num_cpus=8", "--space", str(file), "--run-dir", str(folder),
+    ]  # fmt: skip
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "results.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(900)
+def test_optuna_chooses_the_settings_and_a_resume_repeats_none(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    command = sweep_command(tiny_folder, folder, {
+        "space": {"learner.lr": {"loguniform": [1e-4, 1e-2]}, "algorithm.clip_low": {"choice": [0.1, 0.2]}},
+        "metric": "held_out/reward", "max_concurrent": 2, "num_samples": 3, "search": "optuna",
+    })  # fmt: skip
+    assert rl_vlm(command) == 0
+    rows = rows_of(folder)
+    assert len(rows) == 3 and all(row["finished"] == "True" for row in rows)
+    rates = {float(row["learner.lr"]) for row in rows}
+    assert len(rates) == 3 and all(1e-4 <= rate <= 1e-2 for rate in rates)
+    assert {float(row["algorithm.clip_low"]) for row in rows} <= {0.1, 0.2}
+    assert rl_vlm([*command, "--resume"]) == 0 and rows_of(folder) == rows
+
+
 @pytest.mark.timeout(600)
 def test_two_trials_at_once_are_compared_and_a_resume_repeats_none(tiny_folder: Path, tmp_path: Path) -> None:
-    space = tmp_path / "space.yaml"
-    space.write_text(yaml.safe_dump({
+    folder = tmp_path / "sweep"
+    command = sweep_command(tiny_folder, folder, {
         "space": {"learner.lr": {"grid": [0.001]}, "seed": {"grid": [3, 4]}},
         "metric": "held_out/reward", "max_concurrent": 2,
-    }))  # fmt: skip
-    folder = tmp_path / "sweep"
-    command = [
-        "sweep", str(ROOT / "configs/quickstart.yaml"), f"model.path={tiny_folder}", "serving.num_replicas=1",
-        "rollout.num_env_runners=1", "rollout.prompts_per_iteration=4", "algorithm.iterations=2", "evaluation.every=1",
-        "evaluation.num_items=8", "resources.num_cpus=8", "--space", str(space), "--run-dir", str(folder),
-    ]  # fmt: skip
+    })  # fmt: skip
     assert rl_vlm(command) == 0
 
-    with (folder / "results.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(folder)
     assert sorted((float(row["learner.lr"]), row["seed"]) for row in rows) == [
         (0.001, "3"), (0.001, "4"),
     ]  # fmt: skip
