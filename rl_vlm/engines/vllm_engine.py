@@ -22,9 +22,9 @@ from rl_vlm.engines.streams import TokenStream
 from rl_vlm.engines.vllm_adapters import Adapter, AdapterFolders
 from rl_vlm.engines.vllm_request import DEAD, VLLMSampler
 from rl_vlm.engines.vllm_setup import Counts, KVCache, engine_args, prepare_environment, start_llm
-from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import load_text_side, quiet_libraries
+from rl_vlm.models.payload import WeightPayload
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, InFlightUpdates, SampleChunk
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class VLLMEngine:
         finally:
             work.cancel()
 
-    async def load_adapter(self, payload: AdapterPayload) -> None:
+    async def load_adapter(self, payload: WeightPayload) -> None:
         """Serve a version to every request that starts from now on and, with in-flight updates, to those that are running."""
         started = time.monotonic()
         await self._call(self._load(payload))
@@ -210,14 +210,14 @@ class VLLMEngine:
         for task in list(self._tasks):
             task.cancel()
 
-    async def _load(self, payload: AdapterPayload) -> None:
+    async def _load(self, payload: WeightPayload) -> None:
         if self._in_flight is None:
             await self._make_newest(payload, self._add)
             return
         # Not to be cut off by the caller's deadline: requests would stay paused, or tokens be given the wrong version.
         await asyncio.shield(asyncio.ensure_future(self._tracked(self._make_newest(payload, self._replace))))
 
-    async def _make_newest(self, payload: AdapterPayload, load: Callable[[Adapter], Coroutine[Any, Any, None]]) -> None:
+    async def _make_newest(self, payload: WeightPayload, load: Callable[[Adapter], Coroutine[Any, Any, None]]) -> None:
         async with self._loading:
             adapter = await asyncio.to_thread(self._folders.write, payload)
             try:

@@ -68,11 +68,9 @@ class Backbone:
         self.token_bias = bias.to(self.device)  # [V]: 0 where allowed, -inf where suppressed
         self.product: Product = torch_product  # of the learner's head; see models/products.py
         self._attention: Attention = "dense"
-        # A learner's tower with LoRA layers: its features need a gradient, and are other ones after every step.
+        # A learner's tower that is trained: its features need a gradient, and are other ones after every step.
         self.trains_tower = any(
-            parameter.requires_grad
-            for name, parameter in model.named_parameters()
-            if ".visual." in name and "lora_" in name
+            parameter.requires_grad for name, parameter in model.named_parameters() if ".visual." in name
         )
         self._cache: OrderedDict[str, ImageFeatures] = OrderedDict()
         self._cache_bytes = cache_bytes
