@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.engines.base import EngineError
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.payload import WeightPayload
 from rl_vlm.types import POLICY
 
 _PREFIX = "rl-vlm-adapters-"
@@ -62,7 +62,7 @@ class AdapterFolders:
         """The highest version of any policy."""
         return max((found[-1].version for found in list(self._adapters.values())), default=0)
 
-    def write(self, payload: AdapterPayload) -> Adapter:
+    def write(self, payload: WeightPayload) -> Adapter:
         """Write a version's folder; the version is not in use before `add`. Raises EngineError for one that vLLM cannot serve."""
         from vllm.lora.request import LoRARequest
 
