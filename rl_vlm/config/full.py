@@ -42,6 +42,11 @@ def check_full(run: RunConfig) -> None:
         raise ValueError(
             "critic.kind adapter needs frozen weights beside it, of which model.train: full has none: use critic.kind head"
         )
+    if run.rollout.in_flight_updates == "keep" and run.serving.expected_engine == "vllm":
+        raise ValueError(
+            "rollout.in_flight_updates keep would mix image features and cached prompts of several versions with model.train: full "
+            "and vLLM: set it to recompute"
+        )
     asks_base = any(
         "judge" in part.reward.weights and (part.reward.judge.endpoint is None or part.reward.judge.against == "start")
         for part in run.env.parts.values()

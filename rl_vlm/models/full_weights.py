@@ -13,7 +13,7 @@ from rl_vlm.models.payload import WeightPayload
 from rl_vlm.types import POLICY, UserInputError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +63,11 @@ def check_fits(state: Mapping[str, Tensor], own: Mapping[str, Tensor], version: 
             )
         if not torch.isfinite(tensor.sum(dtype=torch.float32)):  # finite where all values are, and one pass
             raise UserInputError(f"Weight version {version} has values that are not finite, in {name}.")
+
+
+def put_weights(model: nn.Module, payload: WeightPayload) -> None:
+    """Copy a version into a model, rounded to its precision. Raises UserInputError for one that does not fit."""
+    own, state = dict(model.named_parameters()), payload.state()
+    check_fits(state, own, payload.version)
+    for name, parameter in own.items():
+        parameter.data.copy_(state[name])

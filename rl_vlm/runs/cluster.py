@@ -109,8 +109,8 @@ def _check_object_store(run: RunConfig, offered: Mapping[str, float]) -> None:
     needed, there = adapters_mib(run), offered.get("object_store_memory", math.inf) / 2**20
     if there < needed:
         raise UserInputError(
-            f"The cluster's object stores hold {there:.0f} MiB and versions of this run's adapter take {needed}: start its nodes "
-            "with a larger --object-store-memory, or lower model.lora.rank."
+            f"The cluster's object stores hold {there:.0f} MiB and versions of what this run trains take {needed}: start its "
+            "nodes with a larger --object-store-memory, or lower model.lora.rank (model.train: lora)."
         )
 
 
