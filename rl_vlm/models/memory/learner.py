@@ -53,8 +53,7 @@ def full_layer_bytes_per_token(shape: ModelShape, element: int) -> int:
 
 def learner_parts(run: RunConfig, shape: ModelShape) -> list[Part]:
     """The parts of one learner of a policy run."""
-    model, learner = run.model, run.learner
-    element = ELEMENT[model.dtype]
+    model, element = run.model, ELEMENT[run.model.dtype]
     return [
         Part("weights", shape.parameters * element, f"{amount(shape.parameters)} in {model.dtype}"),
         *(_trained_whole(run, shape, element) if model.train == "full" else [_trained_lora(run, shape)]),
