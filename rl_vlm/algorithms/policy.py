@@ -234,6 +234,8 @@ class PolicyAlgorithm(RunAlgorithm):
         return stats
 
     def _publish(self, adapter: WeightPayload) -> None:
+        if self.run.model.train == "full" and self.run.published_dtype != "float32":
+            adapter = adapter.rounded(self.run.published_dtype)  # masters, of a checkpoint: twice the bytes
         previous = self.service.publish(adapter)
         if previous is not None:
             self._publication = {"weights/publish_s": previous.seconds, "weights/acked": float(len(previous.acked))}

@@ -105,8 +105,10 @@ class WeightPayload:
         import torch
         from safetensors.torch import save
 
-        kind = getattr(torch, dtype)
-        blob = save({name: tensor.to(kind).contiguous() for name, tensor in self.views().items()})
+        kind, own = getattr(torch, dtype), self.views()
+        if all(tensor.dtype == kind for tensor in own.values()):
+            return self
+        blob = save({name: tensor.to(kind).contiguous() for name, tensor in own.items()})
         return replace(self, tensors=blob, sha256=hashlib.sha256(blob).hexdigest())
 
     def write(self, folder: Path) -> Path:

@@ -146,7 +146,7 @@ def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
                 service.wait_until_ready()
                 registry = ray.get_actor(registry_name(run_id))
                 if plan.adapter is not None:
-                    service.publish(plan.adapter)
+                    service.publish(plan.adapter, on_disk=True)
                     _wait_for_adapter(registry, run)
                 handle = serve.get_deployment_handle("policy", app_name(run_id))
                 backend = ServeBackend(handle, registry, plan.name, run_id=run_id, deadline_s=limits.deadline_s)

@@ -59,9 +59,10 @@ class Published:
     kept_on_disk: bool = True  # by the registry, for when it is restarted
 
     @classmethod
-    def of(cls, payload: WeightPayload) -> Published:
-        """The payload, put into the object store."""
-        return cls(payload.version, payload.sha256, ray.put(payload), payload.policy, payload.KEPT_ON_DISK)
+    def of(cls, payload: WeightPayload, on_disk: bool = False) -> Published:
+        """The payload, put into the object store; `on_disk`: the registry keeps it, even if its kind is not kept otherwise."""
+        kept = on_disk or payload.KEPT_ON_DISK
+        return cls(payload.version, payload.sha256, ray.put(payload), payload.policy, kept)
 
 
 @dataclass(slots=True)
