@@ -74,9 +74,18 @@ class FullWeightsWorker:
             initialize_layerwise_reload(model)
             loaded = model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
             finalize_layerwise_reload(model, self.model_config)
+            _pack_tied_heads(model)
         if missing := sorted(wanted - set(loaded)):
             raise ValueError(f"the file lacks {len(missing)} parameters, such as {missing[0]}")
         self.model_runner.reset_encoder_cache()
+
+
+def _pack_tied_heads(model: torch.nn.Module) -> None:
+    """On a CPU vLLM 0.32 packs a layer's weights when it is loaded. A head that is tied to the embedding is not loaded by itself,
+    and would go on with what it had packed of the older weights."""
+    for module in model.modules():
+        if "cpu_linear" in vars(module) and getattr(module, "weight", torch.empty(0)).numel():
+            module.quant_method.process_weights_after_loading(module)  # type: ignore[operator,union-attr]
 
 
 def die_with_parent() -> None:
