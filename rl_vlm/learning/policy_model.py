@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -49,15 +50,15 @@ class PolicyModel:
         self.trained = self._train(folder, run)
         if run.model.adapter is not None:
             self.load(initial_adapter(run.model))
-        if run.learner.gradient_checkpointing:
-            self.model.model.language_model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
+        checkpointed = self._checkpointed(run)
+        for part in checkpointed:
+            part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             # transformers checkpoints layers only in training mode; without dropout that changes nothing else.
-            self.model.model.language_model.train()
+            part.train()
         codec = self.text.codec
         suppressed = codec.suppressed_token_ids(self.text.vocab_size) if suppress else np.empty(0, dtype=np.int64)
         self.backbone = Backbone(self.model, self.text.images, suppressed, cache_bytes)
+        self.backbone.checkpoints_tower = self.model.model.visual in checkpointed
         self._choose_product(run)
         self.backbone.choose_attention(run.learner.attention)
         self.critic = self._make_critic(run) if isinstance(run, RunConfig) and run.spec.has_critic else None
@@ -76,6 +77,13 @@ class PolicyModel:
         self._lora.base_model_name_or_path = str(folder)
         seed_lora(run.seed)
         return LoraTraining(self.model, self._lora)
+
+    def _checkpointed(self, run: RunConfig | SFTConfig) -> list[Any]:
+        """The parts whose layers the backward pass computes again."""
+        if not run.learner.gradient_checkpointing:
+            return []
+        parts = [self.model.model.language_model]
+        return [*parts, self.model.model.visual] if run.model.train == "full" else parts
 
     @property
     def parameters(self) -> list[nn.Parameter]:

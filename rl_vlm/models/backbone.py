@@ -72,6 +72,9 @@ class Backbone:
         self.trains_tower = any(
             parameter.requires_grad for name, parameter in model.named_parameters() if ".visual." in name
         )
+        self.checkpoints_tower = (
+            False  # its layers are computed again in the backward pass, where fast_vision has ended
+        )
         self._cache: OrderedDict[str, ImageFeatures] = OrderedDict()
         self._cache_bytes = cache_bytes
         self._cached_bytes = 0
@@ -140,7 +143,7 @@ class Backbone:
         pixels, grids = zip(*(frame_patches(self.images, image) for image in images), strict=True)
         pixel_values = torch.from_numpy(np.concatenate(pixels)).to(self.device)
         grid_thw = torch.tensor(grids, dtype=torch.long, device=self.device)
-        with fast_vision(self.model):
+        with fast_vision(self.model, attention=not self.checkpoints_tower):
             out = self.model.model.get_image_features(pixel_values, grid_thw, return_dict=True)
         deepstack = getattr(out, "deepstack_features", None) or []
         return {

@@ -41,8 +41,10 @@ def trajectory(folder: Path) -> Trajectory:
     return conversation(text_side(folder), rng, [picture(rng, 64, 32), picture(rng), "What is it?"], [6])
 
 
-def test_the_gradient_of_every_parameter_is_that_of_plain_transformers(tiny_folder: Path) -> None:
-    policy, run = full_policy(tiny_folder)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_gradient_of_every_parameter_is_that_of_plain_transformers(tiny_folder: Path, checkpointing: bool) -> None:
+    policy, run = full_policy(tiny_folder, learner__gradient_checkpointing=checkpointing)
+    assert policy.model.model.visual.is_gradient_checkpointing == checkpointing
     one = trajectory(tiny_folder)
     updater = make_updater(policy, run)
     (packed,) = updater._build([_minibatch(one)])

@@ -168,8 +168,10 @@ def _images(run: RunConfig, shape: ModelShape, element: int) -> Part:
     # A tower that is trained keeps its layers' activations of all images of a micro-batch, whose tokens are at most all.
     tower, patches = shape.tower, _tokens(run) * shape.tower.merge**2
     inputs = sum(linear.inputs * linear.copies for linear in tower.linears()) * (element if whole else _LORA)
-    kept = tower.depth * (element * (4 * tower.hidden + 2 * tower.width) + 8 * tower.hidden)
-    return Part("images", patches * (inputs + kept), f"{patches} patches at most, with a gradient")
+    kept = inputs + tower.depth * (element * (4 * tower.hidden + 2 * tower.width) + 8 * tower.hidden)
+    if whole and run.learner.gradient_checkpointing:
+        kept = element * tower.hidden * tower.depth + kept // tower.depth
+    return Part("images", patches * kept, f"{patches} patches at most, with a gradient")
 
 
 def preference_learner_parts() -> list[Part]:
