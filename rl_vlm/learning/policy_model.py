@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from peft import LoraConfig
 from torch import Tensor, nn
 
 from rl_vlm.config import RunConfig, SFTConfig
@@ -45,6 +46,7 @@ class PolicyModel:
     ) -> None:
         quiet_libraries()
         self.product: ProductName = "torch"
+        self.lora: LoraConfig | None = None  # of a policy that is not trained whole
         self.text = load_text_side(folder, run.model.pixels)
         self.model = load_model(folder, run.model.dtype, device)
         self.trained = self._train(folder, run)
@@ -73,10 +75,10 @@ class PolicyModel:
                 keep_base=isinstance(run, RunConfig) and run.algorithm.has_reference,
             )
         lora = run.model.lora
-        self._lora = lora_config(lora.rank, lora.alpha, lora.target_modules)
-        self._lora.base_model_name_or_path = str(folder)
+        self.lora = lora_config(lora.rank, lora.alpha, lora.target_modules)
+        self.lora.base_model_name_or_path = str(folder)
         seed_lora(run.seed)
-        return LoraTraining(self.model, self._lora)
+        return LoraTraining(self.model, self.lora)
 
     def _checkpointed(self, run: RunConfig | SFTConfig) -> list[Any]:
         """The parts whose layers the backward pass computes again."""
@@ -104,7 +106,8 @@ class PolicyModel:
         own = None
         if run.critic.kind == "adapter":
             seed_lora(derive_seed(run.seed, 5) % 2**31)  # another A than the policy's, the same in every learner
-            own = ExtraLora(self.model, self._lora, "critic")
+            assert self.lora is not None  # see config/full.py
+            own = ExtraLora(self.model, self.lora, "critic")
         return Critic(self.model, run.critic, self.model.config.get_text_config().hidden_size, own)
 
     def weights(self) -> dict[str, Tensor]:
