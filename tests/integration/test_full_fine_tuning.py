@@ -54,7 +54,7 @@ def test_a_run_of_two_learners_leaves_weights_that_are_evaluated(tiny_folder: Pa
     """Two learners that add their gradients, checkpoint, weights, resume."""
     changes = [
         f"model.path={tiny_folder}", "algorithm.iterations=2", "evaluation.num_items=8", "rollout.prompts_per_iteration=4",
-        "learner.num_learners=2", "learner.cpus_per_learner=0.1", "algorithm.minibatches=1", "sight.gate=off",
+        "learner.num_learners=2", "learner.cpus_per_learner=0.1", "algorithm.minibatches=1", "sight.gate=warn",
         "algorithm.shuffle_rewards=true", "algorithm.entropy_coef=0.01",
     ]  # fmt: skip
     run = load_config(ROOT / "configs/full_tiny.yaml", changes)
