@@ -35,7 +35,9 @@ _RUN_FILE = re.compile(
         )
     )
 )
-_RUN_FOLDERS = ("adapter", "adapter-ema", "checkpoints", "labels", "serving", "traces", "trajectories", "videos")
+_RUN_FOLDERS = (
+    "adapter", "adapter-ema", "checkpoints", "labels", "serving", "traces", "trajectories", "videos", "weights", "weights-ema",
+)  # fmt: skip
 
 
 def mark_run(folder: Path) -> None:

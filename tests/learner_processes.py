@@ -29,7 +29,7 @@ LR = 1e-3
 
 @dataclass
 class Learned:
-    """The first learner's adapter, moments and figures after some updates, and the micro-batches of each learner and step."""
+    """The first learner's adapter (or all its weights), moments and figures after some updates, and the micro-batches of each learner and step."""
 
     adapter: dict[str, np.ndarray]
     moments: dict[str, np.ndarray]
@@ -143,15 +143,14 @@ def _learned(
     run = run_config(folder, **dotted)
     before = _own_memory()
     policy = PolicyModel(folder, run)
-    randomize(policy, 1, 0.05)
+    if run.model.train == "lora":  # whose own B is zero
+        randomize(policy, 1, 0.05)
     strategy, optimizer = make_strategy(run.learner), make_optimizer(policy, run)
     updater = make_updater(policy, run)
     strategy.prepare(policy, optimizer)
     grown = _own_memory() - before
     if start is not None:
-        from rl_vlm.models.lora_layers import load_lora_state
-
-        load_lora_state(policy.model, {name: torch.from_numpy(array) for name, array in start.adapter.items()})
+        policy.load_weights({name: torch.from_numpy(array) for name, array in start.adapter.items()})
         strategy.restore({name: torch.from_numpy(array) for name, array in start.moments.items()})
     stats, passes = UpdateStats(), []
     norms: list[float] = []

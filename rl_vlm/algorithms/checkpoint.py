@@ -1,4 +1,4 @@
-"""Checkpoints of a run: adapter in peft's format, optimiser moments as safetensors, everything else as JSON.
+"""Checkpoints of a run: adapter in peft's format or all weights, optimiser moments as safetensors, everything else as JSON.
 
 A checkpoint appears complete or not at all, and loading one runs no code.
 """
@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.payload import WeightPayload
+from rl_vlm.models.trained import read_payload, trained_folder
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
@@ -28,10 +30,10 @@ _NAME = re.compile(r"iteration-(\d{6,})")
 
 @dataclass(slots=True)
 class Checkpoint:
-    """What a checkpoint holds: the adapter, the optimiser's moments by name, the algorithm's state, and further tensors
+    """What a checkpoint holds: the adapter (or all weights), the optimiser's moments by name, the algorithm's state, and further tensors
     of the learners (a critic, averaged weights)."""
 
-    adapter: AdapterPayload
+    adapter: WeightPayload
     moments: dict[str, Tensor]
     state: dict[str, Any]
     extras: dict[str, Tensor] = field(default_factory=dict)
@@ -42,9 +44,10 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     import torch
     from safetensors.torch import save
 
-    (folder / "adapter").mkdir(exist_ok=True)
-    _write(folder / "adapter" / "adapter_model.safetensors", checkpoint.adapter.tensors)
-    _write(folder / "adapter" / "adapter_config.json", checkpoint.adapter.config_json.encode())
+    weights = checkpoint.adapter
+    (folder / weights.FOLDER).mkdir(exist_ok=True)
+    _write(folder / weights.FOLDER / weights.TENSORS, weights.tensors)
+    _write(folder / weights.FOLDER / weights.CONFIG, weights.config_json.encode())
     moments = {name: torch.as_tensor(value).contiguous() for name, value in sorted(checkpoint.moments.items())}
     _write(folder / "optimizer.safetensors", save(moments))
     if checkpoint.extras:
@@ -65,7 +68,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
     try:
         state = json.loads((folder / "state.json").read_text())
-        adapter = AdapterPayload.read(folder / "adapter", state["version"])
+        adapter = read_payload(trained_folder(folder) or folder / AdapterPayload.FOLDER, state["version"])
         moments = load_file(folder / "optimizer.safetensors")
         extras = load_file(folder / "learner.safetensors") if state.get("extras") else {}
         sha256 = state["adapter_sha256"]

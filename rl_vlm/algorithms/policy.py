@@ -32,9 +32,9 @@ from rl_vlm.learning.returns import Rescaling
 from rl_vlm.learning.scores import Targets
 from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.update import linear_schedule
-from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.models.memory.cards import shares_gpu
+from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.plugins import load_plugins
 from rl_vlm.rollout.curriculum import make_task_source
@@ -233,7 +233,9 @@ class PolicyAlgorithm(RunAlgorithm):
         stats.lr = learner.lr * factor
         return stats
 
-    def _publish(self, adapter: AdapterPayload) -> None:
+    def _publish(self, adapter: WeightPayload) -> None:
+        if self.run.model.train == "full" and self.run.published_dtype != "float32":
+            adapter = adapter.rounded(self.run.published_dtype)  # masters, of a checkpoint: twice the bytes
         previous = self.service.publish(adapter)
         if previous is not None:
             self._publication = {"weights/publish_s": previous.seconds, "weights/acked": float(len(previous.acked))}
@@ -293,7 +295,7 @@ class PolicyAlgorithm(RunAlgorithm):
         yield
         self._publish_restored(self.on_learner(lambda learner: learner.adapter(version)))
 
-    def averaged_adapter(self) -> AdapterPayload:
+    def averaged_adapter(self) -> WeightPayload:
         """The average of the weights. Raises LearnerLostError."""
         version = self.version
         return self.on_learner(lambda learner: learner.averaged_adapter(version))  # type: ignore[no-any-return]
@@ -306,7 +308,7 @@ class PolicyAlgorithm(RunAlgorithm):
 
         def learner_state(
             learner: VLMLearner,
-        ) -> tuple[AdapterPayload, dict[str, torch.Tensor], dict[str, torch.Tensor], list[int]]:
+        ) -> tuple[WeightPayload, dict[str, torch.Tensor], dict[str, torch.Tensor], list[int]]:
             return learner.adapter(version), learner.moments(), learner.extras(), torch.get_rng_state().tolist()
 
         adapter, moments, extras, torch_rng = self.on_learner(learner_state)
@@ -360,7 +362,7 @@ class PolicyAlgorithm(RunAlgorithm):
         else:
             self._publish_restored(checkpoint.adapter)
 
-    def _publish_restored(self, adapter: AdapterPayload) -> None:
+    def _publish_restored(self, adapter: WeightPayload) -> None:
         """Publish old weights under a new version: versions only grow, and one version never has two contents."""
         self._publish(replace(adapter, version=max(self.service.newest_version(), self.version) + 1))
 

@@ -144,7 +144,7 @@ def rollout(
     changes = {"model.path": model, "env.id": env, "model.min_pixels": min_pixels, "model.max_pixels": max_pixels}
     run = _load(config, overrides, changes, needs=("model", "env"))
     _check_out(out)
-    from rl_vlm.models.adapter import find_adapter
+    from rl_vlm.models.trained import find_trained
     from rl_vlm.runs import play
 
     options = {
@@ -156,7 +156,7 @@ def rollout(
         "seed": seed,
     }
     sampling = {name: value for name, value in options.items() if value is not None}
-    summary = play.rollout(run, adapter=find_adapter(adapter, run_dir), episodes=episodes, sampling=sampling, out=out)
+    summary = play.rollout(run, adapter=find_trained(adapter, run_dir), episodes=episodes, sampling=sampling, out=out)
     say(json.dumps({"summary": summary}))
 
 

@@ -78,12 +78,14 @@ def plan(
 
 @commands.command(epilog="Example: rl-vlm export runs/quickstart my-model")
 def export(
-    source: Annotated[Path, typer.Argument(metavar="RUN_OR_ADAPTER", help="A run folder or a peft adapter folder.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_ADAPTER", help="A run folder, or a folder of what was trained.")
+    ],
     out: Annotated[Path, typer.Argument(help="The Hugging Face model folder to write.")],
     model: Annotated[str | None, typer.Option(help="The base model; by default the one that the run names.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Merge a trained adapter into its model and write an ordinary Hugging Face folder."""
+    """Write what a run trained as an ordinary Hugging Face folder: its adapter merged into the model, or all weights."""
     from rl_vlm.models.export import export_model
     from rl_vlm.models.loading import quiet_libraries
 

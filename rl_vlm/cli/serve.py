@@ -30,10 +30,10 @@ def serve(
     if model is not None and "=" in model and not Path(model).exists():
         overrides = [model, *(overrides or [])]
         model = None  # it comes from LOCAL_MODEL_PATH
-    from rl_vlm.models.adapter import find_adapter
+    from rl_vlm.models.trained import find_trained
     from rl_vlm.runs import serve as launch
 
-    find_adapter(adapter, None)
+    find_trained(adapter, None)
 
     planned = launch.plan(model, overrides or (), adapter=adapter, host=host, port=port)
     raise typer.Exit(128 + launch.run_server(planned, say))

@@ -170,6 +170,11 @@ class AlgorithmSection(Section):
         return self.kl_coef if self.kl_in == "loss" else 0.0
 
     @property
+    def has_reference(self) -> bool:
+        """Whether learning compares the policy with the model that it began as."""
+        return bool(self.kl_loss_coef or self.kl_in_reward)
+
+    @property
     def kl_in_reward(self) -> bool:
         """Whether tokens pay for their distance from the base model."""
         return self.kl_in == "reward" and bool(self.kl_coef or self.kl_target)

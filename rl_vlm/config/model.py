@@ -1,4 +1,4 @@
-"""`model`: the vision-language model and its LoRA."""
+"""`model`: the vision-language model, and what of it is trained."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ class ModelSection(Section):
 
     path: str = Field("tiny", description="`tiny`, a Hugging Face folder, or a hub name that was fetched before.")
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    train: Literal["lora", "full"] = "lora"
+    train: Literal["lora", "full"] = Field(
+        "lora",
+        description="lora: adapters beside frozen weights, which `lora` describes. full: all weights, the vision tower's too, with "
+        "float32 masters; `lora` is then not read.",
+    )
     lora: LoraSection = LoraSection()
     adapter: str | None = Field(
         None,

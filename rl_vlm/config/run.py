@@ -12,6 +12,7 @@ from rl_vlm.config.critic import CriticSection
 from rl_vlm.config.curriculum import CurriculumSection, check_tasks
 from rl_vlm.config.env import EnvSection
 from rl_vlm.config.evaluation import EvaluationSection
+from rl_vlm.config.full import check_full
 from rl_vlm.config.http import HTTPSection
 from rl_vlm.config.learner import LearnerSection
 from rl_vlm.config.logging import LoggingSection
@@ -78,16 +79,13 @@ class RunConfig(Section):
                 "serving.shared: replicas that several runs share know neither deterministic: true nor rollout.in_flight_updates: "
                 "leave these out, or give the run its own replicas"
             )
-        if uses_vllm and self.model.lora.target_modules == "vision":
+        if uses_vllm and self.model.train == "lora" and self.model.lora.target_modules == "vision":
             raise ValueError(
                 "model.lora.target_modules vision needs serving.engine transformers, because vLLM would ignore the adapted "
                 "vision tower: change the engine, or set target_modules to all"
             )
         if self.model.train == "full":
-            raise ValueError(
-                "model.train: full is not available yet, because full weights cannot be sent to running replicas: "
-                "use model.train: lora"
-            )
+            check_full(self)
         if self.evaluation.weights == "ema" and (self.learner.ema_decay is None or rollout.max_policy_lag):
             raise ValueError("evaluation.weights: ema needs learner.ema_decay (0.99, say) and rollout.max_policy_lag 0")
         where = f"with algorithm.name {self.algorithm.name}"
@@ -126,8 +124,9 @@ class RunConfig(Section):
 
     @property
     def published_dtype(self) -> str:
-        """The precision of published adapters: vLLM rounds them to that of the model; checkpoints keep float32."""
-        return self.model.dtype if self.serving.expected_engine == "vllm" else "float32"
+        """The precision of what is published: vLLM rounds adapters to that of the model, and the learner itself computes with full
+        weights in it; checkpoints keep float32."""
+        return self.model.dtype if self.serving.expected_engine == "vllm" or self.model.train == "full" else "float32"
 
     @property
     def samples_per_round(self) -> int:

@@ -84,7 +84,9 @@ class SFTConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> SFTConfig:
         if self.model.train == "full":
-            raise ValueError("model.train: full is not available yet: use model.train: lora")
+            raise ValueError(
+                "model.train: full is for reinforcement learning; `rl-vlm sft` trains adapters: use model.train: lora"
+            )
         if self.model.lora.target_modules == "none":
             raise ValueError("model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision")
         refuse_unread(self, "in `rl-vlm sft`", READS)

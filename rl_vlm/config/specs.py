@@ -131,7 +131,7 @@ def _check_strategy(run: RunConfig) -> None:
             f"learner.strategy {name} clips all gradients by one norm, and algorithm.name {run.algorithm.name} clips the critic's "
             "by their own: use fsdp2 or all_reduce"
         )
-    if run.learner.zero_stage and run.model.lora.target_modules == "vision":
+    if run.learner.zero_stage and run.model.train == "lora" and run.model.lora.target_modules == "vision":
         raise ValueError(
             f"learner.strategy {name} adds up gradients while a backward pass runs, and the vision tower has some only where there "
             "are images: use fsdp2 or all_reduce with model.lora.target_modules vision"

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.payload import WeightPayload
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError, SampleChunk
 
 BASE_MODEL = -1  # `min_version` of a request for the model without an adapter
@@ -72,7 +72,7 @@ class Engine(Protocol):
         """A hint that later requests will contain these images. Returns at once; an engine may encode them or do nothing."""
         ...
 
-    async def load_adapter(self, payload: AdapterPayload) -> None:
+    async def load_adapter(self, payload: WeightPayload) -> None:
         """Make a version of its policy available. Samples that are running finish with the version that they started with or, in an engine with
         in-flight updates, go on with this one."""
         ...

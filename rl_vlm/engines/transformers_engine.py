@@ -1,6 +1,6 @@
-"""The transformers engine: continuous batching on a thread of its own, adapters merged into the weights.
+"""The transformers engine: continuous batching on a thread of its own, adapters merged into the weights, or whole ones exchanged.
 
-It serves one adapter version at a time. Requests for a newer version wait until the running samples of the older one
+It serves one version at a time. Requests for a newer version wait until the running samples of the older one
 are finished, so every sample is drawn from one version; with in-flight updates running samples take the newer one, too.
 """
 
@@ -22,12 +22,11 @@ from rl_vlm.engines.calls import Call, end_call, resolve
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import Job
 from rl_vlm.engines.streams import TokenStream, notify
-from rl_vlm.engines.weights import MergedWeights, UnmergedWeights, Version, Weights
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.engines.weights import FullWeights, MergedWeights, UnmergedWeights, Version, Weights
 from rl_vlm.models.backbone import Backbone
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import DType, Quantization, load_model, load_text_side, quiet_libraries
-from rl_vlm.models.lora import changes_tower
+from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.products import ProductName, use_onednn
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, InFlightUpdates, SampleChunk, UserInputError
 
@@ -55,6 +54,7 @@ class TransformersEngine:
         pixels: limits of an image's size in place of the processor's own.
         in_flight: running samples take a new version between two tokens, and keep or recompute their keys and values.
         product: what multiplies float32 matrices on a CPU (see models/products.py).
+        full: versions are all weights of the model, not adapters.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class TransformersEngine:
         pixels: PixelLimits = DEFAULT_PIXELS,
         in_flight: InFlightUpdates | None = None,
         product: ProductName = "torch",
+        full: bool = False,
     ) -> None:
         quiet_libraries()
         if num_threads is not None:
@@ -79,7 +80,7 @@ class TransformersEngine:
         loaded = load_model(model, dtype, device, quantization)
         self.backbone = Backbone(loaded, text.images, text.codec.suppressed_token_ids(text.vocab_size))
         self._decoder = Decoder(self.backbone, text.codec, max_context=max_context)
-        self._weights = self._weights_of(loaded, quantization)
+        self._weights = FullWeights(loaded) if full else self._weights_of(loaded, quantization)
         if product == "onednn":
             use_onednn(loaded, _SMALLEST_LAYER)
         self._max_rows = max_rows
@@ -105,7 +106,7 @@ class TransformersEngine:
 
     @property
     def version(self) -> int:
-        """The newest adapter version that is loaded."""
+        """The newest version that is loaded."""
         return self._newest.number
 
     @property
@@ -147,7 +148,7 @@ class TransformersEngine:
         Not with lockstep, where the features would come from another batch than the call's own.
         """
         # With an adapted tower the next version would make them useless.
-        if not (self._lockstep or changes_tower(self._newest.formed or ())):
+        if not (self._lockstep or self._weights.changes_tower(self._newest.formed)):
             with self._wake:
                 self._upcoming.extend(images)
                 self._wake.notify()
@@ -188,17 +189,17 @@ class TransformersEngine:
             last_swap_s=self._last_swap_s,
         )
 
-    async def load_adapter(self, payload: AdapterPayload) -> None:
-        """Merge a version and serve it to every request that starts from now on.
+    async def load_adapter(self, payload: WeightPayload) -> None:
+        """Prepare a version and serve it to every request that starts from now on.
 
-        The merged weights are computed while samples run, which finish with the version that they started with unless there are
+        An adapter is merged, and all weights are checked, while samples run, which finish with the version that they started with unless there are
         in-flight updates. Switching to them only changes pointers.
         """
         started = time.monotonic()
         if self._closed:
             raise EngineError("The engine is closed.")
         if self._loading:
-            raise EngineError("An adapter is being loaded already: load one at a time.")
+            raise EngineError("A version is being loaded already: load one at a time.")
         self._loading = True
         try:
             formed = await asyncio.to_thread(lambda: self._weights.form(payload.verify()))
@@ -283,7 +284,7 @@ class TransformersEngine:
             return
         self._weights.use(wanted.formed)
         before, self._active = self._active, wanted
-        if any(changes_tower(version.formed or ()) for version in (before, wanted)):
+        if any(self._weights.changes_tower(version.formed) for version in (before, wanted)):
             self.backbone.forget_images()
         self._retire(before)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.engines.base import EngineError
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.payload import WeightPayload
 from rl_vlm.types import POLICY
 
 _PREFIX = "rl-vlm-adapters-"
@@ -45,8 +45,8 @@ class AdapterFolders:
 
     def __init__(self, one_slot: bool = False) -> None:
         self._one_slot = one_slot
-        self._root, lock = _claim_root()
-        self._release = weakref.finalize(self, _release_root, self._root, lock)  # also run when Python exits
+        self._root, lock = claim_root()
+        self._release = weakref.finalize(self, release_root, self._root, lock)  # also run when Python exits
         self._adapters: dict[str, list[Adapter]] = {}  # by policy, oldest first
         self._dropped: list[Adapter] = []  # of dropped policies, still in use
         self._hashes: dict[tuple[str, int], str] = {}  # of every version that was added
@@ -62,7 +62,7 @@ class AdapterFolders:
         """The highest version of any policy."""
         return max((found[-1].version for found in list(self._adapters.values())), default=0)
 
-    def write(self, payload: AdapterPayload) -> Adapter:
+    def write(self, payload: WeightPayload) -> Adapter:
         """Write a version's folder; the version is not in use before `add`. Raises EngineError for one that vLLM cannot serve."""
         from vllm.lora.request import LoRARequest
 
@@ -138,7 +138,7 @@ class AdapterFolders:
         self._release()
 
 
-def _claim_root() -> tuple[Path, int]:
+def claim_root() -> tuple[Path, int]:
     """A new folder, and the descriptor that locks it. Folders of engines that were killed are deleted.
 
     The lock shows whether the owner is alive; process ids do not, because containers may share /dev/shm.
@@ -160,6 +160,7 @@ def _claim_root() -> tuple[Path, int]:
     return draft.rename(draft.with_name(draft.name[1:])), descriptor
 
 
-def _release_root(root: Path, lock: int) -> None:
+def release_root(root: Path, lock: int) -> None:
+    """Delete the folder of `claim_root` and give its lock back."""
     shutil.rmtree(root, ignore_errors=True)
     os.close(lock)

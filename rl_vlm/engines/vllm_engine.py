@@ -1,4 +1,4 @@
-"""The vLLM engine: vLLM's AsyncLLM on an event loop of its own, one LoRA adapter per policy version.
+"""The vLLM engine: vLLM's AsyncLLM on an event loop of its own, one LoRA adapter per policy version, or all weights.
 
 vLLM computes in a child process, the engine core. What this process does for it (prompts, images, stop strings) runs
 on a thread with its own event loop, so the caller's loop stays free and may be any loop.
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,11 +20,12 @@ from rl_vlm.coroutines import all_or_none
 from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats, check_version
 from rl_vlm.engines.streams import TokenStream
 from rl_vlm.engines.vllm_adapters import Adapter, AdapterFolders
+from rl_vlm.engines.vllm_full import FullVersions
 from rl_vlm.engines.vllm_request import DEAD, VLLMSampler
 from rl_vlm.engines.vllm_setup import Counts, KVCache, engine_args, prepare_environment, start_llm
-from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import load_text_side, quiet_libraries
+from rl_vlm.models.payload import WeightPayload
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, InFlightUpdates, SampleChunk
 
 T = TypeVar("T")
@@ -46,6 +47,7 @@ class VLLMEngine:
         in_flight: running samples take a new version between two tokens, and keep or recompute their keys and values. Those
             that began before the first adapter finish without one.
         kv_cache: see KVCache; None: vLLM measures.
+        full: versions are all weights of the model, not adapters (see FullVersions).
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class VLLMEngine:
         pixels: PixelLimits = DEFAULT_PIXELS,
         in_flight: InFlightUpdates | None = None,
         kv_cache: KVCache | None = None,
+        full: bool = False,
     ) -> None:
         prepare_environment(serving)
         quiet_libraries()
@@ -71,7 +74,7 @@ class VLLMEngine:
         self._loop = asyncio.new_event_loop()
         self._loading = asyncio.Lock()
         self._counts = Counts()
-        args = engine_args(model, dtype, serving, max_lora_rank, max_loras, self._text, kv_cache)
+        args = engine_args(model, dtype, serving, max_lora_rank, max_loras, self._text, kv_cache, full)
         started: Future[Any] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(args, serving.num_threads, started), name="vllm-engine", daemon=True
@@ -82,18 +85,23 @@ class VLLMEngine:
         except Exception as error:
             reason = " ".join((str(error) or repr(error)).split())
             raise EngineError(f"vLLM did not start: {reason[:500]}") from error
+        self._full = FullVersions(self._llm, in_flight) if full else None
+        if full and in_flight:
+            asyncio.run_coroutine_threadsafe(self._llm.update_weight_version("0"), self._loop).result()
         self._folders = AdapterFolders(one_slot=in_flight is not None)
-        self._sampler = VLLMSampler(self._llm, self._text, serving.max_context, self._counts, in_flight is not None)
+        self._sampler = VLLMSampler(
+            self._llm, self._text, serving.max_context, self._counts, in_flight is not None, full
+        )
 
     @property
     def version(self) -> int:
-        """The newest adapter version that is loaded."""
-        return self._folders.newest_version
+        """The newest version that is loaded."""
+        return self._full.version if self._full is not None else self._folders.newest_version
 
     @property
     def dead(self) -> bool:
-        """Whether vLLM's engine core has died; only a new engine helps."""
-        return bool(not self._closed and self._llm.errored)
+        """Whether vLLM's engine core has died, or holds weights of no version; only a new engine helps."""
+        return bool(not self._closed and (self._llm.errored or (self._full is not None and self._full.broken)))
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Answer all requests, in order. Cancelling the call aborts them in vLLM.
@@ -119,7 +127,7 @@ class VLLMEngine:
         finally:
             work.cancel()
 
-    async def load_adapter(self, payload: AdapterPayload) -> None:
+    async def load_adapter(self, payload: WeightPayload) -> None:
         """Serve a version to every request that starts from now on and, with in-flight updates, to those that are running."""
         started = time.monotonic()
         await self._call(self._load(payload))
@@ -163,6 +171,8 @@ class VLLMEngine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.to_thread(self._thread.join, 10.0)
         self._folders.close()
+        if self._full is not None:
+            self._full.close()
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the engine's loop and wait for it on the caller's."""
@@ -210,14 +220,18 @@ class VLLMEngine:
         for task in list(self._tasks):
             task.cancel()
 
-    async def _load(self, payload: AdapterPayload) -> None:
+    async def _load(self, payload: WeightPayload) -> None:
+        if self._full is not None:
+            async with self._loading:
+                await self._full.load(payload)
+            return
         if self._in_flight is None:
             await self._make_newest(payload, self._add)
             return
         # Not to be cut off by the caller's deadline: requests would stay paused, or tokens be given the wrong version.
         await asyncio.shield(asyncio.ensure_future(self._tracked(self._make_newest(payload, self._replace))))
 
-    async def _make_newest(self, payload: AdapterPayload, load: Callable[[Adapter], Coroutine[Any, Any, None]]) -> None:
+    async def _make_newest(self, payload: WeightPayload, load: Callable[[Adapter], Coroutine[Any, Any, None]]) -> None:
         async with self._loading:
             adapter = await asyncio.to_thread(self._folders.write, payload)
             try:
@@ -260,7 +274,7 @@ class VLLMEngine:
     async def _complete(self, request: GenerationRequest) -> Completion:
         started = time.monotonic()
         plan = await self._sampler.plan(request)
-        with self._lease(request) as (lora, version):
+        async with self._lease(request) as (lora, version):
             # One vLLM request per sample, so that each has its own seed; the prefix cache shares the prompt.
             samples = await all_or_none(
                 [self._sampler.sample(plan, number, lora) for number in range(request.sampling.n)]
@@ -278,7 +292,7 @@ class VLLMEngine:
         """Put the request's tokens into the stream as they come, and its error if it has one."""
         try:
             plan = await self._sampler.plan(request)
-            with self._lease(request) as (lora, stream.policy_version):
+            async with self._lease(request) as (lora, stream.policy_version):
                 await all_or_none(
                     [self._sampler.feed(plan, number, lora, stream) for number in range(request.sampling.n)]
                 )
@@ -288,9 +302,13 @@ class VLLMEngine:
         except Exception as error:
             stream.fail(error if isinstance(error, EngineError) else EngineError(f"Generation failed: {error!r}."))
 
-    @contextlib.contextmanager
-    def _lease(self, request: GenerationRequest) -> Iterator[tuple[Any, int]]:
+    @contextlib.asynccontextmanager
+    async def _lease(self, request: GenerationRequest) -> AsyncIterator[tuple[Any, int]]:
         """vLLM's LoRARequest (or None) and its version, with which the request is sampled or at least begins."""
+        if self._full is not None:
+            async with self._full.lease(request) as version:
+                yield None, version
+            return
         if request.min_version == BASE_MODEL:
             yield None, BASE_MODEL
             return

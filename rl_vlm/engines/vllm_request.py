@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.engines.alternatives import packed
-from rl_vlm.engines.base import EngineError
+from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.choice_texts import TokenSequence, encode_choices
 from rl_vlm.engines.streams import TokenStream, notify
 from rl_vlm.engines.vllm_sampling import Piece, read_piece, read_versions, vllm_params
@@ -43,15 +43,18 @@ class VLLMSampler:
         text: codec and image geometry of the model.
         max_context: prompt plus new tokens of a sample.
         counts: requests and tokens are added here.
-        in_flight: adapters change under running requests, and each token names its version.
+        in_flight: versions change under running requests, and each token names its version.
+        full: versions are all weights, so that samples without an adapter have one too.
     """
 
-    def __init__(self, llm: Any, text: TextSide, max_context: int, counts: Counts, in_flight: bool) -> None:
+    def __init__(
+        self, llm: Any, text: TextSide, max_context: int, counts: Counts, in_flight: bool, full: bool = False
+    ) -> None:
         self._llm = llm
         self._text = text
         self._max_context = max_context
         self.counts = counts
-        self._in_flight = in_flight
+        self._in_flight, self._full = in_flight, full
 
     async def plan(self, request: GenerationRequest) -> Plan:
         """Check and expand a request; raises EngineError for what cannot be sampled."""
@@ -85,7 +88,7 @@ class VLLMSampler:
             np.array(piece.logprobs, dtype=np.float32),
             self._stop_reason(plan, output, piece),
             packed(piece.top_logprobs),
-            read_versions(output) if self._in_flight and lora is not None else (),
+            read_versions(output) if self._names_versions(plan, lora) else (),
         )
 
     async def feed(self, plan: Plan, number: int, lora: Any, stream: TokenStream) -> None:
@@ -122,13 +125,17 @@ class VLLMSampler:
                 last = result.outputs[0]
                 if stream is not None and last.finish_reason != "error":
                     piece = self._read(plan, last)
-                    if self._in_flight and lora is not None:
-                        # Adapters change while vLLM is paused, long after the last token of the older one was read here.
+                    if self._names_versions(plan, lora):
+                        # Versions change while vLLM is paused, long after the last token of the older one was read here.
                         stream.policy_version = self.counts.policy_version
                     stream.put(number, *piece, self._stop_reason(plan, last, piece) if last.finish_reason else None)
                     notify([stream])
         assert last is not None
         return last
+
+    def _names_versions(self, plan: Plan, lora: Any) -> bool:
+        versioned = lora is not None or (self._full and plan.request.min_version != BASE_MODEL)
+        return self._in_flight and versioned
 
     def _check_prompt(self, plan: Plan, result: Any) -> None:
         if not np.array_equal(np.asarray(result.prompt_token_ids), plan.expanded):

@@ -97,16 +97,21 @@ def engine_args(
     max_loras: int,
     text: TextSide,
     kv_cache: KVCache | None = None,
+    full: bool = False,
 ) -> Any:
-    """vLLM's AsyncEngineArgs. `kv_cache` is asked on a GPU alone."""
+    """vLLM's AsyncEngineArgs. `kv_cache` is asked on a GPU alone; `full`: versions are all weights, not adapters."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from rl_vlm.engines.vllm_worker import SUPPRESSED_KEY
 
-    if max_lora_rank > VLLM_RANKS[-1]:
+    if max_lora_rank > VLLM_RANKS[-1] and not full:
         raise UserInputError(
             f"vLLM serves LoRA up to rank {VLLM_RANKS[-1]}, not {max_lora_rank}: lower model.lora.rank."
         )
+    versions: dict[str, Any] = {"worker_extension_cls": "rl_vlm.engines.vllm_worker.FullWeightsWorker"}
+    if not full:
+        rank = next(rank for rank in VLLM_RANKS if rank >= max_lora_rank)
+        versions = {"enable_lora": True, "max_lora_rank": rank, "max_loras": max_loras, "max_cpu_loras": max_loras + 2}
     settings, on_gpu = serving.vllm, torch.cuda.is_available()
     _check_device(serving, on_gpu)
     # In GiB of the machine's own memory.
@@ -129,10 +134,7 @@ def engine_args(
         max_num_batched_tokens=settings.max_num_batched_tokens if on_gpu else max(16384, serving.max_context),
         enable_prefix_caching=settings.enable_prefix_caching,
         quantization="fp8_per_tensor" if serving.quantization == "fp8" else None,  # done while loading
-        enable_lora=True,
-        max_lora_rank=next(rank for rank in VLLM_RANKS if rank >= max_lora_rank),  # type: ignore[arg-type]
-        max_loras=max_loras,
-        max_cpu_loras=max_loras + 2,
+        **versions,
         limit_mm_per_prompt={"video": 0},
         mm_processor_kwargs={"images_kwargs": {"size": images}},  # the same limits as our own token counts
         mm_processor_cache_gb=cache if cache is not None else 4 if on_gpu else 0.5,

@@ -1,4 +1,4 @@
-"""Code that runs inside vLLM's own processes: the token mask, and their end together with the process that owns the engine.
+"""Code that runs inside vLLM's own processes: the token mask, new weights, and their end together with the process that owns the engine.
 
 vLLM imports this module by name in its engine core and worker processes.
 """
@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from vllm.v1.executor import Executor, UniProcExecutor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -47,6 +48,44 @@ class TokenMask(LogitsProcessor, RunnerV2LogitsProcessor):
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Does nothing: the mask is the same for every batch."""
+
+
+class FullWeightsWorker:
+    """What vLLM adds to its worker class (`worker_extension_cls`) where versions are all weights."""
+
+    model_runner: Any
+    model_config: Any
+    vllm_config: Any
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def load_full_weights(self, path: str) -> None:
+        """Replace all weights by those of a safetensors file, which is mapped, not read.
+
+        The steps are those of vLLM's own weight transfer (`start_weight_update`, `receive_weights`, `finish_weight_update` in
+        vllm/distributed/weight_transfer/ipc_engine.py). Raises ValueError where the file lacks a parameter.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        model = self.model_runner.get_model()
+        wanted = {name for name, _ in model.named_parameters()}
+        with safe_open(path, framework="pt") as file, set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+            loaded = model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+            finalize_layerwise_reload(model, self.model_config)
+            _pack_tied_heads(model)
+        if missing := sorted(wanted - set(loaded)):
+            raise ValueError(f"the file lacks {len(missing)} parameters, such as {missing[0]}")
+        self.model_runner.reset_encoder_cache()
+
+
+def _pack_tied_heads(model: torch.nn.Module) -> None:
+    """On a CPU vLLM 0.32 packs a layer's weights when it is loaded. A head that is tied to the embedding is not loaded by itself,
+    and would go on with what it had packed of the older weights."""
+    for module in model.modules():
+        if "cpu_linear" in vars(module) and getattr(module, "weight", torch.empty(0)).numel():
+            module.quant_method.process_weights_after_loading(module)  # type: ignore[operator,union-attr]
 
 
 def die_with_parent() -> None:

@@ -1,6 +1,6 @@
-"""The weights of the transformers engine: the base model's, or those with an adapter.
+"""The weights of the transformers engine: the base model's, those with an adapter, or a version of all weights.
 
-Both ways change nothing but linear layers, and switch between base and adapter at once.
+Each switches at once between versions that are prepared.
 """
 
 from __future__ import annotations
@@ -14,35 +14,49 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rl_vlm.models.adapter import PREFIX, AdapterPayload
-from rl_vlm.models.lora import LoraFactors, adaptable_linears, linear_weights, lora_factors, merged_weights
+from rl_vlm.models.adapter import PREFIX
+from rl_vlm.models.full_weights import FullPayload, check_fits
+from rl_vlm.models.lora import (
+    LoraFactors,
+    adaptable_linears,
+    changes_tower,
+    linear_weights,
+    lora_factors,
+    merged_weights,
+)
+from rl_vlm.models.payload import WeightPayload
+from rl_vlm.types import UserInputError
 
 _DOWN = ".lora_A.weight"  # at the end of a tensor's name
 
-Formed = Mapping[str, Any]  # a prepared adapter: merged weights or LoRA factors by module name
+Formed = Mapping[str, Any]  # prepared: merged weights or LoRA factors by module name, or all weights by their own names
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A policy version; `formed` is its prepared adapter, None without one."""
+    """A policy version; `formed` are its prepared weights, None for the base model's."""
 
     number: int
     formed: Formed | None = None
 
 
 class Weights(Protocol):
-    """The linear weights of a model that can be with or without an adapter."""
+    """The weights of a model, which versions change."""
 
-    def form(self, payload: AdapterPayload) -> Formed:
-        """Prepare an adapter while samples run. Raises UserInputError for one that does not fit the model."""
+    def form(self, payload: WeightPayload) -> Formed:
+        """Prepare a version while samples run. Raises UserInputError for one that does not fit the model."""
         ...
 
     def use(self, formed: Formed | None) -> None:
-        """Compute with a prepared adapter, or with the base model. Costs no more than changing pointers."""
+        """Compute with a prepared version, or with the base model. Costs no more than changing pointers."""
         ...
 
     def release(self, formed: Formed) -> None:
-        """A prepared adapter will not be used any more."""
+        """A prepared version will not be used any more."""
+        ...
+
+    def changes_tower(self, formed: Formed | None) -> bool:
+        """Whether it has a vision tower of its own: then features of images depend on it."""
         ...
 
 
@@ -59,7 +73,7 @@ class MergedWeights:
         self._reuses = all(w.device.type == "cpu" and w.dtype == torch.float32 for w in self._base.values())
         self._spare: Formed | None = None
 
-    def form(self, payload: AdapterPayload) -> Formed:
+    def form(self, payload: WeightPayload) -> Formed:
         """Merge in float32, round to the model's precision."""
         spare, self._spare = self._spare, None
         return merged_weights(payload, self._base, spare)
@@ -75,6 +89,10 @@ class MergedWeights:
         for name, linear in self._linears.items():
             linear.weight.data = weights[name]
 
+    def changes_tower(self, formed: Formed | None) -> bool:
+        """See Weights."""
+        return changes_tower(formed or ())
+
 
 class UnmergedWeights:
     """The adapter is computed beside the weights, y = W·x + (alpha / r) · B·A·x.
@@ -88,7 +106,7 @@ class UnmergedWeights:
         self._device = next(model.parameters()).device
         self._hooks: list[RemovableHandle] = []
 
-    def form(self, payload: AdapterPayload) -> Formed:
+    def form(self, payload: WeightPayload) -> Formed:
         """Its factors on the device."""
         factors = lora_factors(payload, self._shapes)
         return {
@@ -106,6 +124,10 @@ class UnmergedWeights:
 
     def release(self, formed: Formed) -> None:
         """Does nothing: factors are too small to reuse their memory."""
+
+    def changes_tower(self, formed: Formed | None) -> bool:
+        """See Weights."""
+        return changes_tower(formed or ())
 
     @staticmethod
     def _hook(factors: LoraFactors) -> Any:
@@ -131,7 +153,7 @@ class BoundedWeights:
         self._left = max_bytes
         self._lock = threading.Lock()
 
-    def form(self, payload: AdapterPayload) -> Formed:
+    def form(self, payload: WeightPayload) -> Formed:
         """Merged weights, or a `Factors`."""
         names = [name.removeprefix(PREFIX).removesuffix(_DOWN) for name in payload.views() if name.endswith(_DOWN)]
         needed = sum(self._sizes.get(name, 0) for name in names)
@@ -161,6 +183,45 @@ class BoundedWeights:
                 self._left += sum(self._sizes[name] for name in formed)
             self._merged.release(formed)
 
+    def changes_tower(self, formed: Formed | None) -> bool:
+        """See Weights."""
+        return changes_tower(formed or ())
+
 
 class Factors(dict[str, Any]):
     """A prepared adapter that is not merged: LoRA factors by module name."""
+
+
+class FullWeights:
+    """Every version brings all weights (`model.train: full`).
+
+    On a CPU the model computes with the payload's bytes where they lie: those that Ray holds in shared memory are then there once
+    for all replicas of a node, and nothing is copied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = dict(model.named_parameters())  # tied ones once
+        self._base = {name: parameter.data for name, parameter in self._own.items()}
+
+    def form(self, payload: WeightPayload) -> Formed:
+        """All weights, in the model's precision and on its device."""
+        if not isinstance(payload, FullPayload):
+            raise UserInputError(
+                f"Version {payload.version} is an adapter, and these replicas serve full weights: set model.train to lora."
+            )
+        found = payload.views()
+        check_fits(found, self._base, payload.version)
+        return {name: tensor.to(self._base[name]) for name, tensor in found.items()}
+
+    def use(self, formed: Formed | None) -> None:
+        """Put the tensors in place."""
+        weights = self._base if formed is None else formed
+        for name, parameter in self._own.items():
+            parameter.data = weights[name]
+
+    def release(self, formed: Formed) -> None:
+        """Does nothing: the bytes are freed with the last tensor that lies in them."""
+
+    def changes_tower(self, formed: Formed | None) -> bool:
+        """See Weights."""
+        return formed is not None

@@ -19,7 +19,9 @@ import torch
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig, parse_config
 from rl_vlm.evaluation.prompts import ItemPrompts
+from rl_vlm.models.full_weights import put_weights
 from rl_vlm.models.loading import from_folder, load_model, load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.trained import is_full, read_payload
 from rl_vlm.types import Message
 
 
@@ -37,7 +39,9 @@ class PlainGenerate:
         self._device, self._new_tokens = "cuda" if on_gpu else "cpu", new_tokens
         self._text = load_text_side(folder, run.model.pixels)
         self._model: Any = load_model(folder, run.model.dtype, self._device)
-        if adapter is not None:
+        if adapter is not None and is_full(Path(adapter)):
+            put_weights(self._model, read_payload(Path(adapter), 0))
+        elif adapter is not None:
             from peft import PeftModel
 
             from rl_vlm.models.adapter import AdapterPayload

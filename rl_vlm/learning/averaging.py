@@ -1,23 +1,17 @@
-"""WeightAverage: an exponential moving average of the LoRA weights, which evaluation and export can use."""
+"""WeightAverage: an exponential moving average of the trained weights, which evaluation and export can use."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-from rl_vlm.models.adapter import AdapterPayload
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
 
 
 class WeightAverage:
     """average = decay · average + (1 - decay) · weights after each optimiser step; it begins at the given weights.
 
-    A and B are averaged each on their own, so the average is not that of their products.
+    A and B of LoRA are averaged each on their own, so the average is not that of their products.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
@@ -30,9 +24,10 @@ class WeightAverage:
         for name, average in self._average.items():
             average.lerp_(weights[name].detach(), 1 - self._decay)
 
-    def payload(self, version: int, config: LoraConfig) -> AdapterPayload:
-        """The average as an adapter."""
-        return AdapterPayload.build(version, self._average, config)
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The average by name, not copied."""
+        return self._average
 
     def state(self) -> dict[str, Tensor]:
         """The average by name, on the CPU."""

@@ -23,7 +23,7 @@ from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.steps import make_updater, optimizer_step
 from rl_vlm.learning.strategies.choose import make_strategy
 from rl_vlm.learning.update import MicroBatchLoss, PackedMinibatch
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.payload import WeightPayload
 from rl_vlm.plugins import load_plugins
 from rl_vlm.tracing import Span, continued, span
 from rl_vlm.types import Trajectory
@@ -70,15 +70,15 @@ class UpdateResult:
     """What `VLMLearner.update` returns. Learner 0 adds the new adapter."""
 
     stats: UpdateStats
-    adapter: AdapterPayload | None = None
+    adapter: WeightPayload | None = None
     spans: list[Span] = field(default_factory=list)  # of an update that is traced
 
 
 class VLMLearner(TorchLearner):
-    """Trains the LoRA weights of one VLMModule on packed minibatches of trajectory groups."""
+    """Trains one VLMModule, its LoRA weights or all, on packed minibatches of trajectory groups."""
 
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
-        """One AdamW over the LoRA weights and the critic, registered with RLlib under the policy's learning rate."""
+        """One AdamW over the trained weights and the critic, registered with RLlib under the policy's learning rate."""
         module = self.module[module_id]
         optimizer = make_optimizer(module.policy, self._run)
         self.register_optimizer(
@@ -161,8 +161,11 @@ class VLMLearner(TorchLearner):
                         self._average.update(self.vlm.policy.weights())
         if self._learner_index not in (None, 0):
             return UpdateResult(stats)
-        adapter = self._strategy.gather_adapter(batch.version)
-        return UpdateResult(stats, _as_published(adapter, self._run.published_dtype))
+        return UpdateResult(stats, self._published(self._strategy.gather_adapter(batch.version)))
+
+    def _published(self, payload: WeightPayload) -> WeightPayload:
+        dtype = self._run.published_dtype
+        return payload if dtype == "float32" else payload.rounded(dtype)
 
     def _through_rllib(self, loss: MicroBatchLoss) -> MicroBatchLoss:
         """The loss by way of RLlib's hook, which subclasses override."""
@@ -180,13 +183,13 @@ class VLMLearner(TorchLearner):
         """See learning/hypotheses.py."""
         return sight_logprobs(trajectories, self._updater.recompute, self.vlm.policy.text, hypotheses)
 
-    def adapter(self, version: int) -> AdapterPayload:
+    def adapter(self, version: int) -> WeightPayload:
         """The adapter as it is."""
         return self._strategy.gather_adapter(version)
 
-    def averaged_adapter(self, version: int) -> AdapterPayload | None:
+    def averaged_adapter(self, version: int) -> WeightPayload | None:
         """The average of the weights under `learner.ema_decay`, None without it."""
-        return None if self._average is None else self._average.payload(version, self.vlm.policy.lora)
+        return None if self._average is None else self.vlm.policy.payload(version, self._average.weights)
 
     def moments(self) -> dict[str, Any]:
         """The optimiser's state as flat CPU tensors by name: `exp_avg.3`, `exp_avg_sq.3`, `step.3`."""
@@ -209,10 +212,6 @@ class VLMLearner(TorchLearner):
         if self._average is not None:
             # A run that goes on with an average it did not have begins it at the present weights.
             self._average.restore(_under("average.", extras) or self.vlm.policy.weights())
-
-
-def _as_published(adapter: AdapterPayload, dtype: str) -> AdapterPayload:
-    return adapter if dtype == "float32" else adapter.rounded(dtype)
 
 
 def _under(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""VLMModule: the policy as an RLlib module, a frozen VLM with trainable LoRA layers."""
+"""VLMModule: the policy as an RLlib module, a frozen VLM with trainable LoRA layers, or one that is trained whole."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from ray.rllib.core.rl_module.torch import TorchRLModule
 
 from rl_vlm.learning.device import learner_device, limit_memory
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.models.lora_layers import load_lora_state, lora_state
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.registry import fetch_model_files
 
 
 class VLMModule(TorchRLModule):
-    """RLlib's view of the policy: its state is the adapter's tensors only, kilobytes to megabytes."""
+    """RLlib's view of the policy: its state is what is trained, the adapter's tensors or all weights."""
 
     def setup(self) -> None:
         """Load the model; RLlib calls this once, in the learner's process. `model_config` holds `model`, `run_id` and `run_config`."""
@@ -34,12 +33,12 @@ class VLMModule(TorchRLModule):
             self.value_head = self.policy.critic.head
 
     def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The adapter's tensors as numpy arrays, by peft's names."""
-        return {name: tensor.detach().cpu().numpy() for name, tensor in lora_state(self.policy.model).items()}
+        """What is trained as float32 numpy arrays, by name."""
+        return {name: tensor.detach().cpu().numpy() for name, tensor in self.policy.weights().items()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Load adapter tensors."""
-        load_lora_state(self.policy.model, {name: torch.as_tensor(array) for name, array in state.items()})
+        """Load what `get_state` returned."""
+        self.policy.load_weights({name: torch.as_tensor(array) for name, array in state.items()})
 
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Not used: the learner computes log-probabilities of packed micro-batches (see update.py)."""

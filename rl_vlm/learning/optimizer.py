@@ -1,4 +1,4 @@
-"""The optimiser of the LoRA weights and of a critic."""
+"""The optimiser of the trained weights and of a critic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def make_optimizer(policy: PolicyModel, run: RunConfig | SFTConfig) -> torch.optim.Optimizer:
-    """AdamW (Adam when weight_decay is 0) or Adafactor on the LoRA weights, and in a second group on the critic.
+    """AdamW (Adam when weight_decay is 0) or Adafactor on the trained weights, and in a second group on the critic.
 
     Each group keeps its own `base_lr`, which a schedule scales.
     """
@@ -23,9 +23,15 @@ def make_optimizer(policy: PolicyModel, run: RunConfig | SFTConfig) -> torch.opt
         groups.append({"params": policy.critic.parameters, "lr": run.critic.lr or learner.lr})
     for group in groups:
         group["base_lr"] = group["lr"]
+    optimizer: torch.optim.Optimizer
     if learner.optimizer == "adafactor":
-        return torch.optim.Adafactor(groups, lr=learner.lr, weight_decay=learner.weight_decay)
-    return torch.optim.AdamW(groups, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay, fused=True)
+        optimizer = torch.optim.Adafactor(groups, lr=learner.lr, weight_decay=learner.weight_decay)
+    else:
+        optimizer = torch.optim.AdamW(
+            groups, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay, fused=True
+        )
+    optimizer.register_step_post_hook(lambda *_: policy.trained.stepped())
+    return optimizer
 
 
 def scale_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -1,28 +1,30 @@
-"""PolicyModel: a frozen VLM with trainable LoRA layers, in plain torch."""
+"""PolicyModel: a VLM that is trained, its LoRA layers or all of it, in plain torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from peft.tuners.lora import LoraLayer
-from torch import Tensor
+from peft import LoraConfig
+from torch import Tensor, nn
 
 from rl_vlm.config import RunConfig, SFTConfig
 from rl_vlm.learning.critic import Critic
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.learning.trained import FullTraining, LoraTraining, Trained
 from rl_vlm.models.backbone import CACHE_BYTES, Backbone
 from rl_vlm.models.initial_adapter import initial_adapter
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
-from rl_vlm.models.lora_layers import ExtraLora, inject_lora, load_lora_state, lora_config, lora_state, seed_lora
+from rl_vlm.models.lora_layers import ExtraLora, lora_config, seed_lora
+from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.products import ProductName, choose_product, product_of, torch_product, use_onednn
 from rl_vlm.seeding import derive_seed
 
 
 class PolicyModel:
-    """A VLM with LoRA: what the learner updates. Plain torch, so that it works without RLlib.
+    """A VLM with what is trained of it (`model.train`): what the learner updates. Plain torch, so that it works without RLlib.
 
     Args:
         folder: the model folder.
@@ -44,33 +46,55 @@ class PolicyModel:
     ) -> None:
         quiet_libraries()
         self.product: ProductName = "torch"
+        self.lora: LoraConfig | None = None  # of a policy that is not trained whole
         self.text = load_text_side(folder, run.model.pixels)
-        shards = run.learner.shards_layers
-        self.model = load_model(folder, run.model.dtype, device, layers_on_host=shards)
+        self.model = load_model(folder, run.model.dtype, device, layers_on_host=run.learner.shards_layers)
+        self.trained = self._train(folder, run)
+        if run.model.adapter is not None:
+            self.load(initial_adapter(run.model))
+        checkpointed = self._checkpointed(run)
+        for part in checkpointed:
+            part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            # transformers checkpoints layers only in training mode; without dropout that changes nothing else.
+            part.train()
+        codec = self.text.codec
+        suppressed = codec.suppressed_token_ids(self.text.vocab_size) if suppress else np.empty(0, dtype=np.int64)
+        self.backbone = Backbone(self.model, self.text.images, suppressed, cache_bytes)
+        self.backbone.checkpoints_tower = self.model.model.visual in checkpointed
+        self._choose_product(run)
+        self.backbone.choose_attention(run.learner.attention)
+        self.critic = self._make_critic(run) if isinstance(run, RunConfig) and run.spec.has_critic else None
+        if run.learner.shards_layers:
+            # What is trained was made where the layers are, and is whole in every learner.
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.to(device) if parameter.requires_grad else parameter.data
+
+    def _train(self, folder: Path, run: RunConfig | SFTConfig) -> Trained:
+        if run.model.train == "full":
+            dtype, device = run.model.dtype, str(next(self.model.parameters()).device)
+            return FullTraining(
+                self.model,
+                run.model.path,
+                lambda: {name: p.data for name, p in load_model(folder, dtype, device).named_parameters()},
+                keep_base=isinstance(run, RunConfig) and run.algorithm.has_reference,
+            )
         lora = run.model.lora
         self.lora = lora_config(lora.rank, lora.alpha, lora.target_modules)
         self.lora.base_model_name_or_path = str(folder)
         seed_lora(run.seed)
-        inject_lora(self.model, self.lora)
-        if run.model.adapter is not None:
-            self.load(initial_adapter(run.model))
-        if run.learner.gradient_checkpointing:
-            self.model.model.language_model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
-            # transformers checkpoints layers only in training mode; without dropout that changes nothing else.
-            self.model.model.language_model.train()
-        codec = self.text.codec
-        suppressed = codec.suppressed_token_ids(self.text.vocab_size) if suppress else np.empty(0, dtype=np.int64)
-        self.backbone = Backbone(self.model, self.text.images, suppressed, cache_bytes)
-        self._choose_product(run)
-        self.backbone.choose_attention(run.learner.attention)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.critic = self._make_critic(run) if isinstance(run, RunConfig) and run.spec.has_critic else None
-        if shards:
-            # Made where the layers are, and whole in every learner.
-            for parameter in self.model.parameters():
-                parameter.data = parameter.data.to(device) if parameter.requires_grad else parameter.data
+        return LoraTraining(self.model, self.lora)
+
+    def _checkpointed(self, run: RunConfig | SFTConfig) -> list[Any]:
+        """The parts whose layers the backward pass computes again."""
+        if not run.learner.gradient_checkpointing:
+            return []
+        parts = [self.model.model.language_model]
+        return [*parts, self.model.model.visual] if run.model.train == "full" else parts
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What is trained, float32, without a critic."""
+        return self.trained.parameters
 
     def _choose_product(self, run: RunConfig | SFTConfig) -> None:
         deterministic = isinstance(run, RunConfig) and run.deterministic
@@ -86,29 +110,26 @@ class PolicyModel:
         own = None
         if run.critic.kind == "adapter":
             seed_lora(derive_seed(run.seed, 5) % 2**31)  # another A than the policy's, the same in every learner
+            assert self.lora is not None  # see config/full.py
             own = ExtraLora(self.model, self.lora, "critic")
         return Critic(self.model, run.critic, self.model.config.get_text_config().hidden_size, own)
 
     def weights(self) -> dict[str, Tensor]:
-        """The adapter's tensors by peft's names, not copied."""
-        return lora_state(self.model)
+        """The trained tensors by the names of their files (peft's for an adapter), float32, not copied."""
+        return self.trained.weights()
 
-    def payload(self, version: int) -> AdapterPayload:
-        """The adapter as it is, as an immutable version."""
-        return AdapterPayload.build(version, self.weights(), self.lora)
+    def load_weights(self, state: Mapping[str, Tensor]) -> None:
+        """Put tensors that `weights` named in place. Raises UserInputError for ones that do not fit."""
+        self.trained.load(state)
 
-    def load(self, adapter: AdapterPayload) -> None:
-        """Put an adapter's tensors in place. Raises UserInputError for one that does not fit."""
-        load_lora_state(self.model, adapter.state())
+    def payload(self, version: int, weights: Mapping[str, Tensor] | None = None) -> WeightPayload:
+        """What is trained as it is, or other tensors by the same names, as an immutable version."""
+        return self.trained.payload(version, self.weights() if weights is None else weights)
 
-    @contextmanager
-    def without_adapter(self) -> Iterator[None]:
+    def load(self, adapter: WeightPayload) -> None:
+        """Put a version's tensors in place. Raises UserInputError for one that does not fit."""
+        self.load_weights(adapter.state())
+
+    def without_adapter(self) -> AbstractContextManager[None]:
         """The model computes as the base model inside this context."""
-        layers = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
-        for layer in layers:
-            layer.enable_adapters(False)
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.enable_adapters(True)
+        return self.trained.base()

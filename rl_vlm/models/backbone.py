@@ -68,11 +68,12 @@ class Backbone:
         self.token_bias = bias.to(self.device)  # [V]: 0 where allowed, -inf where suppressed
         self.product: Product = torch_product  # of the learner's head; see models/products.py
         self._attention: Attention = "dense"
-        # A learner's tower with LoRA layers: its features need a gradient, and are other ones after every step.
+        # A learner's tower that is trained: its features need a gradient, and are other ones after every step.
         self.trains_tower = any(
-            parameter.requires_grad
-            for name, parameter in model.named_parameters()
-            if ".visual." in name and "lora_" in name
+            parameter.requires_grad for name, parameter in model.named_parameters() if ".visual." in name
+        )
+        self.checkpoints_tower = (
+            False  # its layers are computed again in the backward pass, where fast_vision has ended
         )
         self._cache: OrderedDict[str, ImageFeatures] = OrderedDict()
         self._cache_bytes = cache_bytes
@@ -142,7 +143,7 @@ class Backbone:
         pixels, grids = zip(*(frame_patches(self.images, image) for image in images), strict=True)
         pixel_values = torch.from_numpy(np.concatenate(pixels)).to(self.device)
         grid_thw = torch.tensor(grids, dtype=torch.long, device=self.device)
-        with fast_vision(self.model):
+        with fast_vision(self.model, attention=not self.checkpoints_tower):
             out = self.model.model.get_image_features(pixel_values, grid_thw, return_dict=True)
         deepstack = getattr(out, "deepstack_features", None) or []
         return {

@@ -1,4 +1,4 @@
-"""Exports a trained adapter as a Hugging Face model folder: base weights and adapter merged."""
+"""Exports what a run trained as a Hugging Face model folder: base weights and adapter merged, or the weights themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from rl_vlm.config.yaml_text import load_yaml
 from rl_vlm.files import resolved
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.adapter_patterns import without_patterns
+from rl_vlm.models.full_weights import FullPayload, put_weights
 from rl_vlm.models.loading import from_folder, load_text_side, quiet_libraries, resolve_model, save_model
+from rl_vlm.models.payload import WeightPayload
+from rl_vlm.models.trained import is_full, read_payload, trained_folder
 from rl_vlm.ownership import MODEL_MARKER, files_in, mark_model, model_files
 from rl_vlm.types import RLVLMError, UserInputError
 
@@ -30,10 +33,11 @@ class ExportError(RLVLMError):
 
 
 def export_model(source: str | Path, out: str | Path, model: str | None = None, overwrite: bool = False) -> Path:
-    """Merge the adapter of `source` into its base model and write the Hugging Face folder `out`, whole or not at all.
+    """Merge the adapter of `source` into its base model, or put the full weights in its place, and write the Hugging Face folder
+    `out`, whole or not at all.
 
-    `source` is a run folder (its newest `adapter/` and the model that its `config.yaml` names) or a peft adapter
-    folder, which needs `model`: a folder, a hub name or `tiny`. `out` holds weights in the base model's own precision,
+    `source` is a run folder (its `adapter/` or `weights/`, and the model that its `config.yaml` names), a folder of full weights or
+    a peft adapter folder, which needs `model`: a folder, a hub name or `tiny`. `out` holds weights in the base model's own precision,
     processor and chat template; it is loaded once before it appears. An existing `out` is refused without `overwrite`,
     and even then unless it is empty or a model folder that was written by this function; other files in there stay.
     """
@@ -44,8 +48,8 @@ def export_model(source: str | Path, out: str | Path, model: str | None = None, 
     quiet_libraries()
     base = resolve_model(model or str(named))
     check_target(out, overwrite, keep=(base, adapter))
-    payload = AdapterPayload.read(adapter, 0)
-    merged = merge_adapter(base, payload)
+    payload = read_payload(adapter, 0)
+    merged = merge_adapter(base, payload) if isinstance(payload, AdapterPayload) else replace_weights(base, payload)
     digests = {name: _digest(tensor) for name, tensor in merged.state_dict().items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -63,11 +67,14 @@ def export_model(source: str | Path, out: str | Path, model: str | None = None, 
 
 def find_adapter_and_model(source: Path) -> tuple[Path, str | None]:
     """The adapter folder of a run folder or an adapter folder, and the name of its base model if it is known."""
+    if is_full(source):
+        return source, _base_of(source)
     if (source / "adapter_config.json").is_file():
         return source, None
     if not source.is_dir():
         raise UserInputError(f"There is no folder {source}: give a run folder or a peft adapter folder.")
-    if not (source / "adapter" / "adapter_config.json").is_file():
+    trained = trained_folder(source)
+    if trained is None:
         raise UserInputError(
             f"{source} holds neither adapter_config.json nor adapter/: give a run folder or an adapter folder."
         )
@@ -75,7 +82,22 @@ def find_adapter_and_model(source: Path) -> tuple[Path, str | None]:
         name = load_yaml((source / "config.yaml").read_text())["model"]["path"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         name = None
-    return source / "adapter", name
+    return trained, name
+
+
+def _base_of(weights: Path) -> str | None:
+    try:
+        found = json.loads((weights / FullPayload.CONFIG).read_text())["base_model"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return str(found)
+
+
+def replace_weights(base: Path, payload: WeightPayload) -> PreTrainedModel:
+    """The base model, in the precision that it is stored in, with all weights replaced. Raises UserInputError for ones that do not fit."""
+    model: PreTrainedModel = from_folder(AutoModelForImageTextToText, base, dtype="auto")
+    put_weights(model, payload)
+    return model
 
 
 def merge_adapter(base: Path, payload: AdapterPayload) -> PreTrainedModel:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rl_vlm.models.adapter import PREFIX, AdapterPayload
+from rl_vlm.models.adapter import PREFIX
 from rl_vlm.models.memory.shape import ADAPTED
+from rl_vlm.models.payload import WeightPayload
 from rl_vlm.types import UserInputError
 
 TARGET_MODULES = ADAPTED
@@ -49,7 +50,7 @@ class LoraFactors(NamedTuple):
     scale: float
 
 
-def lora_factors(payload: AdapterPayload, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LoraFactors]:
+def lora_factors(payload: WeightPayload, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LoraFactors]:
     """The factors of every layer that an adapter changes (LoRA, arXiv 2106.09685, equation 3), by module name.
 
     `shapes` holds (out, in) of the layers that it may change. Raises UserInputError for an adapter that does not fit.
@@ -84,7 +85,7 @@ def lora_factors(payload: AdapterPayload, shapes: Mapping[str, tuple[int, int]])
 
 
 def merged_weights(
-    payload: AdapterPayload, base: Mapping[str, Tensor], spare: Mapping[str, Tensor] | None = None
+    payload: WeightPayload, base: Mapping[str, Tensor], spare: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """The weights of every adapted linear layer with the adapter merged in: W + (alpha / r) · B·A, by module name.
 

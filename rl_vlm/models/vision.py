@@ -14,15 +14,15 @@ from rl_vlm.models.rotary import rolled_sin, rotate
 
 
 @contextlib.contextmanager
-def fast_vision(model: Any) -> Iterator[None]:
-    """Within this context the model's vision tower computes the same faster.
+def fast_vision(model: Any, attention: bool = True) -> Iterator[None]:
+    """Within this context the model's vision tower computes the same faster; without `attention` its layers as they are.
 
     The patch embedding is a 3-D convolution whose kernel is as large as its input, so it is a matrix product; for a still
     image one frame is enough (`frame_patches`), because its frames are equal. transformers computes attention image by
     image; for images of equal size one call computes all.
     """
     embed = model.model.visual.patch_embed
-    attentions = [block.attn for block in model.model.visual.blocks]
+    attentions = [block.attn for block in model.model.visual.blocks] if attention else []
 
     def patches(pixels: Tensor) -> Tensor:
         weight = embed.proj.weight  # [D, channels, frames, height, width]
@@ -43,8 +43,8 @@ def fast_vision(model: Any) -> Iterator[None]:
         return attention.proj(mixed.transpose(1, 2).reshape(len(hidden), -1))  # type: ignore[no-any-return]
 
     embed.forward = patches
-    for attention in attentions:
-        attention.forward = partial(attend, attention)
+    for one in attentions:
+        one.forward = partial(attend, one)
     try:
         yield
     finally:

@@ -106,11 +106,12 @@ def _check_driver_gpu(run: RunConfig) -> None:
 
 
 def _check_object_store(run: RunConfig, offered: Mapping[str, float]) -> None:
+    what, lower = ("weights", "") if run.model.train == "full" else ("adapter", ", or lower model.lora.rank")
     needed, there = adapters_mib(run), offered.get("object_store_memory", math.inf) / 2**20
     if there < needed:
         raise UserInputError(
-            f"The cluster's object stores hold {there:.0f} MiB and versions of this run's adapter take {needed}: start its nodes "
-            "with a larger --object-store-memory, or lower model.lora.rank."
+            f"The cluster's object stores hold {there:.0f} MiB and versions of this run's {what} take {needed}: start its nodes "
+            f"with a larger --object-store-memory{lower}."
         )
 
 

@@ -19,10 +19,10 @@ from rl_vlm.evaluation.outcomes import Outcome, Side
 from rl_vlm.evaluation.play import EpisodesLostError, play_tasks
 from rl_vlm.evaluation.tables import by_category, compared, info_numbers, summary_of
 from rl_vlm.files import to_jsonable, write_atomic
-from rl_vlm.models.adapter import find_adapter
+from rl_vlm.models.trained import find_trained, is_full, trained_folder
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.runs.players import players
-from rl_vlm.runs.served import starting_adapter
+from rl_vlm.runs.served import run_for, starting_adapter
 from rl_vlm.runs.throughput import measure_throughput
 from rl_vlm.types import Split, UserInputError
 
@@ -52,7 +52,8 @@ def evaluate_policy_run(
     are written there as JSON, and beside it the items (`.items.jsonl`, as they are finished), a page (`.md`) and a figure (`.png`).
     """
     options = options or EvaluationOptions()
-    adapters = _adapters(run, find_adapter(adapter, run_dir), options)
+    adapters = _adapters(run, find_trained(adapter, run_dir), options)
+    run = _run_for(run, adapters)
     splits = options.split or (run.evaluation.split,)
     envs = survey(run.env, *splits)
     tasks = _tasks(run, envs, options.blind)
@@ -109,11 +110,23 @@ def _adapters(run: RunConfig, named: Path | None, options: EvaluationOptions) ->
     return adapters
 
 
+def _run_for(run: RunConfig, adapters: dict[Side, Path | None]) -> RunConfig:
+    """The run with replicas for what is measured. Raises UserInputError where its two sides need different ones."""
+    kinds = {is_full(folder): folder for folder in adapters.values() if folder is not None}
+    if len(kinds) > 1:
+        raise UserInputError(
+            "One side is an adapter and the other full weights, which no replica serves both: measure each by itself."
+        )
+    if kinds.get(True) and run.serving.shared:
+        raise UserInputError("Replicas that are shared serve adapters only: set serving.shared=null.")
+    return run_for(run, next(iter(kinds.values()))) if kinds else run
+
+
 def _other_adapter(name: str) -> Path | None:
     if name == "base":
         return None
     folder = Path(name)
-    return find_adapter(None, folder) if (folder / "adapter").is_dir() else find_adapter(folder, None)
+    return trained_folder(folder) or find_trained(folder, None)
 
 
 def _tasks(run: RunConfig, envs: Survey, blind: bool) -> list[RolloutTask]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_vlm.config import RunConfig
 from rl_vlm.models.loading import SUPPORTED_FAMILIES, resolve_model
-from rl_vlm.models.memory.cards import Card, MemoryPlan, gib, plan_memory
+from rl_vlm.models.memory.cards import Card, MemoryPlan, gib, plan_memory, published_bytes
 from rl_vlm.models.memory.parts import GIB, amount, text
 from rl_vlm.models.memory.published import published_config
 from rl_vlm.models.memory.shape import ModelShape
@@ -17,6 +17,7 @@ from rl_vlm.models.tiny.variants import VARIANT_OF
 from rl_vlm.types import UserInputError
 
 _VERSIONS = 3  # of the adapter, in the object store at one time
+_FULL_VERSIONS = 4  # of all weights: those of an older version's last samples, too
 _STORE_MIB = 256  # of the object store of a small run
 
 
@@ -52,11 +53,16 @@ def smallest_gpu_gib(run: RunConfig) -> float | None:
 
 
 def adapters_mib(run: RunConfig) -> int:
-    """What versions of the adapter take in the object store: the newest, the one that replicas still load, and one that is made."""
+    """What versions take in the object store: the newest, the one that replicas still load, and one that is made."""
     if not run.spec.publishes_adapters or run.model.path in VARIANT_OF:  # the tiny ones' are small
         return 0
-    lora = run.model.lora
-    return math.ceil(_VERSIONS * 4 * shape_of(run.model.path).lora_parameters(lora.rank, lora.target_modules) / 2**20)
+    return math.ceil(_versions(run) * published_bytes(run, shape_of(run.model.path)) / 2**20)
+
+
+def _versions(run: RunConfig) -> int:
+    if run.model.train == "lora":
+        return _VERSIONS
+    return _FULL_VERSIONS + (run.learner.num_learners > 0)  # and the learner's own answer, where it is another process
 
 
 def object_store_mib(run: RunConfig) -> int:
@@ -66,10 +72,14 @@ def object_store_mib(run: RunConfig) -> int:
         return max(_STORE_MIB, needed + _STORE_MIB // 2)
     if given < needed:
         raise UserInputError(
-            f"resources.object_store_mib {given} is too small: {_VERSIONS} versions of this run's adapter, of rank "
-            f"{run.model.lora.rank}, take {needed} MiB. Set it to {needed + _STORE_MIB // 2} or leave it out."
+            f"resources.object_store_mib {given} is too small: {_versions(run)} versions of this run's {_published(run)}, take "
+            f"{needed} MiB. Set it to {needed + _STORE_MIB // 2} or leave it out."
         )
     return given
+
+
+def _published(run: RunConfig) -> str:
+    return "weights" if run.model.train == "full" else f"adapter, of rank {run.model.lora.rank}"
 
 
 def _has_nvidia() -> bool:
@@ -84,7 +94,7 @@ def describe(run: RunConfig, plan: MemoryPlan) -> Iterator[str]:
     for card in plan.cards:
         yield from _card(card, plan.gpus)
     if plan.adapter_bytes:
-        yield f"A version of the adapter: {plan.adapter_bytes / 1e6:.{0 if plan.adapter_bytes > 1e7 else 2}f} MB"
+        yield f"A version of {'the weights' if plan.full else 'the adapter'}: {plan.adapter_bytes / 1e6:.{0 if plan.adapter_bytes > 1e7 else 2}f} MB"
     if plan.starved:
         yield f"It does not fit. {plan.starved}"
     if any(card.left is not None and card.left < 0 for card in plan.cards):

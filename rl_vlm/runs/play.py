@@ -16,7 +16,7 @@ from rl_vlm.envs.parts import survey
 from rl_vlm.evaluation.play import EpisodesLostError
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
-from rl_vlm.runs.served import served_worker, starting_adapter
+from rl_vlm.runs.served import run_for, served_worker, starting_adapter
 from rl_vlm.safe_text import printable_json
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import TrajectoryGroup
@@ -36,6 +36,7 @@ def rollout(
     """
     options = dict(sampling or {})
     adapter = adapter or starting_adapter(run)
+    run = run_for(run, adapter) if adapter is not None else run
     batch = options.get("batch_size", episodes)
     seed = options.get("seed", run.seed)
     changes: dict[str, Any] = {}

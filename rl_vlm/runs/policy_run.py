@@ -131,9 +131,10 @@ class PolicyRun(RunLifecycle):
 
     def _save_adapter(self) -> None:
         try:
-            self.algorithm.checkpoint().adapter.write(self.folder / "adapter")
+            trained = self.algorithm.checkpoint().adapter
+            trained.write(self.folder / trained.FOLDER)
             if self.run.learner.ema_decay is not None:
-                self.algorithm.averaged_adapter().write(self.folder / "adapter-ema")
+                self.algorithm.averaged_adapter().write(self.folder / f"{trained.FOLDER}-ema")
         except OSError as error:
             raise RLVLMError(
                 f"Could not write the adapter to {self.folder} ({error.strerror or error}): free some space and --resume."

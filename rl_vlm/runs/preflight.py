@@ -47,7 +47,7 @@ def inspect_run(run: RunConfig) -> dict[str, Any]:
 
 def inspect_policy_run(run: RunConfig) -> dict[str, Any]:
     """Open one item of each split and encode it, and look up what learns from it."""
-    if run.model.lora.target_modules == "none":
+    if run.model.train == "lora" and run.model.lora.target_modules == "none":
         raise UserInputError(
             "model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision; `rl-vlm eval` and `rl-vlm "
             "serve` take it."

@@ -29,8 +29,11 @@ from rl_vlm.models.initial_adapter import initial_adapter_folder
 from rl_vlm.models.loading import check_quantization, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.memory.parts import ELEMENT, GIB
 from rl_vlm.models.memory.shape import ModelShape
+from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
+from rl_vlm.models.trained import read_payload, trained_folder
 from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.runs.served import run_for
 from rl_vlm.serving.publisher import PolicyService, ServingError
 from rl_vlm.serving.registry import registry_name
 from rl_vlm.serving.server import app_name
@@ -46,7 +49,7 @@ class Plan:
 
     run: RunConfig
     model: Path
-    adapter: AdapterPayload | None
+    adapter: WeightPayload | None
     adapter_folder: Path | None  # from which it was read
     name: str
     token: str | None
@@ -75,7 +78,7 @@ def plan(
     path = Path(target)
     if (path / "config.yaml").is_file():
         run = load_served_config(path / "config.yaml", settings)
-        adapter = adapter or (path / "adapter" if (path / "adapter").is_dir() else None)
+        adapter = adapter or trained_folder(path)
     elif path.suffix in (".yaml", ".yml"):
         run = load_config(path, settings)
     else:
@@ -87,8 +90,10 @@ def plan(
     name = run.http.model_name or (run.model.path if not Path(run.model.path).is_dir() else model.name)
     if adapter is None and run.model.adapter is not None:
         adapter = initial_adapter_folder(run.model)
-    payload = AdapterPayload.read(adapter, version=1) if adapter is not None else None
-    if payload is not None:
+    payload = read_payload(adapter, version=1) if adapter is not None else None
+    if adapter is not None:
+        run = run_for(run, adapter)
+    if isinstance(payload, AdapterPayload):
         names = payload.state()  # raises when the file is damaged
         if _for_serving(run).serving.engine == "vllm" and not all(".language_model." in name for name in names):
             raise UserInputError(
@@ -141,7 +146,7 @@ def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
                 service.wait_until_ready()
                 registry = ray.get_actor(registry_name(run_id))
                 if plan.adapter is not None:
-                    service.publish(plan.adapter)
+                    service.publish(plan.adapter, on_disk=True)
                     _wait_for_adapter(registry, run)
                 handle = serve.get_deployment_handle("policy", app_name(run_id))
                 backend = ServeBackend(handle, registry, plan.name, run_id=run_id, deadline_s=limits.deadline_s)

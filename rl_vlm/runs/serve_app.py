@@ -24,9 +24,9 @@ from rl_vlm.http.app import build_http_app
 from rl_vlm.http.backend import ServeBackend
 from rl_vlm.http.gate import Gate
 from rl_vlm.http.server import TOKEN_VARIABLE, check_exposure
-from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
+from rl_vlm.models.trained import read_payload
 from rl_vlm.runs.serve import kv_room, plan
 from rl_vlm.serving.registry import Published, start_registry
 from rl_vlm.serving.server import build_app
@@ -84,8 +84,7 @@ class RegistryOwner:
         self._registry = start_registry(run_id, _NAMESPACE, Path(self._folder.name), model.folder)
         self._published: Published | None = None
         if adapter is not None:
-            payload = AdapterPayload.read(adapter, version=1)
-            self._published = Published(payload.version, payload.sha256, ray.put(payload))
+            self._published = Published.of(read_payload(adapter, version=1))
             ray.get(self._registry.publish.remote(self._published), timeout=_ANSWER_S)
 
     async def status(self) -> dict[str, Any]:

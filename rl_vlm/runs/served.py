@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_vlm.config import RunConfig
-from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.initial_adapter import initial_adapter_folder
+from rl_vlm.models.trained import is_full, read_payload
 
 if TYPE_CHECKING:
     from rl_vlm.rollout.worker import RolloutWorker
@@ -23,6 +23,12 @@ def starting_adapter(run: RunConfig) -> Path | None:
     return initial_adapter_folder(run.model) if run.model.adapter is not None else None
 
 
+def run_for(run: RunConfig, trained: Path) -> RunConfig:
+    """The run with replicas that can serve what a folder holds: an adapter, or full weights."""
+    kind = "full" if is_full(trained) else "lora"
+    return run.model_copy(update={"model": run.model.model_copy(update={"train": kind})})
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """A model behind Ray Serve and a rollout worker in this process that asks it."""
@@ -32,9 +38,9 @@ class Served:
     service: Service
 
     def publish(self, adapter: Path | None, version: int) -> None:
-        """Serve an adapter folder as this version; None changes nothing."""
+        """Serve an adapter folder, or one of full weights, as this version; None changes nothing."""
         if adapter is not None:
-            self.service.publish(AdapterPayload.read(adapter, version))
+            self.service.publish(read_payload(adapter, version))
 
 
 @contextmanager

@@ -107,8 +107,8 @@ class AdapterFollower:
                 if payload.version > self._engine.version:
                     await self._engine.load_adapter(payload)
         except Exception as error:
-            # A wrong adapter fails in a new replica as well; other failures may not.
-            reason = f"Adapter version {published.version} could not be loaded: {error!r}"
+            # A wrong version fails in a new replica as well; other failures may not.
+            reason = f"Version {published.version} could not be loaded: {error!r}"
             self._life.fail_load(reason, time.monotonic(), curable=not isinstance(error, UserInputError))
             await self._notify()
             raise

@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from ray.util.placement_group import get_current_placement_group
 
 from rl_vlm.config import RunConfig
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.deploying import ServingError, start_serve, wait_for_replicas
 from rl_vlm.serving.policy_key import OWN, PolicyKey
@@ -41,7 +41,7 @@ class Service(Protocol):
         """Wait until it answers. Raises ServingError."""
         ...
 
-    def publish(self, payload: AdapterPayload) -> PublishReport | None:
+    def publish(self, payload: WeightPayload) -> PublishReport | None:
         """Hand a version to the replicas; the report is that of an earlier one. Raises ServingError."""
         ...
 
@@ -89,15 +89,16 @@ class PolicyService:
         """Wait for all replicas. Raises ServingError with Serve's own message."""
         wait_for_replicas(self.run_id, self._serving.startup_timeout_s)
 
-    def publish(self, payload: AdapterPayload) -> PublishReport | None:
-        """Hand a version to all replicas. A dying registry is waited for; raises ServingError when it does not come back.
+    def publish(self, payload: WeightPayload, on_disk: bool = False) -> PublishReport | None:
+        """Hand a version to all replicas. `on_disk`: for a service that publishes once and never offers it again.
+        A dying registry is waited for; raises ServingError when it does not come back.
 
         Returns once the registry holds it. It does not wait for the replicas: requests carry the version that they need. The
         result reports the newest version that was acknowledged before this one: who has loaded it, and after how long.
         None before the first acknowledgement, also of a registry that died meanwhile.
         """
         # Kept here, because the registry may die before its replicas have fetched the object.
-        published = self._newest = Published(payload.version, payload.sha256, ray.put(payload))
+        published = self._newest = Published.of(payload, on_disk)
         deadline = time.monotonic() + self._serving.publish_timeout_s
         while True:
             try:

@@ -66,6 +66,7 @@ def build_engine(model: Path, run: RunConfig) -> Engine:
             pixels=run.model.pixels,
             in_flight=in_flight,
             kv_cache=partial(kv_cache_bytes, run, ModelShape.read(model)),
+            full=run.model.train == "full",
         )
     from rl_vlm.models.products import choose_product
 
@@ -80,6 +81,7 @@ def build_engine(model: Path, run: RunConfig) -> Engine:
         "pixels": run.model.pixels,
         "in_flight": in_flight,
         "product": "torch" if on_gpu else choose_product(run.learner.cpu_product, run.deterministic),
+        "full": run.model.train == "full",
     }
     if serving.shared:
         from rl_vlm.engines.many_policies import ManyPoliciesEngine

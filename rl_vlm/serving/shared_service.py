@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from rl_vlm.config import RunConfig
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.deploying import ServingError, forget_serve, wait_for_replicas
 from rl_vlm.serving.policy_key import PolicyKey
@@ -119,7 +119,7 @@ class SharedService:
         if status["failure"]:
             raise ServingError(status["failure"])
 
-    def publish(self, payload: AdapterPayload) -> PublishReport | None:
+    def publish(self, payload: WeightPayload) -> PublishReport | None:
         """Make a version of this policy known to all replicas, which load it when they are asked for it.
 
         As `PolicyService.publish` otherwise.

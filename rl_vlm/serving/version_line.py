@@ -18,7 +18,8 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayError
 
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.payload import WeightPayload
+from rl_vlm.models.trained import read_payload
 from rl_vlm.types import POLICY, RLVLMError
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,13 @@ class Published:
     sha256: str
     ref: ray.ObjectRef
     policy: str = POLICY
+    kept_on_disk: bool = True  # by the registry, for when it is restarted
+
+    @classmethod
+    def of(cls, payload: WeightPayload, on_disk: bool = False) -> Published:
+        """The payload, put into the object store; `on_disk`: the registry keeps it, even if its kind is not kept otherwise."""
+        kept = on_disk or payload.KEPT_ON_DISK
+        return cls(payload.version, payload.sha256, ray.put(payload), payload.policy, kept)
 
 
 @dataclass(slots=True)
@@ -69,17 +77,17 @@ class _Acknowledgements:
 class VersionLine:
     """The versions of one policy, whose numbers only grow. What a folder holds of an earlier process is taken over."""
 
-    def __init__(self, folder: Path, policy: str = POLICY, put: Callable[[AdapterPayload], ray.ObjectRef] = ray.put):
+    def __init__(self, folder: Path, policy: str = POLICY, put: Callable[[WeightPayload], ray.ObjectRef] = ray.put):
         self.folder, self._policy = folder, policy
         self.newest: Published | None = None
         self._remembered: OrderedDict[int, _Acknowledgements] = OrderedDict()  # by version, oldest first
         self._restore(put)
 
-    def _restore(self, put: Callable[[AdapterPayload], ray.ObjectRef]) -> None:
+    def _restore(self, put: Callable[[WeightPayload], ray.ObjectRef]) -> None:
         marker = self.folder / "newest.json"
         if marker.is_file():
             newest = json.loads(marker.read_text())
-            payload = AdapterPayload.read(self.folder / newest["folder"], newest["version"], self._policy)
+            payload = read_payload(self.folder / newest["folder"], newest["version"], self._policy)
             if payload.sha256 == newest["sha256"]:
                 self._remember(Published(payload.version, payload.sha256, put(payload), self._policy))
 
@@ -101,16 +109,18 @@ class VersionLine:
         return True
 
     async def persist(self, published: Published, disk: Executor) -> None:
-        """Write a version to disk. With a full disk only a restarted registry has nothing to read."""
+        """Write a version to disk, unless it is not to be kept there. With a full disk only a restarted registry has nothing to read."""
+        if not published.kept_on_disk:
+            return
         try:
             async with asyncio.timeout(FETCH_S):
-                payload: AdapterPayload = await published.ref
+                payload: WeightPayload = await published.ref
             await asyncio.get_running_loop().run_in_executor(disk, self._write, payload)
         except (OSError, RayError) as error:
             logger.warning("version %d of %s is not on disk: %s", published.version, self._policy, error)
             (self.folder / "newest.json").unlink(missing_ok=True)
 
-    def _write(self, payload: AdapterPayload) -> None:
+    def _write(self, payload: WeightPayload) -> None:
         # Two folders in turn: the marker always names a complete one.
         folder = f"adapter-{payload.version % 2}"
         payload.write(self.folder / folder)

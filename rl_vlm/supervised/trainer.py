@@ -19,7 +19,7 @@ from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies.replicated import SingleProcess
 from rl_vlm.learning.update import PolicyUpdater, linear_schedule
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.supervised import backward_mean_nll
 from rl_vlm.types import RLVLMError, Trajectory
 
@@ -100,7 +100,7 @@ class SFTTrainer:
     def _logprobs(self, micro: MicroBatch) -> Tensor:
         return self._updater.logprobs(micro)[0]
 
-    def adapter(self, version: int) -> AdapterPayload:
+    def adapter(self, version: int) -> WeightPayload:
         """The adapter as it is."""
         return self._strategy.gather_adapter(version)
 
@@ -108,7 +108,7 @@ class SFTTrainer:
         """The optimiser's state as CPU tensors by name."""
         return self._strategy.state()
 
-    def restore(self, adapter: AdapterPayload, moments: dict[str, Tensor]) -> None:
+    def restore(self, adapter: WeightPayload, moments: dict[str, Tensor]) -> None:
         """Load what `adapter` and `moments` returned."""
         self._policy.load(adapter)
         self._strategy.restore(moments)

@@ -18,6 +18,7 @@ import numpy as np
 from rl_vlm.config import RunConfig, save_config
 from rl_vlm.config.sweep import SEED, SweepConfig, changed
 from rl_vlm.files import whole_lines, write_atomic
+from rl_vlm.models.trained import trained_folder
 from rl_vlm.reporting.sweep import Setting, draw_settings
 from rl_vlm.statistics import student_half_width
 
@@ -188,6 +189,6 @@ def _markdown(trials: Sequence[TrialResult], settings: Sequence[Setting], sweep:
 def _write_best(folder: Path, best: TrialResult, run: RunConfig) -> None:
     folder.mkdir(exist_ok=True)
     save_config(changed(run, best.settings), folder / "config.yaml")
-    adapter = best.checkpoint / "adapter" if best.checkpoint is not None else None
-    if adapter is not None and adapter.is_dir():
-        shutil.copytree(adapter, folder / "adapter", dirs_exist_ok=True)
+    trained = trained_folder(best.checkpoint) if best.checkpoint is not None else None
+    if trained is not None:
+        shutil.copytree(trained, folder / trained.name, dirs_exist_ok=True)

@@ -76,10 +76,15 @@ def test_the_large_recipe_of_the_zoom_passes_a_dry_run(model_folders: dict[str, 
 
 
 @pytest.mark.parametrize("size", QWEN3_VL)
-def test_the_full_fine_tune_is_refused_until_it_exists(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_full_fine_tune_of_large_recipes_passes_a_dry_run(
+    size: str, model_folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     config = ROOT / f"configs/geo3k_qwen3vl_{size}.yaml"
-    assert rl_vlm(["train", str(config), "--dry-run", "model.train=full", "learner.lr=1e-6"]) == 2
-    assert "model.train: lora" in capsys.readouterr().err
+    changes = (f"model.path={model_folders[size]}", f"env.data={FIXTURES}", "model.train=full", "learner.lr=1e-6")
+    assert rl_vlm(["train", str(config), "--dry-run", *changes]) == 0
+    learner = float(capsys.readouterr().out.split("learner ")[1].split()[0])
+    # Per parameter: 2 bytes to compute with, and 4 each of master, gradient and two moments.
+    assert learner * 2**30 > 18e9 * QWEN3_VL[size][1]
 
 
 def test_small_recipes_pass_a_dry_run(tiny_folder: Path) -> None:
@@ -87,7 +92,7 @@ def test_small_recipes_pass_a_dry_run(tiny_folder: Path) -> None:
     assert rl_vlm(["train", str(ROOT / "configs/quickstart.yaml"), "--dry-run", model]) == 0
     for name in (
         "gridwalk_tiny", "mixture_tiny", "geospot_tiny", "nlvr2_tiny", "caption_tiny", "caption_judge_tiny", "geo3k_offline_tiny",
-        "zoom_tiny", "minigrid_tiny",
+        "zoom_tiny", "minigrid_tiny", "full_tiny",
     ):  # fmt: skip
         assert rl_vlm(["train", str(ROOT / f"configs/{name}.yaml"), "--dry-run", model]) == 0
     assert rl_vlm(["train", str(ROOT / "configs/geo3k_tiny.yaml"), "--dry-run", model, f"env.data={FIXTURES}"]) == 0

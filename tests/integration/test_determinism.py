@@ -24,6 +24,8 @@ PPO = (
     "algorithm.kl_target=0.02",
     "learner.ema_decay=0.9",
 )
+FULL = ("model.train=full", "learner.lr=2e-4", "algorithm.kl_coef=0.01", "learner.ema_decay=0.9")
+FULL_PPO = ("model.train=full", "learner.lr=2e-4", "algorithm.preset=ppo", "critic.warmup_iterations=1")
 # Three iterations are 144 episodes: the middle of the second stage, and of a blend.
 CURRICULUM = (
     "env={mixture: [{name: count, id: Shapes-v0, kwargs: {task: count, turns: 2}, num_items: 12, "
@@ -72,8 +74,8 @@ def same(one: Checkpoint, other: Checkpoint, counts: bool = True) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "changes",
-    [(), *(pytest.param(changes, marks=pytest.mark.acceptance) for changes in (PPO, CURRICULUM))],
-    ids=["grpo", "ppo", "curriculum"],
+    [(), *(pytest.param(changes, marks=pytest.mark.acceptance) for changes in (PPO, CURRICULUM, FULL, FULL_PPO))],
+    ids=["grpo", "ppo", "curriculum", "full", "full ppo"],
 )
 def test_three_and_three_iterations_equal_six(changes: tuple[str, ...], tiny_folder: Path, tmp_path: Path) -> None:
     run = run_config(tiny_folder, *changes)

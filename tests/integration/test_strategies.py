@@ -71,6 +71,20 @@ def test_sharded_layers_make_the_update_of_one_process(tiny_folder: Path, refere
     check_shards(found, reference, settings)
 
 
+def test_two_learners_make_the_full_update_of_one(tiny_folder: Path) -> None:
+    """All weights, with a reference; and two go on exactly where one stopped after two of three updates."""
+    full = {"model__train": "full", "learner__lr": 1e-4}
+    alone = learn(tiny_folder, 1, [0, 1, 2], **full)
+    assert any(".visual." in name for name in alone.adapter)
+    check_equal(learn(tiny_folder, 2, [0, 1, 2], **full), alone)
+    half = learn(tiny_folder, 1, [0, 1], **full)
+    again = learn(tiny_folder, 1, [2], start=half, **full)
+    for name, array in alone.adapter.items():
+        np.testing.assert_array_equal(again.adapter[name], array, err_msg=name)
+    for name, array in alone.moments.items():
+        np.testing.assert_array_equal(again.moments[name], array, err_msg=name)
+
+
 @pytest.mark.acceptance
 def test_no_learner_takes_memory_for_the_whole_model(tmp_path: Path) -> None:
     plain = tiny.build_processor()

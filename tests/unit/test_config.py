@@ -128,7 +128,6 @@ def test_a_wrong_value_is_named_with_its_key(data: dict[str, Any], words: tuple[
         ),  # auto means vLLM there
         ({"deterministic": True, "model": {"dtype": "bfloat16"}}, "deterministic: true needs"),
         ({"deterministic": True, "rollout": {"max_policy_lag": 1}}, "deterministic: true needs"),
-        ({"model": {"train": "full"}}, "model.train: full is not available"),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(data: dict[str, Any], words: str) -> None:

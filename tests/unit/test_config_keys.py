@@ -222,7 +222,6 @@ def unread(texts: Mapping[Path, str], root: Kind = RunConfig) -> set[str]:
 # Keys that have their effect while the configuration is checked.
 AT_LOADING = {
     "algorithm.preset",  # sets other keys
-    "model.train",  # full is refused: full weights cannot be published
 }
 
 
@@ -231,7 +230,7 @@ def test_every_key_is_read_by_some_code() -> None:
 
 
 def test_every_key_of_supervised_fine_tuning_is_read_by_some_code() -> None:
-    assert unread(sources(), SFTConfig) == {"model.train"}
+    assert unread(sources(), SFTConfig) == set()
     keys = set(keys_of(SFTConfig))
     assert set(SFT_READS.keys) <= keys and set(SFT_READS.instead.values()) <= keys
 
@@ -242,7 +241,7 @@ def test_every_key_of_supervised_fine_tuning_is_read_by_some_code() -> None:
         ({"learner.num_learners": 2}, "learner.num_learners has no effect in `rl-vlm sft`: remove it"),
         ({"learner.gpus_per_learner": 1}, "use sft.device"),
         ({"logging.trajectories_every": 1}, "logging.trajectories_every has no effect"),
-        ({"model.train": "full"}, "model.train: full is not available"),
+        ({"model.train": "full"}, "model.train: full is for reinforcement learning"),
         ({"sft.epoch": 2}, "Did you mean sft.epochs"),
         ({"env.id": "Shapes-v0"}, "Unknown config key env"),
     ],

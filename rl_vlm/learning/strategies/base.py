@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.payload import WeightPayload
 
 if TYPE_CHECKING:
     from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
@@ -40,6 +40,6 @@ class Strategy(Protocol):
         """Load what `state` returned, also for another number of learners."""
         ...
 
-    def gather_adapter(self, version: int) -> AdapterPayload:
+    def gather_adapter(self, version: int) -> WeightPayload:
         """The adapter as it is, as an immutable version."""
         ...

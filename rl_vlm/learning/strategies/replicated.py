@@ -1,18 +1,21 @@
-"""Every learner holds the whole model: one process alone, or several that add their LoRA gradients once per step."""
+"""Every learner holds the whole model: one process alone, or several that add their gradients once per step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.payload import WeightPayload
 
 if TYPE_CHECKING:
     from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
+
+
+_BUCKET = 50_000_000  # elements that are added at once
 
 
 class SingleProcess:
@@ -57,22 +60,35 @@ class SingleProcess:
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": fields, "param_groups": groups})
 
-    def gather_adapter(self, version: int) -> AdapterPayload:
+    def gather_adapter(self, version: int) -> WeightPayload:
         """See Strategy."""
         return self._policy.payload(version)
 
 
 class AllReduce(SingleProcess):
-    """One sum of the LoRA gradients over all learners per step.
+    """One sum of the gradients over all learners per step.
 
     The loss weights are normalised over all learners already, so this equals one process, whatever the number of
     micro-batches of each learner; learners without a micro-batch take part with zeros.
     """
 
     def _sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        vector = gradient_vector(parameters)
-        torch.distributed.all_reduce(vector)
-        set_gradients(parameters, vector)
+        for bucket in _buckets(parameters):
+            vector = gradient_vector(bucket)
+            torch.distributed.all_reduce(vector)
+            set_gradients(bucket, vector)
+
+
+def _buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
+    """In their order, each of bounded size: all gradients of a whole model as one vector would be a second copy of them."""
+    bucket: list[torch.nn.Parameter] = []
+    for parameter in parameters:
+        if bucket and sum(one.numel() for one in bucket) + parameter.numel() > _BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket
 
 
 def gradient_vector(parameters: Sequence[torch.nn.Parameter]) -> Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.payload import WeightPayload
 
 if TYPE_CHECKING:
     from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
@@ -120,7 +120,7 @@ class Zero:
             for name in _MOMENTS:
                 safe_set_full_optimizer_state(parameter, state[f"{name}.{k}"].to(parameter.device), name)
 
-    def gather_adapter(self, version: int) -> AdapterPayload:
+    def gather_adapter(self, version: int) -> WeightPayload:
         """See Strategy."""
         return self._policy.payload(version)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_vlm.config import RunConfig
 from rl_vlm.models.memory.learner import learner_parts, preference_learner_parts
-from rl_vlm.models.memory.parts import CUDA_CONTEXT, GIB, Part
+from rl_vlm.models.memory.parts import CUDA_CONTEXT, ELEMENT, GIB, Part
 from rl_vlm.models.memory.replica import replica_parts, starved_replica
 from rl_vlm.models.memory.shape import ModelShape
 
@@ -54,7 +54,8 @@ class MemoryPlan:
     shape: ModelShape
     cards: list[Card]
     gpus: int
-    adapter_bytes: int  # of one published version, in float32
+    adapter_bytes: int  # of one published version: an adapter in float32, or all weights in the model's precision
+    full: bool = False  # whether versions are all weights
     starved: str = ""  # a sentence where a replica's share of a GPU holds no sample
 
     @property
@@ -98,7 +99,7 @@ def plan_memory(run: RunConfig, shape: ModelShape, card: int | None) -> MemoryPl
         "replica": Process("replica", tuple(replica_parts(run, shape, card))),
         "learner": Process("learner", tuple(learner)),
     }
-    adapter = 4 * shape.lora_parameters(run.model.lora.rank, run.model.lora.target_modules) if learns_policy else 0
+    adapter, full = published_bytes(run, shape), run.model.train == "full"
     placed = [[kinds[kind] for kind in kinds_here] for kinds_here in place(run)]
     if not placed:
         # No process has a CUDA context, and the size of a GPU means nothing.
@@ -107,7 +108,7 @@ def plan_memory(run: RunConfig, shape: ModelShape, card: int | None) -> MemoryPl
             for kind, process in kinds.items()
             if kind == "learner" or run.spec.serves(run)
         ]
-        return MemoryPlan(shape, [Card(host)], 0, adapter)
+        return MemoryPlan(shape, [Card(host)], 0, adapter, full)
     cards: list[Card] = []
     for processes in placed:
         if cards and cards[-1].processes == processes:
@@ -115,7 +116,16 @@ def plan_memory(run: RunConfig, shape: ModelShape, card: int | None) -> MemoryPl
         else:
             cards.append(Card(processes, card))
     held = any(process.kind == "replica" for processes in placed for process in processes)
-    return MemoryPlan(shape, cards, len(placed), adapter, starved_replica(run, shape, card) if held else "")
+    return MemoryPlan(shape, cards, len(placed), adapter, full, starved_replica(run, shape, card) if held else "")
+
+
+def published_bytes(run: RunConfig, shape: ModelShape) -> int:
+    """Of one version in the object store; 0 for a run that publishes none."""
+    if not run.spec.publishes_adapters:
+        return 0
+    if run.model.train == "full":
+        return shape.parameters * ELEMENT[run.published_dtype]
+    return 4 * shape.lora_parameters(run.model.lora.rank, run.model.lora.target_modules)
 
 
 def place(run: RunConfig) -> list[list[str]]:

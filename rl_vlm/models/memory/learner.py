@@ -1,4 +1,4 @@
-"""What a learner holds on a GPU: weights, LoRA with its optimiser, activations of one micro-batch, logits, image features."""
+"""What a learner holds on a GPU: weights, what is trained with its optimiser, activations of one micro-batch, logits, image features."""
 
 from __future__ import annotations
 
@@ -45,31 +45,68 @@ def layer_bytes_per_token(shape: ModelShape, element: int, rank: int, target_mod
     return 4 * norms + element * (attention + mlp) + inputs + lora * rank * len(adapted)
 
 
+def full_layer_bytes_per_token(shape: ModelShape, element: int) -> int:
+    """As `layer_bytes_per_token` where all weights are trained: linear layers keep their inputs, norms what they scale."""
+    text = shape.text
+    scaled = 2 * text.hidden + text.head_norms * (text.heads + text.kv_heads) * text.head_dim
+    return layer_bytes_per_token(shape, element, 0, "all", lora=element) + element * scaled
+
+
 def learner_parts(run: RunConfig, shape: ModelShape) -> list[Part]:
     """The parts of one learner of a policy run."""
-    model, learner, lora = run.model, run.learner, run.model.lora
-    element = ELEMENT[model.dtype]
-    adapter = shape.lora_parameters(lora.rank, lora.target_modules)
-    trained = adapter
-    if run.spec.has_critic:
-        width = run.critic.hidden
-        trained += (shape.text.hidden + 1) * width + width + 1 if width else shape.text.hidden + 1
-        trained += adapter if run.critic.kind == "adapter" else 0
-    moments = 2 if learner.optimizer == "adamw" else 0.1  # adafactor keeps sums over rows and columns
-    kept = adapter if learner.ema_decay is not None else 0
+    model, element = run.model, ELEMENT[run.model.dtype]
     return [
         _weights(run, shape, element),
-        Part(
-            "LoRA and optimiser",
-            int(trained * _LORA * (2 + moments) + kept * _LORA),
-            f"{amount(trained)} in float32: weights, gradients, {learner.optimizer}",
-        ),
+        *(_trained_whole(run, shape, element) if model.train == "full" else [_trained_lora(run, shape)]),
         _activations(run, shape, element),
         _mask(run, shape, element),
         _logits(run, shape, element),
         _images(run, shape, element),
         Part("CUDA context", CUDA_CONTEXT, "an estimate"),
     ]
+
+
+def _trained_whole(run: RunConfig, shape: ModelShape, element: int) -> list[Part]:
+    learner, count = run.learner, shape.parameters
+    moments = 2 if learner.optimizer == "adamw" else 0.1
+    # Masters are the weights themselves where these are float32; else a parameter's own gradient is freed as soon as it is added.
+    masters = 0 if element == 4 else 1
+    largest = shape.text.embedding * element if masters else 0
+    averages = int(learner.ema_decay is not None)
+    head = _head_parameters(run, shape) * 4 * (2 + moments)
+    parts = [
+        Part(
+            "masters and optimiser",
+            int(count * 4 * (masters + 1 + moments + averages) + largest + head),
+            f"{amount(count)} in float32: {'masters, ' if masters else ''}gradients, {learner.optimizer}",
+        )
+    ]
+    if run.algorithm.has_reference:
+        parts.append(Part("reference", count * element, f"the base model in {run.model.dtype}, for the KL penalty"))
+    return parts
+
+
+def _head_parameters(run: RunConfig, shape: ModelShape) -> int:
+    """Of the critic's head."""
+    if not run.spec.has_critic:
+        return 0
+    width = run.critic.hidden
+    return (shape.text.hidden + 1) * width + width + 1 if width else shape.text.hidden + 1
+
+
+def _trained_lora(run: RunConfig, shape: ModelShape) -> Part:
+    learner, lora = run.learner, run.model.lora
+    adapter = shape.lora_parameters(lora.rank, lora.target_modules)
+    trained = adapter + _head_parameters(run, shape)
+    if run.spec.has_critic:
+        trained += adapter if run.critic.kind == "adapter" else 0
+    moments = 2 if learner.optimizer == "adamw" else 0.1  # adafactor keeps sums over rows and columns
+    kept = adapter if learner.ema_decay is not None else 0
+    return Part(
+        "LoRA and optimiser",
+        int(trained * _LORA * (2 + moments) + kept * _LORA),
+        f"{amount(trained)} in float32: weights, gradients, {learner.optimizer}",
+    )
 
 
 def _weights(run: RunConfig, shape: ModelShape, element: int) -> Part:
@@ -94,9 +131,12 @@ def _tokens(run: RunConfig) -> int:
 
 def _activations(run: RunConfig, shape: ModelShape, element: int) -> Part:
     text, lora, tokens = shape.text, run.model.lora, _tokens(run)
-    layer = layer_bytes_per_token(shape, element, lora.rank, lora.target_modules)
-    # At its widest a layer holds the product of a linear layer, its LoRA's in float32 twice, and their sum.
-    working = text.token_width * (element + 3 * _LORA)
+    if run.model.train == "full":
+        layer, working = full_layer_bytes_per_token(shape, element), 3 * text.token_width * element
+    else:
+        layer = layer_bytes_per_token(shape, element, lora.rank, lora.target_modules)
+        # At its widest a layer holds the product of a linear layer, its LoRA's in float32 twice, and their sum.
+        working = text.token_width * (element + 3 * _LORA)
     inputs = element * text.hidden
     if run.learner.gradient_checkpointing:
         per_token = inputs * (text.layers + 2) + layer + working
@@ -112,8 +152,12 @@ def _logits(run: RunConfig, shape: ModelShape, element: int) -> Part:
     rows, columns = min(rows, _tokens(run)), min(columns, shape.text.vocab)
     # Beside a tile: the slope of each log-probability, which the backward pass scales, and the sum that it grows from.
     slopes = 2 * 4 * _tokens(run) * shape.text.hidden
+    # The head's own gradient is collected in float32.
+    of_head = 4 * shape.text.embedding if run.model.train == "full" else 0
     return Part(
-        "logits", rows * columns * (element + 4 * _HEAD_COPIES) + slopes, f"{rows} × {columns} at a time, and slopes"
+        "logits",
+        rows * columns * (element + 4 * _HEAD_COPIES) + slopes + of_head,
+        f"{rows} × {columns} at a time, and slopes",
     )
 
 
@@ -132,15 +176,18 @@ def _mask(run: RunConfig, shape: ModelShape, element: int) -> Part:
 
 
 def _images(run: RunConfig, shape: ModelShape, element: int) -> Part:
-    if run.model.lora.target_modules != "vision":
+    whole = run.model.train == "full"
+    if not whole and run.model.lora.target_modules != "vision":
         at_once = patches_at_once(run.learner.gpus_per_learner)
         detail = f"features up to {IMAGE_CACHE >> 20} MiB, {at_once} patches at a time"
         return Part("images", IMAGE_CACHE + tower_pass_bytes(shape, element, at_once), detail)
     # A tower that is trained keeps its layers' activations of all images of a micro-batch, whose tokens are at most all.
     tower, patches = shape.tower, _tokens(run) * shape.tower.merge**2
-    inputs = sum(linear.inputs * linear.copies for linear in tower.linears()) * _LORA
-    kept = tower.depth * (element * (4 * tower.hidden + 2 * tower.width) + 8 * tower.hidden)
-    return Part("images", patches * (inputs + kept), f"{patches} patches at most, with a gradient")
+    inputs = sum(linear.inputs * linear.copies for linear in tower.linears()) * (element if whole else _LORA)
+    kept = inputs + tower.depth * (element * (4 * tower.hidden + 2 * tower.width) + 8 * tower.hidden)
+    if whole and run.learner.gradient_checkpointing:
+        kept = element * tower.hidden * tower.depth + kept // tower.depth
+    return Part("images", patches * kept, f"{patches} patches at most, with a gradient")
 
 
 def preference_learner_parts() -> list[Part]:

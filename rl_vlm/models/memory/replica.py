@@ -75,6 +75,14 @@ def _weights(run: RunConfig, shape: ModelShape, parallel: int = 1) -> Part:
     return Part("weights", int(size) // parallel, f"{amount(shape.parameters)} in {precision}{shared}")
 
 
+def _vllm_adapters(run: RunConfig, shape: ModelShape) -> Part:
+    return Part(
+        "adapters",
+        vllm_lora_parameters(run, shape) * ELEMENT[run.model.dtype] // run.serving.vllm.tensor_parallel_size,
+        f"{run.lora_slots} slots of rank {run.max_lora_rank}",
+    )
+
+
 def _vllm_fixed(run: RunConfig, shape: ModelShape) -> list[Part]:
     serving, text_shape, element = run.serving, shape.text, ELEMENT[run.model.dtype]
     settings, parallel = serving.vllm, serving.vllm.tensor_parallel_size
@@ -85,11 +93,7 @@ def _vllm_fixed(run: RunConfig, shape: ModelShape) -> list[Part]:
     logits = settings.max_num_seqs * text_shape.vocab * 4 * _LOGIT_COPIES
     parts = [
         _weights(run, shape, parallel),
-        Part(
-            "adapters",
-            vllm_lora_parameters(run, shape) * element // parallel,
-            f"{run.lora_slots} slots of rank {run.max_lora_rank}",
-        ),
+        *([] if run.model.train == "full" else [_vllm_adapters(run, shape)]),
         Part(
             "activations",
             tokens * (4 * text_shape.hidden + widest) * element + logits,
@@ -130,7 +134,11 @@ def _transformers(run: RunConfig, shape: ModelShape) -> list[Part]:
     per_token = shape.kv_bytes_per_token(element)
     wide = PREFILL_TOKENS * (6 * text_shape.hidden + 3 * text_shape.token_width) * element
     parts = [_weights(run, shape)]
-    if serving.quantization == "none":
+    if run.model.train == "full":
+        # On a CPU they lie in the object store, once for all replicas of a node.
+        versions = 2 * shape.parameters * element if serving.gpus_per_replica else 0
+        parts.append(Part("versions", versions, "the newest weights, and those that running samples finish with"))
+    elif serving.quantization == "none":
         merged = text_shape.linear_parameters * element
         parts.append(
             Part("merged adapters", 2 * merged, "the linear layers again, and once more while a version is made")

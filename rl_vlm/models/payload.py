@@ -1,0 +1,141 @@
+"""WeightPayload: one immutable version of what is trained, as bytes and as a folder; an adapter, or all weights.
+
+torch is imported only where tensors are needed, so that the registry, which only passes bytes on, starts fast.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from rl_vlm.types import POLICY, UserInputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by safetensors' names
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPayload:
+    """One immutable version of a policy: safetensors bytes, what they are as JSON, and the SHA-256 of the bytes.
+
+    KIND begins messages; FOLDER is its folder inside a run or a checkpoint, with the files TENSORS and CONFIG.
+    """
+
+    version: int
+    tensors: bytes | memoryview
+    config_json: str
+    sha256: str
+    policy: str = POLICY
+
+    KIND: ClassVar[str]
+    FOLDER: ClassVar[str]
+    TENSORS: ClassVar[str]
+    CONFIG: ClassVar[str]
+    # Whether the registry keeps a copy on disk, which it reads when it is restarted.
+    KEPT_ON_DISK: ClassVar[bool] = True
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Out of band from pickle protocol 5 on: Ray then lets all processes of a node read the same bytes in place."""
+        tensors = pickle.PickleBuffer(self.tensors) if int(protocol) >= 5 else bytes(self.tensors)
+        return _unpickled, (type(self), self.version, tensors, self.config_json, self.sha256, self.policy)
+
+    @classmethod
+    def packed(cls, version: int, state: Mapping[str, Tensor], config_json: str) -> Self:
+        """Pack tensors by name."""
+        from safetensors.torch import save
+
+        # A copy on the CPU in a fixed order, so that equal weights give equal bytes.
+        blob = save({name: state[name].detach().to("cpu").contiguous() for name in sorted(state)})
+        return cls(version, blob, config_json, hashlib.sha256(blob).hexdigest())
+
+    def verify(self) -> Self:
+        """Return self if the bytes match the hash."""
+        if hashlib.sha256(self.tensors).hexdigest() != self.sha256:
+            raise UserInputError(f"{self.KIND} version {self.version} is corrupt: its bytes do not match its SHA-256.")
+        return self
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors by name. Raises UserInputError when the bytes are no safetensors file."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        try:
+            return load(bytes(self.tensors))  # no copy where they are bytes
+        except SafetensorError as error:
+            raise UserInputError(f"{self.KIND} version {self.version} is corrupt ({error}).") from error
+
+    def views(self) -> dict[str, Tensor]:
+        """The tensors by name as views of the bytes, not to be written to. Raises as `state` does."""
+        import torch
+
+        try:
+            size = 8 + int.from_bytes(self.tensors[:8], "little")
+            header = json.loads(bytes(self.tensors[8:size]))
+            header.pop("__metadata__", None)
+            found: dict[str, Tensor] = {}
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The given buffer is not writable")
+                for name, entry in header.items():
+                    begin, end = entry["data_offsets"]
+                    dtype = getattr(torch, _DTYPES[entry["dtype"]])
+                    flat = torch.frombuffer(
+                        self.tensors, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=size + begin
+                    )
+                    found[name] = flat.view(entry["shape"])
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+            raise UserInputError(f"{self.KIND} version {self.version} is corrupt ({error!r}).") from error
+        return found
+
+    def rounded(self, dtype: str) -> Self:
+        """The same version with its tensors rounded to `dtype`, such as bfloat16: half the bytes, and a hash of its own.
+
+        Raises as `state` does.
+        """
+        import torch
+        from safetensors.torch import save
+
+        kind, own = getattr(torch, dtype), self.views()
+        if all(tensor.dtype == kind for tensor in own.values()):
+            return self
+        blob = save({name: tensor.to(kind).contiguous() for name, tensor in own.items()})
+        return replace(self, tensors=blob, sha256=hashlib.sha256(blob).hexdigest())
+
+    def write(self, folder: Path) -> Path:
+        """Write the folder with both files, atomically: it appears complete or not at all."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        temporary.chmod(0o755)  # mkdtemp makes it private
+        try:
+            (temporary / self.TENSORS).write_bytes(self.tensors)
+            (temporary / self.CONFIG).write_text(self.config_json)
+            if folder.exists():
+                old = folder.with_name(f".{folder.name}-old-{os.getpid()}")
+                os.replace(folder, old)
+                os.replace(temporary, folder)
+                for left in old.iterdir():
+                    if not (folder / left.name).exists():  # not ours: a model card, a note
+                        os.replace(left, folder / left.name)
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                os.replace(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return folder
+
+
+def _unpickled(
+    kind: type[WeightPayload], version: int, tensors: Any, config_json: str, sha256: str, policy: str
+) -> WeightPayload:
+    held = tensors if isinstance(tensors, bytes) else memoryview(tensors)
+    return kind(version, held, config_json, sha256, policy)

@@ -1,0 +1,227 @@
+"""Full fine-tuning without Ray: gradients, masters, versions as bytes and folders, and what cannot be combined with it."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from core_support import conversation, picture, plain_model, reference_logprobs, request, run_config, text_side
+from full_support import FullWeightsOf, agreements, gap
+from policy_loop import MAX_CONTEXT, Loop
+
+from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
+from rl_vlm.config import RunConfig, load_config
+from rl_vlm.engines.base import BASE_MODEL
+from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.learning.optimizer import make_optimizer
+from rl_vlm.learning.policy_model import PolicyModel
+from rl_vlm.learning.steps import make_updater
+from rl_vlm.learning.strategies.replicated import SingleProcess
+from rl_vlm.models.export import export_model
+from rl_vlm.models.full_weights import FullPayload
+from rl_vlm.models.loading import load_model
+from rl_vlm.models.trained import find_trained, read_payload
+from rl_vlm.types import Trajectory, UserInputError
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+def full_policy(folder: Path, **dotted: Any) -> tuple[PolicyModel, RunConfig]:
+    run = run_config(folder, model__train="full", **dotted)
+    return PolicyModel(folder, run), run
+
+
+def trajectory(folder: Path) -> Trajectory:
+    rng = np.random.default_rng(3)
+    return conversation(text_side(folder), rng, [picture(rng, 64, 32), picture(rng), "What is it?"], [6])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_gradient_of_every_parameter_is_that_of_plain_transformers(tiny_folder: Path, checkpointing: bool) -> None:
+    policy, run = full_policy(tiny_folder, learner__gradient_checkpointing=checkpointing)
+    assert policy.model.model.visual.is_gradient_checkpointing == checkpointing
+    one = trajectory(tiny_folder)
+    updater = make_updater(policy, run)
+    (packed,) = updater._build([_minibatch(one)])
+    logprobs, _ = updater.logprobs(packed.micro_batches[0])
+    logprobs.sum().backward()
+    plain = plain_model(tiny_folder)
+    theirs = reference_logprobs(tiny_folder, plain, one.token_ids, one.images)[torch.from_numpy(one.loss_mask[1:])]
+    theirs.sum().backward()
+    torch.testing.assert_close(logprobs.sort().values, theirs.sort().values, rtol=1e-4, atol=1e-5)
+    own = dict(policy.model.named_parameters())
+    assert any(".visual." in name for name in own)
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None and own[name].grad is not None, name
+        torch.testing.assert_close(own[name].grad, parameter.grad, rtol=2e-3, atol=2e-4, msg=name)
+
+
+def _minibatch(one: Trajectory) -> Any:
+    from rl_vlm.learning.batching import Minibatch, TrainSample
+
+    return Minibatch([[TrainSample(one, np.ones(one.num_sampled, np.float32), 1.0)]])
+
+
+def test_steps_too_small_for_bfloat16_add_up_in_the_masters(tiny_folder: Path) -> None:
+    policy, run = full_policy(tiny_folder, model__dtype="bfloat16", learner__lr=1e-6)
+    optimizer, strategy = make_optimizer(policy, run), SingleProcess()
+    strategy.prepare(policy, optimizer)
+    updater = make_updater(policy, run)
+    own = dict(policy.model.named_parameters())
+    before = {name: parameter.detach().clone() for name, parameter in own.items()}
+    masters = {name: tensor.clone() for name, tensor in policy.weights().items()}
+    for _ in range(2):
+        for minibatch in updater._build([_minibatch(trajectory(tiny_folder))]):
+            strategy.backward(updater.logprobs(minibatch.micro_batches[0])[0].sum())
+        assert all(parameter.grad is None for parameter in own.values())  # freed as soon as they are added
+        assert strategy.step(1.0) is not None
+    after = policy.weights()
+    name = "model.language_model.layers.0.mlp.up_proj.weight"
+    assert own[name].dtype == torch.bfloat16 and after[name].dtype == torch.float32
+    assert 0 < (after[name] - masters[name]).abs().max() < 1e-5
+    large = before[name].abs() > 0.01
+    assert torch.equal(own[name][large], before[name][large])  # nothing to be seen in bfloat16 yet
+    for key, tensor in after.items():
+        assert torch.equal(own[key], tensor.to(torch.bfloat16)), key
+    assert policy.payload(3).rounded("bfloat16").views()[name].equal(own[name].detach())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_reference_is_the_model_as_it_came(tiny_folder: Path, dtype: str, kept: bool) -> None:
+    policy, run = full_policy(tiny_folder, algorithm__kl_coef=0.1 if kept else 0.0, model__dtype=dtype)
+    updater, one = make_updater(policy, run), trajectory(tiny_folder)
+    base = updater.recompute([one])[0]
+    policy.load_weights(FullWeightsOf(tiny_folder).payload(1).state())
+    assert np.abs(updater.recompute([one])[0] - base).max() > 0.1
+    assert np.array_equal(updater.recompute([one], adapter=False)[0], base)
+    assert np.abs(updater.recompute([one])[0] - base).max() > 0.1  # and it is gone again
+
+
+def test_engine_and_learner_agree_after_each_update(tiny_folder: Path) -> None:
+    engine = TransformersEngine(tiny_folder, max_context=MAX_CONTEXT, full=True)
+    loop = Loop(tiny_folder, 0.8, engine, model__train="full", learner__lr=1e-3)
+    try:
+        assert max(agreements(loop, 3)) < 1e-4
+    finally:
+        loop.close()
+
+
+def test_an_engine_answers_with_all_weights_of_the_version_that_it_names(tiny_folder: Path) -> None:
+    weights, text, rng = FullWeightsOf(tiny_folder), text_side(tiny_folder), np.random.default_rng(0)
+    engine = TransformersEngine(tiny_folder, max_context=MAX_CONTEXT, full=True)
+    asked = request(text, [picture(rng), "What is it?"], n=2, max_new_tokens=12, ignore_eos=True)
+    asked_base = request(text, asked_parts := [picture(rng), "And this?"], min_version=BASE_MODEL)
+
+    async def run() -> list[Any]:
+        answers = [(await engine.generate([asked]))[0]]
+        for version in (1, 2):
+            running = asyncio.create_task(engine.generate([asked]))
+            await asyncio.sleep(0.01)
+            await engine.load_adapter(weights.payload(version))
+            answers += [*(await running), *(await engine.generate([asked]))]
+        base = (await engine.generate([asked_base]))[0]
+        again = (await engine.generate([asked]))[0]
+        await engine.close()
+        return [answers, base, again]
+
+    answers, base, again = asyncio.run(run())
+    assert asked_parts and {answer.policy_version for answer in answers} == {0, 1, 2}
+    plain = plain_model(tiny_folder)
+    for answer in [*answers, again]:
+        right = plain if answer.policy_version == 0 else weights.under(answer.policy_version)
+        assert gap(tiny_folder, right, asked, answer) < 1e-4
+        assert gap(tiny_folder, weights.under(3 - max(answer.policy_version, 1)), asked, answer) > 0.01
+    assert gap(tiny_folder, plain, asked_base, base) < 1e-4
+
+
+def test_an_engine_refuses_what_does_not_fit(tiny_folder: Path) -> None:
+    engine = TransformersEngine(tiny_folder, full=True)
+    state = FullWeightsOf(tiny_folder).payload(1).state()
+    name = "model.visual.patch_embed.proj.bias"
+    wrong = {
+        "tensors differ": {key: tensor for key, tensor in state.items() if key != name},
+        "expected": {**state, name: state[name][:-1]},
+        "not finite": {**state, name: state[name] * float("nan")},
+    }
+    for words, tensors in wrong.items():
+        with pytest.raises(UserInputError, match=words):
+            asyncio.run(engine.load_adapter(FullPayload.build(1, tensors, "tiny")))
+    adapter = PolicyModel(tiny_folder, run_config(tiny_folder)).payload(1)
+    with pytest.raises(UserInputError, match="is an adapter"):
+        asyncio.run(engine.load_adapter(adapter))
+    assert engine.version == 0
+    asyncio.run(engine.close())
+
+
+def test_a_version_survives_transport_folders_and_checkpoints(tiny_folder: Path, tmp_path: Path) -> None:
+    payload = FullWeightsOf(tiny_folder).payload(7)
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(payload, protocol=5, buffer_callback=buffers.append)
+    assert len(data) < 1000  # the bytes go beside it, and are read where they lie
+    there = pickle.loads(data, buffers=[buffer.raw().toreadonly() for buffer in buffers])
+    assert type(there) is FullPayload and there.verify().sha256 == payload.sha256
+    folder = payload.write(tmp_path / "run" / payload.FOLDER)
+    assert read_payload(folder, 7) == payload
+    assert find_trained(None, tmp_path / "run") == find_trained(folder, None) == folder
+    saved = save_checkpoint(tmp_path / "checkpoints", 3, Checkpoint(payload, {}, {"updates": 3}), keep=1)
+    assert read_checkpoint(saved).adapter == payload
+    (saved / "weights" / "model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(UserInputError, match="use an older one"):
+        read_checkpoint(saved)
+
+
+def test_the_export_of_full_weights_is_an_ordinary_model_folder(tiny_folder: Path, tmp_path: Path) -> None:
+    payload = FullWeightsOf(tiny_folder).payload(1)
+    payload.write(tmp_path / "run" / "weights")
+    (tmp_path / "run" / "config.yaml").write_text(f"model: {{path: {tiny_folder}, train: full}}")
+    exported = load_model(export_model(tmp_path / "run", tmp_path / "out"))
+    own = dict(exported.named_parameters())
+    for name, tensor in payload.state().items():
+        assert torch.equal(own[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model.adapter": "somewhere"}, "model.adapter belongs to model.train: lora"),
+        ({"model.dtype": "float16"}, "set model.dtype to bfloat16 or float32"),
+        ({"serving.shared": "all"}, "serving.shared serves several policies"),
+        ({"serving.engine": "transformers", "serving.quantization": "nf4"}, "serving.quantization nf4"),
+        ({"learner.strategy": "fsdp2", "learner.num_learners": 2}, "use all_reduce"),
+        ({"learner.strategy": "zero2", "learner.num_learners": 2}, "use all_reduce"),
+        ({"algorithm.name": "ppo", "critic.kind": "adapter"}, "use critic.kind head"),
+        (
+            {"serving.engine": "vllm", "rollout.max_policy_lag": 1, "rollout.in_flight_updates": "keep"},
+            "set it to recompute",
+        ),
+        (
+            {"serving.engine": "vllm", "env.id": "Caption-v0", "env.reward.weights": "{judge: 1.0}"},
+            "asks the base model",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_lora_alone_can_do_is_refused_in_one_sentence(changes: dict[str, Any], words: str) -> None:
+    given = [f"{key}={value}" for key, value in changes.items()]
+    load_config(None, given)  # without full fine-tuning it is allowed
+    with pytest.raises(UserInputError, match=words) as error:
+        load_config(None, ["model.train=full", *given])
+    assert len(str(error.value).strip().splitlines()) <= 2
+
+
+def test_ppo_with_a_head_trains_all_weights(tiny_folder: Path) -> None:
+    policy, _ = full_policy(tiny_folder, algorithm__name="ppo")
+    assert policy.critic is not None
+    assert len(policy.parameters) == len(list(plain_model(tiny_folder).parameters()))
+
+
+def test_the_tiny_recipe_trains_all_weights_at_a_tenth_of_loras_rate() -> None:
+    full, lora = load_config(CONFIGS / "full_tiny.yaml"), load_config(CONFIGS / "quickstart.yaml")
+    assert (full.model.train, lora.model.train) == ("full", "lora")
+    assert full.learner.lr == pytest.approx(lora.learner.lr / 10)
