@@ -75,8 +75,8 @@ async def run_full_drill(service: Any, weights: FullWeightsOf, folder: Path, kil
 
 
 def all_replicas_run() -> bool:
-    """Whether every replica of the run is healthy."""
-    return all_healthy()
+    """Whether both replicas are healthy and their processes are there: Serve learns of a kill a moment later."""
+    return all_healthy() and len(replicas()) == 2
 
 
 def check(drill: Drill, weights: FullWeightsOf, folder: Path) -> float:
