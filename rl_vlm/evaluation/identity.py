@@ -12,6 +12,7 @@ from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.evaluation.outcomes import Side
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.reference import hash_model
+from rl_vlm.models.trained import tensors_file
 from rl_vlm.types import Split
 
 
@@ -25,7 +26,7 @@ def identity_of(
     known: dict[str, Any] = {"seed": run.seed, "size of the split": sizes}
     if options.endpoint is None:
         known |= {"model": hash_model(resolve_model(run.model.path)), "engine": run.serving.expected_engine}
-        known |= {f"adapter ({side})": _hash_adapter(folder) for side, folder in adapters.items()}
+        known |= {f"adapter ({side})": _hash_trained(folder) for side, folder in adapters.items()}
         known |= {
             "model.dtype": run.model.dtype,
             "model.min_pixels": run.model.min_pixels,
@@ -49,7 +50,8 @@ def identity_of(
     return known | {f"env.{key}": value for key, value in run.env.model_dump(mode="json").items()}
 
 
-def _hash_adapter(folder: Path | None) -> str:
+def _hash_trained(folder: Path | None) -> str:
     if folder is None:
         return "base model"
-    return hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()[:16]
+    with tensors_file(folder).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

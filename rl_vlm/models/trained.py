@@ -14,8 +14,16 @@ _KINDS: tuple[type[AdapterPayload] | type[FullPayload], ...] = (AdapterPayload, 
 
 def read_payload(folder: Path, version: int, policy: str = POLICY) -> WeightPayload:
     """Read the version in a folder, of whichever kind it is. Raises UserInputError."""
-    kind = FullPayload if is_full(folder) else AdapterPayload
-    return kind.read(folder, version, policy)
+    return _kind_of(folder).read(folder, version, policy)
+
+
+def tensors_file(folder: Path) -> Path:
+    """The file with the tensors in such a folder."""
+    return folder / _kind_of(folder).TENSORS
+
+
+def _kind_of(folder: Path) -> type[AdapterPayload] | type[FullPayload]:
+    return FullPayload if is_full(folder) else AdapterPayload
 
 
 def is_full(folder: Path) -> bool:

@@ -50,6 +50,7 @@ def test_replicas_agree_with_the_learner_after_each_update(
     assert len(found) == updates and max(found) < 1e-4
 
 
+@pytest.mark.acceptance
 def test_a_run_of_two_learners_leaves_weights_that_are_evaluated(tiny_folder: Path, tmp_path: Path) -> None:
     """Two learners that add their gradients, checkpoint, weights, resume."""
     changes = [
