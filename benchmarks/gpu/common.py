@@ -156,8 +156,15 @@ def random_weights(seed: int = 0) -> Iterator[None]:
     They are drawn in bfloat16, so that a model in float32 has exactly those of one in bfloat16.
     """
 
-    def drawn(folder: Path, dtype: str = "float32", device: str = "cpu", quantization: str = "none") -> Any:
-        assert quantization == "none"
+    def drawn(
+        folder: Path,
+        dtype: str = "float32",
+        device: str = "cpu",
+        quantization: str = "none",
+        *,
+        layers_on_host: bool = False,
+    ) -> Any:
+        assert quantization == "none" and not layers_on_host
         torch.manual_seed(seed)
         with torch.device(device):
             model = AutoModelForImageTextToText.from_config(

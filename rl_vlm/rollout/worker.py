@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from rl_vlm.serving.client import PolicyClient
 from rl_vlm.serving.policy_key import OWN, PolicyKey
 from rl_vlm.serving.router import homes_of
 from rl_vlm.tracing import continued, span
-from rl_vlm.types import TrajectoryGroup
+from rl_vlm.types import EncodedImage, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class RolloutWorker:
                 result.groups.append(outcome)
             else:
                 result.lost[task.group_id] = outcome
+        share_images(result.groups)
         busy = self.pools.busy_s
         result.timings = {"sample": time.perf_counter() - started, "env": busy - self._counted_env_s}
         self._counted_env_s = busy
@@ -150,3 +152,11 @@ class RolloutWorker:
         self._opened = {}
         self._counted_env_s = 0.0
         self.pools.close()
+
+
+def share_images(groups: Iterable[TrajectoryGroup]) -> None:
+    """Make images with the same bytes one object, which travels to the driver and the learners once, and is held once there."""
+    known: dict[str, EncodedImage] = {}
+    for group in groups:
+        for trajectory in group.trajectories:
+            trajectory.images = tuple(known.setdefault(image.sha256, image) for image in trajectory.images)

@@ -30,7 +30,8 @@ def text(tiny_folder: Path) -> TextSide:
 
 
 def backbone_of(folder: Path, text: TextSide, **more: Any) -> Backbone:
-    return Backbone(plain_model(folder), text.images, text.codec.suppressed_token_ids(text.vocab_size), **more)
+    model = plain_model(folder).requires_grad_(False)  # features of a tower that is trained are not kept
+    return Backbone(model, text.images, text.codec.suppressed_token_ids(text.vocab_size), **more)
 
 
 # --- prompts
