@@ -5,6 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# Examples have no deadline of their own: the tests also run at a low priority on a busy machine, and each has pytest's.
+settings.register_profile("rl_vlm", deadline=None)
+settings.load_profile("rl_vlm")
 
 
 @pytest.fixture(scope="session")

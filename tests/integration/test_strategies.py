@@ -71,6 +71,7 @@ def test_sharded_layers_make_the_update_of_one_process(tiny_folder: Path, refere
     check_shards(found, reference, settings)
 
 
+@pytest.mark.acceptance
 def test_two_learners_make_the_full_update_of_one(tiny_folder: Path) -> None:
     """All weights, with a reference; and two go on exactly where one stopped after two of three updates."""
     full = {"model__train": "full", "learner__lr": 1e-4}

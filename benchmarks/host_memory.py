@@ -1,0 +1,151 @@
+"""Host memory of a run over its iterations: driver, learner, env runners, replicas and object store, on episodes full of images.
+
+    python benchmarks/host_memory.py [--iterations 50] [--turns 8] [--quick] [--out FILE]
+
+GridWalk-v0: each turn shows a new picture, so an episode of eight turns carries eight. Whoever keeps what it has been sent grows with
+every iteration. When an iteration is written down, the proportional set sizes (PSS: pages that several processes share, such as the
+object store's, count once) of the run's processes are added up. `growth` compares the median of the last five iterations with that of
+the sixth to the tenth, when every process has done everything once; `MB per 1,000 trajectories` is the slope of a line through all after
+the fifth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+from report import Report
+
+ROOT = Path(__file__).resolve().parents[1]
+KINDS = {
+    "ServeReplica": "replicas",
+    "EnvRunner": "env runners",
+    "Learner": "learner",
+    "_WrappedExecutable": "learner",
+    "rl_vlm.cli": "driver",
+}
+GROUPS, GROUP_SIZE, WARM, PATIENCE_S = 8, 8, 5, 900.0
+
+
+@dataclass
+class History:
+    """Memory by kind of process, bytes, after each iteration."""
+
+    samples: list[Counter[str]] = field(default_factory=list)
+    turns: list[float] = field(default_factory=list)
+
+    @property
+    def totals(self) -> np.ndarray:
+        """float64 [iterations]."""
+        return np.array([sum(sample.values()) for sample in self.samples], dtype=np.float64)
+
+    @property
+    def growth(self) -> float:
+        """Of the last five iterations over the first five warm ones, less 1."""
+        totals = self.totals
+        return float(np.median(totals[-5:]) / np.median(totals[WARM : WARM + 5])) - 1
+
+    @property
+    def per_thousand(self) -> float:
+        """Bytes per 1,000 trajectories."""
+        warm = self.totals[WARM:]
+        return float(np.polyfit(np.arange(len(warm)), warm, 1)[0]) * 1000 / (GROUPS * GROUP_SIZE)
+
+
+def measure(iterations: int, turns: int, folder: Path) -> History:
+    """Train in a process of its own. Raises SystemExit with its output where it fails."""
+    command = [
+        sys.executable, "-m", "rl_vlm.cli", "train", str(ROOT / "configs/gridwalk_tiny.yaml"), f"algorithm.iterations={iterations}",
+        f"env.kwargs.max_turns={turns}", f"rollout.max_turns={turns}", f"rollout.prompts_per_iteration={GROUPS}",
+        f"rollout.group_size={GROUP_SIZE}", "learner.num_learners=1", "learner.cpus_per_learner=0.25", "serving.num_replicas=1",
+        f"evaluation.every={iterations}", "evaluation.num_items=32", f"logging.checkpoint_every={iterations}",
+        "sight.every=0", "--run-dir", str(folder / "run"),
+    ]  # fmt: skip
+    history, rows = History(), folder / "run" / "progress.csv"
+    with (folder / "output.txt").open("w+") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            last_change = time.monotonic()
+            while process.poll() is None:
+                time.sleep(0.05)
+                if time.monotonic() - last_change > PATIENCE_S:
+                    raise SystemExit(f"No iteration ended within {PATIENCE_S:.0f} s: {_end_of(folder)}")
+                found = _rows(rows)
+                if len(found) > len(history.samples):
+                    last_change = time.monotonic()
+                    history.samples.append(_memory(psutil.Process(process.pid)))
+                    history.turns.append(float(found[-1]["rollout/turns"]))
+        finally:
+            process.terminate()  # saves and ends; nothing where it has ended
+            process.wait(timeout=120)
+    if process.returncode or len(history.samples) < iterations // 2:
+        raise SystemExit(f"The run ended with {process.returncode}: {_end_of(folder)}")
+    return history
+
+
+def _rows(file: Path) -> list[dict[str, str]]:
+    if not file.is_file():
+        return []
+    with file.open() as lines:
+        return list(csv.DictReader(lines))
+
+
+def _end_of(folder: Path) -> str:
+    return (folder / "output.txt").read_text()[-3000:]
+
+
+def _memory(process: psutil.Process) -> Counter[str]:
+    now: Counter[str] = Counter()
+    for one in [process, *process.children(recursive=True)]:
+        try:
+            name = " ".join(one.cmdline())[:200]
+            kind = next((kind for part, kind in KINDS.items() if part in name), "Ray and others")
+            now[kind] += one.memory_full_info().pss
+        except psutil.Error:  # it has ended meanwhile
+            continue
+    return now
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--turns", type=int, default=8, help="the most turns of an episode, each with a picture")
+    parser.add_argument("--quick", action="store_true", help="12 iterations, to see that it runs")
+    parser.add_argument("--out", type=Path, help="write JSON here")
+    args = parser.parse_args()
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    report = Report("Host memory of a run whose episodes are full of images")
+    with tempfile.TemporaryDirectory(prefix="rl-vlm-memory-") as folder:
+        history = measure(12 if args.quick else max(args.iterations, 12), args.turns, Path(folder))
+    early, late = history.samples[WARM : WARM + 5], history.samples[-5:]
+    for kind in sorted({kind for sample in history.samples for kind in sample}):
+        values = [sample[kind] / 2**20 for sample in late]
+        before = float(np.median([sample[kind] / 2**20 for sample in early]))
+        report.add(kind, values, unit="MiB", before=before)
+    report.add(
+        "all",
+        list(history.totals[-5:] / 2**20),
+        unit="MiB",
+        before=float(np.median(history.totals[WARM : WARM + 5])) / 2**20,
+    )
+    report.ratios["growth after the fifth iteration (goal: at most 0.02)"] = history.growth
+    report.ratios["MB per 1,000 trajectories"] = history.per_thousand / 1e6
+    report.notes.append(
+        f"{len(history.samples)} iterations of {GROUPS} x {GROUP_SIZE} episodes, {np.mean(history.turns):.1f} turns each on average."
+    )
+    report.finish(args.out)
+
+
+if __name__ == "__main__":
+    main()
