@@ -12,6 +12,9 @@ TEST := $(BIN)/python -m pytest -q
 UNIT := $(TEST) -n auto --dist loadfile tests/unit
 SECURITY := $(TEST) -n auto --dist loadfile -m "not acceptance" tests/security
 
+# Containers often set it. Each process would compile torch, transformers and Ray anew: a run's start would take twice as long.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test unit security integration e2e lint acceptance drills cluster requirements audit sbom clean
 # Tools of these two only; uv keeps them apart from the environment.

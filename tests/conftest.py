@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import settings
 # Examples have no deadline of their own: the tests also run at a low priority on a busy machine, and each has pytest's.
 settings.register_profile("rl_vlm", deadline=None)
 settings.load_profile("rl_vlm")
+# Nor does Ray's store of tables, in clusters that tests start by its own command.
+os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,8 @@ from rl_vlm.types import RLVLMError, UserInputError
 logger = logging.getLogger(__name__)
 
 _STARTS = 4  # of a private cluster, before it is given up
+_STORE_WAIT_S = "120"  # for the process with the cluster's tables; Ray's own 30 s are too few on a busy machine
+_NOT_STARTED = ("timed out during startup", "Timed out waiting for file")  # of the raylet; of that process
 # Workers inherit these from a private cluster's processes, and get them from the job on one that was joined. One torch thread
 # each, because they share the cores.
 _WORKER_ENVIRONMENT = {
@@ -138,19 +140,20 @@ class ClusterError(RLVLMError):
 
 
 def _init_with_retry(**settings: Any) -> None:
-    """`ray.init`, tried again: Ray gives its processes 30 s and has no setting for it, and a busy machine may need more."""
+    """`ray.init`, tried again: Ray gives the raylet 30 s and has no setting for it, and a busy machine may need more."""
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", _STORE_WAIT_S)
     for attempt in range(_STARTS):
         try:
             with fewer_processes():
                 ray.init(**settings)
             return
         except Exception as error:  # Ray raises a plain Exception
-            if "timed out during startup" not in str(error):
+            if not any(text in str(error) for text in _NOT_STARTED):
                 raise
             ray.shutdown()
             if attempt == _STARTS - 1:
                 raise ClusterError(
-                    f"Ray's processes did not start within 30 s, {_STARTS} times: the machine is overloaded, or /tmp/ray cannot "
+                    f"Ray's processes did not start in time, {_STARTS} times: the machine is overloaded, or /tmp/ray cannot "
                     "be written."
                 ) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -89,3 +90,44 @@ def test_a_joined_cluster_without_a_token_is_warned_about_where_it_is_seen(
     with ray_cluster(parse_config({})):
         pass
     assert ("has no token" in capsys.readouterr().err) == warned
+
+
+RAYLET = "The current node timed out during startup. This could happen because ..."
+STORE_WAIT = "RAY_gcs_server_port_wait_time_s"
+STORE = "Timed out waiting for file /tmp/ray/session_1/gcs_server_port_2."
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exception]]:
+    """What the next calls of `ray.init` raise, first one first; then it succeeds."""
+    errors: list[Exception] = []
+
+    def init(**settings: object) -> None:
+        if errors:
+            raise errors.pop(0)
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    monkeypatch.delenv(STORE_WAIT, raising=False)
+    yield errors
+
+
+def test_a_private_cluster_on_a_busy_machine_is_started_again(starts: list[Exception]) -> None:
+    starts += [Exception(RAYLET), RuntimeError(STORE), Exception(RAYLET)]
+    cluster._init_with_retry()
+    assert not starts
+    assert os.environ[STORE_WAIT] == "120"
+
+
+def test_it_is_given_up_after_four_starts(starts: list[Exception]) -> None:
+    starts += [RuntimeError(STORE)] * 5
+    with pytest.raises(cluster.ClusterError, match="overloaded"):
+        cluster._init_with_retry()
+    assert len(starts) == 1
+
+
+def test_another_error_of_its_start_is_not_repeated(starts: list[Exception]) -> None:
+    starts += [ValueError("no such option"), ValueError("second")]
+    with pytest.raises(ValueError, match="no such option"):
+        cluster._init_with_retry()
+    assert len(starts) == 1
