@@ -55,7 +55,8 @@ def here() -> dict[str, Check]:
 
 
 @pytest.mark.parametrize(
-    ("variable", "compiled", "status"), [(True, False, "warn"), (True, True, "ok"), (False, False, "ok"), (False, True, "ok")]
+    ("variable", "compiled", "status"),
+    [(True, False, "warn"), (True, True, "ok"), (False, False, "ok"), (False, True, "ok")],
 )
 def test_modules_that_each_process_compiles_anew_are_told(monkeypatch, tmp_path, variable, compiled, status):
     monkeypatch.setattr(doctor.sys, "dont_write_bytecode", variable)
