@@ -34,6 +34,21 @@ def test_imports_are_sorted_alike_whatever_folders_a_run_leaves(tmp_path: Path) 
     assert done.returncode == 0, done.stdout
 
 
+def test_no_two_test_files_have_one_name() -> None:
+    """`make acceptance` collects all folders at once, and pytest refuses a second module of a name."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_make_lets_python_keep_bytecode() -> None:
+    shown = subprocess.run(
+        ["make", "-f", ROOT / "Makefile", "-f", "-", "bytecode"],
+        input="bytecode:\n\t@echo value=$$PYTHONDONTWRITEBYTECODE\n",
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert shown.stdout == "value=\n", shown.stderr
+
+
 def _executable(path: Path, script: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/bash\n{script}\n")
