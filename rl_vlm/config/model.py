@@ -43,6 +43,12 @@ class ModelSection(Section):
     )
     min_pixels: int | None = Field(None, ge=1, description="Smaller images are enlarged; null: the processor's limit.")
     max_pixels: int | None = Field(None, ge=1, description="Larger images are reduced; null: the processor's limit.")
+    image_cache_mib: int = Field(
+        256,
+        ge=0,
+        description="Memory for features of images, in each learner and each replica of the transformers engine; what was used "
+        "longest ago is dropped. Pays where images come again, as rows of a data set do. 0: none is kept.",
+    )
     gpu_memory_gib: float | None = Field(
         None,
         gt=0,
@@ -60,6 +66,11 @@ class ModelSection(Section):
     def pixels(self) -> PixelLimits:
         """The limits of an image's size, for everything that counts or shows images."""
         return PixelLimits(self.min_pixels, self.max_pixels)
+
+    @property
+    def image_cache_bytes(self) -> int:
+        """`image_cache_mib` in bytes."""
+        return self.image_cache_mib << 20
 
     @property
     def least_gpu_gib(self) -> float | None:

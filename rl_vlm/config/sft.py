@@ -17,7 +17,10 @@ READS = Reads(
     (
         "name",
         "seed",
-        "model",
+        *(
+            f"model.{key}"
+            for key in ("path", "dtype", "train", "lora", "adapter", "min_pixels", "max_pixels", "gpu_memory_gib")
+        ),
         "sft",
         *(
             f"learner.{key}"

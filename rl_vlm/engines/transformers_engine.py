@@ -23,7 +23,7 @@ from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import Job
 from rl_vlm.engines.streams import TokenStream, notify
 from rl_vlm.engines.weights import FullWeights, MergedWeights, UnmergedWeights, Version, Weights
-from rl_vlm.models.backbone import Backbone
+from rl_vlm.models.backbone import CACHE_BYTES, Backbone
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import DType, Quantization, load_model, load_text_side, quiet_libraries
 from rl_vlm.models.payload import WeightPayload
@@ -55,6 +55,7 @@ class TransformersEngine:
         in_flight: running samples take a new version between two tokens, and keep or recompute their keys and values.
         product: what multiplies float32 matrices on a CPU (see models/products.py).
         full: versions are all weights of the model, not adapters.
+        image_cache_bytes: see `Backbone`.
     """
 
     def __init__(
@@ -72,13 +73,15 @@ class TransformersEngine:
         in_flight: InFlightUpdates | None = None,
         product: ProductName = "torch",
         full: bool = False,
+        image_cache_bytes: int = CACHE_BYTES,
     ) -> None:
         quiet_libraries()
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         text = load_text_side(model, pixels)
         loaded = load_model(model, dtype, device, quantization)
-        self.backbone = Backbone(loaded, text.images, text.codec.suppressed_token_ids(text.vocab_size))
+        suppressed = text.codec.suppressed_token_ids(text.vocab_size)
+        self.backbone = Backbone(loaded, text.images, suppressed, image_cache_bytes)
         self._decoder = Decoder(self.backbone, text.codec, max_context=max_context)
         self._weights = FullWeights(loaded) if full else self._weights_of(loaded, quantization)
         if product == "onednn":

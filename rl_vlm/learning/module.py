@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from ray.rllib.core.rl_module.torch import TorchRLModule
 
+from rl_vlm.config import RunConfig
 from rl_vlm.learning.device import learner_device, limit_memory
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.reference import ModelReference
@@ -20,14 +21,14 @@ class VLMModule(TorchRLModule):
     def setup(self) -> None:
         """Load the model; RLlib calls this once, in the learner's process. `model_config` holds `model`, `run_id` and `run_config`."""
         settings: dict[str, Any] = self.model_config  # type: ignore[assignment]
-        learner = settings["run_config"].learner
-        torch.set_num_threads(learner.num_threads)
+        run: RunConfig = settings["run_config"]
+        torch.set_num_threads(run.learner.num_threads)
         # Decided here, because the driver may sit on a machine without a GPU.
-        device = learner_device(settings["run_config"])
-        limit_memory(settings["run_config"], device)
+        device = learner_device(run)
+        limit_memory(run, device)
         model: ModelReference = settings["model"]
         folder = model.on_this_node(partial(fetch_model_files, settings["run_id"]))
-        self.policy = PolicyModel(folder, settings["run_config"], device)
+        self.policy = PolicyModel(folder, run, device, cache_bytes=run.model.image_cache_bytes)
         self.vlm = self.policy.model  # registered as a submodule, so that RLlib finds the parameters
         if self.policy.critic is not None:
             self.value_head = self.policy.critic.head

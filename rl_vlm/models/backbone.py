@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from rl_vlm.models.images import ImageProcessorSpec, frame_patches
-from rl_vlm.models.memory.parts import IMAGE_CACHE, PATCHES_AT_ONCE, PATCHES_ON_CPU
+from rl_vlm.models.memory.parts import PATCHES_AT_ONCE, PATCHES_ON_CPU
 from rl_vlm.models.products import Product, torch_product
 from rl_vlm.models.segments import SegmentLayout, dense_mask, use_segments
 from rl_vlm.models.vision import fast_vision
 from rl_vlm.types import EncodedImage
 
-CACHE_BYTES = IMAGE_CACHE
+CACHE_BYTES = 256 << 20
 _VISION_PATCHES = {"cuda": PATCHES_AT_ONCE, "cpu": PATCHES_ON_CPU}
 # Query-key pairs that are computed in the time of one more call of attention, forward and backward. By arithmetic: 0.2 ms at
 # 100 GFLOP/s on a CPU, 0.05 ms at 200 TFLOP/s on a GPU.

@@ -82,6 +82,7 @@ def build_engine(model: Path, run: RunConfig) -> Engine:
         "in_flight": in_flight,
         "product": "torch" if on_gpu else choose_product(run.learner.cpu_product, run.deterministic),
         "full": run.model.train == "full",
+        "image_cache_bytes": run.model.image_cache_bytes,
     }
     if serving.shared:
         from rl_vlm.engines.many_policies import ManyPoliciesEngine

@@ -12,7 +12,7 @@ import torch
 from transformers import AttentionInterface, AutoModelForImageTextToText, Qwen3VLConfig
 
 from rl_vlm import cli
-from rl_vlm.config import RunConfig, load_config, parse_config
+from rl_vlm.config import ModelSection, RunConfig, load_config, parse_config
 from rl_vlm.engines import decoder
 from rl_vlm.learning import logprobs
 from rl_vlm.models import backbone
@@ -87,7 +87,14 @@ def test_a_layer_keeps_what_autograd_keeps(size: str, dtype: str, target: str) -
 
 def test_constants_are_those_of_the_code_that_allocates() -> None:
     assert backbone._VISION_PATCHES == {"cuda": parts.PATCHES_AT_ONCE, "cpu": parts.PATCHES_ON_CPU}
-    assert backbone.CACHE_BYTES == parts.IMAGE_CACHE
+    assert ModelSection().image_cache_bytes == backbone.CACHE_BYTES
+    wide, narrow = RunConfig(), parse_config({"model": {"image_cache_mib": 16}})
+    shape = ModelShape.from_config(PUBLISHED["2b"])
+    for images in (
+        lambda run: learner._images(run, shape, 4).bytes,
+        lambda run: next(part.bytes for part in replica._transformers(run, shape) if part.name == "images"),
+    ):
+        assert images(wide) - images(narrow) == 240 << 20
     assert decoder._PREFILL_TOKENS == replica.PREFILL_TOKENS
     assert logprobs._TILES == learner.HEAD_TILES
 

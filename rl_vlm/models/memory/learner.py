@@ -8,7 +8,6 @@ from rl_vlm.models.memory.parts import (
     ELEMENT,
     GIB,
     HEAD_TILES,
-    IMAGE_CACHE,
     Part,
     amount,
     patches_at_once,
@@ -179,8 +178,8 @@ def _images(run: RunConfig, shape: ModelShape, element: int) -> Part:
     whole = run.model.train == "full"
     if not whole and run.model.lora.target_modules != "vision":
         at_once = patches_at_once(run.learner.gpus_per_learner)
-        detail = f"features up to {IMAGE_CACHE >> 20} MiB, {at_once} patches at a time"
-        return Part("images", IMAGE_CACHE + tower_pass_bytes(shape, element, at_once), detail)
+        detail = f"features up to {run.model.image_cache_mib} MiB, {at_once} patches at a time"
+        return Part("images", run.model.image_cache_bytes + tower_pass_bytes(shape, element, at_once), detail)
     # A tower that is trained keeps its layers' activations of all images of a micro-batch, whose tokens are at most all.
     tower, patches = shape.tower, _tokens(run) * shape.tower.merge**2
     inputs = sum(linear.inputs * linear.copies for linear in tower.linears()) * (element if whole else _LORA)

@@ -15,7 +15,6 @@ ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
 CUDA_CONTEXT = int(0.6 * GIB)
 # Patches per pass of the vision tower: 8 million pixels on a GPU; on a CPU what fits into its caches.
 PATCHES_AT_ONCE, PATCHES_ON_CPU = 32_768, 2_048
-IMAGE_CACHE = 256 << 20  # bytes of image features
 PREFILL_TOKENS = 16_384  # padded prompt tokens per prefill forward pass of the transformers engine
 # Logits that exist at once, positions × vocabulary entries. A CPU's tile stays in its caches; a GPU's is large enough to fill the card.
 HEAD_TILES = {"cpu": (512, 2048), "cuda": (4096, 16_384)}

@@ -7,7 +7,6 @@ from rl_vlm.models.memory.parts import (
     CUDA_CONTEXT,
     ELEMENT,
     GIB,
-    IMAGE_CACHE,
     PREFILL_TOKENS,
     Part,
     amount,
@@ -152,8 +151,8 @@ def _transformers(run: RunConfig, shape: ModelShape) -> list[Part]:
         ),
         Part(
             "images",
-            IMAGE_CACHE + tower_pass_bytes(shape, element, patches_at_once(serving.gpus_per_replica)),
-            f"features up to {IMAGE_CACHE >> 20} MiB, and a pass of the tower",
+            run.model.image_cache_bytes + tower_pass_bytes(shape, element, patches_at_once(serving.gpus_per_replica)),
+            f"features up to {run.model.image_cache_mib} MiB, and a pass of the tower",
         ),
         Part(
             KV,
