@@ -18,6 +18,7 @@ from rl_vlm import tracing
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.serving.policy_key import OWN, PolicyKey
 from rl_vlm.serving.router import home_session
+from rl_vlm.serving.sent_images import ImagesMissingError, SentImages
 from rl_vlm.serving.server import ReplicaUnavailableError, app_name
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError
 
@@ -65,6 +66,7 @@ class PolicyClient:
         self._queue: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.retries = 0  # calls that were sent again
+        self.images = SentImages()
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Answer one request, whatever policy it names, as the client's own. Raises GenerationFailedError."""
@@ -99,9 +101,11 @@ class PolicyClient:
         targets = tuple(map(home_session, self._homes[: len(images)]))
         for part, target in enumerate(targets):
             shown = [image for entry in images[part :: len(targets)] for image in entry]
+            lean = list(self.images.lean(shown, target))
             try:
                 async with asyncio.timeout(_ENCODE_TIMEOUT_S):
-                    await self._handle.options(session_id=target).encode_images.remote(shown, *self._proof)
+                    replica = await self._handle.options(session_id=target).encode_images.remote(lean, *self._proof)
+                self.images.arrived(shown, replica, target)
             except (*_RETRYABLE, RayTaskError, TaskCancelledError, RLVLMError, TimeoutError) as error:
                 logger.debug("images were not encoded ahead: %s", error)
 
@@ -156,13 +160,15 @@ class PolicyClient:
         """
         started = time.monotonic()
         attempt = 0
+        lean = self.images.lean_requests(requests, session_id)
         while True:
             left = self._deadline_s - (time.monotonic() - started)
             try:
                 target = session_id if attempt == 0 else ""
-                response = self._handle.options(session_id=target).generate.remote(requests, *self._proof)
+                response = self._handle.options(session_id=target).generate.remote(lean, *self._proof)
                 async with asyncio.timeout(max(left, 0.001)):
                     completions: list[Completion] = await response
+                self.images.answered(requests, completions, target)
                 return completions
             except TimeoutError as error:
                 response.cancel()
@@ -177,6 +183,10 @@ class PolicyClient:
                 reason: Exception = error
             except (RayTaskError, TaskCancelledError, ReplicaUnavailableError) as error:
                 cause = error.cause if isinstance(error, RayTaskError) else error
+                if isinstance(cause, ImagesMissingError) and lean is not requests:
+                    self.images.forget(session_id)
+                    lean = requests
+                    continue  # at once, and to the same replica
                 if not isinstance(cause, (ReplicaUnavailableError, TaskCancelledError)):
                     raise GenerationFailedError(f"The engine refused {len(requests)} requests: {cause}") from error
                 reason = error
@@ -184,6 +194,7 @@ class PolicyClient:
                 raise GenerationFailedError(f"The engine refused {len(requests)} requests: {error}") from error
             attempt += 1
             self.retries += 1
+            lean = requests  # another replica may take it
             # Full jitter keeps the clients of a dead replica from coming back together.
             pause = random.uniform(0, min(2.0, 0.05 * 2**attempt))
             if time.monotonic() - started + pause >= self._deadline_s:

@@ -28,6 +28,7 @@ from rl_vlm.serving.follower import AdapterFollower
 from rl_vlm.serving.lifecycle import Admission, Lifecycle, ReplicaState
 from rl_vlm.serving.metrics import RayMetrics, ReplicaTally
 from rl_vlm.serving.registry import fetch_model_files, registry_name
+from rl_vlm.serving.sent_images import ImageShelf
 from rl_vlm.serving.spans import engine_spans
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Message, RLVLMError, SampleChunk, SamplingParams
 
@@ -115,6 +116,7 @@ class VLMServer:
         self.replica_id: str = serve.get_replica_context().replica_id.unique_id
         self._life = Lifecycle(run.serving.probe_after_s, load_patience_s=run.serving.publish_timeout_s)
         self._tally = ReplicaTally()
+        self._images = ImageShelf()
         self._metrics = RayMetrics(run.name, app_name(run_id), self.replica_id)
         codec = load_text_side(folder).codec
         self._probe_ids = codec.encode_prompt([Message.of("user", "1")]).token_ids
@@ -159,8 +161,9 @@ class VLMServer:
                 logger.warning("replica %s cannot report its figures: %r", self.replica_id, error)
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """Answer a batch; every completion names this replica. Raises ReplicaUnavailableError or EngineError."""
+        """Answer a batch; every completion names this replica. Raises ReplicaUnavailableError, ImagesMissingError or EngineError."""
         arrived, arrived_ns = time.monotonic(), time.time_ns()
+        requests = self._images.whole(requests)
         await self._admit(max(request.min_version for request in requests))
         admitted = time.monotonic()
         with self._counting_errors():
@@ -196,10 +199,17 @@ class VLMServer:
                     yield replace(chunk, replica_id=self.replica_id)
         self._tally.streamed(first, time.monotonic() - arrived)
 
-    async def encode_images(self, images: list[EncodedImage]) -> None:
-        """Note images that coming requests will show; the engine may encode them while it has nothing else to do."""
+    async def encode_images(self, images: list[EncodedImage]) -> str:
+        """Note images that coming requests will show; the engine may encode them while it has nothing else to do.
+
+        Returns this replica's id. Raises ImagesMissingError.
+        """
         self._ensure_started()
-        self._engine.encode_images(images)
+        return self._note(images)
+
+    def _note(self, images: list[EncodedImage]) -> str:
+        self._engine.encode_images(list(self._images.images(images).values()))
+        return self.replica_id
 
     async def _admit(self, wanted: int) -> None:
         """Return once a request for version `wanted` may start."""

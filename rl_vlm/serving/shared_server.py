@@ -47,9 +47,10 @@ class SharedVLMServer(VLMServer):
     async def generate(  # type: ignore[override]
         self, requests: list[GenerationRequest], policy: str = "", token: str = ""
     ) -> list[Completion]:
-        """Answer a batch of one policy. Raises PolicyRefusedError, ReplicaUnavailableError or EngineError."""
+        """Answer a batch of one policy. Raises PolicyRefusedError and what a replica of one run raises."""
         arrived, arrived_ns = time.monotonic(), time.time_ns()
         await self._open(policy, token, requests)
+        requests = self._images.whole(requests)
         admitted = time.monotonic()
         parts = [self._enter(policy, part) for part in _parts(requests)]
         with self._counting_errors():
@@ -79,11 +80,11 @@ class SharedVLMServer(VLMServer):
                     yield replace(chunk, replica_id=self.replica_id)
         self._tally.streamed(first, time.monotonic() - arrived)
 
-    async def encode_images(self, images: list[EncodedImage], policy: str = "", token: str = "") -> None:  # type: ignore[override]
-        """Note images that coming requests of a policy will show."""
+    async def encode_images(self, images: list[EncodedImage], policy: str = "", token: str = "") -> str:  # type: ignore[override]
+        """Note images that coming requests of a policy will show; see `VLMServer`."""
         self._ensure_started()
         await self._shelf.open(policy, token, BASE_MODEL)
-        self._engine.encode_images(images)
+        return self._note(images)
 
     async def _open(self, policy: str, token: str, requests: Sequence[GenerationRequest]) -> None:
         """Return once these requests may be queued."""

@@ -186,7 +186,7 @@ def test_lockstep_encodes_nothing_ahead(tiny_folder: Path) -> None:
 
 def test_replicas_are_told_what_their_requests_will_show() -> None:
     images = [picture(np.random.default_rng(k), 32, 32) for k in range(3)]
-    handle = Handle([], [])
+    handle = Handle("a", "b")
     in_loop(lambda: client_of(handle).encode_images([[images[0]], [images[1]], [images[2]]]))
     assert [session for session, _ in handle.calls] == ["#0", "#1"]
     assert [calls for _, calls in handle.calls] == [[images[0], images[2]], [images[1]]]

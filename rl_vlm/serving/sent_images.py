@@ -1,0 +1,123 @@
+"""Each image travels to a replica once: `SentImages` leaves out what it has been sent, `ImageShelf` puts it back there.
+
+A conversation shows its earlier pictures again in every turn, and rows of a data set come again in every epoch. An image without its
+bytes still has its hash, by which the replica finds it. A replica that has not got it, because it is another one than the client
+believes or because it has dropped it, says so, and is sent the whole request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError
+
+SHELF_BYTES = 128 << 20  # of PNG files in a replica
+_REPLICAS, _HASHES = 256, 16_384  # that a client remembers: the replicas that it met last, and of each the images
+
+
+class ImagesMissingError(RLVLMError):
+    """A request leaves out bytes of images that this replica does not have: send it whole."""
+
+
+class ImageShelf:
+    """The images that a replica has been sent, up to `limit` bytes; what was shown longest ago is dropped."""
+
+    def __init__(self, limit: int = SHELF_BYTES) -> None:
+        self._limit = limit
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._bytes = 0
+
+    def whole(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+        """The requests with the bytes of all their images. Raises ImagesMissingError."""
+        found = self.images(image for request in requests for image in request.images)
+        return [
+            replace(request, images=tuple(found[image.sha256] for image in request.images))
+            if any(not image.png for image in request.images)
+            else request
+            for request in requests
+        ]
+
+    def images(self, shown: Iterable[EncodedImage]) -> dict[str, EncodedImage]:
+        """These images with their bytes, by hash; they are kept.
+
+        Raises ImagesMissingError, and RLVLMError for an image that has not got the hash that it says.
+        """
+        found: dict[str, EncodedImage] = {}
+        missing: set[str] = set()
+        for image in shown:
+            if image.sha256 in found:
+                continue
+            png = image.png or self._kept.get(image.sha256)
+            if png is None:
+                missing.add(image.sha256)
+            else:
+                found[image.sha256] = image if image.png else replace(image, png=png)
+                self._keep(image.sha256, png)
+        if lacking := missing - found.keys():  # one may come whole behind a copy without bytes
+            raise ImagesMissingError(f"{len(lacking)} images were left out that this replica does not have.")
+        while self._bytes > self._limit:
+            self._bytes -= len(self._kept.popitem(last=False)[1])
+        return found
+
+    def _keep(self, sha256: str, png: bytes) -> None:
+        if sha256 not in self._kept:
+            # On shared replicas one policy's image must not take the place of another's.
+            if hashlib.sha256(png).hexdigest() != sha256:
+                raise RLVLMError(f"Image {sha256[:12]} has other bytes than its hash says.")
+            self._kept[sha256] = png
+            self._bytes += len(png)
+        self._kept.move_to_end(sha256)
+
+
+class SentImages:
+    """What a client has sent to which replica.
+
+    A call is made to a target: a replica's id, or a home (`home_session`), which is taken for the replica that answered there last.
+    """
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()  # replica -> hashes, the latest last
+        self._homes: dict[str, str] = {}
+        self.left_out = self.sent = 0  # bytes
+
+    def lean(self, images: Iterable[EncodedImage], target: str) -> tuple[EncodedImage, ...]:
+        """The images, without the bytes of those that the replica at `target` has been sent."""
+        known = self._of.get(self._homes.get(target, target), OrderedDict())
+        return tuple(replace(image, png=b"") if image.sha256 in known else image for image in images)
+
+    def lean_requests(self, requests: Sequence[GenerationRequest], target: str) -> list[GenerationRequest]:
+        """The same of requests' images."""
+        return [
+            replace(request, images=self.lean(request.images, target)) if request.images else request
+            for request in requests
+        ]
+
+    def answered(self, requests: Sequence[GenerationRequest], completions: Sequence[Completion], target: str) -> None:
+        """These requests were answered: the replica that did it has their images."""
+        if completions:
+            self.arrived((image for request in requests for image in request.images), completions[0].replica_id, target)
+
+    def arrived(self, images: Iterable[EncodedImage], replica: str, target: str) -> None:
+        """The replica has these images."""
+        if target and target != replica:
+            self._homes[target] = replica
+        known = self._of.setdefault(replica, OrderedDict())
+        self._of.move_to_end(replica)
+        for image in images:
+            if image.sha256 in known:
+                self.left_out += len(image.png)
+            else:
+                self.sent += len(image.png)
+            known[image.sha256] = None
+            known.move_to_end(image.sha256)
+        while len(known) > _HASHES:
+            known.popitem(last=False)
+        while len(self._of) > _REPLICAS:
+            self._of.popitem(last=False)
+
+    def forget(self, target: str) -> None:
+        """The replica at `target` lacks what it was taken to have."""
+        self._of.pop(self._homes.pop(target, target), None)
