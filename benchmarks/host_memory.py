@@ -3,8 +3,9 @@
     python benchmarks/host_memory.py [--iterations 50] [--turns 8] [--image-cache-mib 16] [--quick] [--out FILE]
 
 GridWalk-v0: each turn shows a new picture, so an episode of eight turns carries eight. Whoever keeps what it has been sent grows with
-every iteration. When an iteration is written down, the proportional set sizes (PSS: pages that several processes share, such as the
-object store's, count once) of the run's processes are added up. `growth` compares the median of the last five iterations with that of
+every iteration. When an iteration is written down, the proportional set sizes (PSS: pages that several processes share count once) of the
+run's processes are added up: memory of their own by kind of process, and shared memory, which is Ray's object store. Mapped files
+(libraries, weights) are not counted: the kernel drops and shares them as it likes. `growth` compares the median of the last five iterations with that of
 the sixth to the tenth, when every process has done everything once; `MB per 1,000 trajectories` is the slope of a line through all after
 the fifth. Each picture is new here, so features that learner and replica keep of old ones (`model.image_cache_mib`, 256 by default) are of
 no use and fill their cache for as long as it is larger than the run: the default here is small, so that what grows is a leak.
@@ -40,7 +41,7 @@ GROUPS, GROUP_SIZE, WARM, PATIENCE_S = 8, 8, 5, 900.0
 
 @dataclass
 class History:
-    """Memory by kind of process, bytes, after each iteration."""
+    """Memory by kind of process, and shared memory, in bytes, after each iteration."""
 
     samples: list[Counter[str]] = field(default_factory=list)
     turns: list[float] = field(default_factory=list)
@@ -111,10 +112,19 @@ def _memory(process: psutil.Process) -> Counter[str]:
         try:
             name = " ".join(one.cmdline())[:200]
             kind = next((kind for part, kind in KINDS.items() if part in name), "Ray and others")
-            now[kind] += one.memory_full_info().pss
-        except psutil.Error:  # it has ended meanwhile
+            own, shared = _proportional(one.pid)
+        except (psutil.Error, OSError):  # it has ended meanwhile
             continue
+        now[kind] += own
+        now["shared memory"] += shared
     return now
+
+
+def _proportional(pid: int) -> tuple[int, int]:
+    """Bytes of a process's own memory and its part of shared memory. Raises OSError where it has ended."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+    return sizes["Pss_Anon"], sizes["Pss_Shmem"]
 
 
 def main() -> None:
@@ -143,6 +153,8 @@ def main() -> None:
         unit="MiB",
         before=float(np.median(history.totals[WARM : WARM + 5])) / 2**20,
     )
+    for number in range(len(history.samples) // 10):  # how it went
+        report.add(f"all, iteration {10 * number + 10}", [history.totals[10 * number + 9] / 2**20], unit="MiB")
     report.ratios["growth after the fifth iteration (goal: at most 0.02)"] = history.growth
     report.ratios["MB per 1,000 trajectories"] = history.per_thousand / 1e6
     report.notes.append(
