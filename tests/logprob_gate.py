@@ -15,6 +15,7 @@ from rl_vlm.engines.base import Engine
 from rl_vlm.learning.batching import MicroBatch
 from rl_vlm.learning.learner import make_updater
 from rl_vlm.learning.update import PolicyUpdater, PositionChange
+from rl_vlm.models.loading import HeadDType
 from rl_vlm.types import Trajectory
 
 GATE = 1.05
@@ -38,10 +39,11 @@ def stretched(micro: MicroBatch) -> np.ndarray:
     return 2 * micro.position_ids
 
 
-def check_gate(folder: Path, engine: Engine, steps: int = 5) -> None:
-    """Learn for some steps in bfloat16, then let the learner be wrong in three ways."""
-    loop = Loop(folder, TEMPERATURE, engine, learner__lr=1e-2, model__dtype="bfloat16")
-    hotter = run_config(folder, rollout__temperature=1.5 * TEMPERATURE, model__dtype="bfloat16")
+def check_gate(folder: Path, engine: Engine, head: HeadDType = "model", steps: int = 5) -> None:
+    """Learn for some steps in bfloat16, then let the learner be wrong in three ways. `head`: as the engine's."""
+    precision = {"model__dtype": "bfloat16", "model__head_dtype": head}
+    loop = Loop(folder, TEMPERATURE, engine, learner__lr=1e-2, **precision)
+    hotter = run_config(folder, rollout__temperature=1.5 * TEMPERATURE, **precision)
     other = make_updater(loop.policy, hotter)
     seen: dict[str, list[float]] = defaultdict(list)
     for _ in range(steps):

@@ -30,6 +30,11 @@ class ModelSection(Section):
 
     path: str = Field("tiny", description="`tiny`, a Hugging Face folder, or a hub name that was fetched before.")
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    head_dtype: Literal["model", "float32"] = Field(
+        "model",
+        description="Of the products that make logits, in every engine and learner alike. model: rounded to `dtype`, which in bfloat16 is "
+        "most of what engine and learner differ by. float32: not rounded.",
+    )
     train: Literal["lora", "full"] = Field(
         "lora",
         description="lora: adapters beside frozen weights, which `lora` describes. full: all weights, the vision tower's too, with "

@@ -19,7 +19,7 @@ READS = Reads(
         "seed",
         *(
             f"model.{key}"
-            for key in ("path", "dtype", "train", "lora", "adapter", "min_pixels", "max_pixels", "gpu_memory_gib")
+            for key in ("path", "dtype", "head_dtype", "train", "lora", "adapter", "min_pixels", "max_pixels", "gpu_memory_gib")
         ),
         "sft",
         *(

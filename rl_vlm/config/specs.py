@@ -166,7 +166,10 @@ _PREFERENCE_READS = Reads(
     (
         "preference",
         "serving",
-        *(f"model.{key}" for key in ("path", "dtype", "min_pixels", "max_pixels", "image_cache_mib", "gpu_memory_gib")),
+        *(
+            f"model.{key}"
+            for key in ("path", "dtype", "head_dtype", "min_pixels", "max_pixels", "image_cache_mib", "gpu_memory_gib")
+        ),
         *(f"env.{key}" for key in ("id", "kwargs")),
         "algorithm.name",
         *(

@@ -18,7 +18,6 @@ from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.turns import QUANTUM, Turns
 from rl_vlm.engines.weights import BoundedWeights, UnmergedWeights, Version, Weights
-from rl_vlm.models.loading import Quantization
 from rl_vlm.models.lora import changes_tower
 from rl_vlm.types import EncodedImage, GenerationRequest
 
@@ -53,8 +52,8 @@ class ManyPoliciesEngine(TransformersEngine):
         self._tower: Version | None = None  # whose vision tower the cached features are of; None: the base model's
         super().__init__(*args, **settings)
 
-    def _weights_of(self, model: nn.Module, quantization: Quantization) -> Weights:
-        return BoundedWeights(model, self._merged_bytes) if quantization == "none" else UnmergedWeights(model)
+    def _weights_of(self, model: nn.Module, merges: bool) -> Weights:
+        return BoundedWeights(model, self._merged_bytes) if merges else UnmergedWeights(model)
 
     @property
     def version(self) -> int:

@@ -25,7 +25,7 @@ from rl_vlm.engines.streams import TokenStream, notify
 from rl_vlm.engines.weights import FullWeights, MergedWeights, UnmergedWeights, Version, Weights
 from rl_vlm.models.backbone import CACHE_BYTES, Backbone
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
-from rl_vlm.models.loading import DType, Quantization, load_model, load_text_side, quiet_libraries
+from rl_vlm.models.loading import DType, HeadDType, Quantization, load_model, load_text_side, quiet_libraries
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.products import ProductName, use_onednn
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, InFlightUpdates, SampleChunk, UserInputError
@@ -42,20 +42,19 @@ class TransformersEngine:
 
     Args:
         model: the model folder.
-        dtype: of the weights; adapters are merged in float32 and rounded to it.
+        dtype: of the weights. Adapters are merged into float32 weights and computed beside others, which would round small ones away.
         device: "cpu" or "cuda".
         max_context: prompt plus new tokens of a sample.
         max_rows: samples that run at once.
         lockstep: run each call as one batch that nobody joins, so that the batch, and with it every bit of the result,
             depends on the call alone.
         num_threads: torch threads of this process; None leaves torch's setting.
-        quantization: nf4 stores the language model's linear weights in four bits. Adapters are then computed beside
-            them, at some cost per step, instead of being merged.
+        quantization: nf4 stores the language model's linear weights in four bits.
         pixels: limits of an image's size in place of the processor's own.
         in_flight: running samples take a new version between two tokens, and keep or recompute their keys and values.
         product: what multiplies float32 matrices on a CPU (see models/products.py).
         full: versions are all weights of the model, not adapters.
-        image_cache_bytes: see `Backbone`.
+        image_cache_bytes, head_dtype: see `Backbone`.
     """
 
     def __init__(
@@ -74,6 +73,7 @@ class TransformersEngine:
         product: ProductName = "torch",
         full: bool = False,
         image_cache_bytes: int = CACHE_BYTES,
+        head_dtype: HeadDType = "model",
     ) -> None:
         quiet_libraries()
         if num_threads is not None:
@@ -81,9 +81,10 @@ class TransformersEngine:
         text = load_text_side(model, pixels)
         loaded = load_model(model, dtype, device, quantization)
         suppressed = text.codec.suppressed_token_ids(text.vocab_size)
-        self.backbone = Backbone(loaded, text.images, suppressed, image_cache_bytes)
+        self.backbone = Backbone(loaded, text.images, suppressed, image_cache_bytes, head_dtype)
         self._decoder = Decoder(self.backbone, text.codec, max_context=max_context)
-        self._weights = FullWeights(loaded) if full else self._weights_of(loaded, quantization)
+        merges = quantization == "none" and dtype == "float32"
+        self._weights = FullWeights(loaded) if full else self._weights_of(loaded, merges)
         if product == "onednn":
             use_onednn(loaded, _SMALLEST_LAYER)
         self._max_rows = max_rows
@@ -104,8 +105,8 @@ class TransformersEngine:
         self._thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
         self._thread.start()
 
-    def _weights_of(self, model: nn.Module, quantization: Quantization) -> Weights:
-        return MergedWeights(model) if quantization == "none" else UnmergedWeights(model)
+    def _weights_of(self, model: nn.Module, merges: bool) -> Weights:
+        return MergedWeights(model) if merges else UnmergedWeights(model)
 
     @property
     def version(self) -> int:

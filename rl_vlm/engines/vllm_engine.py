@@ -24,7 +24,7 @@ from rl_vlm.engines.vllm_full import FullVersions
 from rl_vlm.engines.vllm_request import DEAD, VLLMSampler
 from rl_vlm.engines.vllm_setup import Counts, KVCache, engine_args, prepare_environment, start_llm
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
-from rl_vlm.models.loading import load_text_side, quiet_libraries
+from rl_vlm.models.loading import HeadDType, load_text_side, quiet_libraries
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, InFlightUpdates, SampleChunk
 
@@ -48,6 +48,7 @@ class VLLMEngine:
             that began before the first adapter finish without one.
         kv_cache: see KVCache; None: vLLM measures.
         full: versions are all weights of the model, not adapters (see FullVersions).
+        head_dtype: float32 does not round logits to the model's type.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class VLLMEngine:
         in_flight: InFlightUpdates | None = None,
         kv_cache: KVCache | None = None,
         full: bool = False,
+        head_dtype: HeadDType = "model",
     ) -> None:
         prepare_environment(serving)
         quiet_libraries()
@@ -74,7 +76,7 @@ class VLLMEngine:
         self._loop = asyncio.new_event_loop()
         self._loading = asyncio.Lock()
         self._counts = Counts()
-        args = engine_args(model, dtype, serving, max_lora_rank, max_loras, self._text, kv_cache, full)
+        args = engine_args(model, dtype, serving, max_lora_rank, max_loras, self._text, kv_cache, full, head_dtype)
         started: Future[Any] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(args, serving.num_threads, started), name="vllm-engine", daemon=True

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rl_vlm.config import ServingSection
-from rl_vlm.models.loading import TextSide
+from rl_vlm.models.loading import HeadDType, TextSide
 from rl_vlm.models.memory.replica import VLLM_RANKS
 from rl_vlm.types import UserInputError
 
@@ -98,6 +98,7 @@ def engine_args(
     text: TextSide,
     kv_cache: KVCache | None = None,
     full: bool = False,
+    head_dtype: HeadDType = "model",
 ) -> Any:
     """vLLM's AsyncEngineArgs. `kv_cache` is asked on a GPU alone; `full`: versions are all weights, not adapters."""
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -120,6 +121,7 @@ def engine_args(
     return AsyncEngineArgs(
         model=str(model),
         dtype=dtype,  # type: ignore[arg-type]
+        hf_overrides={"head_dtype": head_dtype},  # where vLLM looks for it
         max_model_len=serving.max_context,
         max_num_seqs=settings.max_num_seqs,
         gpu_memory_utilization=serving.memory_utilization,

@@ -97,7 +97,8 @@ class MergedWeights:
 class UnmergedWeights:
     """The adapter is computed beside the weights, y = W·x + (alpha / r) · B·A·x.
 
-    For quantised weights: adding the adapter to four-bit numbers would round most of it away.
+    For weights of few bits: added to four-bit numbers most of an adapter would be rounded away, and of a young one, whose sum is
+    less than 1/256 of a weight, all of it in bfloat16.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -134,8 +135,8 @@ class UnmergedWeights:
         down, up, scale = factors
 
         def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            # In float32, as the learner's LoRA layers compute.
-            return output + (inputs[0].float() @ down.T @ up.T * scale).to(output.dtype)
+            # In float32 and rounded once, as the learner's LoRA layers (peft's) compute.
+            return (output + inputs[0].float() @ down.T @ up.T * scale).to(output.dtype)
 
         return add
 

@@ -29,6 +29,7 @@ def identity_of(
         known |= {f"adapter ({side})": _hash_trained(folder) for side, folder in adapters.items()}
         known |= {
             "model.dtype": run.model.dtype,
+            "model.head_dtype": run.model.head_dtype,
             "model.min_pixels": run.model.min_pixels,
             "model.max_pixels": run.model.max_pixels,
             "serving.quantization": run.serving.quantization,

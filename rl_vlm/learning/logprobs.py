@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_vlm.models.memory.parts import HEAD_TILES
+from rl_vlm.models.products import wide_product
 
 if TYPE_CHECKING:
     from rl_vlm.models.backbone import Backbone
@@ -47,7 +48,11 @@ def token_logprobs(
     if tile is None and hidden.shape[0] * backbone.token_bias.shape[0] <= _KEEP_LOGITS:
         return _direct(backbone, hidden, targets, temperature, entropy)
     head = _Head(
-        backbone.product, backbone.token_bias, temperature, tile or _TILES.get(hidden.device.type, _TILES["cuda"])
+        backbone.product,
+        backbone.wide_head,
+        backbone.token_bias,
+        temperature,
+        tile or _TILES.get(hidden.device.type, _TILES["cuda"]),
     )
     return _TokenLogprobs.apply(hidden, backbone.lm_head.weight, targets, head, entropy)  # type: ignore[no-any-return]
 
@@ -69,6 +74,7 @@ class _Head(NamedTuple):
     """Logits z = (hidden · weightᵀ + bias) / temperature, tile by tile; float32 or wider."""
 
     product: Product
+    wide: bool  # not rounded to the model's type
     bias: Tensor
     temperature: float
     tile: Tile
@@ -84,7 +90,9 @@ class _Head(NamedTuple):
     def logits(self, hidden: Tensor, weight: Tensor, columns: slice) -> Tensor:
         """[rows, columns], not shared with anything."""
         bias = self.bias[columns]
-        if hidden.dtype == bias.dtype:
+        if self.wide:
+            logits = wide_product(hidden, weight[columns]).add_(bias)
+        elif hidden.dtype == bias.dtype:
             logits = self.product(hidden, weight[columns], bias)
         else:  # as Backbone.logits: rounded to the model's type first
             logits = self.product(hidden, weight[columns], None).to(torch.promote_types(hidden.dtype, bias.dtype))

@@ -59,7 +59,7 @@ class PolicyModel:
             part.train()
         codec = self.text.codec
         suppressed = codec.suppressed_token_ids(self.text.vocab_size) if suppress else np.empty(0, dtype=np.int64)
-        self.backbone = Backbone(self.model, self.text.images, suppressed, cache_bytes)
+        self.backbone = Backbone(self.model, self.text.images, suppressed, cache_bytes, run.model.head_dtype)
         self.backbone.checkpoints_tower = self.model.model.visual in checkpointed
         self._choose_product(run)
         self.backbone.choose_attention(run.learner.attention)

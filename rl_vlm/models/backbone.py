@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from rl_vlm.models.images import ImageProcessorSpec, frame_patches
+from rl_vlm.models.loading import HeadDType
 from rl_vlm.models.memory.parts import PATCHES_AT_ONCE, PATCHES_ON_CPU
-from rl_vlm.models.products import Product, torch_product
+from rl_vlm.models.products import Product, torch_product, wide_product
 from rl_vlm.models.segments import SegmentLayout, dense_mask, use_segments
 from rl_vlm.models.vision import fast_vision
 from rl_vlm.types import EncodedImage
@@ -54,10 +55,16 @@ class Backbone:
         images: its image geometry.
         suppressed_ids: int64 token ids whose logits are always -inf.
         cache_bytes: how much memory image features may take before the least recently used are dropped.
+        head_dtype: float32 does not round logits to the model's type.
     """
 
     def __init__(
-        self, model: nn.Module, images: ImageProcessorSpec, suppressed_ids: np.ndarray, cache_bytes: int = CACHE_BYTES
+        self,
+        model: nn.Module,
+        images: ImageProcessorSpec,
+        suppressed_ids: np.ndarray,
+        cache_bytes: int = CACHE_BYTES,
+        head_dtype: HeadDType = "model",
     ) -> None:
         self.model: Any = model
         self.images = images
@@ -66,6 +73,7 @@ class Backbone:
         bias = torch.zeros(vocab_size, dtype=torch.float32)
         bias[torch.from_numpy(suppressed_ids)] = float("-inf")
         self.token_bias = bias.to(self.device)  # [V]: 0 where allowed, -inf where suppressed
+        self.wide_head = head_dtype == "float32" and self.lm_head.weight.dtype != torch.float32
         self.product: Product = torch_product  # of the learner's head; see models/products.py
         self._attention: Attention = "dense"
         # A learner's tower that is trained: its features need a gradient, and are other ones after every step.
@@ -199,4 +207,6 @@ class Backbone:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [N, V] of hidden states [N, D], suppressed tokens at -inf."""
+        if self.wide_head:
+            return wide_product(hidden, self.lm_head.weight) + self.token_bias
         return self.lm_head(hidden).float() + self.token_bias

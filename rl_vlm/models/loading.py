@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DType = Literal["float32", "bfloat16", "float16"]
+HeadDType = Literal["model", "float32"]  # float32: logits are not rounded to the model's type
 Quantization = Literal["none", "nf4"]
 
 # Families whose multimodal positions and image placeholders `chat.py` and `backbone.py` know.

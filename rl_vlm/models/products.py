@@ -48,6 +48,31 @@ def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [N, in] · weightᵀ [in, out] as float32, of operands of 16 bits; with a gradient."""
+    if x.is_cuda:
+        return _WideProduct.apply(x, weight)  # type: ignore[no-any-return]
+    return functional.linear(x.float(), weight.float())
+
+
+class _WideProduct(torch.autograd.Function):
+    """Sums in float32 without a float32 copy of the weight, which cuBLAS can and autograd cannot differentiate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        rounded = gradient.to(weight.dtype)
+        return (
+            rounded @ weight if ctx.needs_input_grad[0] else None,
+            rounded.t() @ x if ctx.needs_input_grad[1] else None,
+        )
+
+
 _PRODUCTS: dict[ProductName, Product] = {"torch": torch_product, "onednn": onednn_product}
 
 

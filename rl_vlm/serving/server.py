@@ -61,6 +61,7 @@ def build_engine(model: Path, run: RunConfig) -> Engine:
         return VLLMEngine(
             model,
             dtype=run.model.dtype,
+            head_dtype=run.model.head_dtype,
             serving=serving,
             max_lora_rank=run.max_lora_rank,
             max_loras=run.lora_slots,
@@ -83,6 +84,7 @@ def build_engine(model: Path, run: RunConfig) -> Engine:
         "in_flight": in_flight,
         "product": "torch" if on_gpu else choose_product(run.learner.cpu_product, run.deterministic),
         "full": run.model.train == "full",
+        "head_dtype": run.model.head_dtype,
         "image_cache_bytes": run.model.image_cache_bytes,
     }
     if serving.shared:

@@ -26,6 +26,7 @@ class Terms:
         equal = {
             "model.path": f"{run.model.path} ({digest})",
             "model.dtype": run.model.dtype,
+            "model.head_dtype": run.model.head_dtype,
             "model.min_pixels": str(run.model.pixels.minimum),
             "model.max_pixels": str(run.model.pixels.maximum),
             "serving.engine": engine,

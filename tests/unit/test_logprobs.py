@@ -20,12 +20,13 @@ SUPPRESSED = [0, 7, 8, 49]
 class Head:
     """The part of a backbone that makes logits, with a trainable projection so that its gradient can be compared too."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, wide: bool = False) -> None:
         torch.manual_seed(0)
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False).to(dtype)
         self.token_bias = torch.zeros(VOCABULARY)
         self.token_bias[SUPPRESSED] = float("-inf")
         self.product: Any = torch_product
+        self.wide_head = wide
 
     def logits(self, hidden: Tensor) -> Tensor:
         return Backbone.logits(self, hidden)  # type: ignore[arg-type]
@@ -194,3 +195,28 @@ def test_low_precision_hidden_states_give_float32_logprobs(tile: Tile | None) ->
     found, wanted = (torch.autograd.grad(one.sum(), hidden)[0] for one in (values, expected))
     assert found.dtype == torch.bfloat16
     assert torch.allclose(found.float(), wanted.float(), rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("tile", [None, Tile(5, 7)])
+def test_a_wide_head_does_not_round_logits(tile: Tile | None) -> None:
+    """Logits around 30, as large models have: bfloat16 rounds them to multiples of 1/8."""
+    hidden, targets = inputs()
+    hidden = (8 * hidden).bfloat16().requires_grad_()
+
+    def head_of(wide: bool) -> Any:
+        head = Head(torch.bfloat16, wide)
+        head.lm_head.weight.data *= 8
+        return head
+
+    exact, precise = head_of(True), hidden.detach().double().requires_grad_()
+    exact.lm_head.double()
+    expected = direct(exact, precise, targets, 1.0)
+    errors = {}
+    for wide in (False, True):
+        head = head_of(wide)
+        found = token_logprobs(head, hidden, targets, 1.0, tile=tile)
+        errors[wide] = float((found[0].double() - expected[0]).detach().abs().max())
+        assert found[0].dtype == torch.float32
+    assert errors[True] < 1e-4 < 0.02 < errors[False]
+    for one, other in zip(gradients(head, found, hidden), gradients(exact, expected, precise), strict=True):
+        assert torch.allclose(one.double(), other, rtol=0.02, atol=0.01 * float(other.abs().max()))

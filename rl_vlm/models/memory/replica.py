@@ -137,7 +137,7 @@ def _transformers(run: RunConfig, shape: ModelShape) -> list[Part]:
         # On a CPU they lie in the object store, once for all replicas of a node.
         versions = 2 * shape.parameters * element if serving.gpus_per_replica else 0
         parts.append(Part("versions", versions, "the newest weights, and those that running samples finish with"))
-    elif serving.quantization == "none":
+    elif serving.quantization == "none" and run.model.dtype == "float32":
         merged = text_shape.linear_parameters * element
         parts.append(
             Part("merged adapters", 2 * merged, "the linear layers again, and once more while a version is made")
