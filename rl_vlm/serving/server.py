@@ -28,6 +28,7 @@ from rl_vlm.serving.follower import AdapterFollower
 from rl_vlm.serving.lifecycle import Admission, Lifecycle, ReplicaState
 from rl_vlm.serving.metrics import RayMetrics, ReplicaTally
 from rl_vlm.serving.registry import fetch_model_files, registry_name
+from rl_vlm.serving.replica_port import keep_to_loopback
 from rl_vlm.serving.sent_images import ImageShelf
 from rl_vlm.serving.spans import engine_spans
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Message, RLVLMError, SampleChunk, SamplingParams
@@ -112,6 +113,7 @@ class VLMServer:
     """
 
     def __init__(self, model: ModelReference, run: RunConfig, run_id: str, namespace: str) -> None:
+        keep_to_loopback()
         folder = model.on_this_node(lambda: fetch_model_files(run_id, namespace))
         self._engine = build_engine(folder, run)
         self._serving, self._run_id = run.serving, run_id

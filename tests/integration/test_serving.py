@@ -24,6 +24,7 @@ from serving_support import RUN_ID, Adapters, ask, client, replicas, served, unt
 from rl_vlm.config import RunConfig
 from rl_vlm.engines.base import EngineError
 from rl_vlm.models.reference import ModelReference
+from rl_vlm.runs.addresses import is_loopback
 from rl_vlm.serving import server
 from rl_vlm.serving.client import PolicyClient
 from rl_vlm.serving.publisher import PolicyService
@@ -91,6 +92,17 @@ def test_every_replica_acknowledges_a_version_and_serves_it(
     assert report is not None
     assert len(report.acked) == 2
     assert report.missing == ()
+
+
+def test_replicas_listen_on_loopback_alone_and_answer_there(
+    policy: tuple[RunConfig, PolicyService], tiny_folder: Path
+) -> None:
+    ports = [port for one in replicas() for port in one.net_connections(kind="inet") if port.status == "LISTEN"]
+    assert len(ports) >= 4  # Ray's own and Serve's, of two
+    assert [port.laddr for port in ports if not is_loopback(port.laddr.ip)] == []
+    by_grpc = serve.get_deployment_handle("policy", app_name(RUN_ID)).options(_by_reference=False)
+    (answer,) = by_grpc.generate.remote([ask(tiny_folder, "hello")]).result(timeout_s=60)
+    assert answer.replica_id
 
 
 def test_images_that_a_replica_was_sent_are_left_out_and_answers_stay_the_same(
