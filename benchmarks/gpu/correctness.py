@@ -88,13 +88,30 @@ class Bench:
 
     def precision(self) -> Gaps:
         """bfloat16 against float32, same weights, in nats per token."""
-        found = {}
-        for dtype in ("float32", "bfloat16"):
-            policy, run = self.policy(dtype)
-            found[dtype] = np.concatenate(make_updater(policy, run).recompute(self.trajectories(policy, False)))
+        found = []
+        for dtype, head in (("float32", "model"), ("bfloat16", "model"), ("bfloat16", "float32")):
+            policy, run = self.policy(dtype, model__head_dtype=head)
+            found.append(np.concatenate(make_updater(policy, run).recompute(self.trajectories(policy, False))))
             del policy
             free()
-        yield "bf16_rms", float(np.sqrt(np.mean((found["float32"] - found["bfloat16"]) ** 2))), 0.05
+        for name, other in (("bf16_rms", found[1]), ("bf16_wide_head_rms", found[2])):
+            yield name, float(np.sqrt(np.mean((found[0] - other) ** 2))), 0.05
+
+    def wide_head(self) -> Gaps:
+        """`model.head_dtype: float32` sums products of 16-bit numbers in float32: values and gradient against float64."""
+        policy, _ = self.policy("bfloat16", model__head_dtype="float32")
+        weight = policy.backbone.lm_head.weight.detach()
+        generator = torch.Generator(self.device).manual_seed(0)
+        hidden = torch.randn(32, weight.shape[1], generator=generator, device=self.device).bfloat16().requires_grad_()
+        logits = policy.backbone.logits(hidden)
+        mixture = torch.randn(logits.shape, generator=generator, device=self.device)
+        allowed = torch.isfinite(policy.backbone.token_bias)
+        (logits * mixture)[:, allowed].sum().backward()
+        exact = hidden.detach().double() @ weight.double().T
+        slope = (mixture * allowed).double() @ weight.double()
+        yield "wide_head", float((logits.detach() - exact)[:, allowed].abs().max() / exact.abs().max()), 1e-5
+        assert hidden.grad is not None
+        yield "wide_head_gradient", float((hidden.grad.double() - slope).norm() / slope.norm()), 0.01
 
     def packing(self) -> Gaps:
         """Samples that share a prompt in one row against a row each: losses and gradients in float32."""
@@ -205,6 +222,7 @@ def main(arguments_given: list[str] | None = None) -> int:
         for method in (
             bench.backbone,
             bench.precision,
+            bench.wide_head,
             bench.packing,
             bench.checkpointing,
             bench.first_ratio,
