@@ -1,0 +1,195 @@
+"""What is fuzzed: each target takes bytes, gives them to a reader, and raises where that does what it must not.
+
+Hypothesis damages the seeds (test_fuzz_files.py), libFuzzer looks for bytes that reach new lines (guided.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import yaml
+from image_corpus import chunk, encoded, png, scan_bomb, sequential_bomb
+from safetensors.torch import save
+from torch import zeros
+
+from rl_vlm.config.yaml_text import load_yaml
+from rl_vlm.envs import images, wire
+from rl_vlm.http.errors import RequestError
+from rl_vlm.http.json_bounds import JSONBounds
+from rl_vlm.labelling.answer_text import strip_thoughts
+from rl_vlm.labelling.parsing import parse_label, parse_score
+from rl_vlm.labelling.query_log import text_cell
+from rl_vlm.models.adapter import check_adapter
+from rl_vlm.rewards.caption import grade_caption
+from rl_vlm.rewards.geo_answer import parse_answer
+from rl_vlm.rewards.judged_text import judged_refusal, quoted
+from rl_vlm.rewards.math import normalize_answer
+from rl_vlm.rewards.short_answer import read_answer
+from rl_vlm.rewards.verdict import read_verdict
+from rl_vlm.safe_text import printable, safe
+from rl_vlm.types import EncodedImage, UserInputError
+
+_LONGEST = 700  # of a message
+
+
+class Target(NamedTuple):
+    """A check of bytes, files to begin with, and words that such files are made of."""
+
+    check: Callable[[bytes], None]
+    seeds: Sequence[bytes]
+    words: Sequence[str] = ()
+
+
+def image(data: bytes) -> None:
+    """A picture within its bounds, or a short refusal."""
+    try:
+        picture = images.decode(data, max_pixels=10**6)
+        assert picture.width * picture.height <= 10**6
+    except images.ImageError as error:
+        assert len(str(error)) < _LONGEST
+    try:
+        EncodedImage("0", data, 24, 24).to_pil()
+    except UserInputError:
+        pass
+
+
+def frame(data: bytes) -> None:
+    """A frame of an environment's observations."""
+    try:
+        content, blobs = wire.unpack_frame(data)
+        shown = wire.unpack_observation(content.get("messages"), blobs)
+        assert all(part.width > 0 for one in shown.messages for part in one.parts if not isinstance(part, str))
+    except wire.FrameError:
+        pass
+
+
+def adapter_config(data: bytes) -> None:
+    """An adapter's adapter_config.json."""
+    _adapter(data, TENSORS)
+
+
+def adapter_tensors(data: bytes) -> None:
+    """An adapter's adapter_model.safetensors."""
+    _adapter(json.dumps(CONFIG).encode(), data)
+
+
+def _adapter(config: bytes, tensors: bytes) -> None:
+    try:
+        check_adapter("x", config.decode("utf-8", "replace"), tensors)
+    except UserInputError as error:
+        assert len(str(error)) < _LONGEST
+
+
+def yaml_text(data: bytes) -> None:
+    """A configuration."""
+    try:
+        load_yaml(data.decode("utf-8", "replace"))
+    except yaml.YAMLError:
+        pass
+
+
+def label(data: bytes) -> None:
+    """A labeller's answer."""
+    check_label(data.decode("utf-8", "surrogateescape"))
+
+
+def check_label(text: str) -> None:
+    """The same of its text."""
+    for goal in ("", "open the drawer"):
+        assert parse_label(text, goal) in (0, 1, -1, None)
+    score = parse_score(text)
+    assert score is None or -1 <= score <= 1
+    assert len(strip_thoughts(text)) <= len(text) + 1
+    assert printable(text_cell(text)) == text_cell(text)
+    assert safe(safe(text)) == safe(text)
+
+
+def answer(data: bytes) -> None:
+    """A policy's answer, for the graders that are no processes of their own."""
+    text = data.decode("utf-8", "replace")
+    place = parse_answer(text)
+    if place.coords is not None:
+        assert -90 <= place.coords[0] <= 90 and -180 <= place.coords[1] <= 180
+    assert 0 <= grade_caption(text, ["a red cube left of a sphere"]).f1 <= 1
+    assert len(quoted(text, 100)) <= _LONGEST
+    assert isinstance(judged_refusal(text, 100), str)
+    assert normalize_answer(text) == normalize_answer(text)
+    read_answer(text)
+    read_verdict(text)
+
+
+def json_bounds(data: bytes) -> None:
+    """The count of a JSON text's values is never too low, and pieces of any size count as the whole."""
+    limits = (30, 40)
+    whole = _refused(limits, [data])
+    assert whole == _refused(limits, [data[k : k + 3] for k in range(0, len(data), 3)])
+    try:
+        parsed = json.loads(data)
+    except (ValueError, RecursionError):
+        return
+    if not whole:
+        assert _values(parsed) <= limits[0] + 1
+
+
+def _refused(limits: tuple[int, int], pieces: Sequence[bytes]) -> bool:
+    bounds = JSONBounds(*limits)
+    try:
+        for piece in pieces:
+            bounds.feed(piece)
+    except RequestError:
+        return True
+    return False
+
+
+def _values(parsed: object) -> int:
+    if isinstance(parsed, dict):
+        return 1 + sum(map(_values, parsed.values()))
+    return 1 + sum(map(_values, parsed)) if isinstance(parsed, list) else 1
+
+
+IMAGES = [
+    encoded("PNG", 24),
+    encoded("PNG", 24, "P"),
+    encoded("JPEG", 24),
+    encoded("JPEG", 24, progressive=True),
+    encoded("WEBP", 24),
+    encoded("GIF", 24, "P"),
+    encoded("BMP", 24),
+    encoded("TIFF", 24),
+    encoded("TIFF", 24, compression="tiff_lzw"),
+    scan_bomb(24, 20),
+    sequential_bomb(24, 20),
+    png(8, 8, bytes(72), chunk(b"eXIf", b"II*\0" + bytes(40))),
+]
+MESSAGES = [{"role": "user", "parts": ["hello", {"width": 24, "height": 24}]}]
+FRAME = wire.pack_frame({"messages": MESSAGES, "info": {}}, [IMAGES[0]])
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj"]}
+TENSORS = save({"base_model.model.a.lora_A.weight": zeros(4, 8)})
+YAML = [b"a: &x {b: [1, 2.5, null]}\nc: *x\nd: '2020-01-01'\ne: 2020-01-01\n<<: *x\n", b"- [a, {b: c}]\n- |\n  text\n"]
+WORDS = [
+    "image 1", "image 2", "is", "better", "not", "both", "0", "1", "-1", "<think>", "</think>", "\n", "**", "(", ")", "because",
+    "the first", "left", "however,", "answer:", "{", "}", ".", "?", "’", "—", "１", "\x00", "so",
+]  # fmt: skip
+ANSWERS = [
+    b"City: Paris\nRegion: x\nCountry: France\nLatitude: 48.86\nLongitude: 2.35 W",
+    b"a red cube left of a sphere, and 3 cats.",
+    rb"\boxed{\frac{1}{2}\text{ cm}^2}",
+    b"Verdict: the first is better. <answer>true</answer>",
+]
+BODIES = [
+    b'{"model": "m", "messages": [{"role": "user", "content": "a\\"b,{["}], "n": 2}',
+    json.dumps({"a": list(range(40))}).encode(),
+    json.dumps([[[["\\\\", '"', {"k": None}]]]]).encode(),
+]
+TARGETS = {
+    "images": Target(image, IMAGES),
+    "frames": Target(frame, [FRAME]),
+    "adapter_config": Target(adapter_config, [json.dumps(CONFIG).encode()], list(CONFIG)),
+    "adapter_tensors": Target(adapter_tensors, [TENSORS], ["dtype", "F32", "BF16", "shape", "data_offsets", "__metadata__"]),
+    "yaml": Target(yaml_text, YAML, ["&a ", "*a", "<<: ", "!!", "---"]),
+    "labels": Target(label, [b"Image 1 is better.", b"The answer is -1.", "1 – nicht".encode()], WORDS),
+    "answers": Target(answer, ANSWERS, ["Latitude", "Longitude", "\\frac", "°", "<answer>", "Score", "not", "true"]),
+    "json_bounds": Target(json_bounds, BODIES, ['\\"', "\\\\", '"', "[", "{", ","]),
+}  # fmt: skip
