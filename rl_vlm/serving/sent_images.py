@@ -12,10 +12,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from rl_vlm.config import ModelSection
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError
 
-SHELF_BYTES = 128 << 20  # of PNG files in a replica
-_REPLICAS, _HASHES = 256, 16_384  # that a client remembers: the replicas that it met last, and of each the images
+_LEAST = 4 << 20  # bytes of a shelf: a client leaves images out in any case
+_REPLICAS, _HASHES = 64, 4096  # that a client remembers: the replicas that it met last, and of each the images
 
 
 class ImagesMissingError(RLVLMError):
@@ -25,10 +26,15 @@ class ImagesMissingError(RLVLMError):
 class ImageShelf:
     """The images that a replica has been sent, up to `limit` bytes; what was shown longest ago is dropped."""
 
-    def __init__(self, limit: int = SHELF_BYTES) -> None:
+    def __init__(self, limit: int) -> None:
         self._limit = limit
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._bytes = 0
+
+    @classmethod
+    def of(cls, model: ModelSection) -> ImageShelf:
+        """That of a replica: a quarter of what it may keep of the images' features."""
+        return cls(max(model.image_cache_bytes // 4, _LEAST))
 
     def whole(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
         """The requests with the bytes of all their images. Raises ImagesMissingError."""
@@ -89,7 +95,7 @@ class SentImages:
         return tuple(replace(image, png=b"") if image.sha256 in known else image for image in images)
 
     def lean_requests(self, requests: Sequence[GenerationRequest], target: str) -> list[GenerationRequest]:
-        """The same of requests' images."""
+        """The same of requests' images, in a new list."""
         return [
             replace(request, images=self.lean(request.images, target)) if request.images else request
             for request in requests

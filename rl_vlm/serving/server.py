@@ -120,7 +120,7 @@ class VLMServer:
         self.replica_id: str = serve.get_replica_context().replica_id.unique_id
         self._life = Lifecycle(run.serving.probe_after_s, load_patience_s=run.serving.publish_timeout_s)
         self._tally = ReplicaTally()
-        self._images = ImageShelf()
+        self._images = ImageShelf.of(run.model)
         self._metrics = RayMetrics(run.name, app_name(run_id), self.replica_id)
         codec = load_text_side(folder).codec
         self._probe_ids = codec.encode_prompt([Message.of("user", "1")]).token_ids

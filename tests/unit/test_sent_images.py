@@ -142,7 +142,7 @@ def test_a_call_larger_than_the_shelf_is_answered() -> None:
 
 
 def test_bytes_of_another_image_do_not_take_an_images_place() -> None:
-    shelf, forged = ImageShelf(), replace(PICTURES[1], sha256=PICTURES[0].sha256)
+    shelf, forged = ImageShelf(1 << 20), replace(PICTURES[1], sha256=PICTURES[0].sha256)
     with pytest.raises(RLVLMError, match="other bytes"):
         shelf.images([forged])
     with pytest.raises(ImagesMissingError):
