@@ -52,7 +52,8 @@ class ModelSection(Section):
         256,
         ge=0,
         description="Memory for features of images, in each learner and each replica of the transformers engine; what was used "
-        "longest ago is dropped. Replicas of either engine keep a quarter of it of the images' files, which are sent to them once. Pays where images come again, as rows of a data set do. 0: none is kept.",
+        "longest ago is dropped; 0: none are kept. Pays where images come again, as rows of a data set do. Of the images' files, which "
+        "are sent to a replica once, it keeps a quarter of that, at least 4 MiB.",
     )
     gpu_memory_gib: float | None = Field(
         None,
