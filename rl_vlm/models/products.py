@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
 from functools import cache
@@ -32,6 +33,12 @@ _ROUNDS = 12
 _MARGIN = 0.95  # the other product must take less than this share of the time of torch's
 # Multiplications below which torch's product is used in any case: oneDNN's takes 10 to 15 µs to start.
 _SMALL = 2**23
+
+# oneDNN, and torch's binding of it, keep what they prepared for a shape: by default for 1,024 shapes each, up to a MiB apiece. Packed
+# micro-batches have shapes of their own, so that learners grew by hundreds of MiB for nothing; layers of one pass have these few. Both
+# look when they are first used.
+for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_name, "16")
 
 log = logging.getLogger(__name__)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +208,33 @@ def test_a_policy_computes_by_the_chosen_product(tiny_folder: Path) -> None:
     assert sum(layers[0]) > 10 and not any(layers[1])
     assert chosen.weights().keys() == plain.weights().keys()  # peft's names are as they were
     adapted_policy(tiny_folder, deterministic=True, serving__engine="transformers", learner__cpu_product="auto")
+
+
+_GROWTH = """
+import torch
+from pathlib import Path
+from rl_vlm.models.products import onednn_product
+
+def own():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("Pss_Anon")).split()[1]) / 1024
+
+weight = torch.randn(512, 256)
+with torch.inference_mode():
+    for rows in range(600, 800):
+        onednn_product(torch.randn(rows, 256), weight)
+        before = own() if rows == 640 else (before if rows > 640 else 0)
+print(own() - before)
+"""
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_shapes_that_do_not_come_again_take_no_memory() -> None:
+    grown = []
+    for kept in ("16", "1024"):  # ours, and the libraries' own
+        limits = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": kept, "LRU_CACHE_CAPACITY": kept} if kept == "1024" else {}
+        environment = {name: value for name, value in os.environ.items() if "CACHE_CAPACITY" not in name} | limits
+        command = [sys.executable, "-c", _GROWTH]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+        grown.append(float(done.stdout))
+    assert grown[0] < 15 < 40 < grown[1], grown  # MiB
