@@ -132,3 +132,17 @@ def test_the_scale_benchmark_drives_registry_router_and_samplers(tmp_path: Path)
     assert 0 < medians["registry, 20 replicas, in process"] < medians["registry, 20 replicas, over Ray"]
     assert medians["rounds, 100 runners"] > 0 and medians["groups, 100 runners"] > 0
     assert not [note for note in report["notes"] if "acknowledged" in note]  # all replicas were reached
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(1200)
+def test_host_memory_stays_flat_on_episodes_full_of_images(tmp_path: Path) -> None:
+    resolve_model("tiny-gridwalk")
+    out = tmp_path / "memory.json"
+    command = [sys.executable, str(ROOT / "benchmarks/host_memory.py"), "--out", str(out)]
+    subprocess.run(command, env=environment(), timeout=1150, check=True, cwd=ROOT)
+    report = json.loads(out.read_text())
+    assert {"driver", "learner", "env runners", "replicas", "shared memory", "all"} <= {
+        row["label"] for row in report["rows"]
+    }
+    assert report["ratios"]["growth after the fifth iteration (goal: at most 0.02)"] <= 0.02
