@@ -16,7 +16,7 @@ SECURITY := $(TEST) -n auto --dist loadfile -m "not acceptance" tests/security
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test unit security integration e2e lint acceptance drills cluster requirements audit sbom clean
+.PHONY: help install quickstart test unit security integration e2e lint acceptance drills cluster requirements audit sbom dist clean
 # Tools of these two only; uv keeps them apart from the environment.
 UVX := $(BIN)/uvx --quiet
 ADVISORIES ?= osv
@@ -91,6 +91,9 @@ sbom: install ## Write the bill of materials (CycloneDX) of each pinned requirem
 			--output-reproducible --output-file build/sbom/$$(basename $$file .txt).cdx.json 2> build/sbom/log \
 			|| { cat build/sbom/log; exit 1; }; \
 	done; rm -f build/sbom/log; ls build/sbom
+
+dist: install ## Build the package (wheel and source) into dist
+	rm -rf dist && $(BIN)/uv build --quiet --out-dir dist && ls dist
 
 clean: ## Remove what runs and tests left behind (not .venv)
 	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache

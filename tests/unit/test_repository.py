@@ -86,6 +86,15 @@ def test_ci_takes_the_commands_of_the_readme_in_its_order() -> None:
     assert commands((ROOT / ".ci/run").read_text()) == commands(block) == ["quickstart", "test"]
 
 
+def test_a_release_is_audited_built_and_has_its_bills_of_materials() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    assert workflow[True] == {"push": {"tags": ["v*"]}}
+    commands = [step["run"] for step in workflow["jobs"]["release"]["steps"] if "run" in step]
+    assert commands[0] == "make audit sbom dist"
+    assert {"audit", "sbom", "dist"} <= TARGETS
+    assert "dist/* build/sbom/*.cdx.json" in commands[-1]
+
+
 def test_the_hosted_workflow_runs_the_ci_script_on_what_the_package_supports() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     (job,) = workflow["jobs"].values()
