@@ -36,11 +36,17 @@ _SMALL = 2**23
 
 # oneDNN, and torch's binding of it, keep what they prepared for a shape: by default for 1,024 shapes each, up to a MiB apiece. Packed
 # micro-batches have shapes of their own, so that learners grew by hundreds of MiB for nothing; layers of one pass have these few. Both
-# look when they are first used.
-for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-    os.environ.setdefault(_name, "16")
+# look when they are first used. The third variable names those that are ours, for an engine that is better off with the defaults.
+_CAPACITIES, _OURS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), "RL_VLM_CAPACITIES"
+if _unset := [name for name in _CAPACITIES if name not in os.environ]:
+    os.environ.update(dict.fromkeys(_unset, "16"), **{_OURS: ",".join(_unset)})
 
 log = logging.getLogger(__name__)
+
+
+def default_capacities() -> dict[str, str]:
+    """Variables that give a child process the libraries' own capacities again, but for those that the user has set."""
+    return {name: "1024" for name in os.environ.get(_OURS, "").split(",") if name}
 
 
 def torch_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

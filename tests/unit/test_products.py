@@ -238,3 +238,26 @@ def test_shapes_that_do_not_come_again_take_no_memory() -> None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
         grown.append(float(done.stdout))
     assert grown[0] < 15 < 40 < grown[1], grown  # MiB
+
+
+@pytest.mark.parametrize(
+    ("users", "default"),
+    [
+        ({}, ["LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"]),
+        ({"LRU_CACHE_CAPACITY": "9"}, ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]),
+    ],
+)
+def test_a_child_gets_the_libraries_own_capacities_again(users: dict[str, str], default: list[str]) -> None:
+    """Through any number of processes that inherit ours."""
+    program = (
+        "import json, os, subprocess, sys\n"
+        "from rl_vlm.models.products import default_capacities\n"
+        "if len(sys.argv) > 1: sys.exit(subprocess.run([sys.executable, '-c', sys.argv[1]]).returncode)\n"
+        "print(json.dumps([default_capacities(), os.environ['LRU_CACHE_CAPACITY']]))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if "CAPACIT" not in name} | users
+    command = [sys.executable, "-c", program, program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    found, kept = json.loads(done.stdout)
+    assert found == dict.fromkeys(default, "1024")
+    assert kept == users.get("LRU_CACHE_CAPACITY", "16")
