@@ -136,7 +136,8 @@ def test_a_model_computes_the_same_over_random_groups_images_and_turns(
     (ours, gradient), (expected, wanted) = (outcome(policy, builder, samples) for policy in policies)
     for one, other in zip(ours, expected, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-5)
-    assert torch.allclose(gradient, wanted, rtol=1e-4, atol=1e-5)
+    # Against the whole gradient: an entry is a sum of up to a thousand terms, and rounds as they do.
+    assert (gradient - wanted).norm() <= 1e-5 * wanted.norm()
 
 
 def test_no_call_gets_a_mask_over_a_whole_row(
