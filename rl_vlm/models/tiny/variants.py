@@ -13,15 +13,15 @@ from rl_vlm.types import UserInputError
 class Variant:
     """One variant.
 
-    knows: for people. lessons: its module, with STEPS, `warm_start` and `log_accuracy`. words: the module whose CORPUS (texts, or a function
-    that gives them) holds the words that become single tokens; "" for none of its own. version: of the lessons, part of the cache key: raise it whenever the
+    knows: for people. lessons: its module, with STEPS, `warm_start` and `log_accuracy`. words: the modules whose CORPUS (texts, or a function
+    that gives them) holds the words that become single tokens. version: of the lessons, part of the cache key: raise it whenever the
     weights would come out differently; None for those that RECIPE_VERSION alone counts. wide: heads of 32 dimensions instead of 16, the
     least that vLLM's kernels support. layers: of the language model.
     """
 
     knows: str
     lessons: str = "warmstart"
-    words: str = ""
+    words: tuple[str, ...] = ()
     version: int | None = None
     wide: bool = False
     layers: int = 2
@@ -34,25 +34,26 @@ class Variant:
     @property
     def corpus(self) -> tuple[str, ...]:
         """The text whose words become tokens."""
-        if not self.words:
-            return ()
-        corpus = importlib.import_module(f"rl_vlm.models.tiny.{self.words}").CORPUS
-        return tuple(corpus() if callable(corpus) else corpus)
+        corpora = [importlib.import_module(f"rl_vlm.models.tiny.{name}").CORPUS for name in self.words]
+        return tuple(text for corpus in corpora for text in (corpus() if callable(corpus) else corpus))
 
 
 VARIANTS = {
     "small": Variant("the shapes of Shapes-v0"),
     "wide": Variant("as the small one", wide=True),
     "labeller": Variant("pictures of poles, which it compares", "labeller", version=2, wide=True),
-    "gridwalk": Variant("what is where on 3×3 and 4×4 grids of GridWalk-v0", "walker", "walks", 2),
-    "geospot": Variant("where the pin is on the maps of GeoSpot-v0", "spotter", "spots", 1),
-    "scenes": Variant("what the pictures of NLVR2-v0 and Caption-v0 hold", "observer", "sights", 3),
-    "geo3k": Variant("the numbers in the triangles that Geo3k-v0 draws", "geometer", "figures", 1),
-    "zoom": Variant("what the views of Zoom-v0 show", "inspector", "glances", 1),
-    "minigrid": Variant("where agent and goal of MiniGrid's empty rooms are", "roamer", "rooms", 1),
+    "gridwalk": Variant("what is where on 3×3 and 4×4 grids of GridWalk-v0", "walker", ("walks",), 2),
+    "geospot": Variant("where the pin is on the maps of GeoSpot-v0", "spotter", ("spots",), 1),
+    "scenes": Variant("what the pictures of NLVR2-v0 and Caption-v0 hold", "observer", ("sights",), 3),
+    "geo3k": Variant("the numbers in the triangles that Geo3k-v0 draws", "geometer", ("figures",), 1),
+    "zoom": Variant("what the views of Zoom-v0 show", "inspector", ("glances",), 1),
+    "minigrid": Variant("where agent and goal of MiniGrid's empty rooms are", "roamer", ("rooms",), 1),
+    "mixture": Variant(
+        "the shapes of Shapes-v0, and what the scenes and the zoom one know", "allrounder", ("sights", "glances"), 1
+    ),
     # It reads two captions, compares each with the picture, and then both: two layers are too few.
     "judge": Variant(
-        "as the scenes one, and which of two captions describes a picture better", "judge", "judgements", 1, layers=4
+        "as the scenes one, and which of two captions describes a picture better", "judge", ("judgements",), 1, layers=4
     ),
 }
 
