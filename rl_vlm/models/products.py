@@ -202,13 +202,16 @@ class FrozenLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """As nn.Linear, without a gradient for the weights."""
-        frozen = not self.weight.requires_grad and (self.bias is None or not self.bias.requires_grad)
-        if not frozen or input.dtype != torch.float32 or self.weight.dtype != torch.float32:
-            return super().forward(input)
+        weight, bias = self.weight, self.bias  # looked up once and the size first: a decoding step asks dozens of small layers
+        if input.numel() * self.out_features < _SMALL:
+            return functional.linear(input, weight, bias)
+        frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
+        if not frozen or input.dtype != torch.float32 or weight.dtype != torch.float32:
+            return functional.linear(input, weight, bias)
         if not (torch.is_grad_enabled() and input.requires_grad):
-            return onednn_product(input, self.weight, self.bias)
+            return onednn_product(input, weight, bias)
         # Rows outside the function: what it returns must be no view, or nobody could change it in place.
-        rows = _FrozenProduct.apply(input.reshape(-1, self.in_features), self.weight, self.bias)
+        rows = _FrozenProduct.apply(input.reshape(-1, self.in_features), weight, bias)
         return rows.view(*input.shape[:-1], self.out_features)  # type: ignore[no-any-return]
 
 
