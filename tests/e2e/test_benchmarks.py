@@ -83,11 +83,11 @@ def test_every_preset_learns_the_quickstart_and_none_learns_from_shuffled_reward
     subprocess.run(command, env=environment(), timeout=7000, check=True, cwd=ROOT)
     rows = json.loads((tmp_path / "presets.json").read_text())["rows"]
     for row in rows:
-        assert len(row["after"]) == 2 and row["before"] <= 0.35
+        assert row["before"] <= 0.35
         if row["rewards"] == "own":
-            assert min(row["after"]) >= 0.90, row
+            assert len(row["after"]) == 2 and min(row["after"]) >= 0.90, row
         else:
-            assert max(row["after"]) <= 0.35, row
+            assert len(row["after"]) == 1 and max(row["after"]) <= 0.35, row
     assert len((tmp_path / "presets.md").read_text().splitlines()) == 2 + len(rows)
     assert (tmp_path / "presets.png").stat().st_size > 10_000
 
