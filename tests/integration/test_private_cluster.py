@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from http_support import wait_until
 
 from rl_vlm.config import RunConfig
 from rl_vlm.runs.addresses import is_loopback
@@ -49,4 +50,4 @@ def test_a_private_cluster_starts_what_is_needed(dashboard: bool) -> None:
         ports = listening()
         assert {"gcs_server", "raylet"} <= {name for name, _ in ports}
         assert {(name, address) for name, address in ports if not is_loopback(address)} == set()
-    assert scripts() & OPTIONAL == set()
+    wait_until(lambda: not scripts() & OPTIONAL, 30)  # Ray asks the dashboard to end, and does not wait for it
