@@ -168,8 +168,24 @@ class PolicyAlgorithm(RunAlgorithm):
         if groups:
             with self.timed("sight"):
                 seen, self.sight_faults = self.sight.measure(groups)
-            figures |= {**self.learn_from(groups), **seen}
+            with self._replicas_at_rest():
+                figures |= {**self.learn_from(groups), **seen}
         return {**figures, **self.counts()}
+
+    @contextmanager
+    def _replicas_at_rest(self) -> Iterator[None]:
+        """Inside, the learner has the replicas' memory of keys and values, where `serving.vllm.rest_while_learning` says so."""
+        if not self.run.serving.vllm.rest_while_learning:
+            yield
+            return
+        version = self.version
+        with self.timed("rest"):
+            self.service.rest()
+        try:
+            yield
+        finally:
+            if self.version == version:  # no new version has woken them
+                self.service.wake()
 
     def training_step(self) -> None:
         """RLlib's hook for one iteration."""

@@ -19,6 +19,7 @@ from rl_vlm.config.logging import LoggingSection
 from rl_vlm.config.model import ModelSection
 from rl_vlm.config.preference import PreferenceSection
 from rl_vlm.config.resources import ResourcesSection
+from rl_vlm.config.rest import check_rest
 from rl_vlm.config.rollout import RolloutSection
 from rl_vlm.config.section import Section
 from rl_vlm.config.serving import ServingSection
@@ -86,6 +87,8 @@ class RunConfig(Section):
             )
         if self.model.train == "full":
             check_full(self)
+        if self.serving.vllm.rest_while_learning:
+            check_rest(self)
         if self.evaluation.weights == "ema" and (self.learner.ema_decay is None or rollout.max_policy_lag):
             raise ValueError("evaluation.weights: ema needs learner.ema_decay (0.99, say) and rollout.max_policy_lag 0")
         where = f"with algorithm.name {self.algorithm.name}"

@@ -219,6 +219,12 @@ class TransformersEngine:
         before, self._newest = self._newest, version
         self._retire(before)
 
+    async def rest(self) -> None:
+        """Does nothing: keys and values are freed with their samples."""
+
+    async def wake(self) -> None:
+        """Does nothing."""
+
     async def drop_policy(self, policy: str) -> None:
         """Does nothing: this engine serves one policy (`ManyPoliciesEngine` serves several)."""
 

@@ -71,12 +71,14 @@ class VLLMEngine:
         self._max_num_seqs = serving.vllm.max_num_seqs
         self._in_flight = in_flight
         self._closed = False
+        self._resting = False
         self._swaps, self._last_swap_s = 0, 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._loading = asyncio.Lock()
         self._counts = Counts()
         args = engine_args(model, dtype, serving, max_lora_rank, max_loras, self._text, kv_cache, full, head_dtype)
+        self._gives_back = bool(args.enable_sleep_mode)
         started: Future[Any] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(args, serving.num_threads, started), name="vllm-engine", daemon=True
@@ -135,6 +137,14 @@ class VLLMEngine:
         await self._call(self._load(payload))
         self._swaps += 1
         self._last_swap_s = time.monotonic() - started
+
+    async def rest(self) -> None:
+        """See Engine. Weights and adapters stay where they are; without a GPU the memory of keys and values does, too."""
+        await self._call(self._rest())
+
+    async def wake(self) -> None:
+        """See Engine."""
+        await self._call(self._wake())
 
     def stats(self) -> EngineStats:
         """Counts for metrics. `mean_batch` is the mean number of unfinished samples while there are any."""
@@ -255,6 +265,34 @@ class VLLMEngine:
         async with self._loading:
             for adapter in self._folders.drop(policy):
                 await self._llm.remove_lora(adapter.request.lora_int_id)
+
+    async def _rest(self) -> None:
+        async with self._loading:
+            if self._resting:
+                return
+            try:
+                await self._llm.pause_generation(mode="wait")  # returns when nothing runs, and empties the caches
+                if self._gives_back:
+                    await self._llm.release_kv_cache_memory()
+                self._resting = True
+            except Exception as error:
+                raise EngineError(f"vLLM did not give back the memory of keys and values: {error}") from error
+            finally:
+                if not self._resting:  # also where the caller's deadline has passed: requests would wait for ever
+                    await self._llm.resume_generation()
+
+    async def _wake(self) -> None:
+        async with self._loading:
+            if not self._resting:
+                return
+            try:
+                if self._gives_back:
+                    await self._llm.wake_up(["kv_cache"])  # which also resumes
+                else:
+                    await self._llm.resume_generation()
+            except Exception as error:
+                raise EngineError(f"vLLM could not take back the memory of keys and values: {error}") from error
+            self._resting = False
 
     async def _add(self, adapter: Adapter) -> None:
         await self._llm.add_lora(adapter.request)

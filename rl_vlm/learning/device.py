@@ -25,6 +25,12 @@ def driver_device(run: RunConfig) -> str:
     return f"cuda:{min(driver_gpu(run), torch.cuda.device_count() - 1)}"
 
 
+def give_back(run: RunConfig) -> None:
+    """Free what torch keeps for later updates, where a replica takes turns with this learner on a GPU."""
+    if run.serving.vllm.rest_while_learning and learner_device(run) != "cpu":
+        torch.cuda.empty_cache()
+
+
 def limit_memory(run: RunConfig, device: str) -> None:
     """Keep torch in this process to the learner's share of a GPU that a replica uses too.
 

@@ -15,6 +15,7 @@ from ray.rllib.core.learner.training_data import TrainingData
 from rl_vlm.config import RunConfig
 from rl_vlm.learning.averaging import WeightAverage
 from rl_vlm.learning.batching import Minibatch
+from rl_vlm.learning.device import give_back
 from rl_vlm.learning.hypotheses import sight_logprobs
 from rl_vlm.learning.optimizer import make_optimizer, scale_lr
 from rl_vlm.learning.returns import Rescaling
@@ -135,6 +136,7 @@ class VLMLearner(TorchLearner):
             return scores
         with continued(batch.trace, f"learner-{self._learner_index or 0}") as spans, span("update"):
             result = self._learn(batch)
+        give_back(self._run)
         result.spans = spans
         return result
 

@@ -202,7 +202,8 @@ class FrozenLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """As nn.Linear, without a gradient for the weights."""
-        weight, bias = self.weight, self.bias  # looked up once and the size first: a decoding step asks dozens of small layers
+        # Each looked up once, and the size first: a decoding step asks dozens of small layers.
+        weight, bias = self.weight, self.bias
         if input.numel() * self.out_features < _SMALL:
             return functional.linear(input, weight, bias)
         frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)

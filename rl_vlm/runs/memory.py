@@ -112,7 +112,8 @@ def _card(card: Card, gpus: int) -> Iterator[str]:
         for part in process.parts:
             yield f"    {part.name:<24}{text(part.bytes):>12}  {part.detail}"
     if card.left is not None:
-        yield f"  {'left':<26}{text(card.left):>12}"
+        turns = "  keys and values take turns with the update" if card.turns else ""
+        yield f"  {'left':<26}{text(card.left):>12}{turns}"
 
 
 def advice(run: RunConfig) -> str:
@@ -123,9 +124,9 @@ def advice(run: RunConfig) -> str:
             steps.append("set learner.gradient_checkpointing=true")
         steps.append(f"lower learner.micro_batch_tokens ({run.learner.micro_batch_tokens})")
     if run.spec.serves(run):
-        if run.serving.expected_engine == "vllm":
+        if run.serving.expected_engine == "vllm" and not run.serving.vllm.rest_while_learning:
             steps.append(f"lower serving.vllm.gpu_memory_utilization ({run.serving.memory_utilization:g})")
-        else:
+        elif run.serving.expected_engine != "vllm":
             steps.append(f"lower serving.max_rows ({run.serving.max_rows})")
         steps.append(f"lower serving.max_context ({run.serving.max_context})")
     if run.model.dtype == "float32":

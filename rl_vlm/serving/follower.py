@@ -12,7 +12,7 @@ from rl_vlm.coroutines import repeat
 from rl_vlm.engines.base import Engine
 from rl_vlm.serving.lifecycle import Lifecycle
 from rl_vlm.serving.metrics import ReplicaTally
-from rl_vlm.serving.registry import POLL_S
+from rl_vlm.serving.registry import POLL_S, Turn
 from rl_vlm.serving.version_line import Published
 from rl_vlm.types import UserInputError
 
@@ -62,7 +62,11 @@ class AdapterFollower:
 
     async def _catch_up(self) -> None:
         registry = self._registry()
-        published = await self._ask(registry)
+        answer = await self._ask(registry)
+        if isinstance(answer, Turn):
+            await self._take_turn(answer)
+            return
+        published = answer
         if published is not None:
             await self._load(published)
         if not self._life.started:
@@ -88,7 +92,7 @@ class AdapterFollower:
         self._missing_since = None
         return found
 
-    async def _ask(self, registry: Any) -> Published | None:
+    async def _ask(self, registry: Any) -> Published | Turn | None:
         # Each wait has a deadline: an object of a dead owner may never arrive, and no error be raised.
         if not self._life.started:
             async with asyncio.timeout(REGISTRY_ANSWER_S):
@@ -96,14 +100,31 @@ class AdapterFollower:
         report = self._tally.report(self._engine.stats(), self._engine.version, self._life.state)
         async with asyncio.timeout(POLL_S + REGISTRY_ANSWER_S):
             return await registry.wait_newer.remote(  # type: ignore[no-any-return]
-                self._replica_id, self._engine.version, report
+                self._replica_id, self._engine.version, report, self._life.resting
             )
+
+    async def _take_turn(self, turn: Turn) -> None:
+        """Rest, or wake. The registry hears of it with the next question."""
+        if turn is Turn.REST:
+            self._life.resting = True  # from now on requests wait, so that the running ones come to an end
+        try:
+            async with asyncio.timeout(self._load_timeout_s):
+                await (self._engine.rest() if turn is Turn.REST else self._engine.wake())
+        except BaseException:
+            self._life.resting = turn is not Turn.REST  # as it was
+            await self._notify()
+            raise
+        self._life.resting = turn is Turn.REST
+        await self._notify()
 
     async def _load(self, published: Published) -> None:
         self._life.announce(published.version)
         try:
             async with asyncio.timeout(self._load_timeout_s):
                 payload = await published.ref
+                if self._life.resting:
+                    await self._engine.wake()
+                    self._life.resting = False
                 if payload.version > self._engine.version:
                     await self._engine.load_adapter(payload)
         except Exception as error:

@@ -20,7 +20,7 @@ class Admission(StrEnum):
     """The decision about a request."""
 
     NOW = "now"
-    WAIT = "wait"  # until the adapter version that it asks for is loaded
+    WAIT = "wait"  # until the adapter version that it asks for is loaded, or the engine no longer rests
     ELSEWHERE = "elsewhere"
 
 
@@ -40,6 +40,7 @@ class Lifecycle:
     load_patience_s: float = 60.0
     max_failed_probes: int = 2
     started: bool = False
+    resting: bool = False  # its engine has given memory away, and takes no requests until it has it again
     newest: int = 0
     loaded: int = 0
     failed_probes: int = 0
@@ -68,7 +69,7 @@ class Lifecycle:
         if state is ReplicaState.STARTING or min_version > self.loaded:
             # Where loading fails, another replica may have the version already.
             return Admission.ELSEWHERE if self.load_error else Admission.WAIT
-        return Admission.NOW
+        return Admission.WAIT if self.resting else Admission.NOW
 
     def start(self) -> None:
         """The registry has been asked for the newest adapter, and what it had is loaded."""
@@ -100,8 +101,10 @@ class Lifecycle:
             self.failed_probes = 0
 
     def probe_due(self, now: float) -> bool:
-        """Whether the engine must generate a token to prove that it can; always while it is suspect."""
-        return not self.death and (self.failed_probes > 0 or now - self.last_progress >= self.probe_after_s)
+        """Whether the engine must generate a token to prove that it can; always while it is suspect, never while it rests."""
+        return not (self.death or self.resting) and (
+            self.failed_probes > 0 or now - self.last_progress >= self.probe_after_s
+        )
 
     def pass_probe(self, now: float) -> None:
         """The engine has generated that token, or works on others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 import uuid
@@ -20,7 +21,7 @@ from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.deploying import ServingError, start_serve, wait_for_replicas
 from rl_vlm.serving.policy_key import OWN, PolicyKey
-from rl_vlm.serving.registry import start_registry
+from rl_vlm.serving.registry import Turn, start_registry
 from rl_vlm.serving.server import app_name, build_app
 from rl_vlm.serving.shared_service import SharedService
 from rl_vlm.serving.version_line import Published, PublishReport
@@ -28,6 +29,8 @@ from rl_vlm.serving.version_line import Published, PublishReport
 # A call that a dying registry does not answer is repeated after this long; repeated calls change nothing.
 _ATTEMPT_S = 15.0
 _OFFER_EVERY_S = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 class Service(Protocol):
@@ -47,6 +50,14 @@ class Service(Protocol):
 
     def offer_again(self) -> None:
         """Make sure that the registry has the newest version; quick, and called often."""
+        ...
+
+    def rest(self) -> None:
+        """Let the replicas give memory to the learner until the next version is published, or `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Let them take it back although there is no new version."""
         ...
 
     def newest_version(self) -> int:
@@ -123,6 +134,24 @@ class PolicyService:
                 ray.get(self._offer, timeout=_ATTEMPT_S)
         self._offered_at = time.monotonic()
         self._offer = self._registry.publish.remote(self._newest)
+
+    def rest(self) -> None:
+        """See Service. Where a replica does not rest in time the learner must do with what is free."""
+        self._take_turn(Turn.REST)
+
+    def wake(self) -> None:
+        """See Service."""
+        self._take_turn(Turn.WAKE)
+
+    def _take_turn(self, turn: Turn) -> None:
+        limit = self._serving.publish_timeout_s
+        try:
+            late = ray.get(self._registry.take_turn.remote(turn, limit), timeout=limit + _ATTEMPT_S)
+        except (ActorDiedError, ActorUnavailableError, RayActorError, GetTimeoutError) as error:
+            logger.warning("The replicas were not told to %s: %s", turn, error)  # a new registry lets them wake
+            return
+        if late:
+            logger.warning("Replicas %s were told to %s and did not within %g s.", ", ".join(late), turn, limit)
 
     def newest_version(self) -> int:
         """The version that the registry holds; 0 before the first publication."""

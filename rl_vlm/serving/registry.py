@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,16 @@ from rl_vlm.serving.version_line import FETCH_S, Published, PublishReport, Versi
 LIVE_WINDOW_S = 15.0
 # Every replica keeps a call open; beyond this number of calls a publication would wait for one of them to end.
 _MOST_CALLS = 10_000
+_LOOK_S = 1.0  # how often to look whether a replica that is waited for is still there
 # How long one open `wait_newer` call lasts before the replica asks again.
 POLL_S = 5.0
+
+
+class Turn(StrEnum):
+    """Whose turn it is on a GPU that replica and learner share (`serving.vllm.rest_while_learning`); what a replica is told to do."""
+
+    REST = "rest"  # until the next version, or until it is told
+    WAKE = "wake"
 
 
 class AdapterRegistry:
@@ -35,6 +45,7 @@ class AdapterRegistry:
         self._line, self._model = VersionLine(Path(folder)), Path(model)
         self._reports: dict[str, dict[str, Any]] = {}  # replica -> its last report
         self._seen: dict[str, float] = {}  # replica -> when it last asked
+        self._turn, self._resting = Turn.WAKE, set[str]()  # what replicas are to do, and those that rest
         self._changed = asyncio.Condition()
         self._disk = disk_thread()
 
@@ -49,26 +60,61 @@ class AdapterRegistry:
         """
         if not self._line.add(published):
             return
+        self._turn = Turn.WAKE  # to sample with it
         async with self._changed:
             self._changed.notify_all()
         await self._line.persist(published, self._disk)
 
-    async def wait_newer(self, replica_id: str, version: int, report: dict[str, Any] | None = None) -> Published | None:
-        """The newest adapter once it is newer than `version`; None after a while without one.
+    async def wait_newer(
+        self, replica_id: str, version: int, report: dict[str, Any] | None = None, resting: bool = False
+    ) -> Published | Turn | None:
+        """The newest adapter once it is newer than `version`, or whether to rest once that differs from `resting`; None after a while
+        without either.
 
         `report` is the replica's own report (see `ReplicaTally`).
         """
         self._seen[replica_id] = time.monotonic()
         if report is not None:
             self._reports[replica_id] = report
-        if not self._newer(version):
+        await self._rests(replica_id, resting)
+
+        def news() -> bool:
+            return self._newer(version) or resting != (self._turn is Turn.REST)
+
+        if not news():
             try:
                 async with asyncio.timeout(POLL_S), self._changed:
-                    await self._changed.wait_for(lambda: self._newer(version))
+                    await self._changed.wait_for(news)
             except TimeoutError:
                 return None
         self._seen[replica_id] = time.monotonic()
-        return self._line.newest
+        return self._line.newest if self._newer(version) else self._turn
+
+    async def _rests(self, replica_id: str, resting: bool) -> None:
+        if resting == (replica_id in self._resting):
+            return
+        if resting:
+            self._resting.add(replica_id)
+        else:
+            self._resting.discard(replica_id)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def take_turn(self, turn: Turn, timeout_s: float) -> list[str]:
+        """Tell all replicas to rest or to wake; returns once they do, or after `timeout_s` those that do not."""
+        self._turn = turn
+
+        def late() -> set[str]:
+            return self._live() - self._resting if turn is Turn.REST else self._live() & self._resting
+
+        async with self._changed:
+            self._changed.notify_all()
+        deadline = time.monotonic() + timeout_s
+        while late() and self._turn is turn and time.monotonic() < deadline:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S), self._changed:
+                    await self._changed.wait()
+        return sorted(late())
 
     def _newer(self, version: int) -> bool:
         return self._line.newest is not None and self._line.newest.version > version

@@ -144,6 +144,12 @@ class SharedService:
     def offer_again(self) -> None:
         """Nothing to do: the thread that renews the lease publishes again where the registry has lost it."""
 
+    def rest(self) -> None:
+        """Does nothing: other runs sample meanwhile."""
+
+    def wake(self) -> None:
+        """Does nothing."""
+
     def newest_version(self) -> int:
         """The version that the registry holds; 0 before the first publication."""
         asked = self._registry.newest_version.remote(self.key.policy, self.key.token)

@@ -7,13 +7,13 @@ import errno
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from core_support import adapted_policy
 from engine_support import until
 from http_support import tiny_engine
+from registry_support import Direct
 
 from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
@@ -24,19 +24,6 @@ from rl_vlm.serving.metrics import ReplicaTally
 from rl_vlm.serving.registry import AdapterRegistry
 from rl_vlm.serving.version_line import Published
 from rl_vlm.types import UserInputError
-
-
-class Direct:
-    """An actor handle's way of calling (`handle.method.remote(...)`), without an actor."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    def __getattr__(self, name: str) -> Any:
-        class Method:
-            remote = staticmethod(getattr(self._target, name))
-
-        return Method
 
 
 class Setting:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_support import gpus, sizes
 from transformers import AttentionInterface, AutoModelForImageTextToText, Qwen3VLConfig
 
 from rl_vlm import cli
@@ -103,15 +104,6 @@ def recipe(name: str, *overrides: str) -> RunConfig:
     return load_config(CONFIGS / f"{name}.yaml", overrides)
 
 
-def sizes(plan: Any) -> dict[tuple[str, str], int]:
-    return {
-        (process.kind, part.name): part.bytes
-        for card in plan.cards
-        for process in card.processes
-        for part in process.parts
-    }
-
-
 def test_the_parts_of_a_recipe_by_hand() -> None:
     run = recipe("geo3k_qwen3vl_4b")
     card = gib(47.4)
@@ -181,19 +173,6 @@ def test_checkpointing_saves_all_layers_but_one() -> None:
     }
     layer = 8192 * learner.layer_bytes_per_token(shape, 2, 32, "all")
     assert kept["false"] - kept["true"] == 35 * layer - 36 * 8192 * 2560 * 2
-
-
-GPU = {"model": {"dtype": "bfloat16"}}
-
-
-def gpus(replicas: int, share: float, learners: int, learner_share: float, **serving: Any) -> RunConfig:
-    return parse_config(
-        {
-            **GPU,
-            "serving": {"num_replicas": replicas, "gpus_per_replica": share, **serving},
-            "learner": {"num_learners": learners, "gpus_per_learner": learner_share},
-        }
-    )
 
 
 @pytest.mark.parametrize(

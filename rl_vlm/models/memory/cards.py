@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_vlm.config import RunConfig
-from rl_vlm.models.memory.learner import learner_parts, preference_learner_parts
+from rl_vlm.models.memory.learner import OF_UPDATES, learner_parts, preference_learner_parts
 from rl_vlm.models.memory.parts import CUDA_CONTEXT, ELEMENT, GIB, Part
-from rl_vlm.models.memory.replica import replica_parts, starved_replica
+from rl_vlm.models.memory.replica import KV, replica_parts, starved_replica
 from rl_vlm.models.memory.shape import ModelShape
 
 _NEVER_LEFT = 0.02  # of a card: what the caching allocator of torch cannot hand out, an estimate
@@ -30,16 +30,24 @@ class Process:
 
 @dataclass(slots=True)
 class Card:
-    """A GPU of a run; `count` of them hold the same. `size`: bytes that it reports, None where that is not known."""
+    """A GPU of a run; `count` of them hold the same. `size`: bytes that it reports, None where that is not known. `turns`: keys
+    and values of the replica and what the learner needs for an update are never there at the same time."""
 
     processes: list[Process] = field(default_factory=list)
     size: int | None = None
     count: int = 1
+    turns: bool = False
 
     @property
     def used(self) -> int:
-        """What the processes hold together."""
-        return sum(process.bytes for process in self.processes)
+        """The most that the processes hold together."""
+        together = sum(process.bytes for process in self.processes)
+        if not self.turns:
+            return together
+        return together - min(self._held("replica", (KV,)), self._held("learner", OF_UPDATES))
+
+    def _held(self, kind: str, names: Collection[str]) -> int:
+        return sum(part.bytes for one in self.processes if one.kind == kind for part in one.parts if part.name in names)
 
     @property
     def left(self) -> int | None:
@@ -77,6 +85,7 @@ class MemoryPlan:
                     "size": card.size,
                     "used": card.used,
                     "left": card.left,
+                    "turns": card.turns,
                     "processes": [
                         {
                             "kind": process.kind,
@@ -114,7 +123,8 @@ def plan_memory(run: RunConfig, shape: ModelShape, card: int | None) -> MemoryPl
         if cards and cards[-1].processes == processes:
             cards[-1].count += 1
         else:
-            cards.append(Card(processes, card))
+            turns = run.serving.vllm.rest_while_learning and len(processes) > 1
+            cards.append(Card(processes, card, turns=turns))
     held = any(process.kind == "replica" for processes in placed for process in processes)
     return MemoryPlan(shape, cards, len(placed), adapter, full, starved_replica(run, shape, card) if held else "")
 
@@ -168,6 +178,8 @@ def learner_fraction(run: RunConfig, card: int) -> float | None:
     here = next((kinds for kinds in place(run) if "learner" in kinds), ["learner"])
     if len(here) == 1 or not 0 < share < 1:
         return None
+    if run.serving.vllm.rest_while_learning:
+        return None  # the replica allocates nothing while the learner does
     if here.count("learner") == 1 and here.count("replica") == 1 and run.serving.expected_engine == "vllm":
         share = max(share, 1 - run.serving.memory_utilization)
     return max(share - CUDA_CONTEXT / card, 0.05)

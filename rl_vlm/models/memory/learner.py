@@ -17,6 +17,7 @@ from rl_vlm.models.memory.shape import ModelShape
 
 _HEAD_COPIES = 4  # float32 arrays of a tile's shape at the peak
 _LORA = 4  # bytes of a LoRA weight, its gradient and each of its moments: float32
+OF_UPDATES = ("activations", "attention mask", "logits")  # parts that only an update needs
 _GATHERED = 2  # layers of a sharded model that are whole at once: the one that computes, and the next
 _PREFERENCE = 1 * GIB  # agent, critics and the reward ensemble with its batches: an upper bound for the published sizes
 
@@ -63,6 +64,11 @@ def learner_parts(run: RunConfig, shape: ModelShape) -> list[Part]:
         _images(run, shape, element),
         Part("CUDA context", CUDA_CONTEXT, "an estimate"),
     ]
+
+
+def kept_between_updates(run: RunConfig, shape: ModelShape) -> int:
+    """Bytes that one learner of a policy run holds while it waits."""
+    return sum(part.bytes for part in learner_parts(run, shape) if part.name not in OF_UPDATES)
 
 
 def _trained_whole(run: RunConfig, shape: ModelShape, element: int) -> list[Part]:

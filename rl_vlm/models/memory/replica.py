@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rl_vlm.config import RunConfig
+from rl_vlm.models.memory.learner import kept_between_updates
 from rl_vlm.models.memory.parts import (
     CUDA_CONTEXT,
     ELEMENT,
@@ -18,6 +19,7 @@ from rl_vlm.models.memory.shape import ModelShape
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of LoRA: what vLLM has kernels for
 KV = "keys and values"
+_TAKEN = 0.92  # of a GPU on which replica and learner take turns: their other parts are estimates
 _GRAPHS = int(0.6 * GIB)  # CUDA graphs of vLLM, with LoRA: an estimate
 _LOGIT_COPIES = 3  # float32 arrays [rows, vocabulary] while a token is drawn
 
@@ -39,7 +41,14 @@ def kv_cache_bytes(run: RunConfig, shape: ModelShape, card: int) -> int | None:
     if not 0 < serving.gpus_per_replica < 1:
         return None
     used = sum(part.bytes for part in _vllm_fixed(run, shape))
-    return max(int(serving.memory_utilization * card) - used, shape.kv_bytes_per_token(ELEMENT[run.model.dtype]))
+    return max(_share(run, shape, card) - used, shape.kv_bytes_per_token(ELEMENT[run.model.dtype]))
+
+
+def _share(run: RunConfig, shape: ModelShape, card: int) -> int:
+    """What a replica may take of a GPU of `card` bytes: its share, or all that a learner leaves between updates, which takes turns with it."""
+    if run.serving.vllm.rest_while_learning and run.serving.gpus_per_replica:
+        return int(card * _TAKEN) - kept_between_updates(run, shape)
+    return int(run.serving.memory_utilization * card)
 
 
 def starved_replica(run: RunConfig, shape: ModelShape, card: int | None) -> str:
@@ -51,6 +60,11 @@ def starved_replica(run: RunConfig, shape: ModelShape, card: int | None) -> str:
     one = serving.max_context * shape.kv_bytes_per_token(ELEMENT[run.model.dtype]) // serving.vllm.tensor_parallel_size
     if held[KV] >= one:
         return ""
+    if serving.vllm.rest_while_learning:
+        return (
+            f"The weights of replica and learner leave {text(held[KV])} of the GPU for keys and values, and one sample of "
+            f"serving.max_context {serving.max_context} takes {text(one)}: use a larger GPU."
+        )
     return (
         f"A replica's share of the GPU, {text(int(serving.memory_utilization * card))}, leaves {text(held[KV])} for keys and values, "
         f"and one sample of serving.max_context {serving.max_context} takes {text(one)}: raise serving.vllm.gpu_memory_utilization "
@@ -120,7 +134,7 @@ def _vllm(run: RunConfig, shape: ModelShape, card: int | None) -> list[Part]:
     elif serving.vllm.gpu_kv_cache_gib is not None:
         size = int(serving.vllm.gpu_kv_cache_gib * GIB)
     elif card is not None:
-        size = max(int(serving.memory_utilization * card) - sum(part.bytes for part in parts), 0)
+        size = max(_share(run, shape, card) - sum(part.bytes for part in parts), 0)
     else:
         size = per_token * serving.max_context  # the least: one sample
     rows = size / (per_token * serving.max_context)
