@@ -39,3 +39,24 @@ def test_grpo_trains_a_policy_that_vllm_serves(tmp_path: Path) -> None:
     # Where engine and learner have the same weights, float32 rounding is all that differs. Else the samples' age shows.
     for lag, mismatch in zip(lags, (float(row["mismatch/kl"]) for row in rows), strict=True):
         assert 1e-6 < mismatch < 0.2 if lag else abs(mismatch) < 1e-6
+
+
+@pytest.mark.acceptance
+def test_replicas_rest_while_the_learner_works(tmp_path: Path) -> None:
+    """The same turns as on one GPU that both share; vLLM's CPU build pauses, and keeps its memory."""
+    resolve_model("tiny-wide")
+    turns = (
+        "rollout.max_policy_lag=0",
+        "serving.vllm.rest_while_learning=true",
+        "serving.num_replicas=2",
+        "algorithm.iterations=4",
+    )
+    with TrainingProcess(tmp_path / "run", *ARGUMENTS, *turns, "serving.probe_after_s=0.5") as run:
+        assert run.wait(timeout=480) == 0, run.output()[-3000:]
+        assert run.survivors() == []
+        assert "did not within" not in run.output() and "were not told" not in run.output()
+    result = run.result()
+    assert (result["policy_version"], result["dropped"]) == (4, {})
+    rows = list(csv.DictReader((run.run_dir / "progress.csv").open()))
+    assert all(0 < float(row["time/rest"]) < 10 for row in rows)
+    assert all(abs(float(row["mismatch/kl"])) < 1e-6 and float(row["rollout/lag_max"]) == 0 for row in rows)
