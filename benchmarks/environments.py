@@ -71,8 +71,9 @@ def draw(runs: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
         panel.set_xlabel("iteration")
     for panel in panels[::columns]:
         panel.set_ylabel("held-out reward, greedy")
-    panels[0].legend(frameon=False, fontsize=8, loc="lower right")
-    figure.tight_layout()
+    names = panels[0].get_legend_handles_labels()
+    figure.legend(*names, frameon=False, fontsize=8, ncols=len(names[0]), loc="lower center")
+    figure.tight_layout(rect=(0, 0.25 / figure.get_figheight(), 1, 1))
     save_figure(figure, [path])
 
 

@@ -42,7 +42,7 @@ VARIANTS = {
     "small": Variant("the shapes of Shapes-v0"),
     "wide": Variant("as the small one", wide=True),
     "labeller": Variant("pictures of poles, which it compares", "labeller", version=2, wide=True),
-    "gridwalk": Variant("what is where on 3×3 and 4×4 grids of GridWalk-v0", "walker", ("walks",), 2),
+    "gridwalk": Variant("what is where on 3×3 and 4×4 grids of GridWalk-v0", "walker", ("walks",), 3),
     "geospot": Variant("where the pin is on the maps of GeoSpot-v0", "spotter", ("spots",), 1),
     "scenes": Variant("what the pictures of NLVR2-v0 and Caption-v0 hold", "observer", ("sights",), 3),
     "geo3k": Variant("the numbers in the triangles that Geo3k-v0 draws", "geometer", ("figures",), 1),

@@ -15,8 +15,8 @@ from rl_vlm.models.tiny.replies import greedily_right, option_odds
 from rl_vlm.models.tiny.walks import described, draw_walk, random_question
 from rl_vlm.models.tiny.warmstart import teach_drawn
 
-STEPS = 600
-BATCH = 48
+STEPS = 700
+BATCH = 40
 
 logger = logging.getLogger(__name__)
 
