@@ -17,7 +17,7 @@ from rl_vlm.envs.gridwalk_data import MOVES, Grid
 from rl_vlm.types import Role
 
 SIZES = (3, 4)  # of the grids, in cells per side
-MAX_TURNS = 8  # as many as an episode of `configs/gridwalk_tiny.yaml` may have: beyond, the model sees nothing
+MAX_TURNS = 8  # as many as episodes of configs/gridwalk_tiny.yaml have: the model sees nothing in later ones
 MOVE_SHARE = 0.5  # of the turns
 
 # Words that become single tokens, the more surely the oftener they stand here.
