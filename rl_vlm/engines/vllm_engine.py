@@ -176,6 +176,8 @@ class VLLMEngine:
             return
         self._closed = True
         asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop)
+        if (outputs := self._llm.output_handler) is not None:
+            self._loop.call_soon_threadsafe(outputs.cancel)  # or it would report the core's end as an error
         cores = self._llm.engine_core.resources.engine_manager.processes
         await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_S)
         for core in cores:
