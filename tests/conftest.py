@@ -12,7 +12,7 @@ from hypothesis import settings
 settings.register_profile("rl_vlm", deadline=None)
 settings.load_profile("rl_vlm")
 # Nor does Ray's store of tables, in clusters that tests start by its own command.
-os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
+os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "60")
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from rl_vlm.types import RLVLMError, UserInputError
 logger = logging.getLogger(__name__)
 
 _STARTS = 4  # of a private cluster, before it is given up
-_STORE_WAIT_S = "120"  # for the process with the cluster's tables; Ray's own 30 s are too few on a busy machine
+_STORE_WAIT_S = "60"  # for the process with the cluster's tables; Ray's own 30 s are few on a busy machine
 _NOT_STARTED = ("timed out during startup", "Timed out waiting for file")  # of the raylet; of that process
 # Workers inherit these from a private cluster's processes, and get them from the job on one that was joined. One torch thread
 # each, because they share the cores.

@@ -6,10 +6,13 @@ its node class, which is why Ray's version is pinned exactly.
 
 from __future__ import annotations
 
+import logging
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 from ray._private import node
 from ray._private.parameter import RayParams
 
@@ -18,6 +21,8 @@ from rl_vlm.imports import replaced
 # Of a node with this address all processes listen here alone, of any other one on every interface. `ray.init` does not take it: it
 # replaces it by an address that other machines reach.
 LOOPBACK = "127.0.0.1"
+
+logger = logging.getLogger(__name__)
 
 
 class PrivateNode(node.Node):
@@ -30,12 +35,31 @@ class PrivateNode(node.Node):
             ray_params.include_log_monitor = (
                 False  # it sends workers' logs to the driver, which `log_to_driver` declines
             )
-        super().__init__(ray_params, **settings)
+        try:
+            super().__init__(ray_params, **settings)
+        except Exception as error:
+            started = {name: _condition(info.process) for name, infos in self.all_processes.items() for info in infos}
+            logger.warning("A start of Ray failed (%s); its processes: %s", str(error).splitlines()[0], started)
+            # Nobody has this object yet, so nobody else could end what it has started.
+            self.kill_all_processes(check_alive=False, wait=True)
+            raise
 
     def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
         """Ray's own starts one without a dashboard as well, for its usage statistics."""
         if include_dashboard:
             super().start_api_server(include_dashboard=include_dashboard, raise_on_failure=raise_on_failure)
+
+
+def _condition(process: subprocess.Popen[bytes]) -> str:
+    """What has become of a process that was started."""
+    code = process.poll()
+    if code is not None:
+        return f"ended with code {code}"
+    try:
+        found = psutil.Process(process.pid)
+        return f"{found.status()}, {sum(found.cpu_times()[:2]):.1f} s of CPU"
+    except psutil.Error as error:
+        return str(error)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ from http_support import wait_until
 from rl_vlm.config import RunConfig
 from rl_vlm.runs.addresses import is_loopback
 from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.runs.private_node import PrivateNode
 
 # Autoscaler, forwarder of logs, API server.
 OPTIONAL = {"monitor.py", "log_monitor.py", "dashboard.py"}
@@ -38,6 +40,29 @@ def listening() -> set[tuple[str, str]]:
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+@pytest.mark.timeout(300)
+def test_what_a_start_that_failed_has_started_is_ended(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, starts = PrivateNode.start_raylet, []
+
+    def fails_once(*args: Any, **settings: Any) -> None:
+        starts.append(1)
+        if len(starts) == 1:
+            raise Exception("The current node timed out during startup")  # as Ray says it
+        start(*args, **settings)
+
+    monkeypatch.setattr(PrivateNode, "start_raylet", fails_once)
+    stores = [name for name, _ in listening()].count("gcs_server")
+    with ray_cluster(RunConfig.model_validate({"resources": {"num_cpus": 4}})):
+        assert len(starts) == 2
+        names = [process.name() for process in psutil.Process().children(recursive=True)]
+        assert names.count("gcs_server") == stores + 1
+    assert (
+        "A start of Ray failed (The current node timed out during startup); its processes: {'gcs_server'" in caplog.text
+    )
 
 
 @pytest.mark.timeout(300)
