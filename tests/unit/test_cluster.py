@@ -116,7 +116,7 @@ def test_a_private_cluster_on_a_busy_machine_is_started_again(starts: list[Excep
     starts += [Exception(RAYLET), RuntimeError(STORE), Exception(RAYLET)]
     cluster._init_with_retry()
     assert not starts
-    assert os.environ[STORE_WAIT] == "120"
+    assert os.environ[STORE_WAIT] == "60"
 
 
 def test_it_is_given_up_after_four_starts(starts: list[Exception]) -> None:
