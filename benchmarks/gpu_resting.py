@@ -3,7 +3,7 @@
     python benchmarks/gpu_resting.py [--size 2b] [--rounds 5] [--out FILE]
 
 vLLM's engine with random weights answers, rests, and lets this process allocate nine tenths of what it freed, as a learner would; then
-it takes an adapter, wakes and answers again. Exits with code 1 where less than nine tenths of its keys and values were freed, or where
+it wakes and answers again. Exits with code 1 where less than nine tenths of its keys and values were freed, or where
 greedy answers changed. `--size 6m --cpu` tries the same calls on a machine without a GPU, which frees nothing.
 """
 
@@ -14,20 +14,21 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from models import QWEN3_VL, SIX_MILLION, random_model
+from models import SHAPES, random_model
 from report import Report
 from serving_contender import Prompts
 
 from rl_vlm.config import load_config
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.serving.server import build_engine
+from rl_vlm.types import GenerationRequest
 
 HERE = Path(__file__).parent
-SHAPES = {"6m": SIX_MILLION, **QWEN3_VL}  # arguments of `random_model`
 REQUESTS, KEYS_AND_VALUES_GIB = 8, 4
 # The plan's share of a shared GPU is not what is measured here, so the bytes are given.
 _GPU = (
@@ -41,10 +42,15 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
+async def greedy_tokens(engine: Any, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+    """Of each sample."""
+    return [sample.token_ids.tolist() for answer in await engine.generate(requests) for sample in answer.samples]
+
+
 async def rounds_of(engine: Any, prompts: Prompts, count: int, report: Report) -> list[str]:
     """Rest and wake `count` times; returns what is wrong."""
     requests, faults = prompts.take(REQUESTS), []
-    expected = [sample.token_ids.tolist() for answer in await engine.generate(requests) for sample in answer.samples]
+    expected = await greedy_tokens(engine, requests)
     seconds: dict[str, list[float]] = {"rest": [], "wake": []}
     freed = []
     for _ in range(count):
@@ -59,11 +65,10 @@ async def rounds_of(engine: Any, prompts: Prompts, count: int, report: Report) -
         started = time.perf_counter()
         await engine.wake()
         seconds["wake"].append(time.perf_counter() - started)
-        found = [sample.token_ids.tolist() for answer in await engine.generate(requests) for sample in answer.samples]
+        found = await greedy_tokens(engine, requests)
         if found != expected:
-            faults.append(
-                f"answers changed: {sum(a != b for a, b in zip(found, expected, strict=True))} of {len(found)}"
-            )
+            changed = sum(one != other for one, other in zip(found, expected, strict=True))
+            faults.append(f"answers changed: {changed} of {len(found)}")
     for name, values in seconds.items():
         report.add(name, values)
     report.add("freed", [size / 2**30 for size in freed], unit="GiB")

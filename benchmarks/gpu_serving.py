@@ -14,14 +14,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from models import QWEN3_VL, SIX_MILLION, random_model
+from models import SHAPES, random_model
 from report import Report
 from serving import Setup, measure
 
 _GPU = ("model.dtype=bfloat16", "serving.gpus_per_replica=1", "serving.vllm.gpu_memory_utilization=0.2")
-
-
-SHAPES = {"6m": SIX_MILLION, **QWEN3_VL}  # arguments of `random_model`
 
 
 def main() -> None:

@@ -37,6 +37,8 @@ QWEN3_VL: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+SHAPES = {"6m": SIX_MILLION, **QWEN3_VL}  # arguments of `random_model`, by the names of command lines
+
 
 def random_model(
     folder: Path,

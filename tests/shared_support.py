@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -65,23 +63,6 @@ def registry() -> Any:
 def status() -> dict[str, Any]:
     """What the registry says."""
     return ray.get(registry().status.remote(), timeout=30)  # type: ignore[no-any-return]
-
-
-class Direct:
-    """An actor handle's way of calling (`handle.method.remote(...)`), without an actor."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=getattr(self._target, name))
-
-
-def arrived(payload: AdapterPayload) -> Any:
-    """What awaits like an object reference."""
-    future = asyncio.get_running_loop().create_future()
-    future.set_result(payload)
-    return future
 
 
 class PolicyAdapters:

@@ -204,10 +204,13 @@ class FrozenLinear(nn.Linear):
         """As nn.Linear, without a gradient for the weights."""
         # Each looked up once, and the size first: a decoding step asks dozens of small layers.
         weight, bias = self.weight, self.bias
-        if input.numel() * self.out_features < _SMALL:
-            return functional.linear(input, weight, bias)
-        frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
-        if not frozen or input.dtype != torch.float32 or weight.dtype != torch.float32:
+        if (
+            input.numel() * self.out_features < _SMALL
+            or input.dtype != torch.float32
+            or weight.dtype != torch.float32
+            or weight.requires_grad
+            or (bias is not None and bias.requires_grad)
+        ):
             return functional.linear(input, weight, bias)
         if not (torch.is_grad_enabled() and input.requires_grad):
             return onednn_product(input, weight, bias)

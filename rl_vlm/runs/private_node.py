@@ -35,11 +35,12 @@ class PrivateNode(node.Node):
             ray_params.include_log_monitor = (
                 False  # it sends workers' logs to the driver, which `log_to_driver` declines
             )
+        self.all_processes: dict[str, list[Any]] = {}  # Ray's own comes after checks that may raise
         try:
             super().__init__(ray_params, **settings)
         except Exception as error:
             started = {name: _condition(info.process) for name, infos in self.all_processes.items() for info in infos}
-            logger.warning("A start of Ray failed (%s); its processes: %s", str(error).splitlines()[0], started)
+            logger.warning("A start of Ray failed (%s); its processes: %s", str(error).partition("\n")[0], started)
             # Nobody has this object yet, so nobody else could end what it has started.
             self.kill_all_processes(check_alive=False, wait=True)
             raise

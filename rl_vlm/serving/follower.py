@@ -12,7 +12,7 @@ from rl_vlm.coroutines import repeat
 from rl_vlm.engines.base import Engine
 from rl_vlm.serving.lifecycle import Lifecycle
 from rl_vlm.serving.metrics import ReplicaTally
-from rl_vlm.serving.registry import POLL_S, Turn
+from rl_vlm.serving.registry import POLL_S
 from rl_vlm.serving.version_line import Published
 from rl_vlm.types import UserInputError
 
@@ -63,18 +63,17 @@ class AdapterFollower:
     async def _catch_up(self) -> None:
         registry = self._registry()
         answer = await self._ask(registry)
-        if isinstance(answer, Turn):
-            await self._take_turn(answer)
+        if isinstance(answer, bool):
+            await self._rest(answer)
             return
-        published = answer
-        if published is not None:
-            await self._load(published)
+        if answer is not None:
+            await self._load(answer)
         if not self._life.started:
             self._life.start()
             await self._notify()
-        if published is not None:
+        if answer is not None:
             async with asyncio.timeout(REGISTRY_ANSWER_S):
-                seconds = await registry.ack.remote(self._replica_id, published.version, published.sha256)
+                seconds = await registry.ack.remote(self._replica_id, answer.version, answer.sha256)
             self._tally.publish_s = seconds or self._tally.publish_s
 
     def _registry(self) -> Any:
@@ -92,7 +91,7 @@ class AdapterFollower:
         self._missing_since = None
         return found
 
-    async def _ask(self, registry: Any) -> Published | Turn | None:
+    async def _ask(self, registry: Any) -> Published | bool | None:
         # Each wait has a deadline: an object of a dead owner may never arrive, and no error be raised.
         if not self._life.started:
             async with asyncio.timeout(REGISTRY_ANSWER_S):
@@ -103,19 +102,17 @@ class AdapterFollower:
                 self._replica_id, self._engine.version, report, self._life.resting
             )
 
-    async def _take_turn(self, turn: Turn) -> None:
+    async def _rest(self, rest: bool) -> None:
         """Rest, or wake. The registry hears of it with the next question."""
-        if turn is Turn.REST:
-            self._life.resting = True  # from now on requests wait, so that the running ones come to an end
+        self._life.resting = True  # from now on requests wait, so that the running ones come to an end
+        resting = not rest
         try:
             async with asyncio.timeout(self._load_timeout_s):
-                await (self._engine.rest() if turn is Turn.REST else self._engine.wake())
-        except BaseException:
-            self._life.resting = turn is not Turn.REST  # as it was
+                await (self._engine.rest() if rest else self._engine.wake())
+            resting = rest
+        finally:
+            self._life.resting = resting
             await self._notify()
-            raise
-        self._life.resting = turn is Turn.REST
-        await self._notify()
 
     async def _load(self, published: Published) -> None:
         self._life.announce(published.version)

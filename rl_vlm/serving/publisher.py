@@ -21,7 +21,7 @@ from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.deploying import ServingError, start_serve, wait_for_replicas
 from rl_vlm.serving.policy_key import OWN, PolicyKey
-from rl_vlm.serving.registry import Turn, start_registry
+from rl_vlm.serving.registry import start_registry
 from rl_vlm.serving.server import app_name, build_app
 from rl_vlm.serving.shared_service import SharedService
 from rl_vlm.serving.version_line import Published, PublishReport
@@ -137,16 +137,17 @@ class PolicyService:
 
     def rest(self) -> None:
         """See Service. Where a replica does not rest in time the learner must do with what is free."""
-        self._take_turn(Turn.REST)
+        self._let_rest(True)
 
     def wake(self) -> None:
         """See Service."""
-        self._take_turn(Turn.WAKE)
+        self._let_rest(False)
 
-    def _take_turn(self, turn: Turn) -> None:
+    def _let_rest(self, rest: bool) -> None:
+        turn = "rest" if rest else "wake"
         limit = self._serving.publish_timeout_s
         try:
-            late = ray.get(self._registry.take_turn.remote(turn, limit), timeout=limit + _ATTEMPT_S)
+            late = ray.get(self._registry.let_rest.remote(rest, limit), timeout=limit + _ATTEMPT_S)
         except (ActorDiedError, ActorUnavailableError, RayActorError, GetTimeoutError) as error:
             logger.warning("The replicas were not told to %s: %s", turn, error)  # a new registry lets them wake
             return

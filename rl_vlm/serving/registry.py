@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,6 @@ _LOOK_S = 1.0  # how often to look whether a replica that is waited for is still
 POLL_S = 5.0
 
 
-class Turn(StrEnum):
-    """Whose turn it is on a GPU that replica and learner share (`serving.vllm.rest_while_learning`); what a replica is told to do."""
-
-    REST = "rest"  # until the next version, or until it is told
-    WAKE = "wake"
-
-
 class AdapterRegistry:
     """The actor's class; `start_registry` makes the actor. All methods are coroutines on one event loop."""
 
@@ -45,7 +37,8 @@ class AdapterRegistry:
         self._line, self._model = VersionLine(Path(folder)), Path(model)
         self._reports: dict[str, dict[str, Any]] = {}  # replica -> its last report
         self._seen: dict[str, float] = {}  # replica -> when it last asked
-        self._turn, self._resting = Turn.WAKE, set[str]()  # what replicas are to do, and those that rest
+        self._rest = False  # whether replicas are to rest (`serving.vllm.rest_while_learning`)
+        self._resting: set[str] = set()  # those that do
         self._changed = asyncio.Condition()
         self._disk = disk_thread()
 
@@ -60,14 +53,14 @@ class AdapterRegistry:
         """
         if not self._line.add(published):
             return
-        self._turn = Turn.WAKE  # to sample with it
+        self._rest = False  # to sample with it
         async with self._changed:
             self._changed.notify_all()
         await self._line.persist(published, self._disk)
 
     async def wait_newer(
         self, replica_id: str, version: int, report: dict[str, Any] | None = None, resting: bool = False
-    ) -> Published | Turn | None:
+    ) -> Published | bool | None:
         """The newest adapter once it is newer than `version`, or whether to rest once that differs from `resting`; None after a while
         without either.
 
@@ -76,10 +69,13 @@ class AdapterRegistry:
         self._seen[replica_id] = time.monotonic()
         if report is not None:
             self._reports[replica_id] = report
-        await self._rests(replica_id, resting)
+        if resting != (replica_id in self._resting):
+            self._resting ^= {replica_id}
+            async with self._changed:
+                self._changed.notify_all()
 
         def news() -> bool:
-            return self._newer(version) or resting != (self._turn is Turn.REST)
+            return self._newer(version) or resting != self._rest
 
         if not news():
             try:
@@ -88,29 +84,19 @@ class AdapterRegistry:
             except TimeoutError:
                 return None
         self._seen[replica_id] = time.monotonic()
-        return self._line.newest if self._newer(version) else self._turn
+        return self._line.newest if self._newer(version) else self._rest
 
-    async def _rests(self, replica_id: str, resting: bool) -> None:
-        if resting == (replica_id in self._resting):
-            return
-        if resting:
-            self._resting.add(replica_id)
-        else:
-            self._resting.discard(replica_id)
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def take_turn(self, turn: Turn, timeout_s: float) -> list[str]:
-        """Tell all replicas to rest or to wake; returns once they do, or after `timeout_s` those that do not."""
-        self._turn = turn
+    async def let_rest(self, rest: bool, timeout_s: float) -> list[str]:
+        """Tell all replicas to rest until the next version, or to wake; returns once they do, or after `timeout_s` those that do not."""
+        self._rest = rest
 
         def late() -> set[str]:
-            return self._live() - self._resting if turn is Turn.REST else self._live() & self._resting
+            return self._live() - self._resting if rest else self._live() & self._resting
 
         async with self._changed:
             self._changed.notify_all()
         deadline = time.monotonic() + timeout_s
-        while late() and self._turn is turn and time.monotonic() < deadline:
+        while late() and self._rest == rest and time.monotonic() < deadline:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S), self._changed:
                     await self._changed.wait()

@@ -153,16 +153,8 @@ def test_host_memory_stays_flat_on_episodes_full_of_images(tmp_path: Path) -> No
 def test_the_check_of_resting_replicas_runs_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "resting.json"
     command = [
-        sys.executable,
-        str(ROOT / "benchmarks/gpu_resting.py"),
-        "--cpu",
-        "--size",
-        "6m",
-        "--rounds",
-        "2",
-        "--out",
-        str(out),
-    ]
+        sys.executable, str(ROOT / "benchmarks/gpu_resting.py"), "--cpu", "--size", "6m", "--rounds", "2", "--out", str(out),
+    ]  # fmt: skip
     done = subprocess.run(command, env=environment(), timeout=280, check=True, cwd=ROOT, capture_output=True, text=True)
     assert "ERROR" not in done.stderr  # nor does vLLM report its own end as one
     assert {row["label"] for row in json.loads(out.read_text())["rows"]} == {"rest", "wake", "freed"}

@@ -1,8 +1,14 @@
-"""What the tests of registries and followers share."""
+"""What the tests of registries and followers share; without Ray."""
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
+
+from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.serving.registry import AdapterRegistry
+from rl_vlm.serving.version_line import Published
 
 
 class Direct:
@@ -12,7 +18,17 @@ class Direct:
         self._target = target
 
     def __getattr__(self, name: str) -> Any:
-        class Method:
-            remote = staticmethod(getattr(self._target, name))
+        return SimpleNamespace(remote=getattr(self._target, name))
 
-        return Method
+
+def arrived(payload: AdapterPayload) -> Any:
+    """What awaits like an object reference."""
+    future = asyncio.get_running_loop().create_future()
+    future.set_result(payload)
+    return future
+
+
+async def publish(registry: AdapterRegistry, version: int) -> None:
+    """A version without weights."""
+    payload = AdapterPayload(version, b"weights", "{}", f"hash {version}")
+    await registry.publish(Published(version, payload.sha256, arrived(payload)))

@@ -6,17 +6,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from registry_support import publish
 
-from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.serving import version_line as module
 from rl_vlm.serving.registry import AdapterRegistry
-from rl_vlm.serving.version_line import Published, PublishReport
-
-
-async def publish(registry: AdapterRegistry, version: int) -> None:
-    arrived = asyncio.get_running_loop().create_future()
-    arrived.set_result(AdapterPayload(version, b"weights", "{}", f"hash {version}"))
-    await registry.publish(Published(version, f"hash {version}", arrived))  # type: ignore[arg-type]
+from rl_vlm.serving.version_line import PublishReport
 
 
 def test_a_replica_slower_than_an_iteration_is_reported_with_its_real_time(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from core_support import adapted_policy
 from engine_support import until
 from http_support import tiny_engine
-from registry_support import Direct
+from registry_support import Direct, arrived
 
 from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
@@ -64,9 +64,7 @@ class Setting:
         return Direct(self.registry)
 
     async def publish(self, payload: AdapterPayload) -> None:
-        arrived = asyncio.get_running_loop().create_future()
-        arrived.set_result(payload)
-        await self.registry.publish(Published(payload.version, payload.sha256, arrived))  # type: ignore[arg-type]
+        await self.registry.publish(Published(payload.version, payload.sha256, arrived(payload)))
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from engine_support import until
 from memory_support import gpus, sizes
-from registry_support import Direct
+from registry_support import Direct, publish
 
 from rl_vlm.config import load_config, parse_config
-from rl_vlm.engines.base import EngineError
+from rl_vlm.engines.base import EngineError, EngineStats
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.memory import replica
 from rl_vlm.models.memory.cards import gib, learner_fraction, plan_memory
@@ -25,8 +25,7 @@ from rl_vlm.serving import registry as module
 from rl_vlm.serving.follower import AdapterFollower
 from rl_vlm.serving.lifecycle import Admission, Lifecycle
 from rl_vlm.serving.metrics import ReplicaTally
-from rl_vlm.serving.registry import AdapterRegistry, Turn
-from rl_vlm.serving.version_line import Published
+from rl_vlm.serving.registry import AdapterRegistry
 from rl_vlm.types import UserInputError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -50,9 +49,7 @@ class Engine:
         self.did.append(f"load {payload.version}")
         self.version = payload.version
 
-    def stats(self) -> Any:
-        from rl_vlm.engines.base import EngineStats
-
+    def stats(self) -> EngineStats:
         return EngineStats()
 
 
@@ -74,15 +71,9 @@ class Replica:
         self.task = asyncio.create_task(follower.run())
 
 
-async def publish(registry: AdapterRegistry, version: int) -> None:
-    arrived = asyncio.get_running_loop().create_future()
-    arrived.set_result(AdapterPayload(version, b"weights", "{}", f"hash {version}"))
-    await registry.publish(Published(version, f"hash {version}", arrived))  # type: ignore[arg-type]
-
-
 def test_replicas_rest_until_the_next_version(tmp_path: Path) -> None:
     async def turn(registry: AdapterRegistry, replicas: list[Replica], version: int) -> None:
-        assert await registry.take_turn(Turn.REST, 10.0) == []
+        assert await registry.let_rest(True, 10.0) == []
         for one in replicas:
             assert one.life.resting and one.life.admission(0) is Admission.WAIT
         await publish(registry, version)
@@ -108,8 +99,8 @@ def test_replicas_wake_without_a_version_when_they_are_told(tmp_path: Path) -> N
         one = Replica(registry, "one")
         await until(lambda: one.life.started)
         await until(lambda: "one" in registry._seen)
-        assert await registry.take_turn(Turn.REST, 10.0) == []
-        assert await registry.take_turn(Turn.WAKE, 10.0) == []
+        assert await registry.let_rest(True, 10.0) == []
+        assert await registry.let_rest(False, 10.0) == []
         assert not one.life.resting and one.engine.did == ["rest", "wake"]
         one.task.cancel()
 
@@ -122,7 +113,7 @@ def test_a_replica_that_cannot_rest_goes_on_and_tries_again(tmp_path: Path) -> N
         one = Replica(registry, "one", EngineError("no memory given back"))
         await until(lambda: one.life.started)
         await until(lambda: "one" in registry._seen)
-        assert await registry.take_turn(Turn.REST, 10.0) == []
+        assert await registry.let_rest(True, 10.0) == []
         assert not one.engine.failures and one.engine.did == ["rest"]
         one.task.cancel()
 
@@ -137,9 +128,9 @@ def test_replicas_that_do_not_rest_in_time_are_named_and_dead_ones_not_waited_fo
         await publish(registry, 1)
         for name in ("slow", "dead"):
             await registry.wait_newer(name, 0)
-        assert await registry.take_turn(Turn.REST, 0.05) == ["dead", "slow"]
+        assert await registry.let_rest(True, 0.05) == ["dead", "slow"]
         monkeypatch.setattr(module, "LIVE_WINDOW_S", 0.2)
-        assert await registry.take_turn(Turn.REST, 10.0) == []
+        assert await registry.let_rest(True, 10.0) == []
 
     monkeypatch.setattr(module, "_LOOK_S", 0.05)
     asyncio.run(story())

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 from core_support import run_config
+from registry_support import Direct, arrived
 from safetensors.numpy import save
-from shared_support import Direct, arrived
 
 from rl_vlm.config import RunConfig
 from rl_vlm.engines.base import EngineStats

@@ -14,7 +14,7 @@ import pytest
 from core_support import adapted_policy, request, run_config, text_side
 from engine_support import endless, until
 from ray import serve
-from shared_support import Direct, arrived
+from registry_support import Direct, arrived
 
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.models.adapter import AdapterPayload

@@ -17,11 +17,6 @@ def processor() -> Any:
     return tiny.build_processor("mixture")
 
 
-@pytest.fixture(scope="module")
-def encoder(processor: Any) -> DialogueEncoder:
-    return DialogueEncoder.from_processor(processor)
-
-
 def test_the_warm_start_depends_on_its_seed_alone(processor: Any, encoder: DialogueEncoder) -> None:
     losses = []
     for seed in (0, 0, 1):

@@ -35,11 +35,6 @@ def processor() -> Any:
 
 
 @pytest.fixture(scope="module")
-def encoder(processor: Any) -> DialogueEncoder:
-    return DialogueEncoder.from_processor(processor)
-
-
-@pytest.fixture(scope="module")
 def dialogues() -> list[Dialogue]:
     teacher, rng = FigureDialogues(0), Random(0)
     return [teacher.draw(rng) for _ in range(600)]

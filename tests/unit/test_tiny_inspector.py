@@ -27,11 +27,6 @@ def processor() -> Any:
     return tiny.build_processor("zoom")
 
 
-@pytest.fixture(scope="module")
-def encoder(processor: Any) -> DialogueEncoder:
-    return DialogueEncoder.from_processor(processor)
-
-
 # --- what is taught
 
 

@@ -38,11 +38,6 @@ def processor() -> Any:
     return tiny.build_processor("scenes")
 
 
-@pytest.fixture(scope="module")
-def encoder(processor: Any) -> DialogueEncoder:
-    return DialogueEncoder.from_processor(processor)
-
-
 # --- what is taught
 
 

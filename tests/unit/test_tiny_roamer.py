@@ -29,11 +29,6 @@ def processor() -> Any:
     return tiny.build_processor("minigrid")
 
 
-@pytest.fixture(scope="module")
-def encoder(processor: Any) -> DialogueEncoder:
-    return DialogueEncoder.from_processor(processor)
-
-
 @pytest.fixture
 def env() -> Any:
     run = load_config(CONFIG)

@@ -29,11 +29,6 @@ def processor() -> Any:
     return tiny.build_processor("gridwalk")
 
 
-@pytest.fixture(scope="module")
-def encoder(processor: Any) -> DialogueEncoder:
-    return DialogueEncoder.from_processor(processor)
-
-
 # --- what is taught
 
 

@@ -46,7 +46,7 @@ def kv_cache_bytes(run: RunConfig, shape: ModelShape, card: int) -> int | None:
 
 def _share(run: RunConfig, shape: ModelShape, card: int) -> int:
     """What a replica may take of a GPU of `card` bytes: its share, or all that a learner leaves between updates, which takes turns with it."""
-    if run.serving.vllm.rest_while_learning and run.serving.gpus_per_replica:
+    if run.serving.vllm.rest_while_learning:
         return int(card * _TAKEN) - kept_between_updates(run, shape)
     return int(run.serving.memory_utilization * card)
 
