@@ -139,6 +139,9 @@ class Speed:
         self.update("update", learner__gradient_checkpointing=True)
         self.update("update, no checkpointing", learner__gradient_checkpointing=False)
         self.update("update, LoRA in bfloat16", _lora_in_bf16, learner__gradient_checkpointing=True)
+        # More images than the cache holds: each step decodes them again, by a thread or before its pass.
+        self.update("update, images not kept", model__image_cache_mib=0)
+        self.update("update, images not kept, not read ahead", _read_nothing_ahead, model__image_cache_mib=0)
         # Minutes for each size; on a CPU it needs a C++ compiler.
         if self.device == "cuda" and self.size == "4b":
             self.update("update, compiled layers", _compile_layers, learner__gradient_checkpointing=True)
@@ -270,6 +273,10 @@ def _lora_in_bf16(update: Update) -> None:
     for parameter in update.policy.parameters:
         parameter.data = parameter.data.bfloat16()
     update.strategy.prepare(update.policy, make_optimizer(update.policy, update.run))
+
+
+def _read_nothing_ahead(update: Update) -> None:
+    update.policy.backbone.announce_images = lambda images: None  # type: ignore[method-assign]
 
 
 def _compile_layers(update: Update) -> None:

@@ -48,6 +48,7 @@ class MicroBatch:
     state that predicts `target` int64 [N]. behaviour, advantage and weight: float32 [N]. `sample`, `turn` int64 [N]: the
     trajectory of the micro-batch that a token belongs to, and its turn there; a trajectory is never split. trajectory_ids:
     those of the trajectories, by their place. returns: float32 [N], NaN where the critic learns nothing; None without one.
+    next_images: those of the micro-batch that is computed after this one, to be read ahead.
     """
 
     input_ids: np.ndarray
@@ -64,6 +65,7 @@ class MicroBatch:
     turn: np.ndarray
     trajectory_ids: list[str] = field(default_factory=list)
     returns: np.ndarray | None = None
+    next_images: list[EncodedImage] = field(default_factory=list)
 
     def split(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """An array [N] as the arrays of the trajectories, by id."""

@@ -123,6 +123,9 @@ class PolicyUpdater:
             for minibatch, count in zip(packed, missing, strict=True):
                 minibatch.padding = count
                 minibatch.micro_batches += [self._padding] * count
+        passes = [micro for minibatch in packed for micro in minibatch.counted]
+        for micro, following in zip(passes, [*passes[1:], *passes[:1]], strict=True):
+            micro.next_images = following.images
         return packed
 
     @torch.no_grad()
@@ -209,11 +212,13 @@ class PolicyUpdater:
     def _predicting(self, micro: MicroBatch) -> Tensor:
         """The hidden states [N, D] that predict the sampled tokens."""
         device = self._backbone.device
+        features = self._backbone.image_features(micro.images) if micro.images else ()
+        self._backbone.announce_images(micro.next_images)
         hidden = self._backbone.hidden_states(
             torch.from_numpy(micro.input_ids).to(device),
             torch.from_numpy(micro.position_ids).to(device),
             self._backbone.attention(micro.segments),
-            self._backbone.image_features(micro.images) if micro.images else (),
+            features,
         )
         return hidden[torch.from_numpy(micro.row).to(device), torch.from_numpy(micro.column).to(device)]
 

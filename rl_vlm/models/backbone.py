@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from rl_vlm.models.images import ImageProcessorSpec, frame_patches
+from rl_vlm.models.images import ImageProcessorSpec
 from rl_vlm.models.loading import HeadDType
 from rl_vlm.models.memory.parts import PATCHES_AT_ONCE, PATCHES_ON_CPU
 from rl_vlm.models.products import Product, torch_product, wide_product
+from rl_vlm.models.read_ahead import ReadAhead
 from rl_vlm.models.segments import SegmentLayout, dense_mask, use_segments
 from rl_vlm.models.vision import fast_vision
 from rl_vlm.types import EncodedImage
@@ -83,6 +84,7 @@ class Backbone:
         self.checkpoints_tower = (
             False  # its layers are computed again in the backward pass, where fast_vision has ended
         )
+        self._read_ahead = ReadAhead(images)
         self._cache: OrderedDict[str, ImageFeatures] = OrderedDict()
         self._cache_bytes = cache_bytes
         self._cached_bytes = 0
@@ -107,6 +109,10 @@ class Backbone:
             computed |= self._encode(batch)
             self.vision_passes += 1
         return [computed[image.sha256] for image in images]
+
+    def announce_images(self, images: Sequence[EncodedImage]) -> None:
+        """`image_features` is asked for these next: a thread decodes those that are not cached."""
+        self._read_ahead.announce(image for image in images if image.sha256 not in self._cache)
 
     def forget_images(self) -> None:
         """Drop the cached features: the vision tower's weights are other ones from now on."""
@@ -148,7 +154,7 @@ class Backbone:
             yield batch
 
     def _encode(self, images: Sequence[EncodedImage]) -> dict[str, ImageFeatures]:
-        pixels, grids = zip(*(frame_patches(self.images, image) for image in images), strict=True)
+        pixels, grids = zip(*self._read_ahead.read(images), strict=True)
         pixel_values = torch.from_numpy(np.concatenate(pixels)).to(self.device)
         grid_thw = torch.tensor(grids, dtype=torch.long, device=self.device)
         with fast_vision(self.model, attention=not self.checkpoints_tower):
