@@ -17,8 +17,9 @@ RUN_MARKER, MODEL_MARKER = ".rl_vlm_run", ".rl_vlm_model"
 _NOTE = "rl-vlm train wrote this folder. --overwrite deletes the files that a run writes, and nothing else.\n"
 _IMAGE = r"[0-9a-f]{64}\.png"
 _WEIGHTS = r"[\w-]+\.(safetensors|json)"
+_TRAINED = "(adapter|weights)"  # folders, see WeightPayload.FOLDER
 _LABELS = rf"labels/(session-\d+\.parquet|superseded/session-[\d-]+\.parquet|images/{_IMAGE})"
-_CHECKPOINT = r"checkpoints/((iteration|step)-\d+|\.writing-\w+)"
+_CHECKPOINT = r"checkpoints/((iteration|step)-\d+|\.(writing|replaced)-[\w-]+)"
 _RUN_FILE = re.compile(
     "|".join(
         (
@@ -29,8 +30,8 @@ _RUN_FILE = re.compile(
             r"videos/step\d+_episode\d+_[^/]+\.gif",
             r"traces/iteration-\d+\.jsonl",
             _LABELS,
-            rf"(\.?adapter(-\w+)*|serving/adapter-\d)/{_WEIGHTS}|serving/newest\.(json|tmp)",
-            rf"{_CHECKPOINT}/((adapter/)?{_WEIGHTS}|{_LABELS})",
+            rf"(\.?{_TRAINED}(-\w+)*|serving/adapter-\d)/{_WEIGHTS}|serving/newest\.(json|tmp)",
+            rf"{_CHECKPOINT}/(({_TRAINED}/)?{_WEIGHTS}|{_LABELS})",
             r"([\w/-]+/)?\.[^/]+-[0-9a-f]{8}\.tmp|\.config\.yaml-\w+",  # of a writer that was killed
         )
     )

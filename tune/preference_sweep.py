@@ -23,7 +23,7 @@ def work(given: SweepArguments) -> None:
         f"preference.evaluation.every={steps // 2}", "preference.max_feedback=400",
     )  # fmt: skip
     segments = {"preference.session_pairs": {"grid": [25, 100]}, "preference.segment_length": {"grid": [1, 10]}}
-    more = {"preference.reward_model.architecture": {"grid": ["cnn", "resnet"]}, "seed": {"grid": [0, 1, 2]}}
+    more = {"preference.reward_model.architecture": {"grid": ["cnn", "resnet18"]}, "seed": {"grid": [0, 1, 2]}}
     sweep = SweepConfig.model_validate({
         "space": segments if given.quick else {**segments, **more},
         "metric": "held_out/reward",

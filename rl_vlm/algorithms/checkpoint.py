@@ -91,7 +91,10 @@ def save_checkpoint(checkpoints: Path, iteration: int, checkpoint: Checkpoint, k
 
 
 def write_folder(parent: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """Let `write` fill a temporary folder, then rename it to `parent / name`, replacing what is there. Raises OSError."""
+    """Let `write` fill a temporary folder, then rename it to `parent / name`, replacing what is there. Raises OSError.
+
+    A process that is killed between the two renames leaves what was there as `.replaced-*`: see `clean_leftovers`.
+    """
     parent.mkdir(parents=True, exist_ok=True)
     target = parent / name
     temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=parent))
@@ -99,8 +102,18 @@ def write_folder(parent: Path, name: str, write: Callable[[Path], None]) -> Path
     try:
         write(temporary)
         if target.exists():
-            shutil.rmtree(target)
-        os.replace(temporary, target)
+            aside = parent / f".replaced-{name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(target, aside)
+            try:
+                os.replace(temporary, target)
+            except BaseException:
+                if not target.exists():
+                    os.replace(aside, target)
+                raise
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            os.replace(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
@@ -136,9 +149,15 @@ def latest_checkpoint(checkpoints: Path) -> Path | None:
 
 
 def clean_leftovers(checkpoints: Path) -> None:
-    """Delete what a killed writer left behind."""
+    """Delete what a killed writer left behind, and put back what it was about to replace."""
     for folder in checkpoints.glob(".writing-*"):
         shutil.rmtree(folder, ignore_errors=True)
+    for aside in checkpoints.glob(".replaced-*"):
+        target = checkpoints / aside.name.removeprefix(".replaced-")
+        if target.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            os.replace(aside, target)
 
 
 def _write(path: Path, data: bytes | memoryview) -> None:

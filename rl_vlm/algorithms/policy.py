@@ -337,7 +337,7 @@ class PolicyAlgorithm(RunAlgorithm):
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Tune's hook, and `--resume`."""
-        self._restore(read_checkpoint(Path(checkpoint_dir)))
+        self._restore(read_checkpoint(Path(checkpoint_dir)), new_process=True)
         self._last_checkpoint = Path(checkpoint_dir)
 
     def remember_checkpoint(self, folder: Path) -> None:
@@ -348,7 +348,7 @@ class PolicyAlgorithm(RunAlgorithm):
         """Go back to the last checkpoint, or to the beginning; the iterations since then are done again."""
         lost = self.updates
         if self._last_checkpoint is not None:
-            self._restore(read_checkpoint(self._last_checkpoint))
+            self._restore(read_checkpoint(self._last_checkpoint), new_process=False)
         else:
             self.set_state(self._beginning)
             self.rollouts.restore(self._beginning["rollouts"], counts=False)
@@ -357,7 +357,8 @@ class PolicyAlgorithm(RunAlgorithm):
         self.rollouts.dropped["iterations_repeated"] += lost - self.updates
         self.updates -= 1  # `training_step` counts this iteration, in which nothing was learned
 
-    def _restore(self, checkpoint: Checkpoint) -> None:
+    def _restore(self, checkpoint: Checkpoint, *, new_process: bool) -> None:
+        """Go on from a checkpoint; a new process also continues with its counts."""
         moments, state, extras = checkpoint.moments, checkpoint.state, checkpoint.extras
         arrays = {name: tensor.numpy() for name, tensor in checkpoint.adapter.state().items()}
         torch_rng = state["torch_rng"]
@@ -369,10 +370,9 @@ class PolicyAlgorithm(RunAlgorithm):
 
         on_every_learner(self.learner_group, load)
         self.set_state(state)
-        fresh = max(self.version, self.service.newest_version()) <= self._first_version
+        fresh = new_process and max(self.version, self.service.newest_version()) <= self._first_version
         self.rollouts.restore(state["rollouts"], counts=fresh)
         if fresh:
-            # A new process continues with the checkpoint's counts.
             self.restarts = Counter(state["restarts"])
             self._publish(checkpoint.adapter)
         else:

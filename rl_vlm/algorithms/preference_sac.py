@@ -219,6 +219,8 @@ class PreferenceSAC(RunAlgorithm):
             reset_critics=reset,
         )
         results = self.update_learners([batch])
+        while results is None and reset:  # a replaced learner has the critics that must go; `max_restarts` bounds it
+            results = self.update_learners([batch])
         if results is None:
             return  # the learner was replaced; these updates are lost
         (result,) = results

@@ -21,7 +21,10 @@ NewRunDir = Annotated[
     typer.Option(help="Where the results go: a folder, or a URL such as s3://BUCKET/RUN; runs/NAME by default."),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the run folder.")]
-DeleteFirst = Annotated[bool, typer.Option("--overwrite", help="Delete the run folder first.")]
+DeleteFirst = Annotated[
+    bool,
+    typer.Option("--overwrite", help="First delete the files of the run that is in the run folder, and nothing else."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 

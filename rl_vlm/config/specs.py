@@ -10,12 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.config.algorithm import WITHOUT_CRITIC
+from rl_vlm.config.algorithm import WITHOUT_CRITIC, AlgorithmSection
 from rl_vlm.config.applies import Reads
 from rl_vlm.registry import Registry
 
 if TYPE_CHECKING:
     from rl_vlm.config.run import RunConfig
+
+_BEYOND_THE_GROUP = ("gae", "gigpo", "reinforce_pp")  # estimators that compare with more than the rewards of the group
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,10 @@ def _check_policy(run: RunConfig) -> None:
             "algorithm.max_refill replaces groups whose rewards are all equal, and all groups of one are: set it to 0, or "
             "rollout.group_size to 2 or more"
         )
+    if settings.max_refill and (own := _gradient_of_equal_rewards(settings)):
+        raise ValueError(
+            f"algorithm.max_refill replaces groups whose rewards are all equal, and with {own} these have a gradient: set it to 0"
+        )
     if settings.kl_target and settings.kl_in != "reward":
         raise ValueError("algorithm.kl_target adapts a penalty in the reward: set algorithm.kl_in to reward")
     if settings.kl_min > settings.kl_max:
@@ -122,6 +128,13 @@ def _check_policy(run: RunConfig) -> None:
             "rollout.partial_tokens and rollout.in_flight_updates both let a turn go on with newer weights, at the end of a piece "
             "and between any two tokens: set one of them"
         )
+
+
+def _gradient_of_equal_rewards(settings: AlgorithmSection) -> str | None:
+    """What gives a group whose rewards are all equal an advantage that is not zero, if anything does."""
+    if settings.kl_in_reward:
+        return "algorithm.kl_in reward"
+    return f"algorithm.estimator {settings.estimator}" if settings.estimator in _BEYOND_THE_GROUP else None
 
 
 def _check_strategy(run: RunConfig) -> None:

@@ -12,7 +12,8 @@ from rl_vlm.types import TrajectoryGroup
 class Refill:
     """Says which groups are replaced, at most `limit` of them per iteration.
 
-    A group whose rewards are all equal has zero advantage under every estimator that compares the group with itself.
+    A group whose rewards are all equal has zero advantage under estimators that compare its rewards with each other; with others
+    a configuration has no refill.
     """
 
     def __init__(self, limit: int) -> None:

@@ -36,6 +36,7 @@ class PolicyRun(RunLifecycle):
         algorithm = self.algorithm
         if self.start_from is not None:
             algorithm.load_checkpoint(str(self.start_from))
+            self.saved_iteration = algorithm.updates
             self.display.message(f"Resumed from iteration {algorithm.updates}.")
         self._started()
         # A signal during sampling ends the round, of which nothing has been learned yet.

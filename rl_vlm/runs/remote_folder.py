@@ -26,7 +26,8 @@ PUSH_EVERY_S = 30.0
 _ATTEMPTS = 3  # of the last copy
 _LISTINGS = 5  # of the folder in one copy, before it waits for the next
 _INDEX = "index.json"
-_UNFINISHED = ("checkpoints/.writing-",)
+_UNFINISHED = ("checkpoints/.writing-", "checkpoints/.replaced-")
+_PROBE = ".rl_vlm_probe"
 _EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"}  # protocol -> extra of this package
 
 
@@ -57,6 +58,7 @@ class RemoteFolder:
             raise UserInputError(
                 f"{url} cannot be opened ({error}): give a folder, or a URL such as s3://BUCKET/RUN."
             ) from error
+        self._has_folders = protocol not in (*_EXTRAS, "memory")  # which must be made before the files in them
         self._copied: dict[str, tuple[int, int]] = {}  # name -> size and time of change, as they were uploaded
         self._index: frozenset[str] = frozenset()  # what the index there names
         self._lock = threading.Lock()
@@ -66,6 +68,9 @@ class RemoteFolder:
 
         Raises UserInputError, and RemoteStorageError when the storage does not answer.
         """
+        with self._errors("written"):  # a bucket that is not there is found now, not when the run is over
+            self._put(_PROBE, b"rl-vlm wrote this to see whether it may.\n")
+            self._delete([_PROBE])
         with self._errors("read"):
             self._files.invalidate_cache()
             index = self._read_index()
@@ -87,7 +92,10 @@ class RemoteFolder:
             )
 
     def push(self) -> None:
-        """Upload what has changed, then the index, then delete what is no longer here. Raises RemoteStorageError."""
+        """Upload what has changed, then the index, then delete what is no longer here.
+
+        Raises RemoteStorageError, also where files kept coming and going.
+        """
         with self._lock, self._errors("written"):
             for _ in range(_LISTINGS):
                 names = self._names()
@@ -97,12 +105,12 @@ class RemoteFolder:
                 if names <= self._copied.keys() and names == self._names():
                     break
             else:
-                return
+                raise RemoteStorageError(f"{self.url} was not written: files changed while they were copied.")
             if gone := self._index - names:
                 self._copied = {name: state for name, state in self._copied.items() if name in names}
             if names != self._index:
                 content = json.dumps({"files": sorted(names)}, indent=1).encode()
-                self._files.pipe_file(f"{self._root}/{_INDEX}", content)
+                self._put(_INDEX, content)
                 self._index = frozenset(names)
             self._delete(sorted(gone))
 
@@ -143,10 +151,23 @@ class RemoteFolder:
             state = path.stat()
             seen = (state.st_size, state.st_mtime_ns)
             if self._copied.get(name) != seen:
+                self._make_folder(name)
                 self._files.put_file(str(path), f"{self._root}/{name}")
                 self._copied[name] = seen
-        except FileNotFoundError:  # deleted meanwhile
+        except FileNotFoundError:
             self._copied.pop(name, None)
+            if path.exists():  # it is the storage that lacks something, such as the bucket
+                raise
+            # deleted meanwhile
+
+    def _put(self, name: str, content: bytes) -> None:
+        self._make_folder(name)
+        self._files.pipe_file(f"{self._root}/{name}", content)
+
+    def _make_folder(self, name: str) -> None:
+        """The folder of a file, where the storage has folders. An object store would make a bucket of a mistyped name."""
+        if self._has_folders:
+            self._files.makedirs(f"{self._root}/{name}".rpartition("/")[0], exist_ok=True)
 
     def _fetch(self, index: frozenset[str]) -> None:
         with self._errors("read"):

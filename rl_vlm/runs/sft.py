@@ -95,7 +95,7 @@ class SFTRun(BaseRun):
                 f"{len(data.train)}: restore the data, or start anew in another --run-dir."
             )
         self.skipped = 0
-        self.saved_step = -1
+        self.saved_step = self.done if self.saved else -1
         super().__init__(job, folder, self.done, resume, SFTDisplay(self.total, self.done))
 
     @staticmethod

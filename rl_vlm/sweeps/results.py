@@ -22,6 +22,8 @@ from rl_vlm.models.trained import trained_folder
 from rl_vlm.reporting.sweep import Setting, draw_settings
 from rl_vlm.statistics import student_half_width
 
+ERRORS = "error.txt"  # Tune's file of a trial's errors
+
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
@@ -75,7 +77,7 @@ def _read_trial(params: Path, sweep: SweepConfig) -> TrialResult:
         points[0] = figure(rows[0], sweep.metric.replace("held_out/", "held_out_before/"))
     values = {iteration: value for iteration, value in sorted(points.items()) if not math.isnan(value)}
     choose = max if sweep.mode == "max" else min
-    errors = folder / "error.txt"
+    errors = folder / ERRORS
     error = _last_line(errors.read_text(errors="replace")) if errors.is_file() else ""
     return TrialResult(
         folder.name,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -15,8 +16,11 @@ from rl_vlm.files import write_atomic
 from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.runs.preflight import inspect_run
 from rl_vlm.serving.shared_service import kept_up
-from rl_vlm.sweeps.results import TrialResult, read_results, write_results
+from rl_vlm.sweeps.results import ERRORS, TrialResult, read_results, write_results
 from rl_vlm.types import RLVLMError, UserInputError
+
+if TYPE_CHECKING:
+    from ray.tune import Result, ResultGrid
 
 _TUNE = "tune"  # Tune's folder inside the sweep's
 _ENDLESS = 1 << 40  # iterations
@@ -38,7 +42,7 @@ def run_sweep(run: RunConfig, sweep: SweepConfig, folder: Path, *, resume: bool 
     sweep.check_space(trial)
     prepare_folder(run, sweep, folder, resume)
     with ray_cluster(trial), kept_up(trial):
-        _tune(trial, sweep, folder, resume)
+        _forget_survived(_tune(trial, sweep, folder, resume))
     trials = read_results(folder, sweep)
     write_results(folder, trials, run, sweep)
     if not any(trial.finished for trial in trials):
@@ -63,7 +67,7 @@ def prepare_folder(run: RunConfig, sweep: SweepConfig, folder: Path, resume: boo
     write_atomic(folder / "sweep.yaml", text)
 
 
-def _tune(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool) -> None:
+def _tune(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool) -> ResultGrid:
     # Tune reads this when it is imported: its newer output is for terminals only.
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     from ray import tune
@@ -77,7 +81,7 @@ def _tune(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool) -> Non
     space = {"run_config": run.model_dump(exclude_unset=True), **{key: _domain(v) for key, v in sweep.space.items()}}
     if resume and tune.Tuner.can_restore(str(folder / _TUNE)):
         tuner = tune.Tuner.restore(
-            str(folder / _TUNE), trainable, resume_unfinished=True, restart_errored=True, param_space=space
+            str(folder / _TUNE), trainable, resume_unfinished=True, resume_errored=True, param_space=space
         )
     else:
         tuner = tune.Tuner(
@@ -109,7 +113,15 @@ def _tune(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool) -> Non
                 verbose=0,
             ),
         )
-    tuner.fit()
+    return tuner.fit()
+
+
+def _forget_survived(results: Iterable[Result]) -> None:
+    """Rename the errors of trials that went on and came to their end: Tune keeps each trial's errors for ever."""
+    for result in results:
+        errors = Path(result.path) / ERRORS
+        if result.error is None and errors.is_file():
+            errors.rename(errors.with_name("survived_errors.txt"))
 
 
 def _fitting(run: RunConfig) -> int:

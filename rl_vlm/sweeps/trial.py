@@ -8,6 +8,7 @@ from typing import Any
 from ray.tune.result import SHOULD_CHECKPOINT
 
 from rl_vlm.algorithms.base import RunAlgorithm
+from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import RunConfig
 
 
@@ -30,6 +31,9 @@ def trial_class(algorithm: type[RunAlgorithm], keys: Collection[str]) -> type[Ru
             start = self._last
             result = super().step()
             now = self.progress()[0]
+            if now <= before:
+                # Its learners began anew, as it does not know Tune's checkpoints; Tune restores the whole trial from the last one.
+                raise LearnerDiedError(f"A learner died in iteration {before + 1}.")
             due = now >= end or bool(every and now // every > before // every)
             if due:
                 self._last = self.held_out()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,41 @@ def names(folder: Path) -> list[str]:
 
 
 # --- writing and reading
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("no space left")])
+def test_a_checkpoint_that_is_written_again_is_never_lost(
+    payload: AdapterPayload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    save_checkpoint(tmp_path, 5, make(payload, share=0.5), keep=1)
+    real = os.replace
+
+    def fails(source: Any, target: Any) -> None:
+        if Path(source).name.startswith(".writing-"):
+            raise error
+        real(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(module.os, "replace", fails)
+        save_checkpoint(tmp_path, 5, make(payload, share=0.25), keep=1)
+    assert names(tmp_path) == ["iteration-000005"]
+    assert read_checkpoint(tmp_path / "iteration-000005").state["share"] == 0.5
+    save_checkpoint(tmp_path, 5, make(payload, share=0.25), keep=1)
+    assert names(tmp_path) == ["iteration-000005"]
+    assert read_checkpoint(tmp_path / "iteration-000005").state["share"] == 0.25
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_a_writer_that_was_killed_between_its_renames_leaves_a_checkpoint(
+    payload: AdapterPayload, tmp_path: Path, placed: bool
+) -> None:
+    target = save_checkpoint(tmp_path, 5, make(payload, share=0.5), keep=1)
+    target.rename(tmp_path / ".replaced-iteration-000005")
+    if placed:
+        save_checkpoint(tmp_path, 5, make(payload, share=0.25), keep=1)
+    clean_leftovers(tmp_path)
+    assert names(tmp_path) == ["iteration-000005"]
+    assert read_checkpoint(target).state["share"] == (0.25 if placed else 0.5)
 
 
 def test_a_checkpoint_comes_back_byte_for_byte(payload: AdapterPayload, tmp_path: Path) -> None:

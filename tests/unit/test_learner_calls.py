@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ray.exceptions import ActorDiedError
 from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
 
-from rl_vlm.algorithms import learners
+from rl_vlm.algorithms import learners, policy
 from rl_vlm.algorithms.base import RunAlgorithm
+from rl_vlm.algorithms.checkpoint import Checkpoint
 from rl_vlm.algorithms.learners import (
     LearnerDiedError,
     LearnerLostError,
@@ -22,7 +26,10 @@ from rl_vlm.algorithms.learners import (
     on_every_learner,
     on_one_learner,
 )
+from rl_vlm.algorithms.policy import PolicyAlgorithm
+from rl_vlm.algorithms.preference_sac import PreferenceSAC
 from rl_vlm.config import RunConfig
+from rl_vlm.models.adapter import AdapterPayload
 
 
 @dataclass
@@ -210,3 +217,74 @@ def test_learners_that_start_on_a_dying_node_are_replaced_again() -> None:
     algorithm = Replacing([ActorDiedError(), ActorDiedError()], max_restarts=2)
     with pytest.raises(LearnerDiedError, match=r"died 3 times.*learner\.max_restarts"):
         algorithm._replace_learners(RuntimeError("the first one died"))
+
+
+class Reset(PreferenceSAC):
+    """The first update of the critics' reset meets learners that die `deaths` times."""
+
+    def __init__(self, deaths: int) -> None:
+        self.deaths, self.asked = deaths, []  # type: ignore[var-annotated]
+        self.settings = SimpleNamespace(sac=SimpleNamespace(batch_size=2), exploration_k=1)  # type: ignore[assignment]
+        rows = np.zeros((4, 1), np.float32)
+        self.replay: Any = SimpleNamespace(
+            sample_rows=lambda count, rng: np.zeros(count, np.int64),
+            observations=rows, actions=rows, rewards=rows, next_observations=rows, continues=rows,
+        )  # fmt: skip
+        self._rng = np.random.default_rng(0)
+        self._sums = Counter()  # type: ignore[assignment]
+
+    def update_learners(self, batches: Sequence[Any]) -> list[Any] | None:
+        self.asked.append(batches[0].reset_critics)
+        return None if len(self.asked) <= self.deaths else [SimpleNamespace(statistics={}, actor=None)]
+
+    def _actor_of(self, layers: Any) -> Any:
+        return None
+
+
+Reset.__abstractmethods__ = frozenset()
+
+
+def test_the_critics_are_reset_though_the_learner_died_before_it() -> None:
+    algorithm = Reset(deaths=2)
+    algorithm._update(3, reset=True)
+    assert algorithm.asked == [True, True, True]
+    algorithm = Reset(deaths=1)
+    algorithm._update(3)
+    assert algorithm.asked == [False]  # ordinary updates are lost with it
+
+
+class Restored(PolicyAlgorithm):
+    """Of a run that was resumed at its very beginning: no version is newer than the first."""
+
+    def __init__(self, checkpoint: Any) -> None:
+        self.version = self._first_version = 0
+        self._service: Any = SimpleNamespace(newest_version=lambda: 0)
+        self.rollouts: Any = SimpleNamespace(restore=lambda state, counts: None, dropped=Counter())
+        self.learner_group: Any = None
+        self.restarts = Counter(learner=2)
+        self._last_checkpoint = Path("anywhere")
+        self.published: list[int] = []
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.updates = int(state["updates"])
+
+    def _publish(self, adapter: Any) -> None:
+        self.published.append(adapter.version)
+
+
+Restored.__abstractmethods__ = frozenset()
+
+
+def test_a_resumed_run_counts_its_learners_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a learner that always dies in the first update would be replaced for ever."""
+    payload = AdapterPayload(0, b"", "{}", "")
+    monkeypatch.setattr(AdapterPayload, "state", lambda self: {})
+    saved = Checkpoint(payload, {}, {"updates": 0, "restarts": {}, "rollouts": {}, "torch_rng": []})
+    monkeypatch.setattr(policy, "read_checkpoint", lambda folder: saved)
+    monkeypatch.setattr(policy, "on_every_learner", lambda group, function: [])
+    algorithm = Restored(saved)
+    algorithm.updates = 1
+    algorithm.restore_learners()
+    assert algorithm.restarts == {"learner": 2} and algorithm.published == [1]
+    algorithm.load_checkpoint("anywhere")
+    assert algorithm.restarts == {} and algorithm.published == [1, 0]

@@ -13,7 +13,9 @@ from rl_vlm.types import UserInputError
 HASH = "0123456789abcdef" * 4
 OURS = (
     RUN_MARKER, ".progress.csv-01ab23cd.tmp", "adapter/adapter_config.json", "adapter/adapter_model.safetensors",
-    "checkpoints/.writing-a_1b/state.json", "checkpoints/iteration-000025/adapter/adapter_model.safetensors",
+    "checkpoints/.replaced-iteration-000024/weights/model.safetensors", "checkpoints/.writing-a_1b/state.json",
+    "checkpoints/iteration-000025/weights/full_weights.json", "weights/full_weights.json", "weights/model.safetensors",
+    "weights-ema/model.safetensors", "checkpoints/iteration-000025/adapter/adapter_model.safetensors",
     "checkpoints/iteration-000025/optimizer.safetensors", "checkpoints/step-00001000/agent.safetensors",
     f"checkpoints/step-00001000/labels/images/{HASH}.png", "config.yaml", "curve.png", "error.log", "eval.csv", "eval.jsonl",
     "events.out.tfevents.1731.2.host.77.ab", f"labels/images/{HASH}.png", "labels/session-000001.parquet",
@@ -23,7 +25,7 @@ OURS = (
 )  # fmt: skip
 THEIRS = (
     ".git/HEAD", "adapter/README.md", "checkpoints/iteration-000025/notes.txt", "notes/config.yaml", "photo.png",
-    "thesis.tex", "trajectories/images/holiday.png",
+    "thesis.tex", "trajectories/images/holiday.png", "weights/README.md",
 )  # fmt: skip
 
 

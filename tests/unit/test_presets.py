@@ -86,6 +86,19 @@ def test_the_estimators_that_need_no_plugin_are_registered() -> None:
         ({"mismatch": "mask", "tis_cap": 3.0}, "algorithm.tis_cap has no effect with algorithm.mismatch mask"),
         ({"mismatch_low": 0.9}, "algorithm.mismatch_low has no effect with algorithm.mismatch truncate"),
         ({"mismatch": "drop"}, "algorithm.mismatch"),
+        (
+            {"max_refill": 1.0, "estimator": "gigpo"},
+            "with algorithm.estimator gigpo these have a gradient: set it to 0",
+        ),
+        (
+            {"max_refill": 1.0, "estimator": "reinforce_pp"},
+            "with algorithm.estimator reinforce_pp these have a gradient",
+        ),
+        ({"max_refill": 1.0, "preset": "ppo"}, "with algorithm.(estimator gae|kl_in reward) these have a gradient"),
+        (
+            {"max_refill": 1.0, "estimator": "rloo", "kl_in": "reward", "kl_coef": 0.1},
+            "with algorithm.kl_in reward these",
+        ),
         ({"overlong_buffer": 4000}, r"overlong_buffer \(4000\) exceeds rollout.max_new_tokens \(3072\)"),
         ({"overlong_buffer": 100}, "overlong_buffer has no effect: its penalty begins after 2972 tokens"),
     ],

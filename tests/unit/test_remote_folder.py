@@ -172,6 +172,71 @@ def test_a_storage_that_stays_away_keeps_the_folder_here(tmp_path: Path, monkeyp
     assert (folder / "progress.csv").read_text() == "1\n" and copies(tmp_path) == [folder]
 
 
+def test_all_weights_are_copied_and_resumed(storage: Any) -> None:
+    names = ["weights/model.safetensors", "checkpoints/iteration-000010/weights/model.safetensors"]
+    with opened_run_folder(URL, resume=False, overwrite=False) as folder:
+        for name in names:
+            write(folder, name, "all weights")
+    assert {contents(storage)[name] for name in names} == {b"all weights"}
+    with opened_run_folder(URL, resume=True, overwrite=False) as folder:
+        assert all((folder / name).read_text() == "all weights" for name in names)
+
+
+def test_a_storage_with_folders_gets_them(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/not/there/yet"
+    with opened_run_folder(url, resume=False, overwrite=False) as folder:
+        write(folder, "checkpoints/iteration-000001/state.json", "{}")
+    found = tmp_path / "not/there/yet"
+    assert {path.relative_to(found).as_posix() for path in found.rglob("*") if path.is_file()} == {
+        "index.json", ".rl_vlm_run", "checkpoints/iteration-000001/state.json",
+    }  # fmt: skip
+
+
+def test_a_bucket_that_is_not_there_is_an_error_at_the_start(
+    storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients of object stores raise FileNotFoundError for it."""
+
+    def missing(self: Any, path: str, *_: Any, **__: Any) -> None:
+        raise FileNotFoundError("The specified bucket does not exist")
+
+    monkeypatch.setattr(type(storage), "pipe_file", missing)
+    with pytest.raises(RemoteStorageError, match="could not be written: The specified bucket does not exist"):
+        opened_run_folder(URL, resume=False, overwrite=False).__enter__()
+    assert copies(tmp_path) == []
+
+
+def test_a_bucket_that_goes_during_the_run_costs_nothing(
+    storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(self: Any, source: str, target: str, **_: Any) -> None:
+        raise FileNotFoundError("The specified bucket does not exist")
+
+    with (
+        pytest.raises(RemoteStorageError, match="bucket does not exist The run folder is .*run-"),
+        opened_run_folder(URL, resume=False, overwrite=False) as folder,
+    ):
+        write(folder, "progress.csv", "1\n")
+        monkeypatch.setattr(type(storage), "put_file", missing)
+    assert (folder / "progress.csv").read_text() == "1\n"
+
+
+def test_files_that_never_stay_the_same_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mark_run(folder)
+    remote, counts = RemoteFolder(URL, folder), iter(range(100))
+    upload = remote._upload
+
+    def another_meanwhile(name: str) -> None:
+        upload(name)
+        write(folder, f"traces/iteration-{next(counts):06}.jsonl", "")
+
+    monkeypatch.setattr(remote, "_upload", another_meanwhile)
+    with pytest.raises(RemoteStorageError, match="files changed while they were copied"):
+        remote.push()
+
+
 def test_it_is_copied_while_the_run_goes_on(storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from pydantic import ValidationError
 
+from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import load_config
 from rl_vlm.config.sweep import SweepConfig, load_sweep
 from rl_vlm.sweeps.results import group_by_setting, read_results, setting_name, write_results
+from rl_vlm.sweeps.sweep import _forget_survived
+from rl_vlm.sweeps.trial import trial_class
 from rl_vlm.types import UserInputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +113,46 @@ def test_trials_are_ranked_and_those_that_differ_in_the_seed_are_one_setting(tmp
     # Of the two checkpoints that were kept, that of the best evaluation.
     assert (tmp_path / "best/adapter/adapter_config.json").read_text() == "of iteration 1"
     assert load_config(tmp_path / "best/config.yaml").learner.lr == 0.002
+
+
+def test_errors_that_a_trial_survived_are_not_its_end(tmp_path: Path) -> None:
+    """Tune appends each failure to error.txt, also where it goes on from the last checkpoint."""
+    for name in "ab":
+        write_trial(tmp_path, name, {"learner.lr": 0.001, "seed": name}, [0.3, 0.6])
+        (tmp_path / f"tune/trial-{name}/error.txt").write_text("Failure # 1\nRayActorError: its node died\n")
+    ended = {"a": None, "b": RuntimeError("its node died")}
+    _forget_survived(
+        SimpleNamespace(path=str(tmp_path / f"tune/trial-{name}"), error=error) for name, error in ended.items()
+    )
+    assert {trial.name: trial.finished for trial in read_results(tmp_path, sweep())} == {
+        "trial-a": True,
+        "trial-b": False,
+    }
+    assert "its node died" in (tmp_path / "tune/trial-a/survived_errors.txt").read_text()
+
+
+def test_a_trial_whose_learners_began_anew_is_given_back_to_tune() -> None:
+    """Its counter would fall behind Tune's, and it would be trained from the beginning."""
+
+    class Algorithm:
+        run = RUN
+        updates = 0
+
+        def progress(self) -> tuple[int, int, int]:
+            return self.updates, 10, 5
+
+        def held_out(self) -> dict[str, float]:
+            return {"accuracy": 0.25}
+
+        def step(self) -> dict[str, float]:
+            self.updates = 0 if self.updates == 3 else self.updates + 1
+            return {}
+
+    trial = trial_class(Algorithm, ["seed"])()  # type: ignore[arg-type]
+    for _ in range(3):
+        assert trial.step()["held_out"] == {"accuracy": 0.25}
+    with pytest.raises(LearnerDiedError, match="A learner died in iteration 4"):
+        trial.step()
 
 
 def test_less_is_better_with_mode_min(tmp_path: Path) -> None:
