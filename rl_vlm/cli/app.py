@@ -6,7 +6,6 @@ import what they need when they run, because `rl-vlm --help` must not wait for t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
@@ -15,6 +14,7 @@ import typer
 from rl_vlm.cli import cluster, envs, evaluation, labels, runs, serve, sft, sweep, tools, top
 from rl_vlm.cli.errors import error_report, log_to_stderr
 from rl_vlm.cli.output import say
+from rl_vlm.hung_threads import leave
 
 app = typer.Typer(
     name="rl-vlm",
@@ -47,7 +47,7 @@ def _root(
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """The entry point of `rl-vlm`."""
-    sys.exit(run(argv))
+    leave(run(argv))
 
 
 def run(argv: Sequence[str] | None = None) -> int:

@@ -36,14 +36,15 @@ class PlayedEnv(MadeItemsEnv):
     actions: a mapping from words to actions, or a choice of the known words, or a word for each discrete action.
     frame_skip: steps that an action is repeated for. history: how many of the last frames each turn shows, oldest first.
     max_turns: turns after which the episode is truncated. image_size: pictures are resized to this many pixels per side.
-    reward: "env", the sum of the environment's own; "success", 1 when the task is done, which ends the episode, and else 0.
+    reward: "env", the sum of the environment's own; "success", 1 when the task is done, which ends the episode, and else 0. Done is
+    what the environment calls `success` or `is_success`; where it says neither, an end that pays after steps that paid nothing.
     task: what the first message says before the words, by default the environment's `mission`; prompt: "full", or
     "brief" for a first message as short as the others. seed, num_train, num_test: which episodes there are.
     disjoint: draw starts until the first picture's hash belongs to the split, where an environment has few of them.
     Further arguments are the environment's own.
 
-    A turn that ends with no known word is answered with what is expected, moves nothing and is counted. `info` holds `success`,
-    `turn`, `frames` (steps made), `well_formed` and `invalid_actions`.
+    A turn that ends with no known word is answered with what is expected, moves nothing and is counted. `info` holds `success` of the
+    turn, `correct` (success in this turn or before), `turn`, `frames` (steps made), `well_formed` and `invalid_actions`.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class PlayedEnv(MadeItemsEnv):
         self._disjoint = disjoint
         self._turn: int | None = None
         self._count = self._invalid = 0
+        self._paid_before = self._correct = False
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -96,6 +98,7 @@ class PlayedEnv(MadeItemsEnv):
         super().reset(seed=seed)
         split, index = self.chosen_item(options)
         self._turn, self._count, self._invalid = 0, 0, 0
+        self._paid_before = self._correct = False
         for attempt in range(_MAX_DRAWS):
             inner_seed = derive_seed(self._seed, int(split == "test"), index, attempt) % 2**31
             observation, _ = self._inner.reset(seed=inner_seed)
@@ -126,10 +129,12 @@ class PlayedEnv(MadeItemsEnv):
         else:
             reward, terminated, truncated, success = self._carry_out(self._words[word])
         truncated = truncated or self._turn >= self._max_turns
+        self._correct |= success
         if self._pays_success:
             reward, terminated = float(success), terminated or success
         info: Info = {
             "success": success,
+            "correct": self._correct,
             "turn": self._turn,
             "frames": self._count,
             "well_formed": word is not None,
@@ -146,15 +151,23 @@ class PlayedEnv(MadeItemsEnv):
         self._inner.close()
 
     def _carry_out(self, action: Any) -> tuple[float, bool, bool, bool]:
-        """(sum of rewards, terminated, truncated, success) of an action that is repeated; draws the frames that are shown."""
+        """(sum of rewards, terminated, truncated, success) of an action that is repeated; draws the frames that are shown.
+
+        Raises EnvError where nothing says what `reward: success` would pay for.
+        """
         total, terminated, truncated, success = 0.0, False, False, False
         for number in range(self._skip):
             _, reward, terminated, truncated, info = self._inner.step(action)
             total += float(reward)
             self._count += 1
             told = info.get("success", info.get("is_success"))
-            # Where nothing is said, an episode that ends with a reward has reached what it is about.
-            success = success or bool(told if told is not None else terminated and reward > 0)
+            if told is None and terminated and self._paid_before and self._pays_success:
+                raise EnvError(
+                    "Control-v0: this environment pays on the way and never says whether it was a success: leave out reward=success."
+                )
+            # A pole that falls was paid for each step until then.
+            success = success or bool(told if told is not None else terminated and reward > 0 and not self._paid_before)
+            self._paid_before |= reward > 0
             over = terminated or truncated or (success and self._pays_success)
             if over or number >= self._skip - (self._frames.maxlen or 1):
                 self._draw()

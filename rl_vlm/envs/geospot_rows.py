@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +24,7 @@ from rl_vlm.envs.tables import (
     RowTable,
     file_versions,
     open_rows,
+    refuse_shared_rows,
     select,
     source_files,
     split_slice,
@@ -159,7 +160,7 @@ class StreetViews:
         if split not in ("train", "test"):
             raise UserInputError(f'There is no split {split!r}; use "train" or "test".')
         if not self._checked:
-            self._check_disjoint()
+            refuse_shared_rows(self._data, lambda one: self._open(one).selected)
             self._checked = True
         return self._open(split)
 
@@ -168,20 +169,6 @@ class StreetViews:
         csv = _csv_file(source, split)
         files = (csv,) if csv else tuple(source_files(source, split))
         return _open(source, split, csv, files, file_versions(files))
-
-    def _check_disjoint(self) -> None:
-        data = self._data
-        if not isinstance(data, Mapping) or not {"train", "test"} <= data.keys():
-            return  # the splits of a folder or of the hub have files of their own, and a single file is one split
-        paths = {Path(split_slice(source)[0]).expanduser().resolve() for source in data.values()}
-        if len(paths) > 1 or not paths.pop().is_file():
-            return
-        train, test = self._open("train").selected, self._open("test").selected
-        if max(train.start, test.start) < min(train.stop, test.stop):
-            raise UserInputError(
-                f"env.data: {data['train']} and {data['test']} share rows, so that tests would be trained on: give each split "
-                "rows of its own, such as FILE@[100:] and FILE@[:100]."
-            )
 
 
 @lru_cache(maxsize=8)

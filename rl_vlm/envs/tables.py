@@ -182,6 +182,24 @@ def split_source(data: DataSource, split: Split) -> str:
     return data
 
 
+def refuse_shared_rows(data: DataSource, selected: Callable[[Split], range]) -> None:
+    """Raise UserInputError where train and test are slices of one file that share rows; `selected` gives a split's rows.
+
+    The splits of a folder or of the hub have files of their own, and a single file is one split.
+    """
+    if not isinstance(data, Mapping) or not {"train", "test"} <= data.keys():
+        return
+    paths = {Path(split_slice(source)[0]).expanduser().resolve() for source in data.values()}
+    if len(paths) > 1 or not paths.pop().is_file():
+        return
+    train, test = selected("train"), selected("test")
+    if max(train.start, test.start) < min(train.stop, test.stop):
+        raise UserInputError(
+            f"env.data: {data['train']} and {data['test']} share rows, so that tests would be trained on: give each split "
+            "rows of its own, such as FILE@[100:] and FILE@[:100]."
+        )
+
+
 class TableSet(Generic[Table]):
     """The data set of an environment: its splits as tables, each opened on first use (see `split_source`)."""
 
@@ -189,11 +207,18 @@ class TableSet(Generic[Table]):
         self._table = table
         self._data = data
         self._tables: dict[str, Table] = {}
+        self._checked = False
 
     def split(self, split: Split) -> Table:
-        """The items of a split. Raises UserInputError if there is no such split."""
+        """The items of a split. Raises UserInputError if there is no such split, or if train and test share rows."""
         if split not in ("train", "test"):
             raise UserInputError(f'There is no split {split!r}; use "train" or "test".')
+        if not self._checked:
+            refuse_shared_rows(self._data, lambda one: self._open(one).selected)
+            self._checked = True
+        return self._open(split)
+
+    def _open(self, split: Split) -> Table:
         if split not in self._tables:
             self._tables[split] = open_split_table(self._table, self._data, split)
         return self._tables[split]

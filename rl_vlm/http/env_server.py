@@ -35,6 +35,7 @@ from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
 
 _MAX_REQUEST_MIB = 4.0  # a request is one answer of the policy
 _CLOSE_S = 3.0
+_UNUSED_S = 60.0  # after which a session may be ended for another, where all are taken
 _SPLITS = ("train", "test")
 
 
@@ -51,12 +52,19 @@ class _Session:
 
     def open(self) -> Reply:
         """Make the environment; its splits' sizes."""
-        reply, _ = self._worker.answer({"op": "make"})
-        sizes: dict[str, Any] = {}
-        for split in _SPLITS if "error" not in reply else ():
-            asked, _ = self._worker.answer({"op": "num_items", "split": split})
-            reply, sizes[split] = {**reply, **asked}, asked.get("value")
-        return {**reply, "num_items": sizes}, []
+        with self._lock:
+            reply, _ = self._worker.answer({"op": "make"})
+            sizes: dict[str, Any] = {}
+            for split in _SPLITS if "error" not in reply else ():
+                asked, _ = self._worker.answer({"op": "num_items", "split": split})
+                reply, sizes[split] = {**reply, **asked}, asked.get("value")
+            self.used = self._clock()
+            return {**reply, "num_items": sizes}, []
+
+    @property
+    def busy(self) -> bool:
+        """Whether its environment is at work."""
+        return self._lock.locked()
 
     def carry_out(self, request: dict[str, Any]) -> bytes:
         """The frame that answers; a request that comes again waits for the first one and gets its answer."""
@@ -88,7 +96,7 @@ class EnvServer:
     Args:
         build: makes one environment.
         max_sessions: at a time.
-        idle_s: a session that is not used for so long is ended.
+        idle_s: a session that is not used for so long is ended; where all are taken, after a minute if it is the longest unused.
         clock: seconds.
     """
 
@@ -129,8 +137,13 @@ class EnvServer:
     async def _open(self) -> bytes:
         for name, one in list(self._sessions.items()):
             if self._clock() - one.used > self._idle_s:
-                del self._sessions[name]
-                self._threads.submit(one.close)
+                self._end(name)
+        if len(self._sessions) >= self._max_sessions:
+            # Clients that were killed never close theirs. One that lives opens another with its next episode.
+            unused = {name: one.used for name, one in self._sessions.items() if not one.busy}
+            oldest = min(unused, key=unused.__getitem__, default="")
+            if oldest and self._clock() - unused[oldest] > _UNUSED_S:
+                self._end(oldest)
         if len(self._sessions) >= self._max_sessions:
             raise RequestError(429, f"{self._max_sessions} sessions are open: close one, or raise --max-sessions.")
         name, session = secrets.token_hex(16), _Session(self._build, self._clock)
@@ -139,6 +152,9 @@ class EnvServer:
         if "error" in reply:
             self._sessions.pop(name, None)
         return wire.pack_frame({**reply, "session": name}, [])
+
+    def _end(self, name: str) -> None:
+        self._threads.submit(self._sessions.pop(name).close)
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import snowballstemmer
 
-from rl_vlm.rewards.plain_text import refusal
+from rl_vlm.rewards.plain_text import refusal, without_thought
 
 MAX_CHARS = 2000
 REACH = 3  # words of a pair are at most so many content words apart
@@ -54,7 +54,7 @@ class CaptionGrade:
     """score, in [0, 1]: the geometric mean of F0.5 of words and of pairs, times `length`; 0 with a `reason`.
 
     precision, recall and f1 are those of words. length: 1, or less where the caption is much longer than every reference.
-    Reasons: too_long, hidden, special, look_alike (see `plain_text`), empty, list (a clause of far too many content words),
+    Reasons: too_long, hidden, special, look_alike (see `plain_text`), misplaced (a thought that does not end), empty, list (a clause of far too many content words),
     repetition (a clause that comes more than twice, and more often than in the reference).
     """
 
@@ -96,8 +96,11 @@ def grade_caption(text: str, references: Sequence[str], synonyms: Sequence[Seque
     """
     if reason := refusal(text, MAX_CHARS):
         return CaptionGrade(reason=reason)
+    said = without_thought(text)
+    if "<think>" in said or "</think>" in said:
+        return CaptionGrade(reason="misplaced")
     groups = _groups(tuple(map(tuple, synonyms)))
-    given = read_content(text, groups)
+    given = read_content(said, groups)
     if not given.clauses:
         return CaptionGrade(reason="empty")
     truths = [read_content(reference, groups) for reference in references]

@@ -6,7 +6,8 @@ import re
 import unicodedata
 
 _SPECIAL = re.compile(r"<\|[^<>|]{0,40}\|>|</?(?:s|tool_call|tool_response|im_start|im_end|eos|bos)>", re.IGNORECASE)
-_THOUGHT = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>", re.DOTALL)
+# Templates of thinking models open the thought in the prompt: the sampled text then begins inside it.
+_THOUGHT = re.compile(r"(?:\s*<think>)?(?:(?!</?think>).)*</think>", re.DOTALL)
 _WORD = re.compile(r"\w+")
 # Format, control, surrogate, private and unassigned characters; line breaks and tabs are fine.
 _HIDDEN = frozenset({"Cf", "Cc", "Cs", "Co", "Cn"})
@@ -39,7 +40,7 @@ def refusal(text: str, max_chars: int) -> str:
 
 
 def without_thought(text: str) -> str:
-    """The text without the one `<think>...</think>` that it may begin with; others stay."""
+    """The text without the one thought that it may begin with, `<think>...</think>` or what stands before `</think>`; others stay."""
     thought = _THOUGHT.match(text)
     return text[thought.end() :] if thought else text
 

@@ -17,6 +17,7 @@ _BOXED = re.compile(r"\\(?:boxed|fbox)\s?\{([^{}]*)\}|<answer>([^<>]*)</answer>"
 _FONT = re.compile(r"\\(?:text|textbf|mathrm)\s?\{([^{}]*)\}")
 _ARTICLE = re.compile(r"(?:a|an|the)\s+(?=\S)")
 _DECORATION = " \t\r\n*_`~#>\"'“”‘’()[]{}.!,:;-–—|\\$"
+_SIGNED = re.compile(r"([-–−]?)\s?(\.?)(?=\d)")  # before a number: its sign and point, which are no decoration
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +33,20 @@ class ShortAnswer:
 
 
 def normalized(text: str) -> str:
-    """What answers are compared by: lower case, single spaces, no article before it, no marks around it."""
-    return _ARTICLE.sub("", " ".join(text.strip(_DECORATION).casefold().split()), count=1)
+    """What answers are compared by: lower case, single spaces, no article before it, no marks around it.
+
+    A number keeps its sign, as "-", and its point, as "0.": "–.5" is "-0.5".
+    """
+    bare = text.strip(_DECORATION + "−")
+    if bare[:1].isdigit() and (mark := _SIGNED.search(text)) and mark.end() == text.index(bare):
+        bare = f"{'-' if mark[1] else ''}{'0.' if mark[2] else ''}{bare}"
+    return _ARTICLE.sub("", " ".join(bare.casefold().split()), count=1)
 
 
 def read_answer(text: str) -> ShortAnswer:
     """The answer of a text, which is compared as a whole: a list of answers is none of them.
 
-    One `<think>...</think>` at the start is not read. The answer is marked by `Answer:`, `<answer>` or `\\boxed{}` and ends the
+    One thought at the start is not read (see `without_thought`). The answer is marked by `Answer:`, `<answer>` or `\\boxed{}` and ends the
     text; marks that name different answers name none. A text of one line without a mark is the answer itself.
     """
     if reason := refusal(text, MAX_CHARS):

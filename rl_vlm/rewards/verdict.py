@@ -34,14 +34,14 @@ class Verdict:
 def read_verdict(text: str) -> Verdict:
     """The verdict of an answer.
 
-    One `<think>...</think>` at the start is not read. In the rest, the last line holds "true" or "false" once, in any case
+    One thought at the start is not read (see `without_thought`). In the rest, the last line holds "true" or "false" once, in any case
     and decoration, as its first or last word, without a word that turns it around. Lines before it may say the same word but
     not the other one: who says both says nothing.
     """
     if reason := refusal(text, MAX_CHARS):
         return Verdict(None, reason)
     answer = _ANSWER_TAG.sub(" ", without_thought(text))
-    if "<think>" in answer:
+    if "<think>" in answer or "</think>" in answer:
         return Verdict(None, "misplaced")  # a thought that never ended, or a second one
     lines = [line for line in answer.splitlines() if line.strip(_DECORATION)]
     if not lines:

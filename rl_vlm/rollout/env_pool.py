@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.errors import EnvTimeoutError, check_reset, check_step
+from rl_vlm.hung_threads import note_hung_thread
 from rl_vlm.rollout.env_calls import CallBatch, Timed, timed
 from rl_vlm.types import Observation, RLVLMError
 
@@ -175,6 +176,7 @@ class EnvPool:
                 return future.result()  # type: ignore[no-any-return]
         if began:
             self.stuck += 1
+            note_hung_thread("an environment")
         else:
             future.cancel()
         error = EnvTimeoutError(

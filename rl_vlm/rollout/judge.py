@@ -21,6 +21,7 @@ from rl_vlm.asking.retries import all_of, ask_again
 from rl_vlm.config import EndpointSection, JudgeSection
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.rewards.judged_text import judged_refusal, quoted
+from rl_vlm.rewards.plain_text import without_thought
 from rl_vlm.rollout.reward_parts import AnsweredGroup, Noted, register_reward_part
 from rl_vlm.types import EncodedImage, GenerationRequest, Message, SamplingParams, Trajectory, UserInputError
 
@@ -99,7 +100,7 @@ async def judge(answered: AnsweredGroup) -> Noted:
     """See the module. Raises UserInputError without a reference, EndpointError where the judge gives no reply in time."""
     settings, members = answered.reward_settings.judge, answered.group.trajectories
     started = time.monotonic()
-    texts = [said[-1] for said in answered.answers]
+    texts = [without_thought(said[-1]) for said in answered.answers]
     asked = [
         place
         for place, (one, text) in enumerate(zip(members, texts, strict=True))
@@ -156,7 +157,7 @@ async def _start(answered: AnsweredGroup, one: Trajectory, max_new_tokens: int) 
     )
     completion = await answered.policy.generate(request)
     said = completion.samples[0].token_ids
-    return codec.decode(said), len(completion.prompt_ids) + len(said)
+    return without_thought(codec.decode(said)), len(completion.prompt_ids) + len(said)
 
 
 def _endpoint_of(answered: AnsweredGroup) -> Endpoint:

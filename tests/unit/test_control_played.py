@@ -37,7 +37,9 @@ def test_minigrid_is_solved_by_words_over_several_turns():
     assert [step[2] for step in steps] == [False] * 4 + [True]
     # MiniGrid pays 1 - 0.9 · steps / max_steps, and a grid of 5 has 4 · 5² of them.
     assert steps[-1][1] == pytest.approx(1 - 0.9 * 5 / 100)
-    assert steps[-1][4] == {"success": True, "turn": 5, "frames": 5, "well_formed": True, "invalid_actions": 0}
+    assert steps[-1][4] == {
+        "success": True, "correct": True, "turn": 5, "frames": 5, "well_formed": True, "invalid_actions": 0,
+    }  # fmt: skip
     assert steps[0][0].messages[0].text == "Which action: left, right or forward?"
     assert not np.array_equal(array(steps[0][0].messages[0].images[0]), array(message.images[0]))
 
@@ -68,6 +70,25 @@ def test_success_pays_one_and_turns_are_limited():
     assert ends == [(False, False)] * 4 + [(False, True)]
     with pytest.raises(UserInputError, match="call reset"):
         env.step("left")
+
+
+def test_an_end_that_pays_after_steps_that_paid_is_no_success():
+    """A pole that falls is paid for each step, the last one too."""
+    env = rl_vlm.make("Control-v0", env="CartPole-v1", actions=["left", "right"], image_size=64, max_turns=64)
+    opened(env)
+    ends = False
+    while not ends:
+        _, reward, ends, _, info = check_step(env.step("left"))
+        assert (reward, info["success"], info["correct"]) == (1.0, False, False)
+    env.close()
+    env = rl_vlm.make(
+        "Control-v0", env="CartPole-v1", actions=["left", "right"], image_size=64, max_turns=64, reward="success"
+    )
+    opened(env)
+    with pytest.raises(EnvError, match="never says whether it was a success: leave out reward=success"):
+        for _ in range(64):
+            assert check_step(env.step("left"))[1] == 0.0
+    env.close()
 
 
 def test_actions_are_repeated_and_the_last_frames_are_shown():

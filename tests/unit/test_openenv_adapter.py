@@ -139,6 +139,13 @@ NUMBER, WORD = {"n": {"type": "integer"}}, {"w": {"type": "string"}}
         ({"n": {"type": "number"}}, "-1.5", {"n": -1.5}),
         ({"b": {"type": "boolean"}}, "It is not False, it is true", {"b": True}),
         ({"e": {"enum": ["up", "down"]}}, "UP or rather down", {"e": "down"}),
+        ({"e": {"enum": ["fold", "unfold"]}}, "unfold", {"e": "unfold"}),
+        ({"e": {"enum": ["up", "pickup"]}}, "I pickup.", {"e": "pickup"}),
+        ({"e": {"enum": ["forward", "move_forward"]}}, "`move_forward`", {"e": "move_forward"}),
+        ({"e": {"enum": ["open door", "open"]}}, "open, no: open door", {"e": "open door"}),
+        ({"e": {"enum": ["+", "-"]}}, "a-b, so +", {"e": "+"}),
+        ({"e": {"enum": [0, 1, 2, 10], "type": "integer"}}, "10", {"e": 10}),
+        ({"e": {"enum": [-1, 0, 1]}}, "not 1 but -1.", {"e": -1}),
         ({**NUMBER, **WORD}, 'I do {"n": 1, "w": "{x}"} now', {"n": 1, "w": "{x}"}),
         ({**NUMBER, **WORD}, '{"n": 1} then {"n": 2}', {"n": 2}),
     ],
@@ -149,7 +156,14 @@ def test_text_becomes_an_action(properties, text, action):
 
 @pytest.mark.parametrize(
     ("properties", "text"),
-    [(NUMBER, "none"), ({**NUMBER, **WORD}, "{{{{"), ({"e": {"enum": ["a"]}}, ""), (WORD, "x" * 70_000)],
+    [
+        (NUMBER, "none"),
+        ({**NUMBER, **WORD}, "{{{{"),
+        ({"e": {"enum": ["a"]}}, ""),
+        ({"e": {"enum": ["up"]}}, "pickup"),
+        ({"e": {"enum": [1]}}, "-1 or 1.5"),
+        (WORD, "x" * 70_000),
+    ],
 )
 def test_text_that_is_no_action_says_why(properties, text):
     with pytest.raises(ActionError):

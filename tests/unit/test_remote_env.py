@@ -20,6 +20,7 @@ from rl_vlm.envs.adapters.address import base_url
 from rl_vlm.envs.adapters.remote import RemoteEnv
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError
+from rl_vlm.http import env_server
 from rl_vlm.http.env_server import EnvServer, build_env_app
 from rl_vlm.http.server import HTTPServer, bind
 from rl_vlm.types import Observation, UserInputError
@@ -50,9 +51,9 @@ class Counting(VisionEnv):
 
 
 @contextmanager
-def served(build, token=None, port=0, max_sessions=8, idle_s=1800.0, **limits):
+def served(build, token=None, port=0, max_sessions=8, idle_s=1800.0, clock=time.monotonic, **limits):
     """The address of a real server, and the server."""
-    server = EnvServer(build, max_sessions=max_sessions, idle_s=idle_s)
+    server = EnvServer(build, max_sessions=max_sessions, idle_s=idle_s, clock=clock)
     section = HTTPSection(**{"drain_s": 0.1, **limits})
     sock, ready = bind("127.0.0.1", port), threading.Event()
     http = HTTPServer(build_env_app(server, section, token), sock, section, ready.set)
@@ -140,8 +141,8 @@ def test_a_connection_that_breaks_is_opened_again_and_no_step_is_made_twice(monk
         env.reset()
         send, failures = env._send, []
 
-        def lossy(body):
-            answer = send(body)
+        def lossy(body, timeout_s):
+            answer = send(body, timeout_s)
             if len(failures) < 2:
                 failures.append(1)
                 raise httpx.RemoteProtocolError("the reply is lost")
@@ -178,6 +179,32 @@ def test_a_step_that_takes_too_long_is_a_timeout():
             env.step("sleep")
         env.reset()
         assert env.step("x")[4]["steps"] == 1
+
+
+def test_a_session_whose_call_timed_out_is_ended_on_the_server():
+    with served(Counting, max_sessions=1) as (url, server):
+        env = RemoteEnv(url, timeout_s=1.5)
+        env.reset()
+        with pytest.raises(EnvTimeoutError):
+            env.step("sleep")
+        assert server.num_sessions == 0
+        RemoteEnv(url, retry_s=0.1).close()
+
+
+def test_a_full_server_ends_the_session_that_is_longest_unused(monkeypatch):
+    """A client that was killed never closes its own."""
+    now = [0.0]
+    with served(Counting, max_sessions=2, clock=lambda: now[0]) as (url, server):
+        killed, alive = RemoteEnv(url), RemoteEnv(url)
+        alive.reset()
+        now[0] = env_server._UNUSED_S + 1
+        alive.step("x")
+        third = RemoteEnv(url, retry_s=0.1)
+        assert server.num_sessions == 2 and alive.step("x")[4]["steps"] == 2
+        with pytest.raises(EnvCrashError, match="2 sessions are open"):
+            RemoteEnv(url, retry_s=0.1)
+        third.close()
+        assert killed.reset()[0].messages[0].text == "Go."  # it was alive after all
 
 
 def test_sessions_and_bodies_are_limited():

@@ -22,12 +22,12 @@ class ActionError(RLVLMError):
 class ActionForm:
     """How an action is written: `field` is the only one to fill, or "" where a JSON object is expected.
 
-    `kind` is the field's JSON type, `choices` its allowed values, `properties` the schema of all fields.
+    `kind` is the field's JSON type, `choices` its allowed values as the server writes them, `properties` the schema of all fields.
     """
 
     field: str
     kind: str
-    choices: tuple[str, ...]
+    choices: tuple[Any, ...]
     properties: dict[str, Any]
 
     @classmethod
@@ -44,7 +44,7 @@ class ActionForm:
         kind = "enum" if "enum" in one else str(one.get("type", ""))
         if kind not in ("enum", "string", "integer", "number", "boolean"):
             return cls("", "object", (), properties)
-        return cls(names[0], kind, tuple(map(str, one.get("enum", ()))), properties)
+        return cls(names[0], kind, tuple(one.get("enum", ())), properties)
 
     @property
     def instructions(self) -> str:
@@ -58,7 +58,7 @@ class ActionForm:
             "integer": f"the {self.field}, a whole number",
             "number": f"the {self.field}, a number",
             "boolean": f"the {self.field}, true or false",
-            "enum": f"the {self.field}, one of {', '.join(self.choices)}",
+            "enum": f"the {self.field}, one of {', '.join(map(str, self.choices))}",
         }[self.kind]
         return f"Answer with {what}{f' ({about})' if about else ''}."
 
@@ -79,11 +79,20 @@ class ActionForm:
             if not found:
                 raise ActionError(f"No number was found. {self.instructions}")
             return float(found[-1]) if self.kind == "number" else round(float(found[-1]))
-        choices = {"true": True, "false": False} if self.kind == "boolean" else {one: one for one in self.choices}
-        places = {text.lower().rfind(name.lower()): value for name, value in choices.items()}
-        if max(places) < 0:
+        # Where one choice is part of another ("up" and "pick up"), the longer one is meant: both end at the same place.
+        choices = (True, False) if self.kind == "boolean" else self.choices
+        named = [(*place, number) for number, one in enumerate(choices) if (place := _last_place(str(one), text))]
+        if not named:
             raise ActionError(f"The answer names none of the choices. {self.instructions}")
-        return places[max(places)]
+        return choices[max(named)[-1]]
+
+
+def _last_place(choice: str, text: str) -> tuple[int, int] | None:
+    """(end, length) of the last place where a choice stands as a whole word, in any case; None where it does not."""
+    before = r"(?<![\w.-])" if choice[:1].isdigit() else r"(?<!\w)" if choice[:1].isalpha() or choice[:1] == "_" else ""
+    after = r"(?!\w|\.\d)" if choice[-1:].isalnum() or choice[-1:] == "_" else ""
+    found = list(re.finditer(f"{before}{re.escape(choice)}{after}", text, re.IGNORECASE)) if choice else []
+    return (found[-1].end(), len(choice)) if found else None
 
 
 def _last_object(text: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ opened again without a step being made twice.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -25,6 +26,7 @@ MAX_REPLY = 64 * 2**20
 MAX_IMAGES = 64  # of one observation
 FRAME = "application/x-rl-vlm-frame"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_CLOSE_S = 2.0  # that the end of a session is waited for
 _BUSY = (408, 429, 502, 503)  # the server, or a proxy before it, will answer later
 
 
@@ -52,7 +54,6 @@ class RemoteEnv(VisionEnv):
         self._timeout_s, self._retry_s = timeout_s, retry_s
         self._http = httpx.Client(
             headers={"Content-Type": FRAME, **token_header(token_variable)},
-            timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
             trust_env=not is_loopback(self._url),
         )
         self._session: str | None = None
@@ -86,12 +87,14 @@ class RemoteEnv(VisionEnv):
     def close(self) -> None:
         """End the session, if the server can be told."""
         if self._session is not None:
-            try:
-                self._post({"op": "close", "session": self._session}, retry_s=0.0)
-            except (EnvError, UserInputError):
-                pass  # the server ends sessions that are not used
-            self._session = None
+            self._end_session()
         self._http.close()
+
+    def _end_session(self) -> None:
+        """Forget the session, and tell the server, which else keeps an environment for it. It may not answer."""
+        request, self._session = {"op": "close", "session": self._session}, None
+        with suppress(EnvError, UserInputError, httpx.TransportError):
+            self._send(wire.pack_frame(request, []), min(_CLOSE_S, self._timeout_s))
 
     def _open(self) -> None:
         reply, _ = self._post({"op": "open"}, self._retry_s)
@@ -104,8 +107,11 @@ class RemoteEnv(VisionEnv):
         self._number += 1
         try:
             reply = self._post({**request, "session": self._session, "number": self._number}, self._retry_s)
+        except SessionLostError:
+            self._session = None
+            raise
         except (EnvTimeoutError, EnvCrashError):
-            self._session = None  # whether the call was carried out is not known
+            self._end_session()  # whether the call was carried out is not known
             raise
         raise_error(reply[0], f"{self._url}: {request['op']}")
         return reply
@@ -116,7 +122,7 @@ class RemoteEnv(VisionEnv):
         started, pause = time.monotonic(), _FIRST_PAUSE_S
         while True:
             try:
-                status, data = self._send(body)
+                status, data = self._send(body, self._timeout_s)
             except httpx.ReadTimeout as error:
                 raise EnvTimeoutError(
                     f"{self._url}: {request['op']} took longer than {self._timeout_s:g} s."
@@ -138,8 +144,9 @@ class RemoteEnv(VisionEnv):
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def _send(self, body: bytes) -> tuple[int, bytes]:
-        with self._http.stream("POST", f"{self._url}/env", content=body) as response:
+    def _send(self, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+        timeout = httpx.Timeout(timeout_s, connect=min(10.0, timeout_s))
+        with self._http.stream("POST", f"{self._url}/env", content=body, timeout=timeout) as response:
             pieces, size = [], 0
             for piece in response.iter_bytes():
                 size += len(piece)

@@ -1,0 +1,53 @@
+"""A command ends though an environment hangs in one of its threads, with its code and after its output."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+_SCRIPT = """
+import asyncio, sys, time
+from rl_vlm.envs.errors import EnvTimeoutError
+from rl_vlm.hung_threads import leave
+from rl_vlm.rollout.env_pool import EnvPool
+
+class Env:
+    def reset(self, *, seed=None, options=None):
+        time.sleep(float(sys.argv[1]))
+        return None, {}
+    def close(self):
+        pass
+
+async def play():
+    pool = EnvPool(Env, 0.2)
+    envs = await pool.take(1)
+    try:
+        await pool.reset(envs, 0, {})
+    except EnvTimeoutError as error:
+        print(error)
+    except Exception:
+        print("answered")
+    pool.close()
+
+asyncio.run(play())
+print("results are written")
+leave(3)
+"""
+
+
+def _run(seconds: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", _SCRIPT, str(seconds)], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_a_command_does_not_wait_for_an_environment_that_hangs() -> None:
+    done = _run(3600)
+    assert done.returncode == 3
+    assert "did not answer within 0.2 s" in done.stdout and done.stdout.endswith("results are written\n")
+    assert done.stderr == "rl-vlm: an environment still hangs; it is left behind.\n"
+
+
+def test_where_none_hangs_it_ends_as_always() -> None:
+    done = _run(0)
+    assert (done.returncode, done.stderr) == (3, "") and "answered" in done.stdout
