@@ -34,7 +34,7 @@ from rl_vlm.preference.feedback import Feedback
 from rl_vlm.preference.feedback_builder import LabellingSide, build_feedback
 from rl_vlm.preference.replay import ReplayBuffer
 from rl_vlm.preference.sac_learner import SACLearner, SACModule, SACUpdateBatch, SACUpdateResult
-from rl_vlm.preference.sampler import ControlSampler
+from rl_vlm.preference.sampler import ControlSampler, saved_episode_counts
 from rl_vlm.preference.schedule import first_session_step, next_boundary, phase, session_size
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import UserInputError
@@ -164,7 +164,7 @@ class PreferenceSAC(RunAlgorithm):
                     break  # the user wants to stop
                 session = report
             self._advance(end)
-        if self.sampler.is_running:
+        while self.sampler.is_running:
             self._advance(end)  # the user wants to stop; the running steps must be in the replay buffer too
         self._remember_learner()
         return {**self._figures(time.perf_counter() - started, self.env_steps - first), **session}
@@ -199,7 +199,8 @@ class PreferenceSAC(RunAlgorithm):
         self.sampler.start(None if random else self._actor, steps)
 
     def _may_overlap(self, end: int) -> bool:
-        return not (self.run.deterministic or self.sampler.is_local or self.env_steps >= end or self._session_is_due())
+        over = self.env_steps >= end or self._session_is_due() or self.stop_requested()
+        return not (self.run.deterministic or self.sampler.is_local or over)
 
     # Updates.
 
@@ -287,6 +288,7 @@ class PreferenceSAC(RunAlgorithm):
                     self.reward.relabel(self.replay)
         if first:
             self._update(self.settings.reset_updates, reset=True)
+            self._remember_learner()  # a learner that replaces this one must not have the critics from before
         self.last_session = self.env_steps
         self.on_session(figures)
         return figures
@@ -357,6 +359,7 @@ class PreferenceSAC(RunAlgorithm):
                 "feedback": self.feedback.state() if self.feedback is not None else None,
                 "tracker": self.tracker.state(),
                 "collectors": self.sampler.states(),
+                "episode_counts": self.sampler.episode_counts,
             },
         )
 
@@ -379,4 +382,4 @@ class PreferenceSAC(RunAlgorithm):
         self.env_steps, self.last_session = int(state["step"]), int(state["last_session"])
         self._rng.bit_generator.state = state["rng"]
         self.tracker.load(state["tracker"])
-        self.sampler.load_states(state["collectors"])
+        self.sampler.load_states(state["collectors"], saved_episode_counts(state))

@@ -97,6 +97,11 @@ class LabelsSection(Section):
             raise ValueError(
                 "preference.labels.endpoint.url is needed for source endpoint, such as http://host:8000/v1"
             )
+        if not names_no_cache(self.cache) and (self.flip or self.coin_flips):
+            raise ValueError(
+                "preference.labels.flip and coin_flips change what a labeller says, and the sessions of labels.cache are replayed "
+                "as they were labelled: leave out one of the two"
+            )
         if self.source == "cache" and names_no_cache(self.cache):
             raise ValueError("preference.labels.cache must name a label store for source cache")
         return self

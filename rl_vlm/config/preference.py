@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rl_vlm.config.labels import LabelsSection
+from rl_vlm.config.labels import LabelsSection, names_no_cache
 from rl_vlm.config.reward_model import RewardModelSection
 from rl_vlm.config.sac import SACSection
 from rl_vlm.config.section import Section
@@ -73,6 +73,10 @@ class PreferenceSection(Section):
     def _consistent(self) -> PreferenceSection:
         if self.learns_reward and not self.max_feedback:
             raise ValueError("preference.max_feedback must be above 0 where the reward is learned from labels")
+        if self.reward == "learn_from_score" and not names_no_cache(self.labels.cache):
+            raise ValueError(
+                "preference.labels.cache holds labels of pairs, and reward learn_from_score asks for scores: leave it out"
+            )
         if self.reward == "learn_from_score" and self.labels.source in ("scripted", "random", "cache"):
             raise ValueError(
                 "preference.reward learn_from_score needs labels.source vlm, endpoint, generate, clip or itm"

@@ -19,6 +19,8 @@ ENTRY_POINT_GROUP = "rl_vlm.control_envs"
 ControlEnvFactory = Callable[..., Any]
 
 # Factories by id; a string names "module:attribute" and is imported on first use.
+# Arguments of GymnasiumControlEnv that are not those of the environment that it wraps.
+_OF_THE_WRAPPER = ("horizon", "render", "success")
 _REGISTRY: dict[str, ControlEnvFactory | str] = {
     "ContinuousCartPole-v0": "rl_vlm.control_envs.cartpole:ContinuousCartPole",
 }
@@ -41,7 +43,10 @@ def make_control_env(env_id: str, *, image_size: int | None = None, **kwargs: An
     try:
         signature = inspect.signature(factory)
         takes_size = size and _takes(signature, "image_size")
-        arguments = {**kwargs, **size} if takes_size else kwargs
+        # What a gymnasium environment's class does not know is for our wrapper around it.
+        wrapper = {name: kwargs[name] for name in _OF_THE_WRAPPER if name in kwargs and not _takes(signature, name)}
+        own = {name: value for name, value in kwargs.items() if name not in wrapper}
+        arguments = {**own, **size} if takes_size else own
         signature.bind(**arguments)
     except TypeError as error:
         raise UserInputError(
@@ -51,10 +56,13 @@ def make_control_env(env_id: str, *, image_size: int | None = None, **kwargs: An
     if isinstance(env, gymnasium.Env) and not isinstance(env, ControlEnv):
         from rl_vlm.control_envs.gymnasium_env import GymnasiumControlEnv
 
-        if image_size is None or takes_size:
-            env = GymnasiumControlEnv(env)
-        else:
-            env = GymnasiumControlEnv(env, image_size=image_size)
+        if image_size is not None and not takes_size:
+            wrapper["image_size"] = image_size
+        env = GymnasiumControlEnv(env, **wrapper)
+    elif wrapper:
+        raise UserInputError(
+            f"Environment {env_id} does not take these arguments ({', '.join(wrapper)}): correct env.kwargs."
+        )
     if not isinstance(env, ControlEnv):
         raise UserInputError(
             f"{env_id} made a {type(env).__name__}, which is neither a ControlEnv nor a gymnasium.Env."

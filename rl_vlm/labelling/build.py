@@ -12,7 +12,7 @@ from rl_vlm.asking.endpoints import Client, Endpoint, ServedEndpoint
 from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint
 from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.labeller import LabelStats, VLMLabeller
-from rl_vlm.labelling.prompts import TaskPrompts, task_prompts
+from rl_vlm.labelling.prompts import TaskPrompts, UnknownTaskError, task_prompts
 from rl_vlm.labelling.teachers import (
     ClipSimilarity,
     CoinFlips,
@@ -38,10 +38,14 @@ if TYPE_CHECKING:
 def prompts_of(section: LabelsSection, env_id: str = "") -> TaskPrompts:
     """The prompts that a configuration asks for; `env_id` names the task where the section does not."""
     task = section.task or env_id
-    if section.goal and not section.task:
-        prompts = TaskPrompts(task or "task", section.goal)
-    else:
+    try:
         prompts = task_prompts(task, section.prompts)
+    except UnknownTaskError:
+        if not section.goal or section.task:
+            raise
+        prompts = TaskPrompts(
+            task or "task", section.goal
+        )  # a goal is enough for a task that nobody has written prompts for
     return replace(prompts, goal=section.goal or prompts.goal, description=section.description or prompts.description)
 
 

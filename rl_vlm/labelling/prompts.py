@@ -121,10 +121,15 @@ def known_tasks() -> list[str]:
     return sorted(_REGISTRY)
 
 
+class UnknownTaskError(UserInputError):
+    """There are no prompts for a task."""
+
+
 def task_prompts(task: str, file: str | Path | None = None) -> TaskPrompts:
     """The prompts of a task, from the user's file first, then from the registry.
 
-    Names of RL-VLM-F such as `metaworld_drawer-open-v2` are understood, in the file too. Raises UserInputError.
+    Names of RL-VLM-F such as `metaworld_drawer-open-v2` are understood, in the file too. Raises UnknownTaskError, and
+    UserInputError for a file that cannot be used.
     """
     own = load_prompts(file) if file is not None else {}
     if task in own:
@@ -135,7 +140,7 @@ def task_prompts(task: str, file: str | Path | None = None) -> TaskPrompts:
         names = [*own, *known_tasks()]
         near = difflib.get_close_matches(short, names, n=1, cutoff=0.5)
         hint = f"Did you mean {near[0]}?" if near else f"Known are {', '.join(names)}."
-        raise UserInputError(
+        raise UnknownTaskError(
             f"There are no prompts for the task {task!r}. {hint} Another goal can be given in words, or in a YAML file."
         )
     return found

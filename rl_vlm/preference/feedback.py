@@ -150,6 +150,7 @@ class Feedback:
             return None
         session.labels = [_as_stored(label) for label in session.labels]
         now = time.time()
+        self._forget_other_attempts()
         self.store.append(session.pairs, session.labels, step=step, time=now)
         QueryLog(self._log_path).append(session.pairs, session.labels, iteration=self.sessions + 1, time=now)
         self._remember(session.pairs)
@@ -178,6 +179,7 @@ class Feedback:
         scores = [_label_as_score(_as_stored(_score_as_label(score))) for score in scores]
         # The store holds pairs; a scored picture is kept as a pair with itself, its score in the probabilities.
         pairs = [SegmentPair(segment, segment) for segment in segments]
+        self._forget_other_attempts()
         self.store.append(pairs, [_score_as_label(score) for score in scores], step=step, time=time.time())
         return SessionReport(
             asked=len(scores),
@@ -215,6 +217,12 @@ class Feedback:
                 time.sleep(min(pause, left))
                 pause = min(2 * pause, 10.0)
         return None
+
+    def _forget_other_attempts(self) -> None:
+        """Move sessions aside that this run does not know: of an attempt that ended before its first checkpoint."""
+        if len(self.store) > self.sessions:
+            self.store.rewind(self.sessions)
+            QueryLog(self._log_path, keep_until=self.sessions)
 
     def _remember(self, pairs: Sequence[SegmentPair]) -> None:
         if self.settings.labels.rule.startswith("kcenter"):

@@ -97,8 +97,14 @@ class FrameRing:
             raise UserInputError(
                 f"The checkpoint holds {len(used)} frames and the ring {self.capacity}: keep preference.frame_capacity."
             )
+        total = int(arrays["total"][0])
+        if total > len(used) != self.capacity:  # older frames were overwritten, so slots depend on the capacity
+            raise UserInputError(
+                f"The checkpoint's ring of {len(used)} frames was full, and this one has {self.capacity}: keep "
+                "preference.frame_capacity."
+            )
         keys = _split(arrays["key_data"], arrays["key_lengths"])
-        self.total = int(arrays["total"][0])
+        self.total = total
         self._payloads = used + [b""] * (self.capacity - len(used))
         self._episodes[:] = -1
         self._episodes[: len(used)] = arrays["episodes"]

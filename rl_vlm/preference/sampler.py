@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
 from rl_vlm.preference.collector import CollectionError, EpisodeResult, NumpyActor, environment_errors
 from rl_vlm.preference.replay import StepBatch
+from rl_vlm.types import UserInputError
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 
@@ -122,27 +126,50 @@ class ControlSampler:
         return [found[seed] for seed in seeds]
 
     def states(self) -> list[dict[str, Any]]:
-        """The state of every runner's collector, in order."""
+        """The state of every runner's collector, in order; a runner that is dead, or does not answer, has no open episodes."""
         if self._local is not None:
             return [self._local.collector.state()]
-        return self._get(lambda runner: runner.apply.remote(lambda r: r.collector.state()))
+        references = [runner.apply.remote(lambda r: r.collector.state()) for runner in self._actors()]
+        ray.wait(references, num_returns=len(references), timeout=self._timeout_s)
+        return [_state_of(reference) for reference in references]
 
-    def load_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Restore every runner's environments."""
+    def load_states(self, states: Sequence[dict[str, Any]], episode_counts: Sequence[int]) -> None:
+        """Restore every runner's environments, and `episode_counts`. Raises UserInputError where their number differs."""
         if len(states) != self.runners:
-            raise CollectionError(
+            raise UserInputError(
                 f"The checkpoint has {len(states)} env runners and this run {self.runners}: keep "
                 "preference.collection.num_env_runners."
+            )
+        counts = list(episode_counts) or [0] * self.num_envs
+        if len(counts) != self.num_envs:
+            raise UserInputError(
+                f"The checkpoint has {len(counts)} environments and this run {self.num_envs}: keep "
+                "preference.collection.envs_per_runner."
             )
         if self._local is not None:
             self._local.collector.load(states[0])
         else:
-            self._get(lambda runner, state: runner.apply.remote(lambda r: r.collector.load(state)), states)
-        self.episode_counts = [int(entry["number"]) + 1 for state in states for entry in state["episodes"]]
-        self.episode_counts = self.episode_counts or [0] * self.num_envs
+            loading = [
+                runner.apply.remote(lambda r, state=state: r.collector.load(state))
+                for runner, state in zip(self._actors(), states, strict=True)
+            ]
+            ray.get(loading, timeout=self._timeout_s)
+        self.episode_counts = counts
 
-    def _get(self, call: Callable[..., ray.ObjectRef], *arguments: Sequence[Any]) -> list[Any]:
-        """The results of `call(runner, ...)` on every runner, one of each argument for each."""
-        actors = [self._manager.actors()[runner] for runner in self._manager.actor_ids()]
-        references = [call(*parts) for parts in zip(actors, *arguments, strict=True)]
-        return list(ray.get(references, timeout=self._timeout_s))
+    def _actors(self) -> list[Any]:
+        return [self._manager.actors()[runner] for runner in self._manager.actor_ids()]
+
+
+def _state_of(reference: ray.ObjectRef) -> dict[str, Any]:
+    try:
+        return ray.get(reference, timeout=1.0)  # type: ignore[no-any-return]  # it was waited for
+    except RayError as error:
+        logger.warning("An env runner's episodes are not in the checkpoint: %s", str(error).splitlines()[0])
+        return {"episodes": []}
+
+
+def saved_episode_counts(state: Mapping[str, Any]) -> list[int]:
+    """The `episode_counts` of a checkpoint; older ones do not have them, and count as many as there are open episodes."""
+    if "episode_counts" in state:
+        return [int(count) for count in state["episode_counts"]]
+    return [int(entry["number"]) + 1 for one in state["collectors"] for entry in one["episodes"]]

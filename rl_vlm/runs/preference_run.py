@@ -61,9 +61,9 @@ class PreferenceRun(RunLifecycle):
 
     def _iterate(self) -> None:
         algorithm, settings = self.algorithm, self.settings
-        if algorithm.env_steps == 0:
-            self._evaluate()
         every, evaluations = self.run.logging.checkpoint_every, settings.evaluation.every
+        if self._evaluation_is_missing():
+            self._evaluate()
         while algorithm.env_steps < settings.total_steps and not self.stop:
             before = algorithm.env_steps
             algorithm.train()
@@ -78,6 +78,13 @@ class PreferenceRun(RunLifecycle):
                 self._checkpoint()
             if step >= settings.total_steps or (evaluations and _crosses_multiple(before, step, evaluations)):
                 self._evaluate()
+
+    def _evaluation_is_missing(self) -> bool:
+        """Whether one was due at the present step and is not recorded: before the run, or of an attempt that ended during it."""
+        step, every = self.algorithm.env_steps, self.settings.evaluation.every
+        before = max(step - self.settings.steps_per_iteration, 0)
+        due = step == 0 or step >= self.settings.total_steps or bool(every and _crosses_multiple(before, step, every))
+        return due and not self.recorder.has_evaluation(step)
 
     def _evaluate(self) -> None:
         algorithm = self.algorithm

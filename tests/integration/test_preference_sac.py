@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 import ray
 from preference_loop import build, content, run_config, saved, train_to
+from ray.exceptions import RayActorError
 
 from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
 from rl_vlm.labelling.store import LabelStore
 from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.types import UserInputError
 
 # While acting at random, while exploring, after the first session, after relabelling with an overwritten ring, at the end.
 POINTS = (40, 100, 140, 260, 280)
@@ -109,6 +112,73 @@ def test_an_env_runner_that_dies_is_replaced(tmp_path: Path) -> None:
     replay = algorithm.replay
     pairs = list(zip(replay.episodes[:160].tolist(), replay.times[:160].tolist(), strict=True))
     assert len(set(pairs)) == 160  # no number of an episode was used twice
+    algorithm.stop()
+
+
+def test_a_dead_env_runner_costs_its_open_episodes_and_not_the_checkpoint(tmp_path: Path) -> None:
+    collection = {"num_env_runners": 2, "cpus_per_env_runner": 0.25, "steps": 5, "envs_per_runner": 2}
+    run = run_config(**{f"preference__collection__{key}": value for key, value in collection.items()})
+    algorithm = build(run, tmp_path / "one")
+    train_to(algorithm, 80)
+    runner = algorithm.env_runner_group._worker_manager.actors()[1]
+    ray.kill(runner)
+    with pytest.raises(RayActorError):  # a kill takes a moment
+        for _ in range(600):
+            ray.get(runner.apply.remote(lambda r: time.sleep(0.1)), timeout=60)
+    state = saved(algorithm, tmp_path / "checkpoint")
+    counts = algorithm.sampler.episode_counts
+    algorithm.stop()
+    found = json.loads((state / "state.json").read_text())
+    assert [len(one["episodes"]) for one in found["collectors"]] == [0, 2] and found["episode_counts"] == counts
+    resumed = build(run, tmp_path / "two")
+    resumed.load_checkpoint(str(state))
+    train_to(resumed, 160)
+    rows = resumed.env_steps
+    pairs = list(zip(resumed.replay.episodes[:rows].tolist(), resumed.replay.times[:rows].tolist(), strict=True))
+    assert len(set(pairs)) == rows  # no number of an episode was used twice
+    resumed.stop()
+    fewer = build(run_config(preference__collection__num_env_runners=0), tmp_path / "three")
+    with pytest.raises(UserInputError, match="has 2 env runners and this run 1: keep preference.collection.num_env"):
+        fewer.load_checkpoint(str(state))
+    fewer.stop()
+
+
+def test_a_stop_leaves_no_steps_that_are_not_in_the_replay_buffer(tmp_path: Path) -> None:
+    run = run_config(
+        preference__collection__num_env_runners=2,
+        preference__collection__cpus_per_env_runner=0.25,
+        preference__collection__steps=2,
+    )
+    algorithm = build(run, tmp_path)
+    train_to(algorithm, 140)  # behind the first session, where runners step while the learner learns
+    stop_at = algorithm.env_steps + 8
+    algorithm.stop_requested = lambda: algorithm.env_steps >= stop_at
+    algorithm.train()
+    assert stop_at <= algorithm.env_steps < 160 and not algorithm.sampler.is_running
+    states = algorithm.sampler.states()
+    steps = sum(len(episode["actions"]) for state in states for episode in state["episodes"])
+    size = algorithm.env_steps
+    ended = algorithm.replay.continues[:size]
+    open_steps = [
+        int(algorithm.replay.times[:size][algorithm.replay.episodes[:size] == episode].max()) + 1
+        for episode in (
+            algorithm.replay.episodes[:size][algorithm.replay.episodes[:size] % 2 == env].max() for env in (0, 1)
+        )
+    ]
+    assert ended.size == size and steps == sum(count for count in open_steps if count < 30)
+    algorithm.stop()
+
+
+def test_the_reset_critics_stay_reset_when_the_learner_dies_after_it(tmp_path: Path) -> None:
+    run = run_config(learner__num_learners=1, learner__cpus_per_learner=0.25, preference__reset_updates=0)
+    algorithm = build(run, tmp_path)
+    train_to(algorithm, 100)
+    before = {name: tensor.clone() for name, tensor in algorithm._learner_state[0].items() if "critic" in name}
+    algorithm.env_steps, kept = algorithm._next_session(), algorithm.env_steps
+    algorithm._session()
+    algorithm.env_steps = kept
+    after = {name: tensor for name, tensor in algorithm._learner_state[0].items() if "critic" in name}
+    assert before and all(not np.array_equal(before[name], after[name]) for name in before if "weight" in name)
     algorithm.stop()
 
 
@@ -215,7 +285,17 @@ def test_rl_vlm_train_leaves_the_files_that_users_know(
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000200"]
     assert len(list((tmp_path / "scratch" / "test" / "videos").glob("step*_episode00_*.gif"))) == 3
     assert (folder / "curve.png").stat().st_size > 10_000
+    # The last evaluation was due at the step of the last checkpoint, and the run ended during it.
+    for name in ("eval.jsonl", "eval.csv"):
+        lines = (folder / name).read_text().splitlines(keepends=True)
+        (folder / name).write_text("".join(lines[:-1]))
     assert rl_vlm(["train", str(config), "--run-dir", str(folder), "--resume"]) == 0
+    assert [json.loads(line)["iteration"] for line in (folder / "eval.jsonl").read_text().splitlines()] == [
+        0,
+        100,
+        200,
+        300,
+    ]
     result = json.loads((folder / "result.json").read_text())
     assert (result["status"], result["iterations"], result["labels"]["sessions"]) == ("done", 300, 3)
     assert [row["step"] for row in csv.DictReader((folder / "eval.csv").open())] == ["0", "100", "200", "300"]

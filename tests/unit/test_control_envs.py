@@ -169,6 +169,40 @@ def test_installed_packages_provide_environments_through_an_entry_point(
         make_control_env("ropes/Broken")
 
 
+class OwnEnv(gymnasium.Env[Any, Any]):
+    """A user's environment, which knows nothing of horizons."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: np.ndarray) -> Any:
+        return np.zeros(2, np.float32), 0.0, False, False, {"reached": True}
+
+
+def drawn(env: Any) -> np.ndarray:
+    return np.full((40, 40, 3), env.size, np.uint8)
+
+
+def test_a_users_gymnasium_class_gets_its_own_arguments_and_the_wrapper_the_others() -> None:
+    env = make_control_env(
+        f"{__file__}:OwnEnv", size=7, horizon=3, render=f"{__file__}:drawn", success="reached", image_size=32
+    )
+    env.reset(seed=0)
+    *_, info = env.step(np.zeros(1, np.float32))
+    assert (env.horizon, env.success(info)) == (3, 1.0)
+    assert env.frame().shape == (32, 32, 3) and (env.frame() == 7).all()
+    with pytest.raises(UserInputError, match="set env.kwargs.horizon"):
+        make_control_env(f"{__file__}:OwnEnv", render=f"{__file__}:drawn")
+    with pytest.raises(UserInputError, match=r"does not take these arguments \(success\): correct env.kwargs"):
+        make_control_env(CARTPOLE, success="reached")
+
+
 @pytest.mark.parametrize(
     ("env_id", "kwargs", "sentence"),
     [

@@ -151,6 +151,25 @@ def test_a_cache_is_replayed_first_and_then_the_labeller_is_asked(tmp_path: Path
     )
 
 
+def test_labels_of_an_attempt_without_a_checkpoint_are_moved_aside(tmp_path: Path) -> None:
+    """A run that is killed before its first checkpoint begins anew, in the same folder."""
+    killed = feedback(tmp_path, ScriptedTeacher())
+    for seed in (1, 2, 3):
+        run(killed, seed=seed)
+    again = feedback(tmp_path, ScriptedTeacher())
+    for seed in (11, 12):
+        run(again, seed=seed)
+    labels = [stored.labels for stored in LabelStore(tmp_path / "labels").sessions()]
+    assert len(labels) == again.sessions == 2
+    assert len(list((tmp_path / "labels" / "superseded").glob("*.parquet"))) == 3
+    assert len(list(csv.DictReader((tmp_path / "vlm_query_log.csv").open()))) == 20
+    state = json.loads(json.dumps(again.state()))
+    again.model.save(tmp_path / "model.safetensors")
+    resumed = feedback(tmp_path, ScriptedTeacher())
+    resumed.load(state, tmp_path / "model.safetensors")
+    assert [stored.labels for stored in LabelStore(tmp_path / "labels").sessions()] == labels
+
+
 @pytest.mark.parametrize("rule", ["uniform", "kcenter_disagreement"])
 def test_a_restored_feedback_goes_on_exactly(tmp_path: Path, rule: str) -> None:
     def fresh() -> Feedback:

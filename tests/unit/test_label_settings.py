@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import pickle
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -34,6 +35,8 @@ def test_every_rule_can_be_configured(rule: Any) -> None:
         ({"source": "endpoint"}, "endpoint.url is needed"),
         ({"source": "cache"}, "must name a label store"),
         ({"source": "cache", "cache": "None"}, "must name a label store"),
+        ({"source": "cache", "cache": "store", "coin_flips": True}, "replayed as they were labelled: leave out one"),
+        ({"source": "vlm", "cache": "store", "flip": True}, "replayed as they were labelled: leave out one"),
         ({"teacher": {"eps_mistake": 2}}, "eps_mistake"),
         ({"teacher": {"gamma": 0.0}}, "gamma"),
         ({"orders": 1}, "orders"),
@@ -48,6 +51,8 @@ def test_prompts_follow_the_section() -> None:
     assert prompts_of(LabelsSection(), "metaworld_drawer-open-v2").goal == "to open the drawer"
     assert prompts_of(LabelsSection(task="soccer"), "whatever").name == "soccer"
     assert prompts_of(LabelsSection(goal="to win"), "Unknown-v0").goal == "to win"
+    known = prompts_of(LabelsSection(goal="to win"), "metaworld_drawer-open-v2")
+    assert known == replace(prompts_of(LabelsSection(), "metaworld_drawer-open-v2"), goal="to win")
     changed = prompts_of(LabelsSection(task="soccer", goal="to win", description="Won."))
     assert (changed.name, changed.goal, changed.description) == ("soccer", "to win", "Won.")
     with pytest.raises(UserInputError, match="no prompts for the task"):

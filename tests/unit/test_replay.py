@@ -172,6 +172,27 @@ def test_what_stands_still_costs_next_to_nothing() -> None:
     assert ring.nbytes / 1000 < 200 + 2 * frame.nbytes / 1000
 
 
+def test_a_ring_that_was_full_is_not_read_by_one_of_another_capacity() -> None:
+    """Frame n is in slot n % capacity: another capacity would show other frames."""
+
+    def ring(capacity: int, frames: int = 0) -> FrameRing:
+        made = FrameRing(capacity, 16)
+        for number in range(frames):
+            made.add(np.full((1, 16, 16, 3), number, np.uint8), [number])
+        return made
+
+    with pytest.raises(
+        UserInputError, match=r"ring of 4 frames was full, and this one has 6: keep preference\.frame_capacity"
+    ):
+        ring(6).load(ring(4, 10).state())
+    larger = ring(6)
+    larger.load(ring(4, 3).state())
+    assert [int(frame[0, 0, 0]) for frame in larger.get(np.arange(3))] == [0, 1, 2]
+    same = ring(4)
+    same.load(ring(4, 10).state())
+    assert [int(frame[0, 0, 0]) for frame in same.get(np.arange(4))] == [8, 9, 6, 7]
+
+
 def test_frames_of_another_size_are_refused() -> None:
     with pytest.raises(ValueError, match="uint8"):
         FrameRing(4, 16).add(np.zeros((1, 17, 16, 3), np.uint8), [0])
