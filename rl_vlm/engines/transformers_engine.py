@@ -22,7 +22,7 @@ from rl_vlm.engines.calls import Call, end_call, resolve
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import Job
 from rl_vlm.engines.streams import TokenStream, notify
-from rl_vlm.engines.weights import FullWeights, MergedWeights, UnmergedWeights, Version, Weights
+from rl_vlm.engines.weights import Formed, FullWeights, MergedWeights, UnmergedWeights, Version, Weights
 from rl_vlm.models.backbone import CACHE_BYTES, Backbone
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import DType, HeadDType, Quantization, load_model, load_text_side, quiet_libraries
@@ -205,8 +205,12 @@ class TransformersEngine:
         if self._loading:
             raise EngineError("A version is being loaded already: load one at a time.")
         self._loading = True
+        forming = asyncio.ensure_future(asyncio.to_thread(lambda: self._weights.form(payload.verify())))
         try:
-            formed = await asyncio.to_thread(lambda: self._weights.form(payload.verify()))
+            formed = await asyncio.shield(forming)
+        except asyncio.CancelledError:
+            forming.add_done_callback(self._release_unused)  # a thread cannot be stopped
+            raise
         finally:
             self._loading = False
         with self._wake:
@@ -214,6 +218,10 @@ class TransformersEngine:
             self._swaps += 1
             self._last_swap_s = time.monotonic() - started
             self._wake.notify()
+
+    def _release_unused(self, forming: asyncio.Future[Formed]) -> None:
+        if not forming.cancelled() and forming.exception() is None:
+            self._weights.release(forming.result())
 
     def _serve_version(self, policy: str, version: Version) -> None:
         before, self._newest = self._newest, version

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from rl_vlm.models.adapter import PREFIX
 from rl_vlm.models.full_weights import FullPayload, check_fits
 from rl_vlm.models.lora import (
+    DOWN,
     LoraFactors,
     adaptable_linears,
     changes_tower,
@@ -26,8 +27,6 @@ from rl_vlm.models.lora import (
 )
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.types import UserInputError
-
-_DOWN = ".lora_A.weight"  # at the end of a tensor's name
 
 Formed = Mapping[str, Any]  # prepared: merged weights or LoRA factors by module name, or all weights by their own names
 
@@ -156,7 +155,7 @@ class BoundedWeights:
 
     def form(self, payload: WeightPayload) -> Formed:
         """Merged weights, or a `Factors`."""
-        names = [name.removeprefix(PREFIX).removesuffix(_DOWN) for name in payload.views() if name.endswith(_DOWN)]
+        names = [name.removeprefix(PREFIX).removesuffix(DOWN) for name in payload.views() if name.endswith(DOWN)]
         needed = sum(self._sizes.get(name, 0) for name in names)
         with self._lock:
             fits = needed <= self._left

@@ -45,8 +45,9 @@ class ServeBackend:
         self._deadline_s = deadline_s
         # Answers are long and clients do not wait for each other: one call per request.
         self._client = PolicyClient(run_id, deadline_s=deadline_s, homes=(), coalesce=False, handle=handle)
-        self._known: dict[str, Any] = {"version": 0, "reports": {}}  # the registry's last status
+        self._known: dict[str, Any] | None = None  # the registry's last status
         self._asked = -_REFRESH_S
+        self._first: asyncio.Task[None] | None = None  # the question that nothing is known before
 
     async def models(self) -> Sequence[ServedModel]:
         """The newest adapter, if there is one, and the model without an adapter."""
@@ -57,18 +58,30 @@ class ServeBackend:
         return [ServedModel("policy", version), ServedModel(f"policy-v{version}", version, pinned=True), base]
 
     async def _status(self) -> dict[str, Any]:
-        """The registry's status, at most half a second old unless the registry is being restarted."""
-        if time.monotonic() - self._asked >= _REFRESH_S:
-            self._asked = time.monotonic()
-            try:
-                async with asyncio.timeout(_PROBE_S):
-                    status = await self._registry.status.remote()
-                # A registry that has just been restarted may not have read its disk yet: versions only grow.
-                if status["version"] >= self._known["version"]:
-                    self._known = status
-            except (RayError, RayServeException, TimeoutError) as error:
-                logger.warning("The adapter registry does not answer: %s", error)
+        """The registry's status, at most half a second old unless the registry is being restarted.
+
+        Raises GenerationFailedError before it has answered once: the base model would answer in place of the adapter.
+        """
+        if self._known is None:
+            if self._first is None or self._first.done():
+                self._first = asyncio.create_task(self._ask())
+            await asyncio.shield(self._first)  # all wait for it, whoever goes away
+        elif time.monotonic() - self._asked >= _REFRESH_S:
+            await self._ask()
+        if self._known is None:
+            raise GenerationFailedError("The adapter registry does not answer: try again in a moment.")
         return self._known
+
+    async def _ask(self) -> None:
+        self._asked = time.monotonic()
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                status = await self._registry.status.remote()
+            # A registry that has just been restarted may not have read its disk yet: versions only grow.
+            if self._known is None or status["version"] >= self._known["version"]:
+                self._known = status
+        except (RayError, RayServeException, TimeoutError) as error:
+            logger.warning("The adapter registry does not answer: %s", error)
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Answer one request; a dead replica's are tried again on another."""

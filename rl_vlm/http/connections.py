@@ -160,7 +160,7 @@ class ConnectionGuard:
             for connection in self.table.late(now):
                 connection.end(_TOO_LATE)
             for connection, (unread, since) in list(self.open.items()):
-                left = connection.transport.get_write_buffer_size() if connection.transport.is_closing() else 0
+                left = connection.transport.get_write_buffer_size()  # 0 while the model is still silent
                 if left != unread:
                     self.open[connection] = (left, now)
                 elif left and now - since > _UNREAD_S:

@@ -42,8 +42,11 @@ _SPLITS = ("train", "test")
 class _Session:
     """One environment, and the last answer it gave."""
 
-    def __init__(self, build: Callable[[], VisionEnv], clock: Callable[[], float]) -> None:
+    def __init__(self, build: Callable[[], VisionEnv], clock: Callable[[], float], forget: Callable[[], None]) -> None:
         self._worker = EnvWorker(build)
+        self._forget = forget  # called when the environment is closed
+        self._closed = False
+        self.ended = False  # its client is gone
         self._lock = threading.Lock()
         self._clock = clock
         self._number = 0
@@ -52,7 +55,15 @@ class _Session:
 
     def open(self) -> Reply:
         """Make the environment; its splits' sizes."""
+        try:
+            return self._open()
+        finally:
+            self._close_if_ended()
+
+    def _open(self) -> Reply:
         with self._lock:
+            if self._closed:  # before its turn came
+                return {"kind": "crash", "error": "the client is gone"}, []
             reply, _ = self._worker.answer({"op": "make"})
             sizes: dict[str, Any] = {}
             for split in _SPLITS if "error" not in reply else ():
@@ -68,26 +79,51 @@ class _Session:
 
     def carry_out(self, request: dict[str, Any]) -> bytes:
         """The frame that answers; a request that comes again waits for the first one and gets its answer."""
+        try:
+            with self._lock:
+                return self._carry_out(request)
+        finally:
+            self._close_if_ended()
+
+    def _carry_out(self, request: dict[str, Any]) -> bytes:
         number = request.get("number")
-        with self._lock:
-            self.used = self._clock()
-            if number == self._number and self._answer:
-                return self._answer
-            if number != self._number + 1:
-                raise RequestError(409, f"Request {number} does not follow request {self._number}.")
-            reply, blobs = self._worker.answer(request)
-            try:
-                self._answer = wire.pack_frame(reply, blobs)
-            except (wire.FrameError, ValueError, TypeError, RecursionError) as error:  # info that JSON cannot hold
-                text = f"the reply cannot be sent ({short_line(error)})"
-                self._answer = wire.pack_frame({"kind": "env", "error": text}, [])
-            self._number, self.used = number, self._clock()
+        self.used = self._clock()
+        if number == self._number and self._answer:
             return self._answer
+        if number != self._number + 1:
+            raise RequestError(409, f"Request {number} does not follow request {self._number}.")
+        reply, blobs = self._worker.answer(request)
+        try:
+            self._answer = wire.pack_frame(reply, blobs)
+        except (wire.FrameError, ValueError, TypeError, RecursionError) as error:  # info that JSON cannot hold
+            text = f"the reply cannot be sent ({short_line(error)})"
+            self._answer = wire.pack_frame({"kind": "env", "error": text}, [])
+        self._number, self.used = number, self._clock()
+        return self._answer
+
+    def end(self) -> None:
+        """Close the environment now, or, where it is at work, as soon as it is done; no thread waits for that."""
+        self.ended = True
+        self._close_if_ended()
+
+    def _close_if_ended(self) -> None:
+        # Whoever holds the lock looks again after it has let go, so one of the two closes it.
+        if self.ended and self._lock.acquire(blocking=False):
+            try:
+                self._close()
+            finally:
+                self._lock.release()
 
     def close(self) -> None:
         """Close the environment, once it is idle."""
         with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
             self._worker.answer({"op": "close"})
+            self._forget()
 
 
 class EnvServer:
@@ -114,8 +150,8 @@ class EnvServer:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that are open."""
-        return len(self._sessions)
+        """Sessions that are open, or whose environment is still at work though the client is gone."""
+        return sum(not one.ended or one.busy for one in list(self._sessions.values()))
 
     async def answer(self, request: dict[str, Any]) -> bytes:
         """The frame that answers a request. Raises RequestError."""
@@ -124,11 +160,10 @@ class EnvServer:
             return await self._open()
         name = request.get("session")
         session = self._sessions.get(name) if isinstance(name, str) else None
-        if session is None:
+        if session is None or session.ended:
             raise RequestError(410, "There is no such session: open another one.")
         if op == "close":
-            del self._sessions[str(name)]
-            await self._in_thread(session.close)
+            await self._in_thread(session.end)
             return wire.pack_frame({}, [])
         if op not in ("reset", "step"):
             raise RequestError(400, "op must be open, reset, step or close.")
@@ -138,30 +173,37 @@ class EnvServer:
         for name, one in list(self._sessions.items()):
             if self._clock() - one.used > self._idle_s:
                 self._end(name)
-        if len(self._sessions) >= self._max_sessions:
+        if self.num_sessions >= self._max_sessions:
             # Clients that were killed never close theirs. One that lives opens another with its next episode.
-            unused = {name: one.used for name, one in self._sessions.items() if not one.busy}
+            unused = {name: one.used for name, one in self._sessions.items() if not (one.busy or one.ended)}
             oldest = min(unused, key=unused.__getitem__, default="")
             if oldest and self._clock() - unused[oldest] > _UNUSED_S:
                 self._end(oldest)
-        if len(self._sessions) >= self._max_sessions:
+        if self.num_sessions >= self._max_sessions:
             raise RequestError(429, f"{self._max_sessions} sessions are open: close one, or raise --max-sessions.")
-        name, session = secrets.token_hex(16), _Session(self._build, self._clock)
+        name = secrets.token_hex(16)
+        session = _Session(self._build, self._clock, lambda: self._sessions.pop(name, None))  # type: ignore[arg-type,return-value]
         self._sessions[name] = session  # it counts while it is made
-        reply, _ = await self._in_thread(session.open)
+        try:
+            reply, _ = await self._in_thread(session.open)
+        except BaseException:  # the client is gone, and nobody else knows the name
+            self._end(name)
+            raise
         if "error" in reply:
             self._sessions.pop(name, None)
         return wire.pack_frame({**reply, "session": name}, [])
 
     def _end(self, name: str) -> None:
-        self._threads.submit(self._sessions.pop(name).close)
+        session = self._sessions[name]
+        session.ended = True
+        self._threads.submit(session.end)
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def close(self, timeout_s: float = _CLOSE_S) -> bool:
         """Close every environment; whether all were idle within the time. One that hangs keeps its thread."""
-        closing = [self._threads.submit(session.close) for session in self._sessions.values()]
+        closing = [self._threads.submit(session.close) for session in list(self._sessions.values())]
         self._sessions.clear()
         self._threads.shutdown(wait=False)
         return not wait(closing, timeout_s).not_done

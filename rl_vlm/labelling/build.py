@@ -46,7 +46,9 @@ def prompts_of(section: LabelsSection, env_id: str = "") -> TaskPrompts:
         prompts = TaskPrompts(
             task or "task", section.goal
         )  # a goal is enough for a task that nobody has written prompts for
-    return replace(prompts, goal=section.goal or prompts.goal, description=section.description or prompts.description)
+    if section.goal and section.goal != prompts.goal:
+        prompts = replace(prompts, goal=section.goal, description="")  # which described the other goal
+    return replace(prompts, description=section.description or prompts.description)
 
 
 def build_labeller(

@@ -15,6 +15,7 @@ from rl_vlm.models.memory.shape import ADAPTED
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.types import UserInputError
 
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # at the end of a tensor's name
 TARGET_MODULES = ADAPTED
 # The linear layers of the towers of Qwen2.5-VL and Qwen3-VL; the patch embedding is a convolution and is not adapted.
 TOWER_PATTERN = (
@@ -50,6 +51,17 @@ class LoraFactors(NamedTuple):
     scale: float
 
 
+def _refuse_other_tensors(names: Iterable[str]) -> None:
+    """Raise UserInputError for what would be left out: trained heads and embeddings, biases, a matrix without the other."""
+    known = set(names)
+    pairs = {end for name in known if name.endswith(DOWN) for end in (name, name.removesuffix(DOWN) + UP)}
+    if other := sorted(known - pairs):
+        raise UserInputError(
+            f"The adapter holds {len(other)} tensors that are no LoRA of a linear layer, such as {other[0].removeprefix(PREFIX)}: they "
+            "cannot be served as an adapter; merge it into the model with peft, and give the merged model's folder."
+        )
+
+
 def lora_factors(payload: WeightPayload, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LoraFactors]:
     """The factors of every layer that an adapter changes (LoRA, arXiv 2106.09685, equation 3), by module name.
 
@@ -64,14 +76,15 @@ def lora_factors(payload: WeightPayload, shapes: Mapping[str, tuple[int, int]]) 
         raise UserInputError("Adapters with DoRA or per-layer ranks cannot be merged by this engine: use engine vllm.")
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
     state = payload.views()
+    _refuse_other_tensors(state)
     factors: dict[str, LoraFactors] = {}
     for name, down in state.items():
-        if not name.endswith(".lora_A.weight"):
+        if not name.endswith(DOWN):
             continue
-        module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+        module = name.removeprefix(PREFIX).removesuffix(DOWN)
         if module not in shapes:
             raise UserInputError(f"The adapter does not fit the model: it adapts {module}, which the model lacks.")
-        up, wanted = state.get(name.replace("lora_A", "lora_B")), shapes[module]
+        up, wanted = state.get(name.removesuffix(DOWN) + UP), shapes[module]
         found = None if up is None else (*up.shape, *down.shape)
         if up is None or found != (wanted[0], rank, rank, wanted[1]):
             raise UserInputError(

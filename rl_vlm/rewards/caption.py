@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import snowballstemmer
 
-from rl_vlm.rewards.plain_text import refusal, without_thought
+from rl_vlm.rewards.plain_text import spoken
 
 MAX_CHARS = 2000
 REACH = 3  # words of a pair are at most so many content words apart
@@ -94,11 +94,9 @@ def grade_caption(text: str, references: Sequence[str], synonyms: Sequence[Seque
 
     Refused texts pay nothing; repeated and added words cost precision, missing ones recall.
     """
-    if reason := refusal(text, MAX_CHARS):
+    said, reason = spoken(text, MAX_CHARS)
+    if reason:
         return CaptionGrade(reason=reason)
-    said = without_thought(text)
-    if "<think>" in said or "</think>" in said:
-        return CaptionGrade(reason="misplaced")
     groups = _groups(tuple(map(tuple, synonyms)))
     given = read_content(said, groups)
     if not given.clauses:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rl_vlm.rewards.plain_text import refusal, without_thought
+from rl_vlm.rewards.plain_text import spoken
 
 MAX_CHARS = 8000
 # `Answer: x` to the end of its line, `<answer>x</answer>`, `\boxed{x}`.
@@ -17,7 +17,10 @@ _BOXED = re.compile(r"\\(?:boxed|fbox)\s?\{([^{}]*)\}|<answer>([^<>]*)</answer>"
 _FONT = re.compile(r"\\(?:text|textbf|mathrm)\s?\{([^{}]*)\}")
 _ARTICLE = re.compile(r"(?:a|an|the)\s+(?=\S)")
 _DECORATION = " \t\r\n*_`~#>\"'“”‘’()[]{}.!,:;-–—|\\$"
-_SIGNED = re.compile(r"([-–−]?)\s?(\.?)(?=\d)")  # before a number: its sign and point, which are no decoration
+# A number, also one of LaTeX whose backslash is decoration. What is stripped before it may hold its sign and its point.
+_QUANTITY = re.compile(r"\d|[€£¥√]|[dt]?frac\b|sqrt\b")
+_SIGN = re.compile(r"[-–](?=\S*$)")
+_POINT = re.compile(r"(?<!\.)\.$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +38,16 @@ class ShortAnswer:
 def normalized(text: str) -> str:
     """What answers are compared by: lower case, single spaces, no article before it, no marks around it.
 
-    A number keeps its sign, as "-", and its point, as "0.": "–.5" is "-0.5".
+    A number keeps its sign, as "-", and its point, as "0.": "–.5" is "-0.5". A dash and a space are a bullet.
     """
-    bare = text.strip(_DECORATION + "−")
-    if bare[:1].isdigit() and (mark := _SIGNED.search(text)) and mark.end() == text.index(bare):
-        bare = f"{'-' if mark[1] else ''}{'0.' if mark[2] else ''}{bare}"
+    bare = text.strip(_DECORATION)
+    before = text[: text.find(bare)]
+    if bare[:1] == "−" and _QUANTITY.match(rest := bare[1:].strip(_DECORATION)):
+        before, bare = f"{before}-{'.' if bare[1:].lstrip()[:1] == '.' else ''}", rest
+    if _QUANTITY.match(bare):
+        bare = (
+            f"{'-' if _SIGN.search(before) else ''}{'0.' if _POINT.search(before) and bare[0].isdigit() else ''}{bare}"
+        )
     return _ARTICLE.sub("", " ".join(bare.casefold().split()), count=1)
 
 
@@ -49,11 +57,9 @@ def read_answer(text: str) -> ShortAnswer:
     One thought at the start is not read (see `without_thought`). The answer is marked by `Answer:`, `<answer>` or `\\boxed{}` and ends the
     text; marks that name different answers name none. A text of one line without a mark is the answer itself.
     """
-    if reason := refusal(text, MAX_CHARS):
+    said, reason = spoken(text, MAX_CHARS)
+    if reason:
         return ShortAnswer(None, reason)
-    said = without_thought(text)
-    if "<think>" in said or "</think>" in said:
-        return ShortAnswer(None, "misplaced")
     said = _FONT.sub(r"\1", said)
     marks = list(_MARKED.finditer(said))
     if not marks:

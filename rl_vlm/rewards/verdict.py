@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rl_vlm.rewards.plain_text import refusal, without_thought
+from rl_vlm.rewards.plain_text import spoken
 
 MAX_CHARS = 8000
 _ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
@@ -38,17 +38,16 @@ def read_verdict(text: str) -> Verdict:
     and decoration, as its first or last word, without a word that turns it around. Lines before it may say the same word but
     not the other one: who says both says nothing.
     """
-    if reason := refusal(text, MAX_CHARS):
+    said, reason = spoken(text, MAX_CHARS)
+    if reason:
         return Verdict(None, reason)
-    answer = _ANSWER_TAG.sub(" ", without_thought(text))
-    if "<think>" in answer or "</think>" in answer:
-        return Verdict(None, "misplaced")  # a thought that never ended, or a second one
+    answer = _ANSWER_TAG.sub(" ", said)
     lines = [line for line in answer.splitlines() if line.strip(_DECORATION)]
     if not lines:
         return Verdict(None, "empty")
-    said = {word.lower() for word in _VERDICT.findall(answer)}
-    if len(said) != 1:
-        return Verdict(None, "both" if said else "none")
+    words = {word.lower() for word in _VERDICT.findall(answer)}
+    if len(words) != 1:
+        return Verdict(None, "both" if words else "none")
     found = list(_VERDICT.finditer(lines[-1]))
     if len(found) != 1:
         return Verdict(None, "repeated" if found else "misplaced")
@@ -57,4 +56,4 @@ def read_verdict(text: str) -> Verdict:
         return Verdict(None, "turned")
     if before and after:
         return Verdict(None, "misplaced")
-    return Verdict(said == {"true"})
+    return Verdict(words == {"true"})

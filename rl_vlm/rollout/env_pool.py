@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -146,27 +147,35 @@ class EnvPool:
         calls, self._batch = self._batch_calls, None
         batch = CallBatch(calls)
         loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._threads, batch.run)
+        ended = threading.Event()
+        future = loop.run_in_executor(self._threads, _noted(batch.run, ended))
         await asyncio.wait([future], timeout=_PATIENCE_S + 2 * _SHORT_CALL_S * len(calls))
         if future.done():
             return list(batch.done)
         begun = batch.take_rest()
-        waiting = [self._answer(future, [batch.began], self._timeout_s)] if begun else []
+        waiting = [self._answer(future, [batch.began], self._timeout_s, ended)] if begun else []
         waiting += [self._within_deadline(call, self._timeout_s) for call in calls[begun:]]
         return [*batch.done[: max(begun - 1, 0)], *map(loop.create_task, waiting)]
 
     async def _within_deadline(self, call: Callable[[], Any], timeout_s: float) -> Timed:
         began: list[float] = []
+        ended = threading.Event()
 
         def work() -> Timed:
             began.append(time.monotonic())
             return timed(call)
 
         # The thread cannot be stopped: after a timeout it keeps running, and the driver restarts this runner.
-        return await self._answer(asyncio.get_running_loop().run_in_executor(self._threads, work), began, timeout_s)
+        future = asyncio.get_running_loop().run_in_executor(self._threads, _noted(work, ended))
+        return await self._answer(future, began, timeout_s, ended)
 
-    async def _answer(self, future: asyncio.Future[Any], began: list[float], timeout_s: float) -> Timed:
-        """What a thread gives; `began` holds when it began, once it has. The deadline starts then, unless all threads hang."""
+    async def _answer(
+        self, future: asyncio.Future[Any], began: list[float], timeout_s: float, ended: threading.Event
+    ) -> Timed:
+        """What a thread gives; `began` holds when it began, once it has. The deadline starts then, unless all threads hang.
+
+        `ended` is set when the thread is done.
+        """
         while True:
             left = began[0] + timeout_s - time.monotonic() if began else timeout_s
             if left <= 0 or (not began and self.stuck >= self._max_threads):
@@ -176,7 +185,7 @@ class EnvPool:
                 return future.result()  # type: ignore[no-any-return]
         if began:
             self.stuck += 1
-            note_hung_thread("an environment")
+            note_hung_thread("an environment", ended)
         else:
             future.cancel()
         error = EnvTimeoutError(
@@ -190,6 +199,18 @@ class EnvPool:
         for env in self._idle:
             _close_quietly(env)
         self._threads.shutdown(wait=False)  # environments that failed may still be waiting to be closed
+
+
+def _noted(call: Callable[[], Any], ended: threading.Event) -> Callable[[], Any]:
+    """The call, after which `ended` is set, also where it fails."""
+
+    def noted() -> Any:
+        try:
+            return call()
+        finally:
+            ended.set()
+
+    return noted
 
 
 def _reset(env: VisionEnv, seed: int, options: dict[str, Any]) -> tuple[Observation, Info]:

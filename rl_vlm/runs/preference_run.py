@@ -82,9 +82,10 @@ class PreferenceRun(RunLifecycle):
     def _evaluation_is_missing(self) -> bool:
         """Whether one was due at the present step and is not recorded: before the run, or of an attempt that ended during it."""
         step, every = self.algorithm.env_steps, self.settings.evaluation.every
-        before = max(step - self.settings.steps_per_iteration, 0)
-        due = step == 0 or step >= self.settings.total_steps or bool(every and _crosses_multiple(before, step, every))
-        return due and not self.recorder.has_evaluation(step)
+        if step == 0 or step >= self.settings.total_steps:
+            return not self.recorder.has_evaluation(step)
+        due = step // every * every if every else 0
+        return due > 0 and not any(due <= entry["iteration"] <= step for entry in self.recorder.evaluations())
 
     def _evaluate(self) -> None:
         algorithm = self.algorithm

@@ -28,6 +28,7 @@ _LISTINGS = 5  # of the folder in one copy, before it waits for the next
 _INDEX = "index.json"
 _UNFINISHED = ("checkpoints/.writing-", "checkpoints/.replaced-")
 _PROBE = ".rl_vlm_probe"
+_WITH_FOLDERS = ("file", "local", "sftp", "ssh", "smb", "hdfs", "webhdfs", "ftp", "arrow_hdfs", "webdav")
 _EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"}  # protocol -> extra of this package
 
 
@@ -58,7 +59,7 @@ class RemoteFolder:
             raise UserInputError(
                 f"{url} cannot be opened ({error}): give a folder, or a URL such as s3://BUCKET/RUN."
             ) from error
-        self._has_folders = protocol not in (*_EXTRAS, "memory")  # which must be made before the files in them
+        self._has_folders = protocol in _WITH_FOLDERS  # which must be made before the files in them
         self._copied: dict[str, tuple[int, int]] = {}  # name -> size and time of change, as they were uploaded
         self._index: frozenset[str] = frozenset()  # what the index there names
         self._lock = threading.Lock()

@@ -41,7 +41,8 @@ class Members:
         self._file = folder / "members.json"
         self._members: dict[str, Member] = {}
         self._locks: dict[str, str] = {}  # of every name that was ever taken
-        self._next_folder = 0
+        # A registry that was killed while it took somebody in leaves a folder that nobody owns.
+        self._next_folder = max((int(one.name) + 1 for one in folder.glob("*") if one.name.isdecimal()), default=0)
         self.revision = 0
         self.empty_since = now
         if self._file.is_file():

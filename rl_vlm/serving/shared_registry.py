@@ -59,7 +59,7 @@ class SharedRegistry:
         self._disk = disk_thread()
         self._replicas = 0  # that were asked for last
         self._fewer_since: float | None = None
-        self._had_users = len(self._members) > 0
+        self._restored = self._had_users = len(self._members) > 0  # by an actor that was restarted: the replicas are up
         self._failure = ""
         self._closing = False
         self._worker: asyncio.Task[None] | None = None
@@ -201,7 +201,7 @@ class SharedRegistry:
             except Exception as error:
                 # A full disk, a controller that is being restarted: each may be over at the next attempt.
                 logger.warning("shared service %s: %r", self._name, error)
-                if not self._replicas:  # never started: whoever joined is told
+                if not self._replicas and not self._restored:  # never started: whoever joined is told
                     self._failure = f"The shared service {self._name!r} could not be started: {error}"
                     break
             await asyncio.sleep(_TICK_S)

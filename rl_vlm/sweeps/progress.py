@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Collection
 from typing import Any
@@ -24,6 +25,14 @@ class SweepProgress(Callback):
         self._best = math.nan
         self._trials = sweep.num_trials
         self._started = time.monotonic()
+        self._process = os.getpid()
+
+    def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        """Failures are counted anew in a sweep that goes on in another process: Tune saves this callback and the counts."""
+        if self._process != os.getpid():
+            self._process, self._started = os.getpid(), time.monotonic()
+            for trial in trials:
+                trial.run_metadata.num_failures = 0
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         known = trial.trial_id in self._numbers

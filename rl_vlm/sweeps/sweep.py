@@ -101,7 +101,7 @@ def _tune(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool) -> Res
             run_config=tune.RunConfig(
                 name=_TUNE,
                 storage_path=str(folder),
-                failure_config=tune.FailureConfig(max_failures=_MAX_FAILURES),
+                failure_config=tune.FailureConfig(max_failures=max(_MAX_FAILURES, run.learner.max_restarts)),
                 checkpoint_config=tune.CheckpointConfig(
                     # Population-based training lets others begin at any trial's checkpoint, which may be neither the best nor the last.
                     num_to_keep=None if sweep.stopping.name == "pbt" else 1,

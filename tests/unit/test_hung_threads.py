@@ -30,6 +30,8 @@ async def play():
     pool.close()
 
 asyncio.run(play())
+if sys.argv[1] == "1.0":
+    time.sleep(3)
 print("results are written")
 leave(3)
 """
@@ -51,3 +53,8 @@ def test_a_command_does_not_wait_for_an_environment_that_hangs() -> None:
 def test_where_none_hangs_it_ends_as_always() -> None:
     done = _run(0)
     assert (done.returncode, done.stderr) == (3, "") and "answered" in done.stdout
+
+
+def test_a_call_that_ended_after_all_is_not_left_behind() -> None:
+    done = _run(1.0)
+    assert (done.returncode, done.stderr) == (3, "") and "did not answer" in done.stdout

@@ -52,7 +52,9 @@ def test_prompts_follow_the_section() -> None:
     assert prompts_of(LabelsSection(task="soccer"), "whatever").name == "soccer"
     assert prompts_of(LabelsSection(goal="to win"), "Unknown-v0").goal == "to win"
     known = prompts_of(LabelsSection(goal="to win"), "metaworld_drawer-open-v2")
-    assert known == replace(prompts_of(LabelsSection(), "metaworld_drawer-open-v2"), goal="to win")
+    whole = prompts_of(LabelsSection(), "metaworld_drawer-open-v2")
+    assert known == replace(whole, goal="to win", description="") and whole.description  # which is of the other goal
+    assert prompts_of(LabelsSection(goal=whole.goal), "metaworld_drawer-open-v2") == whole
     changed = prompts_of(LabelsSection(task="soccer", goal="to win", description="Won."))
     assert (changed.name, changed.goal, changed.description) == ("soccer", "to win", "Won.")
     with pytest.raises(UserInputError, match="no prompts for the task"):

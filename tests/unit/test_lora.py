@@ -118,6 +118,25 @@ def test_merged_weights_equal_those_of_peft(tiny_folder: Path, rslora: bool, tmp
         assert not torch.allclose(weight, model.get_submodule(name).weight, atol=1e-2)
 
 
+@pytest.mark.parametrize(
+    "name", ["base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.lora_embedding_A", "bias", "up without down"]
+)  # fmt: skip
+def test_what_an_adapter_holds_beside_its_pairs_is_not_left_out_silently(
+    tiny_folder: Path, payload: AdapterPayload, name: str
+) -> None:
+    state = payload.state()
+    if name == "up without down":
+        del state[next(one for one in state if one.endswith("lora_A.weight"))]
+    else:
+        first = next(iter(state)).partition(".lora_")[0]
+        state[f"{first}.bias" if name == "bias" else name] = torch.zeros(4)
+    whole = AdapterPayload.packed(payload.version, state, payload.config_json)
+    with pytest.raises(
+        UserInputError, match=r"holds 1 tensors that are no LoRA of a linear layer.*merge it into the model"
+    ):
+        merged_weights(whole, linear_weights(plain_model(tiny_folder)))
+
+
 def test_a_sum_with_low_precision_weights_is_rounded_once(tiny_folder: Path, payload: AdapterPayload) -> None:
     model = load_model(tiny_folder, dtype="bfloat16")
     base = linear_weights(model)

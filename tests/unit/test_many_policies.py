@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,38 @@ def test_a_dropped_policy_is_refused_and_its_name_comes_again_with_other_weights
 
     answer = asyncio.run(live())
     assert distance(tiny_folder, model_of(tiny_folder, other, tmp_path), asked, answer) < 1e-4
+
+
+def test_a_load_that_is_given_up_gives_its_room_back(
+    engine: ManyPoliciesEngine, payloads: dict[tuple[str, int], AdapterPayload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = BoundedWeights(engine.backbone.model, max_bytes=int(1.5 * size_of_sum(engine)))
+    monkeypatch.setattr(engine, "_weights", weights)
+    form, began, free, formed = weights.form, threading.Event(), threading.Event(), threading.Event()
+
+    def slow(payload: AdapterPayload) -> Any:
+        began.set()
+        assert free.wait(60)
+        try:
+            return form(payload)
+        finally:
+            formed.set()
+
+    async def give_up() -> None:
+        monkeypatch.setattr(weights, "form", slow)
+        loading = asyncio.create_task(engine.load_adapter(payloads["a", 1]))
+        assert await asyncio.to_thread(began.wait, 60)
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        free.set()
+        assert await asyncio.to_thread(formed.wait, 60)
+        for _ in range(6000):
+            if weights._left == int(1.5 * size_of_sum(engine)):
+                break
+            await asyncio.sleep(0.01)
+
+    asyncio.run(give_up())
+    assert not isinstance(form(payloads["b", 1]), Factors)
 
 
 def test_memory_for_merged_weights_is_bounded_and_given_back(

@@ -22,6 +22,7 @@ from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError
 from rl_vlm.http import env_server
 from rl_vlm.http.env_server import EnvServer, build_env_app
+from rl_vlm.http.errors import RequestError
 from rl_vlm.http.server import HTTPServer, bind
 from rl_vlm.types import Observation, UserInputError
 
@@ -187,8 +188,35 @@ def test_a_session_whose_call_timed_out_is_ended_on_the_server():
         env.reset()
         with pytest.raises(EnvTimeoutError):
             env.step("sleep")
+        assert server.num_sessions == 1  # while its environment is at work
+        RemoteEnv(url, retry_s=60.0).close()
         assert server.num_sessions == 0
-        RemoteEnv(url, retry_s=0.1).close()
+
+
+def test_environments_that_hang_keep_others_from_none_of_their_threads():
+    """Each holds the one thread that it is called in."""
+    free, sessions = threading.Event(), 4
+
+    class Hanging(Counting):
+        def step(self, action):
+            if action == "hang":
+                assert free.wait(120)
+            return super().step(action)
+
+    with served(Hanging, max_sessions=sessions) as (url, server):
+        alive = RemoteEnv(url, timeout_s=60.0)
+        alive.reset()
+        for _ in range(sessions - 1):
+            env = RemoteEnv(url, timeout_s=0.5)
+            env.reset()
+            with pytest.raises(EnvTimeoutError):
+                env.step("hang")
+        assert alive.step("x")[4]["steps"] == 1
+        with pytest.raises(EnvCrashError, match="4 sessions are open"):
+            RemoteEnv(url, retry_s=0.1)
+        free.set()
+        RemoteEnv(url, retry_s=60.0).close()
+        assert server.num_sessions == 1
 
 
 def test_a_full_server_ends_the_session_that_is_longest_unused(monkeypatch):
@@ -205,6 +233,34 @@ def test_a_full_server_ends_the_session_that_is_longest_unused(monkeypatch):
             RemoteEnv(url, retry_s=0.1)
         third.close()
         assert killed.reset()[0].messages[0].text == "Go."  # it was alive after all
+
+
+def test_an_environment_whose_client_went_away_while_it_was_made_is_closed():
+    made, closed = threading.Event(), threading.Event()
+
+    class Slow(Counting):
+        def __init__(self):
+            super().__init__()
+            assert made.wait(60)
+
+        def close(self):
+            closed.set()
+
+    async def scenario():
+        server = EnvServer(Slow, max_sessions=1)
+        opening = asyncio.create_task(server.answer({"op": "open"}))
+        await asyncio.sleep(0.1)
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        with pytest.raises(RequestError, match="1 sessions are open"):
+            await server.answer({"op": "open"})
+        made.set()
+        assert await asyncio.to_thread(closed.wait, 60)
+        while server.num_sessions:
+            await asyncio.sleep(0.01)
+        server.close()
+
+    asyncio.run(scenario())
 
 
 def test_sessions_and_bodies_are_limited():

@@ -27,6 +27,7 @@ from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving import deploying, shared_registry
 from rl_vlm.serving.lifecycle import Lifecycle
+from rl_vlm.serving.members import Members
 from rl_vlm.serving.metrics import ReplicaTally
 from rl_vlm.serving.policy_key import PolicyKey, PolicyRefusedError
 from rl_vlm.serving.shared_registry import SharedRegistry
@@ -385,3 +386,42 @@ def test_a_service_that_cannot_start_says_why(world: Any, monkeypatch: pytest.Mo
             await until(lambda: place.gone)
 
     asyncio.run(story())
+
+
+def test_a_restarted_registry_does_not_end_the_service_where_scaling_fails_once(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        async with world() as here:
+            await here.join("a")
+            await until(lambda: here.deployed)
+            here.restart_registry()
+            failures = [RuntimeError("Serve's controller is busy")]
+
+            def deploy(model: Any, run: Any, name: str, count: int) -> None:
+                if failures:
+                    raise failures.pop()
+                here.deployed.append(count)
+
+            monkeypatch.setattr(deploying, "deploy_shared", deploy)
+            deployed = len(here.deployed)
+            here.registry._ensure_working()
+            await until(lambda: len(here.deployed) > deployed)
+            assert not failures and not here.gone and not here.registry._closing
+
+    asyncio.run(story())
+
+
+def test_a_kill_while_somebody_joins_does_not_keep_others_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def members() -> Members:
+        return Members(tmp_path / "registry", 10.0, 0.0, lambda folder, policy: VersionLine(folder, policy))
+
+    first = members()
+    assert first.join("a", "token a", False, 0.0) is not None
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Members, "_save", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+        first.join("b", "token b", False, 0.0)
+    again = members()
+    assert [member.policy for member in again] == ["a"]
+    assert all(again.join(name, f"token {name}", False, 0.0) is not None for name in ("b", "c"))
+    assert len({member.line.folder for member in again}) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import load_config
 from rl_vlm.config.sweep import SweepConfig, load_sweep
+from rl_vlm.sweeps.progress import SweepProgress
 from rl_vlm.sweeps.results import group_by_setting, read_results, setting_name, write_results
 from rl_vlm.sweeps.sweep import _forget_survived
 from rl_vlm.sweeps.trial import trial_class
@@ -129,6 +131,20 @@ def test_errors_that_a_trial_survived_are_not_its_end(tmp_path: Path) -> None:
         "trial-b": False,
     }
     assert "its node died" in (tmp_path / "tune/trial-a/survived_errors.txt").read_text()
+
+
+def test_failures_before_a_resume_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tune saves its callbacks and the counts of failures with a sweep."""
+    progress = SweepProgress(sweep())
+    trials = [SimpleNamespace(run_metadata=SimpleNamespace(num_failures=3))]
+    progress.on_step_begin(0, trials)
+    assert trials[0].run_metadata.num_failures == 3
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    progress.on_step_begin(0, trials)
+    assert trials[0].run_metadata.num_failures == 0
+    trials[0].run_metadata.num_failures = 1
+    progress.on_step_begin(1, trials)
+    assert trials[0].run_metadata.num_failures == 1
 
 
 def test_a_trial_whose_learners_began_anew_is_given_back_to_tune() -> None:

@@ -11,6 +11,9 @@ from rl_vlm.envs.tools import THOUGHT_END
 from rl_vlm.types import RLVLMError, UserInputError
 
 MAX_CHARS = 65_536
+# Words of other scripts stand without spaces between them; an underscore is part of a word where letters go on behind it.
+_BEFORE_WORD, _AFTER_WORD = r"(?<![A-Za-z0-9])(?<![A-Za-z0-9]_)", r"(?![A-Za-z0-9]|_[A-Za-z0-9]|\.\d)"
+_BEFORE_NUMBER = r"(?<!^-)(?<![^A-Za-z]-)(?<!\d\.)"  # a sign, but not the hyphen of "action-2"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -89,10 +92,14 @@ class ActionForm:
 
 def _last_place(choice: str, text: str) -> tuple[int, int] | None:
     """(end, length) of the last place where a choice stands as a whole word, in any case; None where it does not."""
-    before = r"(?<![\w.-])" if choice[:1].isdigit() else r"(?<!\w)" if choice[:1].isalpha() or choice[:1] == "_" else ""
-    after = r"(?!\w|\.\d)" if choice[-1:].isalnum() or choice[-1:] == "_" else ""
+    before = (_BEFORE_WORD if _is_ascii_word(choice[:1]) else "") + (_BEFORE_NUMBER if choice[:1].isdigit() else "")
+    after = _AFTER_WORD if _is_ascii_word(choice[-1:]) else ""
     found = list(re.finditer(f"{before}{re.escape(choice)}{after}", text, re.IGNORECASE)) if choice else []
     return (found[-1].end(), len(choice)) if found else None
+
+
+def _is_ascii_word(character: str) -> bool:
+    return character.isascii() and (character.isalnum() or character == "_")
 
 
 def _last_object(text: str) -> dict[str, Any]:
