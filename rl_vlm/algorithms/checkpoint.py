@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NAME = re.compile(r"iteration-(\d{6,})")
+_REPLACED = ".replaced-"
 
 
 @dataclass(slots=True)
@@ -96,26 +97,18 @@ def write_folder(parent: Path, name: str, write: Callable[[Path], None]) -> Path
     A process that is killed between the two renames leaves what was there as `.replaced-*`: see `clean_leftovers`.
     """
     parent.mkdir(parents=True, exist_ok=True)
-    target = parent / name
+    target, aside = parent / name, parent / f"{_REPLACED}{name}"
     temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=parent))
     temporary.chmod(0o755)  # mkdtemp makes it readable for its owner only
     try:
         write(temporary)
+        _put_back(aside)  # of a writer that was killed
         if target.exists():
-            aside = parent / f".replaced-{name}"
-            shutil.rmtree(aside, ignore_errors=True)
             os.replace(target, aside)
-            try:
-                os.replace(temporary, target)
-            except BaseException:
-                if not target.exists():
-                    os.replace(aside, target)
-                raise
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            os.replace(temporary, target)
+        os.replace(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        _put_back(aside)
     return target
 
 
@@ -152,12 +145,17 @@ def clean_leftovers(checkpoints: Path) -> None:
     """Delete what a killed writer left behind, and put back what it was about to replace."""
     for folder in checkpoints.glob(".writing-*"):
         shutil.rmtree(folder, ignore_errors=True)
-    for aside in checkpoints.glob(".replaced-*"):
-        target = checkpoints / aside.name.removeprefix(".replaced-")
-        if target.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            os.replace(aside, target)
+    for aside in checkpoints.glob(f"{_REPLACED}*"):
+        _put_back(aside)
+
+
+def _put_back(aside: Path) -> None:
+    """End the replacement of a folder that was moved aside: it goes back where nothing has taken its place, and else for good."""
+    target = aside.with_name(aside.name.removeprefix(_REPLACED))
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+    elif aside.exists():
+        os.replace(aside, target)
 
 
 def _write(path: Path, data: bytes | memoryview) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -32,6 +33,7 @@ from rl_vlm.http.errors import RequestError, error_response
 from rl_vlm.http.gate import Gate
 from rl_vlm.http.metrics import HTTPMetrics
 from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
+from rl_vlm.hung_threads import note_hung_thread
 
 _MAX_REQUEST_MIB = 4.0  # a request is one answer of the policy
 _CLOSE_S = 3.0
@@ -42,7 +44,9 @@ _SPLITS = ("train", "test")
 class _Session:
     """One environment, and the last answer it gave."""
 
-    def __init__(self, build: Callable[[], VisionEnv], clock: Callable[[], float], forget: Callable[[], None]) -> None:
+    def __init__(
+        self, build: Callable[[], VisionEnv], clock: Callable[[], float], forget: Callable[[], object]
+    ) -> None:
         self._worker = EnvWorker(build)
         self._forget = forget  # called when the environment is closed
         self._closed = False
@@ -182,7 +186,7 @@ class EnvServer:
         if self.num_sessions >= self._max_sessions:
             raise RequestError(429, f"{self._max_sessions} sessions are open: close one, or raise --max-sessions.")
         name = secrets.token_hex(16)
-        session = _Session(self._build, self._clock, lambda: self._sessions.pop(name, None))  # type: ignore[arg-type,return-value]
+        session = _Session(self._build, self._clock, partial(self._sessions.pop, name, None))
         self._sessions[name] = session  # it counts while it is made
         try:
             reply, _ = await self._in_thread(session.open)
@@ -262,6 +266,6 @@ def serve_environment(
         try:
             number = http.run_until_signal()
         finally:
-            if not server.close() and number:
-                os._exit(128 + number)  # an environment hangs, and Python would wait for its thread
+            if not server.close():
+                note_hung_thread("an environment", threading.Event())
         return number

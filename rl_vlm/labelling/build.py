@@ -43,9 +43,8 @@ def prompts_of(section: LabelsSection, env_id: str = "") -> TaskPrompts:
     except UnknownTaskError:
         if not section.goal or section.task:
             raise
-        prompts = TaskPrompts(
-            task or "task", section.goal
-        )  # a goal is enough for a task that nobody has written prompts for
+        # A goal is enough for a task that nobody has written prompts for.
+        prompts = TaskPrompts(task or "task", section.goal)
     if section.goal and section.goal != prompts.goal:
         prompts = replace(prompts, goal=section.goal, description="")  # which described the other goal
     return replace(prompts, description=section.description or prompts.description)

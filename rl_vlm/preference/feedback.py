@@ -150,8 +150,7 @@ class Feedback:
             return None
         session.labels = [_as_stored(label) for label in session.labels]
         now = time.time()
-        self._forget_other_attempts()
-        self.store.append(session.pairs, session.labels, step=step, time=now)
+        self._store(session.pairs, session.labels, step, now)
         QueryLog(self._log_path).append(session.pairs, session.labels, iteration=self.sessions + 1, time=now)
         self._remember(session.pairs)
         return SessionReport(
@@ -179,8 +178,7 @@ class Feedback:
         scores = [_label_as_score(_as_stored(_score_as_label(score))) for score in scores]
         # The store holds pairs; a scored picture is kept as a pair with itself, its score in the probabilities.
         pairs = [SegmentPair(segment, segment) for segment in segments]
-        self._forget_other_attempts()
-        self.store.append(pairs, [_score_as_label(score) for score in scores], step=step, time=time.time())
+        self._store(pairs, [_score_as_label(score) for score in scores], step, time.time())
         return SessionReport(
             asked=len(scores),
             usable=self.model.add_scores(segments, scores),
@@ -218,11 +216,15 @@ class Feedback:
                 pause = min(2 * pause, 10.0)
         return None
 
-    def _forget_other_attempts(self) -> None:
-        """Move sessions aside that this run does not know: of an attempt that ended before its first checkpoint."""
-        if len(self.store) > self.sessions:
-            self.store.rewind(self.sessions)
-            QueryLog(self._log_path, keep_until=self.sessions)
+    def _store(self, pairs: Sequence[SegmentPair], labels: Sequence[Label], step: int, now: float) -> None:
+        if len(self.store) > self.sessions:  # of an attempt that ended before its first checkpoint
+            self._rewind()
+        self.store.append(pairs, labels, step=step, time=now)
+
+    def _rewind(self) -> None:
+        """Move sessions aside that this run does not know, and take them out of the log."""
+        self.store.rewind(self.sessions)
+        QueryLog(self._log_path, keep_until=self.sessions)
 
     def _remember(self, pairs: Sequence[SegmentPair]) -> None:
         if self.settings.labels.rule.startswith("kcenter"):
@@ -248,8 +250,7 @@ class Feedback:
         if self._cache is not None and state["cache"] is not None:
             self._cache.set_state(state["cache"])
         self._cache_is_used_up = bool(state["cache_used_up"])
-        self.store.rewind(self.sessions)
-        QueryLog(self._log_path, keep_until=self.sessions)
+        self._rewind()
         self.model.load(model_file)
         self.model.forget_examples()
         self._known = []

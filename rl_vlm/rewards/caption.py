@@ -54,8 +54,8 @@ class CaptionGrade:
     """score, in [0, 1]: the geometric mean of F0.5 of words and of pairs, times `length`; 0 with a `reason`.
 
     precision, recall and f1 are those of words. length: 1, or less where the caption is much longer than every reference.
-    Reasons: too_long, hidden, special, look_alike (see `plain_text`), misplaced (a thought that does not end), empty, list (a clause of far too many content words),
-    repetition (a clause that comes more than twice, and more often than in the reference).
+    Reasons: those of `plain_text.spoken`, empty, list (a clause of far too many content words), repetition (a clause that comes more
+    than twice, and more often than in the reference).
     """
 
     score: float = 0.0

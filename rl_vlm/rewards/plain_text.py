@@ -8,7 +8,7 @@ import unicodedata
 _SPECIAL = re.compile(r"<\|[^<>|]{0,40}\|>|</?(?:s|tool_call|tool_response|im_start|im_end|eos|bos)>", re.IGNORECASE)
 # Templates of thinking models open the thought in the prompt: the sampled text then begins inside it.
 _THOUGHT = re.compile(r"(?:\s*<think>)?(?:(?!</?think>).)*</think>", re.DOTALL)
-MAX_THOUGHT = 100_000  # characters
+_MAX_THOUGHT = 100_000  # characters
 _WORD = re.compile(r"\w+")
 # Format, control, surrogate, private and unassigned characters; line breaks and tabs are fine.
 _HIDDEN = frozenset({"Cf", "Cc", "Cs", "Co", "Cn"})
@@ -47,12 +47,14 @@ def without_thought(text: str) -> str:
 
 
 def spoken(text: str, max_chars: int) -> tuple[str, str]:
-    """What a text says behind its thought, and why it must not be graded: see `refusal`, or "misplaced" for a thought that does not end,
-    or a second one. `max_chars` bounds what is said."""
+    """What a text says behind its thought, and why it must not be graded; "" if it may be.
+
+    The reasons are those of `refusal`, with `max_chars` of what is said, and "misplaced": a thought that does not end, or another.
+    """
     said = without_thought(text)
     if len(said) > max_chars:
         return said, "too_long"
-    if reason := refusal(text, MAX_THOUGHT + max_chars):
+    if reason := refusal(text, _MAX_THOUGHT + max_chars):
         return said, reason
     return said, "misplaced" if "<think>" in said or "</think>" in said else ""
 

@@ -19,7 +19,7 @@ _ARTICLE = re.compile(r"(?:a|an|the)\s+(?=\S)")
 _DECORATION = " \t\r\n*_`~#>\"'“”‘’()[]{}.!,:;-–—|\\$"
 # A number, also one of LaTeX whose backslash is decoration. What is stripped before it may hold its sign and its point.
 _QUANTITY = re.compile(r"\d|[€£¥√]|[dt]?frac\b|sqrt\b")
-_SIGN = re.compile(r"[-–](?=\S*$)")
+_SIGN = re.compile(r"−|[-–](?=\S*$)")
 _POINT = re.compile(r"(?<!\.)\.$")
 
 
@@ -41,13 +41,12 @@ def normalized(text: str) -> str:
     A number keeps its sign, as "-", and its point, as "0.": "–.5" is "-0.5". A dash and a space are a bullet.
     """
     bare = text.strip(_DECORATION)
-    before = text[: text.find(bare)]
-    if bare[:1] == "−" and _QUANTITY.match(rest := bare[1:].strip(_DECORATION)):
-        before, bare = f"{before}-{'.' if bare[1:].lstrip()[:1] == '.' else ''}", rest
-    if _QUANTITY.match(bare):
-        bare = (
-            f"{'-' if _SIGN.search(before) else ''}{'0.' if _POINT.search(before) and bare[0].isdigit() else ''}{bare}"
-        )
+    number = bare.lstrip(_DECORATION + "−")
+    if _QUANTITY.match(number):
+        before = text[: text.find(number)]
+        sign = "-" if _SIGN.search(before) else ""
+        point = "0." if _POINT.search(before) and number[0].isdigit() else ""
+        bare = f"{sign}{point}{number}"
     return _ARTICLE.sub("", " ".join(bare.casefold().split()), count=1)
 
 

@@ -155,11 +155,10 @@ class RemoteFolder:
                 self._make_folder(name)
                 self._files.put_file(str(path), f"{self._root}/{name}")
                 self._copied[name] = seen
-        except FileNotFoundError:
+        except FileNotFoundError:  # it was deleted meanwhile, or the storage lacks something, such as the bucket
             self._copied.pop(name, None)
-            if path.exists():  # it is the storage that lacks something, such as the bucket
+            if path.exists():
                 raise
-            # deleted meanwhile
 
     def _put(self, name: str, content: bytes) -> None:
         self._make_folder(name)

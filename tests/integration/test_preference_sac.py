@@ -16,6 +16,7 @@ from preference_loop import build, content, run_config, saved, train_to
 from ray.exceptions import RayActorError
 
 from rl_vlm.algorithms.learners import LearnerDiedError
+from rl_vlm.config import RunConfig
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
 from rl_vlm.labelling.store import LabelStore
 from rl_vlm.runs.cluster import ray_cluster
@@ -29,6 +30,11 @@ POINTS = (40, 100, 140, 260, 280)
 def cluster() -> Iterator[None]:
     with ray_cluster(run_config()):
         yield
+
+
+def two_runners(**dotted: Any) -> RunConfig:
+    collection = {"num_env_runners": 2, "cpus_per_env_runner": 0.25, "steps": 5}
+    return run_config(**{**{f"preference__collection__{key}": value for key, value in collection.items()}, **dotted})
 
 
 def same_metrics(one: dict[str, float], other: dict[str, float]) -> None:
@@ -68,13 +74,7 @@ def test_a_run_resumed_at_any_of_five_points_is_the_same_run(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_several_env_runners_fill_one_replay_buffer(tmp_path: Path, deterministic: bool) -> None:
-    run = run_config(
-        deterministic=deterministic,
-        preference__collection__num_env_runners=2,
-        preference__collection__cpus_per_env_runner=0.25,
-        preference__collection__envs_per_runner=2,
-        preference__collection__steps=5,
-    )
+    run = two_runners(deterministic=deterministic, preference__collection__envs_per_runner=2)
     algorithm = build(run, tmp_path)
     train_to(algorithm, 200)
     replay = algorithm.replay
@@ -99,12 +99,7 @@ def test_several_env_runners_fill_one_replay_buffer(tmp_path: Path, deterministi
 
 
 def test_an_env_runner_that_dies_is_replaced(tmp_path: Path) -> None:
-    run = run_config(
-        preference__collection__num_env_runners=2,
-        preference__collection__cpus_per_env_runner=0.25,
-        preference__collection__steps=5,
-    )
-    algorithm = build(run, tmp_path)
+    algorithm = build(two_runners(), tmp_path)
     train_to(algorithm, 60)
     ray.kill(algorithm.env_runner_group._worker_manager.actors()[1], no_restart=False)
     train_to(algorithm, 160)
@@ -116,8 +111,7 @@ def test_an_env_runner_that_dies_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_dead_env_runner_costs_its_open_episodes_and_not_the_checkpoint(tmp_path: Path) -> None:
-    collection = {"num_env_runners": 2, "cpus_per_env_runner": 0.25, "steps": 5, "envs_per_runner": 2}
-    run = run_config(**{f"preference__collection__{key}": value for key, value in collection.items()})
+    run = two_runners(preference__collection__envs_per_runner=2)
     algorithm = build(run, tmp_path / "one")
     train_to(algorithm, 80)
     runner = algorithm.env_runner_group._worker_manager.actors()[1]
@@ -144,12 +138,7 @@ def test_a_dead_env_runner_costs_its_open_episodes_and_not_the_checkpoint(tmp_pa
 
 
 def test_a_stop_leaves_no_steps_that_are_not_in_the_replay_buffer(tmp_path: Path) -> None:
-    run = run_config(
-        preference__collection__num_env_runners=2,
-        preference__collection__cpus_per_env_runner=0.25,
-        preference__collection__steps=2,
-    )
-    algorithm = build(run, tmp_path)
+    algorithm = build(two_runners(preference__collection__steps=2), tmp_path)
     train_to(algorithm, 140)  # behind the first session, where runners step while the learner learns
     stop_at = algorithm.env_steps + 8
     algorithm.stop_requested = lambda: algorithm.env_steps >= stop_at
