@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
@@ -94,8 +94,12 @@ class ProgressDisplay:
                 " | ".join([f"{self.unit} {iteration}/{self.total}", *facts, *filter(None, [self._remaining()])])
             )
 
-    def evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
-        """Show held-out accuracy, `accuracy/<variant>` of `results`."""
+    def recall(self, evaluations: Iterable[Mapping[str, Any]]) -> None:
+        """Know the evaluations that a run made before it was resumed, entries of eval.jsonl, without showing each."""
+        for entry in evaluations:
+            self._remember(int(entry["iteration"]), entry)
+
+    def _remember(self, iteration: int, results: Mapping[str, Any]) -> dict[str, float]:
         found = {
             name.removeprefix("accuracy/"): float(value)
             for name, value in results.items()
@@ -104,6 +108,11 @@ class ProgressDisplay:
         self._before = {**found, **self._before}
         self._latest.update(found)
         self._latest_iteration = iteration
+        return found
+
+    def evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
+        """Show held-out accuracy, `accuracy/<variant>` of `results`."""
+        found = self._remember(iteration, results)
         # The time of an evaluation counts for no iteration.
         self._updated = self._clock()
         if self._live is not None:

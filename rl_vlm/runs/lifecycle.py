@@ -70,6 +70,7 @@ class BaseRun(ABC):
         self._config = config
         save_config(config, folder / "config.yaml")
         self.recorder = self._new_recorder(start if resume else None)
+        self.display.recall(self.recorder.evaluations())
         self.stop = StopRequest()
         self.started = time.monotonic()
         self.train_seconds = self.startup_seconds = 0.0

@@ -77,6 +77,18 @@ def test_a_line_says_what_matters():
     )
 
 
+def test_a_resumed_run_shows_where_it_began():
+    display, _clock, out = plain()
+    display.recall([{"iteration": 0, "accuracy/default": 0.25}, {"iteration": 5, "accuracy/default": 0.5}])
+    with display:
+        display.update(10, METRICS)
+        display.evaluation(10, {"accuracy/default": 0.75})
+        display.update(20, METRICS)
+    first, evaluation, second = lines(out)
+    assert "accuracy 0.250 → 0.500 greedy" in first and "accuracy 0.250 → 0.750 greedy" in second
+    assert evaluation == "held-out accuracy at iteration 10: default 0.750"
+
+
 @pytest.mark.parametrize(
     ("values", "alarms"),
     [
