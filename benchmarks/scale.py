@@ -132,7 +132,7 @@ def rounds(report: Report, count: int, repeats: int) -> None:
 def continuous(report: Report, count: int, repeats: int) -> None:
     """Groups as they come, at lag 2: every runner has one under way, the learner takes batches of a sixteenth of them."""
     env_runners, hosts = runners(count, GROUP_S)
-    sampler, buffer = ContinuousSampler(env_runners, 600.0), GroupBuffer(LAG)
+    sampler, buffer = ContinuousSampler(env_runners, 600.0, places=1), GroupBuffer(LAG)
     batch = max(count // 16, 1)
     cpu, rates, given = [], [], itertools.count(0, count)
     sampler.give(tasks(count, next(given)), 0)

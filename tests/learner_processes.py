@@ -162,7 +162,7 @@ def _learned(
             if active:
                 bad = poisoned == len(norms) + stats.skipped_steps and rank == 0
                 before = stats.grad_norm
-                losses = [_not_a_number(updater.loss) if bad else updater.loss]
+                losses = _not_a_number(updater.loss) if bad else updater.loss
                 if optimizer_step(strategy, minibatch, losses, run.learner.max_grad_norm, stats):
                     norms.append(stats.grad_norm - before)
     moments = {name: tensor.numpy() for name, tensor in strategy.state().items()}

@@ -41,7 +41,9 @@ class UpdateDeadline:
         return self.limit_s if longest is None else min(self.limit_s, max(_LEAST_S, _SLOWER * longest))
 
     def took(self, batch: Any, seconds: float) -> None:
-        """Such a batch was answered after so long."""
+        """Such a batch was answered after so long. An update whose steps all had no gradient says nothing of one that has."""
+        if not any(getattr(batch, "active", (True,))):
+            return
         self._longest[type(batch)] = max(seconds, self._longest.get(type(batch), 0.0))
 
     def forget(self) -> None:

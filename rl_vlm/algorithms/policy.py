@@ -163,7 +163,10 @@ class PolicyAlgorithm(RunAlgorithm):
         """Sample, learn, publish."""
         with self.timed("sample"):
             groups = self.rollouts.next_groups(self.version, self.iterations_left)
-        figures = sampling_figures(groups, self.version, self._clock["sample"], self.run.rollout.max_turns)
+        rollout = self.run.rollout
+        figures = sampling_figures(
+            groups, self.version, self._clock["sample"], rollout.max_turns, rollout.crosses_versions
+        )
         figures |= group_figures(self._env_metrics, groups)
         if groups:
             with self.timed("sight"):

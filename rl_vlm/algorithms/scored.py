@@ -41,7 +41,8 @@ class ScoredAlgorithm(PolicyAlgorithm):
     def set_state(self, state: dict[str, Any]) -> None:
         """See PolicyAlgorithm."""
         super().set_state(state)
-        self.kl_coef = float(state["kl_coef"])
+        if self.run.algorithm.kl_target:  # a fixed one is the configuration's, which a resume may have changed
+            self.kl_coef = float(state["kl_coef"])
         self.return_scale = ReturnScale(**state["return_scale"])
 
     def learn_scored(self, groups: Sequence[TrajectoryGroup], *, learn_policy: bool = True) -> dict[str, float]:
@@ -98,7 +99,10 @@ class ScoredAlgorithm(PolicyAlgorithm):
             # KL(policy || reference), from log policy - log reference.
             kl = mean_kl(-np.concatenate(list(scores.log_ratio.values()) or [np.zeros(1)]))
             figures |= {"policy/kl": kl, "policy/kl_coef": self.kl_coef}
-            self.kl_coef = adapted_kl_coef(self.kl_coef, kl, settings)
+            if (
+                learn_policy
+            ):  # while the critic learns alone the policy is the reference, which says nothing about the coefficient
+                self.kl_coef = adapted_kl_coef(self.kl_coef, kl, settings)
         return figures
 
 

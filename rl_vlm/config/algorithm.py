@@ -64,19 +64,20 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage_normalization": "std", "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
     },
 }  # fmt: skip
-# Keys that one choice alone reads: the key that chooses, and its values.
-_ONLY_WITH: dict[str, tuple[str, tuple[str, ...]]] = {
-    "dual_clip": ("loss", ("clipped", "gspo")),
-    "cispo_cap": ("loss", ("cispo",)),
-    "sapo_tau_pos": ("loss", ("sapo",)),
-    "sapo_tau_neg": ("loss", ("sapo",)),
-    "gigpo_gamma": ("estimator", ("gigpo",)),
-    "gigpo_step_weight": ("estimator", ("gigpo",)),
-    **dict.fromkeys(("gae_level", "gamma", "gae_lambda", "turn_gamma", "turn_lambda"), ("estimator", ("gae",))),
-    "tis_cap": ("mismatch", ("truncate", "sequence_mask")),
-    "mismatch_low": ("mismatch", ("mask", "sequence_mask")),
-    "mismatch_high": ("mismatch", ("mask", "sequence_mask")),
-}
+# Keys that some choices alone read: the keys, the key that chooses, and its values.
+_ONLY_WITH: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
+    (("dual_clip",), "loss", ("clipped", "gspo")),
+    (("cispo_cap",), "loss", ("cispo",)),
+    (("sapo_tau_pos", "sapo_tau_neg"), "loss", ("sapo",)),
+    (("gigpo_gamma", "gigpo_step_weight"), "estimator", ("gigpo",)),
+    (("gae_level", "gamma", "gae_lambda", "turn_gamma", "turn_lambda"), "estimator", ("gae",)),
+    (("gamma", "gae_lambda"), "gae_level", ("token", "bilevel")),
+    (("turn_gamma", "turn_lambda"), "gae_level", ("turn", "bilevel")),
+    (("tis_cap",), "mismatch", ("truncate", "sequence_mask")),
+    (("mismatch_low", "mismatch_high"), "mismatch", ("mask", "sequence_mask")),
+    (("kl_estimator",), "kl_in", ("loss",)),
+)
+_ADAPTED = ("kl_rate", "kl_min", "kl_max")  # read where kl_target is set
 # exp(old - behaviour) within which a token, or the geometric mean of a trajectory, is kept where the configuration says nothing.
 # Per token: IcePop (Ring-1T, arXiv 2510.18855). Per trajectory: with noise of s nats per token the logarithm of the mean over T
 # tokens has the deviation s / sqrt(T); thousands of tokens want a narrower band, a dozen a wider one.
@@ -155,7 +156,8 @@ class AlgorithmSection(Section):
         0.0,
         ge=0,
         description="Groups whose rewards are all equal have no gradient: up to this times prompts_per_iteration of them are "
-        "replaced by further groups in each iteration (dynamic sampling). 0: off.",
+        "replaced by further groups in each iteration (dynamic sampling). Rewards are the environment's: what overlong_buffer takes off "
+        "does not count, as in DAPO. 0: off.",
     )
     shuffle_rewards: bool = Field(False, description="A control that must fail: rewards are permuted over the batch.")
 
@@ -215,17 +217,25 @@ class AlgorithmSection(Section):
     @model_validator(mode="after")
     def _no_constants_of_another_choice(self) -> AlgorithmSection:
         builtin = {"loss": BUILTIN_LOSSES, "estimator": BUILTIN_ESTIMATORS}
-        for key, (chooser, readers) in _ONLY_WITH.items():
-            value, chosen = getattr(self, key), getattr(self, chooser)
-            # A saved configuration holds the defaults of all keys, and what a plugin's loss or estimator reads is unknown.
-            if value in (None, type(self).model_fields[key].default) or chosen not in builtin.get(chooser, (chosen,)):
+        for keys, chooser, readers in _ONLY_WITH:
+            chosen = getattr(self, chooser)
+            # What a plugin's loss or estimator reads is unknown.
+            if chosen in readers or chosen not in builtin.get(chooser, (chosen,)):
                 continue
-            if chosen not in readers:
-                raise ValueError(
-                    f"algorithm.{key} has no effect with algorithm.{chooser} {chosen}: remove it, or set algorithm.{chooser} to "
-                    f"{' or '.join(readers)}"
-                )
+            for key in keys:
+                if self._is_changed(key):
+                    raise ValueError(
+                        f"algorithm.{key} has no effect with algorithm.{chooser} {chosen}: remove it, or set algorithm.{chooser} to "
+                        f"{' or '.join(readers)}"
+                    )
+        for key in _ADAPTED if self.kl_target is None else ():
+            if self._is_changed(key):
+                raise ValueError(f"algorithm.{key} has no effect without algorithm.kl_target: remove it, or set that")
         return self
+
+    def _is_changed(self, key: str) -> bool:
+        # A saved configuration holds the defaults of all keys.
+        return getattr(self, key) not in (None, type(self).model_fields[key].default)
 
 
 def without_preset_keys(algorithm: Mapping[str, Any], preset: str) -> dict[str, Any]:

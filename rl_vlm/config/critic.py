@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rl_vlm.config.section import Section
 
@@ -25,3 +25,11 @@ class CriticSection(Section):
     normalize_returns: bool = Field(True, description="Learn returns minus their mean over their standard deviation.")
     stop_gradient: bool = Field(False, description="Of the head: the value loss does not train the policy's LoRA.")
     warmup_iterations: int = Field(0, ge=0, description="First iterations, in which the critic learns alone.")
+
+    @model_validator(mode="after")
+    def _stops_something(self) -> CriticSection:
+        if self.stop_gradient and self.kind == "adapter":
+            raise ValueError(
+                "stop_gradient has no effect with kind adapter, which never trains the policy's LoRA: remove it"
+            )
+        return self

@@ -17,6 +17,7 @@ from rl_vlm.registry import Registry
 if TYPE_CHECKING:
     from rl_vlm.config.run import RunConfig
 
+_OF_SEVERAL = ("group", "rloo", "reinforce_pp_baseline", "gigpo")  # estimators that compare the members of a group
 _BEYOND_THE_GROUP = ("gae", "gigpo", "reinforce_pp")  # estimators that compare with more than the rewards of the group
 
 
@@ -97,6 +98,11 @@ def _check_policy(run: RunConfig) -> None:
             )
     _check_strategy(run)
     settings = run.algorithm
+    if run.rollout.group_size == 1 and settings.estimator in _OF_SEVERAL:
+        raise ValueError(
+            f"rollout.group_size 1 with algorithm.estimator {settings.estimator}: a group of one has nobody to be compared with, so "
+            "nothing would be learned; use a larger group, algorithm.estimator=reinforce_pp, or algorithm.name=ppo"
+        )
     if settings.max_refill and run.rollout.group_size == 1:
         raise ValueError(
             "algorithm.max_refill replaces groups whose rewards are all equal, and all groups of one are: set it to 0, or "
@@ -108,6 +114,11 @@ def _check_policy(run: RunConfig) -> None:
         )
     if settings.kl_target and settings.kl_in != "reward":
         raise ValueError("algorithm.kl_target adapts a penalty in the reward: set algorithm.kl_in to reward")
+    if run.spec.has_critic and run.critic.warmup_iterations >= settings.iterations:
+        raise ValueError(
+            f"critic.warmup_iterations ({run.critic.warmup_iterations}) leave none of algorithm.iterations ({settings.iterations}) "
+            "to the policy: lower them"
+        )
     if settings.kl_min > settings.kl_max:
         raise ValueError(f"algorithm.kl_min ({settings.kl_min}) exceeds algorithm.kl_max ({settings.kl_max})")
     if settings.estimator == "gae" and not run.spec.has_critic:

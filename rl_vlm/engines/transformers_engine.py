@@ -54,7 +54,7 @@ class TransformersEngine:
         in_flight: running samples take a new version between two tokens, and keep or recompute their keys and values.
         product: what multiplies float32 matrices on a CPU (see models/products.py).
         full: versions are all weights of the model, not adapters.
-        image_cache_bytes, head_dtype: see `Backbone`.
+        image_cache_bytes, head_dtype, image_by_image: see `Backbone`.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class TransformersEngine:
         full: bool = False,
         image_cache_bytes: int = CACHE_BYTES,
         head_dtype: HeadDType = "model",
+        image_by_image: bool = False,
     ) -> None:
         quiet_libraries()
         if num_threads is not None:
@@ -81,7 +82,7 @@ class TransformersEngine:
         text = load_text_side(model, pixels)
         loaded = load_model(model, dtype, device, quantization)
         suppressed = text.codec.suppressed_token_ids(text.vocab_size)
-        self.backbone = Backbone(loaded, text.images, suppressed, image_cache_bytes, head_dtype)
+        self.backbone = Backbone(loaded, text.images, suppressed, image_cache_bytes, head_dtype, image_by_image)
         self._decoder = Decoder(self.backbone, text.codec, max_context=max_context)
         merges = quantization == "none" and dtype == "float32"
         self._weights = FullWeights(loaded) if full else self._weights_of(loaded, merges)

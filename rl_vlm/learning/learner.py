@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -150,7 +150,7 @@ class VLMLearner(TorchLearner):
             else:
                 packed, self._scored = self._scored, []
                 self._updater.set_targets(packed, batch.targets, batch.rescaling)
-        losses = [self._through_rllib(loss) for loss in self._updater.losses(batch.learn_policy)]
+        losses = [replace(one, loss=self._through_rllib(one.loss)) for one in self._updater.losses(batch.learn_policy)]
         groups = None if batch.learn_policy else [CRITIC_GROUP]
         for _epoch in range(batch.epochs):
             for minibatch, active in zip(packed, batch.active, strict=True):

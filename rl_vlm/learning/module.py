@@ -28,7 +28,9 @@ class VLMModule(TorchRLModule):
         limit_memory(run, device)
         model: ModelReference = settings["model"]
         folder = model.on_this_node(partial(fetch_model_files, settings["run_id"]))
-        self.policy = PolicyModel(folder, run, device, cache_bytes=run.model.image_cache_bytes)
+        self.policy = PolicyModel(
+            folder, run, device, cache_bytes=run.model.image_cache_bytes, image_by_image=run.deterministic
+        )
         self.vlm = self.policy.model  # registered as a submodule, so that RLlib finds the parameters
         if self.policy.critic is not None:
             self.value_head = self.policy.critic.head

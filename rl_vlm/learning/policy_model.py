@@ -32,7 +32,7 @@ class PolicyModel:
         device: "cpu" or "cuda".
         suppress: give the tokens that an engine never samples the probability 0, as reinforcement learning needs it;
             supervised learning teaches the probabilities of the plain model.
-        cache_bytes: see `Backbone`.
+        cache_bytes, image_by_image: see `Backbone`.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class PolicyModel:
         *,
         suppress: bool = True,
         cache_bytes: int = CACHE_BYTES,
+        image_by_image: bool = False,
     ) -> None:
         quiet_libraries()
         self.product: ProductName = "torch"
@@ -59,7 +60,8 @@ class PolicyModel:
             part.train()
         codec = self.text.codec
         suppressed = codec.suppressed_token_ids(self.text.vocab_size) if suppress else np.empty(0, dtype=np.int64)
-        self.backbone = Backbone(self.model, self.text.images, suppressed, cache_bytes, run.model.head_dtype)
+        head_dtype = run.model.head_dtype
+        self.backbone = Backbone(self.model, self.text.images, suppressed, cache_bytes, head_dtype, image_by_image)
         self.backbone.checkpoints_tower = self.model.model.visual in checkpointed
         self._choose_product(run)
         self.backbone.choose_attention(run.learner.attention)

@@ -55,7 +55,12 @@ class ReturnScale:
         )
 
     def rescaling_to(self, new: ReturnScale) -> Rescaling:
-        """How values that are normalised by this scale are normalised by a new one."""
+        """How values that are normalised by this scale are normalised by a new one.
+
+        A critic that has seen no return says 0, which is to mean the mean return whatever that is.
+        """
+        if not self.weight:
+            return Rescaling()
         return Rescaling(self.std / new.std, (self.mean - new.mean) / new.std)
 
 

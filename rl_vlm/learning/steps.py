@@ -10,7 +10,7 @@ from rl_vlm.learning.batching import BatchBuilder
 from rl_vlm.learning.padding import padding_batch
 from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.strategies.base import Strategy
-from rl_vlm.learning.update import MicroBatchLoss, PackedMinibatch, PolicyUpdater
+from rl_vlm.learning.update import LossPass, MicroBatchLoss, PackedMinibatch, PolicyUpdater
 
 if TYPE_CHECKING:
     from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
@@ -40,7 +40,7 @@ def make_updater(policy: PolicyModel, run: RunConfig) -> PolicyUpdater:
 def optimizer_step(
     strategy: Strategy,
     minibatch: PackedMinibatch,
-    losses: MicroBatchLoss | Sequence[MicroBatchLoss],
+    losses: MicroBatchLoss | Sequence[LossPass],
     max_grad_norm: float,
     stats: UpdateStats,
     groups: Sequence[int] | None = None,
@@ -51,8 +51,9 @@ def optimizer_step(
     """
     for number in range(len(minibatch.micro_batches)):
         figures = stats if number < len(minibatch.counted) else UpdateStats()
-        for loss in [losses] if callable(losses) else losses:
-            strategy.backward(loss(minibatch, number, figures))
+        for one in [LossPass(losses)] if callable(losses) else losses:
+            with one.within():
+                strategy.backward(one.loss(minibatch, number, figures))
     norm = strategy.step(max_grad_norm, groups)
     if norm is None:
         stats.skipped_steps += 1

@@ -40,7 +40,9 @@ class PackedMinibatch:
     reference: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)  # of the critic, before the first step
     value_weight: float = 0.0  # of each token that has a return: one over their number in the whole step
-    probe: list[Tensor] = field(default_factory=list)  # log-probabilities of a separate pass, to check the first ratios
+    probe: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # log-probabilities of a separate pass, to check first ratios
     padding: int = 0  # micro-batches at the end that count for nothing
 
     @property
@@ -55,6 +57,17 @@ class LossError(RLVLMError):
 
 PositionChange = Callable[[MicroBatch], np.ndarray]
 MicroBatchLoss = Callable[[PackedMinibatch, int, UpdateStats], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LossPass:
+    """A loss of a micro-batch, and the context of its forward and its backward pass.
+
+    Gradient checkpointing computes layers anew on the way back, with the adapter that is active then.
+    """
+
+    loss: MicroBatchLoss
+    within: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class PolicyUpdater:
@@ -109,7 +122,7 @@ class PolicyUpdater:
                 elif not self._probed:
                     # Once per process: the shortcut below must give what a separate pass gives.
                     with torch.no_grad():
-                        minibatch.probe.append(self.logprobs(micro)[0])
+                        minibatch.probe[len(minibatch.old)] = self.logprobs(micro)[0]
                 minibatch.old.append(old)
                 if self._settings.kl_loss_coef:
                     minibatch.reference.append(self._reference(micro))
@@ -150,6 +163,9 @@ class PolicyUpdater:
                     minibatch.values.append(values)
                     if counted:
                         scores.values |= micro.split(values.cpu().numpy())
+        if packed and not self._probed:
+            packed[0].probe = dict(enumerate(packed[0].old))  # type: ignore[arg-type]
+            self._probed = True
         return packed, scores
 
     def set_targets(
@@ -166,11 +182,12 @@ class PolicyUpdater:
             for minibatch in packed:
                 minibatch.values = [values * rescaling.factor + rescaling.shift for values in minibatch.values]
 
-    def losses(self, learn_policy: bool = True) -> list[MicroBatchLoss]:
+    def losses(self, learn_policy: bool = True) -> list[LossPass]:
         """What an optimiser step adds up for each micro-batch, each with a forward pass of its own."""
-        if not learn_policy:
-            return [self.value_loss]
-        return [self.loss] if self._critic is None or self._critic.shares_policy else [self.loss, self.value_loss]
+        policy = [LossPass(self.loss)] if learn_policy else []
+        if self._critic is None or (learn_policy and self._critic.shares_policy):
+            return policy
+        return [*policy, LossPass(self.value_loss, self._critic.active)]
 
     def logprobs(self, micro: MicroBatch, entropy: Entropy = "none") -> tuple[Tensor, Tensor | None]:
         """Log-probabilities and, where asked for, entropies float32 [N] of the micro-batch's sampled tokens."""
@@ -240,9 +257,9 @@ class PolicyUpdater:
         if old is None:
             old = new.detach()
             minibatch.old[number] = old  # further epochs over this minibatch compare with the same old policy
-            if minibatch.probe:
-                error = float(((old - minibatch.probe[number]).exp() - 1).abs().max())
-                stats.first_ratio_error = max(stats.first_ratio_error, error)
+        if (probe := minibatch.probe.pop(number, None)) is not None and len(probe):
+            error = float(((new.detach() - probe).exp() - 1).abs().max())
+            stats.first_ratio_error = max(stats.first_ratio_error, error)
         behaviour = torch.from_numpy(micro.behaviour).to(device)
         advantage = torch.from_numpy(micro.advantage).to(device)
         weight = torch.from_numpy(micro.weight).to(device)

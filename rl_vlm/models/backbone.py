@@ -57,6 +57,8 @@ class Backbone:
         suppressed_ids: int64 token ids whose logits are always -inf.
         cache_bytes: how much memory image features may take before the least recently used are dropped.
         head_dtype: float32 does not round logits to the model's type.
+        image_by_image: no two images go through the vision tower together, so that features do not depend, in their last bits,
+            on what else was wanted or is cached.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Backbone:
         suppressed_ids: np.ndarray,
         cache_bytes: int = CACHE_BYTES,
         head_dtype: HeadDType = "model",
+        image_by_image: bool = False,
     ) -> None:
         self.model: Any = model
         self.images = images
@@ -88,6 +91,7 @@ class Backbone:
         self._cache: OrderedDict[str, ImageFeatures] = OrderedDict()
         self._cache_bytes = cache_bytes
         self._cached_bytes = 0
+        self._most_patches = 0 if image_by_image else _VISION_PATCHES[self.device.type]
         self.cache_hits = 0
         self.cache_misses = 0
         self.vision_passes = 0
@@ -142,10 +146,10 @@ class Backbone:
     def _vision_batches(self, images: Sequence[EncodedImage]) -> Iterator[list[EncodedImage]]:
         """The images in batches of bounded size: the memory of a forward pass grows with its patches."""
         batch: list[EncodedImage] = []
-        patches, most = 0, _VISION_PATCHES[self.device.type]
+        patches = 0
         for image in images:
             _, rows, columns = self.images.grid_thw(image.width, image.height, image.sha256[:12])
-            if batch and patches + rows * columns > most:
+            if batch and patches + rows * columns > self._most_patches:
                 yield batch
                 batch, patches = [], 0
             batch.append(image)

@@ -67,18 +67,23 @@ class ExtraLora:
         for parameter in self.parameters.values():
             parameter.data = parameter.data.float()
         self._trainable = [*trainable, *self.parameters.values()]
+        self._current = ""
         self._switch("default")
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, the model computes with this adapter instead of the first."""
+        """Inside, the model computes with this adapter instead of the first. May be entered again inside."""
+        before = self._current
         self._switch(self._name)
         try:
             yield
         finally:
-            self._switch("default")
+            self._switch(before)
 
     def _switch(self, name: str) -> None:
+        if name == self._current:
+            return
+        self._current = name
         for layer in self._layers:
             layer.set_adapter(name)
         # peft freezes what is not active; the optimiser steps both.

@@ -17,7 +17,7 @@ _FIXED: Mapping[str, Mapping[str, str]] = {
         "mean": "Mean reward of the trajectories of an iteration, or true return of a preference run's episodes",
         "std": "Standard deviation of the rewards of an iteration",
         "learned": "Mean return by the learned reward",
-        "zero_advantage_groups": "Share of groups whose rewards are all equal",
+        "zero_advantage_groups": "Share of groups whose advantages are all zero",
     },
     "policy": {
         "loss": "Policy loss",
@@ -54,7 +54,8 @@ _FIXED: Mapping[str, Mapping[str, str]] = {
         "tokens_per_s": "Sampled tokens per second that the learner waited",
         "truncated": "Share of truncated trajectories",
         "groups": "Groups of an iteration",
-        "lag_max": "Age of the oldest group that was learned from, in versions",
+        "lag_max": "Age of the oldest group that was learned from, in versions, as max_policy_lag bounds it",
+        "oldest_token": "Where turns cross versions: age of the oldest token that was learned from, in versions",
         "utilisation": "Share of the env runners' places that were at work",
         "under_way": "Groups that are being sampled",
         "waiting": "Complete groups that wait for the learner",

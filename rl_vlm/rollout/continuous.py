@@ -27,10 +27,10 @@ _PROBE_EVERY_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A task, when it is lost (on the clock of `ContinuousSampler._waited_s`), and who runs it."""
+    """A task, when it is lost (on the clock of `ContinuousSampler._waited_s`; None before it runs), and who runs it."""
 
     task: RolloutTask
-    due: float
+    due: float | None = None
     runner: int = 0
     life: int = 0
 
@@ -40,12 +40,14 @@ class ContinuousSampler:
 
     Args:
         runners: the env runners.
-        timeout_s: deadline of one group. Only time in `collect` counts: the driver may have been busy with other work.
+        timeout_s: deadline of one group. Only time in `collect` counts, as the driver may have been busy with other work, and
+            only from when a runner has a place for the group.
+        places: groups that a runner samples at once; it takes them in the order in which they were sent.
     """
 
-    def __init__(self, runners: EnvRunners, timeout_s: float) -> None:
+    def __init__(self, runners: EnvRunners, timeout_s: float, places: int) -> None:
         self._runners = runners
-        self._timeout_s = timeout_s
+        self._timeout_s, self._places = timeout_s, places
         self._open: dict[ray.ObjectRef, _Call] = {}
         self._waiting: list[_Call] = []  # tasks without a runner
         self._waited_s = 0.0
@@ -60,8 +62,7 @@ class ContinuousSampler:
 
     def give(self, tasks: Sequence[RolloutTask], version: int) -> None:
         """Send tasks to the runners; each is sampled by `version` or a newer one. Returns at once."""
-        due = self._waited_s + self._timeout_s
-        self._waiting += [_Call(task, due) for task in tasks]
+        self._waiting += [_Call(task) for task in tasks]
         self._send(version)
 
     def clear(self) -> None:
@@ -78,6 +79,7 @@ class ContinuousSampler:
         started = time.monotonic()
         self._runners.probe(at_most_every_s=_PROBE_EVERY_S)
         self._send(version)
+        self._start_clocks()
         if self._open:
             for ref in wait_for_some(list(self._open), wait_s):
                 self._take(ref, self._open.pop(ref), result, dropped)
@@ -129,15 +131,26 @@ class ContinuousSampler:
             if one.needs_restart and current:
                 self._runners.restart(call.runner)
 
+    def _start_clocks(self) -> None:
+        """The deadline of a group begins when its runner has a place for it."""
+        ahead: Counter[int] = Counter()
+        for ref, call in self._open.items():
+            if call.due is None and ahead[call.runner] < self._places:
+                self._open[ref] = replace(call, due=self._waited_s + self._timeout_s)
+            ahead[call.runner] += 1
+
+    def _is_late(self, call: _Call) -> bool:
+        return call.due is not None and call.due <= self._waited_s
+
     def _expire(self, result: RolloutResult, dropped: Counter[str]) -> None:
         """Tasks whose deadline has passed are lost. Their runners are restarted: the other calls of these are sent anew."""
-        for ref, call in [(ref, call) for ref, call in self._open.items() if call.due <= self._waited_s]:
+        for ref, call in [(ref, call) for ref, call in self._open.items() if self._is_late(call)]:
             del self._open[ref]
             result.lost[call.task.group_id] = f"no result within {self._timeout_s:g} s"
             dropped["group_timeout"] += 1
             if call.life == self._runners.life(call.runner):
                 self._runners.restart(call.runner)
-        for call in [call for call in self._waiting if call.due <= self._waited_s]:
+        for call in [call for call in self._waiting if self._is_late(call)]:
             self._waiting.remove(call)
             result.lost[call.task.group_id] = "its env runner died"
 

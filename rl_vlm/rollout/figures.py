@@ -12,9 +12,12 @@ from rl_vlm.types import Trajectory, TrajectoryGroup
 
 
 def sampling_figures(
-    groups: Sequence[TrajectoryGroup], version: int, seconds: float, max_turns: int
+    groups: Sequence[TrajectoryGroup], version: int, seconds: float, max_turns: int, crosses_versions: bool = False
 ) -> dict[str, float]:
-    """Figures of the groups that a learner at `version` learns from; `seconds`: how long it waited for them."""
+    """Figures of the groups that a learner at `version` learns from; `seconds`: how long it waited for them.
+
+    Where turns cross versions the lag bounds the age of a group's newest token, and `rollout/oldest_token` is that of its oldest.
+    """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
         return {}
@@ -28,8 +31,12 @@ def sampling_figures(
         "rollout/tokens_per_s": tokens / max(seconds, 1e-9),
         "rollout/truncated": float(np.mean([t.status == "truncated" for t in trajectories])),
         "rollout/groups": float(len(groups)),
-        "rollout/lag_max": float(max(version - group.oldest_version for group in groups)),
     }
+    oldest = float(max(version - group.oldest_version for group in groups))
+    figures["rollout/lag_max"] = oldest
+    if crosses_versions:
+        figures["rollout/lag_max"] = float(max(version - group.newest_version for group in groups))
+        figures["rollout/oldest_token"] = oldest
     for turn in range(2, max_turns + 1):
         share = float(np.mean([len(trajectory.turns) >= turn for trajectory in trajectories]))
         if share or turn == 2:

@@ -103,12 +103,11 @@ class Rollouts(ABC):
         if result.lost:
             self.dropped["group_lost"] += len(result.lost)
         self._failures.record(len(result.groups), result.lost)
-        self._stream.sampled(result.groups)
         self._stream.finish(result.lost)
         kept, replaced = self._refill.split(result.groups)
         if replaced:
             self.dropped["no_gradient"] += len(replaced)
-        self._stream.finish(group.group_id for group in replaced)
+        self._stream.done_with(replaced)
         self._buffer.add(kept)
         return replaced
 
@@ -117,7 +116,7 @@ class Rollouts(ABC):
         taken, stale = self._buffer.take(count, version)
         if stale:
             self.dropped["too_old"] += len(stale)
-        self._stream.finish(group.group_id for group in [*taken, *stale])
+        self._stream.done_with([*taken, *stale])
         self.trajectories += sum(len(group) for group in taken)
         for group in taken:
             for trajectory in group.trajectories:
@@ -265,4 +264,6 @@ def make_rollouts(runners: EnvRunners, stream: TaskStream, run: RunConfig) -> Ro
     sampler = RolloutSampler(runners, run.rollout.timeout_s)
     if run.rollout.max_policy_lag == 0:
         return RoundRollouts(sampler, stream, run)
-    return ContinuousRollouts(sampler, stream, run, ContinuousSampler(runners, run.rollout.timeout_s))
+    return ContinuousRollouts(
+        sampler, stream, run, ContinuousSampler(runners, run.rollout.timeout_s, run.rollout.groups_at_once)
+    )

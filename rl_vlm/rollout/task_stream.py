@@ -60,12 +60,16 @@ class TaskStream:
             stage=item.stage,
         )
 
-    def sampled(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """Pass the groups on to the source."""
+    def done_with(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """These groups were learned from, replaced or dropped: their tasks are not repeated, and the source is told.
+
+        Not earlier: a group that waits for the learner is sampled anew after a resume, and would count twice.
+        """
         self._source.observe(groups)
+        self.finish(group.group_id for group in groups)
 
     def finish(self, group_ids: Iterable[str]) -> None:
-        """Mark tasks that were learned from, dropped or lost: they are not repeated."""
+        """Mark tasks that are not repeated, such as lost ones."""
         for group_id in group_ids:
             self._open.pop(group_id, None)
 

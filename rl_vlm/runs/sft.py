@@ -94,7 +94,7 @@ class SFTRun(BaseRun):
                 f"The run in {folder} was training on {self.saved.state['conversations']} conversations and sft.data now has "
                 f"{len(data.train)}: restore the data, or start anew in another --run-dir."
             )
-        self.skipped = 0
+        self.skipped = int(self.saved.state.get("skipped", 0)) if self.saved else 0
         self.saved_step = self.done if self.saved else -1
         super().__init__(job, folder, self.done, resume, SFTDisplay(self.total, self.done))
 
@@ -213,7 +213,7 @@ class SFTRun(BaseRun):
         """Save a checkpoint. A full disk costs this checkpoint, not the run; the older ones stay."""
         if self.done == self.saved_step:
             return
-        state = {"updates": self.done, "conversations": len(self.data.train)}
+        state = {"updates": self.done, "conversations": len(self.data.train), "skipped": self.skipped}
         checkpoint = Checkpoint(self.trainer.adapter(self.done), self.trainer.moments(), state)
         try:
             save_checkpoint(self.checkpoints, self.done, checkpoint, self.job.logging.keep_checkpoints)

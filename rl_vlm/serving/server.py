@@ -87,6 +87,7 @@ def build_engine(model: Path, run: RunConfig) -> Engine:
         "full": run.model.train == "full",
         "head_dtype": run.model.head_dtype,
         "image_cache_bytes": run.model.image_cache_bytes,
+        "image_by_image": run.deterministic,
     }
     if serving.shared:
         from rl_vlm.engines.many_policies import ManyPoliciesEngine

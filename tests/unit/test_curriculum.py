@@ -169,7 +169,7 @@ def test_tasks_that_were_under_way_keep_their_stage_and_arguments() -> None:
     run = parse_config({"curriculum": {"stages": SIZES}, "rollout": {"prompts_per_iteration": 2}})
     stream, resumed = (TaskStream(make_task_source(run, {"": 50}), run) for _ in range(2))
     tasks = stream.take(2)
-    stream.sampled([solved_group([1] * 8)])
+    stream.done_with([solved_group([1] * 8)])
     resumed.restore(json.loads(json.dumps(stream.state())))
     assert resumed.take(2) == tasks and tasks[0].arguments == {"size": 3}
     assert [task.stage for task in resumed.take(1)] == [1]

@@ -105,6 +105,19 @@ def test_the_image_cache_drops_what_was_used_longest_ago(tiny_folder: Path, text
     assert backbone.cache_misses == 5
 
 
+def test_features_of_a_deterministic_run_do_not_depend_on_what_is_cached(tiny_folder: Path, text: TextSide) -> None:
+    """Images that go through the tower together differ in their last bits from the same images alone."""
+    images = [picture(np.random.default_rng(k), 32, 32) for k in range(40)]
+    alone, together = (backbone_of(tiny_folder, text, image_by_image=True) for _ in range(2))
+    expected = [alone.image_features([image])[0] for image in images]
+    found = together.image_features(images)
+    assert together.vision_passes == 40 and all(
+        torch.equal(a.merged, b.merged) for a, b in zip(expected, found, strict=True)
+    )
+    run = run_config(tiny_folder, deterministic=True, serving__engine="transformers")
+    assert build_engine(tiny_folder, run).backbone._most_patches == 0
+
+
 def test_more_images_than_one_pass_takes_give_the_same_features(
     tiny_folder: Path, text: TextSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from rl_vlm.learning.critic import value_loss
 from rl_vlm.learning.estimators import EstimatorError, Experience
 from rl_vlm.learning.gae import gae, generalized_advantages, trajectory_gae
 from rl_vlm.learning.plan import make_experience
-from rl_vlm.learning.returns import ReturnScale, explained_variance
+from rl_vlm.learning.returns import Rescaling, ReturnScale, explained_variance
 from rl_vlm.learning.scores import Scores
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
@@ -68,9 +68,7 @@ def test_the_recursion_equals_the_sum_that_defines_it() -> None:
 
 
 def test_turn_level_by_hand() -> None:
-    settings = AlgorithmSection(
-        name="ppo", gae_level="turn", turn_gamma=0.5, turn_lambda=0.5, gamma=0.1, gae_lambda=0.1
-    )
+    settings = AlgorithmSection(name="ppo", gae_level="turn", turn_gamma=0.5, turn_lambda=0.5)
     # Turns of 2, 1 and 3 tokens; values before their first tokens 1, 2, 4, the others must not matter.
     values = np.array([1.0, 99, 2, 4, 99, 99])
     penalties = np.array([0.0, -1, 0, 0, 0, -2])
@@ -166,6 +164,8 @@ def test_the_scale_of_returns_weighs_iterations_without_the_bias_of_the_start() 
     assert second.std == pytest.approx(((0.09 * 5 + 0.1 * 16) / 0.19 - mean**2) ** 0.5)
     assert first.observe(np.array([np.nan])) == first
     assert scale.observe(np.full(5, 7.0)).std == 0.01  # equal returns: bounded below
+    # A critic that has seen no return says 0, and goes on saying so: from now on that is the mean return.
+    assert scale.rescaling_to(first) == Rescaling()
     value = 0.3
     change = first.rescaling_to(second)
     assert (change.factor * value + change.shift) * second.std + second.mean == pytest.approx(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,7 @@ from rl_vlm.algorithms.learners import (
 from rl_vlm.algorithms.policy import PolicyAlgorithm
 from rl_vlm.algorithms.preference_sac import PreferenceSAC
 from rl_vlm.config import RunConfig
+from rl_vlm.learning.learner import UpdateBatch
 from rl_vlm.models.adapter import AdapterPayload
 
 
@@ -183,6 +184,11 @@ def test_learners_get_ten_times_as_long_as_they_took_for_such_a_batch() -> None:
     assert deadline.of(2) == 1800.0
     deadline.forget()
     assert deadline.of("scores") == 1800.0
+    update = UpdateBatch([], [False, False], epochs=1, lr_factor=1.0, version=1)
+    deadline.took(update, 0.05)  # nothing was to be learned
+    assert deadline.of(update) == 1800.0
+    deadline.took(replace(update, active=[False, True]), 30.0)
+    assert deadline.of(update) == 300.0
     assert UpdateDeadline(5.0).of("any") == 5.0
 
 

@@ -55,7 +55,7 @@ def test_tasks_are_played_as_their_stage_says_and_paid_as_their_environment_says
     run = run_of()
     stream = TaskStream(make_task_source(run, {"count": 50, "rule": 50}), run)
     first = play(run, stream, engine, tiny_folder)
-    stream.sampled(first.groups)
+    stream.done_with(first.groups)
     second = play(run, stream, engine, tiny_folder)
     assert not first.lost and not second.lost
     assert [(group.env, group.stage) for group in first.groups] == [("count", 0), ("rule", 0)] * 2

@@ -11,6 +11,8 @@ import pytest
 import torch
 from core_support import conversation, picture, randomize, run_config, text_side
 
+from rl_vlm.algorithms.policy import PolicyAlgorithm
+from rl_vlm.algorithms.ppo import PPO
 from rl_vlm.config import RunConfig, parse_config
 from rl_vlm.learning.averaging import WeightAverage
 from rl_vlm.learning.learner import VLMLearner, make_updater, optimizer_step
@@ -114,8 +116,9 @@ class Half:
         self.policy.critic.head.zero_grad(set_to_none=True)
         for minibatch in packed:
             for number in range(len(minibatch.micro_batches)):
-                for loss in self.updater.losses(learn_policy):
-                    loss(minibatch, number, UpdateStats()).backward()
+                for one in self.updater.losses(learn_policy):
+                    with one.within():
+                        one.loss(minibatch, number, UpdateStats()).backward()
         return gradient_vector(self.policy.parameters), gradient_vector(self.policy.critic.parameters)
 
 
@@ -179,6 +182,20 @@ def test_each_loss_trains_its_own_part(tiny_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_gradient_checkpointing_does_not_change_a_gradient(tiny_folder: Path, kind: str) -> None:
+    """Layers are computed anew on the way back, with the adapter of the loss that is on its way."""
+    groups, found = make_groups(tiny_folder), []
+    for checkpointing in (False, True):
+        run = ppo_run(tiny_folder, critic__kind=kind, learner__gradient_checkpointing=checkpointing)
+        half = Half(run, tiny_folder)
+        randomize(half.policy, 1)
+        disturb_head(half)
+        found.append(torch.cat(half.gradients(half.score(groups)[1][0])))
+    assert found[0].abs().max() > 1e-3
+    assert torch.allclose(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", ["token", "turn"])
 def test_the_number_of_learners_does_not_change_the_gradient(tiny_folder: Path, kind: str, level: str) -> None:
     groups = make_groups(tiny_folder, 5)
@@ -229,9 +246,10 @@ def test_values_keep_their_meaning_when_the_scale_changes(tiny_folder: Path, kin
         values = half.updater.score(shards.minibatches[0])[1].values
         return np.concatenate([values[name] for name in sorted(values)]) * half.scale.std + half.scale.mean
 
+    earlier = half.scale = ReturnScale().observe(np.array([5.0, 7.0]))
     before = returns()
     half.score(groups)  # moves the scale and rescales the head
-    assert half.scale != ReturnScale()
+    assert half.scale != earlier
     np.testing.assert_allclose(returns(), before, atol=1e-5)
 
 
@@ -278,8 +296,23 @@ def test_the_critic_learns_what_trajectories_are_worth(tiny_folder: Path, kind: 
         ({"algorithm": {"estimator": "gae"}}, "set algorithm.name to ppo"),
         ({"algorithm": {"name": "ppo", "estimator": "group"}}, "needs no critic"),
         ({"algorithm": {"name": "ppo", "kl_target": 0.02}}, "set algorithm.kl_in to reward"),
-        ({"algorithm": {"name": "ppo", "kl_in": "reward", "kl_min": 0.4, "kl_max": 0.1}}, "exceeds"),
-        ({"algorithm": {"preset": "dapo"}, "rollout": {"group_size": 1}}, "group_size to 2 or more"),
+        ({"algorithm": {"name": "ppo", "kl_in": "reward", "kl_target": 0.02, "kl_min": 0.4, "kl_max": 0.1}}, "exceeds"),
+        (
+            {"algorithm": {"preset": "dapo"}, "rollout": {"group_size": 1}},
+            "a group of one has nobody to be compared with",
+        ),
+        (
+            {"algorithm": {"estimator": "gigpo"}, "rollout": {"group_size": 1}},
+            "use a larger group, algorithm.estimator=",
+        ),
+        (
+            {"algorithm": {"name": "ppo", "iterations": 5}, "critic": {"warmup_iterations": 5}},
+            "leave none of algorithm.iter",
+        ),
+        (
+            {"algorithm": {"name": "ppo"}, "critic": {"kind": "adapter", "stop_gradient": True}},
+            "stop_gradient has no effect",
+        ),
         ({"critic": {"kind": "adapter"}}, "critic.kind has no effect with algorithm.name grpo"),
         ({"evaluation": {"weights": "ema"}}, "needs learner.ema_decay"),
         (
@@ -291,6 +324,35 @@ def test_the_critic_learns_what_trajectories_are_worth(tiny_folder: Path, kind: 
 def test_contradictions_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):
         parse_config(settings)
+
+
+def test_single_episodes_are_for_estimators_that_compare_batches() -> None:
+    for algorithm in ({"name": "ppo"}, {"estimator": "reinforce_pp"}):
+        assert parse_config({"algorithm": algorithm, "rollout": {"group_size": 1}}).rollout.group_size == 1
+
+
+def test_ratios_are_probed_before_the_first_step_with_a_critic_too(tiny_folder: Path) -> None:
+    half = Half(ppo_run(tiny_folder), tiny_folder)
+    randomize(half.policy, 1)
+    _, (packed,), _, _ = half.score(make_groups(tiny_folder))
+    packed[0].probe[0] = packed[0].probe[0] + 0.1
+    stats = UpdateStats()
+    half.updater.loss(packed[0], 0, stats)
+    assert stats.first_ratio_error == pytest.approx(1 - np.exp(-0.1), rel=1e-3)
+    half.updater.loss(packed[0], 0, again := UpdateStats())  # after a step it may differ
+    assert again.first_ratio_error == 0
+
+
+@pytest.mark.parametrize(("target", "coefficient"), [(None, 0.5), (0.02, 0.01)])
+def test_a_resume_keeps_an_adapted_kl_coefficient_and_takes_a_new_fixed_one(
+    monkeypatch: pytest.MonkeyPatch, target: float | None, coefficient: float
+) -> None:
+    monkeypatch.setattr(PolicyAlgorithm, "set_state", lambda self, state: None)
+    algorithm = PPO.__new__(PPO)
+    algorithm.run = parse_config({"algorithm": {"kl_in": "reward", "kl_coef": 0.5, "kl_target": target}})
+    algorithm.kl_coef = 0.5
+    algorithm.set_state({"kl_coef": 0.01, "return_scale": {"mean_sum": 0.0, "square_sum": 0.0, "weight": 0.0}})
+    assert algorithm.kl_coef == coefficient
 
 
 def test_ppo_by_its_name_alone_is_the_preset() -> None:

@@ -87,6 +87,16 @@ def test_the_estimators_that_need_no_plugin_are_registered() -> None:
         ({"mismatch_low": 0.9}, "algorithm.mismatch_low has no effect with algorithm.mismatch truncate"),
         ({"mismatch": "drop"}, "algorithm.mismatch"),
         (
+            {"name": "ppo", "gae_level": "turn", "gae_lambda": 0.95},
+            "gae_lambda has no effect with algorithm.gae_level turn",
+        ),
+        ({"name": "ppo", "turn_gamma": 0.9}, "turn_gamma has no effect with .*gae_level token: .* to turn or bilevel"),
+        (
+            {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k2"},
+            "kl_estimator has no effect with algorithm.kl_in reward",
+        ),
+        ({"kl_coef": 0.1, "kl_max": 0.2}, "algorithm.kl_max has no effect without algorithm.kl_target"),
+        (
             {"max_refill": 1.0, "estimator": "gigpo"},
             "with algorithm.estimator gigpo these have a gradient: set it to 0",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -288,6 +289,29 @@ def test_groups_under_way_are_sampled_anew_after_a_resume() -> None:
     first = {identity(task) for task in played.given if task.group_id not in learned[:15]}
     lost = rollouts.dropped["group_lost"]
     assert len(first & {identity(task) for task in again.given}) == len(first) - lost
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_each_group_that_was_learned_from_is_observed_once_over_a_resume(lag: int) -> None:
+    """Groups that wait for the learner are sampled anew."""
+    run, seen = run_of(lag=lag), Counter[str]()
+
+    class Observing(DataCursor):
+        def observe(self, groups: Sequence[TrajectoryGroup]) -> None:
+            seen.update(group.group_id for group in groups)
+
+    def rollouts() -> ContinuousRollouts | RoundRollouts:
+        stream = TaskStream(Observing(1000, run.seed), run)
+        if lag:
+            return ContinuousRollouts(InstantSampler(), stream, run, RandomOrder())  # type: ignore[arg-type]
+        return RoundRollouts(InstantSampler(), stream, run)  # type: ignore[arg-type]
+
+    first, second = rollouts(), rollouts()
+    learned = [group.group_id for k in range(4) for group in first.next_groups(k, iterations_left=20 - k)]
+    assert not lag or len(first._buffer) > 0
+    second.restore(json.loads(json.dumps(first.state())), counts=True)
+    learned += [group.group_id for k in range(4, 8) for group in second.next_groups(k, iterations_left=20 - k)]
+    assert {name: seen[name] for name in learned} == dict.fromkeys(learned, 1) and set(seen) == set(learned)
 
 
 def test_restoring_forgets_what_is_under_way() -> None:

@@ -163,9 +163,9 @@ def test_a_round_that_finished_while_the_driver_was_busy_is_taken(manager: Manag
 # --- one call per group
 
 
-def continuous_of(manager: Manager, timeout_s: float = 30) -> tuple[ContinuousSampler, EnvRunners]:
+def continuous_of(manager: Manager, timeout_s: float = 30, places: int = 8) -> tuple[ContinuousSampler, EnvRunners]:
     runners = runners_of(manager)
-    return ContinuousSampler(runners, timeout_s), runners
+    return ContinuousSampler(runners, timeout_s, places), runners
 
 
 def test_tasks_are_spread_evenly_and_each_result_is_given_once(manager: Manager) -> None:
@@ -218,6 +218,15 @@ def test_a_group_that_hangs_is_lost_and_its_neighbours_are_sent_anew(manager: Ma
     result = sampler.collect(0, 0)
     assert result.lost["g0"] == "no result within 0 s" and len(result.lost) == 4
     assert result.dropped == {"group_timeout": 2} and manager.runners[1].killed == 1 and runners.restarts == 1
+
+
+def test_the_deadline_of_a_group_begins_when_its_runner_has_a_place_for_it(manager: Manager) -> None:
+    sampler, runners = continuous_of(manager, timeout_s=0.0, places=1)
+    manager.runners[1].outcomes = [HANGS, HANGS]
+    sampler.give(TASKS, version=0)
+    result = sampler.collect(0, 0)
+    assert "g0" in result.lost and "g2" not in result.lost  # g2 waits behind g0
+    assert result.dropped == {"group_timeout": 1} and runners.restarts == 1
 
 
 def test_time_that_the_driver_spends_elsewhere_does_not_count_against_a_group(manager: Manager) -> None:

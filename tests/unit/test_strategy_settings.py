@@ -112,6 +112,6 @@ def test_scores_and_targets_leave_padding_out(tiny_folder: Path, monkeypatch: py
     updater.set_targets(packed, Targets(ones, ones, [0.2]))
     stats = UpdateStats()
     for number in range(3):
-        for loss in updater.losses():
-            assert torch.isfinite(loss(packed[0], number, stats if number == 0 else UpdateStats()))
+        for one in updater.losses():
+            assert torch.isfinite(one.loss(packed[0], number, stats if number == 0 else UpdateStats()))
     assert stats.tokens == 5
