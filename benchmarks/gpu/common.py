@@ -235,12 +235,15 @@ def group(
 
 
 def full_batch(text: TextSide, tokens: int, side: int, samples: int = 8) -> Minibatch:
-    """Groups of one image and `samples` replies each, of about `tokens` packed tokens together."""
+    """Groups of one image and `samples` replies each, of at most `tokens` packed tokens together.
+
+    The prompts are longer than the replies, so that a learner packs each group into one row.
+    """
     rng = np.random.default_rng(7)
     share = tokens // 2  # two groups
     image_tokens = text.count_image_tokens(side, side)
-    reply = max((share - image_tokens) // (samples + 1), 4)
-    return Minibatch([group(text, [picture(rng, side, side)], reply // 4, reply, samples, seed) for seed in (0, 1)])
+    reply = max((share - image_tokens - 64) // (samples + 2), 4)
+    return Minibatch([group(text, [picture(rng, side, side)], reply, reply, samples, seed) for seed in (0, 1)])
 
 
 def synchronize(device: str) -> None:

@@ -156,9 +156,9 @@ class Bench:
             rng = np.random.default_rng(length)
             image, samples = picture(rng, self.sides[0], self.sides[0]), 4
             each = (length - policy.text.count_image_tokens(image.width, image.height)) // (samples + 1)
-            (micro,) = updater.pack([Minibatch([group(policy.text, [image], each // 2, each, samples, 0)])])[
-                0
-            ].micro_batches
+            (micro,) = updater.pack(
+                [Minibatch([group(policy.text, [image], each // 3, max(each - 64, 4), samples, 0)])]
+            )[0].micro_batches
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
                 updater.logprobs(micro)
             names = {event.key for event in profile.key_averages() if "scaled_dot_product" in event.key}

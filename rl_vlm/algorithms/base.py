@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core.learner.training_data import TrainingData
@@ -162,7 +162,8 @@ class RunAlgorithm(Algorithm):
                     "learner.micro_batch_tokens, or set learner.gradient_checkpointing."
                 ) from error
             # A RuntimeError is either a collective that failed because another learner died, or a defect.
-            if group.is_local or all_learners_answer(group, len(batches)):
+            died = isinstance(error, RayActorError)
+            if group.is_local or (not died and all_learners_answer(group, len(batches))):
                 raise
             self._replace_learners(error)
             return None

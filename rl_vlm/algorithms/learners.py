@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +15,8 @@ from ray.rllib.core.learner.training_data import TrainingData
 from rl_vlm.types import RLVLMError
 
 _TIMEOUT_S = 300.0
+_ALIVE_S = 30.0  # beside one that has failed; others may wait for it in a collective, which NCCL does for ever
+_LOOK_S = 1.0  # how often the answers are looked at while some are missing
 _SLOWER, _LEAST_S = 10.0, 120.0  # than the longest update so far; whatever that was
 
 
@@ -55,19 +59,22 @@ def update_remote_learners(group: Any, batches: Sequence[Any], timeout_s: float)
     """Send one batch to each remote learner and return their results in its order.
 
     RLlib's `LearnerGroup.update` waits for ever, and the answer of a learner whose node was cut off may never come. Raises
-    LearnerLostError if one is gone or silent, and what a learner raised.
+    LearnerLostError if one is gone or silent, and what a learner raised, as soon as it has: the others may wait for that one.
     """
-    learners = group._worker_manager.healthy_actor_ids()
+    manager = group._worker_manager
+    learners = manager.healthy_actor_ids()
     if len(learners) < len(batches):
         raise LearnerLostError(f"{len(batches) - len(learners)} of {len(batches)} learners are gone")
     arguments = [{"training_data": TrainingData(episodes_refs=[ray.put([batch])])} for batch in batches]
-    results = group._worker_manager.foreach_actor(
-        "update", kwargs=arguments, remote_actor_ids=learners, timeout_seconds=timeout_s
-    )
-    answers = {result.actor_id: result for result in results}
-    for result in answers.values():
-        if not result.ok:
-            raise result.get()
+    tag = uuid.uuid4().hex  # answers to an earlier, abandoned update are not these
+    answers: dict[int, Any] = {}
+    manager.foreach_actor_async("update", tag, kwargs=arguments, remote_actor_ids=learners)
+    deadline = time.monotonic() + timeout_s
+    while len(answers) < len(batches) and (left := deadline - time.monotonic()) > 0:
+        for result in manager.fetch_ready_async_reqs(tags=tag, timeout_seconds=min(_LOOK_S, left)):
+            answers[result.actor_id] = result
+            if not result.ok:
+                raise result.get()
     if len(answers) < len(batches):
         raise LearnerLostError(
             f"{len(batches) - len(answers)} of {len(batches)} learners did not answer an update within {timeout_s:.0f} s "
@@ -125,7 +132,7 @@ def on_every_learner(group: Any, function: Callable[[Any], Any]) -> None:
 
 def all_learners_answer(group: Any, count: int) -> bool:
     """Whether all `count` learners are alive; a collective that broke because a peer died leaves the others alive."""
-    results = list(group.foreach_learner(lambda _: True, timeout_seconds=_TIMEOUT_S))
+    results = list(group.foreach_learner(lambda _: True, timeout_seconds=_ALIVE_S))
     return sum(result.ok for result in results) == count
 
 

@@ -272,16 +272,19 @@ class VLLMEngine:
         async with self._loading:
             if self._resting:
                 return
+            asked = False
             try:
                 await self._llm.pause_generation(mode="wait")  # returns when nothing runs, and empties the caches
                 if self._gives_back:
+                    asked = True
                     await self._llm.release_kv_cache_memory()
                 self._resting = True
             except Exception as error:
                 raise EngineError(f"vLLM did not give back the memory of keys and values: {error}") from error
             finally:
                 if not self._resting:  # also where the caller's deadline has passed: requests would wait for ever
-                    await self._llm.resume_generation()
+                    # What was asked for may happen all the same, and nobody may compute without the memory.
+                    await (self._llm.wake_up(["kv_cache"]) if asked else self._llm.resume_generation())
 
     async def _wake(self) -> None:
         async with self._loading:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rl_vlm.config import RunConfig, SFTConfig
 from rl_vlm.learning.critic import Critic
+from rl_vlm.learning.device import choose_precision
 from rl_vlm.learning.trained import FullTraining, LoraTraining, Trained
 from rl_vlm.models.backbone import CACHE_BYTES, Backbone
 from rl_vlm.models.initial_adapter import initial_adapter
@@ -46,6 +47,7 @@ class PolicyModel:
         image_by_image: bool = False,
     ) -> None:
         quiet_libraries()
+        choose_precision(run, device)
         self.product: ProductName = "torch"
         self.lora: LoraConfig | None = None  # of a policy that is not trained whole
         self.text = load_text_side(folder, run.model.pixels)

@@ -158,6 +158,10 @@ def load_model(
         raise UserInputError(f"Device {device} was asked for and torch sees no GPU here: set the device to cpu.")
     from transformers import AutoModelForImageTextToText
 
+    if device.startswith("cuda"):
+        # torch prefers cuDNN's attention on Hopper and later, which plans anew for each shape: tens of milliseconds, where
+        # nearly every micro-batch and decoding step has a shape of its own.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
     if quantization == "nf4":
         options |= {"quantization_config": _nf4(options["dtype"]), "device_map": {"": device}}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
+from torch._utils import _get_device_index
 
 from rl_vlm.algorithms.grpo import GRPOConfig
 from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
@@ -160,14 +161,32 @@ def test_a_cluster_whose_object_stores_are_too_small() -> None:
 
 
 def test_a_learner_that_shares_a_gpu_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[tuple[float, str]] = []
+    limits: list[tuple[float, int]] = []
     a_machine(monkeypatch, 47.4)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limits.append(limit))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def limited(fraction: float, at: Any) -> None:
+        limits.append((fraction, _get_device_index(at)))  # torch's own, which refuses a GPU without a number
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limited)
     device.limit_memory(run({"gpus_per_replica": 1}, {"num_learners": 1, "gpus_per_learner": 1}), "cuda")
     device.limit_memory(run(), "cpu")
     assert not limits
     device.limit_memory(load_config(CONFIGS / "geo3k_qwen3vl_4b.yaml"), "cuda")
-    assert limits == [(pytest.approx(0.58 - 0.6 / 47.4, abs=1e-6), "cuda")]
+    device.limit_memory(load_config(CONFIGS / "geo3k_qwen3vl_4b.yaml"), "cuda:1")
+    assert limits == [(pytest.approx(0.58 - 0.6 / 47.4, abs=1e-6), number) for number in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("where", "dtype", "chosen"), [("cuda", "bfloat16", ["high"]), ("cuda", "float32", []), ("cpu", "bfloat16", [])]
+)
+def test_lora_is_computed_in_tf32_beside_a_bfloat16_model(
+    monkeypatch: pytest.MonkeyPatch, where: str, dtype: str, chosen: list[str]
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", found.append)
+    device.choose_precision(parse_config({"model": {"dtype": dtype}}), where)
+    assert found == chosen
 
 
 # --- what is published

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -58,9 +59,11 @@ class Group:
         self._update = update
         self.asked: list[int] = []
         self._worker_manager = SimpleNamespace(
-            healthy_actor_ids=lambda: list(range(len(values))), foreach_actor=self._foreach_actor
+            healthy_actor_ids=lambda: list(range(len(values))),
+            foreach_actor_async=self._begin,
+            fetch_ready_async_reqs=self._fetch,
         )
-        self.waited: list[float] = []
+        self._ready: list[Result] = []
 
     def foreach_learner(
         self, function: Any, timeout_seconds: float, remote_actor_ids: list[int] | None = None
@@ -69,15 +72,14 @@ class Group:
         self.asked += chosen
         return [Result(self._values[k]) for k in chosen]
 
-    def _foreach_actor(
-        self, method: str, kwargs: list[dict[str, Any]], remote_actor_ids: list[int], timeout_seconds: float
-    ) -> list[Result]:
+    def _begin(self, method: str, tag: str, kwargs: list[dict[str, Any]], remote_actor_ids: list[int]) -> None:
         assert method == "update" and len(kwargs) == len(remote_actor_ids)
-        self.waited.append(timeout_seconds)
-        if isinstance(self._update, Exception):
-            return [Result(self._update, 0)]
+        values = [self._update] if isinstance(self._update, Exception) else self._update
         # As RLlib's, in the order of the answers; who is silent is left out.
-        return [Result(value, learner) for learner, value in reversed(list(enumerate(self._update)))]
+        self._ready = [Result(value, learner) for learner, value in reversed(list(enumerate(values)))]
+
+    def _fetch(self, tags: str, timeout_seconds: float) -> list[Result]:
+        return [self._ready.pop(0)] if self._ready else []
 
 
 def test_the_first_learner_that_answers_counts() -> None:
@@ -127,6 +129,7 @@ Supervisor.__abstractmethods__ = frozenset()  # the parts that need RLlib are no
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learners, "ray", SimpleNamespace(put=lambda value: value))
     monkeypatch.setattr(learners, "TrainingData", lambda **fields: fields)
+    monkeypatch.setattr(learners, "time", SimpleNamespace(monotonic=itertools.count(0, 600).__next__))  # seconds
 
 
 @pytest.mark.parametrize(
@@ -163,6 +166,14 @@ def test_dead_learners_are_replaced(no_ray: None, group: Group, why: str) -> Non
     algorithm = Supervisor(group)
     assert algorithm.update_learners(["batch", "batch"]) is None, why
     assert algorithm.replaced == 1
+
+
+def test_a_learner_that_has_died_is_replaced_without_asking_those_that_wait_for_it(no_ray: None) -> None:
+    """NCCL lets them wait for ever, and they would not answer."""
+    group = Group(True, True, update=ActorDiedError())
+    algorithm = Supervisor(group)
+    assert algorithm.update_learners(["batch", "batch"]) is None and algorithm.replaced == 1
+    assert group.asked == []
 
 
 def test_answers_come_in_the_order_of_the_batches(no_ray: None) -> None:

@@ -66,7 +66,9 @@ class Zero:
         self._engine = initialize(nn.ParameterList(self._parameters), optimizer, trained)
         if self._stage == 3:
             decoder = policy.model.model.language_model
-            settings = _layers_config(decoder, offload if self._offload_params else None)
+            # Its layers are in host memory until they are sharded.
+            on_gpu = policy.backbone.device.type == "cuda"
+            settings = _layers_config(decoder, offload if self._offload_params else None, on_gpu)
             with _without(decoder, self._parameters):
                 self._frozen = initialize(decoder, None, settings, sharded_first=True)
 
@@ -155,13 +157,13 @@ def _initialize(device: str) -> Any:
     return initialize
 
 
-def _layers_config(decoder: Any, offload: dict[str, Any] | None) -> dict[str, Any]:
+def _layers_config(decoder: Any, offload: dict[str, Any] | None, on_gpu: bool) -> dict[str, Any]:
     """Settings of the engine of the frozen layers: two of them are whole at a time, and vectors always."""
     parameters = list(decoder.layers.parameters())
     layer = sum(parameter.numel() for parameter in decoder.layers[0].parameters())
     zero: dict[str, Any] = {
         "stage": 3,
-        "overlap_comm": parameters[0].is_cuda,
+        "overlap_comm": on_gpu,
         "stage3_param_persistence_threshold": max(p.numel() for p in parameters if p.dim() == 1),
         "stage3_prefetch_bucket_size": layer,
         "stage3_max_live_parameters": 2 * layer,

@@ -21,7 +21,10 @@ VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of LoRA: what vLLM has kerne
 KV = "keys and values"
 _TAKEN = 0.92  # of a GPU on which replica and learner take turns: their other parts are estimates
 _GRAPHS = int(0.6 * GIB)  # CUDA graphs of vLLM, with LoRA: an estimate
-_LOGIT_COPIES = 3  # float32 arrays [rows, vocabulary] while a token is drawn
+_LOGIT_COPIES = {
+    "vllm": 3,
+    "transformers": 8,
+}  # of float32 [rows, vocabulary] while a token is drawn, by their samplers
 
 
 def replica_parts(run: RunConfig, shape: ModelShape, card: int | None) -> list[Part]:
@@ -103,7 +106,7 @@ def _vllm_fixed(run: RunConfig, shape: ModelShape) -> list[Part]:
     widest = (
         3 * text_shape.token_width if not text_shape.experts else 3 * text_shape.token_width + 2 * text_shape.hidden
     )
-    logits = settings.max_num_seqs * text_shape.vocab * 4 * _LOGIT_COPIES
+    logits = settings.max_num_seqs * text_shape.vocab * 4 * _LOGIT_COPIES["vllm"]
     parts = [
         _weights(run, shape, parallel),
         *([] if run.model.train == "full" else [_vllm_adapters(run, shape)]),
@@ -160,7 +163,7 @@ def _transformers(run: RunConfig, shape: ModelShape) -> list[Part]:
         *parts,
         Part(
             "activations",
-            wide + rows * text_shape.vocab * 4 * _LOGIT_COPIES,
+            wide + rows * text_shape.vocab * 4 * _LOGIT_COPIES["transformers"],
             f"{PREFILL_TOKENS} prompt tokens at a time, {rows} samples' logits",
         ),
         Part(
