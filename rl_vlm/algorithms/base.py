@@ -111,6 +111,7 @@ class RunAlgorithm(Algorithm):
             **figures,
             "time/step": time.perf_counter() - started,
             **{f"time/{name}": seconds for name, seconds in self._clock.items()},
+            "restarts/learner": 0.0,  # from the start: an alert looks at its growth
             **{f"restarts/{part}": float(count) for part, count in self.restarts.items()},
         }
         for name, value in self.last_metrics.items():

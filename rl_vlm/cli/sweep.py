@@ -18,7 +18,7 @@ def sweep(
     config: Config,
     overrides: Overrides = None,
     space: Annotated[Path, typer.Option(help="The YAML file that says what varies; see tune/spaces/.")] = ...,  # type: ignore[assignment]
-    run_dir: Annotated[Path | None, typer.Option(help="Where the results go; runs/NAME-sweep by default.")] = None,
+    run_dir: Annotated[str | None, typer.Option(help="Where the results go; runs/NAME-sweep by default.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with an interrupted sweep; nothing is repeated.")
     ] = False,
@@ -27,9 +27,9 @@ def sweep(
     from rl_vlm.config.sweep import load_sweep
 
     run, found = load_run(config, overrides), load_sweep(space)
-    from rl_vlm.sweeps.sweep import run_sweep
+    from rl_vlm.sweeps.sweep import run_sweep, sweep_folder
 
-    folder = (run_dir or Path("runs") / f"{run.name}-sweep").absolute()
+    folder = sweep_folder(run_dir or Path("runs") / f"{run.name}-sweep")
     trials = run_sweep(run, found, folder, resume=resume)
     best = trials[0]
     settings = ", ".join(f"{key}={value}" for key, value in best.settings.items())

@@ -99,6 +99,11 @@ class SweepConfig(Section):
                 raise ValueError(
                     "stopping pbt varies every key of the space: leave out seed, and use choice in place of grid"
                 )
+            if shapes := sorted(key for key in self.space if key.startswith("model.")):
+                raise ValueError(
+                    f"stopping pbt lets a trial go on with another one's weights, which have to have the same shapes: leave out "
+                    f"{', '.join(shapes)}"
+                )
             if self.max_concurrent is not None:
                 raise ValueError("stopping pbt trains its population side by side: leave out max_concurrent")
         return self

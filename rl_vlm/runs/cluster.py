@@ -39,6 +39,17 @@ _WORKER_ENVIRONMENT = {
 }
 
 
+def quiet_ray() -> None:
+    """Show errors of Ray's libraries alone: their other messages are about internals."""
+    for name in ("ray.serve", "ray.rllib", "ray.tune", "ray.train"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def starts_own_cluster() -> bool:
+    """Whether `ray_cluster` starts a private one."""
+    return not ray.is_initialized() and not joins_cluster()
+
+
 def joins_cluster() -> bool:
     """Whether the environment names a cluster to join."""
     return bool(os.environ.get("RAY_ADDRESS") or os.environ.get("RAY_JOB_ID"))
@@ -206,11 +217,11 @@ def _keeping_our_signal_handler() -> Iterator[None]:
 
 
 @contextmanager
-def ray_cluster(run: RunConfig) -> Iterator[None]:
+def ray_cluster(run: RunConfig, more: Mapping[str, float] | None = None) -> Iterator[None]:
     """Connect to Ray for the length of a run.
 
-    A private cluster gets free ports and its own session folder, so that several runs fit on one machine, and ends
-    with the run. A cluster that was joined goes on.
+    A private cluster gets free ports and its own session folder, so that several runs fit on one machine, offers `more` custom
+    resources, and ends with the run. A cluster that was joined goes on.
     """
     if ray.is_initialized():
         yield
@@ -219,9 +230,7 @@ def ray_cluster(run: RunConfig) -> Iterator[None]:
     for name, value in _WORKER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     common = {"namespace": "rl_vlm", "log_to_driver": False, "logging_level": logging.ERROR}
-    # Their INFO and WARNING messages are about internals; errors are still shown.
-    for name in ("ray.serve", "ray.rllib", "ray.tune", "ray.train"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet_ray()
     if joins_cluster():
         _join(run, given, common)
     else:
@@ -232,7 +241,7 @@ def ray_cluster(run: RunConfig) -> Iterator[None]:
                 num_cpus=run.resources.num_cpus or max(available_cpus(), 1),
                 include_dashboard=run.resources.dashboard,
                 object_store_memory=object_store_mib(run) << 20,
-                resources=dict.fromkeys(run.resources.node_kinds, 1.0),  # this machine is every kind of node
+                resources={**dict.fromkeys(run.resources.node_kinds, 1.0), **(more or {})},  # it is every kind of node
                 **common,
             )
     try:

@@ -33,10 +33,12 @@ class InterruptedRun(RLVLMError):
 
 
 class StopRequest:
-    """Remembers the first SIGINT or SIGTERM; a second one, or any while starting, raises KeyboardInterrupt at once."""
+    """Remembers the first SIGINT or SIGTERM, of which it tells; a second one, or any while starting, raises KeyboardInterrupt at
+    once."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
         self.signal: int | None = None
+        self._tell = tell
         self.starting = True
 
     def __bool__(self) -> bool:
@@ -51,6 +53,7 @@ class StopRequest:
             if second or self.starting:
                 raise KeyboardInterrupt
             announce("Stopping: saving a checkpoint first. Once more to stop at once.")
+            self._tell()
 
         previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_vlm.config import RunConfig, load_config
+from rl_vlm.runs.lifecycle import InterruptedRun
 from rl_vlm.sweeps.results import TrialResult
+from rl_vlm.sweeps.sweep import sweep_folder
 from rl_vlm.types import RLVLMError, UserInputError
 
 
@@ -33,12 +35,15 @@ def run_script(
     """Read the arguments, do the work, and end with an exit code: 1 when it fails, 2 for bad input."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small: minutes on two cores")
-    parser.add_argument("--out", type=Path, default=Path("runs") / name, help="where results go (%(default)s)")
+    parser.add_argument("--out", default=Path("runs") / name, help="where results go (%(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted sweep; nothing is repeated")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="changes to the configuration of every trial")
     given = parser.parse_args(argv)
     try:
-        work(SweepArguments(given.quick, given.out.absolute(), given.resume, tuple(given.changes)))
+        work(SweepArguments(given.quick, sweep_folder(given.out), given.resume, tuple(given.changes)))
+    except InterruptedRun as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
     except RLVLMError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UserInputError) else 1)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable
+import signal
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rl_vlm.config import RunConfig, save_config
-from rl_vlm.config.sweep import SweepConfig, Values
+from rl_vlm.config import RunConfig, load_config, save_config
+from rl_vlm.config.sweep import SweepConfig, Values, changed
 from rl_vlm.files import write_atomic
-from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.runs.cluster import quiet_ray, ray_cluster, starts_own_cluster
+from rl_vlm.runs.lifecycle import InterruptedRun, StopRequest
 from rl_vlm.runs.preflight import inspect_run
+from rl_vlm.runs.remote_folder import is_remote
+from rl_vlm.runs.run_folder import check_is_kept
 from rl_vlm.serving.shared_service import kept_up
 from rl_vlm.sweeps.results import ERRORS, TrialResult, read_results, write_results
 from rl_vlm.types import RLVLMError, UserInputError
@@ -22,7 +25,15 @@ from rl_vlm.types import RLVLMError, UserInputError
 if TYPE_CHECKING:
     from ray.tune import Result, ResultGrid
 
+    from rl_vlm.algorithms.base import RunAlgorithm
+
 _TUNE = "tune"  # Tune's folder inside the sweep's
+# Tune reads these when it is imported.
+_TUNE_VARIABLES = {
+    "RAY_AIR_NEW_OUTPUT": "0",  # which is for terminals only
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # paths are those of the sweep's working directory
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # it would end as if all were done; see _interrupt_tune
+}
 _ENDLESS = 1 << 40  # iterations
 _MAX_FAILURES = 2  # of one trial, each from its last checkpoint
 
@@ -35,19 +46,37 @@ def run_sweep(run: RunConfig, sweep: SweepConfig, folder: Path, *, resume: bool 
     """Run all trials, write results.csv, results.md, results.png and best/ into `folder`, and return the trials, best first.
 
     `resume` goes on with a sweep that was interrupted: what is done is not repeated. Raises UserInputError before anything
-    is touched, and SweepError when every trial failed.
+    is touched, InterruptedRun after a signal, and SweepError when every trial failed.
     """
     trial = sweep.prepared(run)
     inspect_run(trial)
     sweep.check_space(trial)
     prepare_folder(run, sweep, folder, resume)
-    with ray_cluster(trial), kept_up(trial):
-        _forget_survived(_tune(trial, sweep, folder, resume))
+    for name, value in _TUNE_VARIABLES.items():
+        os.environ.setdefault(name, value)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # of an earlier sweep of this process
+    stop = StopRequest(_interrupt_tune)
+    stop.starting = False
+    with stop.installed(_say):
+        _run_trials(trial, sweep, folder, resume)
+    if stop.signal is not None:
+        raise InterruptedRun(stop.signal)
     trials = read_results(folder, sweep)
     write_results(folder, trials, run, sweep)
     if not any(trial.finished for trial in trials):
         raise SweepError(f"Every trial failed; the first said: {trials[0].error if trials else 'nothing'}")
     return trials
+
+
+def sweep_folder(place: str | Path) -> Path:
+    """The folder of a sweep, absolute. Raises UserInputError for one that would not be kept, or a URL."""
+    if is_remote(place):
+        raise UserInputError(
+            f"A sweep needs a folder, and {place} is a URL: give one on this machine, or on storage that all nodes mount."
+        )
+    folder = Path(place).absolute()
+    check_is_kept(folder)
+    return folder
 
 
 def prepare_folder(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool) -> None:
@@ -59,6 +88,11 @@ def prepare_folder(run: RunConfig, sweep: SweepConfig, folder: Path, resume: boo
             raise UserInputError(f"{folder} holds no sweep to resume: leave out --resume, or choose another --run-dir.")
         if known.read_text() != text:
             raise UserInputError(f"{known} differs from the given space: resume with that file, or start a new sweep.")
+        if differing := _differing(run, load_config(folder / "config.yaml")):
+            raise UserInputError(
+                f"The sweep in {folder} began with other values of {', '.join(differing)}: resume with the configuration that it "
+                "began with (its config.yaml), or start a new sweep."
+            )
         return
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserInputError(f"{folder} exists: choose another --run-dir, or add --resume.")
@@ -67,17 +101,67 @@ def prepare_folder(run: RunConfig, sweep: SweepConfig, folder: Path, resume: boo
     write_atomic(folder / "sweep.yaml", text)
 
 
-def _tune(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool) -> ResultGrid:
-    # Tune reads this when it is imported: its newer output is for terminals only.
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
+def _differing(run: RunConfig, known: RunConfig) -> list[str]:
+    """The dotted keys in which two configurations differ; how a cluster is started does not count."""
+
+    def flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+        for key, value in section.items():
+            if isinstance(value, dict) and value:
+                yield from flat(value, f"{prefix}{key}.")
+            else:
+                yield prefix + key, value
+
+    ours, theirs = (dict(flat(one.model_dump(mode="json", exclude={"resources"}))) for one in (run, known))
+    return sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+
+
+def _interrupt_tune() -> None:
+    """Let Tune save its state and end: it takes this signal as it takes Ctrl-C."""
+    if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:  # Tune does not run yet
+        raise KeyboardInterrupt
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _run_trials(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool) -> None:
+    from rl_vlm.sweeps.room import SLOT, Room, own_cpus, trials_at_once
+    from rl_vlm.sweeps.trial import trial_class
+
+    quiet_ray()
+    # In a private cluster the trials of a population wait for a slot, so that they leave room for each other's replicas.
+    private, slots = starts_own_cluster(), {}
+    algorithm = run.spec.load("config")().algo_class
+    room, cluster = Room.of(run, trial_class(algorithm, sweep.space)), run
+    if private:
+        cluster = changed(run, {"resources.num_cpus": own_cpus(run, sweep, room)})
+        if sweep.stopping.name == "pbt" and not run.serving.shared:
+            slots = {SLOT: float(max(room.holds(_machine(cluster)), 1))}
+    with ray_cluster(cluster, slots), kept_up(run):
+        import ray
+
+        at_once = trials_at_once(sweep, room, ray.cluster_resources(), slots=bool(slots))
+        if at_once and at_once < (sweep.max_concurrent or 0):
+            _say(f"The cluster holds {at_once} trials at the same time, not {sweep.max_concurrent}.")
+        trainable = trial_class(algorithm, sweep.space, dict.fromkeys(slots, 1.0))
+        _forget_survived(_tune(run, sweep, folder, resume, at_once, trainable))
+
+
+def _machine(run: RunConfig) -> dict[str, float]:
+    import torch
+
+    return {"CPU": float(run.resources.num_cpus or 1), "GPU": float(torch.cuda.device_count())}
+
+
+def _tune(
+    run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool, at_once: int, trainable: type[RunAlgorithm]
+) -> ResultGrid:
     from ray import tune
 
     from rl_vlm.sweeps.progress import SweepProgress
-    from rl_vlm.sweeps.trial import trial_class
 
-    # Population-based training compares all trials with each other: where not all fit, Tune lets them take turns (0).
-    at_once = 0 if sweep.stopping.name == "pbt" else sweep.max_concurrent or _fitting(run)
-    trainable = trial_class(run.spec.load("config")().algo_class, sweep.space)
     space = {"run_config": run.model_dump(exclude_unset=True), **{key: _domain(v) for key, v in sweep.space.items()}}
     if resume and tune.Tuner.can_restore(str(folder / _TUNE)):
         tuner = tune.Tuner.restore(
@@ -122,22 +206,6 @@ def _forget_survived(results: Iterable[Result]) -> None:
         errors = Path(result.path) / ERRORS
         if result.error is None and errors.is_file():
             errors.rename(errors.with_name("survived_errors.txt"))
-
-
-def _fitting(run: RunConfig) -> int:
-    """How many trials fit on the cluster at the same time: Tune counts env runners and learners, and not the replicas."""
-    import ray
-
-    have = ray.cluster_resources()
-    shares = []
-    for kind, needed in (("CPU", run.needed_cpus), ("GPU", run.needed_gpus)):
-        free = have.get(kind, 0.0)
-        if run.serving.shared:  # all trials together have one set of replicas
-            serving = run.serving
-            each = serving.cpus_per_replica if kind == "CPU" else serving.gpus_per_replica
-            free, needed = free - serving.num_replicas * each, needed - serving.num_replicas * each
-        shares.append(free / needed if needed > 0 else math.inf)
-    return max(int(min(*shares, 64)), 1)
 
 
 def _domain(values: Values) -> Any:

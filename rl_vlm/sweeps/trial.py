@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from ray.tune import PlacementGroupFactory
 from ray.tune.result import SHOULD_CHECKPOINT
 
 from rl_vlm.algorithms.base import RunAlgorithm
 from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import RunConfig
+from rl_vlm.types import UserInputError
 
 
-def trial_class(algorithm: type[RunAlgorithm], keys: Collection[str]) -> type[RunAlgorithm]:
+def trial_class(
+    algorithm: type[RunAlgorithm], keys: Collection[str], more: Mapping[str, float] | None = None
+) -> type[RunAlgorithm]:
     """The algorithm with `held_out/accuracy` and `held_out/reward` in each result: those of the last evaluation so far.
 
     Each result also has the present `settings` of these dotted keys.
+
+    more: custom resources that a trial holds beside those of its actors.
 
     Evaluations come before training, every `evaluation.every` iterations and at the end, as in a run of its own. A trial that
     was restored evaluates at once.
@@ -23,6 +29,15 @@ def trial_class(algorithm: type[RunAlgorithm], keys: Collection[str]) -> type[Ru
 
     class Trial(algorithm):  # type: ignore[misc, valid-type]
         _last: dict[str, float] | None = None
+
+        @classmethod
+        def default_resource_request(cls, config: Any) -> PlacementGroupFactory:
+            try:
+                request = super().default_resource_request(config)
+            except UserInputError:  # Tune asks in its own loop; the trial fails with this sentence when it is set up
+                return PlacementGroupFactory([{"CPU": 1.0}])
+            main, *others = request.bundles
+            return PlacementGroupFactory([{**main, **(more or {})}, *others], strategy=request.strategy)
 
         def step(self) -> Any:
             before, end, every = self.progress()

@@ -18,7 +18,8 @@ from rl_vlm.config import load_config
 from rl_vlm.config.sweep import SweepConfig, load_sweep
 from rl_vlm.sweeps.progress import SweepProgress
 from rl_vlm.sweeps.results import group_by_setting, read_results, setting_name, write_results
-from rl_vlm.sweeps.sweep import _forget_survived
+from rl_vlm.sweeps.room import Room, own_cpus, trials_at_once
+from rl_vlm.sweeps.sweep import _forget_survived, prepare_folder, sweep_folder
 from rl_vlm.sweeps.trial import trial_class
 from rl_vlm.types import UserInputError
 
@@ -187,6 +188,7 @@ def test_a_setting_is_named_by_its_keys_without_the_seed() -> None:
     [
         ({"search": "optuna"}, "pbt varies the settings itself"),
         ({"max_concurrent": 2}, "leave out max_concurrent"),
+        ({"space": {"model.lora.rank": {"choice": [4, 8]}}}, "have to have the same shapes: leave out model.lora.rank"),
         ({"space": {"seed": {"choice": [0, 1]}}}, "leave out seed"),
         ({"space": {"learner.lr": {"grid": [1e-3, 2e-3]}}}, "use choice in place of grid"),
     ],
@@ -203,3 +205,83 @@ def test_a_random_search_holds_back_what_may_not_run_yet() -> None:
     from rl_vlm.sweeps.sweep import _search
 
     assert _search(sweep(), 2).max_concurrent == 2
+
+
+# --- how many trials fit
+
+
+ALGORITHM = RUN.spec.load("config")().algo_class
+ROOM = Room.of(RUN, trial_class(ALGORITHM, ["seed"]))
+
+
+def test_a_trial_takes_what_tune_reserves_and_its_replicas() -> None:
+    """RLlib reserves a CPU for the trial itself, which no section of the configuration names."""
+    assert ROOM.each == {"CPU": 1 + 2 * 0.25 + 2 * 0.5, "GPU": 0.0} and ROOM.cpus(3) == 7.5
+    assert [ROOM.holds({"CPU": cpus}) for cpus in (2, 2.5, 4, 8)] == [0, 1, 1, 3]
+    shared = Room.of(sweep(shared=True).prepared(RUN), trial_class(ALGORITHM, ["seed"]))
+    assert shared.each["CPU"] == 1.5 and shared.common["CPU"] == 1.0
+    assert [shared.holds({"CPU": cpus}) for cpus in (2, 4, 8)] == [0, 2, 4]
+
+
+def test_a_private_cluster_has_room_for_the_trials_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_vlm.sweeps.room.available_cpus", lambda: 2)
+    assert own_cpus(RUN, sweep(), ROOM) == 3  # for one, on two cores
+    assert own_cpus(RUN, sweep(max_concurrent=2), ROOM) == 5
+    assert own_cpus(RUN, sweep(max_concurrent=20), ROOM) == 10  # there are four
+    assert own_cpus(load_config(ROOT / "configs/quickstart.yaml", ["resources.num_cpus=4"]), sweep(), ROOM) == 4
+
+
+def test_no_more_trials_start_than_fit_with_their_replicas() -> None:
+    assert trials_at_once(sweep(), ROOM, {"CPU": 8}) == 3
+    assert trials_at_once(sweep(max_concurrent=2), ROOM, {"CPU": 8}) == 2
+    assert trials_at_once(sweep(max_concurrent=4), ROOM, {"CPU": 8}) == 3
+    with pytest.raises(UserInputError, match="needs 2.5 CPUs, its replicas included, and the cluster has 2 CPUs"):
+        trials_at_once(sweep(), ROOM, {"CPU": 2})
+
+
+def test_a_population_takes_turns_only_where_nobody_starves() -> None:
+    pbt = SweepConfig.model_validate(
+        {"space": {"learner.lr": {"loguniform": [1e-4, 1e-2]}}, "stopping": {"name": "pbt"}, "num_samples": 4}
+    )
+    assert trials_at_once(pbt, ROOM, {"CPU": 8}, slots=True) == trials_at_once(pbt, ROOM, {"CPU": 10}) == 0
+    with pytest.raises(UserInputError, match="its 4 trials side by side and the cluster holds 3"):
+        trials_at_once(pbt, ROOM, {"CPU": 8})
+
+
+def test_an_autoscaled_cluster_does_not_say_what_it_will_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL_VLM_AUTOSCALING", "1")
+    assert trials_at_once(sweep(max_concurrent=5), ROOM, {"CPU": 0}) == 5
+    with pytest.raises(UserInputError, match="set max_concurrent"):
+        trials_at_once(sweep(), ROOM, {"CPU": 0})
+
+
+def test_settings_that_contradict_each_other_fail_their_trial_and_not_the_sweep() -> None:
+    """Tune asks for a trial's resources in its own loop, where an error would end all trials."""
+    trial = trial_class(ALGORITHM, ["seed"], {"slot": 1.0})
+    given = {"run_config": RUN.model_dump(exclude_unset=True), "rollout.prompts_per_iteration": 2}
+    assert trial.default_resource_request({**given, "algorithm.minibatches": 4}).bundles == [{"CPU": 1.0}]
+    main, *runners = trial.default_resource_request({**given, "algorithm.minibatches": 2}).bundles
+    assert main == {"CPU": 1.0, "slot": 1.0} and len(runners) == 2
+
+
+# --- folders
+
+
+def test_a_sweep_is_resumed_with_the_configuration_that_it_began_with(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    prepare_folder(RUN, sweep(), folder, resume=False)
+    prepare_folder(
+        load_config(ROOT / "configs/quickstart.yaml", ["resources.num_cpus=4"]), sweep(), folder, resume=True
+    )
+    other = load_config(ROOT / "configs/quickstart.yaml", ["algorithm.iterations=7", "env.kwargs.task=color"])
+    with pytest.raises(UserInputError, match="other values of algorithm.iterations, env.kwargs.task"):
+        prepare_folder(other, sweep(), folder, resume=True)
+
+
+def test_a_sweep_is_written_only_where_it_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match="s3://bucket/run is a URL"):
+        sweep_folder("s3://bucket/run")
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    with pytest.raises(UserInputError, match="which Ray deletes"):
+        sweep_folder(tmp_path / "working_dir_files" / "runs")
+    assert sweep_folder(tmp_path / "runs") == tmp_path / "runs"
