@@ -35,7 +35,10 @@ class ImagesSection(Section):
 
     cpu: _Word = Field("rl-vlm:cpu", description="Head, env runners.")
     gpu: _Word = Field("rl-vlm:gpu", description="GPU workers.")
-    cpu_base: _Word = Field("python:3.11.13-slim-bookworm", description="From which the CPU image is built.")
+    # Ray's nodes refuse each other where their Pythons differ, be it in the last number: both come from one release of Ubuntu.
+    cpu_base: _Word = Field(
+        "ubuntu:24.04", description="From which the CPU image is built: the release of Ubuntu that gpu_base has."
+    )
     gpu_base: _Word = Field(
         "nvidia/cuda:13.0.2-base-ubuntu24.04", description="From which the GPU and Apptainer images are built."
     )

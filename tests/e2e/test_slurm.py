@@ -156,7 +156,8 @@ def test_a_job_runs_inside_the_image(variable: str, tmp_path: Path) -> None:
     scratch.mkdir()
     done, command = submit(tmp_path, SCRATCH_DIR=str(scratch), **{variable: str(tmp_path / "rl_vlm.sif")})
     assert done.returncode == 0, done.stderr
-    binds = f"{tmp_path / 'submitted'},{scratch / 'rl_vlm'}"
+    run_dir = tmp_path / "submitted" / command[command.index("--run-dir") + 1]
+    binds = f"{tmp_path / 'submitted'},{run_dir},{scratch / 'rl_vlm'}"
     assert command[:8] == [
         "apptainer",
         "exec",

@@ -84,7 +84,7 @@ def test_every_node_runs_ray_and_the_run_joins_it(submitted: Path, tmp_path: Pat
     done = run(submitted, tmp_path, "configs/quickstart.yaml", "seed=3", NODE_RESOURCES='{"gpu_learner": 1}')
     assert done.returncode == 0, done.stderr
     head, worker, last = sorted(notes(tmp_path, "steps"), key=lambda step: ("rm -rf" in step, step))
-    port = 20000 + 4242
+    port = 20000 + 2 * 4242  # the next one is of Ray's client server
     assert head.startswith("node1:") and f"--head --node-ip-address=127.0.0.1 --port={port}" in head
     assert worker.startswith("node2:") and f"--address=127.0.0.1:{port}" in worker
     assert all('--resources={"gpu_learner": 1}' in step and "--num-cpus=1" in step for step in (head, worker))

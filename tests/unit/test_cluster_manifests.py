@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -257,6 +258,23 @@ def test_pods_outlive_what_saves_a_checkpoint() -> None:
         seconds = int(hook.split("--timeout ")[1].split(";")[0])
         assert "rl-vlm cluster drain" in hook and seconds < pod["terminationGracePeriodSeconds"]
         assert ("--actors" in hook) == (pod["containers"][0]["name"] == "ray-worker")
+
+
+def test_both_images_have_one_python() -> None:
+    """Ray's nodes refuse each other where the last number of their Python differs."""
+    files = [(ROOT / f"cluster/docker/Dockerfile.{kind}").read_text() for kind in ("cpu", "gpu")]
+    releases = [re.findall(r"^FROM \S*?ubuntu:?(\d+\.\d+)", text, re.MULTILINE) for text in files]
+    assert releases[0] == releases[1] and len(releases[0]) == 2
+    assert all(text.count(" python3 python3-dev") == 2 for text in files)  # the release's own, in both stages
+
+
+def test_apptainer_copies_each_source_to_its_own_place() -> None:
+    """It reads two words of a line, the source and where it goes, and drops the others."""
+    text = (ROOT / "cluster/slurm/rl_vlm.def").read_text()
+    lines = text.split("%files\n")[1].split("\n\n")[0].splitlines()
+    copied = dict(line.split() for line in lines)
+    assert all((ROOT / source).exists() and place == f"/opt/rl_vlm/{source}" for source, place in copied.items())
+    assert {"pyproject.toml", "Makefile", "requirements", "rl_vlm", "configs"} <= copied.keys()
 
 
 def test_every_template_belongs_to_a_target_or_is_shared() -> None:
