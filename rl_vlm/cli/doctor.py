@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -247,6 +249,18 @@ def _gpus(probe: _Probe) -> Iterator[Check]:
     if version_of("vllm") is None:
         remedy = "Run `pip install 'rl-vlm[vllm]'`: vLLM samples several times faster on a GPU than transformers."
         yield Check("gpu engine", "warn", "a GPU and no vllm", remedy)
+    yield _compiler()
+
+
+def _compiler() -> Check:
+    """Triton compiles what launches its kernels, those of vLLM's LoRA among them, on first use."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    missing = [*([] if compiler else ["a C compiler"]), *([] if header.is_file() else [str(header)])]
+    if missing:
+        remedy = "Install them: on Debian and Ubuntu `apt-get install build-essential python3-dev`."
+        return Check("gpu compiler", "fail", f"Triton, and so vLLM, needs {' and '.join(missing)}", remedy)
+    return Check("gpu compiler", "ok", str(compiler))
 
 
 def _driver_remedy(cuda: str | None) -> str:

@@ -177,6 +177,19 @@ def test_gpus_are_listed_with_their_memory(monkeypatch):
     assert checks["gpu engine"].status == "warn" and "vllm" in checks["gpu engine"].remedy
 
 
+def test_kernels_need_a_compiler_and_the_headers_of_python(tmp_path, monkeypatch):
+    (tmp_path / "gcc").touch(0o755)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor._compiler().status == "ok"
+    (tmp_path / "Python.h").unlink()
+    monkeypatch.setenv("PATH", "/nowhere")
+    check = doctor._compiler()
+    assert check.status == "fail" and f"a C compiler and {tmp_path / 'Python.h'}" in check.detail
+
+
 def test_a_gpu_that_torch_does_not_see_fails(tmp_path, monkeypatch):
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 470.01\n")
