@@ -16,8 +16,12 @@ from rl_vlm.chat import mrope_positions
 from rl_vlm.models.images import ImageProcessorSpec
 from rl_vlm.types import EncodedImage, Trajectory
 
-# A packed row pays attention over its whole length: pack only while that costs at most this much more than separate rows.
+# Under a dense mask a packed row pays attention over its whole length: it is packed while that costs at most this much more than
+# separate rows. Segments pay for what is seen, so tokens that are computed once instead of G times may be weighed against
+# query-key pairs: per unit of the model's width one token costs as much as so many pairs. (A layer computes about 24 D² for a token
+# and 4 D for a pair; a pair takes about three times as long for its arithmetic, as measured.)
 _MAX_ATTENTION_OVERHEAD = 1.0
+_PAIRS_PER_WIDTH = 2
 _PREFIX, _PADDING = 0, -1
 
 
@@ -101,6 +105,7 @@ class BatchBuilder:
         images: the image geometry.
         max_tokens: padded tokens per micro-batch; a single longer row still goes alone.
         share_prompts: pack the samples of a group into one row where that pays.
+        width: of the language model, where attention can be computed by segments; 0: under a dense mask.
     """
 
     def __init__(
@@ -111,12 +116,14 @@ class BatchBuilder:
         images: ImageProcessorSpec,
         max_tokens: int,
         share_prompts: bool = True,
+        width: int = 0,
     ) -> None:
         self._image_token_id = image_token_id
         self._pad_token_id = pad_token_id
         self._images = images
         self._max_tokens = max_tokens
         self._share_prompts = share_prompts
+        self._width = width
 
     def build(self, minibatch: Minibatch) -> list[MicroBatch]:
         """Micro-batches in order of row length."""
@@ -140,10 +147,18 @@ class BatchBuilder:
         prefix = self._shared_prompt(group)
         lengths = [len(sample.trajectory) for sample in group]
         packed = prefix + sum(length - prefix for length in lengths)
-        separate_attention = sum(length**2 for length in lengths)
-        if not prefix or packed**2 > (1 + _MAX_ATTENTION_OVERHEAD) * separate_attention or packed > self._max_tokens:
+        if not prefix or packed > self._max_tokens or not self._pays(packed, prefix, lengths):
             return [[sample] for sample in group]
         return [group]
+
+    def _pays(self, packed: int, prefix: int, lengths: Sequence[int]) -> bool:
+        """Whether a row of `packed` tokens costs less than rows of these `lengths`, which share the `prefix`."""
+        squares = sum(length**2 for length in lengths)
+        if packed**2 <= (1 + _MAX_ATTENTION_OVERHEAD) * squares:
+            return True
+        pairs = prefix**2 // 2 + sum((length - prefix) * length for length in lengths)
+        saved = sum(lengths) - packed
+        return saved * _PAIRS_PER_WIDTH * self._width > pairs - squares // 2
 
     def _row(self, group: list[TrainSample]) -> _Row:
         prefix = _prompt_length(group[0].trajectory)

@@ -24,6 +24,7 @@ def make_updater(policy: PolicyModel, run: RunConfig) -> PolicyUpdater:
         images=policy.text.images,
         max_tokens=run.learner.micro_batch_tokens,
         share_prompts=run.learner.share_prompts,
+        width=0 if run.learner.attention == "dense" else policy.backbone.width,
     )
     return PolicyUpdater(
         policy.backbone,

@@ -97,6 +97,11 @@ class Backbone:
         self.vision_passes = 0
 
     @property
+    def width(self) -> int:
+        """D: how wide the language model's hidden states are."""
+        return int(self.lm_head.weight.shape[1])
+
+    @property
     def lm_head(self) -> nn.Linear:
         """The output projection [V, D]."""
         return self.model.lm_head  # type: ignore[no-any-return]
