@@ -92,12 +92,14 @@ def draw(curves: dict[Run, Series], path: Path) -> None:
     panel = figure.add_subplot()
     style_panel(panel)
     colors = {preset: COLORS[k % len(COLORS)] for k, preset in enumerate(dict.fromkeys(run.preset for run in curves))}
-    for k, (preset, shuffled) in enumerate(dict.fromkeys((run.preset, run.shuffled) for run in curves)):
+    # One more marker than colours, so that no two presets have both in common.
+    marker = {preset: "os^DvpX"[k % 7] for k, preset in enumerate(colors)}
+    for preset, shuffled in dict.fromkeys((run.preset, run.shuffled) for run in curves):
         series = [curve for run, curve in curves.items() if (run.preset, run.shuffled) == (preset, shuffled)]
         steps = [step for step, _ in series[0]]
         means = [statistics.mean(dict(one)[step] for one in series if step in dict(one)) for step in steps]
         panel.plot(
-            steps, means, color=colors[preset], marker="os^Dvp"[k % 6], markersize=4, linewidth=1.6,
+            steps, means, color=colors[preset], marker=marker[preset], markersize=4, linewidth=1.6,
             linestyle="--" if shuffled else "-", alpha=0.5 if shuffled else 1.0, label=None if shuffled else preset,
         )  # fmt: skip
     panel.axhline(0.25, color=MUTED, linewidth=0.8, linestyle=":")
