@@ -16,6 +16,11 @@ from rl_vlm.config.run import RunConfig
 from rl_vlm.config.section import Section
 from rl_vlm.types import UserInputError
 
+# Keys that change the shapes of what is trained.
+_SHAPES = (
+    "model.path", "model.train", "model.lora", "critic.kind", "critic.hidden", "preference.sac.hidden",
+    "preference.reward_model",
+)  # fmt: skip
 SEED = "seed"  # trials that differ in it alone are runs of one setting
 
 
@@ -99,7 +104,7 @@ class SweepConfig(Section):
                 raise ValueError(
                     "stopping pbt varies every key of the space: leave out seed, and use choice in place of grid"
                 )
-            if shapes := sorted(key for key in self.space if key.startswith("model.")):
+            if shapes := sorted(key for key in self.space if key.startswith(_SHAPES)):
                 raise ValueError(
                     f"stopping pbt lets a trial go on with another one's weights, which have to have the same shapes: leave out "
                     f"{', '.join(shapes)}"

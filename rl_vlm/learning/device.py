@@ -48,7 +48,7 @@ def limit_memory(run: RunConfig, device: str) -> None:
 def choose_precision(run: RunConfig | SFTConfig, device: str) -> None:
     """On a GPU let matrices in float32 be multiplied in TF32, unless the model itself is in float32.
 
-    These are LoRA's, whose inputs are bfloat16, which TF32 holds exactly, and whose weights the engine rounds to bfloat16.
+    These are LoRA's, whose weights the engine rounds to bfloat16, of fewer digits than TF32, and a critic's head.
     """
     if device.startswith("cuda") and run.model.dtype != "float32":
         torch.set_float32_matmul_precision("high")

@@ -126,7 +126,6 @@ class PolicyUpdater:
                 minibatch.old.append(old)
                 if self._settings.kl_loss_coef:
                     minibatch.reference.append(self._reference(micro))
-        self._probed = self._probed or any(minibatch.probe for minibatch in packed)
         return packed
 
     def _build(self, minibatches: Sequence[Minibatch]) -> list[PackedMinibatch]:
@@ -165,7 +164,6 @@ class PolicyUpdater:
                         scores.values |= micro.split(values.cpu().numpy())
         if packed and not self._probed:
             packed[0].probe = dict(enumerate(packed[0].old))  # type: ignore[arg-type]
-            self._probed = True
         return packed, scores
 
     def set_targets(
@@ -260,6 +258,7 @@ class PolicyUpdater:
         if (probe := minibatch.probe.pop(number, None)) is not None and len(probe):
             error = float(((new.detach() - probe).exp() - 1).abs().max())
             stats.first_ratio_error = max(stats.first_ratio_error, error)
+            self._probed = True
         behaviour = torch.from_numpy(micro.behaviour).to(device)
         advantage = torch.from_numpy(micro.advantage).to(device)
         weight = torch.from_numpy(micro.weight).to(device)

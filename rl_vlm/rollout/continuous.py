@@ -42,7 +42,7 @@ class ContinuousSampler:
         runners: the env runners.
         timeout_s: deadline of one group. Only time in `collect` counts, as the driver may have been busy with other work, and
             only from when a runner has a place for the group.
-        places: groups that a runner samples at once; it takes them in the order in which they were sent.
+        places: calls that a runner answers at once; it takes them in the order in which they were sent.
     """
 
     def __init__(self, runners: EnvRunners, timeout_s: float, places: int) -> None:
@@ -131,24 +131,33 @@ class ContinuousSampler:
             if one.needs_restart and current:
                 self._runners.restart(call.runner)
 
-    def _start_clocks(self) -> None:
-        """The deadline of a group begins when its runner has a place for it."""
+    def _placed(self) -> list[ray.ObjectRef]:
+        """The calls that have one of their runner's places."""
         ahead: Counter[int] = Counter()
+        found = []
         for ref, call in self._open.items():
-            if call.due is None and ahead[call.runner] < self._places:
-                self._open[ref] = replace(call, due=self._waited_s + self._timeout_s)
+            if ahead[call.runner] < self._places:
+                found.append(ref)
             ahead[call.runner] += 1
+        return found
+
+    def _start_clocks(self) -> None:
+        """The deadline of a group begins when its runner has a place for it; one that is sent anew keeps its own."""
+        for ref in self._placed():
+            if self._open[ref].due is None:
+                self._open[ref] = replace(self._open[ref], due=self._waited_s + self._timeout_s)
 
     def _is_late(self, call: _Call) -> bool:
         return call.due is not None and call.due <= self._waited_s
 
     def _expire(self, result: RolloutResult, dropped: Counter[str]) -> None:
-        """Tasks whose deadline has passed are lost. Their runners are restarted: the other calls of these are sent anew."""
+        """Tasks whose deadline has passed are lost. Runners where they had a place are restarted: their other calls are sent anew."""
+        placed = set(self._placed())
         for ref, call in [(ref, call) for ref, call in self._open.items() if self._is_late(call)]:
             del self._open[ref]
             result.lost[call.task.group_id] = f"no result within {self._timeout_s:g} s"
             dropped["group_timeout"] += 1
-            if call.life == self._runners.life(call.runner):
+            if ref in placed and call.life == self._runners.life(call.runner):
                 self._runners.restart(call.runner)
         for call in [call for call in self._waiting if self._is_late(call)]:
             self._waiting.remove(call)

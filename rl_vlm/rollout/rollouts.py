@@ -170,7 +170,7 @@ class RoundRollouts(Rollouts):
 
     def open_next(self) -> bool:
         """Open the next round's episodes and encode their images: neither needs the weights that are learned meanwhile."""
-        # Not in a deterministic run: features of images that are encoded in another batch differ in their last bits.
+        # Not in a deterministic run, which is lock-step.
         if not self._run.rollout.open_ahead or self._run.deterministic:
             return False
         self._stream.begin(self._iteration + 1)
@@ -264,6 +264,5 @@ def make_rollouts(runners: EnvRunners, stream: TaskStream, run: RunConfig) -> Ro
     sampler = RolloutSampler(runners, run.rollout.timeout_s)
     if run.rollout.max_policy_lag == 0:
         return RoundRollouts(sampler, stream, run)
-    return ContinuousRollouts(
-        sampler, stream, run, ContinuousSampler(runners, run.rollout.timeout_s, run.rollout.groups_at_once)
-    )
+    places = run.rollout.groups_at_once + 1  # see VLMEnvRunner.concurrent_calls
+    return ContinuousRollouts(sampler, stream, run, ContinuousSampler(runners, run.rollout.timeout_s, places))

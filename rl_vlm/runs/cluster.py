@@ -39,6 +39,17 @@ _WORKER_ENVIRONMENT = {
 }
 
 
+_set_here: set[str] = set()  # variables of `_WORKER_ENVIRONMENT` that nobody had given
+
+
+def prepare_environment() -> None:
+    """Set what Ray's workers, and RLlib where it is imported, read from the environment; what is given there stays."""
+    for name, value in _WORKER_ENVIRONMENT.items():
+        if name not in os.environ:
+            os.environ[name] = value
+            _set_here.add(name)
+
+
 def quiet_ray() -> None:
     """Show errors of Ray's libraries alone: their other messages are about internals."""
     for name in ("ray.serve", "ray.rllib", "ray.tune", "ray.train"):
@@ -226,9 +237,8 @@ def ray_cluster(run: RunConfig, more: Mapping[str, float] | None = None) -> Iter
     if ray.is_initialized():
         yield
         return
-    given = {name for name in _WORKER_ENVIRONMENT if name in os.environ}
-    for name, value in _WORKER_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    prepare_environment()
+    given = {name for name in _WORKER_ENVIRONMENT if name not in _set_here}
     common = {"namespace": "rl_vlm", "log_to_driver": False, "logging_level": logging.ERROR}
     quiet_ray()
     if joins_cluster():

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class InterruptedRun(RLVLMError):
     """SIGINT or SIGTERM ended the run after a checkpoint; `exit_code` is 130 or 143."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(f"Interrupted by {signal.Signals(number).name}; the checkpoint was saved, --resume goes on.")
+    def __init__(self, number: int, what_now: str = "the checkpoint was saved, --resume goes on") -> None:
+        super().__init__(f"Interrupted by {signal.Signals(number).name}; {what_now}.")
         self.exit_code = 128 + number
 
 
@@ -36,9 +36,13 @@ class StopRequest:
     """Remembers the first SIGINT or SIGTERM, of which it tells; a second one, or any while starting, raises KeyboardInterrupt at
     once."""
 
-    def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        tell: Callable[[], None] = lambda: None,
+        sentence: str = "Stopping: saving a checkpoint first. Once more to stop at once.",
+    ) -> None:
         self.signal: int | None = None
-        self._tell = tell
+        self._tell, self._sentence = tell, sentence
         self.starting = True
 
     def __bool__(self) -> bool:
@@ -52,7 +56,7 @@ class StopRequest:
             second, self.signal = self.signal is not None, number
             if second or self.starting:
                 raise KeyboardInterrupt
-            announce("Stopping: saving a checkpoint first. Once more to stop at once.")
+            announce(self._sentence)
             self._tell()
 
         previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -9,11 +9,17 @@ from dataclasses import dataclass
 
 from rl_vlm.algorithms.base import RunAlgorithm
 from rl_vlm.config import RunConfig
-from rl_vlm.config.sweep import SweepConfig
+from rl_vlm.config.sweep import SweepConfig, changed
 from rl_vlm.runs.cluster import available_cpus
 from rl_vlm.types import UserInputError
 
 SLOT = "rl_vlm_trial"  # of a private cluster: a place for a trial with its replicas
+# Keys of which more is more; a space may vary them.
+_SIZES = (
+    "serving.num_replicas", "serving.cpus_per_replica", "serving.gpus_per_replica", "rollout.num_env_runners",
+    "rollout.cpus_per_env_runner", "learner.num_learners", "learner.cpus_per_learner", "learner.gpus_per_learner",
+    "preference.collection.num_env_runners",
+)  # fmt: skip
 _MOST = 64  # trials at the same time, unless the sweep says more
 
 
@@ -23,14 +29,18 @@ class Room:
 
     each: of a trial; what Tune reserves for it, and replicas of its own, of which Tune knows nothing.
     common: of replicas that all trials share.
+    has_replicas: whether a trial starts replicas.
     """
 
     each: Mapping[str, float]
     common: Mapping[str, float]
+    has_replicas: bool
 
     @classmethod
-    def of(cls, run: RunConfig, trainable: type[RunAlgorithm]) -> Room:
-        """What trials of that run need."""
+    def of(cls, run: RunConfig, sweep: SweepConfig, trainable: type[RunAlgorithm]) -> Room:
+        """What the largest trials need that the sweep makes of the run."""
+        sizes = {key: max(sweep.space[key].examples) for key in _SIZES if key in sweep.space}
+        run = changed(run, sizes) if sizes else run
         request = trainable.default_resource_request({"run_config": run.model_dump(exclude_unset=True)})
         reserved = request.required_resources
         serving = run.serving
@@ -38,7 +48,8 @@ class Room:
         replicas = {"CPU": count * serving.cpus_per_replica, "GPU": count * serving.gpus_per_replica}
         own = {} if serving.shared else replicas
         each = {kind: reserved.get(kind, 0.0) + own.get(kind, 0.0) for kind in replicas}
-        return cls(each, replicas if serving.shared else dict.fromkeys(replicas, 0.0))
+        common = replicas if serving.shared else dict.fromkeys(replicas, 0.0)
+        return cls(each, common, has_replicas=any(own.values()))
 
     def holds(self, have: Mapping[str, float]) -> int:
         """How many trials fit into a cluster of such resources at the same time."""
@@ -84,7 +95,7 @@ def trials_at_once(sweep: SweepConfig, room: Room, have: Mapping[str, float], *,
         )
     if not compares:
         return min(sweep.max_concurrent or _MOST, fitting)
-    if fitting < sweep.num_trials and not slots and not any(room.common.values()):
+    if fitting < sweep.num_trials and room.has_replicas and not slots:
         raise UserInputError(
             f"stopping pbt trains its {sweep.num_trials} trials side by side and the cluster holds {fitting} with replicas of "
             "their own: set shared: true in the sweep's file, lower num_samples, or add nodes."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import yaml
 from rl_vlm.config import RunConfig, load_config, save_config
 from rl_vlm.config.sweep import SweepConfig, Values, changed
 from rl_vlm.files import write_atomic
-from rl_vlm.runs.cluster import quiet_ray, ray_cluster, starts_own_cluster
+from rl_vlm.runs.cluster import prepare_environment, quiet_ray, ray_cluster, starts_own_cluster
 from rl_vlm.runs.lifecycle import InterruptedRun, StopRequest
 from rl_vlm.runs.preflight import inspect_run
 from rl_vlm.runs.remote_folder import is_remote
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from rl_vlm.algorithms.base import RunAlgorithm
 
 _TUNE = "tune"  # Tune's folder inside the sweep's
-# Tune reads these when it is imported.
+# For Tune.
 _TUNE_VARIABLES = {
     "RAY_AIR_NEW_OUTPUT": "0",  # which is for terminals only
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # paths are those of the sweep's working directory
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # it would end as if all were done; see _interrupt_tune
 }
+_GOES_ON = "--resume goes on from each trial's last evaluation"
 _ENDLESS = 1 << 40  # iterations
 _MAX_FAILURES = 2  # of one trial, each from its last checkpoint
 
@@ -51,16 +52,19 @@ def run_sweep(run: RunConfig, sweep: SweepConfig, folder: Path, *, resume: bool 
     trial = sweep.prepared(run)
     inspect_run(trial)
     sweep.check_space(trial)
-    prepare_folder(run, sweep, folder, resume)
+    check_folder(run, sweep, folder, resume)
     for name, value in _TUNE_VARIABLES.items():
         os.environ.setdefault(name, value)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # of an earlier sweep of this process
-    stop = StopRequest(_interrupt_tune)
+    stop = StopRequest(_interrupt_tune, f"Stopping; {_GOES_ON}. Once more to stop at once.")
     stop.starting = False
-    with stop.installed(_say):
-        _run_trials(trial, sweep, folder, resume)
+    try:
+        with stop.installed(_say):
+            _run_trials(trial, sweep, folder, resume, lambda: write_settings(run, sweep, folder))
+    except KeyboardInterrupt:
+        stop.signal = stop.signal or signal.SIGINT
     if stop.signal is not None:
-        raise InterruptedRun(stop.signal)
+        raise InterruptedRun(stop.signal, _GOES_ON)
     trials = read_results(folder, sweep)
     write_results(folder, trials, run, sweep)
     if not any(trial.finished for trial in trials):
@@ -79,14 +83,24 @@ def sweep_folder(place: str | Path) -> Path:
     return folder
 
 
-def prepare_folder(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool) -> None:
-    """Write config.yaml and sweep.yaml. Raises UserInputError if a folder is there that does not fit."""
-    text = yaml.safe_dump(sweep.model_dump(mode="json", exclude_unset=True), sort_keys=False)
+def _text(sweep: SweepConfig) -> str:
+    return str(yaml.safe_dump(sweep.model_dump(mode="json", exclude_unset=True), sort_keys=False))
+
+
+def write_settings(run: RunConfig, sweep: SweepConfig, folder: Path) -> None:
+    """Write config.yaml and sweep.yaml."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_config(run, folder / "config.yaml")
+    write_atomic(folder / "sweep.yaml", _text(sweep))
+
+
+def check_folder(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool) -> None:
+    """Raise UserInputError if a folder is there that does not fit."""
     if resume:
         known = folder / "sweep.yaml"
         if not known.is_file():
             raise UserInputError(f"{folder} holds no sweep to resume: leave out --resume, or choose another --run-dir.")
-        if known.read_text() != text:
+        if known.read_text() != _text(sweep):
             raise UserInputError(f"{known} differs from the given space: resume with that file, or start a new sweep.")
         if differing := _differing(run, load_config(folder / "config.yaml")):
             raise UserInputError(
@@ -96,9 +110,6 @@ def prepare_folder(run: RunConfig, sweep: SweepConfig, folder: Path, resume: boo
         return
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserInputError(f"{folder} exists: choose another --run-dir, or add --resume.")
-    folder.mkdir(parents=True, exist_ok=True)
-    save_config(run, folder / "config.yaml")
-    write_atomic(folder / "sweep.yaml", text)
 
 
 def _differing(run: RunConfig, known: RunConfig) -> list[str]:
@@ -126,27 +137,34 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _run_trials(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool) -> None:
+def _run_trials(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool, begin: Callable[[], None]) -> None:
+    """`begin` is called when nothing can be refused any more."""
+    prepare_environment()
+    quiet_ray()
     from rl_vlm.sweeps.room import SLOT, Room, own_cpus, trials_at_once
     from rl_vlm.sweeps.trial import trial_class
 
-    quiet_ray()
-    # In a private cluster the trials of a population wait for a slot, so that they leave room for each other's replicas.
+    # In a private cluster trials wait for a slot, so that they leave room for each other's replicas: Tune alone decides when
+    # those of a population, and of a sweep that is resumed, go on.
     private, slots = starts_own_cluster(), {}
     algorithm = run.spec.load("config")().algo_class
-    room, cluster = Room.of(run, trial_class(algorithm, sweep.space)), run
+    room, cluster = Room.of(run, sweep, trial_class(algorithm, sweep.space)), run
     if private:
         cluster = changed(run, {"resources.num_cpus": own_cpus(run, sweep, room)})
-        if sweep.stopping.name == "pbt" and not run.serving.shared:
-            slots = {SLOT: float(max(room.holds(_machine(cluster)), 1))}
-    with ray_cluster(cluster, slots), kept_up(run):
+        if room.has_replicas:
+            fitting = room.holds(_machine(cluster))
+            slots = {SLOT: float(max(min(sweep.max_concurrent or fitting, fitting), 1))}
+    with ray_cluster(cluster, slots):
         import ray
 
         at_once = trials_at_once(sweep, room, ray.cluster_resources(), slots=bool(slots))
+        if not resume:
+            begin()
         if at_once and at_once < (sweep.max_concurrent or 0):
             _say(f"The cluster holds {at_once} trials at the same time, not {sweep.max_concurrent}.")
         trainable = trial_class(algorithm, sweep.space, dict.fromkeys(slots, 1.0))
-        _forget_survived(_tune(run, sweep, folder, resume, at_once, trainable))
+        with kept_up(run):
+            _forget_survived(_tune(run, sweep, folder, resume, at_once, trainable))
 
 
 def _machine(run: RunConfig) -> dict[str, float]:

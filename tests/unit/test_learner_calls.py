@@ -64,22 +64,32 @@ class Group:
             fetch_ready_async_reqs=self._fetch,
         )
         self._ready: list[Result] = []
+        self._raised: set[int] = set()
 
     def foreach_learner(
-        self, function: Any, timeout_seconds: float, remote_actor_ids: list[int] | None = None
+        self,
+        function: Any,
+        timeout_seconds: float,
+        remote_actor_ids: list[int] | None = None,
+        healthy_only: bool = True,
     ) -> list[Result]:
         chosen = range(len(self._values)) if remote_actor_ids is None else remote_actor_ids
+        chosen = [k for k in chosen if not healthy_only or k not in self._raised]
         self.asked += chosen
         return [Result(self._values[k]) for k in chosen]
 
     def _begin(self, method: str, tag: str, kwargs: list[dict[str, Any]], remote_actor_ids: list[int]) -> None:
         assert method == "update" and len(kwargs) == len(remote_actor_ids)
+        self._tag = tag
         values = [self._update] if isinstance(self._update, Exception) else self._update
         # As RLlib's, in the order of the answers; who is silent is left out.
         self._ready = [Result(value, learner) for learner, value in reversed(list(enumerate(values)))]
 
     def _fetch(self, tags: str, timeout_seconds: float) -> list[Result]:
-        return [self._ready.pop(0)] if self._ready else []
+        assert tags == self._tag
+        found = [self._ready.pop(0)] if self._ready else []
+        self._raised |= {result.actor_id for result in found if not result.ok}  # as RLlib does
+        return found
 
 
 def test_the_first_learner_that_answers_counts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -227,6 +228,19 @@ def test_the_deadline_of_a_group_begins_when_its_runner_has_a_place_for_it(manag
     result = sampler.collect(0, 0)
     assert "g0" in result.lost and "g2" not in result.lost  # g2 waits behind g0
     assert result.dropped == {"group_timeout": 1} and runners.restarts == 1
+
+
+def test_a_runner_is_not_restarted_for_a_group_that_waits_there(manager: Manager) -> None:
+    """A group that was sent anew keeps its deadline, and may wait behind others."""
+    sampler, runners = continuous_of(manager, timeout_s=10.0, places=1)
+    manager.runners[1].outcomes = [HANGS, HANGS]
+    manager.runners[2].outcomes = [HANGS, HANGS]
+    sampler.give(TASKS, version=0)
+    sampler.collect(0, 0)
+    waiting = next(ref for ref, call in sampler._open.items() if call.task.group_id == "g3")
+    sampler._open[waiting] = replace(sampler._open[waiting], due=0.0)
+    result = sampler.collect(0, 0)
+    assert set(result.lost) == {"g3"} and runners.restarts == 0
 
 
 def test_time_that_the_driver_spends_elsewhere_does_not_count_against_a_group(manager: Manager) -> None:

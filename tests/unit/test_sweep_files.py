@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,11 @@ from pydantic import ValidationError
 from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import load_config
 from rl_vlm.config.sweep import SweepConfig, load_sweep
+from rl_vlm.runs.lifecycle import InterruptedRun
 from rl_vlm.sweeps.progress import SweepProgress
 from rl_vlm.sweeps.results import group_by_setting, read_results, setting_name, write_results
 from rl_vlm.sweeps.room import Room, own_cpus, trials_at_once
-from rl_vlm.sweeps.sweep import _forget_survived, prepare_folder, sweep_folder
+from rl_vlm.sweeps.sweep import _forget_survived, check_folder, run_sweep, sweep_folder, write_settings
 from rl_vlm.sweeps.trial import trial_class
 from rl_vlm.types import UserInputError
 
@@ -211,16 +213,22 @@ def test_a_random_search_holds_back_what_may_not_run_yet() -> None:
 
 
 ALGORITHM = RUN.spec.load("config")().algo_class
-ROOM = Room.of(RUN, trial_class(ALGORITHM, ["seed"]))
+ROOM = Room.of(RUN, sweep(), trial_class(ALGORITHM, ["seed"]))
 
 
 def test_a_trial_takes_what_tune_reserves_and_its_replicas() -> None:
     """RLlib reserves a CPU for the trial itself, which no section of the configuration names."""
     assert ROOM.each == {"CPU": 1 + 2 * 0.25 + 2 * 0.5, "GPU": 0.0} and ROOM.cpus(3) == 7.5
     assert [ROOM.holds({"CPU": cpus}) for cpus in (2, 2.5, 4, 8)] == [0, 1, 1, 3]
-    shared = Room.of(sweep(shared=True).prepared(RUN), trial_class(ALGORITHM, ["seed"]))
+    shared = Room.of(sweep(shared=True).prepared(RUN), sweep(), trial_class(ALGORITHM, ["seed"]))
     assert shared.each["CPU"] == 1.5 and shared.common["CPU"] == 1.0
     assert [shared.holds({"CPU": cpus}) for cpus in (2, 4, 8)] == [0, 2, 4]
+
+
+def test_a_space_that_varies_sizes_needs_room_for_the_largest() -> None:
+    space = {"serving.num_replicas": {"grid": [1, 4]}, "rollout.num_env_runners": {"randint": [1, 4]}}
+    room = Room.of(RUN, SweepConfig.model_validate({"space": space}), trial_class(ALGORITHM, list(space)))
+    assert room.each["CPU"] == 1 + 3 * 0.25 + 4 * 0.5
 
 
 def test_a_private_cluster_has_room_for_the_trials_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,18 +272,53 @@ def test_settings_that_contradict_each_other_fail_their_trial_and_not_the_sweep(
     assert main == {"CPU": 1.0, "slot": 1.0} and len(runners) == 2
 
 
+def test_a_population_without_replicas_takes_turns_anywhere() -> None:
+    lonely = Room({"CPU": 1.0, "GPU": 0.0}, {"CPU": 0.0, "GPU": 0.0}, has_replicas=False)
+    pbt = SweepConfig.model_validate(
+        {"space": {"learner.lr": {"loguniform": [1e-4, 1e-2]}}, "stopping": {"name": "pbt"}, "num_samples": 8}
+    )
+    assert trials_at_once(pbt, lonely, {"CPU": 4}) == 0
+
+
+# --- signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("tune_runs", [True, False])
+def test_a_signal_ends_a_sweep_as_interrupted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals, tune_runs: bool
+) -> None:
+    told: list[int] = []
+
+    def trials(*_: Any) -> None:
+        if tune_runs:  # which ends as if all were done
+            signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr("rl_vlm.sweeps.sweep.inspect_run", lambda run: None)
+    monkeypatch.setattr("rl_vlm.sweeps.sweep._run_trials", trials)
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        with pytest.raises(InterruptedRun, match=f"Interrupted by {number.name}; --resume goes on") as ended:
+            run_sweep(RUN, sweep(), tmp_path / "sweep")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert ended.value.exit_code == 128 + number and told == ([signal.SIGUSR1] if tune_runs else [])
+
+
 # --- folders
 
 
 def test_a_sweep_is_resumed_with_the_configuration_that_it_began_with(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    prepare_folder(RUN, sweep(), folder, resume=False)
-    prepare_folder(
-        load_config(ROOT / "configs/quickstart.yaml", ["resources.num_cpus=4"]), sweep(), folder, resume=True
-    )
+    check_folder(RUN, sweep(), folder, resume=False)
+    write_settings(RUN, sweep(), folder)
+    with pytest.raises(UserInputError, match="exists: choose another --run-dir, or add --resume"):
+        check_folder(RUN, sweep(), folder, resume=False)
+    check_folder(load_config(ROOT / "configs/quickstart.yaml", ["resources.num_cpus=4"]), sweep(), folder, resume=True)
     other = load_config(ROOT / "configs/quickstart.yaml", ["algorithm.iterations=7", "env.kwargs.task=color"])
     with pytest.raises(UserInputError, match="other values of algorithm.iterations, env.kwargs.task"):
-        prepare_folder(other, sweep(), folder, resume=True)
+        check_folder(other, sweep(), folder, resume=True)
 
 
 def test_a_sweep_is_written_only_where_it_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
