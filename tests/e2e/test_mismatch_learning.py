@@ -52,8 +52,8 @@ class NoisyEngine:
         await self._engine.load_adapter(replace(payload, tensors=blob, sha256=hashlib.sha256(blob).hexdigest()))
 
 
-def train(bare_loop: Callable[..., Any], name: str, noisy: bool) -> dict[str, float]:
-    run = load_config(QUICKSTART, [f"algorithm.iterations={ITERATIONS}", *SETTINGS[name]])
+def train(bare_loop: Callable[..., Any], name: str, noisy: bool, seed: int) -> dict[str, float]:
+    run = load_config(QUICKSTART, [f"algorithm.iterations={ITERATIONS}", f"seed={seed}", *SETTINGS[name]])
     loop = bare_loop(resolve_model(run.model.path), run)
     engine, noise = loop.engine, NoisyEngine(loop.engine)
     if noisy:
@@ -77,15 +77,16 @@ def train(bare_loop: Callable[..., Any], name: str, noisy: bool) -> dict[str, fl
     }
 
 
-def test_every_correction_learns_with_a_noisy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_every_correction_learns_with_a_noisy_engine(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from bare import BareLoop
 
-    found = {"exact engine": train(BareLoop, "none", noisy=False)}
+    found = {"exact engine": train(BareLoop, "none", noisy=False, seed=seed)}
     for name in SETTINGS:
-        found[name] = train(BareLoop, name, noisy=True)
-        print(name, json.dumps(found[name]), flush=True)
-    print(json.dumps(found, indent=1))
+        found[name] = train(BareLoop, name, noisy=True, seed=seed)
+        print(seed, name, json.dumps(found[name]), flush=True)
+    print(seed, json.dumps(found, indent=1))
     assert found["exact engine"]["nats"] < 1e-3
     for name in SETTINGS:
         assert found[name]["nats"] == pytest.approx(NOISE, rel=0.6)  # the feedback lags behind by a step
