@@ -6,11 +6,12 @@ A checkpoint appears complete or not at all, and loading one runs no code.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"iteration-(\d{6,})")
 _REPLACED = ".replaced-"
@@ -75,10 +78,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         sha256 = state["adapter_sha256"]
     except (OSError, ValueError, TypeError, KeyError, SafetensorError, UserInputError) as error:
         raise UserInputError(
-            f"The checkpoint {folder} is incomplete or corrupt ({error}): use an older one."
+            f"The checkpoint {folder} is incomplete or corrupt ({error})."
         ) from error
     if adapter.sha256 != sha256:
-        raise UserInputError(f"The checkpoint {folder} is corrupt: its adapter has another SHA-256. Use an older one.")
+        raise UserInputError(f"The checkpoint {folder} is corrupt: its adapter has another SHA-256.")
     return Checkpoint(adapter, moments, state, extras)
 
 
@@ -131,13 +134,29 @@ def list_checkpoints(checkpoints: Path, name: re.Pattern[str] = _NAME) -> list[P
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:
-    """The newest checkpoint that reads back whole; a damaged one is passed over."""
-    for folder in reversed(list_checkpoints(checkpoints)):
+    """The newest checkpoint that reads back whole, see `newest_readable`."""
+    return newest_readable(list_checkpoints(checkpoints), read_checkpoint)
+
+
+def newest_readable(checkpoints: Sequence[Path], read: Callable[[Path], object]) -> Path | None:
+    """The last of the checkpoints that `read` accepts; None without any. People are told of those that are passed over.
+
+    Raises UserInputError when there are some and none can be read: beginning anew would delete the run's history.
+    """
+    passed: list[str] = []
+    for folder in reversed(checkpoints):
         try:
-            read_checkpoint(folder)
-        except UserInputError:
+            read(folder)
+        except UserInputError as error:
+            passed.append(str(error))
             continue
+        for reason in passed:
+            logger.warning("%s This run goes on from %s.", reason, folder.name)
         return folder
+    if passed:
+        raise UserInputError(
+            f"{passed[0]} None of the {len(passed)} can be read: mend the storage, or begin anew with --overwrite."
+        )
     return None
 
 

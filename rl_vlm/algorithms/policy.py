@@ -360,6 +360,11 @@ class PolicyAlgorithm(RunAlgorithm):
         self.rollouts.dropped["iterations_repeated"] += lost - self.updates
         self.updates -= 1  # `training_step` counts this iteration, in which nothing was learned
 
+    def replace_lost_learners(self, error: Exception) -> None:
+        """Between two iterations: new learners in place of those of which one is lost. Raises LearnerDiedError."""
+        self._replace_learners(error)
+        self.updates += 1  # no iteration is under way that would count
+
     def _restore(self, checkpoint: Checkpoint, *, new_process: bool) -> None:
         """Go on from a checkpoint; a new process also continues with its counts."""
         moments, state, extras = checkpoint.moments, checkpoint.state, checkpoint.extras

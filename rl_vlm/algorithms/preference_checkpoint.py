@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.algorithms.checkpoint import clean_leftovers, delete_old, write_folder
+from rl_vlm.algorithms.checkpoint import clean_leftovers, delete_old, newest_readable, write_folder
 from rl_vlm.algorithms.checkpoint import list_checkpoints as list_folders
 from rl_vlm.files import write_atomic
 from rl_vlm.labelling.store import LabelStore
@@ -64,14 +64,8 @@ class CheckpointFolders:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint in `folder` that is complete; None without any."""
-    for checkpoint in reversed(list_checkpoints(folder)):
-        try:
-            read_state(checkpoint)
-        except UserInputError:
-            continue
-        return checkpoint
-    return None
+    """The newest checkpoint in `folder` that is complete, see `newest_readable`; None without any. Raises UserInputError."""
+    return newest_readable(list_checkpoints(folder), read_state)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -90,7 +84,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads((folder / STATE).read_text())
     except (OSError, ValueError) as error:
         raise UserInputError(
-            f"The checkpoint {folder} is incomplete or corrupt ({error}): use an older one."
+            f"The checkpoint {folder} is incomplete or corrupt ({error})."
         ) from error
     return state
 

@@ -238,6 +238,14 @@ class AlgorithmSection(Section):
         return getattr(self, key) not in (None, type(self).model_fields[key].default)
 
 
-def without_preset_keys(algorithm: Mapping[str, Any], preset: str) -> dict[str, Any]:
-    """The section's data less the keys that `preset` sets: a preset that comes later replaces what came before."""
-    return {key: value for key, value in algorithm.items() if key not in PRESETS.get(preset, {})}
+def without_preset_keys(algorithm: Mapping[str, Any], preset: str, replaced: str | None = None) -> dict[str, Any]:
+    """The section's data less the keys that `preset` sets: a preset that comes later replaces what came before.
+
+    A resolved configuration also holds what the `replaced` preset set, which goes with it where it was not changed.
+    """
+    old = PRESETS.get(replaced, {}) if isinstance(replaced, str) else {}
+    return {
+        key: value
+        for key, value in algorithm.items()
+        if key not in PRESETS.get(preset, {}) and not (key in old and value == old[key])
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from rl_vlm.config.sft import SFTConfig
 from rl_vlm.config.yaml_text import load_yaml
 from rl_vlm.files import write_atomic
 from rl_vlm.types import UserInputError
-
-_SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> RunConfig:
@@ -92,9 +89,11 @@ def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> di
 
 def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
     """Set one dotted key. A preset replaces what the file says about the keys that it sets; later keys win over it."""
+    before = data.get("algorithm")
+    replaced = before.get("preset") if isinstance(before, dict) else None
     _set(data, key, value)
     if key == "algorithm.preset":
-        data["algorithm"] = without_preset_keys(data["algorithm"], value)
+        data["algorithm"] = without_preset_keys(data["algorithm"], value, replaced)
 
 
 def save_config(config: RunConfig | SFTConfig, path: Path) -> None:
@@ -111,8 +110,6 @@ def parse_override(override: str) -> tuple[str, Any]:
         value = load_yaml(text) if text else None
     except yaml.YAMLError as error:
         raise UserInputError(f"The value of override {override!r} is not valid YAML: quote it.") from error
-    if isinstance(value, str) and _SCIENTIFIC.fullmatch(text.strip()):
-        value = float(value)  # YAML 1.1 reads 1e-3 as text
     return key.strip(), value
 
 

@@ -18,7 +18,7 @@ from rl_vlm.config import RunConfig, SFTConfig
 from rl_vlm.files import append_whole, to_jsonable, write_atomic
 from rl_vlm.monitoring import otlp
 from rl_vlm.monitoring.sinks import JsonLines, ProgressCsv, TensorBoardFile, WandbRun
-from rl_vlm.monitoring.trajectories import choose_groups, dump_name, write_trajectories
+from rl_vlm.monitoring.trajectories import choose_groups, write_trajectories
 from rl_vlm.tracing import Span
 from rl_vlm.types import TrajectoryGroup
 
@@ -49,6 +49,12 @@ def _trace_name(iteration: int) -> str:
     return f"iteration-{iteration:06d}.jsonl"
 
 
+def _iteration(file: Path) -> int:
+    """The number in `iteration-000123.x`. Names of seven digits do not sort as their numbers do."""
+    number = file.stem.removeprefix("iteration-")
+    return int(number) if number.isdecimal() else -1
+
+
 class RunRecorder:
     """Writes `progress.csv`, `eval.jsonl`, TensorBoard events, `trajectories/`, `result.json` and what `draw` draws.
 
@@ -76,13 +82,13 @@ class RunRecorder:
         self._progress = ProgressCsv(folder / "progress.csv", keep_until)
         self._evaluations = JsonLines(folder / "eval.jsonl", keep_until)
         for dump in (folder / "trajectories").glob("iteration-*.parquet"):
-            if dump.name > dump_name(keep_until):
+            if _iteration(dump) > keep_until:
                 dump.unlink()
         purge_from = None if resumed_iteration is None else resumed_iteration + 1
         self._tensorboard = TensorBoardFile(folder, purge_from) if run.logging.tensorboard else None
         self._wandb = self._start_wandb(resume=resumed_iteration is not None)
         for written in (folder / "traces").glob("iteration-*.jsonl"):
-            if written.name > _trace_name(keep_until):
+            if _iteration(written) > keep_until:
                 written.unlink()
         self.ray: RayFigures | None = None  # set once Ray is there, where figures are Ray metrics too
 

@@ -31,7 +31,7 @@ class PolicyRun(RunLifecycle):
         self.last_iteration = self.start_iteration = start
 
     def _train(self) -> None:
-        from rl_vlm.rollout.sampler import RoundAbandonedError
+        from rl_vlm.algorithms.learners import LearnerLostError
 
         algorithm = self.algorithm
         if self.start_from is not None:
@@ -39,10 +39,24 @@ class PolicyRun(RunLifecycle):
             self.saved_iteration = algorithm.updates
             self.display.message(f"Resumed from iteration {algorithm.updates}.")
         self._started()
+        while True:
+            try:
+                self._to_the_end()
+                return
+            except LearnerLostError as error:  # beside an update, which replaces learners itself
+                self.display.message(f"{error} Going on from the newest checkpoint.")
+                algorithm.replace_lost_learners(error)
+                self._forget_after(algorithm.updates)
+
+    def _to_the_end(self) -> None:
+        """What is left of the run. Raises LearnerLostError."""
+        from rl_vlm.rollout.sampler import RoundAbandonedError
+
+        algorithm = self.algorithm
         # A signal during sampling ends the round, of which nothing has been learned yet.
         with suppress(RoundAbandonedError):
             self._check_sight()
-            if self.start_from is None or not self.recorder.has_evaluation(algorithm.updates):
+            if not self.recorder.has_evaluation(algorithm.updates):
                 self._evaluate()
             with self._timed():
                 while algorithm.updates < self.run.algorithm.iterations and not self.stop:
@@ -73,9 +87,7 @@ class PolicyRun(RunLifecycle):
             self._tell_faults(algorithm.sight_faults)
         if iteration <= self.last_iteration:
             # Learners were replaced from a checkpoint: the iterations since then are done again, and this one learned nothing.
-            self.recorder.close()
-            self.recorder = self._new_recorder(iteration)
-            self.last_iteration = iteration
+            self._forget_after(iteration)
             return
         self.last_iteration = iteration
         if "reward/mean" in metrics:
@@ -95,6 +107,13 @@ class PolicyRun(RunLifecycle):
         last = iteration >= run.algorithm.iterations
         if last or (run.evaluation.every and iteration % run.evaluation.every == 0):
             self._evaluate()
+
+    def _forget_after(self, iteration: int) -> None:
+        """The rows of later iterations go: these are done again."""
+        self.recorder.close()
+        self.recorder = self._new_recorder(iteration)
+        self.last_iteration = iteration
+        self.saved_iteration = min(self.saved_iteration, iteration)
 
     def _evaluate(self) -> None:
         results = self.algorithm.evaluate_policy()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -63,6 +64,7 @@ class RemoteFolder:
         self._copied: dict[str, tuple[int, int]] = {}  # name -> size and time of change, as they were uploaded
         self._index: frozenset[str] = frozenset()  # what the index there names
         self._lock = threading.Lock()
+        self.is_copied = False  # whether all that is here is there, and stays so
 
     def prepare(self, *, resume: bool, overwrite: bool) -> None:
         """Fetch the run that is there (`resume`; none is there yet: it begins), delete it (`overwrite`), or refuse it.
@@ -100,6 +102,10 @@ class RemoteFolder:
         with self._lock, self._errors("written"):
             for _ in range(_LISTINGS):
                 names = self._names()
+                if RUN_MARKER not in names:
+                    if self._index:  # as nothing here is older than what is there, nothing there is deleted for it
+                        raise RemoteStorageError(f"{self.url} was left as it was: its copy {self.folder} is gone.")
+                    return
                 for name in names:
                     self._upload(name)
                 # A checkpoint that was replaced meanwhile is in neither listing whole.
@@ -117,7 +123,7 @@ class RemoteFolder:
 
     @contextmanager
     def pushed_regularly(self) -> Iterator[None]:
-        """Push in the background inside this context, and once more at its end, whose failure is raised."""
+        """Push in the background inside this context, and once more at its end, whose failure is raised; then `is_copied` holds."""
         stop = threading.Event()
 
         def work() -> None:
@@ -133,14 +139,22 @@ class RemoteFolder:
             yield
         finally:
             stop.set()
-            thread.join()
-            for attempt in range(_ATTEMPTS):
-                try:
-                    self.push()
-                    break
-                except RemoteStorageError:
-                    if attempt == _ATTEMPTS - 1:
-                        raise
+            try:
+                self._copy_the_rest(thread)
+            except KeyboardInterrupt as error:
+                raise RemoteStorageError(f"The last copy to {self.url} was interrupted.") from error
+
+    def _copy_the_rest(self, background: threading.Thread) -> None:
+        print(f"Copying the run to {self.url} ...", file=sys.stderr, flush=True)
+        background.join()
+        for attempt in range(_ATTEMPTS):
+            try:
+                self.push()
+                break
+            except RemoteStorageError:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+        self.is_copied = True
 
     def _names(self) -> frozenset[str]:
         names = (name for name in run_files(self.folder) if not name.startswith(_UNFINISHED))
@@ -218,7 +232,7 @@ def _is_inside(name: str) -> bool:
 def remote_run_folder(url: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
     """A folder of this machine that is copied to `url`; with `resume` it holds what is there.
 
-    It is deleted at the end, unless the last copy failed: then the error names it. Raises UserInputError and RemoteStorageError.
+    It is deleted at the end, unless the last copy failed or was interrupted: then the error names it. Raises UserInputError and RemoteStorageError.
     """
     parent = cache_folder() / "runs"
     parent.mkdir(parents=True, exist_ok=True)
@@ -229,13 +243,11 @@ def remote_run_folder(url: str, *, resume: bool, overwrite: bool) -> Iterator[Pa
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    keep = False
     try:
         with remote.pushed_regularly():
             yield folder
     except RemoteStorageError as error:
-        keep = True
         raise RemoteStorageError(f"{error} The run folder is {folder} on this machine: copy it yourself.") from error
     finally:
-        if not keep:
+        if remote.is_copied:
             shutil.rmtree(folder, ignore_errors=True)
