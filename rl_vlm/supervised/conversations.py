@@ -15,7 +15,7 @@ from rl_vlm.types import EncodedImage, Message, Part, Role, UserInputError
 
 IMAGE_MARKER = "<image>"
 ROLES: tuple[str, ...] = get_args(Role)
-_NO_TOOLS = (None, "", "[]", "null", [])  # some data sets keep them as JSON
+_NO_TOOLS: tuple[Any, ...] = (None, "", "[]", "null", [])  # some data sets keep them as JSON
 _IMAGE_KEYS = ("image", "path", "url", "image_url", "bytes")
 
 T = TypeVar("T")
