@@ -83,9 +83,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads((folder / STATE).read_text())
     except (OSError, ValueError) as error:
-        raise UserInputError(
-            f"The checkpoint {folder} is incomplete or corrupt ({error})."
-        ) from error
+        raise UserInputError(f"The checkpoint {folder} is incomplete or corrupt ({error}).") from error
     return state
 
 
