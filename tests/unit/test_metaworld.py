@@ -10,6 +10,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from rl_vlm.control_envs.metaworld import MetaWorldEnv
+from rl_vlm.control_envs.metaworld_cameras import import_mujoco
 from rl_vlm.control_envs.registry import make_control_env
 from rl_vlm.types import UserInputError
 
@@ -123,8 +124,7 @@ def test_the_cube_of_sweep_into_is_green() -> None:
 
 
 def test_a_window_is_drawn_as_it_would_be_cut_out_of_the_whole_picture() -> None:
-    import mujoco
-
+    mujoco = import_mujoco()
     env = MetaWorldEnv("drawer-open", image_size=300)
     env.reset(seed=0)
     frame = env.frame()
