@@ -49,7 +49,9 @@ class EndpointSection(Section):
         description="How choices are enforced there: vLLM's new and old field, or not. auto: the first that works.",
     )
     logprobs: bool = True
-    max_in_flight: int | None = Field(None, ge=1, description="Questions at once; null: all of a session. For a judge: of an env runner.")
+    max_in_flight: int | None = Field(
+        None, ge=1, description="Questions at once; null: all of a session. For a judge: of an env runner."
+    )
 
 
 class LabelsSection(Section):

@@ -227,7 +227,9 @@ class VLMLabeller:
             self.stats.retries += 1
             if error.busy and not self._has_warned:
                 self._has_warned = True
-                logger.warning("The labeller is busy. It is asked for up to %g s per question: %s", settings.deadline_s, error)
+                logger.warning(
+                    "The labeller is busy. It is asked for up to %g s per question: %s", settings.deadline_s, error
+                )
 
         async with self._gate:
             answer = await ask_again(

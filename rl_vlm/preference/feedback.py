@@ -82,7 +82,9 @@ class Feedback:
     ) -> None:
         self.settings, self.model = settings, model
         self.store = LabelStore(folder / "labels")
-        self.asked = self.usable = self.sessions = 0  # `asked` is held against max_feedback, pairs without an answer left out
+        self.asked = self.usable = self.sessions = (
+            0  # `asked` is held against max_feedback, pairs without an answer left out
+        )
         self.stop_requested: Callable[[], bool] = lambda: False
         self._labeller, self._cache = labeller, cache
         self._cache_is_used_up = False

@@ -146,7 +146,9 @@ def test_rounds_that_replace_undecided_pairs_stay_within_max_feedback(tmp_path: 
 
 def test_a_cache_with_segments_of_another_length_is_refused(tmp_path: Path) -> None:
     run(feedback(tmp_path / "old", ScriptedTeacher()))
-    one = feedback(tmp_path / "new", ScriptedTeacher(), segment_length=3, cache=LabelReplay(tmp_path / "old" / "labels"))
+    one = feedback(
+        tmp_path / "new", ScriptedTeacher(), segment_length=3, cache=LabelReplay(tmp_path / "old" / "labels")
+    )
     with pytest.raises(UserInputError, match="segments of 1 steps, and preference.segment_length is 3: set it to 1"):
         run(one)
 

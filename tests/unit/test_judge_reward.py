@@ -272,9 +272,7 @@ def test_a_judge_that_is_silent_costs_the_group_at_the_deadline(panel: Panel) ->
         return "1"
 
     started = time.monotonic()
-    with pytest.raises(
-        GroupFailedError, match=r"part judge failed: The judge gave no answer within 0.05 s"
-    ):
+    with pytest.raises(GroupFailedError, match=r"part judge failed: The judge gave no answer within 0.05 s"):
         panel.pay(lambda first, second: never(), answered(GOOD), deadline_s=0.05)
     assert time.monotonic() - started < 30
 

@@ -238,7 +238,9 @@ def test_all_pairs_go_out_at_once_unless_that_is_limited(kind: Any, limit: int |
 
     section = EndpointSection(url="http://vlm/v1", max_in_flight=limit)
     endpoint = kind(section, httpx.ASGITransport(slow))
-    labels = asyncio.run(VLMLabeller(endpoint, PROMPTS, LabelsSection(steps=1, endpoint=section)).label(random_pairs(20)))
+    labels = asyncio.run(
+        VLMLabeller(endpoint, PROMPTS, LabelsSection(steps=1, endpoint=section)).label(random_pairs(20))
+    )
     assert most == expected and not any(label.error for label in labels)
 
 
