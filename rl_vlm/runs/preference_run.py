@@ -92,7 +92,10 @@ class PreferenceRun(RunLifecycle):
         algorithm = self.algorithm
         started = time.monotonic()
         results: list[EpisodeResult] = algorithm.evaluate_policy()
-        self.eval_csv.add(evaluation_row(results, algorithm.env_steps, algorithm.tracker.finished))
+        try:
+            self.eval_csv.add(evaluation_row(results, algorithm.env_steps, algorithm.tracker.finished))
+        except OSError as error:
+            self._cannot_write("eval.csv", error)
         figures = {**evaluation_figures(results), "seconds": time.monotonic() - started}
         self.recorder.log_evaluation(algorithm.env_steps, figures)
         self.display.evaluation(algorithm.env_steps, figures)
