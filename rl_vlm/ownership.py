@@ -49,7 +49,7 @@ def mark_run(folder: Path) -> None:
 
 
 def clear_run(folder: Path) -> None:
-    """Delete the files that a run wrote; all else stays. Raises UserInputError, with nothing deleted, if it is no run."""
+    """Delete the files that a run wrote but its marker; all else stays. Raises UserInputError, with nothing deleted, if it is no run."""
     if not (folder / RUN_MARKER).is_file():
         raise UserInputError(
             f"{folder} has no {RUN_MARKER}, so it is not known to be a run, and --overwrite deletes nothing in it: "
@@ -58,9 +58,8 @@ def clear_run(folder: Path) -> None:
     for name in _RUN_FOLDERS:
         if (folder / name).is_symlink():
             raise UserInputError(f"{folder / name} is a link: delete it and what it names yourself.")
-    _delete(
-        folder, sorted(run_files(folder), key=lambda name: name == RUN_MARKER)
-    )  # the marker last: after a failure the rest is still known as a run
+    # Without the marker, which may be locked: after a failure the rest is still known as a run.
+    _delete(folder, [name for name in run_files(folder) if name != RUN_MARKER])
 
 
 def run_files(folder: Path) -> list[str]:

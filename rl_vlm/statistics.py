@@ -65,7 +65,7 @@ def mcnemar_p_value(first_only: int, second_only: int) -> float:
 def mean_kl(log_ratio: np.ndarray) -> float:
     """KL(p || q) from log q - log p of what was sampled from p, by the estimator k3, which is never negative (Schulman, 2020)."""
     values = log_ratio.astype(np.float64)
-    return float(np.mean(np.exp(values) - 1 - values))
+    return float(np.mean(np.expm1(values) - values))
 
 
 def student_half_width(values: np.ndarray) -> np.ndarray:

@@ -50,7 +50,7 @@ ROWS: dict[str, list[Panel]] = {
         ("Engine against learner", "short", [figure("mismatch_kl"), figure("mismatch_growth", "{{run}} times the start"), figure("mismatch_masked", "{{run}} masked")]),
     ],
     "Rollout": [
-        ("Sampled tokens per second of waiting", "short", [figure("rollout_tokens_per_s")]),
+        ("Sampled tokens per second", "short", [figure("rollout_tokens_per_s")]),
         ("Turns, and share cut off", "short", [figure("rollout_turns", "{{run}} turns"), figure("rollout_truncated", "{{run}} truncated")]),
         ("Age of the oldest group and its bound, versions", "short", [figure("rollout_lag_max"), figure("max_policy_lag", "{{run}} bound")]),
         ("Groups being sampled and waiting", "short", [figure("rollout_under_way", "{{run}} being sampled"), figure("rollout_waiting", "{{run}} waiting")]),

@@ -77,9 +77,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         extras = load_file(folder / "learner.safetensors") if state.get("extras") else {}
         sha256 = state["adapter_sha256"]
     except (OSError, ValueError, TypeError, KeyError, SafetensorError, UserInputError) as error:
-        raise UserInputError(
-            f"The checkpoint {folder} is incomplete or corrupt ({error})."
-        ) from error
+        raise UserInputError(f"The checkpoint {folder} is incomplete or corrupt ({error}).") from error
     if adapter.sha256 != sha256:
         raise UserInputError(f"The checkpoint {folder} is corrupt: its adapter has another SHA-256.")
     return Checkpoint(adapter, moments, state, extras)

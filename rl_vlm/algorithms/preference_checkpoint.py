@@ -6,6 +6,7 @@ where the file system has them) and `state.json`. Loading one runs no code.
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import re
@@ -83,9 +84,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads((folder / STATE).read_text())
     except (OSError, ValueError) as error:
-        raise UserInputError(
-            f"The checkpoint {folder} is incomplete or corrupt ({error})."
-        ) from error
+        raise UserInputError(f"The checkpoint {folder} is incomplete or corrupt ({error}).") from error
     return state
 
 
@@ -96,13 +95,25 @@ def link_tree(source: Path, target: Path) -> None:
 
 
 def restore_labels(saved: Path, store: LabelStore) -> None:
-    """Bring the sessions of a checkpoint into the run's store, if it does not have them (another folder, a Tune trial)."""
-    if saved.is_dir() and len(store) < len(LabelStore(saved)):
-        link_tree(saved, store.folder)
+    """Bring the sessions of a checkpoint into the run's store, where it lacks them (another folder) or has others: a Tune trial
+    that goes on from another's checkpoint. Those that it has in their place are moved aside."""
+    if not saved.is_dir():
+        return
+    for session in sorted(saved.glob("session-*.parquet")):
+        own = store.folder / session.name
+        if own.exists() and not filecmp.cmp(session, own, shallow=False):
+            store.supersede(own)
+    link_tree(saved, store.folder)
 
 
 def _link(source: str, target: str) -> None:
+    """Make `target`, unless there is one: other checkpoints may have links to it, and pictures have their content's name."""
     try:
         os.link(source, target)
+    except FileExistsError:
+        return
     except OSError:  # another file system, or one without links
-        shutil.copy2(source, target)
+        if not os.path.lexists(target):
+            partial = f"{target}.partial"
+            shutil.copy2(source, partial)
+            os.replace(partial, target)

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from rl_vlm.algorithms import preference_checkpoint as checkpoints
 from rl_vlm.algorithms.base import RunAlgorithm
 from rl_vlm.algorithms.config import RunAlgorithmConfig
+from rl_vlm.learning.device import driver_device
 from rl_vlm.plugins import load_plugins
 from rl_vlm.preference.agent_reward import AgentReward
 from rl_vlm.preference.collector import EpisodeResult, NumpyActor, evaluation_seeds, make_run_env
@@ -129,7 +130,7 @@ class PreferenceSAC(RunAlgorithm):
         )
         self.feedback: Feedback | None = build_feedback(self.run, self.folder, self._labelling, (observations, actions))
         model = self.feedback.model if self.feedback is not None else None
-        self.reward = AgentReward(settings, self.run.env.id, model)
+        self.reward = AgentReward(settings, self.run.env.id, model, driver_device(self.run))
         collection = settings.collection
         self.sampler = ControlSampler(self.env_runner_group, collection.envs_per_runner, collection.timeout_s)
         self.tracker = EpisodeTracker()

@@ -27,12 +27,16 @@ _HIGHEST_LOGPROB = 0.1  # 0, and what rounding may add
 class EndpointError(RLVLMError):
     """A question got no answer. `retryable`: asking again may help, after `retry_after_s` at the earliest.
 
-    `status` is that of the HTTP reply, 0 where there was none.
+    `status` is that of the HTTP reply, 0 where there was none. `busy`: the endpoint has no room at present, or was there a moment
+    ago; that says nothing about the question, which is asked until its deadline.
     """
 
-    def __init__(self, message: str, retryable: bool = True, retry_after_s: float = 0.0, status: int = 0) -> None:
+    def __init__(
+        self, message: str, retryable: bool = True, retry_after_s: float = 0.0, status: int = 0, busy: bool = False
+    ) -> None:
         super().__init__(message)
         self.retryable = retryable
+        self.busy = busy
         self.retry_after_s = retry_after_s
         self.status = status
 

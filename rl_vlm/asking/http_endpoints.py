@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
+import functools
 import json
 import os
 import reprlib
@@ -20,6 +20,7 @@ from rl_vlm.safe_text import excerpt, keep_secret
 from rl_vlm.types import Message, UserInputError, as_encoded
 
 _RETRYABLE_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
+_BUSY_STATUS = (429, 503)
 _MAX_REPLY_BYTES = 8 * 2**20
 _MAX_ANSWER = 2**20  # characters, thoughts included
 _MOST_TOKENS = 10**9
@@ -45,22 +46,16 @@ class OpenAIEndpoint:
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Ask]:
         """See `Endpoint.open`."""
-        most = self._settings.max_in_flight
-        gate = asyncio.Semaphore(most) if most else contextlib.nullcontext()
         async with _http(self._settings, self._transport) as client:
+            server = _Server(client, self._url)
+            yield functools.partial(self._ask, server)
 
-            async def ask(question: Question) -> Answer:
-                async with gate:
-                    return await self._ask(client, question)
-
-            yield ask
-
-    async def _ask(self, client: httpx.AsyncClient, question: Question) -> Answer:
+    async def _ask(self, server: _Server, question: Question) -> Answer:
         while True:
             form = self._form
             unguided = self._settings.guidance != "auto" or not question.choices or _FORMS[form] == "none"
             try:
-                reply = await _post(client, self._url, self._body(question, _FORMS[form]))
+                reply = await server.post(self._body(question, _FORMS[form]))
             except EndpointError as error:
                 if unguided or error.status not in (400, 422):
                     raise
@@ -101,6 +96,7 @@ class GenerateEndpoint:
     async def open(self) -> AsyncIterator[Ask]:
         """See `Endpoint.open`."""
         async with _http(self._settings, self._transport) as client:
+            server = _Server(client, self._url)
 
             async def ask(question: Question) -> Answer:
                 body = {
@@ -108,7 +104,7 @@ class GenerateEndpoint:
                     "max_tokens": question.max_new_tokens,
                     "temperature": question.temperature,
                 }
-                reply = await _post(client, self._url, body)
+                reply = await server.post(body)
                 if not isinstance(reply.get("text"), str):
                     raise EndpointError(f"The server's reply holds no text: {_excerpt(reply)}", retryable=False)
                 return Answer(_bounded(reply["text"]))
@@ -147,35 +143,49 @@ def _token_header(variable: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-async def _post(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> dict[str, Any]:
-    content = bytearray()
-    try:
-        async with client.stream("POST", url, json=body) as response:
-            unpack = _Unpacker(response.headers.get("content-encoding", ""))
-            assert isinstance(response.stream, httpx.AsyncByteStream)
-            async for chunk in response.stream:  # as it was sent: see _Unpacker
-                content += unpack(chunk, _MAX_REPLY_BYTES + 1 - len(content))
-                if len(content) > _MAX_REPLY_BYTES:
-                    raise EndpointError(f"{url} sent a reply of more than {_MAX_REPLY_BYTES} bytes.", retryable=False)
-    except (zlib.error, ValueError) as error:
-        raise EndpointError(f"{url} sent a reply that cannot be unpacked ({error}).") from error
-    except httpx.HTTPError as error:
-        raise EndpointError(f"{url} gave no answer: {type(error).__name__} {error}".rstrip()) from error
-    text = content.decode("utf-8", "replace")
-    if response.status_code != 200:
-        raise EndpointError(
-            f"{url} answered with HTTP {response.status_code}: {excerpt(text, 300)}",
-            retryable=response.status_code in _RETRYABLE_STATUS,
-            status=response.status_code,
-            retry_after_s=_seconds(response.headers.get("retry-after", "")),
-        )
-    try:
-        reply = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise EndpointError(f"{url} answered with something that is no JSON: {excerpt(text, 200)!r}") from error
-    if not isinstance(reply, dict):
-        raise EndpointError(f"{url} answered with a {type(reply).__name__}, not an object.", retryable=False)
-    return reply
+class _Server:
+    """One address, while a client for it is open."""
+
+    def __init__(self, client: httpx.AsyncClient, url: str) -> None:
+        self._client, self._url = client, url
+        self._has_answered = False
+
+    async def post(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The reply, a JSON object. Raises EndpointError."""
+        url, content = self._url, bytearray()
+        try:
+            async with self._client.stream("POST", url, json=body) as response:
+                unpack = _Unpacker(response.headers.get("content-encoding", ""))
+                assert isinstance(response.stream, httpx.AsyncByteStream)
+                async for chunk in response.stream:  # as it was sent: see _Unpacker
+                    content += unpack(chunk, _MAX_REPLY_BYTES + 1 - len(content))
+                    if len(content) > _MAX_REPLY_BYTES:
+                        raise EndpointError(
+                            f"{url} sent a reply of more than {_MAX_REPLY_BYTES} bytes.", retryable=False
+                        )
+        except (zlib.error, ValueError) as error:
+            raise EndpointError(f"{url} sent a reply that cannot be unpacked ({error}).") from error
+        except httpx.HTTPError as error:
+            # One that has not answered before may have another address: that is an error soon, and a session waits for it as a whole.
+            gone = self._has_answered and isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            raise EndpointError(f"{url} gave no answer: {type(error).__name__} {error}".rstrip(), busy=gone) from error
+        text = content.decode("utf-8", "replace")
+        if response.status_code != 200:
+            raise EndpointError(
+                f"{url} answered with HTTP {response.status_code}: {excerpt(text, 300)}",
+                retryable=response.status_code in _RETRYABLE_STATUS,
+                status=response.status_code,
+                retry_after_s=_seconds(response.headers.get("retry-after", "")),
+                busy=response.status_code in _BUSY_STATUS,
+            )
+        try:
+            reply = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise EndpointError(f"{url} answered with something that is no JSON: {excerpt(text, 200)!r}") from error
+        if not isinstance(reply, dict):
+            raise EndpointError(f"{url} answered with a {type(reply).__name__}, not an object.", retryable=False)
+        self._has_answered = True
+        return reply
 
 
 class _Unpacker:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from rl_vlm.asking.endpoints import Answer, Ask, EndpointError, Question
 from rl_vlm.types import RLVLMError, UserInputError
 
-_FIRST_PAUSE_S = 0.25
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
 
 T = TypeVar("T")
 
@@ -22,34 +22,41 @@ async def ask_again(
     attempts: int,
     deadline_s: float,
     who: str,
-    on_retry: Callable[[], None] = lambda: None,
+    on_retry: Callable[[EndpointError], None] = lambda error: None,
 ) -> Answer:
-    """One answer after at most so many attempts and seconds; `question` makes the question of each attempt.
+    """One answer within so many seconds and after at most so many attempts; `question` makes the question of each attempt.
+
+    Attempts at which the endpoint was busy are not counted: only the deadline ends these. `on_retry` is told why it is asked again.
 
     Raises EndpointError, which names `who` was asked; errors that another attempt cannot change end it at once.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + deadline_s
     reason = "no answer"
-    for attempt in range(attempts):
+    asked = failed = 0
+    while failed < attempts and (asked == 0 or loop.time() < deadline):
         try:
             async with asyncio.timeout_at(deadline):
-                return await ask(question(attempt))
+                return await ask(question(asked))
         except TimeoutError:
             break
         except UserInputError:
             raise
         except RLVLMError as error:
-            if isinstance(error, EndpointError) and not error.retryable:
+            known = error if isinstance(error, EndpointError) else EndpointError(str(error))
+            if not known.retryable:
                 raise
-            reason = str(error)
-            pause = error.retry_after_s if isinstance(error, EndpointError) else 0.0
-        if attempt + 1 < attempts:
-            on_retry()
-            # Full jitter keeps questions that failed together from coming back together.
-            pause = max(pause, random.uniform(0.5, 1) * _FIRST_PAUSE_S * 2**attempt)
+            reason, pause = str(error), known.retry_after_s
+        failed += not known.busy
+        if failed < attempts:
+            on_retry(known)
+            # Jitter keeps questions that failed together from coming back together.
+            backoff = min(_FIRST_PAUSE_S * 2 ** min(asked, 30), _LONGEST_PAUSE_S)
+            pause = max(pause, random.uniform(0.5, 1) * backoff)
             await asyncio.sleep(max(min(pause, deadline - loop.time()), 0.0))
-    raise EndpointError(f"The {who} gave no answer within {deadline_s:g} s and {attempts} attempts: {reason}")
+        asked += 1
+    limit = f"in {attempts} attempts" if failed >= attempts else f"within {deadline_s:g} s"
+    raise EndpointError(f"The {who} gave no answer {limit}: {reason}")
 
 
 async def all_of(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

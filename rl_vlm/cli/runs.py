@@ -46,6 +46,8 @@ def train(
             say(f"{name}: {value}")
         say(f"{run.name}: nothing is wrong with the configuration, the model and the data.")
         return
+    if resume and config.is_dir():  # the run itself, wherever it is
+        run_dir = run_dir or str(config)
     place = run_dir or str(training.default_run_dir(run))
     error_report.folder = Path(place)
     result = training.train(run, run_dir, resume=resume, overwrite=overwrite)

@@ -37,6 +37,8 @@ def sft(
             say(f"{name}: {value}")
         say(f"{job.name}: nothing is wrong with the configuration, the model and the data.")
         return
+    if resume and config.is_dir():  # the run itself, wherever it is
+        run_dir = run_dir or str(config)
     place = run_dir or str(tuning.default_run_dir(job))
     error_report.folder = Path(place)
     result = tuning.sft(job, run_dir, resume=resume, overwrite=overwrite, progress=say)

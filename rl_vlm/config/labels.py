@@ -49,7 +49,9 @@ class EndpointSection(Section):
         description="How choices are enforced there: vLLM's new and old field, or not. auto: the first that works.",
     )
     logprobs: bool = True
-    max_in_flight: int | None = Field(None, ge=1, description="Questions at once; null: all of a session.")
+    max_in_flight: int | None = Field(
+        None, ge=1, description="Questions at once; null: all of a session. For a judge: of an env runner."
+    )
 
 
 class LabelsSection(Section):
@@ -76,13 +78,17 @@ class LabelsSection(Section):
     answer_tokens: int = Field(16, ge=1)
     frames: int = Field(1, ge=1, description="Pictures of a segment that are shown side by side. [vlm_label]")
     deadline_s: float = Field(300.0, gt=0, description="How long one question may take, retries included.")
-    attempts: int = Field(3, ge=1)
+    attempts: int = Field(
+        3, ge=1, description="At one question; those at which the endpoint is busy (429, 503, gone since) do not count."
+    )
     flip: bool = Field(False, description="Swap labels 0 and 1, as a control. [flip_vlm_label]")
     coin_flips: bool = Field(False, description="Replace each decided label by a coin flip, as a control.")
     rule: Rule = Field("uniform", description="Which pairs are asked about. [feed_type 0 to 5, in this order]")
     large_batch: int = Field(10, ge=1, description="Candidates per pair for rules other than uniform.")
     rounds: int = Field(
-        4, ge=1, description="Undecided pairs are replaced by fresh ones up to this many times; the original: 1."
+        4,
+        ge=1,
+        description="Undecided pairs are replaced by fresh ones up to this many times, within max_feedback; the original: 1.",
     )
     teacher: TeacherSection = TeacherSection()
     endpoint: EndpointSection = EndpointSection()

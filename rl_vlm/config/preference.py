@@ -50,7 +50,7 @@ class PreferenceSection(Section):
     exploration_steps: int = Field(9000, ge=0, description="After the random ones; rewarded by the states' entropy.")
     exploration_k: int = Field(5, ge=1)
     num_interact: int = Field(4000, ge=1, description="Steps between labelling sessions.")
-    max_feedback: int = Field(20_000, ge=0)
+    max_feedback: int = Field(20_000, ge=0, description="Pairs that are labelled in all; lost ones do not count.")
     session_pairs: int = Field(40, ge=1)
     feedback_schedule: Literal[0, 1, 2] = Field(0, description="0: constant; 1: sessions shrink; 2: they grow.")
     query_episodes: int = Field(100, ge=1, description="Pairs are drawn from that many newest episodes.")

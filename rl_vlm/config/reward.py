@@ -39,7 +39,9 @@ class JudgeSection(Section):
     )
     answer_tokens: int = Field(16, ge=2, description="At most so many tokens of the judge's reply.")
     deadline_s: float = Field(60.0, gt=0, description="How long one question may take, retries included.")
-    attempts: int = Field(3, ge=1)
+    attempts: int = Field(
+        3, ge=1, description="At one question; those at which the endpoint is busy (429, 503, gone since) do not count."
+    )
     max_in_flight: int = Field(256, ge=1, description="Questions of an env runner at once.")
     endpoint: EndpointSection | None = Field(
         None,

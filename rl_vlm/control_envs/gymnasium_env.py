@@ -44,12 +44,16 @@ class GymnasiumControlEnv(ControlEnv):
         self._render: Render | None = load_object(render) if isinstance(render, str) else render
         self._success_key = success
         if isinstance(env, str):
-            mode = {} if self._render is not None else {"render_mode": "rgb_array"}
-            env = _make(env, {**mode, **kwargs})
+            ours: dict[str, Any] = {} if self._render is not None else {"render_mode": "rgb_array"}
+            if horizon is not None:
+                ours["max_episode_steps"] = horizon  # gymnasium ends episodes at the limit of the id otherwise
+            env = _make(env, {**ours, **kwargs})
         name = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
         limit = env.spec.max_episode_steps if env.spec is not None else None
         if horizon is None and limit is None:
             raise UserInputError(f"{name} has no limit of steps: set env.kwargs.horizon.")
+        if horizon is not None and limit is not None and horizon > limit:
+            raise UserInputError(f"env.kwargs.horizon is {horizon}: episodes of {name} have at most {limit} steps.")
         # Not TimeLimit: the wrapper's count and ours would have to agree.
         self.horizon = min(filter(None, (horizon, limit)))
         actions = env.action_space

@@ -91,8 +91,6 @@ class MetaWorldEnv(ControlEnv):
             self._renderer = SceneRenderer(
                 self._inner.model, self._view, self.image_size, self._hide_arm, self._show_goal
             )
-            # The camera's place in the world follows from its edited place in the model.
-            import_mujoco().mj_forward(self._inner.model, self._inner.data)
         return self._renderer.draw(self._inner.data)
 
     def close(self) -> None:

@@ -83,12 +83,20 @@ class SceneRenderer:
             ) from error
         # At exit the drawing library may be gone before the renderer.
         self._finalizer = weakref.finalize(self, self._renderer.close)
+        self._mujoco, self._model, self._drawn = mujoco, model, mujoco.MjData(model)
+        self._state = np.empty(mujoco.mj_stateSize(model, mujoco.mjtState.mjSTATE_INTEGRATION))
         for costly in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
             self._renderer.scene.flags[int(costly)] = 0
 
     def draw(self, data: Any) -> np.ndarray:
-        """uint8 [size, size, 3]."""
-        self._renderer.update_scene(data, self._camera)
+        """uint8 [size, size, 3]. `data` stays as it is."""
+        # The places of bodies and of the edited camera must be computed: a reset moves bodies after its last computation. That is
+        # done in a copy, because it also changes where the solver of the next step begins, and so what the episode becomes.
+        mujoco, everything = self._mujoco, self._mujoco.mjtState.mjSTATE_INTEGRATION
+        mujoco.mj_getState(self._model, data, self._state, everything)
+        mujoco.mj_setState(self._model, self._drawn, self._state, everything)
+        mujoco.mj_fwdPosition(self._model, self._drawn)
+        self._renderer.update_scene(self._drawn, self._camera)
         first_row, last_row, first_column, last_column = (edge / _FULL for edge in self._view.window)
         for camera in self._renderer.scene.camera:
             top, height = camera.frustum_top, camera.frustum_top - camera.frustum_bottom

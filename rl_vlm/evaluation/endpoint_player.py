@@ -38,7 +38,7 @@ class EndpointPlayer:
     """Plays a run's environments with the answers of `ask`.
 
     Rewards are the environments' own: parts that `env.reward` adds need the served model. Budgets of turns and tokens are the run's; tokens are counted as the server reports them. A question is asked `1 + rollout.group_retries`
-    times at most, and has serving.request_timeout_s in all.
+    times at most, those where the server is busy not counted, and has serving.request_timeout_s in all.
     """
 
     def __init__(self, run: RunConfig, ask: Ask) -> None:

@@ -58,10 +58,11 @@ def build_labeller(
     client: Client | None = None,
     text: TextSide | None = None,
     min_version: int = -1,
+    device: str = "cpu",
 ) -> Labeller:
     """The labeller that a configuration names. Raises UserInputError.
 
-    `client` and `text` are those of the served model, which `source: vlm` asks.
+    `client` and `text` are those of the served model, which `source: vlm` asks; `device` is that of the models of clip and itm.
     """
     if section.source == "cache":
         raise UserInputError("A label cache alone labels nothing new: read it with LabelReplay.")
@@ -71,7 +72,7 @@ def build_labeller(
     elif section.source == "random":
         labeller = CoinFlips(seed)
     elif section.source in ("clip", "itm"):
-        labeller = SimilarityLabeller(build_similarity(section, env_id), section.frames)
+        labeller = SimilarityLabeller(build_similarity(section, env_id, device), section.frames)
     else:
         endpoint = _endpoint(section, client, text, min_version)
         labeller = VLMLabeller(endpoint, prompts_of(section, env_id), section, seed)

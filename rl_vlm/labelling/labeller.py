@@ -2,8 +2,8 @@
 
 A pair is asked about in one step (the label at once) or two (describe both pictures, then summarise the text as a
 label), and in both orders unless told otherwise: a model that prefers the picture that it sees first contradicts itself,
-and a contradiction is label -1. All questions of a session are in flight at once. What got no answer until its deadline is
-an error, which is never a label.
+and a contradiction is label -1. All questions of a session are in flight at once, or `endpoint.max_in_flight` of them. What got no
+answer is an error, which is never a label.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,13 +78,15 @@ class VLMLabeller:
         self._settings = settings or LabelsSection()
         self._seed = seed
         self._sessions = 0
+        self._gate: AbstractAsyncContextManager[object] = nullcontext()
+        self._has_warned = False
         self.stats = LabelStats()
 
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
         """One label per pair, in order. Raises UserInputError if the pairs have no pictures."""
         images = await asyncio.to_thread(_encode_pairs, pairs, self._settings.frames)
         started = time.monotonic()
-        async with self._endpoint.open() as ask:
+        async with self._open() as ask:
             labels = await all_of([self._label_one(ask, number, *both) for number, both in enumerate(images)])
         self._end_session(len(pairs), started)
         return labels
@@ -92,7 +95,7 @@ class VLMLabeller:
         """One score per picture (uint8 [H, W, 3]), in order."""
         images = await asyncio.to_thread(lambda: [_encode(frame) for frame in frames])
         started = time.monotonic()
-        async with self._endpoint.open() as ask:
+        async with self._open() as ask:
             scores = await all_of([self._score_one(ask, number, image) for number, image in enumerate(images)])
         self._end_session(len(frames), started)
         return scores
@@ -104,6 +107,13 @@ class VLMLabeller:
     def set_state(self, state: dict[str, int]) -> None:
         """Go on from `state`."""
         self._sessions = int(state["sessions"])
+
+    def _open(self) -> AbstractAsyncContextManager[Ask]:
+        """The endpoint and the gate of one session; gates belong to the loop that they are used in."""
+        most = self._settings.endpoint.max_in_flight
+        self._gate = asyncio.Semaphore(most) if most else nullcontext()
+        self._has_warned = False
+        return self._endpoint.open()
 
     def _end_session(self, count: int, started: float) -> None:
         self._sessions += 1
@@ -206,24 +216,30 @@ class VLMLabeller:
     async def _asked(
         self, ask: Ask, key: tuple[int, int, int], message: Message, max_new_tokens: int, choices: tuple[str, ...] = ()
     ) -> Answer:
-        """One question, asked again after failures that may pass, until its deadline."""
+        """One question, asked again after failures that may pass. Its deadline begins when there is room for it."""
         settings = self._settings
 
         def question(attempt: int) -> Question:
             seed = derive_seed(self._seed, self._sessions, *key, attempt)
             return Question((message,), max_new_tokens, settings.temperature, choices, seed)
 
-        def count_retry() -> None:
+        def count_retry(error: EndpointError) -> None:
             self.stats.retries += 1
+            if error.busy and not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "The labeller is busy. It is asked for up to %g s per question: %s", settings.deadline_s, error
+                )
 
-        answer = await ask_again(
-            ask,
-            question,
-            attempts=settings.attempts,
-            deadline_s=settings.deadline_s,
-            who="labeller",
-            on_retry=count_retry,
-        )
+        async with self._gate:
+            answer = await ask_again(
+                ask,
+                question,
+                attempts=settings.attempts,
+                deadline_s=settings.deadline_s,
+                who="labeller",
+                on_retry=count_retry,
+            )
         self.stats.questions += 1
         self.stats.prompt_tokens += answer.prompt_tokens
         self.stats.sampled_tokens += answer.sampled_tokens

@@ -41,16 +41,20 @@ def is_decided(label: Label) -> bool:
     return is_answer(label) and label.value != -1
 
 
-async def label_session(labeller: Labeller, draw: Draw, wanted: int, max_rounds: int = 4) -> LabelledSession:
+async def label_session(
+    labeller: Labeller, draw: Draw, wanted: int, max_rounds: int = 4, max_pairs: int | None = None
+) -> LabelledSession:
     """Label `wanted` pairs; while fewer than that are decided, draw and label as many again as are missing.
 
     With the original's single round, a policy that hardly moves (pairs look alike) leaves few usable pairs in a session,
-    and the reward model learns nothing from them. `max_rounds` bounds the rounds (1: no further pairs are drawn);
-    `draw(n)` gives up to n new pairs. Raises LabellerDownError if nothing could be labelled.
+    and the reward model learns nothing from them. `max_rounds` bounds the rounds (1: no further pairs are drawn),
+    `max_pairs` the pairs of all rounds; `draw(n)` gives up to n new pairs. Raises LabellerDownError if nothing could be labelled.
     """
     session = LabelledSession()
     for number in range(max_rounds):
         missing = wanted - session.num_decided
+        if max_pairs is not None:
+            missing = min(missing, max_pairs - len(session))
         if missing <= 0:
             break
         pairs = list(draw(missing))

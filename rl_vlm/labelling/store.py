@@ -7,6 +7,7 @@ earlier session readable. Sessions are numbered, and no file is changed after it
 from __future__ import annotations
 
 import io
+import itertools
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -151,12 +152,16 @@ class LabelStore:
         Later ones are moved to `superseded/`; returns their number.
         """
         later = self._files()[sessions:]
-        superseded = self.folder / "superseded"
         for path in later:
-            superseded.mkdir(exist_ok=True)
-            earlier = len(list(superseded.glob(f"{path.stem}*.parquet")))
-            os.replace(path, superseded / f"{path.stem}-{earlier + 1}.parquet")
+            self.supersede(path)
         return len(later)
+
+    def supersede(self, path: Path) -> None:
+        """Move the file of a session to `superseded/`, under a name that is free there."""
+        superseded = self.folder / "superseded"
+        superseded.mkdir(exist_ok=True)
+        names = (superseded / f"{path.stem}-{number}.parquet" for number in itertools.count(1))
+        os.replace(path, next(name for name in names if not name.exists()))
 
     def _path(self, number: int) -> Path:
         return self.folder / f"session-{number:06d}.parquet"

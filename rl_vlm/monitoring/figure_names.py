@@ -51,7 +51,7 @@ _FIXED: Mapping[str, Mapping[str, str]] = {
     "rollout": {
         "turns": "Mean number of turns",
         "tokens": "Sampled tokens of an iteration",
-        "tokens_per_s": "Sampled tokens per second that the learner waited",
+        "tokens_per_s": "Sampled tokens per second that the learner waited; with a policy lag, per second",
         "truncated": "Share of truncated trajectories",
         "groups": "Groups of an iteration",
         "lag_max": "Age of the oldest group that was learned from, in versions, as max_policy_lag bounds it",

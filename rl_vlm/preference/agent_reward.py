@@ -16,10 +16,12 @@ _SIMILARITY_SOURCES = {"clip_image_text_matching": "clip", "blip2_image_text_mat
 class AgentReward:
     """Rewards of new steps, and of the whole replay buffer when the model has changed.
 
-    `ensemble` is the reward model of learned modes, None for others.
+    `ensemble` is the reward model of learned modes, None for others. `device` is that of a model of picture and text.
     """
 
-    def __init__(self, settings: PreferenceSection, env_id: str, ensemble: RewardModel | None) -> None:
+    def __init__(
+        self, settings: PreferenceSection, env_id: str, ensemble: RewardModel | None, device: str = "cpu"
+    ) -> None:
         self.mode = settings.reward
         self.model = ensemble
         if self.mode in _SIMILARITY_SOURCES:
@@ -27,7 +29,7 @@ class AgentReward:
             from rl_vlm.labelling.teachers import SimilarityReward
 
             labels = settings.labels.model_copy(update={"source": _SIMILARITY_SOURCES[self.mode]})
-            self.model = SimilarityReward(build_similarity(labels, env_id))
+            self.model = SimilarityReward(build_similarity(labels, env_id, device))
 
     def of(self, batch: StepBatch) -> np.ndarray:
         """float32 [n]."""

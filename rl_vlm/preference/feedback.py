@@ -19,7 +19,8 @@ from rl_vlm.labelling.store import LabelReplay, LabelStore
 from rl_vlm.labelling.types import SKIPPED, HasState, KnowsMargin, Label, Labeller, Score, Scorer, Segment, SegmentPair
 from rl_vlm.preference.ensemble import FitReport, RewardEnsemble
 from rl_vlm.preference.replay import ReplayBuffer
-from rl_vlm.preference.selection import num_candidates, select_pairs
+from rl_vlm.preference.selection import num_candidates, pair_features, select_pairs
+from rl_vlm.types import UserInputError
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +82,15 @@ class Feedback:
     ) -> None:
         self.settings, self.model = settings, model
         self.store = LabelStore(folder / "labels")
-        self.asked = self.usable = self.sessions = 0
+        self.asked = self.usable = self.sessions = (
+            0  # `asked` is held against max_feedback, pairs without an answer left out
+        )
         self.stop_requested: Callable[[], bool] = lambda: False
         self._labeller, self._cache = labeller, cache
         self._cache_is_used_up = False
         self._log_path = folder / FILE_NAME
-        self._known: list[SegmentPair] = []  # for rules that select pairs far from earlier ones
+        # Features, not pairs, for rules that select pairs far from earlier ones: pictures of 20,000 pairs take 10 GiB.
+        self._known = pair_features([], model.input_kind)
         # One loop for all sessions: clients of served models belong to the loop that they were first used in.
         self._loop = asyncio.new_event_loop()
 
@@ -121,7 +125,7 @@ class Feedback:
             return None
         report.seconds = time.monotonic() - started
         self.sessions += 1
-        self.asked += report.asked
+        self.asked += report.asked - report.errors
         self.usable += report.usable
         started = time.monotonic()
         report.fit = self.model.fit_scores() if self.settings.reward == "learn_from_score" else self.model.fit()
@@ -145,7 +149,8 @@ class Feedback:
                 )
                 return select_pairs(rule, candidates, wanted, self.model, self._known)
 
-            session = self._retried(lambda: label_session(labeller, draw, count, labels.rounds), rng)
+            most = self.settings.max_feedback - self.asked
+            session = self._retried(lambda: label_session(labeller, draw, count, labels.rounds, most), rng)
         if session is None:
             return None
         session.labels = [_as_stored(label) for label in session.labels]
@@ -191,7 +196,15 @@ class Feedback:
             return None
         stored = self._cache.next_session()
         self._cache_is_used_up = stored is None
-        return LabelledSession(stored.pairs, stored.labels) if stored is not None else None
+        if stored is None:
+            return None
+        wanted = self.settings.segment_length
+        for length in {len(segment) for pair in stored.pairs for segment in (pair.first, pair.second)} - {wanted}:
+            raise UserInputError(
+                f"The label cache has segments of {length} steps, and preference.segment_length is {wanted}: set it to {length}, "
+                "or leave preference.labels.cache out."
+            )
+        return LabelledSession(stored.pairs, stored.labels)
 
     def _retried(self, ask: Callable[[], Any], rng: np.random.Generator) -> Any:
         """The result of `ask()`, tried again while the labeller is down. Every attempt draws the same pairs."""
@@ -227,8 +240,9 @@ class Feedback:
         QueryLog(self._log_path, keep_until=self.sessions)
 
     def _remember(self, pairs: Sequence[SegmentPair]) -> None:
-        if self.settings.labels.rule.startswith("kcenter"):
-            self._known += pairs
+        if self.settings.labels.rule.startswith("kcenter") and pairs:
+            new = pair_features(pairs, self.model.input_kind)
+            self._known = np.concatenate([self._known, new]) if len(self._known) else new
 
     def state(self) -> dict[str, Any]:
         """The state that neither the label store nor the reward model's file holds, as JSON."""
@@ -253,7 +267,7 @@ class Feedback:
         self._rewind()
         self.model.load(model_file)
         self.model.forget_examples()
-        self._known = []
+        self._known = pair_features([], self.model.input_kind)
         for stored in self.store.sessions():
             if self.settings.reward == "learn_from_score":
                 scores = [_label_as_score(label) for label in stored.labels]

@@ -62,18 +62,21 @@ def build_feedback(run: RunConfig, folder: Path, side: LabellingSide, sizes: tup
         return None
     from rl_vlm.labelling.build import build_labeller
 
-    cache = label_cache(settings.labels.cache)
+    cache, device = label_cache(settings.labels.cache), driver_device(run)
     labeller = None
     if settings.labels.source != "cache":
         client, text = side.client_and_text()
         labeller = build_labeller(
-            settings.labels, env_id=run.env.id, seed=derive_seed(run.seed, 50) % 2**31, client=client, text=text
+            settings.labels,
+            env_id=run.env.id,
+            seed=derive_seed(run.seed, 50) % 2**31,
+            client=client,
+            text=text,
+            device=device,
         )
     shape = (settings.image_size, settings.image_size, 3) if settings.rewards_images else (sum(sizes),)
     seed = derive_seed(run.seed, 51) % 2**31
-    model = RewardEnsemble(
-        shape, settings.reward_model, seed, capacity=settings.max_feedback, device=driver_device(run)
-    )
+    model = RewardEnsemble(shape, settings.reward_model, seed, capacity=settings.max_feedback, device=device)
     if settings.reward_model.load:
         model.load(Path(settings.reward_model.load))
     return Feedback(settings, model, labeller, folder, LabelReplay(cache) if cache is not None else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,32 +73,43 @@ class ControlSampler:
         if self._local is not None:
             with environment_errors():
                 return self._counted(self._local.sample(actor=actor, steps=steps, episode_counts=self.episode_counts))
-        deadline = time.monotonic() + self._timeout_s
-        found: dict[int, StepBatch] = {}
-        died: set[int] = set()  # calls to these fail until Ray has restarted them
         actor_ref = ray.put(actor)
-        while self._running:
-            ready, _ = ray.wait(list(self._running), timeout=_POLL_S)
+        found = self._gather(
+            self._running,
+            lambda runner: self._ask(runner, actor_ref),
+            self._timeout_s,
+            "preference.collection.timeout_s",
+        )
+        return self._counted(StepBatch.concatenate([found[runner] for runner in sorted(found)]))
+
+    def _gather(
+        self, running: dict[ray.ObjectRef, int], ask: Callable[[int], ray.ObjectRef], timeout_s: float, setting: str
+    ) -> dict[int, Any]:
+        """The results of the calls `running` by runner; `ask` calls a runner that died again. Raises CollectionError."""
+        deadline = time.monotonic() + timeout_s
+        found: dict[int, Any] = {}
+        died: set[int] = set()  # calls to these fail until Ray has restarted them
+        while running:
+            ready, _ = ray.wait(list(running), timeout=_POLL_S)
             for reference in ready:
-                runner = self._running.pop(reference)
+                runner = running.pop(reference)
                 try:
                     found[runner] = ray.get(reference, timeout=30)
                 except RayTaskError as error:
                     raise CollectionError(f"An environment failed: {error.cause}.") from error
-                except RayError as error:  # GetTimeoutError included: the steps are asked for again
+                except RayError as error:  # GetTimeoutError included: it is asked again
                     if isinstance(error, RayActorError) and runner not in died:
                         died.add(runner)
                         self.restarts += 1
                     time.sleep(0.5)
-                    self._running[self._ask(runner, actor_ref)] = runner
-            if self._running and time.monotonic() > deadline:
-                for runner in self._running.values():
+                    running[ask(runner)] = runner
+            if running and time.monotonic() > deadline:
+                for runner in running.values():
                     ray.kill(self._manager.actors()[runner], no_restart=False)
                 raise CollectionError(
-                    f"{len(self._running)} env runners did not answer within {self._timeout_s:g} s: see the Ray logs, or "
-                    "raise preference.collection.timeout_s."
+                    f"{len(running)} env runners did not answer within {timeout_s:g} s: see the Ray logs, or raise {setting}."
                 )
-        return self._counted(StepBatch.concatenate([found[runner] for runner in sorted(found)]))
+        return found
 
     def _counted(self, batch: StepBatch) -> StepBatch:
         """Note the episode after each environment's current one, where the replacement of a dead runner starts."""
@@ -107,22 +118,22 @@ class ControlSampler:
         return batch
 
     def evaluate(self, actor: NumpyActor, seeds: Sequence[int], film: int, timeout_s: float) -> list[EpisodeResult]:
-        """One episode per seed, in order, distributed over all runners."""
+        """One episode per seed, in order, distributed over all runners. Raises CollectionError."""
         if self._local is not None:
             with environment_errors():
                 results: list[EpisodeResult] = self._local.evaluate(actor, seeds, film)
             return results
         runners = self._manager.actor_ids()
-        shares = [list(seeds[place :: len(runners)]) for place in range(len(runners))]
-        references = [
-            self._manager.actors()[runner].evaluate.remote(actor, share, film if place == 0 else 0)
-            for place, (runner, share) in enumerate(zip(runners, shares, strict=True))
-        ]
-        try:
-            parts = ray.get(references, timeout=timeout_s)
-        except RayError as error:
-            raise CollectionError(f"Evaluation failed: {error}") from error
-        found = {result.seed: result for part in parts for result in part}
+        shares = {runner: list(seeds[place :: len(runners)]) for place, runner in enumerate(runners)}
+        actor_ref = ray.put(actor)
+
+        def ask(runner: int) -> ray.ObjectRef:
+            filmed = film if runner == runners[0] else 0
+            reference: ray.ObjectRef = self._manager.actors()[runner].evaluate.remote(actor_ref, shares[runner], filmed)
+            return reference
+
+        parts = self._gather({ask(runner): runner for runner in runners}, ask, timeout_s, "evaluation.timeout_s")
+        found = {result.seed: result for part in parts.values() for result in part}
         return [found[seed] for seed in seeds]
 
     def states(self) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from rl_vlm.preference.ensemble import RewardEnsemble
 from rl_vlm.preference.examples import InputKind
 
 _THUMBNAIL = 16  # pixels: the size at which pictures are compared
+_NONE = np.empty((0, 0), np.float32)  # features of no pair
 
 
 def num_candidates(rule: Rule, count: int, large_batch: int) -> int:
@@ -26,9 +27,9 @@ def num_candidates(rule: Rule, count: int, large_batch: int) -> int:
 
 
 def select_pairs(
-    rule: Rule, candidates: Sequence[SegmentPair], count: int, model: RewardEnsemble, known: Sequence[SegmentPair] = ()
+    rule: Rule, candidates: Sequence[SegmentPair], count: int, model: RewardEnsemble, known: np.ndarray = _NONE
 ) -> list[SegmentPair]:
-    """`count` of the candidates, or all if there are fewer; `known` are the pairs that were labelled before.
+    """`count` of the candidates, or all if there are fewer; `known` are the `pair_features` of those that were labelled before.
 
     Candidates are random pairs, so the first `count` are a uniform choice.
     """
@@ -42,7 +43,7 @@ def select_pairs(
         places = np.argsort(-uncertainty, kind="stable")[:keep]
     if rule.startswith("kcenter"):
         features = pair_features([candidates[int(place)] for place in places], model.input_kind)
-        places = places[k_center(features, pair_features(known, model.input_kind), count)]
+        places = places[k_center(features, known, count)]
     return [candidates[int(place)] for place in places]
 
 
@@ -94,7 +95,7 @@ def _squared_distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:
 def pair_features(pairs: Sequence[SegmentPair], kind: InputKind) -> np.ndarray:
     """float32 [N, D]: observations of both segments, or thumbnails of their pictures, one after the other."""
     if not pairs:
-        return np.empty((0, 0), np.float32)
+        return _NONE
     cache: dict[int, np.ndarray] = {}
 
     def of(segment: Segment) -> np.ndarray:

@@ -176,7 +176,8 @@ def _http_endpoint(settings: EndpointSection) -> Endpoint:
 @lru_cache(maxsize=16)
 def _gate_of(settings: JudgeSection, loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
     """One for all groups of a worker, whose loop it is."""
-    return asyncio.Semaphore(settings.max_in_flight)
+    elsewhere = settings.endpoint.max_in_flight if settings.endpoint is not None else None
+    return asyncio.Semaphore(min(settings.max_in_flight, elsewhere or settings.max_in_flight))
 
 
 def _notes(one: Opinion, seconds: float) -> dict[str, float]:

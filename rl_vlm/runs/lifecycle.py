@@ -7,27 +7,27 @@ import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.config import RunConfig, SFTConfig, save_config
-from rl_vlm.files import open_own
+from rl_vlm.files import open_own, write_atomic
 from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.monitoring.recorder import RunRecorder
-from rl_vlm.types import RLVLMError
+from rl_vlm.types import RLVLMError, UserInputError
 
 if TYPE_CHECKING:
     from rl_vlm.monitoring.ray_metrics import RayFigures
 
 
 class InterruptedRun(RLVLMError):
-    """SIGINT or SIGTERM ended the run after a checkpoint; `exit_code` is 130 or 143."""
+    """SIGINT or SIGTERM ended the run; `what_now` says what a resume finds; `exit_code` is 130 or 143."""
 
-    def __init__(self, number: int, what_now: str = "the checkpoint was saved, --resume goes on") -> None:
+    def __init__(self, number: int, what_now: str) -> None:
         super().__init__(f"Interrupted by {signal.Signals(number).name}; {what_now}.")
         self.exit_code = 128 + number
 
@@ -70,11 +70,15 @@ class StopRequest:
 class BaseRun(ABC):
     """The state of one command that trains; `start` iterations are done already."""
 
+    _unit = "iteration"  # what `_position` counts
+
     def __init__(
         self, config: RunConfig | SFTConfig, folder: Path, start: int, resume: bool, display: ProgressDisplay
     ) -> None:
         self.folder, self.display = folder, display
         self._config = config
+        self.saved_at = -1  # iterations or steps that are in the newest checkpoint; -1 without one
+        self._found = _contents(folder, ("config.yaml", "result.json")) if resume else {}
         save_config(config, folder / "config.yaml")
         self.recorder = self._new_recorder(start if resume else None)
         self.display.recall(self.recorder.evaluations())
@@ -95,7 +99,7 @@ class BaseRun(ABC):
 
     def execute(self) -> dict[str, Any]:
         """Run to the end and return the content of `result.json`. Raises InterruptedRun and RLVLMError."""
-        status, error = "failed", ""
+        status, error, refused = "failed", "", False
         try:
             with self.display, self.stop.installed(self.display.message):
                 try:
@@ -106,6 +110,8 @@ class BaseRun(ABC):
                     status = "interrupted"
                 except RLVLMError as failure:
                     error = str(failure)
+                    # Of a resume with a configuration that does not fit: the right one stays.
+                    refused = isinstance(failure, UserInputError) and self.stop.starting
                     raise
                 except Exception as failure:
                     error = f"{type(failure).__name__}: {failure}"
@@ -116,11 +122,24 @@ class BaseRun(ABC):
                     if error:
                         result["error"] = error
                     self.recorder.finish(result)
+                    for path, text in self._found.items() if refused else ():
+                        write_atomic(path, text)
         finally:
             self.recorder.close()
         if status == "interrupted":
-            raise InterruptedRun(self.stop.signal or signal.SIGINT)
+            raise InterruptedRun(self.stop.signal or signal.SIGINT, self._what_now())
         return result
+
+    def _what_now(self) -> str:
+        if self.saved_at < 0:
+            return "no checkpoint was saved yet, --resume begins anew"
+        if self.saved_at == self._position():
+            return "the checkpoint was saved, --resume goes on"
+        return f"the newest checkpoint is that of {self._unit} {self.saved_at}, --resume goes on from there"
+
+    @abstractmethod
+    def _position(self) -> int:
+        """How far training is."""
 
     @abstractmethod
     def _loop(self) -> None:
@@ -226,6 +245,10 @@ class RunLifecycle(BaseRun):
         finally:
             if self.algorithm is not None:
                 self.algorithm.stop()
+
+
+def _contents(folder: Path, names: Sequence[str]) -> dict[Path, str]:
+    return {folder / name: (folder / name).read_text() for name in names if (folder / name).is_file()}
 
 
 @contextmanager

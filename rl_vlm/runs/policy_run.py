@@ -27,7 +27,7 @@ class PolicyRun(RunLifecycle):
         start = int(self.start_from.name.removeprefix("iteration-")) if self.start_from else 0
         super().__init__(run, folder, start, resume, ProgressDisplay(run.algorithm.iterations, start))
         self.evaluations: list[dict[str, Any]] = []
-        self.saved_iteration = -1
+        self.saved_at = start if self.start_from else -1
         self.last_iteration = self.start_iteration = start
 
     def _train(self) -> None:
@@ -36,7 +36,6 @@ class PolicyRun(RunLifecycle):
         algorithm = self.algorithm
         if self.start_from is not None:
             algorithm.load_checkpoint(str(self.start_from))
-            self.saved_iteration = algorithm.updates
             self.display.message(f"Resumed from iteration {algorithm.updates}.")
         self._started()
         while True:
@@ -113,7 +112,7 @@ class PolicyRun(RunLifecycle):
         self.recorder.close()
         self.recorder = self._new_recorder(iteration)
         self.last_iteration = iteration
-        self.saved_iteration = min(self.saved_iteration, iteration)
+        self.saved_at = min(self.saved_at, iteration)
 
     def _evaluate(self) -> None:
         results = self.algorithm.evaluate_policy()
@@ -134,7 +133,7 @@ class PolicyRun(RunLifecycle):
         from rl_vlm.algorithms.learners import LearnerLostError
 
         iteration = self.algorithm.updates
-        if iteration == self.saved_iteration:
+        if iteration == self.saved_at:
             return
         try:
             path = save_checkpoint(
@@ -146,7 +145,7 @@ class PolicyRun(RunLifecycle):
         except LearnerLostError as error:  # the next update replaces it, from the checkpoint before this one
             self.display.message(f"No checkpoint at iteration {iteration}. {error}")
             return
-        self.saved_iteration = iteration
+        self.saved_at = iteration
         self.algorithm.remember_checkpoint(path)
 
     def _save_adapter(self) -> None:
@@ -159,6 +158,9 @@ class PolicyRun(RunLifecycle):
             raise RLVLMError(
                 f"Could not write the adapter to {self.folder} ({error.strerror or error}): free some space and --resume."
             ) from error
+
+    def _position(self) -> int:
+        return self.algorithm.updates if self.algorithm is not None else self.start_iteration
 
     def _outcome(self) -> dict[str, Any]:
         evaluations = self.recorder.evaluations() or self.evaluations

@@ -27,6 +27,8 @@ from rl_vlm.types import RLVLMError
 class PreferenceRun(RunLifecycle):
     """A preference run. `iteration` of the recorded files counts environment steps."""
 
+    _unit = "step"
+
     def __init__(self, run: RunConfig, folder: Path, resume: bool) -> None:
         self.settings = run.preference
         self.checkpoints = CheckpointFolders(folder, run.name, run.logging.keep_checkpoints)
@@ -39,14 +41,13 @@ class PreferenceRun(RunLifecycle):
         self.eval_csv = StepCsv(folder / "eval.csv", EVAL_COLUMNS, keep_until)
         self.session_figures: dict[str, float] = {}
         self.episode_started = time.monotonic()
-        self.saved_step = -1
+        self.saved_at = start if state else -1
 
     def _train(self) -> None:
         algorithm = self.algorithm
         algorithm.on_episode, algorithm.on_session = self._log_episode, self._log_session
         if self.start_from is not None:
             algorithm.load_checkpoint(str(self.start_from))
-            self.saved_step = algorithm.env_steps
             self.display.message(f"Resumed at step {algorithm.env_steps}.")
         self._started()
         try:
@@ -91,7 +92,10 @@ class PreferenceRun(RunLifecycle):
         algorithm = self.algorithm
         started = time.monotonic()
         results: list[EpisodeResult] = algorithm.evaluate_policy()
-        self.eval_csv.add(evaluation_row(results, algorithm.env_steps, algorithm.tracker.finished))
+        try:
+            self.eval_csv.add(evaluation_row(results, algorithm.env_steps, algorithm.tracker.finished))
+        except OSError as error:
+            self._cannot_write("eval.csv", error)
         figures = {**evaluation_figures(results), "seconds": time.monotonic() - started}
         self.recorder.log_evaluation(algorithm.env_steps, figures)
         self.display.evaluation(algorithm.env_steps, figures)
@@ -154,7 +158,7 @@ class PreferenceRun(RunLifecycle):
     def _checkpoint(self) -> None:
         """Save a checkpoint. A full disk costs this checkpoint, not the run; the older ones stay."""
         step = self.algorithm.env_steps
-        if step == self.saved_step:
+        if step == self.saved_at:
             return
         from rl_vlm.algorithms.learners import LearnerLostError
 
@@ -166,7 +170,10 @@ class PreferenceRun(RunLifecycle):
         except LearnerLostError as error:  # the next update replaces it
             self.display.message(f"No checkpoint at step {step}. {error}")
             return
-        self.saved_step = step
+        self.saved_at = step
+
+    def _position(self) -> int:
+        return self.algorithm.env_steps if self.algorithm is not None else -1
 
     def _outcome(self) -> dict[str, Any]:
         algorithm = self.algorithm

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from rl_vlm.files import open_own
 from rl_vlm.ownership import RUN_MARKER, clear_run, mark_run
 from rl_vlm.runs.remote_folder import is_remote, remote_run_folder
 from rl_vlm.types import UserInputError
@@ -15,11 +18,15 @@ RunDir = str | Path  # a folder, or a URL of remote storage
 
 # Ray unpacks a job's working directory below a folder of this name, and deletes it with the cluster or before.
 _JOB_COPIES = "working_dir_files"
+_PATIENCE_S = 10.0  # with another process that writes to the folder: it may be ending
 
 
 @contextmanager
 def opened_run_folder(run_dir: RunDir, *, resume: bool, overwrite: bool) -> Iterator[Path]:
-    """The run folder, absolute; for a URL a folder of this machine that is copied there. Raises UserInputError."""
+    """The run folder, absolute, which no other process may open meanwhile; for a URL a folder of this machine that is copied there.
+
+    Raises UserInputError.
+    """
     if is_remote(run_dir):
         with remote_run_folder(str(run_dir), resume=resume, overwrite=overwrite) as folder:
             prepare_run_dir(folder, resume, overwrite=False)
@@ -27,8 +34,37 @@ def opened_run_folder(run_dir: RunDir, *, resume: bool, overwrite: bool) -> Iter
         return
     folder = Path(run_dir).absolute()
     check_is_kept(folder)
-    prepare_run_dir(folder, resume, overwrite)
-    yield folder
+    marker = folder / RUN_MARKER
+    is_run = marker.is_file() and not marker.is_symlink()
+    with held(folder) if is_run and (resume or overwrite) else nullcontext():  # before anything is deleted
+        prepare_run_dir(folder, resume, overwrite)
+        with nullcontext() if is_run else held(folder):
+            yield folder
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Inside, this process alone has the run folder. Raises UserInputError where another one keeps it."""
+    try:
+        marker = open_own(folder / RUN_MARKER)
+    except OSError as error:
+        raise UserInputError(f"Cannot write to the run folder {folder}: {error.strerror}.") from error
+    with marker:
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise UserInputError(
+                        f"Another process is writing to the run folder {folder}: wait for its end or stop it, or choose "
+                        "another --run-dir."
+                    ) from error
+                time.sleep(0.2)
+            except OSError:  # a file system without locks
+                break
+        yield
 
 
 def check_is_kept(folder: Path) -> None:

@@ -81,6 +81,8 @@ def sft(
 class SFTRun(BaseRun):
     """One job: steps, evaluations, checkpoints, and the final adapter."""
 
+    _unit = "step"
+
     def __init__(self, job: SFTConfig, data: JobData, folder: Path, resume: bool) -> None:
         self.job, self.data = job, data
         self.total = total_steps(job, data)
@@ -95,8 +97,8 @@ class SFTRun(BaseRun):
                 f"{len(data.train)}: restore the data, or start anew in another --run-dir."
             )
         self.skipped = int(self.saved.state.get("skipped", 0)) if self.saved else 0
-        self.saved_step = self.done if self.saved else -1
         super().__init__(job, folder, self.done, resume, SFTDisplay(self.total, self.done))
+        self.saved_at = self.done if self.saved else -1
 
     @staticmethod
     def _draw(folder: Path) -> None:
@@ -210,7 +212,7 @@ class SFTRun(BaseRun):
 
     def _checkpoint(self) -> None:
         """Save a checkpoint. A full disk costs this checkpoint, not the run; the older ones stay."""
-        if self.done == self.saved_step:
+        if self.done == self.saved_at:
             return
         state = {"updates": self.done, "conversations": len(self.data.train), "skipped": self.skipped}
         checkpoint = Checkpoint(self.trainer.adapter(self.done), self.trainer.moments(), state)
@@ -219,7 +221,7 @@ class SFTRun(BaseRun):
         except OSError as error:
             self._cannot_write("a checkpoint", error)
             return
-        self.saved_step = self.done
+        self.saved_at = self.done
 
     def _save_adapter(self) -> None:
         try:
@@ -228,6 +230,9 @@ class SFTRun(BaseRun):
             raise RLVLMError(
                 f"Could not write the adapter to {self.folder} ({error.strerror or error}): free some space and --resume."
             ) from error
+
+    def _position(self) -> int:
+        return self.done
 
     def _outcome(self) -> dict[str, Any]:
         evaluations = self.recorder.evaluations()

@@ -19,6 +19,7 @@ from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import RunConfig
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
 from rl_vlm.labelling.store import LabelStore
+from rl_vlm.preference.collector import evaluation_seeds
 from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.types import UserInputError
 
@@ -107,6 +108,10 @@ def test_an_env_runner_that_dies_is_replaced(tmp_path: Path) -> None:
     replay = algorithm.replay
     pairs = list(zip(replay.episodes[:160].tolist(), replay.times[:160].tolist(), strict=True))
     assert len(set(pairs)) == 160  # no number of an episode was used twice
+    ray.kill(algorithm.env_runner_group._worker_manager.actors()[2], no_restart=False)
+    expected = evaluation_seeds(algorithm.run)
+    assert [result.seed for result in algorithm.evaluate_policy(film=False)] == expected
+    assert algorithm.sampler.restarts == 2
     algorithm.stop()
 
 

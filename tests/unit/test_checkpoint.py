@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -205,11 +206,8 @@ def test_an_exchanged_adapter_is_noticed(payload: AdapterPayload, tiny_folder: P
         read_checkpoint(folder)
 
 
-def test_without_a_good_checkpoint_there_is_none(payload: AdapterPayload, tmp_path: Path) -> None:
+def test_without_any_checkpoint_there_is_none(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "nowhere") is None
-    assert latest_checkpoint(tmp_path) is None
-    folder = save_checkpoint(tmp_path, 1, make(payload), keep=1)
-    (folder / "optimizer.safetensors").unlink()
     assert latest_checkpoint(tmp_path) is None
 
 
@@ -328,3 +326,26 @@ def test_two_and_two_steps_equal_four_byte_for_byte(tiny_folder: Path, tmp_path:
     load_lora_state(without.policy.model, first.policy.payload(2).state())
     without.train(minibatches[2:])
     assert without.policy.payload(4).tensors != whole.policy.payload(4).tensors  # the moments matter
+
+
+def test_people_are_told_of_a_checkpoint_that_is_passed_over(
+    payload: AdapterPayload, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for iteration in (1, 2):
+        save_checkpoint(tmp_path, iteration, make(payload), keep=9)
+    (tmp_path / "iteration-000002/state.json").unlink()
+    latest_checkpoint(tmp_path)
+    assert "iteration-000002 is incomplete" in caplog.text and "goes on from iteration-000001" in caplog.text
+
+
+def test_a_run_of_which_no_checkpoint_reads_is_not_begun_anew(
+    payload: AdapterPayload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, 1, make(payload), keep=9)
+
+    def stale(self: Path, *_: object, **__: object) -> str:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "read_text", stale)
+    with pytest.raises(UserInputError, match="Stale file handle.* None of the 1 can be read: .*--overwrite"):
+        latest_checkpoint(tmp_path)

@@ -168,6 +168,11 @@ def test_a_run_folder_stands_for_its_configuration(config, training, tmp_path):
     assert training.calls[0][0].name == "test-run"
 
 
+def test_a_run_folder_that_is_resumed_goes_on_itself(config, training, tmp_path):
+    assert run("train", tmp_path, "--resume") == 0
+    assert training.calls[0][1:] == (str(tmp_path), True, False)
+
+
 def test_a_dry_run_trains_nothing(config, training, monkeypatch, capsys):
     monkeypatch.setattr("rl_vlm.runs.preflight.inspect_run", lambda run: {"model": run.model.path})
     assert run("train", config, "--dry-run") == 0

@@ -14,6 +14,7 @@ from gymnasium.utils.env_checker import check_env
 
 from rl_vlm.control_envs import registry
 from rl_vlm.control_envs.base import ControlEnv
+from rl_vlm.control_envs.gymnasium_env import GymnasiumControlEnv
 from rl_vlm.control_envs.registry import known_control_envs, make_control_env, register_control_env
 from rl_vlm.control_envs.softgym import SoftGymControlEnv
 from rl_vlm.types import UserInputError
@@ -94,6 +95,17 @@ def test_gymnasium_actions_are_rescaled_to_the_environments_bounds() -> None:
         theirs = plain.step(np.array([2.0 * share], np.float32))
         assert ours[0] == pytest.approx(theirs[0]) and ours[1] == pytest.approx(theirs[1])
     assert env.horizon == 200
+
+
+def test_a_horizon_may_be_longer_than_the_limit_of_the_id() -> None:
+    def ends(env: ControlEnv) -> int:
+        env.reset(seed=0)
+        return next(step for step in range(1, 999) if env.step(np.zeros(1, np.float32))[3])
+
+    assert [ends(make_control_env("Pendulum-v1", horizon=horizon)) for horizon in (300, 50)] == [300, 50]
+    made = gymnasium.make("Pendulum-v1")
+    with pytest.raises(UserInputError, match="horizon is 300: episodes of Pendulum-v1 have at most 200 steps"):
+        GymnasiumControlEnv(made, horizon=300)
 
 
 def test_a_render_function_replaces_the_environments_camera() -> None:

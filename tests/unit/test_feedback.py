@@ -21,6 +21,7 @@ from rl_vlm.labelling.types import Label, Labeller, Score, Segment, SegmentPair
 from rl_vlm.preference.ensemble import RewardEnsemble
 from rl_vlm.preference.feedback import Feedback, label_accuracy
 from rl_vlm.preference.replay import ReplayBuffer
+from rl_vlm.types import UserInputError
 
 HORIZON = 7
 
@@ -127,8 +128,29 @@ class Half:
 
 
 def test_errors_and_ties_are_counted_and_not_trained_on(tmp_path: Path) -> None:
-    report = run(feedback(tmp_path, Half()))
+    one = feedback(tmp_path, Half())
+    report = run(one)
     assert (report.asked, report.usable, report.undecided, report.errors) == (10, 4, 3, 3)
+    assert one.asked == 7  # what got no answer may be asked again within max_feedback
+
+
+class Ties:
+    async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
+        return [Label(-1) for _ in pairs]
+
+
+def test_rounds_that_replace_undecided_pairs_stay_within_max_feedback(tmp_path: Path) -> None:
+    one = feedback(tmp_path, Ties(), labels={"rounds": 4}, max_feedback=55)
+    assert run(one).asked == 40 and run(one).asked == 15 and one.asked == 55
+
+
+def test_a_cache_with_segments_of_another_length_is_refused(tmp_path: Path) -> None:
+    run(feedback(tmp_path / "old", ScriptedTeacher()))
+    one = feedback(
+        tmp_path / "new", ScriptedTeacher(), segment_length=3, cache=LabelReplay(tmp_path / "old" / "labels")
+    )
+    with pytest.raises(UserInputError, match="segments of 1 steps, and preference.segment_length is 3: set it to 1"):
+        run(one)
 
 
 def test_a_cache_is_replayed_first_and_then_the_labeller_is_asked(tmp_path: Path) -> None:
@@ -194,6 +216,25 @@ def test_a_restored_feedback_goes_on_exactly(tmp_path: Path, rule: str) -> None:
     again = LabelStore(tmp_path / "labels").read(3)
     assert again.labels == last.labels
     assert len(list(csv.DictReader((tmp_path / "vlm_query_log.csv").open()))) == 30
+
+
+def test_k_center_remembers_thumbnails_and_not_pictures(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(200, 2, 1, frame_capacity=200, image_size=64)
+    buffer.add(steps(0, 100, size=64), np.zeros(100))
+    options = RewardModelSection(size=2, epochs=1, min_gradient_steps=0, kernels=(3,), channels=(4,), strides=(2,))
+
+    def fresh() -> Feedback:
+        model = RewardEnsemble((64, 64, 3), options, seed=0, capacity=99)
+        return Feedback(settings(labels={"rule": "kcenter"}, image_size=64), model, ScriptedTeacher(), tmp_path)
+
+    one = fresh()
+    for seed in (1, 2):
+        one.session(buffer, 10, 100, np.random.default_rng(seed), -50.0, HORIZON)
+    assert one._known.shape == (20, 2 * 16 * 16 * 3) and one._known.dtype == np.float32
+    one.model.save(tmp_path / "model.safetensors")
+    resumed = fresh()
+    resumed.load(one.state(), tmp_path / "model.safetensors")
+    assert np.array_equal(resumed._known, one._known)
 
 
 @pytest.mark.parametrize("resumed", [False, True])

@@ -18,7 +18,7 @@ from PIL import Image
 from task_support import episode
 
 from rl_vlm.asking.endpoints import Answer, Ask, EndpointError, EngineClient, Question
-from rl_vlm.config import RewardSection, RunConfig, parse_config
+from rl_vlm.config import EndpointSection, RewardSection, RunConfig, parse_config
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import TextSide, load_text_side
@@ -26,7 +26,7 @@ from rl_vlm.rewards.judged_text import judged_refusal, quoted
 from rl_vlm.rollout import judge as judge_module
 from rl_vlm.rollout.failures import GroupFailedError
 from rl_vlm.rollout.figures import sampling_figures
-from rl_vlm.rollout.judge import Judge
+from rl_vlm.rollout.judge import Judge, _gate_of
 from rl_vlm.rollout.scoring import score_group
 from rl_vlm.types import (
     Completion,
@@ -272,9 +272,7 @@ def test_a_judge_that_is_silent_costs_the_group_at_the_deadline(panel: Panel) ->
         return "1"
 
     started = time.monotonic()
-    with pytest.raises(
-        GroupFailedError, match=r"part judge failed: The judge gave no answer within 0.05 s and 3 attempts"
-    ):
+    with pytest.raises(GroupFailedError, match=r"part judge failed: The judge gave no answer within 0.05 s"):
         panel.pay(lambda first, second: never(), answered(GOOD), deadline_s=0.05)
     assert time.monotonic() - started < 30
 
@@ -313,6 +311,16 @@ def test_no_more_questions_than_allowed_are_open_at_once(panel: Panel) -> None:
 
     panel.pay(lambda first, second: slow(), *(answered(f"a cat {n}") for n in range(4)), max_in_flight=3)
     assert most == 3
+
+
+def test_the_lower_of_two_limits_of_questions_in_flight_holds() -> None:
+    async def limit(judge: int, endpoint: int | None) -> int:
+        elsewhere = EndpointSection(url="http://judge/v1", max_in_flight=endpoint)
+        settings = RewardSection().judge.model_copy(update={"max_in_flight": judge, "endpoint": elsewhere})
+        gate = _gate_of(settings, asyncio.get_running_loop())
+        return gate._value
+
+    assert [asyncio.run(limit(*both)) for both in ((9, None), (9, 2), (3, 8))] == [9, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -430,7 +438,6 @@ def test_a_judge_elsewhere_is_asked_over_http(monkeypatch: pytest.MonkeyPatch) -
     from test_label_endpoints import Server, completion
 
     from rl_vlm.asking.http_endpoints import OpenAIEndpoint
-    from rl_vlm.config import EndpointSection
 
     server = Server(completion("1", {"1": 0.9, "2": 0.1}))
     endpoint = OpenAIEndpoint(EndpointSection(url="http://judge/v1"), httpx.ASGITransport(server))

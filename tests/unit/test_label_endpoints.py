@@ -179,7 +179,41 @@ def test_what_is_no_answer_is_an_error_at_once(reply: Any, message: str) -> None
 def test_failures_that_may_pass_are_errors_after_all_attempts(reply: Any) -> None:
     server = Server(reply)
     label, _ = asked(endpoint(server), LabelsSection(steps=1, both_orders=False, attempts=2))
-    assert len(server.requests) == 2 and "no answer within" in label.error
+    assert len(server.requests) == 2 and "no answer in 2 attempts" in label.error
+
+
+@pytest.mark.parametrize("busy", [(503, b"busy"), (429, b"slow down")])
+def test_a_busy_server_is_asked_until_the_deadline(busy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_vlm.asking.retries._FIRST_PAUSE_S", 0.001)
+    patient = LabelsSection(steps=1, both_orders=False, attempts=1)
+    label, labeller = asked(endpoint(Server(*[busy] * 6, completion("1"))), patient)
+    assert label.value == 1 and labeller.stats.retries == 6
+    hasty = patient.model_copy(update={"deadline_s": 0.05})
+    label, _ = asked(endpoint(Server(busy)), hasty)
+    assert "no answer within 0.05 s" in label.error and f"HTTP {busy[0]}" in label.error
+
+
+def test_a_server_that_goes_away_is_waited_for_and_one_that_never_was_there_is_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rl_vlm.asking.retries._FIRST_PAUSE_S", 0.001)
+    there = [True, False, False, False, True]
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        if not there.pop(0):
+            raise httpx.ConnectError("connection refused")
+        return httpx.Response(200, json=completion("1"))
+
+    def served() -> OpenAIEndpoint:
+        return OpenAIEndpoint(EndpointSection(url="http://vlm/v1", guidance="none"), httpx.MockTransport(reply))
+
+    label, labeller = asked(served(), LabelsSection(both_orders=False, attempts=1))  # described; gone; summarised
+    assert label.value == 1 and labeller.stats.retries == 3 and not there
+    assert caplog.text.count("The labeller is busy") == 1
+    there += [False] * 9
+    label, _ = asked(served(), LabelsSection(both_orders=False, attempts=2))
+    assert "no answer in 2 attempts: http://vlm/v1/chat/completions gave no answer: ConnectError" in label.error
+    assert len(there) == 7
 
 
 def test_a_server_that_is_not_there_is_an_error() -> None:
@@ -188,8 +222,9 @@ def test_a_server_that_is_not_there_is_an_error() -> None:
     assert "127.0.0.1:9" in label.error
 
 
+@pytest.mark.parametrize("kind", [OpenAIEndpoint, GenerateEndpoint])
 @pytest.mark.parametrize(("limit", "expected"), [(None, 40), (7, 7)])
-def test_all_pairs_go_out_at_once_unless_that_is_limited(limit: int | None, expected: int) -> None:
+def test_all_pairs_go_out_at_once_unless_that_is_limited(kind: Any, limit: int | None, expected: int) -> None:
     inside = 0
     most = 0
 
@@ -199,11 +234,26 @@ def test_all_pairs_go_out_at_once_unless_that_is_limited(limit: int | None, expe
         most = max(most, inside)
         await asyncio.sleep(0.05 if limit is None else 0.005)
         inside -= 1
+        await Server({**completion("0"), "text": "0"})(scope, receive, send)
+
+    section = EndpointSection(url="http://vlm/v1", max_in_flight=limit)
+    endpoint = kind(section, httpx.ASGITransport(slow))
+    labels = asyncio.run(
+        VLMLabeller(endpoint, PROMPTS, LabelsSection(steps=1, endpoint=section)).label(random_pairs(20))
+    )
+    assert most == expected and not any(label.error for label in labels)
+
+
+def test_time_in_the_queue_does_not_count_against_a_questions_deadline() -> None:
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.1)
         await Server(completion("0"))(scope, receive, send)
 
-    endpoint = OpenAIEndpoint(EndpointSection(url="http://vlm/v1", max_in_flight=limit), httpx.ASGITransport(slow))
-    asyncio.run(VLMLabeller(endpoint, PROMPTS, LabelsSection(steps=1)).label(random_pairs(20)))
-    assert most == expected
+    section = EndpointSection(url="http://vlm/v1", max_in_flight=1)
+    options = LabelsSection(steps=1, both_orders=False, deadline_s=0.5, endpoint=section)
+    labeller = VLMLabeller(OpenAIEndpoint(section, httpx.ASGITransport(slow)), PROMPTS, options)
+    labels = asyncio.run(labeller.label(random_pairs(10)))  # the last waits for a second
+    assert [label.error for label in labels] == [""] * 10
 
 
 def test_an_address_must_be_http() -> None:

@@ -7,6 +7,8 @@ import inspect
 import json
 import pickle
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -14,12 +16,14 @@ import pytest
 from label_support import pair
 from pydantic import ValidationError
 
-from rl_vlm.config import LabelsSection
+from rl_vlm.config import LabelsSection, PreferenceSection, parse_config
 from rl_vlm.config.labels import Rule
 from rl_vlm.labelling.build import CoinFlippedLabels, FlippedLabels, build_labeller, prompts_of
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.teachers import CoinFlips, ScriptedTeacher
 from rl_vlm.labelling.types import HasState, KnowsMargin, Label, Score
+from rl_vlm.preference.agent_reward import AgentReward
+from rl_vlm.preference.feedback_builder import build_feedback
 from rl_vlm.types import UserInputError
 
 
@@ -105,6 +109,34 @@ def test_flipped_labels_say_the_opposite() -> None:
 
     (label,) = asyncio.run(FlippedLabels(Sure()).label([pair(1, 2)]))
     assert label.value == 1 and label.probabilities == (0.2, 0.7, 0.1) and label.answers == (1, -1)
+
+
+@pytest.mark.parametrize(("source", "name"), [("clip", "ClipSimilarity"), ("itm", "MatchingSimilarity")])
+def test_models_of_picture_and_text_compute_where_the_run_says(
+    source: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(f"rl_vlm.labelling.build.{name}", lambda model, text, device: found.append(device))
+    build_labeller(LabelsSection(source=source), env_id="soccer", device="cuda:1")  # type: ignore[arg-type]
+    reward = {"clip": "clip_image_text_matching", "itm": "blip2_image_text_matching"}[source]
+    AgentReward(PreferenceSection(reward=reward), "soccer", None, "cuda:1")  # type: ignore[arg-type]
+    assert found == ["cuda:1"] * 2
+
+
+def test_a_run_gives_the_labeller_the_device_of_its_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr("rl_vlm.preference.feedback_builder.driver_device", lambda run: "meta")
+    monkeypatch.setattr(
+        "rl_vlm.preference.feedback_builder.RewardEnsemble", lambda *_, device, **__: found.append(device)
+    )
+    monkeypatch.setattr("rl_vlm.preference.feedback_builder.Feedback", lambda *_: None)
+    monkeypatch.setattr("rl_vlm.labelling.build.build_labeller", lambda *_, device, **__: found.append(device))
+    preference = {"reward": "learn_from_preference", "labels": {"source": "clip"}}
+    run = parse_config(
+        {"algorithm": {"name": "preference_sac"}, "env": {"id": "ContinuousCartPole-v0"}, "preference": preference}
+    )
+    build_feedback(run, tmp_path, SimpleNamespace(client_and_text=lambda: (None, None)), (4, 1))  # type: ignore[arg-type]
+    assert found == ["meta"] * 2
 
 
 @pytest.mark.parametrize("control", ["flip", "coin_flips"])

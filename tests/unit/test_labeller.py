@@ -292,6 +292,9 @@ def test_undecided_pairs_are_topped_up() -> None:
     assert draws == [8, 4, 2, 1] and session.num_decided == 7 and len(session) == 15
     once = asyncio.run(label_session(Upright(), draw, 8, max_rounds=1))
     assert len(once) == 8 and once.num_decided == 4
+    draws.clear()
+    bounded = asyncio.run(label_session(Upright(), draw, 8, max_pairs=11))
+    assert draws == [8, 3] and len(bounded) == 11
 
 
 def test_pictures_of_a_segment_stand_side_by_side() -> None:

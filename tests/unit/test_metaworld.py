@@ -10,6 +10,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from rl_vlm.control_envs.metaworld import MetaWorldEnv
+from rl_vlm.control_envs.metaworld_cameras import import_mujoco
 from rl_vlm.control_envs.registry import make_control_env
 from rl_vlm.types import UserInputError
 
@@ -83,6 +84,36 @@ def test_the_picture_shows_the_object_and_not_the_robot(drawer: MetaWorldEnv) ->
     with_arm.close()
 
 
+def test_drawing_a_picture_changes_nothing_of_the_episode() -> None:
+    def episode(drawn: tuple[int, ...]) -> np.ndarray:
+        env, rng = MetaWorldEnv("coffee-push", image_size=16), np.random.default_rng(0)
+        rows = [env.reset(seed=2)[0]]
+        for step in range(200):
+            if step in drawn:
+                env.frame()
+            to_mug = np.append(10 * (rows[-1][4:7] - rows[-1][:3]), 1.0) + rng.normal(0, 0.3, 4)
+            anywhere = np.append(rng.normal(0, 1, 3) - (0, 0.5, 0), to_mug[3])  # also against the mug
+            rows.append(env.step(np.asarray(anywhere if step > 60 else to_mug, np.float32))[0])
+        env.close()
+        return np.array(rows)
+
+    unseen = episode(())
+    assert np.array_equal(episode((40,)), unseen) and np.array_equal(episode((0, 90, 91)), unseen)
+
+
+def test_the_first_picture_of_a_later_episode_shows_its_own_scene() -> None:
+    """A reset moves the coffee machine after MetaWorld's last computation of where things are."""
+    later, fresh = MetaWorldEnv("coffee-push", image_size=60), MetaWorldEnv("coffee-push", image_size=60)
+    later.reset(seed=1)
+    later.frame()
+    frames = []
+    for env in (later, fresh):
+        env.reset(seed=2)
+        frames.append(env.frame())
+        env.close()
+    assert np.array_equal(*frames)
+
+
 def test_the_cube_of_sweep_into_is_green() -> None:
     env = MetaWorldEnv("sweep-into", image_size=150)
     env.reset(seed=0)
@@ -93,12 +124,12 @@ def test_the_cube_of_sweep_into_is_green() -> None:
 
 
 def test_a_window_is_drawn_as_it_would_be_cut_out_of_the_whole_picture() -> None:
-    import mujoco
-
+    mujoco = import_mujoco()
     env = MetaWorldEnv("drawer-open", image_size=300)
     env.reset(seed=0)
     frame = env.frame()
     inner, view = env._inner, env._view
+    mujoco.mj_forward(inner.model, inner.data)  # the camera's place
     inner.model.vis.global_.offwidth = inner.model.vis.global_.offheight = 480
     with mujoco.Renderer(inner.model, 480, 480) as whole:
         whole.update_scene(inner.data, "corner2")

@@ -12,6 +12,7 @@ from scipy.stats import entropy as scipy_entropy
 
 from rl_vlm.config import RewardModelSection
 from rl_vlm.config.labels import Rule
+from rl_vlm.labelling.types import SegmentPair
 from rl_vlm.preference.ensemble import RewardEnsemble
 from rl_vlm.preference.selection import (
     disagreement,
@@ -96,7 +97,7 @@ def test_every_rule_works_with_states_and_with_pictures(rule: Any, kind: str) ->
     candidates = random_pairs(num_candidates(rule, 4, 5), size=48)
     assert len(candidates) == (4 if rule == "uniform" else 20)
     for known in ([], random_pairs(3, seed=5, size=48)):
-        chosen = select_pairs(rule, candidates, 4, model, known)
+        chosen = select_pairs(rule, candidates, 4, model, pair_features(known, model.input_kind))
         assert len({id(one) for one in chosen}) == 4 and all(any(one is c for c in candidates) for one in chosen)
     assert len(select_pairs(rule, candidates[:2], 4, model)) == 2
     if rule != "uniform" and kind == "state_action":
@@ -120,11 +121,15 @@ def test_k_center_keeps_away_from_what_was_labelled_before(rule: Any) -> None:
     pairs = [pair(angle, 0, size=32) for angle in (0, 1, 20, 40)]
     model = RewardEnsemble((5,), RewardModelSection(architecture="mlp", hidden=8))
     candidates = pairs if rule == "kcenter" else [one for one in pairs for _ in range(2)]  # half of them are dropped
+
+    def known(some: list[SegmentPair]) -> np.ndarray:
+        return pair_features(some, model.input_kind)
+
     alone = select_pairs(rule, candidates, 1, model)
-    (other,) = select_pairs(rule, candidates, 1, model, alone)
+    (other,) = select_pairs(rule, candidates, 1, model, known(alone))
     assert other.first.observations.tolist() != alone[0].first.observations.tolist()
     if rule == "kcenter":
-        (farthest,) = select_pairs(rule, pairs, 1, model, pairs[:1])
+        (farthest,) = select_pairs(rule, pairs, 1, model, known(pairs[:1]))
         assert farthest is pairs[3]
-        (farthest,) = select_pairs(rule, pairs, 1, model, pairs[2:])
+        (farthest,) = select_pairs(rule, pairs, 1, model, known(pairs[2:]))
         assert farthest is pairs[0]

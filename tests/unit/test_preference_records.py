@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from control_support import steps
+from label_support import pair
 
-from rl_vlm.algorithms.preference_checkpoint import CheckpointFolders, list_checkpoints, read_state, write_state
+from rl_vlm.algorithms.preference_checkpoint import (
+    CheckpointFolders,
+    link_tree,
+    list_checkpoints,
+    read_state,
+    restore_labels,
+    write_state,
+)
+from rl_vlm.labelling.store import LabelStore
+from rl_vlm.labelling.types import Label
 from rl_vlm.preference.collector import EpisodeResult
 from rl_vlm.preference.episode_log import EVAL_COLUMNS, EpisodeTracker, StepCsv, evaluation_row
 from rl_vlm.preference.replay import StepBatch
+from rl_vlm.runs.preference_run import PreferenceRun
 from rl_vlm.types import UserInputError
 
 
@@ -73,6 +86,60 @@ def save(folders: CheckpointFolders, step: int, fail: bool = False) -> Path:
     return folders.save(step, write)
 
 
+def store_of(folder: Path, *values: int) -> LabelStore:
+    """A label store with a session for each value, one label of it each."""
+    store = LabelStore(folder)
+    for value in values:
+        store.append([pair(1, 2 + value)], [Label(value)], step=0, time=0.0)  # type: ignore[arg-type]
+    return store
+
+
+def values_of(store: LabelStore) -> list[int]:
+    return [session.labels[0].value for session in store.sessions()]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_labels_of_another_trial_replace_a_trials_own(
+    tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not links:
+        monkeypatch.setattr("os.link", refuse)
+    store = store_of(tmp_path / "mine", 0, 0, 0)
+    link_tree(store.folder, tmp_path / "my-checkpoint")
+    saved = store_of(tmp_path / "theirs", 0, 1)
+    restore_labels(saved.folder, store)
+    store.rewind(2)
+    assert values_of(store) == [0, 1]
+    assert len(list((store.folder / "superseded").iterdir())) >= 2
+    assert values_of(LabelStore(tmp_path / "my-checkpoint")) == [0, 0, 0]  # which had links to the files
+    restore_labels(tmp_path / "my-checkpoint", store)
+    assert values_of(store) == [0, 0, 0]
+    restore_labels(tmp_path / "nothing", store)
+    assert values_of(store) == [0, 0, 0] and values_of(saved) == [0, 1]
+
+
+def refuse(source: str, target: str) -> None:
+    raise OSError(errno.EPERM, "no links here")
+
+
+def test_a_full_disk_at_an_evaluation_costs_its_row_and_not_the_run(tmp_path: Path) -> None:
+    def full(row: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    results = [EpisodeResult(0, -1.0, 5, 1.0, 1.0)]
+    algorithm = SimpleNamespace(evaluate_policy=lambda: results, env_steps=50, tracker=SimpleNamespace(finished=1))
+    run = PreferenceRun.__new__(PreferenceRun)
+    shown: list[str] = []
+    logged: list[int] = []
+    run.algorithm, run.eval_csv, run.write_errors = algorithm, SimpleNamespace(add=full), 0  # type: ignore[assignment]
+    run.display = SimpleNamespace(message=shown.append, evaluation=lambda *_: None)  # type: ignore[assignment]
+    run.recorder = SimpleNamespace(log_evaluation=lambda step, _: logged.append(step))  # type: ignore[assignment]
+    run.checkpoints, run.folder = SimpleNamespace(videos=None), tmp_path  # type: ignore[assignment]
+    run._evaluate()
+    assert shown == ["Could not write eval.csv (No space left on device); going on without it."]
+    assert run.write_errors == 1 and logged == [50]
+
+
 def test_the_run_folder_keeps_the_newest_checkpoints(tmp_path: Path) -> None:
     folders = CheckpointFolders(tmp_path, "run", keep=2, artifact_root="")
     for step in (10, 20, 30):
@@ -110,5 +177,5 @@ def test_an_incomplete_checkpoint_is_passed_over(tmp_path: Path) -> None:
     latest = folders.latest()
     assert latest is not None and latest.name == "step-00000010"
     assert not (tmp_path / "checkpoints" / ".writing-abc").exists()
-    with pytest.raises(UserInputError, match="use an older one"):
+    with pytest.raises(UserInputError, match="step-00000020 is incomplete or corrupt"):
         read_state(tmp_path / "checkpoints" / "step-00000020")

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from rl_vlm.cli.app import app
 from rl_vlm.config import load_config, parse_config, save_config
 from rl_vlm.config.algorithm import BUILTIN_ESTIMATORS, PRESETS, AlgorithmSection
+from rl_vlm.config.loading import apply_overrides
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.types import UserInputError
 
@@ -136,3 +137,14 @@ def test_the_bounds_of_a_mask_depend_on_what_it_masks() -> None:
     assert AlgorithmSection(mismatch="mask").mismatch_bounds == (0.5, 5.0)
     assert AlgorithmSection(mismatch="sequence_mask").mismatch_bounds == (0.99, 1.01)
     assert AlgorithmSection(mismatch="sequence_mask", mismatch_high=1.5).mismatch_bounds == (0.99, 1.5)
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_a_preset_replaces_the_one_of_a_resolved_configuration(preset: str) -> None:
+    before = load_config(QUICKSTART, ["algorithm.preset=dapo"]).model_dump(exclude_unset=True)
+    found = parse_config(apply_overrides(before, {"algorithm.preset": preset})).algorithm
+    expected = load_config(QUICKSTART, [f"algorithm.preset={preset}"]).algorithm
+    # What the file itself said of a key that the first preset set is in no resolved configuration any more.
+    forgotten = {key for key in PRESETS["dapo"] if key not in PRESETS[preset]}
+    assert found.model_dump(exclude=forgotten) == expected.model_dump(exclude=forgotten)
+    assert (found.max_refill > 0) is (preset == "dapo")

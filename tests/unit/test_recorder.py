@@ -156,3 +156,15 @@ def test_an_evaluation_of_a_mixture_has_scalars_apart_from_trainings(tmp_path):
     assert (found["accuracy/count"], found["evaluation/accuracy/count"]) == ([(1, 0.5)], [(1, 0.25)])
     assert found["accuracy/default"] == [(1, 0.75)]
     assert evaluations(tmp_path)[0]["accuracy/count"] == 0.25
+
+
+def test_resuming_knows_numbers_of_seven_digits(tmp_path):
+    for folder, suffix in (("traces", "jsonl"), ("trajectories", "parquet")):
+        (tmp_path / folder).mkdir()
+        for step in (990_000, 1_000_000, 1_000_500, 1_001_000):
+            (tmp_path / folder / f"iteration-{step:06d}.{suffix}").touch()
+    RunRecorder(tmp_path, QUIET, resumed_iteration=1_000_500)
+    for folder in ("traces", "trajectories"):
+        assert sorted(int(path.stem.split("-")[1]) for path in (tmp_path / folder).iterdir()) == [
+            990_000, 1_000_000, 1_000_500,
+        ]  # fmt: skip

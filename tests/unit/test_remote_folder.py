@@ -267,3 +267,30 @@ def test_a_jobs_copy_of_its_working_directory_is_no_place_for_a_run(
         opened_run_folder("runs/b", resume=False, overwrite=False).__enter__()
     with opened_run_folder(tmp_path / "kept", resume=False, overwrite=False) as folder:
         assert folder.is_dir()
+
+
+def test_a_folder_that_is_gone_deletes_nothing_there(storage: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mark_run(folder)
+    write(folder, "progress.csv", "1\n")
+    remote = RemoteFolder(URL, folder)
+    remote.push()
+    before = contents(storage)
+    shutil.rmtree(folder)
+    with pytest.raises(RemoteStorageError, match="was left as it was"):
+        remote.push()
+    assert contents(storage) == before
+
+
+def test_an_interrupted_last_copy_keeps_the_folder_here(storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Any, source: str, target: str, **_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with (
+        pytest.raises(RemoteStorageError, match="The last copy to .* was interrupted. The run folder is .*run-"),
+        opened_run_folder(URL, resume=False, overwrite=False) as folder,
+    ):
+        write(folder, "progress.csv", "1\n")
+        monkeypatch.setattr(type(storage), "put_file", interrupted)
+    assert (folder / "progress.csv").read_text() == "1\n"

@@ -1,0 +1,90 @@
+"""The driver's side of collecting steps and evaluating: env runners that die are asked again. Their calls are played."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorUnavailableError, RayTaskError
+
+from rl_vlm.preference import sampler as module
+from rl_vlm.preference.collector import CollectionError, EpisodeResult
+from rl_vlm.preference.sampler import ControlSampler
+
+DEAD = ActorUnavailableError("The actor is restarting.", None)
+HANGS = ValueError("no result ever comes")
+
+
+class Runner:
+    """An env runner; `failures` are what its next calls give in place of a result."""
+
+    def __init__(self) -> None:
+        self.failures: list[Exception] = []
+        self.asked: list[tuple[list[int], int]] = []  # seeds and pictures of each call
+        self.killed = 0
+        self.evaluate = SimpleNamespace(remote=self._evaluate)
+
+    def _evaluate(self, actor: Any, seeds: Sequence[int], film: int) -> Any:
+        self.asked.append((list(seeds), film))
+        outcome = self.failures.pop(0) if self.failures else [EpisodeResult(seed, 1.0, 1, 1.0, 1.0) for seed in seeds]
+        return Reference(outcome)
+
+
+class Reference:
+    """A reference, compared by identity as Ray's are by id."""
+
+    def __init__(self, outcome: Any) -> None:
+        self.outcome = outcome
+
+
+@pytest.fixture
+def runners(monkeypatch: pytest.MonkeyPatch) -> dict[int, Runner]:
+    def get(reference: Reference, timeout: float) -> Any:
+        if isinstance(reference.outcome, Exception):
+            raise reference.outcome
+        return reference.outcome
+
+    def wait(references: list[Reference], **_: Any) -> tuple[list[Any], list[Any]]:
+        return [one for one in references if one.outcome is not HANGS], []
+
+    def kill(runner: Runner, no_restart: bool) -> None:
+        assert not no_restart
+        runner.killed += 1
+
+    played = SimpleNamespace(get=get, wait=wait, put=lambda value: value, kill=kill)
+    monkeypatch.setattr(module, "ray", played)
+    monkeypatch.setattr("rl_vlm.preference.sampler.time.sleep", lambda _: None)
+    return {1: Runner(), 2: Runner()}
+
+
+def sampler(runners: dict[int, Runner]) -> ControlSampler:
+    manager = SimpleNamespace(actors=lambda: runners, actor_ids=lambda: list(runners))
+    group = SimpleNamespace(local_env_runner=None, num_remote_env_runners=lambda: len(runners), _worker_manager=manager)
+    return ControlSampler(group, 1, 30)  # type: ignore[arg-type]
+
+
+def seeds_of(results: list[EpisodeResult]) -> list[int]:
+    return [result.seed for result in results]
+
+
+def test_a_runner_that_dies_in_an_evaluation_plays_its_episodes_again(runners: dict[int, Runner]) -> None:
+    one = sampler(runners)
+    runners[1].failures = [DEAD, DEAD]
+    assert seeds_of(one.evaluate(None, [5, 6, 7], 2, timeout_s=30)) == [5, 6, 7]  # type: ignore[arg-type]
+    assert runners[1].asked == [([5, 7], 2)] * 3 and runners[2].asked == [([6], 0)]
+    assert one.restarts == 1  # one death, however many calls it cost
+
+
+def test_an_evaluation_that_hangs_ends_at_its_deadline(runners: dict[int, Runner]) -> None:
+    runners[2].failures = [HANGS]
+    with pytest.raises(CollectionError, match="1 env runners did not answer within 0 s.*raise evaluation.timeout_s"):
+        sampler(runners).evaluate(None, [5, 6], 0, timeout_s=0)  # type: ignore[arg-type]
+    assert [runner.killed for runner in runners.values()] == [0, 1]
+
+
+def test_an_environment_that_fails_in_an_evaluation_is_named(runners: dict[int, Runner]) -> None:
+    runners[1].failures = [RayTaskError("evaluate", "traceback", ValueError("the arm is stuck"))]
+    with pytest.raises(CollectionError, match="An environment failed: the arm is stuck"):
+        sampler(runners).evaluate(None, [5, 6], 0, timeout_s=30)  # type: ignore[arg-type]

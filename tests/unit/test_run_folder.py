@@ -1,0 +1,70 @@
+"""A run folder belongs to one process at a time, and a resume that is refused leaves it as it was."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_vlm.config import RunConfig
+from rl_vlm.monitoring.display import ProgressDisplay
+from rl_vlm.runs import run_folder
+from rl_vlm.runs.lifecycle import BaseRun, InterruptedRun
+from rl_vlm.runs.run_folder import opened_run_folder
+from rl_vlm.types import UserInputError
+
+
+@pytest.mark.parametrize("how", [{"resume": True, "overwrite": False}, {"resume": False, "overwrite": True}])
+def test_a_run_that_is_under_way_is_not_opened_again(
+    how: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "_PATIENCE_S", 0.3)
+    with opened_run_folder(tmp_path / "run", resume=False, overwrite=False) as folder:
+        (folder / "progress.csv").write_text("1\n")
+        with pytest.raises(UserInputError, match="Another process is writing to the run folder"):
+            opened_run_folder(folder, **how).__enter__()
+        assert (folder / "progress.csv").exists()
+    with opened_run_folder(folder, **how):
+        assert (folder / "progress.csv").exists() is how["resume"]
+
+
+class Refused(BaseRun):
+    """A run whose start fails, or is interrupted."""
+
+    error: BaseException = UserInputError("resume with the configuration that the run began with.")
+
+    def _loop(self) -> None:
+        raise self.error
+
+    def _outcome(self) -> dict[str, Any]:
+        return {}
+
+    def _position(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(("resume", "kept"), [(True, True), (False, False)])
+def test_a_refused_resume_leaves_the_configuration(resume: bool, kept: bool, tmp_path: Path) -> None:
+    for name in ("config.yaml", "result.json"):
+        (tmp_path / name).write_text("as it was")
+    with pytest.raises(UserInputError):
+        Refused(RunConfig(), tmp_path, 0, resume, ProgressDisplay(1, 0)).execute()
+    assert {(tmp_path / name).read_text() == "as it was" for name in ("config.yaml", "result.json")} == {kept}
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        (-1, "no checkpoint was saved yet"),
+        (0, "the checkpoint was saved"),
+        (7, "the newest checkpoint is that of iteration 7"),
+    ],
+)
+def test_an_interrupted_run_says_what_was_saved(saved: int, words: str, tmp_path: Path) -> None:
+    run = Refused(RunConfig(), tmp_path, 0, False, ProgressDisplay(1, 0))
+    run.error, run.saved_at = KeyboardInterrupt(), saved
+    with pytest.raises(InterruptedRun, match=words) as ended:
+        run.execute()
+    assert ended.value.exit_code == 128 + signal.SIGINT
