@@ -41,11 +41,6 @@ class EncodedSpan:
     images: tuple[EncodedImage, ...]
 
 
-def _opens_thought(rendered: str) -> bool:
-    """Whether the generation prompt leaves a thought open."""
-    return rendered.rpartition("<think>")[1] != "" and "</think>" not in rendered.rpartition("<think>")[2]
-
-
 class ChatCodec:
     """Encodes conversations for one model.
 
@@ -83,6 +78,12 @@ class ChatCodec:
         """Token ids from here on are padding of the embedding matrix and mean nothing."""
         return len(self._tokenizer)
 
+    @property
+    def opens_thought(self) -> bool:
+        """Whether the template's prompt leaves a thought open, as those of Thinking models do."""
+        _, opened, rest = self._render((("user", "t"),)).rpartition("<think>")
+        return bool(opened) and "</think>" not in rest
+
     def suppressed_token_ids(self, vocab_size: int) -> np.ndarray:
         """The ids that the policy can never sample: special tokens other than end-of-turn, and unused ids."""
         special = {i for i in self._special_ids.values() if i != self.end_of_turn_id}
@@ -97,10 +98,9 @@ class ChatCodec:
         if not messages:
             raise UserInputError("A conversation needs at least one message: the environment's reset returned none.")
         if thinking is not None and "enable_thinking" not in self._template:
-            always = _opens_thought(self._render(_shape(messages)))
-            if thinking != always:
+            if thinking != self.opens_thought:
                 raise UserInputError(
-                    f"The model's chat template {'always' if always else 'never'} opens a thought: leave enable_thinking out."
+                    f"The model's chat template {'always' if self.opens_thought else 'never'} opens a thought: leave enable_thinking out."
                 )
             thinking = None
         return self._encode(self._render(_shape(messages), thinking), messages)

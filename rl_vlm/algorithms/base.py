@@ -137,7 +137,7 @@ class RunAlgorithm(Algorithm):
     # Learners.
 
     def on_learner(self, function: Callable[[Any], Any]) -> Any:
-        """`function(learner)` of one learner. Raises LearnerLostError."""
+        """`function(learner)` of one learner. Raises LearnerLostError, and what the function raises of RLVLMError."""
         return on_one_learner(self.learner_group, function)
 
     def update_learners(self, batches: Sequence[Any]) -> list[Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -30,6 +31,29 @@ class LearnerDiedError(RLVLMError):
 
 class LearnerOutOfMemoryError(RLVLMError):
     """An update did not fit into a learner's memory; trying again would not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """An error that a learner raised on purpose, as its answer: RLlib takes an actor that raises for dead."""
+
+    error: RLVLMError
+
+
+def _answering(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def answer(learner: Any) -> Any:
+        try:
+            return function(learner)
+        except RLVLMError as error:
+            return _Refused(error)
+
+    return answer
+
+
+def _value(answer: Any) -> Any:
+    if isinstance(answer, _Refused):
+        raise answer.error
+    return answer
 
 
 class UpdateDeadline:
@@ -84,7 +108,8 @@ def update_remote_learners(group: Any, batches: Sequence[Any], timeout_s: float)
 
 
 def on_one_learner(group: Any, function: Callable[[Any], Any]) -> Any:
-    """`function(learner)` of the first learner that answers; all hold the same weights. Raises LearnerLostError.
+    """`function(learner)` of the first learner that answers; all hold the same weights. Raises LearnerLostError, and what the
+    function raises of RLVLMError.
 
     Learners are asked one after the other: an answer may be large.
     """
@@ -93,15 +118,16 @@ def on_one_learner(group: Any, function: Callable[[Any], Any]) -> Any:
     failed = None
     for learner in group._worker_manager.healthy_actor_ids():
         # RLlib returns an exception as a result and does not raise it.
-        for result in group.foreach_learner(function, remote_actor_ids=[learner], timeout_seconds=_TIMEOUT_S):
+        called = group.foreach_learner(_answering(function), remote_actor_ids=[learner], timeout_seconds=_TIMEOUT_S)
+        for result in called:
             if result.ok:
-                return result.get()
+                return _value(result.get())
             failed = result.get()
     raise LearnerLostError(f"No learner answered: {failed or 'none is alive'}")
 
 
 def on_all_learners(group: Any, function: Callable[[Any], Any]) -> Any:
-    """`function(learner)` on all learners of a remote group at the same time; the first one's answer. Raises LearnerLostError.
+    """`function(learner)` on all learners of a remote group at the same time; the first one's answer. Raises as `on_one_learner` does.
 
     For learners that answer only together, because each holds a part of the model or of the optimiser's state. Where one is
     dead the others are not asked: they would wait for it.
@@ -109,25 +135,30 @@ def on_all_learners(group: Any, function: Callable[[Any], Any]) -> Any:
     if group._worker_manager.num_healthy_actors() < group.config.num_learners:
         raise LearnerLostError("Not all learners are alive")
 
+    answering = _answering(function)
+
     def first_answers(learner: Any) -> Any:
-        answer = function(learner)
-        return answer if learner._learner_index == 0 else None  # large, and the same everywhere
+        answer = answering(learner)
+        # Large, and the same everywhere.
+        return answer if learner._learner_index == 0 or isinstance(answer, _Refused) else None
 
     answers = list(group.foreach_learner(first_answers, timeout_seconds=_TIMEOUT_S))
     failed = next((answer.get() for answer in answers if not answer.ok), None)
     if failed is not None or len(answers) < group.config.num_learners:
         raise LearnerLostError(f"Not all learners answered: {failed or 'one did not'}")
-    return min(answers, key=lambda answer: answer.actor_id).get()
+    values = [_value(answer.get()) for answer in sorted(answers, key=lambda answer: answer.actor_id)]
+    return values[0]
 
 
 def on_every_learner(group: Any, function: Callable[[Any], Any]) -> None:
-    """`function(learner)` on all of them. Raises LearnerLostError if one fails."""
+    """`function(learner)` on all of them. Raises LearnerLostError if one is lost, and what the function raises of RLVLMError."""
     if group.is_local:
         function(group._learner)
         return
-    for result in group.foreach_learner(function, timeout_seconds=_TIMEOUT_S):
+    for result in group.foreach_learner(_answering(function), timeout_seconds=_TIMEOUT_S):
         if not result.ok:
             raise LearnerLostError(f"A learner could not be restored: {result.get()}")
+        _value(result.get())
 
 
 def all_learners_answer(group: Any, count: int) -> bool:

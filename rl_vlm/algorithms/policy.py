@@ -6,7 +6,7 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from rl_vlm.rollout.task_stream import TaskStream
 from rl_vlm.seeding import derive_seed
 from rl_vlm.serving.policy_key import OWN
 from rl_vlm.serving.publisher import Service, start_service
-from rl_vlm.types import TrajectoryGroup
+from rl_vlm.types import RLVLMError, TrajectoryGroup
 
 
 class PolicyAlgorithmConfig(RunAlgorithmConfig):
@@ -313,9 +313,18 @@ class PolicyAlgorithm(RunAlgorithm):
             yield
             return
         version = self.version
+
+        def back() -> None:
+            self._publish_restored(self.on_learner(lambda learner: learner.adapter(version)))
+
         self._publish_restored(self.averaged_adapter())
-        yield
-        self._publish_restored(self.on_learner(lambda learner: learner.adapter(version)))
+        try:
+            yield
+        except Exception:
+            with suppress(RLVLMError):  # such as a learner that is lost: what happened first counts
+                back()
+            raise
+        back()
 
     def averaged_adapter(self) -> WeightPayload:
         """The average of the weights. Raises LearnerLostError."""

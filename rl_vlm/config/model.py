@@ -10,6 +10,11 @@ from rl_vlm.config.section import Section
 from rl_vlm.files import resolved
 from rl_vlm.types import PixelLimits
 
+# A token's share of a loss is 1e-5 and less, and float16 has nothing below 6e-8: products with it vanish without a word.
+FLOAT16_UNTRAINABLE = (
+    "model.dtype float16 cannot be trained in, because gradients of single tokens underflow to 0: set it to bfloat16 or float32; "
+    "`rl-vlm eval` and `rl-vlm serve` take float16"
+)
 _SOLD_AS = 0.97  # of the GiB that a card is sold with, it reports at least this: 23.6 of 24, 47.4 of 48, 79.15 of 80
 
 
@@ -29,7 +34,9 @@ class ModelSection(Section):
     """The vision-language model."""
 
     path: str = Field("tiny", description="`tiny`, a Hugging Face folder, or a hub name that was fetched before.")
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="float16 is for evaluation and serving alone: gradients underflow in it."
+    )
     head_dtype: Literal["model", "float32"] = Field(
         "model",
         description="Of the products that make logits, in every engine and learner alike. model: rounded to `dtype`, which in bfloat16 is "

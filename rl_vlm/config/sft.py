@@ -9,7 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from rl_vlm.config.applies import Reads, refuse_unread
 from rl_vlm.config.learner import LearnerSection
 from rl_vlm.config.logging import LoggingSection
-from rl_vlm.config.model import ModelSection
+from rl_vlm.config.model import FLOAT16_UNTRAINABLE, ModelSection
 from rl_vlm.config.section import Section
 
 # What the command reads of the sections that it shares with `rl-vlm train`; more is refused.
@@ -92,6 +92,8 @@ class SFTConfig(Section):
             )
         if self.model.lora.target_modules == "none":
             raise ValueError("model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision")
+        if self.model.dtype == "float16":
+            raise ValueError(FLOAT16_UNTRAINABLE)
         refuse_unread(self, "in `rl-vlm sft`", READS)
         return self
 

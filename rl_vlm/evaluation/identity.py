@@ -10,8 +10,8 @@ from typing import Any
 from rl_vlm.config import RunConfig
 from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.evaluation.outcomes import Side
+from rl_vlm.models.digest import hash_model
 from rl_vlm.models.loading import resolve_model
-from rl_vlm.models.reference import hash_model
 from rl_vlm.models.trained import tensors_file
 from rl_vlm.types import Split
 

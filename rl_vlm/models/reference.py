@@ -6,7 +6,6 @@ a tiny one) travels; large weights come from the node's own copy of the same nam
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import socket
@@ -16,19 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_vlm.files import cache_folder, locked
+from rl_vlm.models.digest import WEIGHTS, hash_model, text_files
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.tiny.variants import VARIANT_OF
 from rl_vlm.types import UserInputError
 
-_EDGE_BYTES = 2**20  # of a weight file's beginning and end: all of it would take minutes
-_SMALL_FILE, _SMALL_FOLDER = 32 << 20, 96 << 20  # bytes that travel at most
-_TRAVELS = (".json", ".jinja", ".txt", ".safetensors")  # no code and no pickle
-_WEIGHTS = ".safetensors"
+_SMALL_FILE, _SMALL_FOLDER = 32 << 20, 96 << 20  # bytes of weights that travel at most
 
 
 @dataclass(frozen=True, slots=True)
 class ModelReference:
-    """The model of a run: its name in the configuration, its folder on the driver's machine, and a hash of that."""
+    """The model of a run: its name in the configuration, its folder on the driver's machine, and `hash_model` of that."""
 
     name: str
     folder: Path
@@ -58,7 +55,7 @@ class ModelReference:
             if (copied := cache / f"{kind}-{self.digest}").is_dir():
                 return copied
         files = fetch_files()
-        has_weights = any(name.endswith(_WEIGHTS) for name in files)
+        has_weights = any(name.endswith(WEIGHTS) for name in files)
         if weights and not has_weights:
             raise UserInputError(f"Node {socket.gethostname()} cannot load the model {self.name}: {why}")
         folder = cache / f"{'model' if has_weights else 'text'}-{self.digest}"
@@ -74,7 +71,7 @@ class ModelReference:
         except UserInputError as error:
             return None, str(error)
         if hash_model(found) != self.digest:
-            return None, f"{found} there differs from the driver's folder: fetch the same revision on both."
+            return None, f"{found} there differs from the driver's folder: fetch the same revision, whole, on both."
         return found, ""
 
     def _download_or_find(self) -> Path:
@@ -95,26 +92,12 @@ class ModelReference:
                 raise UserInputError(f"{error} {failure}") from failure
 
 
-def hash_model(folder: Path) -> str:
-    """A hash of a model folder: its config.json, and of each weight file the name, size, first and last MiB."""
-    found = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob(f"*{_WEIGHTS}")):
-        size = file.stat().st_size
-        found.update(f"{file.name} {size}".encode())
-        with file.open("rb") as stream:
-            found.update(stream.read(_EDGE_BYTES))
-            stream.seek(max(size - _EDGE_BYTES, 0))
-            found.update(stream.read(_EDGE_BYTES))
-    return found.hexdigest()[:16]
-
-
 def travelling_files(folder: Path) -> dict[str, bytes]:
     """The files of a model folder that are sent to other nodes, by name: configuration and text side, and small weights."""
-    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.suffix in _TRAVELS and path.is_file()}
-    weights = {name for name in sizes if name.endswith(_WEIGHTS)}
-    large = sum(sizes.values()) > _SMALL_FOLDER or any(sizes[name] > _SMALL_FILE for name in weights)
-    names = sizes.keys() - weights if large else sizes.keys()  # some of the weights would be of no use
-    return {name: (folder / name).read_bytes() for name in sorted(names) if sizes[name] <= _SMALL_FILE}
+    weights = {path.name: path.stat().st_size for path in folder.glob(f"*{WEIGHTS}")}
+    if sum(weights.values()) > _SMALL_FOLDER or any(size > _SMALL_FILE for size in weights.values()):
+        weights = {}  # some of them would be of no use
+    return {name: (folder / name).read_bytes() for name in sorted([*text_files(folder), *weights])}
 
 
 def _is_equal(folder: Path, digest: str) -> bool:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig
 from rl_vlm.config.algorithm import BUILTIN_LOSSES
+from rl_vlm.config.model import FLOAT16_UNTRAINABLE
 from rl_vlm.envs.parts import make_part
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.learning.strategies.needs import check_strategy
@@ -52,6 +53,8 @@ def inspect_policy_run(run: RunConfig) -> dict[str, Any]:
             "model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision; `rl-vlm eval` and `rl-vlm "
             "serve` take it."
         )
+    if run.model.dtype == "float16":
+        raise UserInputError(f"{FLOAT16_UNTRAINABLE}.")
     ESTIMATORS.get(run.algorithm.estimator)
     if run.algorithm.loss not in BUILTIN_LOSSES:
         from rl_vlm.learning.losses import LOSSES  # imports torch

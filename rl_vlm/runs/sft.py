@@ -197,11 +197,10 @@ class SFTRun(BaseRun):
         count = min(self.job.sft.eval_answers, len(held_out))
         if not count:
             return {}
-        asked = held_out.conversations(range(count))
-        answers = self.writer.answers([self.data.encoder.prompt(one) for one in asked])
+        asked = [self.data.encoder.prompt(one) for one in held_out.conversations(range(count))]
         right = sum(
-            answer is not None and answer.strip() == one.last_reply.strip()
-            for answer, one in zip(answers, asked, strict=True)
+            answer is not None and answer.strip() == prompt.reply.strip()
+            for answer, prompt in zip(self.writer.answers(asked), asked, strict=True)
         )
         low, high = wilson_interval(right, count)
         return {

@@ -10,10 +10,12 @@ from typing import Any, TypeVar, get_args
 
 from rl_vlm.envs.images import ImageError, check_header, decode, image_bytes
 from rl_vlm.envs.rows import BadRowError
+from rl_vlm.supervised.thoughts import with_thought
 from rl_vlm.types import EncodedImage, Message, Part, Role, UserInputError
 
 IMAGE_MARKER = "<image>"
 ROLES: tuple[str, ...] = get_args(Role)
+_NO_TOOLS: tuple[Any, ...] = (None, "", "[]", "null", [])  # some data sets keep them as JSON
 _IMAGE_KEYS = ("image", "path", "url", "image_url", "bytes")
 
 T = TypeVar("T")
@@ -28,13 +30,15 @@ class Conversation:
     """Messages up to the last assistant turn; the first message is never the assistant's.
 
     turns: (role, parts), where None among the parts stands for the next of `images`. images: as the data set has them, not
-    decoded. where: file and line in words. folder: what image paths are relative to; None: paths are refused.
+    decoded. where: file and line in words. folder: what image paths are relative to; None: paths are refused. has_thoughts: a
+    message had `reasoning_content`, which its text now begins with.
     """
 
     turns: tuple[tuple[Role, tuple[str | None, ...]], ...]
     images: tuple[Any, ...]
     where: str
     folder: Path | None
+    has_thoughts: bool = False
 
     def sizes(self) -> list[tuple[int, int]]:
         """Width and height of each image, from its header. Raises BadRowError."""
@@ -58,11 +62,6 @@ class Conversation:
         rest = iter(images)
         return [Message(role, tuple(_filled(part, rest) for part in parts)) for role, parts in self.turns]
 
-    @property
-    def last_reply(self) -> str:
-        """The text of the last assistant turn."""
-        return "".join(part for part in self.turns[-1][1] if part is not None)
-
 
 def _filled(part: str | None, images: Any) -> Part:
     return next(images) if part is None else part
@@ -74,6 +73,7 @@ def read_conversation(row: Mapping[str, Any], where: str, folder: Path | None) -
     `messages` is a list of {role, content}; content is a text or a list of {type: text, text} and {type: image}. An image part
     names its image itself (`image`, a path, bytes or data URI) or takes the next of the row's `images`, as does the marker
     `<image>` in a text. Without any of these the images come first. What follows the last assistant turn is left out.
+    `reasoning_content` of the assistant's messages is their thought.
     """
     try:
         return _read(row, where, folder)
@@ -85,6 +85,8 @@ def _read(row: Mapping[str, Any], where: str, folder: Path | None) -> Conversati
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ConversationError("`messages` is missing, empty or not a list")
+    if row.get("tools") not in _NO_TOOLS:
+        raise ConversationError("it has tools: write what they are into the system message, as the model is to be told")
     column = row.get("images", row.get("file_names", row.get("file_name")))
     column = column if isinstance(column, list) else [] if column is None else [column]
     turns = [_turn(message, number) for number, message in enumerate(messages)]
@@ -106,7 +108,8 @@ def _read(row: Mapping[str, Any], where: str, folder: Path | None) -> Conversati
         (role, tuple(part if isinstance(part, str) else None for part in parts)) for role, parts in turns[: last + 1]
     )
     shown = sum(part is None for _, parts in kept for part in parts)
-    return Conversation(kept, tuple(images[:shown]), where, folder)
+    has_thoughts = any(message.get("reasoning_content") for message in messages[: last + 1])
+    return Conversation(kept, tuple(images[:shown]), where, folder, has_thoughts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,10 @@ def _turn(message: Any, number: int) -> tuple[Role, tuple[str | _Image, ...]]:
         raise ConversationError(f"{name} is the assistant's and holds an image: a model answers in text")
     if not parts:
         raise ConversationError(f"{name} is empty")
+    if thought := message.get("reasoning_content"):
+        if role != "assistant" or not isinstance(thought, str):
+            raise ConversationError(f"{name} has a reasoning_content that is no text of the assistant")
+        parts = [with_thought(thought, "".join(part for part in parts if isinstance(part, str)))]
     return role, tuple(parts)
 
 

@@ -13,6 +13,7 @@ from rl_vlm.chat import EncodedSpan, expand_image_tokens
 from rl_vlm.envs.rows import BadRowError
 from rl_vlm.models.loading import TextSide
 from rl_vlm.supervised.conversations import Conversation
+from rl_vlm.supervised.thoughts import after_opened_thought
 from rl_vlm.types import EncodedImage, Message, StopReason, Trajectory, TrajectoryStatus, Turn, UserInputError
 
 TooLong = Literal["leave_out", "truncate"]
@@ -20,16 +21,21 @@ TooLong = Literal["leave_out", "truncate"]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the last assistant turn answers: token ids int32 [P] with one placeholder per image, and the images."""
+    """What the last assistant turn answers: token ids int32 [P] with one placeholder per image, and the images.
+
+    reply: that turn, as the model is to write it.
+    """
 
     token_ids: np.ndarray
     images: tuple[EncodedImage, ...]
+    reply: str
 
 
 class ConversationEncoder:
     """Encodes conversations for one model, span by span as rollouts are encoded.
 
-    Every assistant turn, its end-of-turn token included, is what the loss is taken of.
+    Every assistant turn, its end-of-turn token included, is what the loss is taken of. Where the model's template opens a
+    thought, the turn goes on with its own, or the end of an empty one is given; thoughts of earlier turns stay, as in rollouts.
 
     Args:
         text: the model's codec and image geometry.
@@ -61,21 +67,32 @@ class ConversationEncoder:
 
     def prompt(self, conversation: Conversation) -> Prompt:
         """Everything before the last assistant turn. Raises BadRowError."""
-        spans = self._spans(conversation, conversation.decoded())[:-1]
+        *spans, (reply, _) = self._spans(conversation, conversation.decoded())
         return Prompt(
             np.concatenate([span.token_ids for span, _ in spans]),
             tuple(image for span, _ in spans for image in span.images),
+            self._text.codec.decode(reply.token_ids),
         )
 
     def _spans(self, conversation: Conversation, images: Sequence[EncodedImage]) -> list[tuple[EncodedSpan, bool]]:
         """The conversation in order: what is given, and what the model says (True), by turns."""
         codec = self._text.codec
+        if conversation.has_thoughts and not codec.opens_thought:
+            raise BadRowError(
+                f"{conversation.where}: a message has reasoning_content, and the model's template opens no thought: write it into "
+                "the content, as the model is to write it."
+            )
         spans: list[tuple[EncodedSpan, bool]] = []
         try:
             for said, group in groupby(conversation.messages(images), key=lambda message: message.role == "assistant"):
                 messages: list[Message] = list(group)
                 if said:
-                    ids = np.append(codec.encode_text(messages[0].text), codec.end_of_turn_id).astype(np.int32)
+                    given, reply = "", messages[0].text
+                    if codec.opens_thought:
+                        given, reply = after_opened_thought(reply)
+                    if given:
+                        spans.append((EncodedSpan(codec.encode_text(given), ()), False))
+                    ids = np.append(codec.encode_text(reply), codec.end_of_turn_id).astype(np.int32)
                     spans.append((EncodedSpan(ids, ()), True))
                 elif spans:
                     spans.append((codec.encode_continuation(messages, ended=True), False))

@@ -15,7 +15,7 @@ from rl_vlm.supervised.shapes import ShapesRows
 from rl_vlm.types import Split, UserInputError
 
 SHAPES = "shapes"
-_COLUMNS, _OPTIONAL = ("messages",), ("images",)
+_COLUMNS, _OPTIONAL = ("messages",), ("images", "tools")
 _METADATA = "metadata.jsonl"
 _MAX_LINE = 256 * 2**20  # bytes
 

@@ -24,14 +24,18 @@ from rl_vlm.algorithms.learners import (
     LearnerLostError,
     LearnerOutOfMemoryError,
     UpdateDeadline,
+    on_all_learners,
     on_every_learner,
     on_one_learner,
 )
 from rl_vlm.algorithms.policy import PolicyAlgorithm
 from rl_vlm.algorithms.preference_sac import PreferenceSAC
+from rl_vlm.algorithms.sight import SightProbe
 from rl_vlm.config import RunConfig
+from rl_vlm.learning.hypotheses import UnfitImagesError
 from rl_vlm.learning.learner import UpdateBatch
 from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.rollout.sampler import RoundAbandonedError
 
 
 @dataclass
@@ -47,6 +51,33 @@ class Result:
 
     def get(self) -> Any:
         return self.value
+
+
+class LiveGroup:
+    """Learners that are called, as RLlib does it: one that raises, whatever it is, is taken for dead."""
+
+    is_local = False
+
+    def __init__(self, count: int) -> None:
+        self.config = SimpleNamespace(num_learners=count)
+        self._learners = [SimpleNamespace(_learner_index=k, calls=0) for k in range(count)]
+        self.dead: set[int] = set()
+        self._worker_manager = SimpleNamespace(
+            healthy_actor_ids=lambda: [k for k in range(count) if k not in self.dead],
+            num_healthy_actors=lambda: count - len(self.dead),
+        )
+
+    def foreach_learner(
+        self, function: Any, timeout_seconds: float, remote_actor_ids: list[int] | None = None
+    ) -> list[Result]:
+        results = []
+        for learner in self._worker_manager.healthy_actor_ids() if remote_actor_ids is None else remote_actor_ids:
+            try:
+                results.append(Result(function(self._learners[learner]), learner))
+            except Exception as error:
+                self.dead.add(learner)
+                results.append(Result(error, learner))
+        return results
 
 
 class Group:
@@ -113,6 +144,36 @@ def test_every_learner_must_answer() -> None:
     on_every_learner(Group(1, 2), lambda _: 0)
     with pytest.raises(LearnerLostError, match="could not be restored: died"):
         on_every_learner(Group(1, RuntimeError("died")), lambda _: 0)
+
+
+def unfit(learner: Any) -> Any:
+    raise UnfitImagesError("t0 has 4 image tokens, and the learner makes 6 of its images.")
+
+
+@pytest.mark.parametrize("call", [on_one_learner, on_all_learners, on_every_learner])
+def test_an_error_on_purpose_is_an_answer_and_no_death(call: Any) -> None:
+    group = LiveGroup(2)
+    with pytest.raises(UnfitImagesError, match="4 image tokens"):
+        call(group, unfit)
+    assert not group.dead
+    assert call(group, lambda learner: learner._learner_index) == (None if call is on_every_learner else 0)
+
+
+def test_one_learner_that_refuses_among_several_is_heard() -> None:
+    group = LiveGroup(3)
+    with pytest.raises(UnfitImagesError):
+        on_all_learners(group, lambda learner: unfit(learner) if learner._learner_index == 2 else 1)
+    with pytest.raises(LearnerLostError, match="Not all learners answered: division"):
+        on_all_learners(group, lambda learner: 1 / 0)
+    assert group.dead == {0, 1, 2}
+
+
+def test_the_sight_of_remote_learners_names_the_fault() -> None:
+    group = LiveGroup(1)
+    run = RunConfig.model_validate({})
+    algorithm: Any = SimpleNamespace(run=run, on_learner=lambda function: on_one_learner(group, unfit))
+    (fault,) = SightProbe(algorithm)._compared([])
+    assert fault.name == "image_size" and "4 image tokens" in fault.message and not group.dead
 
 
 # --- what an error of an update means
@@ -315,3 +376,39 @@ def test_a_resumed_run_counts_its_learners_deaths(monkeypatch: pytest.MonkeyPatc
     assert algorithm.restarts == {"learner": 2} and algorithm.published == [1]
     algorithm.load_checkpoint("anywhere")
     assert algorithm.restarts == {} and algorithm.published == [1, 0]
+
+
+class Averaging(PolicyAlgorithm):
+    """The exchange of weights around an evaluation; `fails` is what giving the trained ones back raises."""
+
+    def __init__(self, fails: Exception | None = None) -> None:
+        self.run = RunConfig.model_validate({"evaluation": {"weights": "ema"}, "learner": {"ema_decay": 0.9}})
+        self.version, self.published, self.fails = 4, [], fails  # type: ignore[var-annotated]
+
+    def averaged_adapter(self) -> Any:
+        return "average"
+
+    def on_learner(self, function: Any) -> Any:
+        if self.fails is not None:
+            raise self.fails
+        return function(SimpleNamespace(adapter=lambda version: f"trained {version}"))
+
+    def _publish_restored(self, adapter: Any) -> None:
+        self.published.append(adapter)
+
+
+Averaging.__abstractmethods__ = frozenset()
+
+
+def test_the_trained_weights_come_back_after_an_evaluation_that_fails() -> None:
+    algorithm = Averaging()
+    with algorithm._evaluated_weights():
+        assert algorithm.published == ["average"]
+    assert algorithm.published == ["average", "trained 4"]
+    for fails in (None, LearnerLostError("gone")):
+        algorithm = Averaging(fails)
+        with pytest.raises(RoundAbandonedError), algorithm._evaluated_weights():
+            raise RoundAbandonedError("Sampling was stopped.")
+        assert algorithm.published == ["average", "trained 4"][: 2 - bool(fails)]
+    with pytest.raises(LearnerLostError), Averaging(LearnerLostError("gone"))._evaluated_weights():
+        pass

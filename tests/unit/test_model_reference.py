@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from rl_vlm.models import reference
+from rl_vlm.models.digest import hash_model
 from rl_vlm.models.loading import load_model, load_text_side
-from rl_vlm.models.reference import ModelReference, hash_model, travelling_files
+from rl_vlm.models.reference import ModelReference, travelling_files
 from rl_vlm.types import UserInputError
 
 
@@ -100,3 +101,12 @@ def test_code_and_pickles_do_not_travel(tiny_folder: Path, tmp_path: Path) -> No
     for name in ("modeling.py", "pytorch_model.bin", "state.pkl"):
         (folder / name).write_bytes(b"x")
     assert travelling_files(folder) == travelling_files(tiny_folder)
+
+
+def test_an_edited_template_is_not_taken_from_the_copy_before(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    before = elsewhere(folder).on_this_node(Driver(folder))
+    (folder / "chat_template.jinja").write_text((folder / "chat_template.jinja").read_text() + "{# edited #}")
+    after = elsewhere(folder).on_this_node(Driver(folder), weights=False)
+    assert after != before and (after / "chat_template.jinja").read_text().endswith("{# edited #}")

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from rl_vlm.config import load_config, load_sft_config
 from rl_vlm.models.loading import load_model
-from rl_vlm.runs.preflight import count_parameters
+from rl_vlm.runs.preflight import count_parameters, inspect_run
+from rl_vlm.runs.serve import plan
 from rl_vlm.types import UserInputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,3 +47,13 @@ def test_damaged_weights_are_bad_input(tiny_folder: Path, tmp_path: Path) -> Non
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(UserInputError, match=r"model\.safetensors cannot be read"):
         count_parameters(folder)
+
+
+def test_training_in_float16_is_refused_and_serving_in_it_is_not(tiny_folder: Path) -> None:
+    """The gradient of one of a million tokens would be 0 in every weight."""
+    overrides = [f"model.path={tiny_folder}", "model.dtype=float16"]
+    with pytest.raises(UserInputError, match="model.dtype float16 cannot be trained in"):
+        inspect_run(load_config(ROOT / "configs/quickstart.yaml", overrides))
+    with pytest.raises(UserInputError, match="model.dtype float16 cannot be trained in"):
+        load_sft_config(None, overrides)
+    assert plan(str(ROOT / "configs/quickstart.yaml"), overrides).run.model.dtype == "float16"

@@ -131,6 +131,16 @@ def test_parquet_image_folders_and_slices(tmp_path: Path) -> None:
     assert train.where.endswith("metadata.jsonl, line 2")  # empty lines count
 
 
+def test_tools_of_a_parquet_file_are_seen(tmp_path: Path) -> None:
+    pq.write_table(
+        pa.Table.from_pylist([row("1?", tools="[]"), row("2?", tools='[{"name": "count"}]')]), tmp_path / "a.parquet"
+    )
+    found = open_conversations(str(tmp_path / "a.parquet"), "train")
+    assert shape(found[0])[0] == ("user", ["1?"])
+    with pytest.raises(UserInputError, match="row 1: it has tools"):
+        found[1]
+
+
 def test_the_built_in_conversations_are_those_of_the_files_that_it_writes(tmp_path: Path) -> None:
     assert write_shapes(tmp_path / "data") == {"train": 500, "test": 200}
     for split in ("train", "test"):
@@ -162,6 +172,18 @@ BAD: dict[str, tuple[Any, str]] = {
     "empty answer": ({"messages": [USER, {"role": "assistant", "content": ""}]}, "message 1 is empty"),
     "no content": ({"messages": [USER, {"role": "assistant", "content": None}]}, "neither {type: text, text} nor"),
     "tool calls": ({"messages": [USER, {**REPLY, "tool_calls": [{"id": "1"}]}]}, "message 1 has tool_calls"),
+    "tools": (
+        row("fine", tools=[{"type": "function", "function": {"name": "count"}}]),
+        "it has tools: write what they are into the system message",
+    ),
+    "a thought of a model without": (
+        {"messages": [USER, {**REPLY, "reasoning_content": "One and one."}]},
+        "the model's template opens no thought",
+    ),
+    "a thought of the user": (
+        {"messages": [{**USER, "reasoning_content": "Hm."}, REPLY]},
+        "message 0 has a reasoning_content that is no text of the assistant",
+    ),
     "answer with an image": (
         {"messages": [USER, {"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}]},
         "a model answers in text",

@@ -82,7 +82,7 @@ def test_loss_and_gradient_equal_those_of_trl(micro_batch_tokens: int, tiny_fold
     rows = [
         {
             "prompt": [{"role": "user", "content": one.turns[0][1][1]}],
-            "completion": [{"role": "assistant", "content": one.last_reply}],
+            "completion": [{"role": "assistant", "content": one.turns[-1][1][0]}],
             "images": [one.decoded()[0].to_pil()],
         }
         for one in conversations

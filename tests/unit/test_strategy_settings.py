@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,48 @@ def test_scores_and_targets_leave_padding_out(tiny_folder: Path, monkeypatch: py
         for one in updater.losses():
             assert torch.isfinite(one.loss(packed[0], number, stats if number == 0 else UpdateStats()))
     assert stats.tokens == 5
+
+
+def test_what_has_a_gradient_in_no_learner_stays_as_in_one_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vision tower in a step without images: neither momentum nor decay may move it, whatever the number of learners."""
+    together, shared = threading.Barrier(2, timeout=30), [torch.zeros(0)] * 2
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        rank = int(threading.current_thread().name)
+        shared[rank] = tensor.clone()
+        together.wait()
+        tensor.copy_(shared[0] + shared[1])
+        together.wait()
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+
+    def trained(strategy: SingleProcess, ranks: list[int]) -> dict[str, torch.Tensor]:
+        """Three steps; the first learner has the decoder's gradient, the last one the tower's, which the second step lacks."""
+        tower, decoder, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
+        optimizer = torch.optim.AdamW([tower, decoder, unused], lr=0.1, weight_decay=0.1)
+        strategy.prepare(None, optimizer)  # type: ignore[arg-type]
+        for step in range(3):
+            if 0 in ranks:
+                strategy.backward((decoder * torch.arange(1.0, 4.0)).sum())
+            if 1 in ranks and step != 1:
+                strategy.backward((tower * torch.arange(2.0, 5.0)).sum())
+            before = tower.detach().clone()
+            assert strategy.step(1.0) is not None
+            assert torch.equal(tower, before) == (step == 1)
+        assert torch.equal(unused, torch.ones(3))
+        return {"tower": tower.detach(), "decoder": decoder.detach(), **strategy.state()}
+
+    alone = trained(SingleProcess(), [0, 1])
+    found: list[dict[str, torch.Tensor]] = [{}, {}]
+
+    def learner(rank: int) -> None:
+        found[rank] = trained(AllReduce(), [rank])
+
+    threads = [threading.Thread(target=learner, args=(rank,), name=str(rank), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    for several in found:
+        assert several.keys() == alone.keys()
+        assert all(torch.equal(several[name], tensor) for name, tensor in alone.items())

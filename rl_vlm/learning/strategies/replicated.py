@@ -69,11 +69,15 @@ class AllReduce(SingleProcess):
     """One sum of the gradients over all learners per step.
 
     The loss weights are normalised over all learners already, so this equals one process, whatever the number of
-    micro-batches of each learner; learners without a micro-batch take part with zeros.
+    micro-batches of each learner; learners without a micro-batch take part with zeros. What has a gradient in none of them, such
+    as a vision tower in a step without images, has none here either: the optimiser would move it by its momentum and decay it.
     """
 
     def _sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        for bucket in _buckets(parameters):
+        holders = torch.tensor([int(one.grad is not None) for one in parameters], device=parameters[0].device)
+        torch.distributed.all_reduce(holders)
+        held = [parameter for parameter, count in zip(parameters, holders.tolist(), strict=True) if count]
+        for bucket in _buckets(held):
             vector = gradient_vector(bucket)
             torch.distributed.all_reduce(vector)
             set_gradients(bucket, vector)
