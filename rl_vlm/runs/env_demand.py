@@ -11,7 +11,7 @@ def held_at_once(run: RunConfig, name: str, held_out: int | None) -> tuple[int, 
     """The most environments of one kind at once: in training, and beside them in an evaluation.
 
     `name` is the environment's in a mixture, which may turn to it alone; `held_out` the items of its held-out split. An evaluation comes
-    on top: with a lag training goes on beside it, else the next round is open already (`rollout.open_ahead`).
+    on top, because its variants have pools of their own, and pools keep their environments.
     """
     rollout = run.rollout
     groups = (
