@@ -31,14 +31,6 @@ def pass_at_k(correct: np.ndarray, samples: int, k: int) -> float:
     return float(np.mean([1.0 - math.comb(samples - int(c), k) / total for c in correct]))
 
 
-def mean_interval(values: np.ndarray, z: float = 1.959964) -> tuple[float, float]:
-    """The normal interval of a mean [N], 95 % by default; unbounded with fewer than two values."""
-    if len(values) < 2:
-        return -math.inf, math.inf
-    margin = z * float(values.std(ddof=1)) / math.sqrt(len(values))
-    return float(values.mean()) - margin, float(values.mean()) + margin
-
-
 def bootstrap_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
     """The 95 % percentile bootstrap interval of a mean [N] (Efron, 1979; SciPy's); unbounded with fewer than two values.
 

@@ -264,6 +264,7 @@ def _read_completion(reply: dict[str, Any], question: Question) -> Answer:
 
 def _message(message: Message, image: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     """The message as JSON; `image` turns a data URI into a part."""
+    message = _without_tool_role(message)
     content: list[dict[str, Any]] = []
     for part in message.parts:
         if isinstance(part, str):
@@ -272,6 +273,16 @@ def _message(message: Message, image: Callable[[str], dict[str, Any]]) -> dict[s
             png = base64.b64encode(as_encoded([part])[0].png).decode()
             content.append(image(f"data:image/png;base64,{png}"))
     return {"role": message.role, "content": content}
+
+
+def _without_tool_role(message: Message) -> Message:
+    """A tool's reply as the user's message that Qwen's chat template makes of it.
+
+    The calls are in the policy's text, so they have no ids, and OpenAI's `tool` messages need one and take no images.
+    """
+    if message.role != "tool":
+        return message
+    return Message("user", ("<tool_response>\n", *message.parts, "\n</tool_response>"))
 
 
 def _openai_image(uri: str) -> dict[str, Any]:

@@ -21,6 +21,8 @@ EnvId = Annotated[
     str,
     typer.Argument(help="A registry id, package.module:Class, path/to/env.py, verifiers:NAME, openenv:URL, http://..."),
 ]
+# Of a run with default settings, which holds 128 environments in training and 544 more in an evaluation.
+_MAX_SESSIONS = 1024
 EnvArguments = Annotated[
     list[str] | None, typer.Option("--env-arg", help="key=value of env.kwargs, such as turns=2; as often as needed.")
 ]
@@ -117,7 +119,9 @@ def serve(
     env_arg: EnvArguments = None,
     host: Annotated[str, typer.Option(help="Beyond loopback RL_VLM_API_TOKEN is required.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8100,
-    max_sessions: Annotated[int, typer.Option(min=1, max=1024, help="Environments at a time.")] = 64,
+    max_sessions: Annotated[
+        int, typer.Option(min=1, max=16384, help="Environments at a time; each is made when a client opens it.")
+    ] = _MAX_SESSIONS,
     processes: Annotated[
         bool,
         typer.Option("--processes", help="Each environment in a process of its own, which is killed where it hangs."),

@@ -32,7 +32,9 @@ RunDir = Annotated[Path | None, typer.Option(help="A run folder, whose trained a
 Out = Annotated[Path | None, typer.Option(help="Write the results to this file as well.")]
 Model = Annotated[str | None, typer.Option(help="model.path: `tiny`, a Hugging Face folder, or a fetched hub name.")]
 Env = Annotated[str | None, typer.Option(help="env.id: a registry id, package.module:Class, or path/to/env.py.")]
-MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Per turn.")]
+MaxNewTokens = Annotated[
+    int | None, typer.Option(min=1, help="Per turn; above rollout.max_new_tokens that grows, too.")
+]
 Seed = Annotated[int | None, typer.Option(min=0, help="Default: the configuration's.")]
 MinPixels = Annotated[int | None, typer.Option(min=1, help="Smaller images are enlarged to this.")]
 MaxPixels = Annotated[int | None, typer.Option(min=1, help="Larger images are reduced to this.")]
@@ -95,6 +97,8 @@ def evaluate(
         "seed": seed,
     }
     run = _load(config, overrides, changes, needs=("env",) if endpoint else ("model", "env"))
+    if max_new_tokens is not None:
+        run = run.model_copy(update={"rollout": run.rollout.with_turns_of(max_new_tokens)})
     source = run_dir or (
         config if config is not None and config.is_dir() and adapter is None and not endpoint else None
     )

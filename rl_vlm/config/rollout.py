@@ -69,6 +69,11 @@ class RolloutSection(Section):
         """Whether a turn that has begun goes on with newer weights."""
         return self.partial_tokens is not None or self.in_flight_updates is not None
 
+    def with_turns_of(self, tokens: int) -> RolloutSection:
+        """With up to so many sampled tokens per turn. A trajectory's budget that is smaller grows to that of all its turns."""
+        budget = self.max_new_tokens if tokens <= self.max_new_tokens else tokens * self.max_turns
+        return self.model_copy(update={"max_new_tokens_per_turn": tokens, "max_new_tokens": budget})
+
     @property
     def groups_at_once(self) -> int:
         """Groups that an env runner samples at once: its share of a round, or with a lag `groups_per_runner`."""

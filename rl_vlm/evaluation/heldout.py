@@ -13,7 +13,7 @@ from rl_vlm.rollout.env_metrics import Metrics, declared_figures
 from rl_vlm.rollout.judge_figures import judge_figures
 from rl_vlm.rollout.tasks import RolloutTask, View
 from rl_vlm.seeding import derive_seed
-from rl_vlm.statistics import mean_interval, pass_at_k, wilson_interval
+from rl_vlm.statistics import bootstrap_interval, pass_at_k, wilson_interval
 
 
 class Finished(Protocol):
@@ -110,7 +110,7 @@ def summarize(
         for part in run.env.mixture:
             own = [task for task in of_variant if task.env == part.name]
             results |= _summary(label(part.name, variant), own, found, samples, declared.get(part.name, {}))
-    return results | _without_sight(tasks, found)
+    return results | _without_sight(tasks, found, run.seed)
 
 
 def _summary(
@@ -145,10 +145,10 @@ def _summary(
     return results
 
 
-def _without_sight(tasks: Sequence[RolloutTask], found: Mapping[str, FinishedGroup]) -> dict[str, float]:
+def _without_sight(tasks: Sequence[RolloutTask], found: Mapping[str, FinishedGroup], seed: int) -> dict[str, float]:
     """Accuracy where other images were shown, `sight/accuracy_<view>`, and how much the true ones gain on the same items.
 
-    `sight/accuracy_gap` is that gain over blank images, `sight/accuracy_gap_low` and `_high` its 95 % interval.
+    `sight/accuracy_gap` is that gain over blank images, `sight/accuracy_gap_low` and `_high` its bootstrap interval.
     """
 
     def right(group_id: str) -> bool:
@@ -163,7 +163,7 @@ def _without_sight(tasks: Sequence[RolloutTask], found: Mapping[str, FinishedGro
         unseen = np.array([right(task.group_id) for task in viewed], dtype=float)
         results[f"sight/accuracy_{view}"] = float(unseen.mean())
         if view == "blank":
-            low, high = mean_interval(seen - unseen)
+            low, high = bootstrap_interval(seen - unseen, seed)
             results |= {
                 "sight/accuracy_gap": float((seen - unseen).mean()),
                 "sight/accuracy_gap_low": low,

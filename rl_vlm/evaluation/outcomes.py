@@ -14,6 +14,7 @@ from rl_vlm.types import Trajectory, TrajectoryGroup
 
 Side = Literal["policy", "against"]
 Kind = Literal["greedy", "sampled"]
+LOST = "lost"  # the status of an item without an outcome, in tables
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from rl_vlm.config import RunConfig
 from rl_vlm.evaluation.heldout import label, summarize
-from rl_vlm.evaluation.outcomes import Outcome, Side, grouped
+from rl_vlm.evaluation.outcomes import LOST, Outcome, Side, grouped, outcome
 from rl_vlm.rollout.env_metrics import Metrics
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.statistics import bootstrap_interval, mcnemar_p_value, wilson_interval
@@ -38,16 +39,35 @@ def plain(task: RolloutTask | Outcome) -> bool:
     return greedy and task.view == "true"
 
 
-def by_category(outcomes: Sequence[Outcome], key: str) -> dict[str, dict[str, Any]]:
-    """Per variant and category: items, accuracy with its Wilson interval, mean reward. Of finished items alone."""
+def _asked(tasks: Sequence[RolloutTask], outcomes: Sequence[Outcome], side: Side) -> list[Outcome]:
+    """The main figures' outcome of each item; one that was lost is wrong and unpaid."""
+    found = {one.id: one for one in outcomes if one.side == side and plain(one)}
+    lost = {"correct": False, "reward": 0.0, "turns": 0, "tokens": 0, "status": LOST}
+    return [found.get(task.group_id) or outcome(task, side, 0, env=task.env, **lost) for task in tasks if plain(task)]
+
+
+def by_category(
+    tasks: Sequence[RolloutTask], outcomes: Sequence[Outcome], key: str
+) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
+    """The policy's tables, and how many of its lost items are in none of them.
+
+    Per variant and category: items, accuracy with its Wilson interval, mean reward. The environment names an item's category when it is
+    played, so that of a lost one is known where the other policy, a sample or another view has finished it.
+    """
+    known = {(one.variant, one.index): one.info[key] for one in outcomes if key in one.info}
     members: dict[str, dict[str, list[Outcome]]] = {}
-    for one in outcomes:
-        if plain(one) and key in one.info:
-            members.setdefault(one.variant, {}).setdefault(str(one.info[key]), []).append(one)
-    return {
+    lost: Counter[str] = Counter()
+    for one in _asked(tasks, outcomes, "policy"):
+        category = one.info.get(key) if one.status != LOST else known.get((one.variant, one.index))
+        if category is not None:
+            members.setdefault(one.variant, {}).setdefault(str(category), []).append(one)
+        elif one.status == LOST:
+            lost[one.variant] += 1
+    tables = {
         variant: {name: _row(found) for name, found in sorted(categories.items())}
         for variant, categories in members.items()
     }
+    return tables, {variant: count for variant, count in lost.items() if variant in tables}
 
 
 def _row(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -84,23 +104,19 @@ def info_numbers(outcomes: Sequence[Outcome], key: str) -> dict[str, dict[str, d
     }
 
 
-def compared(outcomes: Sequence[Outcome], seed: int) -> dict[str, dict[str, Any]]:
-    """Per variant: the policy against the other one on the items that both finished.
+def compared(tasks: Sequence[RolloutTask], outcomes: Sequence[Outcome], seed: int) -> dict[str, dict[str, Any]]:
+    """Per variant: the policy against the other one on the same items; one that a side lost is wrong and unpaid there.
 
     Differences are the policy's minus the other's, with bootstrap intervals over items; `p_value` is McNemar's, from the items that only one of
     them got right (`only_policy`, `only_against`).
     """
-    sides: dict[Side, dict[tuple[str, str], Outcome]] = {"policy": {}, "against": {}}
-    for one in outcomes:
-        if plain(one):
-            sides[one.side][one.variant, one.id] = one
-    results = {}
-    for variant in dict.fromkeys(variant for variant, _ in sides["policy"]):
-        both = [key for key in sides["policy"] if key[0] == variant and key in sides["against"]]
-        if both:
-            ours, theirs = ([sides[side][key] for key in both] for side in sides)
-            results[variant] = _pairs(ours, theirs, seed)
-    return results
+    ours, theirs = (_asked(tasks, outcomes, side) for side in get_args(Side))
+    variants: dict[str, tuple[list[Outcome], list[Outcome]]] = {}
+    for our, their in zip(ours, theirs, strict=True):
+        of_us, of_them = variants.setdefault(our.variant, ([], []))
+        of_us.append(our)
+        of_them.append(their)
+    return {variant: _pairs(*sides, seed) for variant, sides in variants.items()}
 
 
 def _pairs(ours: Sequence[Outcome], theirs: Sequence[Outcome], seed: int) -> dict[str, Any]:

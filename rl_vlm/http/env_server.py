@@ -1,7 +1,7 @@
 """Serves an environment over HTTP, for `RemoteEnv`: sessions, each with an environment of its own.
 
-POST /env takes and returns a frame (see `envs/wire.py`): {"op": "open"} → {"session", "num_items"}; then `reset`, `step` and
-`close` with the session, and a number that grows by one. A request whose number was answered gets the same answer.
+POST /env takes and returns a frame (see `envs/wire.py`): {"op": "open"} → {"session", "num_items", "max_sessions"}; then `reset`,
+`step` and `close` with the session, and a number that grows by one. A request whose number was answered gets the same answer.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class EnvServer:
     def __init__(
         self,
         build: Callable[[], VisionEnv],
-        max_sessions: int = 64,
+        max_sessions: int,
         idle_s: float = 1800.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -184,7 +184,7 @@ class EnvServer:
             if oldest and self._clock() - unused[oldest] > _UNUSED_S:
                 self._end(oldest)
         if self.num_sessions >= self._max_sessions:
-            raise RequestError(429, f"{self._max_sessions} sessions are open: close one, or raise --max-sessions.")
+            raise RequestError(429, f"{self._max_sessions} sessions are open, as many as --max-sessions allows")
         name = secrets.token_hex(16)
         session = _Session(self._build, self._clock, partial(self._sessions.pop, name, None))
         self._sessions[name] = session  # it counts while it is made
@@ -195,7 +195,7 @@ class EnvServer:
             raise
         if "error" in reply:
             self._sessions.pop(name, None)
-        return wire.pack_frame({**reply, "session": name}, [])
+        return wire.pack_frame({**reply, "session": name, "max_sessions": self._max_sessions}, [])
 
     def _end(self, name: str) -> None:
         session = self._sessions[name]

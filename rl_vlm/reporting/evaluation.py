@@ -154,6 +154,8 @@ def _category_tables(part: Mapping[str, Any]) -> list[str]:
             "",
             *_table(["category", "items", "accuracy", "interval", "reward"], rows),
         ]
+        if lost := part.get("categories_lost", {}).get(variant):
+            lines += [f"Beside these, {lost} items were lost, whose category is not known.", ""]
     return lines
 
 

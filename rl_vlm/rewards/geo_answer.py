@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rl_vlm.rewards.geo import Position
 from rl_vlm.rewards.place_names import MAX_NAME_CHARS
 
-MAX_CHARS = 8000  # longer texts are no answers
+MAX_CHARS = 8000  # what is longer, behind its author's thinking, is no answer
 _MAX_LINE_CHARS = 500  # longer lines hold no field; it bounds the cost of the patterns
 
 _LABELS = {
@@ -94,10 +94,11 @@ def parse_degrees(text: str, axis: str) -> float | None:
 
 
 def _lines(text: str) -> list[str]:
-    """The answer's lines after its thinking; none of a text that is too long."""
-    if len(text) > MAX_CHARS:
+    """The answer's lines after its thinking; none where these are too long."""
+    said = text.rpartition("</think>")[2]  # a thought may be far longer than an answer
+    if len(said) > MAX_CHARS:
         return []
-    visible = "".join(char for char in unicodedata.normalize("NFKC", text) if unicodedata.category(char) != "Cf")
+    visible = "".join(char for char in unicodedata.normalize("NFKC", said) if unicodedata.category(char) != "Cf")
     lines = [" ".join(line.split()) for line in _THOUGHT.sub("", visible).splitlines()]
     return [part for line in lines if 0 < len(line) <= _MAX_LINE_CHARS for part in _NEXT_FIELD.split(line)]
 

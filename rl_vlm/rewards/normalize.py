@@ -103,6 +103,11 @@ _NAME = re.compile(
 )
 _WHOLE_TEXT = re.compile(r"\\text\{(?P<content>[^{}]*)\}(?P<power>\^\{[23]\})?")
 _COUNTED = re.compile(r"(?P<number>-?[0-9][0-9.,/]*) (?P<thing>[A-Za-z]{2}[A-Za-z ./]*)")
+# 2/3\pi, 1/2\sqrt{3}, 2/3x: not after a function, as in \sin2/3x, nor before a mixed number or an exponent of ten.
+_QUOTIENT_BEFORE_FACTOR = re.compile(
+    r"(?:(?<![0-9.A-Za-z/}])|(?<=\\cdot))([0-9]+(?:\.[0-9]+)?)/([0-9]+(?:\.[0-9]+)?)"
+    r"(?=\\(?!frac)[A-Za-z]|(?![eE][-+]?[0-9])[A-Za-z(])"
+)
 _LINE_BREAKS = re.compile(r"(?: ?\\\\)+[ .,;:]*$")
 
 
@@ -194,9 +199,9 @@ def _read_item(text: str) -> Answer:
         both = tuple(_read_item(body.replace("\\pm", sign).lstrip(" +")) for sign in "+-")
         return Answer(items=both, name=name, unordered=True)
     return Answer(
-        text=_squeeze(body).removeprefix("+"),
+        text=_left_to_right(_squeeze(body).removeprefix("+")),
         name=_squeeze(name),
-        equation=_squeeze(equation),
+        equation=_left_to_right(_squeeze(equation)),
         unit=measured.unit,
         percent=measured.percent,
     )
@@ -262,6 +267,11 @@ def _enclosing(text: str) -> tuple[str, str] | None:
         if not opening:
             return None
     return None
+
+
+def _left_to_right(text: str) -> str:
+    r"""`2/3\pi` as `\frac{2}{3}\pi`: quotients and products of one line are read in the order in which they are written."""
+    return _QUOTIENT_BEFORE_FACTOR.sub(r"\\frac{\1}{\2}", text)
 
 
 def _squeeze(text: str) -> str:

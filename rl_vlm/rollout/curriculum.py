@@ -12,6 +12,7 @@ from rl_vlm.rollout.cursor import DataCursor
 from rl_vlm.rollout.mixture import Mixture
 from rl_vlm.rollout.stages import Stages, numbers_in
 from rl_vlm.rollout.task_source import TaskItem, TaskSource
+from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import TrajectoryGroup, UserInputError
 
 
@@ -60,6 +61,10 @@ class Curriculum:
             self._in_stage += len(group)
         self._episodes += sum(len(group) for group in groups)
         self._move()
+
+    def lose(self, tasks: Sequence[RolloutTask]) -> None:
+        """Note the lost tasks of this stage."""
+        self._mixture.lose([task for task in tasks if task.stage == self.stage])
 
     def _move(self) -> None:
         stage = self._stage_by_metric() if self._settings.by == "metric" else self._stage_by_count()
@@ -140,6 +145,7 @@ class Curriculum:
         self._window.extend((float(solved), float(reward)) for solved, reward in state["window"])
         self._taken = Counter({int(stage): int(count) for stage, count in state["taken"].items()})
         self._mixture.restore(state["mixture"])
+        self._mixture.set_weights(self._stages.weights(self.stage, self._share()))
 
 
 def make_task_source(run: RunConfig, sizes: Mapping[str, int | None]) -> TaskSource:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.rollout.task_source import TaskItem
+from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import TrajectoryGroup, UserInputError
 
@@ -59,6 +60,9 @@ class DataCursor:
         return taken
 
     def observe(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Does nothing: the order does not depend on results."""
+
+    def lose(self, tasks: Sequence[RolloutTask]) -> None:
         """Does nothing: the order does not depend on results."""
 
     def figures(self) -> dict[str, float]:

@@ -10,6 +10,7 @@ from rl_vlm.config import CurriculumSection
 from rl_vlm.rollout.cursor import DataCursor
 from rl_vlm.rollout.solve_rate import SolveRateItems, SolveRates
 from rl_vlm.rollout.task_source import TaskItem
+from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import TrajectoryGroup, UserInputError
 
@@ -102,6 +103,13 @@ class Mixture:
             if isinstance(items, SolveRateItems):
                 items.rates.observe(str(group.index), len(group), solved)
 
+    def lose(self, tasks: Sequence[RolloutTask]) -> None:
+        """Note which items cannot be played: they are drawn no more often than those that are always solved."""
+        for task in tasks:
+            items = self._items[task.env]
+            if isinstance(items, SolveRateItems):
+                items.rates.lose(str(task.index))
+
     def forget_rates(self) -> None:
         """Forget what was solved: the tasks have changed."""
         self._rates.forget()
@@ -123,7 +131,6 @@ class Mixture:
     def state(self) -> dict[str, Any]:
         """What `restore` needs."""
         return {
-            "weights": dict(self._weights),
             "balance": dict(self._balance),
             "taken": dict(self._taken),
             "rates": self._rates.state(),
@@ -131,7 +138,10 @@ class Mixture:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to a saved state. Raises UserInputError where the environments or the sampling are others."""
+        """Go back to a saved state; the weights stay those of the configuration, which may have changed.
+
+        Raises UserInputError where the environments or the sampling are others.
+        """
         saved = state.get("items", {})
         kinds = {name: "rates" in inner for name, inner in saved.items()}
         if kinds != {name: isinstance(items, SolveRateItems) for name, items in self._items.items()}:
@@ -139,7 +149,6 @@ class Mixture:
                 f"The checkpoint has tasks of {', '.join(saved) or 'another kind of run'}, drawn in its own way: resume with the "
                 "env.mixture and curriculum.sampling that the run began with."
             )
-        self._weights = {str(name): float(weight) for name, weight in state["weights"].items()}
         self._balance = {str(name): float(balance) for name, balance in state["balance"].items()}
         self._taken = Counter({str(name): int(count) for name, count in state["taken"].items()})
         self._rates.restore(state["rates"])

@@ -103,7 +103,7 @@ class Rollouts(ABC):
         if result.lost:
             self.dropped["group_lost"] += len(result.lost)
         self._failures.record(len(result.groups), result.lost)
-        self._stream.finish(result.lost)
+        self._stream.lose(result.lost)
         kept, replaced = self._refill.split(result.groups)
         if replaced:
             self.dropped["no_gradient"] += len(replaced)

@@ -3,7 +3,8 @@
 With n episodes of a task of which s were solved, and a prior of m episodes of which half were, its rate is
 p = (s + m / 2) / (n + m) and its weight floor + (1 - floor) · 4 p (1 - p): 1 at one half, `floor` where all or none is solved. The
 variance p (1 - p) of a 0/1 reward is what a group's advantages are made of (prioritised sampling by it: SPEED-RL, arXiv 2506.09016).
-Older episodes count less: half after `half_life` further episodes of the same task.
+Older episodes count less: half after `half_life` further episodes of the same task. A task whose last group was lost has the weight
+`floor`: nothing can be learned from an item that cannot be played.
 """
 
 from __future__ import annotations
@@ -25,17 +26,29 @@ class SolveRates:
     def __init__(self, settings: CurriculumSection) -> None:
         self._prior, self._floor, self._half_life = settings.prior, settings.floor, settings.half_life
         self._counts: dict[str, tuple[float, float]] = {}  # key -> (episodes, solved), both faded; least recent first
+        self._lost: set[str] = set()  # keys of `_counts` whose last group was lost
 
     def observe(self, key: str, episodes: int, solved: int) -> None:
         """Add the episodes of one group."""
         before, solved_before = self._counts.pop(key, (0.0, 0.0))
         fade = 0.5 ** (episodes / self._half_life)
-        self._counts[key] = (before * fade + episodes, solved_before * fade + solved)
+        self._set(key, (before * fade + episodes, solved_before * fade + solved))
+        self._lost.discard(key)
+
+    def lose(self, key: str) -> None:
+        """A group of this task was lost: its weight is `floor` until another one is complete."""
+        self._set(key, self._counts.pop(key, (0.0, 0.0)))
+        self._lost.add(key)
+
+    def _set(self, key: str, counts: tuple[float, float]) -> None:
+        self._counts[key] = counts
         if len(self._counts) > MAX_KNOWN:
-            del self._counts[next(iter(self._counts))]
+            oldest = next(iter(self._counts))
+            del self._counts[oldest]
+            self._lost.discard(oldest)
 
     def known(self) -> list[str]:
-        """The keys that have episodes."""
+        """The keys that were tried."""
         return list(self._counts)
 
     def rate(self, key: str) -> float:
@@ -45,20 +58,25 @@ class SolveRates:
 
     def weight(self, key: str) -> float:
         """From `floor` to 1."""
+        if key in self._lost:
+            return self._floor
         rate = self.rate(key)
         return self._floor + (1 - self._floor) * 4 * rate * (1 - rate)
 
     def forget(self) -> None:
         """Forget all episodes."""
         self._counts.clear()
+        self._lost.clear()
 
     def state(self) -> list[list[Any]]:
         """What `restore` needs, in JSON's types."""
-        return [[key, *counts] for key, counts in self._counts.items()]
+        return [[key, *counts, key in self._lost] for key, counts in self._counts.items()]
 
     def restore(self, state: list[list[Any]]) -> None:
         """Go back to a saved state."""
-        self._counts = {str(key): (float(episodes), float(solved)) for key, episodes, solved in state}
+        self._counts = {str(key): (float(episodes), float(solved)) for key, episodes, solved, *_ in state}
+        # Earlier checkpoints do not say what was lost.
+        self._lost = {str(key) for key, _, _, *lost in state if any(lost)}
 
 
 class SolveRateItems:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import TrajectoryGroup
 
 
@@ -36,6 +37,10 @@ class TaskSource(Protocol):
 
     def observe(self, groups: Sequence[TrajectoryGroup]) -> None:
         """Note the groups that were sampled for earlier instances, each once."""
+        ...
+
+    def lose(self, tasks: Sequence[RolloutTask]) -> None:
+        """Note the tasks whose groups were lost after all their attempts."""
         ...
 
     def figures(self) -> dict[str, float]:

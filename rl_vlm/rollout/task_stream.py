@@ -66,12 +66,13 @@ class TaskStream:
         Not earlier: a group that waits for the learner is sampled anew after a resume, and would count twice.
         """
         self._source.observe(groups)
-        self.finish(group.group_id for group in groups)
+        for group in groups:
+            self._open.pop(group.group_id, None)
 
-    def finish(self, group_ids: Iterable[str]) -> None:
-        """Mark tasks that are not repeated, such as lost ones."""
-        for group_id in group_ids:
-            self._open.pop(group_id, None)
+    def lose(self, group_ids: Iterable[str]) -> None:
+        """These groups were lost: their tasks are not repeated, and the source is told."""
+        # Sorted: they come in the order in which env runners answered, on which no later draw may depend.
+        self._source.lose([self._open.pop(group_id) for group_id in sorted(group_ids) if group_id in self._open])
 
     def figures(self) -> dict[str, float]:
         """The source's figures."""

@@ -214,10 +214,11 @@ def _split_results(
     ours = [one for one in found if one.side == "policy"]
     key = run.evaluation.category
     results = summary_of(run, own, found, envs.metrics)
-    more: dict[str, Any] = {"categories": by_category(ours, key), "info": info_numbers(ours, key)}
+    tables, unnamed = by_category(own, found, key)
+    more: dict[str, Any] = {"categories": tables, "categories_lost": unnamed, "info": info_numbers(ours, key)}
     if "against" in adapters:
         more["against"] = {
             "adapter": adapters["against"] and str(adapters["against"]),
-            "variants": compared(found, run.seed),
+            "variants": compared(own, found, run.seed),
         }
     return results | {name: value for name, value in more.items() if value}

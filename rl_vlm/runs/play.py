@@ -39,10 +39,8 @@ def rollout(
     run = run_for(run, adapter) if adapter is not None else run
     batch = options.get("batch_size", episodes)
     seed = options.get("seed", run.seed)
-    changes: dict[str, Any] = {}
     if "max_new_tokens" in options:
-        changes["max_new_tokens_per_turn"] = options["max_new_tokens"]
-    run = run.model_copy(update={"rollout": run.rollout.model_copy(update=changes)})
+        run = run.model_copy(update={"rollout": run.rollout.with_turns_of(options["max_new_tokens"])})
     sizes = survey(run.env, "train").sizes["train"]
     names = [name for name, _ in zip(itertools.cycle(sizes), range(episodes), strict=False)]
     order = np.random.default_rng(seed).integers(0, [sizes[name] or 2**31 - 1 for name in names])

@@ -29,6 +29,7 @@ from rl_vlm.models.loading import (
 from rl_vlm.models.memory.parts import amount
 from rl_vlm.plugins import load_plugins
 from rl_vlm.rollout.stages import Stages
+from rl_vlm.runs.env_demand import check_places
 from rl_vlm.runs.memory import make_plan, object_store_mib, short_form
 from rl_vlm.types import RLVLMError, Split, UserInputError
 
@@ -102,6 +103,8 @@ def _inspect_part(run: RunConfig, name: str, text: TextSide) -> dict[str, Any]:
                     f"The first {split} prompt has {length} tokens and serving.max_context is "
                     f"{run.serving.max_context}: raise it, or shrink the images."
                 )
+            if split == run.evaluation.split:
+                check_places(run, name, size, getattr(env, "max_sessions", None))
             found |= {f"{split}_items": size, f"{split}_prompt_tokens": length, f"{split}_image_tokens": sum(counts)}
     except UserInputError:
         raise

@@ -42,7 +42,7 @@ def test_commands_and_configurations_that_are_named_exist(page: Path, capsys: py
     text = page.read_text()
     for command in set(re.findall(r"rl-vlm ([a-z-]+)", text)):
         assert rl_vlm([command, "--help"]) == 0, command
-    for config in re.findall(r"configs/[a-z0-9_]+\.yaml", text):
+    for config in re.findall(r"configs/[a-z0-9_/]+\.yaml", text):
         assert (ROOT / config).is_file(), config
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for target in re.findall(r"`make ([a-z-]+)`", text):

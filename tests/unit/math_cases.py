@@ -98,6 +98,18 @@ RIGHT: list[tuple[str, str]] = [
     ("2^10", "1024"),
     ("2**10", "1024"),
     ("2^{-1}", "0.5"),
+    # quotients and products of one line are read from left to right
+    (r"2/3\pi", r"\frac{2}{3}\pi"),
+    (r"2/3 π", r"\frac{2\pi}{3}"),
+    (r"4/3\pi", r"\frac{4\pi}{3}"),
+    (r"-1.5/2\pi", r"-\frac{3\pi}{4}"),
+    (r"1/2\sqrt{3}", r"\frac{\sqrt{3}}{2}"),
+    ("1/2 sqrt(3)", r"\sqrt{3}/2"),
+    (r"1/2\cdot\pi", r"\frac{\pi}{2}"),
+    ("2x/3", "2/3 x"),
+    ("y = 2/3 x + 1", r"y=\frac{2x}{3}+1"),
+    ("1/2(x+1)", r"\frac{x+1}{2}"),
+    (r"2/(3\pi)", r"\frac{2}{3\pi}"),
     # units, degrees, percent, money
     ("5 cm", "5"),
     ("5cm", "5"),
@@ -217,6 +229,9 @@ RIGHT: list[tuple[str, str]] = [
 
 # (answer, truth): both are readable, and they differ.
 WRONG: list[tuple[str, str]] = [
+    (r"2/3\pi", r"\frac{2}{3\pi}"),
+    ("1/2x", r"\frac{1}{2x}"),
+    (r"1/2\sqrt{3}", r"\frac{1}{2\sqrt{3}}"),
     ("12", "13"),
     ("12", "-12"),
     ("12", "120"),

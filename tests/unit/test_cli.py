@@ -344,3 +344,26 @@ def test_rollout_hands_on_the_sampling_options_that_were_given(config, harness, 
     assert run("rollout", config) == 0
     seen = json.loads(output(capsys))["summary"]
     assert seen["episodes"] == 4 and seen["sampling"] == {}
+
+
+# Per turn, then of a whole trajectory: 8 turns, and 3,072 tokens where nothing is said.
+@pytest.mark.parametrize(("flag", "budget"), [(64, 3072), (3072, 3072), (4000, 32_000)])
+def test_a_turn_may_be_as_long_as_the_flag_says(config, harness, monkeypatch, flag, budget):
+    seen = []
+    monkeypatch.setattr(harness, "evaluate_policy_run", lambda run, **_: seen.append(run.rollout) or {})
+    assert run("eval", config, f"--max-new-tokens={flag}") == 0
+    monkeypatch.undo()  # rl_vlm.runs.play itself
+    from rl_vlm.config import load_config
+    from rl_vlm.runs import play
+
+    class EnoughError(Exception):
+        pass
+
+    def stop(run, *_):
+        seen.append(run.rollout)
+        raise EnoughError
+
+    monkeypatch.setattr(play, "_run_tasks", stop)
+    with pytest.raises(EnoughError):
+        play.rollout(load_config(config, []), episodes=1, sampling={"max_new_tokens": flag})
+    assert [(one.max_turns, one.max_new_tokens_per_turn, one.max_new_tokens) for one in seen] == [(8, flag, budget)] * 2

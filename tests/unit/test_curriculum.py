@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -125,15 +126,17 @@ def test_the_metric_may_be_the_reward() -> None:
 
 
 def drive(curriculum: Any, rounds: int, rng: np.random.Generator) -> list[Any]:
-    """Take and observe like a run whose results depend on the task alone."""
+    """Take, lose and observe like a run whose results depend on the task alone."""
     taken = []
     for _ in range(rounds):
         items = curriculum.take(5)
         taken += items
+        curriculum.lose([item for item in items if item.index % 11 == 5])
         curriculum.observe(
             [
                 solved_group([(item.index + k) % 3 == 0 for k in range(4)], item.env, item.index, item.stage)
                 for item in items
+                if item.index % 11 != 5
             ]
         )
     return taken
@@ -163,6 +166,40 @@ def test_a_restored_source_goes_on_where_it_stopped(settings: dict[str, Any], be
     assert found == expected
     assert second.state() == whole.state() and second.figures() == whole.figures()
     assert len({item.stage for item in expected}) == (2 if "stages" in settings else 1)
+
+
+def test_changed_weights_count_after_a_resume() -> None:
+    """With stages, too: a stage that sets none has the environments' own."""
+    curricula: tuple[dict[str, Any], ...] = (
+        {},
+        {"stages": [{"start": 0, "env": {"walk": {"size": 3}}}, {"start": 10_000}]},
+    )
+    for curriculum in curricula:
+        first, second = (
+            make_task_source(
+                parse_config(
+                    {"env": {"mixture": [{**MIXTURE[0], "weight": weight}, MIXTURE[1]]}, "curriculum": curriculum}
+                ),
+                {"count": 500, "walk": 500},
+            )
+            for weight in (2.0, 6.0)
+        )
+        first.take(20)
+        second.restore(json.loads(json.dumps(first.state())))
+        assert second.figures()["mixture/share/count"] == 0.75
+        assert sum(item.env == "count" for item in second.take(40)) == 30
+
+
+def test_a_lost_task_of_an_earlier_stage_says_nothing_about_this_ones() -> None:
+    curriculum = source(2, sampling="solve_rate", stages=[{"start": 0}, {"start": 8}])
+    (old,) = curriculum.take(1)
+    curriculum.observe([solved_group([1] * 8)])
+    assert curriculum.stage == 1
+    before = curriculum.state()
+    curriculum.lose([old])
+    assert curriculum.state() == before
+    curriculum.lose([replace(old, stage=1)])
+    assert curriculum.state() != before
 
 
 def test_tasks_that_were_under_way_keep_their_stage_and_arguments() -> None:

@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
-from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.asking.http_endpoints import _without_tool_role
+from rl_vlm.config import ModelSection, RunConfig, parse_config
 from rl_vlm.envs.shapes import ShapesEnv
 from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.evaluation.play import EpisodesLostError
+from rl_vlm.models.loading import load_text_side
 from rl_vlm.runs.evaluate import evaluate_policy_run
-from rl_vlm.types import UserInputError, as_encoded
+from rl_vlm.types import Message, UserInputError, as_encoded
 
 ITEMS = 6
 KWARGS: dict[str, Any] = {"task": "count", "turns": 2}
@@ -134,6 +137,29 @@ def test_a_server_plays_several_turns_and_is_asked_again_when_it_is_busy(
     assert {body["temperature"] for body in later} == {0} and {body["max_tokens"] for body in later} == {16}
     with pytest.raises(UserInputError, match='endpoint model "other"'):
         measured(server, run_of(), out, resume=True)
+
+
+def test_a_tools_reply_is_sent_as_the_users_message_that_the_template_makes_of_it(server: Server) -> None:
+    """OpenAI's tool messages need the id of a call and hold no images."""
+    server.reply = lambda body: (
+        200,
+        said('<tool_call>\n{"name": "calc_score", "arguments": {"answer": "0"}}\n</tool_call>'),
+    )
+    run = run_of()
+    run = run.model_copy(update={"env": run.env.model_copy(update={"kwargs": {**KWARGS, "tool": True}})})
+    assert measured(server, run)["lost"] == 0
+    later = [body["messages"] for body in server.requests if len(body["messages"]) > 1]
+    assert later and {message["role"] for body in later for message in body} == {"user", "assistant"}
+    texts = {"".join(part["text"] for part in body[-1]["content"] if part["type"] == "text") for body in later}
+    assert all(text.startswith("<tool_response>\n") and text.endswith("\n</tool_response>") for text in texts)
+
+
+def test_a_tools_reply_has_the_tokens_of_the_tool_role(tiny_folder: Path) -> None:
+    codec = load_text_side(tiny_folder, ModelSection().pixels).codec
+    reply = Message.of("tool", "Wrong", Image.new("RGB", (32, 32)), "Try again.")
+    opening = [Message.of("user", "Find x."), Message.of("assistant", "12")]
+    ids = [codec.encode_prompt([*opening, one]).token_ids for one in (reply, _without_tool_role(reply))]
+    assert ids[0].tolist() == ids[1].tolist()
 
 
 def test_blank_and_swapped_images_are_what_the_server_gets(server: Server) -> None:

@@ -11,9 +11,9 @@ import pytest
 from scipy import stats
 
 from rl_vlm.config import parse_config
-from rl_vlm.evaluation.heldout import evaluation_tasks
+from rl_vlm.evaluation.heldout import evaluation_tasks, summarize, viewed_tasks
 from rl_vlm.evaluation.outcome_log import OutcomeLog
-from rl_vlm.evaluation.outcomes import Outcome, Side, kept_info, read_outcome
+from rl_vlm.evaluation.outcomes import Outcome, Side, grouped, kept_info, read_outcome
 from rl_vlm.evaluation.outcomes import outcome as made
 from rl_vlm.evaluation.tables import by_category, compared, info_numbers, summary_of
 from rl_vlm.files import to_jsonable
@@ -33,7 +33,8 @@ def outcome(index: int, correct: bool, side: Side = "policy", **more: Any) -> Ou
 
 def task(index: int, size: int = 1) -> RolloutTask:
     name = f"test/default/greedy/{index:06d}"
-    return RolloutTask(name, index, "test", seed=0, sampling_seed=0, size=size, temperature=0.0, min_version=0)
+    seeds = {"seed": 0, "sampling_seed": 0, "min_version": 0}
+    return RolloutTask(name, index, "test", size=size, temperature=0.0, variant="default", **seeds)
 
 
 def test_the_exact_test_of_discordant_pairs_is_a_coins() -> None:
@@ -53,16 +54,53 @@ def test_the_bootstrap_of_differences_is_scipys_of_pairs() -> None:
     assert bootstrap_interval(np.ones(1)) == (-np.inf, np.inf)
 
 
-def test_policies_are_compared_on_the_items_that_both_finished() -> None:
+def test_policies_are_compared_on_the_same_items_and_lost_ones_are_wrong() -> None:
     ours = [outcome(k, k < 6) for k in range(10)]
     theirs = [outcome(k, k in (4, 5, 8), "against", reward=0.25) for k in range(1, 10)]
-    (pair,) = compared([*ours, *theirs], seed=0).values()
+    tasks = [task(k) for k in range(1, 10)]
+    (pair,) = compared(tasks, [*ours, *theirs], seed=0).values()
     assert pair["items"] == 9 and (pair["only_policy"], pair["only_against"]) == (3, 1)
     assert pair["p_value"] == stats.binomtest(3, 4).pvalue
     assert pair["accuracy_difference"] == pytest.approx(5 / 9 - 3 / 9)
     assert pair["reward_difference"] == pytest.approx(5 / 9 - 0.25)
     assert (pair["accuracy_against_low"], pair["accuracy_against_high"]) == wilson_interval(3, 9)
     assert pair["reward_against_low"] == pair["reward_against_high"] == 0.25
+    # The policy finishes what is easy, and the other one all but the last two.
+    (pair,) = compared(tasks, [*ours[:6], *theirs[:7]], seed=0).values()
+    assert (pair["items"], pair["accuracy"], pair["accuracy_against"]) == (9, 5 / 9, 2 / 9)
+    assert pair["reward_against"] == pytest.approx(7 * 0.25 / 9)
+    assert (pair["only_policy"], pair["only_against"]) == (3, 0)
+    assert compared(tasks, ours[:6], seed=0)["default"]["accuracy_against"] == 0.0
+
+
+def test_a_lost_item_is_in_its_category_where_that_is_known() -> None:
+    finished = [outcome(k, True, info={"category": "easy"}) for k in (0, 1)]
+    theirs = [outcome(2, True, "against", info={"category": "hard"})]
+    tasks = [task(k) for k in range(4)]
+    tables, lost = by_category(tasks, [*finished, *theirs], "category")
+    assert {name: (row["items"], row["accuracy"]) for name, row in tables["default"].items()} == {
+        "easy": (2, 1.0),
+        "hard": (1, 0.0),
+    }
+    assert lost == {"default": 1}
+    assert by_category(tasks, [outcome(0, True)], "category") == ({}, {})  # an environment without categories
+
+
+def test_the_gain_over_blank_images_has_a_bootstrap_interval() -> None:
+    run = parse_config({"env": {"id": "Shapes-v0"}, "evaluation": {"num_items": 20}, "seed": 3})
+    tasks = evaluation_tasks(run, {"": 20}, min_version=0)
+    tasks += viewed_tasks(tasks, "blank")
+    right = {one.group_id: one.view == "true" and one.index % 4 < 3 for one in tasks}
+    found = [
+        made(
+            one, "policy", 0, env="E-v0", correct=right[one.group_id], reward=0.0, turns=1, tokens=1, status="completed"
+        )
+        for one in tasks
+    ]
+    results = summarize(run, tasks, grouped(found, "policy"))
+    gained = np.array([float(index % 4 < 3) for index in range(20)])
+    assert results["sight/accuracy_gap"] == 0.75
+    assert (results["sight/accuracy_gap_low"], results["sight/accuracy_gap_high"]) == bootstrap_interval(gained, 3)
 
 
 def test_categories_and_numbers_are_of_greedy_answers_with_true_images() -> None:
@@ -71,7 +109,7 @@ def test_categories_and_numbers_are_of_greedy_answers_with_true_images() -> None
         outcome(7, True, view="blank", info={"category": "easy", "km": 1e9}),
         outcome(8, True, kind="sampled", info={"category": "easy", "km": 1e9}),
     ]
-    table = by_category(found, "category")["default"]
+    table = by_category([task(k) for k in range(5)], found, "category")[0]["default"]
     assert {name: (row["items"], row["accuracy"]) for name, row in table.items()} == {
         "easy": (3, 1 / 3),
         "hard": (2, 0),
@@ -97,18 +135,19 @@ def test_environments_of_a_mixture_have_tables_of_their_own() -> None:
     assert (results["accuracy/default"], results["accuracy/one"], results["accuracy/two/other"]) == (0.5, 1.0, 0.0)
     assert (results["reward_low/one"], results["reward_high/one"]) == (1.0, 1.0)
     assert 0 <= results["reward_low/default"] < 0.5 < results["reward_high/default"] <= 1
-    assert set(by_category(found, "category")) == {"one", "two", "one/other", "two/other"}
+    assert set(by_category(tasks, found, "category")[0]) == {"one", "two", "one/other", "two/other"}
 
 
 def test_a_page_and_a_figure_show_all_tables(tmp_path: Path) -> None:
     found = [outcome(k, k < 6, info={"category": "a|b", "km": 1.5}) for k in range(10)]
     found += [outcome(k, k < 3, "against") for k in range(10)]
+    tasks = [task(k) for k in range(10)]
     part = {
         "accuracy/default": 0.6, "accuracy_low/default": 0.3, "accuracy_high/default": 0.8, "reward/default": 0.6,
         "turns/default": 1.0, "items/default": 10, "pass@2/default": 0.7, "sight/accuracy_blank": 0.25,
         "sight/accuracy_gap": 0.35, "sight/accuracy_gap_low": 0.1, "sight/accuracy_gap_high": 0.6,
-        "categories": by_category(found[:10], "category"), "info": info_numbers(found[:10], "category"),
-        "against": {"adapter": None, "variants": compared(found, 0)},
+        "categories": by_category(tasks, found[:10], "category")[0], "categories_lost": {"default": 2}, "info": info_numbers(found[:10], "category"),
+        "against": {"adapter": None, "variants": compared(tasks, found, 0)},
     }  # fmt: skip
     row = {"tokens_per_s_mean": 100.0, "tokens_per_s_std": 2.0, "first_token_s": 0.012, "steady_tokens_per_s": 110.0}
     row |= {"hf_tokens_per_s_mean": 80.0, "ratio": 1.25}
@@ -121,7 +160,7 @@ def test_a_page_and_a_figure_show_all_tables(tmp_path: Path) -> None:
         "| default | 10 | 0.600 | 0.300 … 0.800 |", "1 items were lost", "| 2 | default | 0.700 |",
         "| gain of the true over blank images | 0.350 (0.100 … 0.600) |", "| default | accuracy | 0.600 | 0.300 | 0.300 |",
         "| a\\|b | 10 | 0.600 |", "| km | 10 | 1.500 |", "| 1 | 100.0 ± 2.0 | 12.0 | 110.0 | 80.0 | 1.25 |",
-        "Against the base model",
+        "Against the base model", "Beside these, 2 items were lost",
     ):  # fmt: skip
         assert words in page, page
     draw_evaluation(results, tmp_path / "figure.png")

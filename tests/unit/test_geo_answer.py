@@ -40,6 +40,15 @@ def test_a_text_that_is_too_long_is_no_answer() -> None:
     assert parse_answer("Country: France\n" + "x" * MAX_CHARS) == GeoAnswer()
 
 
+def test_a_long_thought_does_not_make_the_answer_behind_it_too_long() -> None:
+    answer = "City: Paris\nRegion: Île-de-France\nCountry: France\nLatitude: 48.85\nLongitude: 2.35"
+    expected = parse_answer(answer)
+    assert expected.format_valid
+    for opening in ("<think>", ""):
+        assert parse_answer(f"{opening}{'Country: Spain? No. ' * 2000}</think>\n{answer}") == expected
+    assert parse_answer(f"<think>Hm.</think>{'x' * MAX_CHARS}\n{answer}") == GeoAnswer()
+
+
 @pytest.mark.parametrize(
     ("kind", "names"),
     [

@@ -122,6 +122,32 @@ def test_a_split_that_is_known_to_its_last_item_is_drawn_from_as_well() -> None:
     assert set(items.take(200)) == {0, 1, 2, 3}
 
 
+def test_items_that_cannot_be_played_are_drawn_as_rarely_as_solved_ones() -> None:
+    """They have no solve rate, and would keep the weight of an item that was never tried."""
+    source = mixture({"": 1.0}, BY_RATE, size=10)
+    bad = [item for item in source.take(50) if item.index < 2]
+    for _ in range(8):
+        source.observe([solved_group([1] * 64, "", index=index) for index in range(2, 10)])
+    source.lose(bad)
+    items = source._items[""]
+    assert isinstance(items, SolveRateItems)
+    assert items.rates.weight("0") == items.rates.weight("1") == BY_RATE.floor
+    share = sum(item.index < 2 for item in source.take(2000)) / 2000
+    assert share < 0.25  # it was 2 / (2 + 8 · 0.13), two thirds
+    source.observe([solved_group([1, 0] * 8, "", index=0)])  # its server is back
+    assert items.rates.weight("0") == pytest.approx(1.0)
+
+
+def test_rates_of_earlier_checkpoints_are_read() -> None:
+    rates = SolveRates(BY_RATE)
+    rates.restore([["a", 8.0, 4.0]])
+    assert rates.rate("a") == 0.5 and rates.weight("a") == 1.0
+    rates.lose("a")
+    again = SolveRates(BY_RATE)
+    again.restore(json.loads(json.dumps(rates.state())))
+    assert again.rate("a") == 0.5 and again.weight("a") == BY_RATE.floor
+
+
 def test_environments_near_one_half_come_first_and_none_starves() -> None:
     source = mixture({"easy": 1.0, "half": 1.0, "hopeless": 1.0}, BY_RATE, size=None)
     for _ in range(30):

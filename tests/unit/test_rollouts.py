@@ -314,6 +314,20 @@ def test_each_group_that_was_learned_from_is_observed_once_over_a_resume(lag: in
     assert {name: seen[name] for name in learned} == dict.fromkeys(learned, 1) and set(seen) == set(learned)
 
 
+def test_lost_tasks_are_told_to_the_source_in_an_order_of_their_own() -> None:
+    run, told = run_of(prompts=4), []
+
+    class Noting(DataCursor):
+        def lose(self, tasks: Sequence[RolloutTask]) -> None:
+            told.append([task.group_id for task in tasks])
+
+    stream = TaskStream(Noting(1000, run.seed), run)
+    first, _, third, fourth = (task.group_id for task in stream.take(4))
+    stream.lose({fourth: "", first: "", "unknown": ""})
+    assert told == [[first, fourth]]
+    assert [task["group_id"] for task in stream.state()["open"]] == ["000000:00001", third]
+
+
 def test_restoring_forgets_what_is_under_way() -> None:
     """Learners were replaced: groups of the weights that are gone are not learned from."""
     played = RandomOrder()

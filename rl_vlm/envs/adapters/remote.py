@@ -34,11 +34,13 @@ class RemoteEnv(VisionEnv):
     """A VisionEnv behind an HTTP address. Each instance has a session, an environment of its own on the server.
 
     address: "http://host:port" or "host:port". timeout_s: deadline of one call of the environment.
-    retry_s: how long a server that cannot be reached is tried again. token_variable: the environment variable with the token.
+    retry_s: how long a server that cannot be reached, or has no session free, is tried again. token_variable: the environment variable with the token.
 
     Raises EnvTimeoutError after `timeout_s`, EnvCrashError where the server, or the session on it, is gone (`reset` then
     opens another one), EnvError for the environment's own failures, UserInputError for a wrong address or token.
     """
+
+    max_sessions: int | None = None  # of the server, all its clients together; None where it does not say
 
     def __init__(
         self,
@@ -100,6 +102,8 @@ class RemoteEnv(VisionEnv):
         reply, _ = self._post({"op": "open"}, self._retry_s)
         raise_error(reply, f"{self._url}: open")
         self._session, self._number, self._sizes = str(reply["session"]), 0, dict(reply["num_items"])
+        most = reply.get("max_sessions")
+        self.max_sessions = most if type(most) is int and most > 0 else None
 
     def _call(self, request: dict[str, Any]) -> Reply:
         if self._session is None:
@@ -138,9 +142,7 @@ class RemoteEnv(VisionEnv):
             if status not in (0, *_BUSY):
                 raise _refusal(self._url, status, reason)
             if time.monotonic() - started + pause > retry_s:
-                raise EnvCrashError(
-                    f"{self._url} could not be reached for {time.monotonic() - started:.1f} s ({reason}): is `rl-vlm envs serve` running there?"
-                )
+                raise _unanswered(self._url, status, reason, time.monotonic() - started)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
@@ -168,6 +170,17 @@ def _refusal(url: str, status: int, reason: str) -> Exception:
     if status == 410:
         return SessionLostError(f"{url}: the session is gone; call reset() for a new one.")
     return EnvCrashError(f"{url} answered with status {status} ({reason}).")
+
+
+def _unanswered(url: str, status: int, reason: str, seconds: float) -> EnvCrashError:
+    if status == 429:
+        return EnvCrashError(
+            f"{url} is full, for {seconds:.1f} s by now ({reason}): its clients need more environments at once than it has; start "
+            "`rl-vlm envs serve` with a larger --max-sessions."
+        )
+    return EnvCrashError(
+        f"{url} could not be reached for {seconds:.1f} s ({reason}): is `rl-vlm envs serve` running there?"
+    )
 
 
 def _observation(reply: dict[str, Any], blobs: list[bytes]) -> Observation:
