@@ -201,6 +201,12 @@ class Decoder:
         for job in jobs:
             job.features = []
 
+    @torch.inference_mode()
+    def drop_cancelled(self) -> list[Job]:
+        """Retire the rows of cancelled jobs without a step; returns the jobs that are finished with that."""
+        gone = [row for row, slot in enumerate(self._rows.slots) if slot.job.cancelled]
+        return self._retire(dict.fromkeys(gone, StopReason.LENGTH)) if gone else []
+
     def _seeds_of(self, request: GenerationRequest) -> np.ndarray:
         sampling = request.sampling
         if sampling.seeds is not None:

@@ -286,6 +286,8 @@ class TransformersEngine:
         """Start what may start, and sample one token of everything that runs."""
         if self._in_flight:
             self._update_running()
+        # Whoever asks for more has been told that there is memory, without the rows of clients that went away.
+        self._finish(self._decoder.drop_cancelled())
         self._admit()
         if self._decoder.num_rows:
             self._finish(self._decoder.step())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -140,6 +141,40 @@ def test_cancelling_a_call_frees_its_rows(engine: TransformersEngine, text: Text
     with endless(engine, text):
         asyncio.run(cancelled())
     assert words(asyncio.run(one(engine, fixed(text)))) == expected
+
+
+def test_rows_of_a_cancelled_call_are_free_before_others_are_admitted(
+    engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place in the HTTP side's memory is given to the next one at once."""
+    decoder, stepped, go_on = engine._decoder, threading.Event(), threading.Event()
+    step, admit, beside = decoder.step, decoder.admit, []
+
+    def held_up() -> Any:
+        jobs = step()
+        stepped.set()
+        assert go_on.wait(60)
+        return jobs
+
+    def noted(jobs: Any) -> Any:
+        beside.append(decoder.num_rows)
+        return admit(jobs)
+
+    async def cancelled() -> None:
+        call = asyncio.ensure_future(engine.generate([fixed(text, max_new_tokens=900, n=5, seeds=None)]))
+        assert await asyncio.to_thread(stepped.wait, 60)
+        call.cancel()
+        await asyncio.sleep(0)
+        following = asyncio.ensure_future(engine.generate([fixed(text)]))
+        await until(lambda: engine.stats().waiting > 0)
+        go_on.set()
+        await following
+
+    monkeypatch.setattr(decoder, "step", held_up)
+    monkeypatch.setattr(decoder, "admit", noted)
+    with endless(engine, text):
+        asyncio.run(cancelled())
+    assert beside == [0, 0]
 
 
 def test_cancelling_a_call_that_waits_takes_it_out_of_the_queue(tiny_folder: Path, text: TextSide) -> None:
