@@ -82,6 +82,11 @@ class Decoder:
         """Samples that are running."""
         return len(self._rows)
 
+    @property
+    def progress(self) -> int:
+        """Grows while a forward pass of the language model is under way, too."""
+        return self.counts.passes + self._text.parts_done
+
     def prepare(self, requests: Sequence[GenerationRequest]) -> list[Job | EngineError]:
         """Expand prompts and encode their images (all images of all requests in one vision batch).
 

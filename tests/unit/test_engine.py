@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import itertools
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -222,6 +223,20 @@ def test_a_call_that_is_cancelled_while_its_images_are_encoded_takes_no_rows(
     asyncio.run(cancelled())
     asyncio.run(one(engine, fixed(text)))
     assert seen == [1]
+
+
+# --- health
+
+
+def test_a_long_forward_pass_is_progress_all_the_time(engine: TransformersEngine, text: TextSide) -> None:
+    """A health check that comes within one pass, of the tower or the language model, can tell that the engine works."""
+    model, seen = engine.backbone.model.model, []
+    for part in (*model.visual.blocks, *(layer.mlp.down_proj for layer in model.language_model.layers)):
+        part.register_forward_hook(lambda *_: seen.append(engine.stats().progress))
+    asked = request(text, [picture(np.random.default_rng(0)), "What?"], name="photo", max_new_tokens=2)
+    asyncio.run(one(engine, asked))
+    assert len(seen) >= len(model.visual.blocks) + 2 * len(model.language_model.layers)  # a prefill and a step
+    assert all(later > earlier for earlier, later in itertools.pairwise(seen))
 
 
 # --- refused requests
