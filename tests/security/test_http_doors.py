@@ -14,6 +14,7 @@ import pytest
 from http_attacks import CHAT, chat_body, head
 from http_support import PATIENCE_S, EngineBackend, Server, serving, tiny_engine, wait_until
 
+from rl_vlm.config import HTTPSection
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.http.connections import ConnectionLimits, ConnectionTable, peer_of
 
