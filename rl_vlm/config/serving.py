@@ -124,7 +124,9 @@ class ServingSection(Section):
         description="An engine that has produced nothing for this long must generate a token, to prove that it can.",
     )
     probe_timeout_s: float = Field(
-        10.0, gt=0, description="How long that token may take; a second failure replaces it."
+        10.0,
+        gt=0,
+        description="How long that token may take, or any half of a layer of the model (vLLM: any step); a second failure replaces it.",
     )
     vllm: VLLMSection = VLLMSection()
 

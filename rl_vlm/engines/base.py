@@ -34,7 +34,7 @@ class EngineStats:
     waiting: int = 0  # samples that have not begun
     prompt_tokens: int = 0  # image placeholders included; once per request, whatever its number of samples
     generated_tokens: int = 0  # of samples that are still running, too
-    progress: int = 0  # grows with every forward pass, so that a busy engine can be told from one that hangs
+    progress: int = 0  # grows with every forward pass, and within those that may take long: busy is not hung
     image_cache_hits: int = 0
     image_cache_misses: int = 0
     prefix_cache_queries: int = 0  # prompt tokens that were looked up in the prefix cache, and found there;

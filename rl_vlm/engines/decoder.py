@@ -82,6 +82,11 @@ class Decoder:
         """Samples that are running."""
         return len(self._rows)
 
+    @property
+    def progress(self) -> int:
+        """Grows while a forward pass of the language model is under way, too."""
+        return self.counts.passes + self._text.parts_done
+
     def prepare(self, requests: Sequence[GenerationRequest]) -> list[Job | EngineError]:
         """Expand prompts and encode their images (all images of all requests in one vision batch).
 
@@ -200,6 +205,12 @@ class Decoder:
                 self.counts.passes += 1
         for job in jobs:
             job.features = []
+
+    @torch.inference_mode()
+    def drop_cancelled(self) -> list[Job]:
+        """Retire the rows of cancelled jobs without a step; returns the jobs that are finished with that."""
+        gone = [row for row, slot in enumerate(self._rows.slots) if slot.job.cancelled]
+        return self._retire(dict.fromkeys(gone, StopReason.LENGTH)) if gone else []
 
     def _seeds_of(self, request: GenerationRequest) -> np.ndarray:
         sampling = request.sampling

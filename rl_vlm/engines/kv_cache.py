@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_BLOCK = 64  # lengths grow in blocks, so that the tensors are rarely reallocated
+from rl_vlm.models.memory.parts import KV_BLOCK, KV_ROWS_PER_USED
+
 _ALIGN = 8  # the attended window is a multiple of this, as CUDA's attention kernels require
 
 
@@ -14,7 +15,8 @@ class RowCache:
     """One row of keys and values per running sample, each with its own length.
 
     Tensors are [rows, heads, capacity, head_dim]; rows [0, num_rows) are in use and stay packed: a finished row's place
-    is taken by the last one.
+    is taken by the last one. What is taken at a time is at most KV_ROWS_PER_USED rows for each that is in use, of the longest
+    length since there was no row; an empty cache takes what its first rows need, and holds nothing once it is empty again.
     """
 
     def __init__(self) -> None:
@@ -88,7 +90,7 @@ class RowCache:
             self._keys, self._values = [], []
 
     def _reserve(self, layers: list[tuple[Tensor, Tensor]], rows: int, length: int) -> None:
-        length = -(-length // _BLOCK) * _BLOCK
+        length = -(-length // KV_BLOCK) * KV_BLOCK  # in blocks, so that the tensors are rarely reallocated
         if not self._keys:
             for keys, values in layers:
                 self._keys.append(keys.new_zeros(rows, keys.shape[1], length, keys.shape[3]))
@@ -97,8 +99,12 @@ class RowCache:
         have_rows, have_length = self._keys[0].shape[0], self._keys[0].shape[2]
         if rows <= have_rows and length <= have_length:
             return
-        # Doubling the rows keeps the copying linear in the number of admissions.
-        new_rows = have_rows if rows <= have_rows else max(rows, 2 * have_rows)
+        # Doubling the rows keeps the copying linear in the number of admissions. Where only the length grows, rows that a larger
+        # batch left behind are given up: they would become longer, too.
+        if rows > have_rows:
+            new_rows = max(rows, KV_ROWS_PER_USED * have_rows)
+        else:
+            new_rows = min(have_rows, KV_ROWS_PER_USED * rows)
         new_length = max(length, have_length)
         for tensors in (self._keys, self._values):
             for k, tensor in enumerate(tensors):

@@ -33,6 +33,7 @@ class TextModel:
     """
 
     def __init__(self, model: Any, max_positions: int) -> None:
+        self.parts_done = 0  # halves of layers, so that a long forward pass can be told from one that hangs
         self._text = model.model.language_model
         rope = self._text.config.rope_parameters["rope_type"]
         if rope not in _STATIC_ROPE:
@@ -55,7 +56,9 @@ class TextModel:
             normed = _rms_norm(layer.input_layernorm, hidden)
             keys, values = _keys(attention, normed, cos, sin), _split(attention, attention.v_proj(normed))
             mixed = cache.attend(number, _queries(attention, normed, cos, sin), keys, values, attention.scaling)
+            self.parts_done += 1
             hidden = _feed_forward(layer, hidden + attention.o_proj(mixed))
+            self.parts_done += 1
         return _rms_norm(self._text.norm, hidden)
 
     def prefill(
@@ -101,7 +104,9 @@ class TextModel:
                 scale=attention.scaling,
                 enable_gqa=True,
             )
+            self.parts_done += 1
             hidden = _feed_forward(layer, hidden + attention.o_proj(mixed.transpose(1, 2).reshape(len(hidden), -1)))
+            self.parts_done += 1
             if number < num_deepstack:
                 hidden.index_add_(0, places, torch.cat([f.deepstack[number] for f in features]).to(hidden.dtype))
         return _rms_norm(text.norm, hidden if len(hidden) == rows else hidden[last]), stored

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -84,6 +85,10 @@ class TransformersEngine:
         suppressed = text.codec.suppressed_token_ids(text.vocab_size)
         self.backbone = Backbone(loaded, text.images, suppressed, image_cache_bytes, head_dtype, image_by_image)
         self._decoder = Decoder(self.backbone, text.codec, max_context=max_context)
+        self._tower_parts_done = 0  # attentions and MLPs of its blocks, of which a large photo has minutes on a CPU
+        for block in self.backbone.model.model.visual.blocks:
+            for part in (block.attn, block.mlp):
+                part.register_forward_hook(self._count_tower_part)
         merges = quantization == "none" and dtype == "float32"
         self._weights = FullWeights(loaded) if full else self._weights_of(loaded, merges)
         if product == "onednn":
@@ -108,6 +113,9 @@ class TransformersEngine:
 
     def _weights_of(self, model: nn.Module, merges: bool) -> Weights:
         return MergedWeights(model) if merges else UnmergedWeights(model)
+
+    def _count_tower_part(self, *_: Any) -> None:
+        self._tower_parts_done += 1
 
     @property
     def version(self) -> int:
@@ -186,7 +194,7 @@ class TransformersEngine:
             waiting=waiting,
             prompt_tokens=counts.prompt_tokens,
             generated_tokens=counts.generated_tokens,
-            progress=counts.passes + backbone.vision_passes,
+            progress=self._decoder.progress + backbone.vision_passes + self._tower_parts_done,
             image_cache_hits=backbone.cache_hits,
             image_cache_misses=backbone.cache_misses,
             mean_batch=counts.step_rows / max(counts.steps, 1),
@@ -286,6 +294,8 @@ class TransformersEngine:
         """Start what may start, and sample one token of everything that runs."""
         if self._in_flight:
             self._update_running()
+        # Whoever asks for more has been told that there is memory, without the rows of clients that went away.
+        self._finish(self._decoder.drop_cancelled())
         self._admit()
         if self._decoder.num_rows:
             self._finish(self._decoder.step())

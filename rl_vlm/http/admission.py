@@ -7,6 +7,7 @@ from rl_vlm.http.budget import Budget, Lease
 from rl_vlm.http.deadlines import Deadlines
 from rl_vlm.http.errors import RequestError
 from rl_vlm.http.kv_room import KVRoom
+from rl_vlm.models.memory.parts import KV_BLOCK
 from rl_vlm.types import GenerationRequest
 
 _LARGEST_REPLIES = 2  # of log-probabilities, in memory at a time
@@ -48,11 +49,11 @@ class Admission:
         """Wait until the request may start; its reply has up to `values` log-probabilities. Raises RequestError."""
         room, samples = self._kv_room, request.sampling.n
         length = num_prompt_tokens + request.sampling.max_new_tokens
-        if room is not None and samples * length > room.tokens:
+        if room is not None and length > room.longest(samples):
             raise RequestError(
                 400,
-                f"n ({samples}) x {length} tokens of context are more than the {room.tokens} that this server has memory for: "
-                "ask for fewer samples or a smaller max_tokens.",
+                f"n ({samples}) x {length} tokens of context, each in whole blocks of {KV_BLOCK}, are more than the {room.tokens} that this "
+                "server has memory for: ask for fewer samples or a smaller max_tokens.",
                 param="n",
             )
         leases = Leases()

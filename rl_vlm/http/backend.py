@@ -36,12 +36,15 @@ class ServeBackend:
             `policy-vN` that version alone.
         run_id: of the application.
         deadline_s: of one request, retries included.
+        keeps_base: whether replicas with a version still answer for the model without one.
     """
 
-    def __init__(self, handle: Any, registry: Any, name: str, *, run_id: str, deadline_s: float) -> None:
+    def __init__(
+        self, handle: Any, registry: Any, name: str, *, run_id: str, deadline_s: float, keeps_base: bool = True
+    ) -> None:
         self._handle = handle
         self._registry = registry
-        self._name = name
+        self._name, self._keeps_base = name, keeps_base
         self._deadline_s = deadline_s
         # Answers are long and clients do not wait for each other: one call per request.
         self._client = PolicyClient(run_id, deadline_s=deadline_s, homes=(), coalesce=False, handle=handle)
@@ -50,12 +53,13 @@ class ServeBackend:
         self._first: asyncio.Task[None] | None = None  # the question that nothing is known before
 
     async def models(self) -> Sequence[ServedModel]:
-        """The newest adapter, if there is one, and the model without an adapter."""
+        """The newest version, if there is one, and the model without one where replicas have that, too."""
         base = ServedModel(self._name, BASE_MODEL)
         version = (await self._status())["version"]
         if not version:
             return [base]
-        return [ServedModel("policy", version), ServedModel(f"policy-v{version}", version, pinned=True), base]
+        policy = [ServedModel("policy", version), ServedModel(f"policy-v{version}", version, pinned=True)]
+        return [*policy, base] if self._keeps_base else policy
 
     async def _status(self) -> dict[str, Any]:
         """The registry's status, at most half a second old unless the registry is being restarted.

@@ -48,7 +48,7 @@ class ConnectionLimits:
         )
         wanted = section.max_connections or max(4 * section.max_queue, 1024)
         total = max(min(wanted, free), _LEAST_CONNECTIONS)
-        return cls(total, min(section.max_connections_per_peer or total, max(3 * total // 4, 1)), section.headers_s)
+        return cls(total, min(section.max_connections_per_peer or max(3 * total // 4, 1), total), section.headers_s)
 
 
 def peer_of(host: str) -> str:

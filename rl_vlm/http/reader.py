@@ -12,6 +12,7 @@ from rl_vlm.config import HTTPSection
 from rl_vlm.engines.choice_texts import choice_tokens
 from rl_vlm.http.errors import RequestError
 from rl_vlm.http.images import ImageReader
+from rl_vlm.http.kv_room import KVRoom
 from rl_vlm.http.pixel_room import PixelRoom
 from rl_vlm.http.schema import ChatMessage, ChatRequest, GenerateRequest, ImagePart, TextPart
 from rl_vlm.models.loading import TextSide
@@ -39,14 +40,14 @@ class RequestReader:
         text: tokenizer, chat template and image geometry of the model.
         limits: the server's.
         max_context: prompt and new tokens of one sample.
-        kv_tokens: prompt and new tokens of all samples of a request; None: unbounded.
+        kv_room: what bounds prompt and new tokens of all samples of a request; None: nothing.
     """
 
-    def __init__(self, text: TextSide, limits: HTTPSection, max_context: int, kv_tokens: int | None = None) -> None:
+    def __init__(self, text: TextSide, limits: HTTPSection, max_context: int, kv_room: KVRoom | None = None) -> None:
         self._text = text
         self._limits = limits
         self._max_context = max_context
-        self._kv_tokens = kv_tokens
+        self._kv_room = kv_room
         self._images = ImageReader(limits, text.images)
         self._pixels = PixelRoom(_LARGEST_IMAGES * limits.max_image_pixels)
 
@@ -116,8 +117,8 @@ class RequestReader:
             self._limits.max_new_tokens,
             self._limits.max_reply_values // each,
         ]
-        if self._kv_tokens is not None:
-            limits.append(self._kv_tokens // count - prompt.num_tokens)
+        if self._kv_room is not None:
+            limits.append(self._kv_room.longest(count) - prompt.num_tokens)
         return max(min(limits), 1)
 
     def _request(self, prompt: Prompt, sampling: SamplingParams, name: str, version: int) -> GenerationRequest:

@@ -20,9 +20,13 @@ _GRACE_S = 5.0  # after the drain, for running requests to send their errors
 
 
 def check_exposure(host: str, token: str | None) -> None:
-    """Raise UserInputError for an address beyond loopback without a token."""
+    """Raise UserInputError for an address beyond loopback without a token, and for a token that no client can send."""
     if token is not None and (not token.strip() or not token.isascii() or not token.isprintable()):
         raise UserInputError(f"{TOKEN_VARIABLE} must be printable ASCII text: choose another token, or unset it.")
+    if token is not None and token != token.strip():  # HTTP takes blanks off the ends of a header: nobody could send it
+        raise UserInputError(
+            f"{TOKEN_VARIABLE} has a blank at an end, which no client can send: remove it, or choose another token."
+        )
     if token is None and host.lower() not in LOOPBACK:
         raise UserInputError(
             f"Listening on {host} lets other machines in: set {TOKEN_VARIABLE} to a secret token, or listen on 127.0.0.1."

@@ -110,7 +110,7 @@ class Service:
         self._codec = text.codec
         self._limits = limits
         self._deadlines = deadlines
-        self.reader = RequestReader(text, limits, max_context, kv_room.tokens if kv_room else None)
+        self.reader = RequestReader(text, limits, max_context, kv_room)
         self.metrics = HTTPMetrics()
         return_freed_memory()
         # Requests without images never wait for a thread that decodes one, nor short replies for one that writes a long one.

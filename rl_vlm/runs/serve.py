@@ -15,32 +15,28 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
 import ray
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from rl_vlm.config import LearnerSection, RunConfig, load_config, load_served_config
 from rl_vlm.http.app import build_http_app
 from rl_vlm.http.backend import ServeBackend
-from rl_vlm.http.kv_room import KVRoom
 from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.initial_adapter import initial_adapter_folder
 from rl_vlm.models.loading import check_quantization, load_text_side, quiet_libraries, resolve_model
-from rl_vlm.models.memory.parts import ELEMENT, GIB
-from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.trained import read_payload, trained_folder
 from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.runs.kv_memory import ANSWER_S, depends_on_gpu, kv_room
 from rl_vlm.runs.served import run_for
 from rl_vlm.serving.publisher import PolicyService, ServingError
 from rl_vlm.serving.registry import registry_name
-from rl_vlm.serving.server import app_name
+from rl_vlm.serving.server import app_name, initial_replicas
 from rl_vlm.types import UserInputError
-
-_CONTEXTS = 64  # full ones, whose keys and values a replica has memory for by default
-_KV_SHARE = 0.8  # of the free memory, for keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +126,11 @@ def _for_serving(run: RunConfig) -> RunConfig:
     )
 
 
+def keeps_base_model(run: RunConfig) -> bool:
+    """Whether replicas answer for the model as it came, too, once they have a version: vLLM keeps no second copy of all weights."""
+    return run.model.train != "full" or run.serving.expected_engine != "vllm"
+
+
 def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
     """Serve until SIGINT or SIGTERM, whose number is returned. Raises RLVLMError when the model cannot be served."""
     run, limits = plan.run, plan.run.http
@@ -149,14 +150,21 @@ def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
                     service.publish(plan.adapter, on_disk=True)
                     _wait_for_adapter(registry, run)
                 handle = serve.get_deployment_handle("policy", app_name(run_id))
-                backend = ServeBackend(handle, registry, plan.name, run_id=run_id, deadline_s=limits.deadline_s)
+                backend = ServeBackend(
+                    handle,
+                    registry,
+                    plan.name,
+                    run_id=run_id,
+                    deadline_s=limits.deadline_s,
+                    keeps_base=keeps_base_model(run),
+                )
                 app = build_http_app(
                     backend,
                     text,
                     limits,
                     max_context=run.serving.max_context,
                     token=plan.token,
-                    kv_room=kv_room(run, plan.model),
+                    kv_room=kv_room(run, plan.model, _gpu_bytes(handle) if depends_on_gpu(run) else 0),
                 )
                 port = sock.getsockname()[1]
                 server = HTTPServer(app, sock, limits, lambda: announce(banner(plan, port)))
@@ -166,35 +174,17 @@ def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
                 service.stop()
 
 
-def kv_room(run: RunConfig, model: Path) -> KVRoom | None:
-    """What bounds the requests in the engines of all replicas; None where vLLM does."""
-    serving = run.serving
-    if serving.expected_engine == "vllm":
-        return None
-    given, on_gpu = run.http.max_kv_gib, serving.gpus_per_replica > 0
-    token = ModelShape.read(model).kv_bytes_per_token(ELEMENT[run.model.dtype])
-    if given is not None:
-        total = int(given * GIB) * serving.num_replicas
-    else:
-        # Replicas without GPUs share the memory of their machine.
-        free = _free_memory(on_gpu) * (serving.num_replicas if on_gpu else 1)
-        total = min(free, serving.num_replicas * max(GIB, _CONTEXTS * serving.max_context * token))
-    return KVRoom(total // token, serving.max_rows * serving.num_replicas)
-
-
-def _free_memory(on_gpu: bool) -> int:
-    """Bytes that keys and values may take on this machine: most of what is free now, of a GPU most of what it has."""
-    if on_gpu:
-        import torch
-
-        if torch.cuda.is_available():
-            return int(_KV_SHARE / 2 * torch.cuda.get_device_properties(0).total_memory)
-    return int(_KV_SHARE * psutil.virtual_memory().available)
+def _gpu_bytes(handle: Any) -> int:
+    """The memory of a replica's GPU, 0 where it sees none. Raises ServingError."""
+    try:
+        return int(handle.gpu_bytes.remote().result(timeout_s=ANSWER_S))
+    except (RayError, RayServeException, TimeoutError) as error:
+        raise ServingError(f"No replica says how much memory its GPU has ({error}): set http.max_kv_gib.") from error
 
 
 def _wait_for_adapter(registry: Any, run: RunConfig) -> None:
     """Wait until all replicas have loaded the adapter. Raises ServingError: they would otherwise serve the base model."""
-    seconds, replicas = run.serving.publish_timeout_s, run.serving.num_replicas
+    seconds, replicas = run.serving.publish_timeout_s, initial_replicas(run.serving)
     report = ray.get(registry.report.remote(1, replicas, seconds), timeout=seconds + 10)
     if len(report.acked) < replicas:
         raise ServingError(
@@ -217,11 +207,13 @@ def banner(plan: Plan, port: int) -> str:
     run, limits = plan.run, plan.run.http
     host = f"[{limits.host}]" if ":" in limits.host else limits.host
     device = "GPU" if run.serving.gpus_per_replica else "CPU"
-    names = ["policy", f"policy-v{plan.adapter.version}", plan.name] if plan.adapter is not None else [plan.name]
+    names = [plan.name] if plan.adapter is None or keeps_base_model(run) else []
+    if plan.adapter is not None:
+        names = ["policy", f"policy-v{plan.adapter.version}", *names]
     return "\n".join(
         [
             f"Serving on http://{host}:{port}",
-            f"  engine  {run.serving.engine} on {device}, {run.serving.num_replicas} replica(s), {run.model.dtype}",
+            f"  engine  {run.serving.engine} on {device}, {initial_replicas(run.serving)} replica(s), {run.model.dtype}",
             f"  models  {', '.join(names)}",
             "  routes  POST /v1/chat/completions /generate, GET /v1/models /health /metrics /openapi.json",
             f"  limits  {run.serving.max_context} tokens of context, {limits.max_new_tokens} of them new; "

@@ -27,7 +27,8 @@ from rl_vlm.http.server import TOKEN_VARIABLE, check_exposure
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.trained import read_payload
-from rl_vlm.runs.serve import kv_room, plan
+from rl_vlm.runs.kv_memory import depends_on_gpu, kv_room
+from rl_vlm.runs.serve import keeps_base_model, plan
 from rl_vlm.serving.registry import Published, start_registry
 from rl_vlm.serving.server import build_app
 from rl_vlm.types import UserInputError
@@ -113,6 +114,10 @@ class HTTPIngress:
         self._policy, self._registry, self._run, self._name, self._run_id = policy, registry, run, name, run_id
         self._model = model
         self._text = load_text_side(model, run.model.pixels)
+        self._gpu_bytes = 0
+        if depends_on_gpu(run):  # this process has none
+            async with asyncio.timeout(run.serving.startup_timeout_s):
+                self._gpu_bytes = await policy.gpu_bytes.remote()
         # Once it answers, the adapter is published, and requests wait for replicas that have it.
         await registry.status.remote()
 
@@ -120,7 +125,12 @@ class HTTPIngress:
         """Serve's hook for an application that needs the handles."""
         limits = self._run.http
         backend = ServeBackend(
-            self._policy, self._registry, self._name, run_id=self._run_id, deadline_s=limits.deadline_s
+            self._policy,
+            self._registry,
+            self._name,
+            run_id=self._run_id,
+            deadline_s=limits.deadline_s,
+            keeps_base=keeps_base_model(self._run),
         )
         return build_http_app(
             backend,
@@ -128,5 +138,5 @@ class HTTPIngress:
             limits,
             max_context=self._run.serving.max_context,
             token=self._token,
-            kv_room=kv_room(self._run, self._model),
+            kv_room=kv_room(self._run, self._model, self._gpu_bytes),
         )

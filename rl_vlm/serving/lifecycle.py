@@ -94,7 +94,7 @@ class Lifecycle:
             self.die(reason)
 
     def observe(self, progress: int, now: float) -> None:
-        """Note the engine's count of forward passes: a new value proves that it works."""
+        """Note the engine's count of what it computed (`EngineStats.progress`): a new value proves that it works."""
         if progress != self._progress:
             self._progress = progress
             self.last_progress = now

@@ -294,6 +294,13 @@ class VLMServer:
             task.cancel()
         await self._engine.close()
 
+    async def gpu_bytes(self) -> int:
+        """The memory of the GPU that this replica computes on; 0 where it computes on none."""
+        import torch
+
+        on_gpu = self._serving.gpus_per_replica > 0 and torch.cuda.is_available()
+        return torch.cuda.get_device_properties(0).total_memory if on_gpu else 0
+
     async def status(self) -> dict[str, Any]:
         """This replica's id and report."""
         report = self._tally.report(self._engine.stats(), self._engine.version, self._life.state)
@@ -305,11 +312,18 @@ def app_name(run_id: str) -> str:
     return f"rl-vlm-{run_id}"
 
 
-def _replicas(serving: ServingSection, wanted: int | None) -> dict[str, Any]:
+def initial_replicas(serving: ServingSection) -> int:
+    """How many replicas an application begins with."""
     autoscaling = serving.autoscaling
     if autoscaling is None:
-        return {"num_replicas": wanted or serving.num_replicas}
-    initial = min(max(serving.num_replicas, autoscaling.min_replicas), autoscaling.max_replicas)
+        return serving.num_replicas
+    return min(max(serving.num_replicas, autoscaling.min_replicas), autoscaling.max_replicas)
+
+
+def _replicas(serving: ServingSection, wanted: int | None) -> dict[str, Any]:
+    initial, autoscaling = initial_replicas(serving), serving.autoscaling
+    if autoscaling is None:
+        return {"num_replicas": wanted or initial}
     return {"autoscaling_config": {**autoscaling.model_dump(), "initial_replicas": initial}}
 
 

@@ -358,7 +358,7 @@ def test_requests_enter_the_engine_as_its_memory_allows() -> None:
         more = [asyncio.ensure_future(room.take(1, 100)) for _ in range(20)]
         await asyncio.sleep(0)
         assert (
-            sum(one.done() for one in more) == 64_000 // (2 * 8 * 1000) - 1
+            sum(one.done() for one in more) == 64_000 // (2 * 8 * 1024) - 1
         )  # the eighth that is theirs while others wait
         large[1].cancel()
         for one in [small, *more]:

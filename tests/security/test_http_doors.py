@@ -14,6 +14,7 @@ import pytest
 from http_attacks import CHAT, chat_body, head
 from http_support import PATIENCE_S, EngineBackend, Server, serving, tiny_engine, wait_until
 
+from rl_vlm.config import HTTPSection
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.http.connections import ConnectionLimits, ConnectionTable, peer_of
 
@@ -165,6 +166,12 @@ def test_requests_sent_before_the_first_answer_are_all_answered(guarded: Server)
 
 
 LIMITS = ConnectionLimits(total=4, per_peer=3, headers_s=10.0)
+
+
+@pytest.mark.parametrize(("given", "per_peer"), [(None, 48), (60, 60), (64, 64), (1000, 64)])
+def test_one_peer_may_have_all_connections_where_it_is_a_proxy(given: int | None, per_peer: int) -> None:
+    section = HTTPSection(max_connections=64, max_connections_per_peer=given)
+    assert ConnectionLimits.of(section) == ConnectionLimits(64, per_peer, section.headers_s)
 
 
 def test_one_peer_leaves_room_for_others() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -70,6 +71,11 @@ def test_a_run_folder_brings_its_model_and_adapter(tiny_folder: Path, tmp_path: 
     assert (planned.name, planned.run.learner.num_learners) == ("mine", 0)
     text = banner(planned, 1234)
     assert "http://127.0.0.1:1234" in text and "policy, policy-v1, mine" in text and "token   none" in text
+    served = planned.run.serving.model_copy(update={"engine": "vllm"})
+    full = planned.run.model_copy(
+        update={"serving": served, "model": planned.run.model.model_copy(update={"train": "full"})}
+    )
+    assert "policy, policy-v1\n" in banner(dataclasses.replace(planned, run=full), 1234)
     shutil.rmtree(run / "adapter")
     assert plan(str(run)).adapter is None
     assert plan(str(run / "config.yaml")).model == tiny_folder

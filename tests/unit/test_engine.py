@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import itertools
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -142,6 +144,40 @@ def test_cancelling_a_call_frees_its_rows(engine: TransformersEngine, text: Text
     assert words(asyncio.run(one(engine, fixed(text)))) == expected
 
 
+def test_rows_of_a_cancelled_call_are_free_before_others_are_admitted(
+    engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place in the HTTP side's memory is given to the next one at once."""
+    decoder, stepped, go_on = engine._decoder, threading.Event(), threading.Event()
+    step, admit, beside = decoder.step, decoder.admit, []
+
+    def held_up() -> Any:
+        jobs = step()
+        stepped.set()
+        assert go_on.wait(60)
+        return jobs
+
+    def noted(jobs: Any) -> Any:
+        beside.append(decoder.num_rows)
+        return admit(jobs)
+
+    async def cancelled() -> None:
+        call = asyncio.ensure_future(engine.generate([fixed(text, max_new_tokens=900, n=5, seeds=None)]))
+        assert await asyncio.to_thread(stepped.wait, 60)
+        call.cancel()
+        await asyncio.sleep(0)
+        following = asyncio.ensure_future(engine.generate([fixed(text)]))
+        await until(lambda: engine.stats().waiting > 0)
+        go_on.set()
+        await following
+
+    monkeypatch.setattr(decoder, "step", held_up)
+    monkeypatch.setattr(decoder, "admit", noted)
+    with endless(engine, text):
+        asyncio.run(cancelled())
+    assert beside == [0, 0]
+
+
 def test_cancelling_a_call_that_waits_takes_it_out_of_the_queue(tiny_folder: Path, text: TextSide) -> None:
     engine = TransformersEngine(tiny_folder, max_context=CONTEXT, lockstep=True)
 
@@ -187,6 +223,20 @@ def test_a_call_that_is_cancelled_while_its_images_are_encoded_takes_no_rows(
     asyncio.run(cancelled())
     asyncio.run(one(engine, fixed(text)))
     assert seen == [1]
+
+
+# --- health
+
+
+def test_a_long_forward_pass_is_progress_all_the_time(engine: TransformersEngine, text: TextSide) -> None:
+    """A health check that comes within one pass, of the tower or the language model, can tell that the engine works."""
+    model, seen = engine.backbone.model.model, []
+    for part in (*model.visual.blocks, *(layer.mlp.down_proj for layer in model.language_model.layers)):
+        part.register_forward_hook(lambda *_: seen.append(engine.stats().progress))
+    asked = request(text, [picture(np.random.default_rng(0)), "What?"], name="photo", max_new_tokens=2)
+    asyncio.run(one(engine, asked))
+    assert len(seen) >= len(model.visual.blocks) + 2 * len(model.language_model.layers)  # a prefill and a step
+    assert all(later > earlier for earlier, later in itertools.pairwise(seen))
 
 
 # --- refused requests

@@ -97,7 +97,7 @@ def test_beyond_loopback_a_token_is_required(host: str) -> None:
     check_exposure(host, "s3cret")
 
 
-@pytest.mark.parametrize("token", ["", " ", "zwei\nZeilen", "schlüssel"])
+@pytest.mark.parametrize("token", ["", " ", "zwei\nZeilen", "schlüssel", "s3cret ", " s3cret"])
 def test_a_useless_token_is_refused(token: str) -> None:
     with pytest.raises(UserInputError, match="another token"):
         check_exposure("127.0.0.1", token)

@@ -31,8 +31,8 @@ class Registry:
         return {"version": reply, "reports": {}}
 
 
-def backend_of(registry: Registry) -> ServeBackend:
-    return ServeBackend(SimpleNamespace(), registry, "tiny", run_id="run", deadline_s=10.0)
+def backend_of(registry: Registry, keeps_base: bool = True) -> ServeBackend:
+    return ServeBackend(SimpleNamespace(), registry, "tiny", run_id="run", deadline_s=10.0, keeps_base=keeps_base)
 
 
 async def names(backend: ServeBackend) -> list[str]:
@@ -62,6 +62,20 @@ def test_without_an_answer_nothing_is_served_in_place_of_the_adapter() -> None:
         with pytest.raises(GenerationFailedError, match="The adapter registry does not answer: try again"):
             await backend.models()
         assert await names(backend) == ["policy", "policy-v2", "tiny"]
+
+    asyncio.run(scenario())
+
+
+def test_a_model_that_replicas_no_longer_hold_has_no_name() -> None:
+    """vLLM with full weights: whoever asks for it would get an error of the server in place of a 404."""
+
+    async def scenario() -> None:
+        registry = Registry(0, 1)
+        registry.free.set()
+        backend = backend_of(registry, keeps_base=False)
+        assert await names(backend) == ["tiny"]
+        await backend._ask()
+        assert await names(backend) == ["policy", "policy-v1"]
 
     asyncio.run(scenario())
 

@@ -16,6 +16,9 @@ CUDA_CONTEXT = int(0.6 * GIB)
 # Patches per pass of the vision tower: 8 million pixels on a GPU; on a CPU what fits into its caches.
 PATCHES_AT_ONCE, PATCHES_ON_CPU = 32_768, 2_048
 PREFILL_TOKENS = 16_384  # padded prompt tokens per prefill forward pass of the transformers engine
+# Keys and values of the transformers engine: lengths are whole blocks, and there are at most so many rows for each that is in use
+# when memory is taken.
+KV_BLOCK, KV_ROWS_PER_USED = 64, 2
 # Logits that exist at once, positions × vocabulary entries. A CPU's tile stays in its caches; a GPU's is large enough to fill the card.
 HEAD_TILES = {"cpu": (512, 2048), "cuda": (4096, 16_384)}
 
