@@ -149,7 +149,7 @@ def newest_readable(checkpoints: Sequence[Path], read: Callable[[Path], object])
             passed.append(str(error))
             continue
         for reason in passed:
-            logger.warning("%s This run goes on from %s.", reason, folder.name)
+            logger.warning("%s %s is taken instead.", reason, folder.name)
         return folder
     if passed:
         raise UserInputError(

@@ -89,7 +89,7 @@ def test_every_correction_learns_with_a_noisy_engine(seed: int, monkeypatch: pyt
     print(seed, json.dumps(found, indent=1))
     assert found["exact engine"]["nats"] < 1e-3
     for name in SETTINGS:
-        assert found[name]["nats"] == pytest.approx(NOISE, rel=0.6)  # the feedback lags behind by a step
+        assert NOISE / 2 < found[name]["nats"] < NOISE * 2  # the feedback lags behind by a step
         assert (found[name]["masked"] > 0) is (name in ("mask", "sequence_mask"))
         assert found[name]["masked"] < 0.5
     # Guessing gives a quarter.

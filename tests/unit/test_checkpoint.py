@@ -335,7 +335,7 @@ def test_people_are_told_of_a_checkpoint_that_is_passed_over(
         save_checkpoint(tmp_path, iteration, make(payload), keep=9)
     (tmp_path / "iteration-000002/state.json").unlink()
     latest_checkpoint(tmp_path)
-    assert "iteration-000002 is incomplete" in caplog.text and "goes on from iteration-000001" in caplog.text
+    assert "iteration-000002 is incomplete" in caplog.text and "iteration-000001 is taken instead" in caplog.text
 
 
 def test_a_run_of_which_no_checkpoint_reads_is_not_begun_anew(
