@@ -85,8 +85,9 @@ def measure(quick: bool, seed_learners: int) -> Report:
     if not quick:
         floor.append(Contender("bare loop, 2 threads", "bare", "--threads", "2"))
         further = {
-            "lag 1": ("rollout.max_policy_lag=1",),
-            "lag 2": ("rollout.max_policy_lag=2",),
+            # Places of the env runners are made once, for both sizes: a round of 64 groups, or two, over two runners.
+            "lag 1": ("rollout.max_policy_lag=1", "rollout.groups_per_runner=32"),
+            "lag 2": ("rollout.max_policy_lag=2", "rollout.groups_per_runner=64"),
             "PPO, value head": ("algorithm.preset=ppo",),
             "PPO, critic adapter": ("algorithm.preset=ppo", "critic.kind=adapter"),
         }
