@@ -1,13 +1,13 @@
-"""Several ways to train with one configuration: held-out accuracy over the episodes that were sampled, seed by seed.
+"""Several ways to train with one configuration: held-out accuracy or reward over the episodes that were sampled, seed by seed.
 
     python benchmarks/compare.py CONFIG --run NAME=OVERRIDES --run NAME=OVERRIDES [--seeds N] [--set KEY=VALUE ...] \
-        [--goal X] [--folder DIR] [--figure FILE] [--out FILE]
+        [--of accuracy|reward] [--goal X] [--folder DIR] [--figure FILE] [--out FILE]
     python benchmarks/compare.py configs/gridwalk_tiny.yaml --run GRPO= --run RLOO=algorithm.estimator=rloo
 
 `--run NAME=OVERRIDES` names a contender and what it changes (`key=value`, separated by spaces); `--set` changes all of them alike.
 Runs take turns by seed, each is `rl-vlm train` in a process of its own. Episodes are all that were sampled: those that were
-replaced because they had no gradient, or dropped because they were too old, count. The table shows accuracy before and after,
-turns, training time and the episodes until an evaluation reached the goal (NaN if none did); the figure shows accuracy over
+replaced because they had no gradient, or dropped because they were too old, count. The table shows the score before and after,
+turns, training time and the episodes until an evaluation reached the goal (NaN if none did); the figure shows the score over
 episodes, mean and range of the seeds. A run folder that is finished is not run again, so an interrupted comparison goes on where it was.
 """
 
@@ -36,16 +36,16 @@ _TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run: training seconds, and by evaluation (the first is before training) episodes so far, accuracy, mean turns."""
+    """One run: training seconds, and by evaluation (the first is before training) episodes so far, score, mean turns."""
 
     seconds: float
     episodes: list[int]
-    accuracy: list[float]
+    score: list[float]
     turns: list[float]
 
     def episodes_to(self, goal: float) -> float:
-        """The episodes before the first evaluation with an accuracy of at least `goal`; NaN without one."""
-        reached = [count for count, accuracy in zip(self.episodes, self.accuracy, strict=True) if accuracy >= goal]
+        """The episodes before the first evaluation with a score of at least `goal`; NaN without one."""
+        reached = [count for count, score in zip(self.episodes, self.score, strict=True) if score >= goal]
         return float(reached[0]) if reached else float("nan")
 
 
@@ -66,8 +66,8 @@ def _finished(folder: Path) -> bool:
     return path.is_file() and json.loads(path.read_text())["status"] == "done"
 
 
-def read(folder: Path) -> Outcome:
-    """The outcome of a finished run folder."""
+def read(folder: Path, of: str) -> Outcome:
+    """The outcome of a finished run folder; the score is its `of`, `accuracy` or `reward`."""
     evaluations = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
     evaluations.sort(key=lambda entry: int(entry["iteration"]))
     with (folder / "progress.csv").open() as file:
@@ -78,7 +78,7 @@ def read(folder: Path) -> Outcome:
     return Outcome(
         json.loads((folder / "result.json").read_text())["train_seconds"],
         [int(sampled[min(int(entry["iteration"]), len(sampled) - 1)]) for entry in evaluations],
-        [entry["accuracy/default"] for entry in evaluations],
+        [entry[f"{of}/default"] for entry in evaluations],
         [entry["turns/default"] for entry in evaluations],
     )
 
@@ -89,20 +89,20 @@ def _group_size(folder: Path) -> int:
     return load_config(folder / "config.yaml").rollout.group_size
 
 
-def draw(outcomes: dict[str, list[Outcome]], path: Path) -> None:
-    """Accuracy over episodes: a line for the mean of the seeds, a band from the least to the best of them."""
+def draw(outcomes: dict[str, list[Outcome]], of: str, path: Path) -> None:
+    """The score over episodes: a line for the mean of the seeds, a band from the least to the best of them."""
     from rl_vlm.reporting.style import COLORS, MARKERS, new_figure, save_figure, style_panel
 
     figure = new_figure(8.0, 4.6)
     panel = figure.add_axes((0.1, 0.14, 0.87, 0.8))
     style_panel(panel)
     for (name, runs), color, marker in zip(outcomes.items(), COLORS * 9, MARKERS * 9, strict=False):
-        length = min(len(run.accuracy) for run in runs)
+        length = min(len(run.score) for run in runs)
         episodes = np.mean([run.episodes[:length] for run in runs], axis=0)
-        accuracy = np.array([run.accuracy[:length] for run in runs])
-        panel.fill_between(episodes, accuracy.min(0), accuracy.max(0), color=color, alpha=0.15, linewidth=0)
-        panel.plot(episodes, accuracy.mean(0), color=color, marker=marker, markersize=4, label=f"{name} ({len(runs)})")
-    panel.set(xlabel="episodes sampled", ylabel="held-out accuracy", ylim=(0, 1.02))
+        score = np.array([run.score[:length] for run in runs])
+        panel.fill_between(episodes, score.min(0), score.max(0), color=color, alpha=0.15, linewidth=0)
+        panel.plot(episodes, score.mean(0), color=color, marker=marker, markersize=4, label=f"{name} ({len(runs)})")
+    panel.set(xlabel="episodes sampled", ylabel=f"held-out {of}", ylim=(0, 1.02))
     panel.legend(frameon=False)
     save_figure(figure, [path])
 
@@ -112,6 +112,7 @@ def measure(
     contenders: dict[str, list[str]],
     shared: list[str],
     seeds: int,
+    of: str,
     goal: float,
     folder: Path,
     figure: Path | None,
@@ -121,22 +122,22 @@ def measure(
     for seed in range(seeds):
         for name, overrides in contenders.items():
             train(config, folder / f"{name}-{seed}", [*shared, *overrides, f"seed={seed}"])
-            outcomes[name].append(read(folder / f"{name}-{seed}"))
-            print(f"{name}, seed {seed}: {outcomes[name][-1].accuracy[-1]:.3f}", flush=True)
-    report = Report(f"{config.stem}: held-out accuracy after training")
+            outcomes[name].append(read(folder / f"{name}-{seed}", of))
+            print(f"{name}, seed {seed}: {outcomes[name][-1].score[-1]:.3f}", flush=True)
+    report = Report(f"{config.stem}: held-out {of} after training")
     for name, runs in outcomes.items():
         report.add(
             name,
-            [run.accuracy[-1] for run in runs],
+            [run.score[-1] for run in runs],
             unit="",
-            before=statistics.mean(run.accuracy[0] for run in runs),
+            before=statistics.mean(run.score[0] for run in runs),
             turns=statistics.mean(run.turns[-1] for run in runs),
             train_s=statistics.median(run.seconds for run in runs),
             episodes=statistics.median(run.episodes[-1] for run in runs),
             episodes_to_goal=statistics.median(run.episodes_to(goal) for run in runs),
         )
     if figure is not None:
-        draw(outcomes, figure)
+        draw(outcomes, of, figure)
     return report
 
 
@@ -147,15 +148,16 @@ def main() -> None:
     parser.add_argument("--run", action="append", metavar="NAME=OVERRIDES", required=True)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for all runs alike")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--goal", type=float, default=0.9, help="of held-out accuracy (default 0.9)")
+    parser.add_argument("--of", choices=("accuracy", "reward"), default="accuracy", help="the score (default accuracy)")
+    parser.add_argument("--goal", type=float, default=0.9, help="of the held-out score (default 0.9)")
     parser.add_argument("--folder", type=Path, help="where the run folders go; default: a temporary folder")
-    parser.add_argument("--figure", type=Path, help="draw accuracy over episodes here (.png, .svg or .pdf)")
+    parser.add_argument("--figure", type=Path, help="draw the score over episodes here (.png, .svg or .pdf)")
     parser.add_argument("--out", type=Path, help="write JSON here")
     args = parser.parse_args()
     contenders = {name: shlex.split(overrides) for name, _, overrides in (run.partition("=") for run in args.run)}
     folder = (args.folder or Path(tempfile.mkdtemp(prefix="compare-"))).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    report = measure(args.config.absolute(), contenders, args.set, args.seeds, args.goal, folder, args.figure)
+    report = measure(args.config.absolute(), contenders, args.set, args.seeds, args.of, args.goal, folder, args.figure)
     report.finish(args.out)
 
 
