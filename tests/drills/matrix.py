@@ -18,7 +18,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +36,7 @@ from rl_vlm.files import write_atomic
 from rl_vlm.models.loading import resolve_model
 
 DRIVER, WORK = '{"driver": 1}', '{"work": 1}'
-SETTLED = 2  # iterations between two faults
+SETTLED = 3  # iterations between two faults
 _START_S, _WAIT_S = 900.0, 420.0
 
 
@@ -59,10 +61,16 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What happened. seconds: from the fault (or its end, if it lasts) to the next row of figures."""
+    """What happened.
+
+    seconds: from the fault (or its end, if it lasts) until every part is there again and a row of figures came after it.
+    pause: the longest time without a row, from the last one before the fault to the last that was waited for; one that
+    lasts is in it.
+    """
 
     how: str  # "goes on", "resumed", "ended" or "not done"
     seconds: float
+    pause: float
     problems: list[str]
 
 
@@ -82,6 +90,32 @@ def cells() -> list[Cell]:
         if part != "env runner":  # the driver steps the environments itself
             found.append(Cell(part, fault, 0, "preference"))
     return found
+
+
+class Rows:
+    """When the rows of figures of a run came."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.times = run_dir, [time.monotonic()]
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        seen = 0
+        while not self._ended.wait(0.2):
+            if (now := iterations_done(self.run_dir)) > seen:
+                self.times.append(time.monotonic())
+                seen = now
+
+    def longest_pause(self, since: float) -> float:
+        """Seconds, from the last row before `since` on."""
+        first = sum(moment <= since for moment in self.times) - 1
+        times = self.times[max(first, 0) :]
+        return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._ended.set()
 
 
 @contextlib.contextmanager
@@ -112,7 +146,11 @@ class Campaign:
         source = QUICKSTART if self.algorithm == "grpo" else ROOT / "configs/rl_vlm_f/cartpole_tiny.yaml"
         shutil.copy(source, project / "config.yaml")
         models = [resolve_model("tiny"), resolve_model("tiny-labeller")]
-        with small_disk(self.disk), NodeCluster([2, 2, 2], [DRIVER, WORK, WORK]) as self.cluster:
+        with (
+            contextlib.closing(Rows(self.run_dir)) as self.rows,
+            small_disk(self.disk),
+            NodeCluster([2, 2, 2], [DRIVER, WORK, WORK]) as self.cluster,
+        ):
             for node, model in itertools.product(self.cluster.workers, models):
                 shutil.copytree(model, node.folder / "home/.cache/rl_vlm" / model.name)
             self.submit()
@@ -125,25 +163,31 @@ class Campaign:
 
     def drill(self, cell: Cell) -> tuple[Outcome, bool]:
         """One fault, and whether the run is broken after it."""
-        job, first = self.jobs[-1], iterations_done(self.run_dir)
+        job, first, whole, since = self.jobs[-1], iterations_done(self.run_dir), self.parts(), time.monotonic()
         try:
             undo = inject(self.cluster, cell.part, cell.fault, self.run_dir)
         except LookupError as error:
-            return Outcome("not done", 0.0, [str(error)]), False
+            return Outcome("not done", 0.0, 0.0, [str(error)]), False
         before, started = iterations_done(self.run_dir), time.monotonic()
+        seconds = 0.0
         try:
-            self.wait_iterations(before + 1, _WAIT_S)
-            seconds = time.monotonic() - started
-        except (AssertionError, TimeoutError) as error:
-            return Outcome("ended", 0.0, [last_line(str(error))]), True
-        finally:
+            self.wait_iterations(before + 1, _WAIT_S, whole)
+            seconds = round(time.monotonic() - started, 1)
             undo()
-        try:
             self.wait_iterations(iterations_done(self.run_dir) + SETTLED, _WAIT_S)
         except (AssertionError, TimeoutError) as error:
-            return Outcome("ended", seconds, [last_line(str(error))]), True
+            return Outcome("ended", seconds, 0.0, [last_line(str(error))]), True
+        finally:
+            undo()
         how = "goes on" if self.jobs[-1] == job else "resumed"
-        return Outcome(how, round(seconds, 1), self.problems(first)), False
+        return Outcome(how, seconds, round(self.rows.longest_pause(since), 1), self.problems(first)), False
+
+    def parts(self) -> Counter[str]:
+        """How many processes of each part there are."""
+        return Counter({
+            part: sum(len(node.processes(title)) for node in self.cluster.nodes if node.process is not None)
+            for part, title in PARTS.items()
+        })  # fmt: skip
 
     def submit(self, *more: str) -> None:
         """Start the run, or resume it."""
@@ -172,10 +216,13 @@ class Campaign:
             self.jobs[-1], self.folder / "project", [*command, *more], options=["--entrypoint-resources", DRIVER]
         )
 
-    def wait_iterations(self, count: int, timeout: float) -> None:
-        """Wait for iterations; start again what has gone, as a supervisor of the nodes and of the run would."""
+    def wait_iterations(self, count: int, timeout: float, whole: Counter[str] | None = None) -> None:
+        """Wait for iterations, and for as many processes of each part as in `whole`.
+
+        Starts again what has gone, as a supervisor of the nodes and of the run would.
+        """
         deadline, resumed = time.monotonic() + timeout, 0
-        while iterations_done(self.run_dir) < count:
+        while iterations_done(self.run_dir) < count or not (whole or Counter()) <= self.parts():
             self.cluster.revive()
             try:
                 ended = self.cluster.status(self.jobs[-1]) not in ("PENDING", "RUNNING")
@@ -186,7 +233,8 @@ class Campaign:
                 resumed += 1
                 self.submit("--resume")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"iteration {count} did not come within {timeout:g} s")
+                missing = ", ".join((whole - self.parts()) if whole else ())
+                raise TimeoutError(f"{missing or f'iteration {count}'} did not come within {timeout:g} s")
             time.sleep(0.3)
 
     def problems(self, first: int) -> list[str]:
@@ -217,10 +265,10 @@ def last_line(text: str) -> str:
 
 def table(done: dict[str, dict[str, object]]) -> str:
     """As Markdown."""
-    lines = ["| drill | | seconds | problems |", "|---|---|---|---|"]
+    lines = ["| drill | | whole again after, s | longest pause, s | problems |", "|---|---|---|---|---|"]
     for name, outcome in done.items():
         problems = "; ".join(map(str, outcome["problems"])) or "none"  # type: ignore[call-overload]
-        lines.append(f"| {name} | {outcome['how']} | {outcome['seconds']} | {problems} |")
+        lines.append(f"| {name} | {outcome['how']} | {outcome['seconds']} | {outcome['pause']} | {problems} |")
     return "\n".join(lines) + "\n"
 
 
@@ -244,7 +292,10 @@ def main() -> int:
 
     def tell(cell: Cell, outcome: Outcome) -> None:
         done[cell.name] = asdict(outcome)
-        print(f"{cell.name}: {outcome.how}, {outcome.seconds} s {outcome.problems or ''}", flush=True)
+        print(
+            f"{cell.name}: {outcome.how}, {outcome.seconds} s, pause {outcome.pause} s {outcome.problems or ''}",
+            flush=True,
+        )
         write_atomic(kept, json.dumps(done, indent=1))
         write_atomic(given.out / "drills.md", table(done))
 
@@ -265,7 +316,7 @@ def main() -> int:
                 print(f"{algorithm} lag {lag}: {last_line(str(error))}; the rest begins anew", flush=True)
             if len(left) == count:  # not even its start
                 for cell in left:
-                    tell(cell, Outcome("not done", 0.0, ["the run did not start"]))
+                    tell(cell, Outcome("not done", 0.0, 0.0, ["the run did not start"]))
                 break
     return int(any(done[cell.name]["problems"] for cell in wanted))
 

@@ -161,10 +161,10 @@ class NodeCluster(JobClient):
         for node in self.nodes:
             if node.process is not None:
                 node.kill()
+            subprocess.run(["ip", "netns", "del", self._namespace(node)], capture_output=True, check=False)
         if self._storage is not None:
             self._storage.kill()
             self._storage.wait(30)
-            subprocess.run(["ip", "netns", "del", self._namespace(node)], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)
 
     def _namespace(self, node: Node) -> str:
