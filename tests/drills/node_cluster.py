@@ -6,6 +6,7 @@ folder, /dev/shm, home and caches. Links can be cut or made slow; a node is kill
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -73,7 +74,8 @@ class Node:
     def signal(self, number: int) -> None:
         """Send a signal to everything in the node."""
         for process in self.processes():
-            process.send_signal(number)
+            with contextlib.suppress(psutil.NoSuchProcess):  # it went by itself, as children of the killed do
+                process.send_signal(number)
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
 
