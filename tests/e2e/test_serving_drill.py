@@ -37,13 +37,15 @@ class Drill:
     published: int = 0
 
 
-def all_healthy() -> bool:
+def all_healthy(count: int = 2) -> bool:
     application = serve.status().applications[app_name(RUN_ID)]
     counts = application.deployments["policy"].replica_states
-    return counts.get(ReplicaState.RUNNING, 0) == 2 and sum(counts.values()) == 2
+    return counts.get(ReplicaState.RUNNING, 0) == count and sum(counts.values()) == count
 
 
-async def run_drill(service: Any, adapters: Adapters, folder: Path, requests: int, kills: int, pace_s: float) -> Drill:
+async def run_drill(
+    service: Any, adapters: Adapters, folder: Path, requests: int, kills: int, pace_s: float, count: int = 2
+) -> Drill:
     drill = Drill()
     done = asyncio.Event()
 
@@ -51,7 +53,7 @@ async def run_drill(service: Any, adapters: Adapters, folder: Path, requests: in
         drill.retries.append(time.monotonic())
         await asyncio.sleep(seconds)
 
-    policy_client = client(deadline_s=120.0, sleep=pause)
+    policy_client = client(deadline_s=120.0, sleep=pause, homes=range(count))
 
     async def publish() -> None:
         while not done.is_set():
@@ -63,9 +65,9 @@ async def run_drill(service: Any, adapters: Adapters, folder: Path, requests: in
     async def kill() -> None:
         while not done.is_set() and len(drill.kills) < kills:
             await asyncio.sleep(1.0)
-            if await asyncio.to_thread(all_healthy) and len(found := replicas()) == 2:
+            if await asyncio.to_thread(all_healthy, count) and len(found := replicas()) == count:
                 drill.kills.append(time.monotonic())
-                found[len(drill.kills) % 2].kill()
+                found[len(drill.kills) % count].kill()
         if len(drill.kills) >= kills:
             done.set()
 
@@ -122,11 +124,14 @@ def processes() -> Iterator[None]:
 @pytest.mark.acceptance
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("requests", [int(os.environ.get("RL_VLM_DRILL_REQUESTS", "10000"))])
-def test_ten_thousand_requests_survive_kills_and_publications(tiny_folder: Path, tmp_path: Path, requests: int) -> None:
-    with served(tiny_folder, tmp_path) as (run, service):
+def test_ten_thousand_requests_survive_kills_and_publications(
+    tiny_folder: Path, tmp_path: Path, requests: int, count: int
+) -> None:
+    with served(tiny_folder, tmp_path, serving__num_replicas=count) as (run, service):
         adapters = Adapters(run, tiny_folder)
-        drill = asyncio.run(run_drill(service, adapters, tiny_folder, requests, 5, 1.0))
+        drill = asyncio.run(run_drill(service, adapters, tiny_folder, requests, 5, 1.0, count))
     assert not ray.is_initialized()
     print(
         f"{len(drill.answers)} answers, {drill.published} versions, {len(drill.kills)} kills, {len(drill.retries)} retries, "
