@@ -41,16 +41,23 @@ def choose_tokens(
     if top_k is not None or top_p is not None:
         scaled = _restrict(scaled, top_p, top_k, greedy)
     logprobs = torch.log_softmax(scaled, dim=-1)
+    num_greedy = int(greedy.sum())
+    # Of a row's running sum in float64, over a large vocabulary, greedy rows need nothing.
+    tokens = scaled.argmax(dim=-1) if num_greedy else _drawn(logprobs, uniform)
+    if 0 < num_greedy < len(greedy):
+        tokens = torch.where(greedy, tokens, _drawn(logprobs, uniform))
+    return Chosen(tokens, logprobs.gather(1, tokens[:, None])[:, 0], logprobs)
+
+
+def _drawn(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """Token ids int64 [R] at which the running sum of the probabilities [R, V] passes uniform [R]."""
     # float64, so that a tail of many small probabilities is not lost in the running sum.
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:].contiguous()
     drawn = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
     # Rounding can put u·total on the total itself: stay on the last token that has any probability.
     last = torch.searchsorted(cumulative, total)[:, 0]
-    tokens = torch.minimum(drawn, last)
-    if bool(greedy.any()):
-        tokens = torch.where(greedy, scaled.argmax(dim=-1), tokens)
-    return Chosen(tokens, logprobs.gather(1, tokens[:, None])[:, 0], logprobs)
+    return torch.minimum(drawn, last)
 
 
 def most_likely(distribution: Tensor, counts: list[int]) -> list[tuple[tuple[int, float], ...]]:

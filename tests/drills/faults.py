@@ -14,7 +14,8 @@ from runs import ENV_RUNNER, LEARNER, REGISTRY, REPLICA
 
 STOPPED_S = 60.0
 _FIND_S = 120.0
-CUT_S, FULL_S = 20.0, 20.0
+CUT_S, FULL_S, SLOW_S = 20.0, 20.0, 20.0
+SLOW = (0.1, 0.05)  # seconds longer each way, and the share of frames that is lost each way
 
 # Part -> how its processes' command lines begin.
 PARTS = {
@@ -100,8 +101,9 @@ def inject(cluster: NodeCluster, part: str, fault: str, run_dir: Path) -> Callab
         time.sleep(CUT_S)
         cluster.cut(node, cut=False)
         return lambda: None
-    cluster.impair(node, "delay", "200ms", "loss", "5%")
-    return lambda: cluster.impair(node)
+    cluster.slow(node, *SLOW)
+    time.sleep(SLOW_S)
+    return lambda: cluster.restore(node)
 
 
 def _fill(path: Path) -> None:

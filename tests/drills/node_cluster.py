@@ -36,8 +36,12 @@ def allowed() -> bool:
     )
 
 
+def _run(*command: object) -> None:
+    subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True, timeout=30)
+
+
 def _ip(*arguments: object) -> None:
-    subprocess.run(["ip", *map(str, arguments)], check=True, capture_output=True, text=True, timeout=30)
+    _run("ip", *arguments)
 
 
 @dataclass(slots=True)
@@ -104,6 +108,7 @@ class NodeCluster(JobClient):
         self._subnet = f"10.{100 + secrets.randbelow(100)}.{secrets.randbelow(250)}"
         self._cpus, self._resources = cpus, resources or ["{}"] * len(cpus)
         self._storage: subprocess.Popen[bytes] | None = None
+        self._slow: subprocess.Popen[bytes] | None = None  # the program that slows a node's link
         self._head_variables: dict[str, str] = {}
         self._mounted = self.folder / "tmp"  # every node has its own folder here
         self._mounted.mkdir()
@@ -135,6 +140,7 @@ class NodeCluster(JobClient):
             _ip("link", "add", self._bridge, "type", "bridge")
             _ip("addr", "add", f"{self._subnet}.1/24", "dev", self._bridge)
             _ip("link", "set", self._bridge, "up")
+            _run("ethtool", "-K", self._bridge, "tx", "off")
             for place, node in enumerate(self.nodes):
                 self._connect(place, node)
             self._start_storage()
@@ -164,10 +170,12 @@ class NodeCluster(JobClient):
             if node.process is not None:
                 node.kill()
             subprocess.run(["ip", "netns", "del", self._namespace(node)], capture_output=True, check=False)
-        if self._storage is not None:
-            self._storage.kill()
-            self._storage.wait(30)
-        subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)
+        for process in (self._storage, self._slow):
+            if process is not None:
+                process.kill()
+                process.wait(30)
+        for link in (f"s{self._tag}", self._bridge):
+            subprocess.run(["ip", "link", "del", link], capture_output=True, check=False)
 
     def _namespace(self, node: Node) -> str:
         return f"rlv-{self._tag}-{node.name}"
@@ -185,6 +193,10 @@ class NodeCluster(JobClient):
         _ip("-n", name, "addr", "add", f"{node.address}/24", "dev", inner)
         _ip("-n", name, "link", "set", inner, "up")
         _ip("-n", name, "link", "set", "lo", "up")
+        # A slow link carries frames in user space: each must be whole, with its checksum.
+        whole = ["tx", "off", "tso", "off", "gso", "off", "gro", "off"]
+        _run("ip", "netns", "exec", name, "ethtool", "-K", inner, *whole)
+        _run("ethtool", "-K", outer, *whole)
         for part in ("tmp", "home"):
             (node.folder / part).mkdir(parents=True)
 
@@ -276,14 +288,29 @@ class NodeCluster(JobClient):
 
     # Faults.
 
-    def impair(self, node: Node, *settings: str) -> None:
-        """Make a node's link bad: `impair(node, "delay", "200ms", "loss", "5%")`. Nothing: as it was."""
-        link = self._link(self.nodes.index(node))
-        subprocess.run(["tc", "qdisc", "del", "dev", link, "root"], capture_output=True, check=False)
-        if settings:
-            subprocess.run(
-                ["tc", "qdisc", "add", "dev", link, "root", "netem", *settings], check=True, capture_output=True
-            )
+    def slow(self, node: Node, delay_s: float, lost: float) -> None:
+        """Frames to and from a node take `delay_s` longer each way, and a share of them is lost, until `restore`."""
+        link, inside, outside = self._link(self.nodes.index(node)), f"s{self._tag}", f"t{self._tag}"
+        _ip("link", "add", inside, "type", "veth", "peer", "name", outside)
+        _run("ethtool", "-K", outside, "tx", "off")
+        Path(f"/proc/sys/net/ipv4/conf/{link}/arp_ignore").write_text(
+            "1"
+        )  # this machine is not the node's neighbour there
+        _ip("link", "set", link, "nomaster")
+        _ip("link", "set", outside, "master", self._bridge)
+        for name in (inside, outside):
+            _ip("link", "set", name, "up")
+        program = Path(__file__).with_name("slow_link.py")
+        self._slow = subprocess.Popen([sys.executable, program, link, inside, f"{delay_s}", f"{lost}"])
+
+    def restore(self, node: Node) -> None:
+        """The node's link is as it was."""
+        if self._slow is not None:
+            self._slow.kill()
+            self._slow.wait(30)
+            self._slow = None
+            _ip("link", "del", f"s{self._tag}")
+            _ip("link", "set", self._link(self.nodes.index(node)), "master", self._bridge)
 
     def cut(self, node: Node, *, cut: bool = True) -> None:
         """Cut a node off, or connect it again."""
