@@ -151,7 +151,6 @@ def _mask(height: int, width: int, inset: float, disc: bool) -> np.ndarray:
     return np.hypot(x, y) <= 0.5 - inset if disc else np.maximum(np.abs(x), np.abs(y)) <= 0.5 - inset
 
 
-
 def render(grid: Grid, image_size: int = IMAGE_SIZE) -> np.ndarray:
     """Paint a state: uint8 [image_size, image_size, 3].
 
