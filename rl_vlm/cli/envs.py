@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -54,6 +56,9 @@ def check(
     env_arg: EnvArguments = None,
     episodes: Annotated[int, typer.Option(min=1, help="How many are played.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Of the answers.")] = 0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that one reset or step may take before it is said to hang.")
+    ] = 60.0,
     image: Annotated[
         Path | None, typer.Option(help="Where the first image is written; a temporary file by default.")
     ] = None,
@@ -63,7 +68,8 @@ def check(
     from rl_vlm.envs.checking import check_environment
     from rl_vlm.files import write_atomic
 
-    report = check_environment(env, parse_arguments(env_arg), episodes=episodes, seed=seed)
+    with redirect_stdout(sys.stderr):  # what the environment prints is no part of the report
+        report = check_environment(env, parse_arguments(env_arg), episodes=episodes, seed=seed, call_s=timeout)
     if report.image is not None:
         image = image or Path(tempfile.gettempdir()) / f"rl-vlm-{re.sub(r'[^A-Za-z0-9.-]+', '-', env)[-60:]}.png"
         write_atomic(image, report.image.png)
@@ -80,7 +86,8 @@ def check(
         }
         say(json.dumps(found, indent=2))
     else:
-        say(f"{report.prompt}\n")
+        if report.prompt:
+            say(f"{report.prompt}\n")
         if report.image is not None:
             say(f"The first image is in {image}.\n")
         colors = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}

@@ -150,6 +150,7 @@ def rollout(
     _check_out(out)
     from rl_vlm.models.trained import find_trained
     from rl_vlm.runs import play
+    from rl_vlm.types import SamplingParams
 
     options = {
         "batch_size": batch_size,
@@ -160,6 +161,8 @@ def rollout(
         "seed": seed,
     }
     sampling = {name: value for name, value in options.items() if value is not None}
+    # Refused before a model loads.
+    SamplingParams(1, 1.0 if temperature is None else temperature, 1.0 if top_p is None else top_p, top_k or 0)
     summary = play.rollout(run, adapter=find_trained(adapter, run_dir), episodes=episodes, sampling=sampling, out=out)
     say(json.dumps({"summary": summary}))
 

@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import psutil
 from PIL import Image
 
 from rl_vlm.envs.base import StepResult, VisionEnv
+from rl_vlm.envs.deadline import DeadlineError, deadline
 from rl_vlm.envs.errors import check_reset, check_step
 from rl_vlm.envs.images import one_line
 from rl_vlm.envs.registry import make
@@ -24,8 +26,9 @@ from rl_vlm.types import EncodedImage, Observation, Split, UserInputError, as_en
 MAX_STEPS = 200  # of one episode; an environment without an end is cut there
 COMPARED = 100  # items of each split
 SLOW_S = 1.0  # a median of resets or steps above this is a warning
-# Growth of the process that is too much: over all resets of a check, and for each.
-MAX_GROWTH, MAX_GROWTH_EACH = 16 * 2**20, 32 * 2**10
+# A leak grows in each of the rounds by more than so many bytes; what fills up once, or comes and goes, does not.
+ROUNDS, MAX_GROWTH = 3, 2**20
+CALL_S, MAKE_S, CLOSE_S = 60.0, 300.0, 5.0  # how long one call, making the environment and closing it may take
 SPLITS: tuple[Split, ...] = ("train", "test")
 # What a policy may write. None of it may stop an environment.
 HOSTILE = ("", " ", "x" * 20_000, "<tool_call>{", r"\boxed{", "NaN", "é🐼\u202e\x00", "1" * 5000, "</think>")
@@ -61,12 +64,19 @@ class Report:
 
 
 def check_environment(
-    env_id: str, kwargs: dict[str, Any] | None = None, *, episodes: int = 20, seed: int = 0, budget_s: float = 20.0
+    env_id: str,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    episodes: int = 20,
+    seed: int = 0,
+    budget_s: float = 20.0,
+    call_s: float = CALL_S,
 ) -> Report:
     """Make the environment and try it. What it raises becomes a finding.
 
     episodes: how many are played and compared. seed: of the answers, words of the prompt. budget_s: about how long each check
-    that repeats something may take; it then stops and says how often it did.
+    that repeats something may take; it then stops and says how often it did. call_s: how long one reset or step may take; one that
+    takes longer is interrupted (in the main thread, where it can be).
     """
     report = Report(env_id)
     envs: list[VisionEnv] = []
@@ -75,7 +85,7 @@ def check_environment(
         envs.append(make(env_id, **(kwargs or {})))
         return envs[-1]
 
-    checks = _Checks(report, build, episodes, seed, budget_s)
+    checks = _Checks(report, build, episodes, seed, budget_s, call_s)
     try:
         for check in (
             checks.opens,
@@ -90,9 +100,21 @@ def check_environment(
     except _WrongError as error:
         report.findings.append(Finding(error.name, "fail", str(error)))
     finally:
-        for env in envs:
-            env.close()
+        _close(envs, report)
     return report
+
+
+def _close(envs: list[VisionEnv], report: Report) -> None:
+    """Close what was made; the first one that cannot be closed is a finding."""
+    found = None
+    for env in envs:
+        try:
+            with _naming("close", "close()", CLOSE_S):
+                env.close()
+        except _WrongError as error:
+            found = found or Finding(error.name, "fail", str(error))
+    if found:
+        report.findings.append(found)
 
 
 class _WrongError(Exception):
@@ -104,9 +126,15 @@ class _WrongError(Exception):
 
 
 @contextmanager
-def _naming(name: str, what: str) -> Iterator[None]:
+def _naming(name: str, what: str, seconds: float) -> Iterator[None]:
+    """What is raised, and what takes longer than `seconds`, is what is wrong with `name`."""
     try:
-        yield
+        with deadline(seconds):
+            yield
+    except DeadlineError as error:
+        raise _WrongError(name, f"{what} hangs: it did not return in {seconds:g} s") from error
+    except SystemExit as error:
+        raise _WrongError(name, f"{what}: SystemExit: {error}") from error
     except Exception as error:  # whatever the environment raises
         raised = one_line(error) if isinstance(error, UserInputError) else f"{type(error).__name__}: {one_line(error)}"
         raise _WrongError(name, f"{what}: {raised}") from error
@@ -116,31 +144,47 @@ class _Checks:
     """The checks, in the order in which they run."""
 
     def __init__(
-        self, report: Report, build: Callable[[], VisionEnv], episodes: int, seed: int, budget_s: float
+        self,
+        report: Report,
+        build: Callable[[], VisionEnv],
+        episodes: int,
+        seed: int,
+        budget_s: float,
+        call_s: float,
     ) -> None:
         self._report, self._build = report, build
-        self._episodes, self._seed, self._budget_s = episodes, seed, budget_s
+        self._episodes, self._seed, self._budget_s, self._call_s = episodes, seed, budget_s, call_s
         self._env: VisionEnv
+        self._resets: list[float] = []  # seconds, each of an item that was not open before
         self._sizes: dict[Split, int | None] = {}
-        self._last = 0  # how often the last repeated check did what it does
 
     def opens(self) -> None:
         """It can be made, and opens with a prompt."""
         started = time.perf_counter()
-        with _naming("make", "It cannot be made"):
+        with _naming("make", "It cannot be made", MAKE_S):
             self._env = self._build()
         seconds = time.perf_counter() - started
         self._report.figures["make_s"] = round(seconds, 4)
         self._report.add("make", "", f"{type(self._env).__name__}, in {seconds:.2f} s")
+        with _naming("splits", "num_items() fails", self._call_s):
+            self._sizes = {split: self._env.num_items(split) for split in SPLITS}
+        self._report.figures["num_items"] = dict(self._sizes)
+        if self._is_empty("train"):
+            raise _WrongError("splits", "the split train is empty")
         observation = self._reset("train", 0)
         images = [image for message in observation.messages for image in message.images]
         self._report.prompt = as_text(observation)
         self._report.image = as_encoded(images)[0] if images else None
-        self._report.add("prompt", "", f"{len(self._report.prompt)} characters and {len(images)} images")
+        shown = f"{len(self._report.prompt)} characters and {len(images)} images"
+        self._report.add(
+            "prompt", "" if images else f"{shown}: there is nothing to see before the answer", shown, "warn"
+        )
 
     def spaces(self) -> None:
         """What it returns and takes is in its spaces."""
-        inside = self._env.observation_space.contains(self._reset("train", 0)), self._env.action_space.contains("text")
+        observation = self._reset("train", 0)
+        with _naming("spaces", "observation_space and action_space", self._call_s):
+            inside = self._env.observation_space.contains(observation), self._env.action_space.contains("text")
         names = [name for name, fits in zip(("observation_space", "action_space"), inside, strict=True) if not fits]
         self._report.add(
             "spaces", f"{' and '.join(names)} does not hold what is used" if names else "", "observation, text"
@@ -148,17 +192,16 @@ class _Checks:
 
     def splits(self) -> None:
         """Both splits have items, and none is in both."""
-        with _naming("splits", "num_items() fails"):
-            self._sizes = {split: self._env.num_items(split) for split in SPLITS}
-        self._report.figures["num_items"] = dict(self._sizes)
-        empty = [split for split, size in self._sizes.items() if size == 0]
-        if empty:
-            self._report.add("splits", f"the split {empty[0]} is empty", "")
-            return
         seen: dict[Split, dict[str, int]] = {split: {} for split in SPLITS}
         for split in SPLITS:
+            if self._is_empty(split):
+                self._report.add("splits", f"the split {split} is empty", "")
+                return
             for index in self._within_budget(min(self._sizes[split] or COMPARED, COMPARED)):
-                seen[split].setdefault(digest(self._reset(split, index)), index)
+                started = time.perf_counter()
+                observation = self._reset(split, index)
+                self._resets.append(time.perf_counter() - started)
+                seen[split].setdefault(digest(observation), index)
         shared = sorted(seen["train"].keys() & seen["test"].keys(), key=lambda one: seen["test"][one])
         first = f": test item {seen['test'][shared[0]]} is train item {seen['train'][shared[0]]}" if shared else ""
         sizes = ", ".join(f"{split} {'without end' if size is None else size}" for split, size in self._sizes.items())
@@ -167,11 +210,9 @@ class _Checks:
 
     def plays(self) -> None:
         """Episodes end, with rewards that are numbers; how long resets and steps take."""
-        resets, steps, turns, rewards, endless = [], [], [], [], 0
+        steps, turns, rewards, endless = [], [], [], 0
         for index in self._within_budget(self._episodes):
-            started = time.perf_counter()
             observation = self._reset("train", index)
-            resets.append(time.perf_counter() - started)
             total, over, count = 0.0, False, 0
             answers = self._answers(index)
             while not over and count < MAX_STEPS:
@@ -186,16 +227,16 @@ class _Checks:
         wrong = f"{endless} of {len(turns)} episodes did not end in {MAX_STEPS} turns" if endless else ""
         self._report.add("ends", wrong, f"{len(turns)} episodes of {min(turns)} to {max(turns)} turns")
         self._report.figures |= {
-            "reset_ms": round(1000 * statistics.median(resets), 3),
+            "reset_ms": round(1000 * statistics.median(self._resets), 3),
             "step_ms": round(1000 * statistics.median(steps), 3),
             "turns": [min(turns), max(turns)],
             "rewards": [min(rewards), max(rewards)],
         }
         cost = "; ".join(
             f"{name} {1000 * statistics.median(taken):.2f} ms, at most {1000 * max(taken):.1f}"
-            for name, taken in (("reset", resets), ("step", steps))
+            for name, taken in (("reset", self._resets), ("step", steps))
         )
-        slow = max(statistics.median(resets), statistics.median(steps)) > SLOW_S
+        slow = max(statistics.median(self._resets), statistics.median(steps)) > SLOW_S
         self._report.add("cost", f"{cost}: more than {SLOW_S:g} s" if slow else "", cost, "warn")
         self._report.add("reward", "", f"from {min(rewards):g} to {max(rewards):g} for words of the prompt")
 
@@ -222,45 +263,51 @@ class _Checks:
 
     def memory(self) -> None:
         """Memory does not grow with the episodes: the same few items are opened and answered again and again."""
-        process = psutil.Process()
+        process, played = psutil.Process(), 0
 
         def run(count: int) -> int:
-            for number in self._within_budget(count):
+            nonlocal played
+            for number in self._within_budget(count, self._budget_s / (ROUNDS + 1)):
                 self._reset("train", number % 5)
                 self._step("no")
+                played += 1
             gc.collect()
             return int(process.memory_info().rss)
 
-        before = run(60)
-        growth, count = run(10 * self._episodes) - before, self._last
+        marks, played = [run(60)], 0
+        marks += [run(20 * self._episodes) for _ in range(ROUNDS)]
+        growth = marks[-1] - marks[0]
         self._report.figures["memory_growth_bytes"] = growth
-        said = f"{growth / 2**20:.1f} MiB over {count} episodes"
-        wrong = f"it grows by {said}" if growth > MAX_GROWTH and growth > count * MAX_GROWTH_EACH else ""
-        self._report.add("memory", wrong, said)
+        said = f"{growth / 2**20:.1f} MiB over {played} episodes"
+        leaks = min(after - before for before, after in pairwise(marks)) > MAX_GROWTH
+        self._report.add("memory", f"it grows by {said}, steadily" if leaks else "", said)
 
-    def _within_budget(self, count: int) -> Iterator[int]:
+    def _is_empty(self, split: Split) -> bool:
+        size = self._sizes[split]
+        return size is not None and size < 1
+
+    def _within_budget(self, count: int, budget_s: float | None = None) -> Iterator[int]:
         """The numbers up to `count`, until the time is used up."""
         started = time.perf_counter()
         for number in range(count):
-            self._last = number + 1
             yield number
-            if time.perf_counter() - started > self._budget_s:
+            if time.perf_counter() - started > (budget_s or self._budget_s):
                 return
 
     def _make_another(self) -> VisionEnv:
-        with _naming("determinism", "A second instance cannot be made"):
+        with _naming("determinism", "A second instance cannot be made", MAKE_S):
             return self._build()
 
     def _reset(self, split: Split, index: int, env: VisionEnv | None = None) -> Observation:
         size = self._sizes.get(split)
         index = index % size if size else index
-        with _naming("reset", f"reset() of {split} item {index}"):
+        with _naming("reset", f"reset() of {split} item {index}", self._call_s):
             options = {"index": index, "split": split}
             return check_reset((env or self._env).reset(seed=self._seed, options=options))[0]
 
     def _step(self, text: str, env: VisionEnv | None = None) -> StepResult:
         shown = text if len(text) <= 40 else f"{text[:40]}…"
-        with _naming("step", f"step({shown!r})"):
+        with _naming("step", f"step({shown!r})", self._call_s):
             return check_step((env or self._env).step(text))
 
     def _episode(self, env: VisionEnv, index: int) -> list[Any]:

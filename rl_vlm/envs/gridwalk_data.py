@@ -144,6 +144,13 @@ def grid_item(difficulty: Difficulty, split: Split, index: int, seed: int = 0) -
     )
 
 
+@lru_cache(maxsize=512)
+def _mask(height: int, width: int, inset: float, disc: bool) -> np.ndarray:
+    """bool [height, width]: the pixels of a disc or a rectangle in a cell. Cached: there are few sizes of cells."""
+    y, x = (np.mgrid[0:height, 0:width] + 0.5) / np.array([height, width])[:, None, None] - 0.5
+    return np.hypot(x, y) <= 0.5 - inset if disc else np.maximum(np.abs(x), np.abs(y)) <= 0.5 - inset
+
+
 def render(grid: Grid, image_size: int = IMAGE_SIZE) -> np.ndarray:
     """Paint a state: uint8 [image_size, image_size, 3].
 
@@ -158,9 +165,7 @@ def render(grid: Grid, image_size: int = IMAGE_SIZE) -> np.ndarray:
     def paint(cell: Cell, colour: tuple[int, int, int], inset: float, disc: bool) -> None:
         (top, bottom), (left, right) = ((edges[k], edges[k + 1]) for k in cell)
         height, width = bottom - top, right - left
-        y, x = (np.mgrid[0:height, 0:width] + 0.5) / np.array([height, width])[:, None, None] - 0.5
-        inside = np.hypot(x, y) <= 0.5 - inset if disc else np.maximum(np.abs(x), np.abs(y)) <= 0.5 - inset
-        pixels[top:bottom, left:right][inside] = colour
+        pixels[top:bottom, left:right][_mask(height, width, inset, disc)] = colour
 
     for wall in grid.walls:
         paint(wall, WALL, 0.0, disc=False)

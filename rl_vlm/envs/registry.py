@@ -65,7 +65,7 @@ def make(env_id: str, **kwargs: Any) -> VisionEnv:
         inspect.signature(factory).bind(**kwargs)
     except TypeError as error:
         raise UserInputError(
-            f"Environment {env_id} does not take these arguments ({error}): correct env.kwargs."
+            f"Environment {env_id} does not take these arguments ({error}): correct env.kwargs, or --env-arg."
         ) from error
     env = factory(**kwargs)
     if not isinstance(env, VisionEnv):

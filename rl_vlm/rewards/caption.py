@@ -32,11 +32,16 @@ _TOKEN = re.compile(r"[^\W_]+(?:['’][^\W_]+)?|[,.;:!?\n|/•]|-{2,}")
 _NO_CONTENT = (
     "a an the this that these those some any it its they their there here he she his her we i you is are was were be been being "
     "am has have had do does did of at in on to by for with from as into onto over under up out off near next and or but while "
-    "which who whose what where when than then so very also just can will would not no "
-    "image picture photo photograph drawing scene shows show showing shown see seen caption"
+    "which who whose what where when than then so very also just can will would there's located positioned situated placed "
+    "contains containing image picture photo photograph drawing scene shows show showing shown see seen caption"
 )
 _FUNCTION_WORDS = frozenset(_NO_CONTENT.split())
 _BREAKS = frozenset(("and", "or", "but", "while"))
+_NEGATIONS = frozenset(("no", "not", "never", "without", "neither", "nor", "cannot"))  # and "isn't"
+_NEGATED = "¬"  # before the stems that follow a negation in its clause: "no circle" does not say that there is one
+_CORNER = re.compile(
+    r"\b(left|right)(?:[- ]hand)?[- ](?:corner|quadrant)\b"
+)  # "at the top left corner": at the top left
 # Words that are one in captions, whatever their stems.
 SYNONYMS: tuple[tuple[str, ...], ...] = (
     ("0", "zero"), ("1", "one"), ("2", "two"), ("3", "three"), ("4", "four"), ("5", "five"), ("6", "six"),
@@ -142,14 +147,17 @@ def length_factor(num_words: int, reference: int) -> float:
 def read_content(text: str, groups: dict[str, str]) -> Content:
     """Cut a text into clauses of content words, at punctuation and conjunctions. `groups`: stem -> the stem that stands for it."""
     clauses: list[list[str]] = [[]]
-    num_words = 0
-    for token in _TOKEN.findall(text.casefold()):
+    num_words, negated = 0, ""
+    for token in _TOKEN.findall(_CORNER.sub(r"\1", text.casefold().replace("’", "'"))):
         if not token[0].isalnum() or token in _BREAKS:
             clauses.append([])
+            negated = ""
         num_words += token[0].isalnum()
-        if token[0].isalnum() and token not in _FUNCTION_WORDS:
+        if token in _NEGATIONS or token.endswith("n't"):
+            negated = _NEGATED
+        elif token[0].isalnum() and token not in _FUNCTION_WORDS:
             stem = _stem(token)
-            clauses[-1].append(groups.get(stem, stem))
+            clauses[-1].append(negated + groups.get(stem, stem))
     return Content(tuple(tuple(clause) for clause in clauses if clause), num_words)
 
 

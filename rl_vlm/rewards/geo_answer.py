@@ -42,7 +42,8 @@ _DEGREES = re.compile(
     r"\s*(?P<after>[NSEW]|north|south|east|west)?",
     re.IGNORECASE,
 )
-_THOUGHT = re.compile(r".*</think>", re.DOTALL)
+_COMMENT = re.compile(r"<!--.*?(?:-->|$)", re.DOTALL)  # which a reader does not see
+_BREAK = re.compile(r"<br ?/?>", re.IGNORECASE)
 _POINTS = re.compile(r"([-+]?[0-9]+\.[0-9]+),([-+]?[0-9]+\.[0-9]+)")  # 48.85,2.35: the points show what the comma is
 _PAIR = re.compile(r"\s*[;/]\s*|,\s+|(?<=[0-9NSns])\s+(?=[-+0-9])")
 _LIMITS = {"latitude": (90.0, "ns"), "longitude": (180.0, "ew")}
@@ -73,6 +74,8 @@ def parse_answer(text: str) -> GeoAnswer:
         said = _listed(lines)
     clear = {field: values[0] for field, values in said.items() if len({v.casefold() for v in values}) == 1}
     names = {field: _name(clear.get(field)) for field in ("city", "region", "country")}
+    names["region"] = _without_outer(names["region"], names["country"])
+    names["city"] = _without_outer(names["city"], names["region"], names["country"])
     coords = _coords(clear, said)
     complete = all(names.values()) and coords is not None and len(clear) == len(said)
     return GeoAnswer(names["city"], names["region"], names["country"], coords, complete)
@@ -99,7 +102,10 @@ def _lines(text: str) -> list[str]:
     if len(said) > MAX_CHARS:
         return []
     visible = "".join(char for char in unicodedata.normalize("NFKC", said) if unicodedata.category(char) != "Cf")
-    lines = [" ".join(line.split()) for line in _THOUGHT.sub("", visible).splitlines()]
+    visible = visible.rpartition("</think>")[2]
+    if "<think>" in visible:  # a thought that does not end
+        return []
+    lines = [" ".join(line.split()) for line in _BREAK.sub("\n", _COMMENT.sub("", visible)).splitlines()]
     return [part for line in lines if 0 < len(line) <= _MAX_LINE_CHARS for part in _NEXT_FIELD.split(line)]
 
 
@@ -118,6 +124,15 @@ def _listed(lines: list[str]) -> dict[str, list[str]]:
         return {}
     found = dict(zip(("city", "region", "country", "latitude", "longitude"), values, strict=True))
     return {field: [value] for field, value in found.items()} if _coords(found, ()) else {}
+
+
+def _without_outer(name: str | None, *outer: str | None) -> str | None:
+    """`Paris, France` as `Paris` where the answer itself says that the country is France."""
+    if name is None:
+        return None
+    first, *rest = re.split(r",\s+", name)
+    known = {one.casefold() for one in outer if one}
+    return first if all(part.casefold() in known for part in rest) else name
 
 
 def _name(value: str | None) -> str | None:

@@ -23,7 +23,9 @@ _COMMANDS = re.compile(
 _COMMAND = re.compile(r"\\([A-Za-z]+|.?)", re.DOTALL)
 _CHARACTERS = re.compile(r"[A-Za-z0-9\\{}()\[\]^_+\-/=<>.,!|&: ]+")
 # No algebra: words, E notation, point names such as ABC (where the order matters), numbers side by side, 1.2.3, 9!!.
-_NOT_ALGEBRA = re.compile(r"[A-Za-z]{4}|[A-Z]{2}|[0-9]\.?[eE][+-]?[0-9]|[0-9] [0-9]|:.*:|\.[0-9]*\.|!\s*!|[})\]!]!")
+_NOT_ALGEBRA = re.compile(
+    r"[A-Za-z]{4}|[A-Z]{2}|[0-9]_|[0-9]\.?[eE][+-]?[0-9]|[0-9] [0-9]|:.*:|\.[0-9]*\.|!\s*!|[})\]!]!"
+)
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\{[pb]matrix\}|\\mathbb\{[A-Z]\}")
 _EXPONENT = re.compile(r"\^(\{)?")
 _INTEGER = re.compile(r"[0-9]+")

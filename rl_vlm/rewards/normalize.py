@@ -57,7 +57,8 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"(?<=[0-9])(?<![0-9]{4})(?:\\[,;:! ] ?|\{,\}|~| )(?=[0-9]{3}(?![0-9]))", ""),  # 1\,000, 1{,}000, 1 000
-        (r"(?<!\\)\\[()\[\]$!]|\$", ""),
+        (r"(?<!\\)\\[()\[\]$!]|\$|(?<!\\)\\$", ""),
+        (r"\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![A-Za-z]) ?", ""),
         (r"\{,\}", ","),
         (r"(?<![0-9.^{/])([0-9]+) ([0-9]+) ?/ ?([0-9]+)(?![0-9])", r"\1\\frac{\2}{\3}"),  # 2 3/4
         (rf"(?<!\\)\\[,;:> ]|~|\\(?:quad|qquad|thinspace|displaystyle|textstyle|limits){_END}", " "),
@@ -72,7 +73,10 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"\\neq{_END}|!=", r"\\ne "),
         (rf"\\lbrace{_END}", r"\\{"),
         (rf"\\rbrace{_END}", r"\\}"),
-        (rf"\^? ?\\degrees?{_END}|\^ ?\{{ ?\\circ ?\}}|\^ ?\\circ{_END}", r"^\\circ "),
+        (
+            rf"\^? ?\\(?:text)?degrees?{_END}|{_TEXT} ?\{{ ?\^ ?\\circ ?\}}|(?<=[0-9])\^ ?(?:\{{ ?o ?\}}|o{_END})|\^ ?\{{ ?\\circ ?\}}|\^ ?\\circ{_END}",
+            r"^\\circ ",
+        ),
         (rf"{_TEXT} ?\{{ ?(?:and|or) ?\}}|,? (?:and|or) ", ","),
         (rf"{_TEXT} ?\{{", r"\\text{"),
         (rf"(?<![A-Za-z\\])(sqrt|pi|sin|cos|tan|sec|csc|cot|ln|log|theta){_END}", r"\\\1"),

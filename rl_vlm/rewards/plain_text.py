@@ -1,11 +1,13 @@
-"""What no honest answer holds: characters that hide or imitate others, and forged special tokens. Such answers are not graded."""
+"""What no honest answer holds: characters that hide or imitate others, forged special tokens, comments. Such answers are not graded."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
 
-_SPECIAL = re.compile(r"<\|[^<>|]{0,40}\|>|</?(?:s|tool_call|tool_response|im_start|im_end|eos|bos)>", re.IGNORECASE)
+_SPECIAL = re.compile(
+    r"<!--|<\|[^<>|]{0,40}\|>|</?(?:s|tool_call|tool_response|im_start|im_end|eos|bos)>", re.IGNORECASE
+)
 # Templates of thinking models open the thought in the prompt: the sampled text then begins inside it.
 _THOUGHT = re.compile(r"(?:\s*<think>)?(?:(?!</?think>).)*</think>", re.DOTALL)
 _MAX_THOUGHT = 100_000  # characters

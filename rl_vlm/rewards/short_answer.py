@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from rl_vlm.rewards.plain_text import spoken
 
 MAX_CHARS = 8000
-# `Answer: x` to the end of its line, `<answer>x</answer>`, `\boxed{x}`.
+# `Answer: x` to the end of its line or on the line below, `<answer>x</answer>`, `\boxed{x}`, and a heading `# Answer` above x.
 _MARKED = re.compile(
-    r"(?<![^\W_])answer[\"'*_`]{0,3}\s*:(?P<line>[^\n]*)|<answer>(?P<tag>[^<>]*)</answer>|\\(?:boxed|fbox)\s?\{(?P<box>[^{}]*)\}",
+    r"(?:(?<![^\W_])answer[\"'*_`]{0,3}\s*[:：]|答案\s*[:：]|^#{1,6}[ *_]*(?:final )?answer[ *_]*$)[*_`\s]*(?P<line>[^\n]*)|<answer>(?P<tag>[^<>]*)</answer>|\\(?:boxed|fbox)\s?\{(?P<box>[^{}]*)\}",
+    re.IGNORECASE | re.MULTILINE,
+)
+_SENTENCE = re.compile(
+    r"(?:(?:so|thus|therefore|hence),? )?(?:the |my )?(?:final |right |correct )?answer is\b:?(?P<value>.+)",
     re.IGNORECASE,
 )
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s?\{([^{}]*)\}|<answer>([^<>]*)</answer>", re.IGNORECASE)
@@ -54,7 +58,8 @@ def read_answer(text: str) -> ShortAnswer:
     """The answer of a text, which is compared as a whole: a list of answers is none of them.
 
     One thought at the start is not read (see `without_thought`). The answer is marked by `Answer:`, `<answer>` or `\\boxed{}` and ends the
-    text; marks that name different answers name none. A text of one line without a mark is the answer itself.
+    text; marks that name different answers name none. Without a mark a last line "The answer is x" says x, and a text of one line is the
+    answer itself.
     """
     said, reason = spoken(text, MAX_CHARS)
     if reason:
@@ -63,6 +68,8 @@ def read_answer(text: str) -> ShortAnswer:
     marks = list(_MARKED.finditer(said))
     if not marks:
         lines = [line for line in said.splitlines() if line.strip(_DECORATION)]
+        if lines and (sentence := _SENTENCE.fullmatch(lines[-1].strip(_DECORATION))):
+            return _answer(sentence["value"])
         return _answer(lines[0]) if len(lines) == 1 else ShortAnswer(None, "unmarked" if lines else "empty")
     if said[marks[-1].end() :].strip(_DECORATION):
         return ShortAnswer(None, "misplaced")

@@ -53,7 +53,7 @@ _SCALE = re.compile(rf"(?<=[0-9]) ?(?:\\text\{{ ?(?P<text>{'|'.join(_SCALES)})\}
 _ANY_WORDS = re.compile(r"[A-Za-z]{2}[A-Za-z ./]*")
 # Words that change the value: removing them like a unit would grade another answer.
 _NOT_A_UNIT = re.compile(
-    r"\b(?:not?|none|never|or|and|plus|minus|times|over|dozens?|hal(?:f|ves)|thirds?|quarters?|than|except|pi|"
+    r"\b(?:not?|none|never|or|and|plus|minus|times|over|dozens?|hal(?:f|ves)|thirds?|quarters?|than|except|pi|maybe|perhaps|possibly|probably|likely|if|unless|guess|wrong|"
     r"hundreds?|thousands?|millions?|billions?|trillions?)\b"
 )
 GENERIC = "unit"

@@ -10,11 +10,15 @@ from rl_vlm.rewards.plain_text import spoken
 MAX_CHARS = 8000
 _ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
 _VERDICT = re.compile(r"(?<![^\W_])(true|false)(?![^\W_])", re.IGNORECASE)
-# Words that turn a verdict around or take it back; "nottrue" and "untrue" hold no verdict at all.
-_TURNED = re.compile(
-    r"\b(?:not|never|neither|nor|hardly|isn'?t|wasn'?t|cannot|can'?t|if|whether|unless|either|maybe|perhaps|probably|possibly|or|might|may|could)\b",
+# What turns a verdict around or takes it back: in its own clause before it ("far from true", "un-true", "!true") and anywhere
+# behind it, and in its own sentence the words that leave it open. "nottrue" and "untrue" hold no verdict at all.
+_NEGATED = re.compile(
+    r"\b(?:not|never|neither|nor|hardly|[a-z]+n['’]t|isnt|wasnt|cant|aint|cannot|or|wrong|incorrect|opposite|contrary|doubt|deny|lie|unlikely|no way|far from|un|non|half)\b"
+    r"|¬|\\l?n(?:ot|eg)\b|~~|(?<![^\s`*(])!\s*$",
     re.IGNORECASE,
 )
+_OPEN = re.compile(r"\b(?:if|whether|unless|either|maybe|perhaps|probably|possibly|might|may|could)\b", re.IGNORECASE)
+_SENTENCE_END, _CLAUSE_END = re.compile(r"[.!?]\s"), re.compile(r"[.!?,;–—]\s")
 _REASON = re.compile(r"\b(?:because|since)\b", re.IGNORECASE)  # what follows explains the verdict and may hold any word
 _DECORATION = " \t*_`~#>\"'“”‘’()[]{}.!,:;-–—|\\$"
 
@@ -35,8 +39,8 @@ def read_verdict(text: str) -> Verdict:
     """The verdict of an answer.
 
     One thought at the start is not read (see `without_thought`). In the rest, the last line holds "true" or "false" once, in any case
-    and decoration, as its first or last word, without a word that turns it around. Lines before it may say the same word but
-    not the other one: who says both says nothing.
+    and decoration, as its first or last word, without a word that turns it around in its clause or leaves it open in its sentence. What
+    stands before these may say the same word but not the other one: who says both says nothing.
     """
     said, reason = spoken(text, MAX_CHARS)
     if reason:
@@ -51,9 +55,16 @@ def read_verdict(text: str) -> Verdict:
     found = list(_VERDICT.finditer(lines[-1]))
     if len(found) != 1:
         return Verdict(None, "repeated" if found else "misplaced")
-    before, after = lines[-1][: found[0].start()].strip(_DECORATION), lines[-1][found[0].end() :].strip(_DECORATION)
-    if _TURNED.search(before) or _TURNED.search(_REASON.split(after)[0]):
+    before, after = lines[-1][: found[0].start()], lines[-1][found[0].end() :]
+    behind = _REASON.split(after)[0]
+    if (
+        _NEGATED.search(_CLAUSE_END.split(before)[-1])
+        or _OPEN.search(_SENTENCE_END.split(before)[-1])
+        or _NEGATED.search(behind)
+        or _OPEN.search(behind)
+        or after.startswith("?")
+    ):
         return Verdict(None, "turned")
-    if before and after:
+    if before.strip(_DECORATION) and after.strip(_DECORATION):
         return Verdict(None, "misplaced")
     return Verdict(words == {"true"})

@@ -31,6 +31,7 @@ from rl_vlm.plugins import load_plugins
 from rl_vlm.rollout.stages import Stages
 from rl_vlm.runs.env_demand import check_places
 from rl_vlm.runs.memory import make_plan, object_store_mib, short_form
+from rl_vlm.runs.reward_names import check_reward_names
 from rl_vlm.types import RLVLMError, Split, UserInputError
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -105,6 +106,8 @@ def _inspect_part(run: RunConfig, name: str, text: TextSide) -> dict[str, Any]:
                 )
             if split == run.evaluation.split:
                 check_places(run, name, size, getattr(env, "max_sessions", None))
+            if split == "train":
+                check_reward_names(list(run.env.parts[name].reward.weights), env, run.rollout.max_turns)
             found |= {f"{split}_items": size, f"{split}_prompt_tokens": length, f"{split}_image_tokens": sum(counts)}
     except UserInputError:
         raise

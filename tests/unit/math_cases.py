@@ -23,6 +23,12 @@ RIGHT: list[tuple[str, str]] = [
     (r"\mathbf{12}", "12"),
     (r"\boldsymbol{12}", "12"),
     (r"\displaystyle 12", "12"),
+    (r"\large 12", "12"),
+    ("12\\ ", "12"),
+    (r"12\text{°}", "12"),
+    (r"12\textdegree", r"12^\circ"),
+    ("12^o", r"12^\circ"),
+    ("12^{o}", "12"),
     ("+12", "12"),
     ("−12", "-12"),
     # integers, decimals, thousands
@@ -229,6 +235,10 @@ RIGHT: list[tuple[str, str]] = [
 
 # (answer, truth): both are readable, and they differ.
 WRONG: list[tuple[str, str]] = [
+    (r"12\text{ possibly}", "12"),
+    (r"12\text{ if unsure}", "12"),
+    ("12_{7}", "12"),
+    ("12_7", "12"),
     (r"2/3\pi", r"\frac{2}{3\pi}"),
     ("1/2x", r"\frac{1}{2x}"),
     (r"1/2\sqrt{3}", r"\frac{1}{2\sqrt{3}}"),

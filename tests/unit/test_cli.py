@@ -344,6 +344,8 @@ def test_rollout_hands_on_the_sampling_options_that_were_given(config, harness, 
     assert run("rollout", config) == 0
     seen = json.loads(output(capsys))["summary"]
     assert seen["episodes"] == 4 and seen["sampling"] == {}
+    assert run("rollout", config, "--top-p", 1.5) == 2  # before a model loads
+    assert "0 < top_p <= 1" in failure(capsys)
 
 
 # Per turn, then of a whole trajectory: 8 turns, and 3,072 tokens where nothing is said.

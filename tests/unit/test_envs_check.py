@@ -3,6 +3,9 @@
 import io
 import json
 import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +18,14 @@ import rl_vlm
 from rl_vlm.cli.pictures import half_blocks
 from rl_vlm.cli.play import play_episode
 from rl_vlm.envs.checking import check_environment
+from rl_vlm.envs.deadline import DeadlineError, deadline
 
 FAULTY = str(Path(__file__).parents[1] / "fixtures" / "envs" / "faulty_env.py")
 FINE = f"{FAULTY}:Fine"
 
 
-def failures(env, episodes=4, **kwargs):
-    report = check_environment(env, kwargs, episodes=episodes, budget_s=1.0)
+def failures(env, episodes=4, call_s=60.0, **kwargs):
+    report = check_environment(env, kwargs, episodes=episodes, budget_s=1.0, call_s=call_s)
     return {finding.name: finding.detail for finding in report.findings if finding.status != "ok"}
 
 
@@ -41,6 +45,12 @@ def test_a_sound_environment_passes():
         ("overlap", "splits", "6 of 6 test prompts are also in train: test item 0 is train item 0"),
         ("random", "determinism", "item 0 with seed 0 differs in the same instance, from turn 0 on"),
         ("memory", "memory", "it grows by"),
+        ("leak", "memory", "steadily"),
+        ("hang", "reset", "reset() of train item 3 hangs: it did not return in 0.2 s"),
+        ("exit", "reset", "reset() of train item 0: SystemExit: no data"),
+        ("blind", "prompt", "0 images: there is nothing to see"),
+        ("close", "close", "close(): OSError: still open"),
+        ("spaceless", "spaces", "'NoneType' object has no attribute 'contains'"),
         ("nan", "step", "reward nan; it must be finite"),
         ("reset", "reset", "reset() of train item 0: KeyError: 'row'"),
         ("fragile", "step", "ValueError"),
@@ -48,7 +58,9 @@ def test_a_sound_environment_passes():
     ],
 )
 def test_a_fault_is_named(fault, name, detail):
-    found = failures(FINE, fault=fault, episodes=8 if fault == "memory" else 2)
+    found = failures(
+        FINE, fault=fault, episodes={"memory": 8, "leak": 20}.get(fault, 2), call_s=0.2 if fault == "hang" else 60.0
+    )
     assert list(found) == [name] and detail in found[name]
 
 
@@ -57,7 +69,8 @@ def test_state_that_leaks_between_episodes_is_found():
 
 
 def test_an_empty_split_and_wrong_arguments_are_found():
-    assert failures(FINE, num_test=0)["splits"] == "the split test is empty"
+    assert failures(FINE, num_test=0)["splits"] == failures(FINE, num_test=-1)["splits"] == "the split test is empty"
+    assert failures(FINE, num_train=0) == {"splits": "the split train is empty"}
     assert "does not take these arguments" in failures(FINE, colour=1)["make"]
     assert "Unknown environment" in failures("Nowhere-v0")["make"]
 
@@ -66,6 +79,21 @@ def test_a_slow_reset_is_a_warning_and_no_failure(monkeypatch):
     monkeypatch.setattr("rl_vlm.envs.checking.SLOW_S", 0.01)
     report = check_environment(FINE, {"fault": "slow"}, episodes=1, budget_s=0.1)
     assert report.ok and [one.name for one in report.findings if one.status == "warn"] == ["cost"]
+
+
+def test_a_reset_is_timed_when_its_item_is_opened_for_the_first_time():
+    assert check_environment(FINE, {"fault": "first"}, episodes=2, budget_s=1.0).figures["reset_ms"] > 15
+
+
+def test_a_deadline_leaves_signals_as_they_were():
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(DeadlineError), deadline(0.05):
+        time.sleep(10)
+    with deadline(10.0):
+        pass
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL)[1] == 0
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: deadline(0.01).__enter__()).result()  # no deadline there, and no error
 
 
 @pytest.mark.parametrize("env", ["Shapes-v0", "GridWalk-v0"])
@@ -102,6 +130,8 @@ def test_the_command_prints_the_prompt_saves_the_image_and_ends_with_1_where_som
         one for one in found["checks"] if one["name"] == "splits"
     ).items()
     assert run("envs", "check", FINE, "--env-arg", "fault") == 2
+    assert run("envs", "check", FINE, "--env-arg", "fault=talks", "--json", "--episodes", 2, "--image", picture) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True  # what the environment prints goes elsewhere
 
 
 def test_the_list_has_splits_and_turns(capsys):

@@ -57,3 +57,29 @@ def test_training_in_float16_is_refused_and_serving_in_it_is_not(tiny_folder: Pa
     with pytest.raises(UserInputError, match="model.dtype float16 cannot be trained in"):
         load_sft_config(None, overrides)
     assert plan(str(ROOT / "configs/quickstart.yaml"), overrides).run.model.dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("env", "weights", "sentence"),
+    [
+        (
+            "id: Shapes-v0, kwargs: {task: count}",
+            "{env: 1.0, style: 0.1}",
+            "names style, and the parts here are env, format, judge",
+        ),
+        ("id: Shapes-v0, kwargs: {task: count}", "{env: 1.0, relative_lenght: 0.1}", "Did you mean relative_length"),
+        ("id: GridWalk-v0", "{env: 1.0, formt: 0.1}", "Did you mean format"),  # its episode is cut off, not ended
+        ("id: GridWalk-v0", "{env: 1.0, format: 0.1, length: -0.1}", None),
+        ("id: GridWalk-v0", "{env: 1.0, style: 0.1}", None),  # which may come later
+    ],
+)
+def test_a_misspelt_reward_part_is_refused_before_a_model_loads(
+    env: str, weights: str, sentence: str | None, tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model: {{path: {tiny_folder}}}\nenv: {{{env}, reward: {{weights: {weights}}}}}\n")
+    if sentence is None:
+        inspect_run(load_config(config, []))
+    else:
+        with pytest.raises(UserInputError, match=sentence):
+            inspect_run(load_config(config, []))
