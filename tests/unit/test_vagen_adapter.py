@@ -95,3 +95,20 @@ def test_wrong_arguments_and_images_are_named():
         to_message({"obs_str": "x", "multi_modal_input": {"<image>": [b"1"]}})
     with pytest.raises(EnvError, match="text obs_str"):
         to_message("x")
+
+
+def test_a_file_may_import_its_base_class_from_the_facade_and_its_neighbours_relatively(tmp_path):
+    folder = tmp_path / "vagen" / "envs" / "push"
+    (folder / "utils").mkdir(parents=True)
+    source = Path(PUSH).read_text()
+    base = "from vagen.envs.gym_image_env import GymImageEnv\n"
+    assert base in source
+    (folder / "utils" / "words.py").write_text("WORD = 'left'\n")
+    (folder / "shared_words.py").write_text("WORD = 'right'\n")
+    names = "from vagen.envs import GymImageEnv\nfrom vagen.envs.push.shared_words import WORD as OWN\n"
+    (folder / "push_env.py").write_text(source.replace(base, f"{names}from .utils.words import WORD\n"))
+    made = rl_vlm.make(f"{folder / 'push_env.py'}:PushEnv")
+    assert check_reset(made.reset(options={"index": 0, "split": "train"}))[0].messages[0].role == "system"
+    module = sys.modules[type(made._inner).__module__]
+    assert (module.WORD, module.OWN) == ("left", "right")
+    made.close()

@@ -160,3 +160,19 @@ def test_an_installed_framework_is_not_replaced(tmp_path, monkeypatch):
     target = tmp_path / "mine.py"
     target.write_text(Path(NLVR2).read_text())
     assert find(str(target)).origin == "installed"
+
+
+def test_create_env_of_a_checkout_finds_its_modules_under_the_frameworks_name(tmp_path):
+    folder = tmp_path / "checkout" / "envs"
+    folder.mkdir(parents=True)
+    (folder / "pictures.py").write_text(Path(NLVR2).read_text())
+    (folder / "creator.py").write_text(
+        "def create_env(env_name, tokenizer, **env_kwargs):\n"
+        "    from vlmrl.envs.pictures import NLVR2Env\n\n"
+        "    return NLVR2Env(tokenizer, **env_kwargs)\n"
+    )
+    env = rl_vlm.make(str(folder / "creator.py"), name="nlvr2", split="test")
+    assert opened(env)[0].text.startswith("Look at the two images. test 0")
+    (folder / "lacking.py").write_text("def create_env(name, tokenizer):\n    import vlmrl.envs.nowhere\n")
+    with pytest.raises(UserInputError, match="cannot be made .*vlmrl.envs.nowhere"):
+        rl_vlm.make(str(folder / "lacking.py"), name="nlvr2")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.data import check_max_turns
 from rl_vlm.envs.errors import EnvError, as_reward
 from rl_vlm.envs.images import as_image, one_line
+from rl_vlm.envs.loading import with_stand_ins
 from rl_vlm.types import Message, Observation, Part, Split, UserInputError
 
 # vlm-gym's own words around a statement, and the question that its prompt leaves out.
@@ -121,11 +124,19 @@ class VlmGymEnv(VisionEnv):
                 f"The environment does not take these arguments ({error}): correct env.kwargs."
             ) from error
         try:
-            return self._factory(*given, **kwargs)
+            return with_stand_ins(partial(self._factory, *given, **kwargs), _file_of(self._factory))
         except Exception as error:  # whatever the user's code raises, a missing data set for example
             raise UserInputError(
                 f"The environment cannot be made ({type(error).__name__}: {one_line(error)})."
             ) from error
+
+
+def _file_of(factory: Callable[..., Any]) -> Path:
+    """The file that holds a class or function: `create_env` imports the environment's module when it is called."""
+    try:
+        return Path(inspect.getfile(factory))
+    except TypeError:  # a built-in, a partial
+        return Path.cwd() / "none"
 
 
 def to_message(observation: Any) -> Message:
