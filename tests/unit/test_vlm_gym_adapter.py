@@ -176,3 +176,38 @@ def test_create_env_of_a_checkout_finds_its_modules_under_the_frameworks_name(tm
     (folder / "lacking.py").write_text("def create_env(name, tokenizer):\n    import vlmrl.envs.nowhere\n")
     with pytest.raises(UserInputError, match="cannot be made .*vlmrl.envs.nowhere"):
         rl_vlm.make(str(folder / "lacking.py"), name="nlvr2")
+
+
+def test_one_environment_with_its_data_serves_all_episodes_of_a_process():
+    envs = [rl_vlm.make(GEOSPOT) for _ in range(3)]
+    stages = []
+    for env in envs:
+        opened(env)
+        stages.append(env.step("Country: FR")[4]["stage"])
+    assert stages[0] == "country" and stages[-1] == "full"  # its count of episodes goes on
+    assert len({id(env._envs["train"].env) for env in envs}) == 1
+    alone = rl_vlm.make(GEOSPOT, shared=False)
+    opened(alone)
+    assert alone.step("")[4]["stage"] == "country"
+    other = rl_vlm.make(GEOSPOT, tau_km=7.0)
+    assert other._envs["train"].env is not envs[0]._envs["train"].env
+
+
+def test_what_an_episode_writes_to_its_environment_is_its_own(tmp_path):
+    file = tmp_path / "scratch.py"
+    file.write_text(
+        "from vlmrl.envs.base import BaseEnv\n\n\n"
+        "class ScratchEnv(BaseEnv):\n"
+        "    def __init__(self, tokenizer):\n"
+        "        self.said = 0\n\n"
+        "    def reset(self, idx):\n"
+        "        return None, {'question': f'Task {idx}'}\n\n"
+        "    def step(self, state, action_tokens):\n"
+        "        self.said += 1\n"
+        "        return state, list(b'more'), float(self.said), self.said == 2, {}\n"
+    )
+    first, second = (rl_vlm.make(str(file)) for _ in range(2))
+    for env in (first, second):
+        opened(env)
+    rewards = [env.step("x")[1] for env in (first, second, first, second)]
+    assert rewards == [1.0, 1.0, 2.0, 2.0]
