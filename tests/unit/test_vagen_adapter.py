@@ -10,7 +10,7 @@ import pytest
 import rl_vlm
 from rl_vlm.envs.adapters.vagen import to_message
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_step
-from rl_vlm.types import UserInputError
+from rl_vlm.types import UserInputError, judged_correct
 
 PUSH = str(Path(__file__).parents[1] / "fixtures" / "envs" / "vagen_env.py")
 
@@ -112,3 +112,9 @@ def test_a_file_may_import_its_base_class_from_the_facade_and_its_neighbours_rel
     module = sys.modules[type(made._inner).__module__]
     assert (module.WORD, module.OWN) == ("left", "right")
     made.close()
+
+
+def test_success_makes_the_accuracy_whatever_the_rewards_add_up_to(env):
+    env.reset(options={"index": 1, "split": "train"})
+    infos = [check_step(env.step(text))[4] for text in ("wait", "right", "right")]
+    assert [judged_correct(info, reward=5.0) for info in infos] == [False, False, True]

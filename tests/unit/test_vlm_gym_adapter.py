@@ -4,13 +4,14 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import rl_vlm
 from rl_vlm.envs.adapters.splits import HeldOut
 from rl_vlm.envs.adapters.tokens import ByteTokenizer
 from rl_vlm.envs.errors import EnvError, check_reset, check_step
-from rl_vlm.types import UserInputError, as_encoded
+from rl_vlm.types import UserInputError, as_encoded, judged_correct
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "envs" / "vlm_gym"
 NLVR2, CAPTION, GEOSPOT, CREATOR = (
@@ -211,3 +212,17 @@ def test_what_an_episode_writes_to_its_environment_is_its_own(tmp_path):
         opened(env)
     rewards = [env.step("x")[1] for env in (first, second, first, second)]
     assert rewards == [1.0, 1.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("info", "reward", "correct"),
+    [
+        ({"correct": "FR"}, 0.2, False),  # the right answer in words, as some environments of vlm-gym have it there
+        ({"correct": "FR"}, 1.0, True),
+        ({"correct": np.bool_(False)}, 1.0, False),
+        ({"correct": 1}, 0.0, True),
+        ({}, 1.0, True),
+    ],
+)
+def test_a_text_under_correct_is_no_verdict(info, reward, correct):
+    assert judged_correct(info, reward) is correct
