@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -63,7 +65,8 @@ def check(
     from rl_vlm.envs.checking import check_environment
     from rl_vlm.files import write_atomic
 
-    report = check_environment(env, parse_arguments(env_arg), episodes=episodes, seed=seed)
+    with redirect_stdout(sys.stderr):  # what the environment prints: it is not part of the report
+        report = check_environment(env, parse_arguments(env_arg), episodes=episodes, seed=seed)
     if report.image is not None:
         image = image or Path(tempfile.gettempdir()) / f"rl-vlm-{re.sub(r'[^A-Za-z0-9.-]+', '-', env)[-60:]}.png"
         write_atomic(image, report.image.png)
