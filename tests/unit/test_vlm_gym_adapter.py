@@ -10,6 +10,7 @@ import pytest
 import rl_vlm
 from rl_vlm.envs.adapters.splits import HeldOut
 from rl_vlm.envs.adapters.tokens import ByteTokenizer
+from rl_vlm.envs.checking import check_environment
 from rl_vlm.envs.errors import EnvError, check_reset, check_step
 from rl_vlm.types import UserInputError, as_encoded, judged_correct
 
@@ -226,3 +227,20 @@ def test_what_an_episode_writes_to_its_environment_is_its_own(tmp_path):
 )
 def test_a_text_under_correct_is_no_verdict(info, reward, correct):
     assert judged_correct(info, reward) is correct
+
+
+def test_the_check_compares_with_an_environment_of_another_process(tmp_path):
+    file = tmp_path / "drawn.py"
+    file.write_text(
+        "import uuid\nfrom vlmrl.envs.base import BaseEnv\n\n\n"
+        "class DrawnEnv(BaseEnv):\n"
+        "    num_tasks = 20\n\n"
+        "    def __init__(self, tokenizer):\n"
+        "        self.word = uuid.uuid4().hex\n\n"
+        "    def reset(self, idx):\n"
+        "        return None, {'question': f'{idx} {self.word}'}\n\n"
+        "    def step(self, state, action_tokens):\n"
+        "        return state, [], 0.0, True, {}\n"
+    )
+    found = {one.name: one.status for one in check_environment(str(file), episodes=2).findings}
+    assert found["determinism"] == "fail"

@@ -53,3 +53,9 @@ class SharedEnv:
         with self._lock:
             result = reset(self._env)
             return result, copy.copy(self._env) if self._copied else self._env
+
+
+def forget_shared() -> None:
+    """Let the next who asks get a new one; who has one keeps it."""
+    with _LOCK:
+        _SHARED.clear()
