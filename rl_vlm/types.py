@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
@@ -337,6 +337,15 @@ class Turn:
         return Turn, _fields(self)  # costs a third of the dataclass's own pickling
 
 
+def judged_correct(info: Mapping[str, Any], reward: float) -> bool:
+    """The environment's `correct` of the info; without one, whether the reward is at least 1.
+
+    A text is no verdict: some environments have the right answer there.
+    """
+    correct = info.get("correct")
+    return bool(correct) if isinstance(correct, bool | int | float | np.bool_ | np.number) else reward >= 1.0
+
+
 @dataclass(slots=True)
 class Trajectory:
     """One episode as the learner sees it.
@@ -367,9 +376,8 @@ class Trajectory:
 
     @property
     def correct(self) -> bool:
-        """The environment's `correct` of the info; without it, whether the reward is at least 1."""
-        correct = self.info.get("correct")
-        return bool(correct) if correct is not None else self.reward >= 1.0
+        """What `judged_correct` says."""
+        return judged_correct(self.info, self.reward)
 
     @property
     def oldest_version(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import psutil
 from PIL import Image
 
+from rl_vlm.envs.adapters.shared import forget_shared
 from rl_vlm.envs.base import StepResult, VisionEnv
 from rl_vlm.envs.deadline import DeadlineError, deadline
 from rl_vlm.envs.errors import check_reset, check_step
@@ -82,6 +83,7 @@ def check_environment(
     envs: list[VisionEnv] = []
 
     def build() -> VisionEnv:
+        forget_shared()  # a new instance is one as in another process
         envs.append(make(env_id, **(kwargs or {})))
         return envs[-1]
 

@@ -12,9 +12,10 @@ import importlib.util
 import re
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from rl_vlm.files import resolved
 from rl_vlm.types import UserInputError
@@ -23,6 +24,8 @@ from rl_vlm.types import UserInputError
 STAND_INS = Path(__file__).parent / "adapters" / "stand_ins"
 _MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _LOCK = threading.Lock()
+
+T = TypeVar("T")
 
 
 def is_spec(text: str) -> bool:
@@ -81,26 +84,44 @@ def _missing_module(name: str, target: str) -> str:
     return f"there is no module {name} on the path; {how}."
 
 
-def _load(target: str) -> ModuleType:
-    """The module or file; once more with the stand-ins, where it imports a framework that has one and is not installed."""
+def with_stand_ins(call: Callable[[], T], file: Path) -> T:
+    """What `call` returns; once more with the stand-ins, where it imports a framework that has one and is not installed.
 
-    def load() -> ModuleType:
-        return _load_file(Path(target).expanduser()) if target.endswith(".py") else _load_module(target)
-
+    `file` is the user's: in a checkout of the framework its own modules are found beside the stand-ins.
+    """
     try:
-        return load()
+        return call()
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if not (STAND_INS / name / "__init__.py").is_file() or _is_installed(name):
             raise
         _extend_path(STAND_INS)
-        return load()
+        _join_checkout(name, file)
+        return call()
+
+
+def _join_checkout(name: str, file: Path) -> None:
+    """Let the stand-in packages find the modules of the checkout that `file` lies in: `vlmrl.envs` those of its `envs`."""
+    for folder in sorted(one.parent for one in (STAND_INS / name).rglob("__init__.py")):
+        package = importlib.import_module(".".join(folder.relative_to(STAND_INS).parts))
+        for above in file.parents:
+            if above.name == folder.name and str(above) not in package.__path__:
+                package.__path__.append(str(above))
+    importlib.invalidate_caches()
 
 
 def _is_installed(package: str) -> bool:
     """Whether a package is on the path that is no stand-in; another thread may have put those there already."""
     spec = importlib.util.find_spec(package)
     return spec is not None and STAND_INS not in Path(spec.origin or "/").parents
+
+
+def _load(target: str) -> ModuleType:
+    """The module or file; its framework may be a stand-in."""
+    if target.endswith(".py"):
+        path = resolved(target)
+        return with_stand_ins(lambda: _load_file(path), path)
+    return with_stand_ins(lambda: _load_module(target), Path.cwd() / f"{target.replace('.', '/')}.py")
 
 
 def _load_module(name: str) -> ModuleType:
@@ -115,8 +136,8 @@ def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise UserInputError(f"There is no file {path}.")
     digest = hashlib.sha256(f"{path}:{path.stat().st_mtime_ns}".encode()).hexdigest()[:12]
-    name = f"_rl_vlm_user_{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{digest}"
     with _LOCK:
+        name = f"{_package_of(path.parent)}.{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{digest}"
         if name in sys.modules:
             return sys.modules[name]
         _extend_path(path.parent)
@@ -131,6 +152,16 @@ def _load_file(path: Path) -> ModuleType:
             del sys.modules[name]
             raise
         return module
+
+
+def _package_of(folder: Path) -> str:
+    """The name of a package that is the folder, so that a file in it may import its neighbours relatively."""
+    name = f"_rl_vlm_user_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+    if name not in sys.modules:
+        package = ModuleType(name, f"The folder {folder}.")
+        package.__path__ = [str(folder)]
+        sys.modules[name] = package
+    return name
 
 
 def _extend_path(folder: Path) -> None:

@@ -16,7 +16,7 @@ from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.env_pools import EnvPools
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.seeding import derive_seed
-from rl_vlm.types import EncodedImage, Message, RLVLMError, TrajectoryStatus, as_encoded
+from rl_vlm.types import EncodedImage, Message, RLVLMError, TrajectoryStatus, as_encoded, judged_correct
 
 # Longer replies are cut off: a token is rarely more than a word.
 _CHARACTERS_PER_TOKEN = 64
@@ -136,13 +136,12 @@ class EndpointPlayer:
         return [resized(there, image.width, image.height) for there, image in zip(found, own, strict=False)]
 
     def _outcome(self, task: RolloutTask, side: Side, sample: int, episode: _Episode) -> Outcome:
-        correct = episode.info.get("correct")
         return outcome(
             task,
             side,
             sample,
             env=task.env or self._run.env.id,
-            correct=bool(correct) if correct is not None else episode.reward >= 1.0,
+            correct=judged_correct(episode.info, episode.reward),
             reward=episode.reward,
             turns=episode.turns,
             tokens=episode.tokens,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,8 @@ def rollout(
     seed = options.get("seed", run.seed)
     if "max_new_tokens" in options:
         run = run.model_copy(update={"rollout": run.rollout.with_turns_of(options["max_new_tokens"])})
-    sizes = survey(run.env, "train").sizes["train"]
+    with redirect_stdout(sys.stderr):  # what the environment prints: on stdout there are JSON lines only
+        sizes = survey(run.env, "train").sizes["train"]
     names = [name for name, _ in zip(itertools.cycle(sizes), range(episodes), strict=False)]
     order = np.random.default_rng(seed).integers(0, [sizes[name] or 2**31 - 1 for name in names])
     template = RolloutTask(
@@ -68,7 +71,8 @@ def rollout(
         )
         for number, (index, name) in enumerate(zip(order, names, strict=True))
     ]
-    result = _run_tasks(run, adapter, tasks, batch)
+    with redirect_stdout(sys.stderr):
+        result = _run_tasks(run, adapter, tasks, batch)
     lines = [json.dumps(to_jsonable(_line(group)), ensure_ascii=False) for group in result.groups]
     if out is not None:
         write_atomic(out, "\n".join(lines) + "\n")

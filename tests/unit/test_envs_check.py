@@ -134,6 +134,15 @@ def test_the_command_prints_the_prompt_saves_the_image_and_ends_with_1_where_som
     assert json.loads(capsys.readouterr().out)["ok"] is True  # what the environment prints goes elsewhere
 
 
+def test_what_an_environment_prints_is_not_part_of_the_report(tmp_path, capsys):
+    talking = tmp_path / "talking.py"
+    talking.write_text("from rl_vlm.envs.gridwalk import GridWalkEnv as Walk\n\n\nclass Talking(Walk):\n"
+                       "    def reset(self, **arguments):\n        print('Opened.')\n        return super().reset(**arguments)\n")  # fmt: skip
+    run("envs", "check", talking, "--json", "--episodes", 2)
+    out, err = capsys.readouterr()
+    assert json.loads(out)["id"] == str(talking) and "Opened." in err
+
+
 def test_the_list_has_splits_and_turns(capsys):
     assert run("envs", "--json") == 0
     entries = {entry["id"]: entry for entry in json.loads(output(capsys))}

@@ -190,3 +190,11 @@ def test_observations_without_images_are_text():
     assert len(parts_of({"a": "y" * 30_000})[1]) < 20_100
     with pytest.raises(EnvError, match="cannot be read"):
         parts_of({"image": "iVBORw0KGgo="})
+
+
+def test_a_number_beside_empty_fields_keeps_its_name():
+    assert parts_of({"echo": "", "length": 0}) == ([], "length: 0")
+    assert parts_of({"echo": "hi", "length": 2})[1] == "echo: hi\nlength: 2"
+    assert (
+        parts_of({"echo": "hi", "error": ""})[1] == "hi" and parts_of({"count": 3})[1] == "3" and parts_of(3)[1] == "3"
+    )

@@ -10,7 +10,7 @@ import pytest
 import rl_vlm
 from rl_vlm.envs.adapters.vagen import to_message
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_step
-from rl_vlm.types import UserInputError
+from rl_vlm.types import UserInputError, judged_correct
 
 PUSH = str(Path(__file__).parents[1] / "fixtures" / "envs" / "vagen_env.py")
 
@@ -95,3 +95,26 @@ def test_wrong_arguments_and_images_are_named():
         to_message({"obs_str": "x", "multi_modal_input": {"<image>": [b"1"]}})
     with pytest.raises(EnvError, match="text obs_str"):
         to_message("x")
+
+
+def test_a_file_may_import_its_base_class_from_the_facade_and_its_neighbours_relatively(tmp_path):
+    folder = tmp_path / "vagen" / "envs" / "push"
+    (folder / "utils").mkdir(parents=True)
+    source = Path(PUSH).read_text()
+    base = "from vagen.envs.gym_image_env import GymImageEnv\n"
+    assert base in source
+    (folder / "utils" / "words.py").write_text("WORD = 'left'\n")
+    (folder / "shared_words.py").write_text("WORD = 'right'\n")
+    names = "from vagen.envs import GymImageEnv\nfrom vagen.envs.push.shared_words import WORD as OWN\n"
+    (folder / "push_env.py").write_text(source.replace(base, f"{names}from .utils.words import WORD\n"))
+    made = rl_vlm.make(f"{folder / 'push_env.py'}:PushEnv")
+    assert check_reset(made.reset(options={"index": 0, "split": "train"}))[0].messages[0].role == "system"
+    module = sys.modules[type(made._inner).__module__]
+    assert (module.WORD, module.OWN) == ("left", "right")
+    made.close()
+
+
+def test_success_makes_the_accuracy_whatever_the_rewards_add_up_to(env):
+    env.reset(options={"index": 1, "split": "train"})
+    infos = [check_step(env.step(text))[4] for text in ("wait", "right", "right")]
+    assert [judged_correct(info, reward=5.0) for info in infos] == [False, False, True]

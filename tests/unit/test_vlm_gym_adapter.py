@@ -4,13 +4,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import rl_vlm
 from rl_vlm.envs.adapters.splits import HeldOut
 from rl_vlm.envs.adapters.tokens import ByteTokenizer
+from rl_vlm.envs.checking import check_environment
 from rl_vlm.envs.errors import EnvError, check_reset, check_step
-from rl_vlm.types import UserInputError, as_encoded
+from rl_vlm.types import UserInputError, as_encoded, judged_correct
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "envs" / "vlm_gym"
 NLVR2, CAPTION, GEOSPOT, CREATOR = (
@@ -160,3 +162,85 @@ def test_an_installed_framework_is_not_replaced(tmp_path, monkeypatch):
     target = tmp_path / "mine.py"
     target.write_text(Path(NLVR2).read_text())
     assert find(str(target)).origin == "installed"
+
+
+def test_create_env_of_a_checkout_finds_its_modules_under_the_frameworks_name(tmp_path):
+    folder = tmp_path / "checkout" / "envs"
+    folder.mkdir(parents=True)
+    (folder / "pictures.py").write_text(Path(NLVR2).read_text())
+    (folder / "creator.py").write_text(
+        "def create_env(env_name, tokenizer, **env_kwargs):\n"
+        "    from vlmrl.envs.pictures import NLVR2Env\n\n"
+        "    return NLVR2Env(tokenizer, **env_kwargs)\n"
+    )
+    env = rl_vlm.make(str(folder / "creator.py"), name="nlvr2", split="test")
+    assert opened(env)[0].text.startswith("Look at the two images. test 0")
+    (folder / "lacking.py").write_text("def create_env(name, tokenizer):\n    import vlmrl.envs.nowhere\n")
+    with pytest.raises(UserInputError, match="cannot be made .*vlmrl.envs.nowhere"):
+        rl_vlm.make(str(folder / "lacking.py"), name="nlvr2")
+
+
+def test_one_environment_with_its_data_serves_all_episodes_of_a_process():
+    envs = [rl_vlm.make(GEOSPOT) for _ in range(3)]
+    stages = []
+    for env in envs:
+        opened(env)
+        stages.append(env.step("Country: FR")[4]["stage"])
+    assert stages[0] == "country" and stages[-1] == "full"  # its count of episodes goes on
+    assert len({id(env._envs["train"].env) for env in envs}) == 1
+    alone = rl_vlm.make(GEOSPOT, shared=False)
+    opened(alone)
+    assert alone.step("")[4]["stage"] == "country"
+    other = rl_vlm.make(GEOSPOT, tau_km=7.0)
+    assert other._envs["train"].env is not envs[0]._envs["train"].env
+
+
+def test_what_an_episode_writes_to_its_environment_is_its_own(tmp_path):
+    file = tmp_path / "scratch.py"
+    file.write_text(
+        "from vlmrl.envs.base import BaseEnv\n\n\n"
+        "class ScratchEnv(BaseEnv):\n"
+        "    def __init__(self, tokenizer):\n"
+        "        self.said = 0\n\n"
+        "    def reset(self, idx):\n"
+        "        return None, {'question': f'Task {idx}'}\n\n"
+        "    def step(self, state, action_tokens):\n"
+        "        self.said += 1\n"
+        "        return state, list(b'more'), float(self.said), self.said == 2, {}\n"
+    )
+    first, second = (rl_vlm.make(str(file)) for _ in range(2))
+    for env in (first, second):
+        opened(env)
+    rewards = [env.step("x")[1] for env in (first, second, first, second)]
+    assert rewards == [1.0, 1.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("info", "reward", "correct"),
+    [
+        ({"correct": "FR"}, 0.2, False),  # the right answer in words, as some environments of vlm-gym have it there
+        ({"correct": "FR"}, 1.0, True),
+        ({"correct": np.bool_(False)}, 1.0, False),
+        ({"correct": 1}, 0.0, True),
+        ({}, 1.0, True),
+    ],
+)
+def test_a_text_under_correct_is_no_verdict(info, reward, correct):
+    assert judged_correct(info, reward) is correct
+
+
+def test_the_check_compares_with_an_environment_of_another_process(tmp_path):
+    file = tmp_path / "drawn.py"
+    file.write_text(
+        "import uuid\nfrom vlmrl.envs.base import BaseEnv\n\n\n"
+        "class DrawnEnv(BaseEnv):\n"
+        "    num_tasks = 20\n\n"
+        "    def __init__(self, tokenizer):\n"
+        "        self.word = uuid.uuid4().hex\n\n"
+        "    def reset(self, idx):\n"
+        "        return None, {'question': f'{idx} {self.word}'}\n\n"
+        "    def step(self, state, action_tokens):\n"
+        "        return state, [], 0.0, True, {}\n"
+    )
+    found = {one.name: one.status for one in check_environment(str(file), episodes=2).findings}
+    assert found["determinism"] == "fail"

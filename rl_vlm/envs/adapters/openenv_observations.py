@@ -23,7 +23,8 @@ def parts_of(observation: Any) -> tuple[list[EncodedImage], str]:
     """The images of an observation in the order of its fields, and its other fields as text.
 
     An image is a data URI, base64 of a PNG, JPEG or WebP file, a nested list [H][W][3], or a flat list beside a field
-    `<name>_shape`. A single text stays as it is; several fields are lines "name: value".
+    `<name>_shape`. A single text stays as it is; several fields are lines "name: value", and so is a number that stands alone
+    because the other fields are empty.
     """
     fields = observation if isinstance(observation, dict) else {"observation": observation}
     images: list[EncodedImage] = []
@@ -39,7 +40,9 @@ def parts_of(observation: Any) -> tuple[list[EncodedImage], str]:
             lines[name] = value if isinstance(value, str) else json.dumps(value)
     if len(images) > MAX_IMAGES:
         raise EnvError(f"An observation has {len(images)} images, more than {MAX_IMAGES}.")
-    text = next(iter(lines.values())) if len(lines) == 1 else "\n".join(f"{name}: {one}" for name, one in lines.items())
+    named = [f"{name}: {one}" for name, one in lines.items()]
+    alone = len(lines) == 1 and (len(fields) == 1 or isinstance(fields[next(iter(lines))], str))
+    text = next(iter(lines.values())) if alone else "\n".join(named)
     if len(text) > MAX_CHARS:
         text = f"{text[:MAX_CHARS]} … ({len(text) - MAX_CHARS} characters are left out)"
     return images, text

@@ -29,7 +29,7 @@ class ByteTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         """The bytes of a text."""
-        return list(text.encode()) + [self.eos_token_id] * add_special_tokens
+        return list(text.encode(errors="replace")) + [self.eos_token_id] * add_special_tokens
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True, **_: Any) -> str:
         """The text of bytes; what is no UTF-8 becomes U+FFFD."""

@@ -76,6 +76,8 @@ class GymImageEnvAdapter(MadeItemsEnv):
         self._turn += 1
         terminated, truncated = bool(done), not done and self._turn >= self._max_turns
         info = {**dict(info or {}), "turn": self._turn}
+        if "success" in info:  # VAGEN's name for it; rewards for the format alone may add up to more than 1
+            info.setdefault("correct", bool(info["success"]))
         if terminated or truncated:
             self._turn = None
             return Observation(), as_reward(reward, "step()"), terminated, truncated, info

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rl_vlm.envs import registry
+from rl_vlm.envs.adapters.shared import SharedEnv
 from rl_vlm.envs.adapters.splits import HeldOut, check_share
 from rl_vlm.envs.adapters.tokens import load_tokenizer
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.data import check_max_turns
 from rl_vlm.envs.errors import EnvError, as_reward
 from rl_vlm.envs.images import as_image, one_line
+from rl_vlm.envs.loading import with_stand_ins
 from rl_vlm.types import Message, Observation, Part, Split, UserInputError
 
 # vlm-gym's own words around a statement, and the question that its prompt leaves out.
@@ -34,6 +38,8 @@ class VlmGymEnv(VisionEnv):
     max_turns: turns after which an episode that is not done is truncated.
     test: arguments for the test split in which it differs, such as {split: test}. Without it, `test_share` of the tasks are
     held out for it, the last ones; where tasks are drawn without end, every second number is for testing.
+    shared: one environment, with its data, serves all episodes of a process, as in vlm-gym: see `SharedEnv`. Without it
+    each episode that runs at the same time has one of its own.
     All further arguments are the environment's own.
 
     `done` is honoured: an episode that is not done goes on, and `out_tokens` are decoded and shown as the next message.
@@ -48,6 +54,7 @@ class VlmGymEnv(VisionEnv):
         max_turns: int = 8,
         test: dict[str, Any] | None = None,
         test_share: float = 0.1,
+        shared: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__()
@@ -55,8 +62,9 @@ class VlmGymEnv(VisionEnv):
         self._tokenizer = load_tokenizer(tokenizer)
         self._max_turns = check_max_turns(max_turns)
         self._name = name
-        self._envs: dict[Split, Any] = {"train": self._make(kwargs)}
-        self._envs["test"] = self._envs["train"] if test is None else self._make({**kwargs, **test})
+        make = partial(self._shared, tokenizer) if shared else self._own
+        self._envs: dict[Split, SharedEnv] = {"train": make(kwargs)}
+        self._envs["test"] = self._envs["train"] if test is None else make({**kwargs, **test})
         self._held_out = HeldOut(check_share(test_share)) if test is None else None
         self._inner: Any = None
         self._state: Any = None
@@ -71,11 +79,10 @@ class VlmGymEnv(VisionEnv):
         """Open task `options["index"]` of `options["split"]`."""
         super().reset(seed=seed)
         split, index = self.item(options, self.num_items((options or {}).get("split", "train")))
-        self._inner = self._envs[split]
         number = index
         if self._held_out is not None:
             number = self._held_out.number(split, index, self._num_tasks(split))
-        result = self._inner.reset(number)
+        result, self._inner = self._envs[split].open(lambda env: env.reset(number))
         if not isinstance(result, tuple) or len(result) != 2:
             raise EnvError("reset(idx) must return (state, observation).")
         self._state, observation = result
@@ -104,8 +111,16 @@ class VlmGymEnv(VisionEnv):
 
     def _num_tasks(self, split: Split) -> int | None:
         """The tasks that the environment has; None where it has no end, or says nothing."""
-        count = getattr(self._envs[split], "num_tasks", -1)
+        count = getattr(self._envs[split].env, "num_tasks", -1)
         return int(count) if isinstance(count, int | np.integer) and count >= 0 else None
+
+    def _shared(self, tokenizer: str | None, kwargs: dict[str, Any]) -> SharedEnv:
+        """The environment that all of this process have who ask for the same."""
+        key = (self._factory, self._name, tokenizer, repr(sorted(kwargs.items())))
+        return SharedEnv.of(key, partial(self._make, kwargs))
+
+    def _own(self, kwargs: dict[str, Any]) -> SharedEnv:
+        return SharedEnv.own(partial(self._make, kwargs))
 
     def _make(self, kwargs: dict[str, Any]) -> Any:
         """Call the class, or `create_env`, with the tokenizer; UserInputError where the arguments do not fit."""
@@ -121,11 +136,19 @@ class VlmGymEnv(VisionEnv):
                 f"The environment does not take these arguments ({error}): correct env.kwargs."
             ) from error
         try:
-            return self._factory(*given, **kwargs)
+            return with_stand_ins(partial(self._factory, *given, **kwargs), _file_of(self._factory))
         except Exception as error:  # whatever the user's code raises, a missing data set for example
             raise UserInputError(
                 f"The environment cannot be made ({type(error).__name__}: {one_line(error)})."
             ) from error
+
+
+def _file_of(factory: Callable[..., Any]) -> Path:
+    """The file that holds a class or function: `create_env` imports the environment's module when it is called."""
+    try:
+        return Path(inspect.getfile(factory))
+    except TypeError:  # a built-in, a partial
+        return Path.cwd() / "none"
 
 
 def to_message(observation: Any) -> Message:
