@@ -242,7 +242,10 @@ class Campaign:
         with (self.run_dir / "progress.csv").open() as file:
             rows = list(csv.DictReader(file))
         numbers = [int(row["iteration"]) for row in rows]
-        found = [] if numbers == list(range(1, len(numbers) + 1)) else ["iterations are lost, or there twice"]
+        each = numbers[0]  # 1, or the steps of an iteration of the preference loop
+        found = (
+            [] if numbers == [each * (k + 1) for k in range(len(numbers))] else ["iterations are lost, or there twice"]
+        )
         if self.algorithm == "preference":
             labels = [float(row["labels/total"]) for row in rows if row.get("labels/total")]
             return found + ([] if labels == sorted(labels) else ["labels were lost"])
