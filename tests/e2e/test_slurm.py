@@ -154,7 +154,7 @@ def test_a_job_that_was_killed_before_its_run_had_begun_can_be_requeued(tmp_path
     (tmp_path / "rl_vlm.sif").touch()
     done, command = submit(tmp_path, APPTAINER_IMAGE=str(tmp_path / "rl_vlm.sif"))
     assert done.returncode == 0, done.stderr
-    assert command[-1] == "--resume"
+    assert command[command.index("--run-dir") + 2] == "--resume"
 
 
 @pytest.mark.parametrize("variable", ["APPTAINER_IMAGE", "CONTAINER"])
