@@ -43,6 +43,7 @@ class RunAlgorithm(Algorithm):
     config_class: ClassVar[type[RunAlgorithmConfig]]
     learner_group: Any
     env_runner_group: Any
+    _replacements = 0  # of learners by this process: a run that is resumed has all of `learner.max_restarts` again
 
     @classmethod
     def get_default_config(cls) -> RunAlgorithmConfig:
@@ -173,9 +174,10 @@ class RunAlgorithm(Algorithm):
         self._update_deadline.forget()
         while True:
             self.restarts["learner"] += 1
-            if self.restarts["learner"] > self.run.learner.max_restarts:
+            self._replacements += 1
+            if self._replacements > self.run.learner.max_restarts:
                 raise LearnerDiedError(
-                    f"A learner died {self.restarts['learner']} times, the last time with: {str(error).splitlines()[0]} "
+                    f"A learner died {self._replacements} times, the last time with: {str(error).splitlines()[0]} "
                     "Raise learner.max_restarts, or give the learners more memory."
                 ) from error
             if not self.learner_group._is_shut_down:
@@ -197,5 +199,7 @@ class RunAlgorithm(Algorithm):
 
     def cleanup(self) -> None:
         """Stop env runners, learners and services."""
-        super().cleanup()
-        self.stop_services()
+        try:
+            super().cleanup()
+        finally:
+            self.stop_services()

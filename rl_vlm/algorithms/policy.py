@@ -90,6 +90,8 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
 class PolicyAlgorithm(RunAlgorithm):
     """The policy loop. A subclass says what is learned from the groups of an iteration (`learn_from`)."""
 
+    _earlier_restarts = 0  # of env runners, in processes before this one
+
     def start_services(self, config: PolicyAlgorithmConfig) -> None:
         """Start the served policy."""
         load_plugins(self.run.plugins)
@@ -265,7 +267,7 @@ class PolicyAlgorithm(RunAlgorithm):
 
     def counts(self) -> dict[str, float]:
         """Figures of the whole run so far, and of the last publication."""
-        self.restarts["env_runner"] = self.rollouts.restarts
+        self._count_env_runners()
         return {
             "weights/version": float(self.version),
             **self._publication,
@@ -274,6 +276,9 @@ class PolicyAlgorithm(RunAlgorithm):
             **self.rollouts.task_figures,
             **{f"dropped/{reason}": float(count) for reason, count in self.rollouts.dropped.items()},
         }
+
+    def _count_env_runners(self) -> None:
+        self.restarts["env_runner"] = self._earlier_restarts + self.rollouts.restarts
 
     def decode(self, token_ids: np.ndarray) -> str:
         """Token ids as text, special tokens included."""
@@ -289,7 +294,7 @@ class PolicyAlgorithm(RunAlgorithm):
             if self.sight.needed and self.run.sight.blank_items:
                 tasks += viewed_tasks(tasks, "blank", self.run.sight.blank_items)
             groups, result = self.rollouts.evaluate(tasks, self.run.evaluation.timeout_s)
-        self.restarts["env_runner"] = self.rollouts.restarts
+        self._count_env_runners()
         return {
             **summarize(self.run, tasks, groups, self._env_metrics),
             "lost": len(result.lost),
@@ -394,6 +399,7 @@ class PolicyAlgorithm(RunAlgorithm):
         self.rollouts.restore(state["rollouts"], counts=fresh)
         if fresh:
             self.restarts = Counter(state["restarts"])
+            self._earlier_restarts = self.restarts["env_runner"]
             self._publish(checkpoint.adapter)
         else:
             self._publish_restored(checkpoint.adapter)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from rl_vlm.algorithms.checkpoint import clean_leftovers, delete_old, newest_readable, write_folder
 from rl_vlm.algorithms.checkpoint import list_checkpoints as list_folders
 from rl_vlm.files import write_atomic
@@ -40,6 +42,8 @@ class CheckpointFolders:
         self._local = run_folder / "checkpoints"
         self._keep = keep
         clean_leftovers(self._local)
+        if self.artifacts is not None:
+            clean_leftovers(self.artifacts / "checkpoints")
 
     @property
     def videos(self) -> Path | None:
@@ -66,7 +70,20 @@ class CheckpointFolders:
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint in `folder` that is complete, see `newest_readable`; None without any. Raises UserInputError."""
-    return newest_readable(list_checkpoints(folder), read_state)
+    return newest_readable(list_checkpoints(folder), _check)
+
+
+def _check(folder: Path) -> None:
+    """Raise UserInputError when a checkpoint is incomplete, such as after a power failure, which may cut files short."""
+    read_state(folder)
+    for file in folder.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="numpy"):  # compares the header with the file's length
+                pass
+        except (OSError, SafetensorError) as error:
+            raise UserInputError(
+                f"The checkpoint {folder} is corrupt: {file.name} cannot be read ({error})."
+            ) from error
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

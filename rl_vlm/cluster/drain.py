@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import psutil
 
@@ -13,6 +13,20 @@ _COMMANDS = ("train", "sft", "sweep")  # which save a checkpoint on SIGTERM
 _ACTOR = "ray::"  # how the title of a Ray worker's process begins
 _IDLE = ("IDLE", "DashboardAgent", "RuntimeEnvAgent", "ProxyActor", "ServeController")  # what does no work of a run
 _PAUSE_S = 0.5
+# What a run calls itself in the system's table of processes (15 characters at most): a script's arguments do not tell that it is one, and
+# one that saves its checkpoint already must not be told twice, which ends it at once.
+RUNNING, STOPPING = "rl-vlm:run", "rl-vlm:stopping"
+
+
+def call_this_process(name: str) -> str:
+    """Name this process; returns its name before, or an empty string where the system has no such names."""
+    own = Path("/proc/self/comm")
+    try:
+        before = own.read_text().strip()
+        own.write_text(name)
+    except OSError:
+        return ""
+    return before
 
 
 def is_run(arguments: Sequence[str]) -> bool:
@@ -30,14 +44,17 @@ def is_actor(arguments: Sequence[str]) -> bool:
 
 
 def drain_runs(timeout_s: float, within: int | None = None) -> list[int]:
-    """Send SIGTERM to this user's runs and wait. Returns the process ids of those that are still there.
+    """Send SIGTERM to this user's runs, but those that stop already, and wait. Returns the process ids of those that are still there.
 
     `within`: only processes that descend from this one; None: all of this user.
     """
-    runs = [process for process, arguments in _mine(within) if is_run(arguments)]
+    runs = [
+        process for process, arguments in _mine(within) if is_run(arguments) or _name(process) in (RUNNING, STOPPING)
+    ]
     for process in runs:
         try:
-            process.terminate()
+            if process.name() != STOPPING:
+                process.terminate()
         except psutil.NoSuchProcess:
             continue
     _, left = psutil.wait_procs(runs, timeout=timeout_s)
@@ -52,6 +69,13 @@ def wait_for_actors(timeout_s: float, within: int | None = None) -> list[int]:
         if not left or time.monotonic() >= deadline:
             return left
         time.sleep(_PAUSE_S)
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""
 
 
 def _mine(within: int | None) -> Iterator[tuple[psutil.Process, list[str]]]:

@@ -11,7 +11,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ray.util.metrics import Gauge
@@ -45,6 +45,7 @@ class RayFigures:
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._trend, self._mismatch, self._seconds = RewardTrend(), MismatchGrowth(), MovingAverage()
         self._progress, self._running = time.time(), False
+        self._row_at = time.monotonic()  # the wall clock may be set meanwhile
         info = Gauge(f"{PREFIX}run_info", STATE["run_info"], tag_keys=(*_TAGS, "algorithm", "env", "model"))
         self._put(
             info,
@@ -61,12 +62,19 @@ class RayFigures:
         self._thread = threading.Thread(target=self._set_again, name="ray-metrics", daemon=True)
         self._thread.start()
 
+    def recall(self, rewards: Iterable[float], mismatches: Iterable[float]) -> None:
+        """Know the figures of a run before it was resumed: its start stays its start."""
+        for reward in rewards:
+            self._trend.add(reward)
+        for mismatch in mismatches:
+            self._mismatch.add(mismatch)
+
     def add(self, iteration: int, metrics: Mapping[str, float], write_errors: int = 0) -> None:
         """Set the figures of an iteration, and what is computed from them."""
-        now = time.time()
+        now, row_at = time.time(), time.monotonic()
         if self._running:  # before the first row the run was starting
-            self._seconds.add(now - self._progress)
-        self._progress, self._running = now, True
+            self._seconds.add(row_at - self._row_at)
+        self._progress, self._row_at, self._running = now, row_at, True
         for name, value in metrics.items():
             self._set(name, "", value)
         state = {} if "reward/mean" not in metrics else self._trend.add(metrics["reward/mean"])
@@ -88,7 +96,7 @@ class RayFigures:
         for name, value in numbers.items():
             self._set(name, "eval", value)
         # An evaluation is progress, too, and counts for no iteration.
-        self._progress = time.time()
+        self._progress, self._row_at = time.time(), time.monotonic()
         self._set_state(last_progress_timestamp_seconds=self._progress)
 
     def close(self) -> None:

@@ -187,7 +187,11 @@ class RunRecorder:
 
     def rewards(self) -> list[float]:
         """The mean reward of every iteration, resumed parts included, in order."""
-        return self._progress.column("reward/mean")
+        return self.column("reward/mean")
+
+    def column(self, figure: str) -> list[float]:
+        """A figure of every iteration that has it, resumed parts included, in order."""
+        return self._progress.column(figure)
 
     def _log_scalars(self, iteration: int, metrics: Mapping[str, float]) -> None:
         if self._tensorboard is not None:

@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import os
+import re
 import secrets
 import socket
 import time
@@ -106,7 +107,9 @@ class TensorBoardFile:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         # TensorBoard reads the files of a folder in the order of their names.
-        unique = f"{time.time():.6f}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(2)}"
+        # A run may be resumed on a machine whose clock is behind.
+        began = max(time.time(), max(map(_stamp, folder.glob("events.out.tfevents.*")), default=0.0) + 1e-3)
+        unique = f"{began:.6f}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(2)}"
         self._path = folder / f"events.out.tfevents.{unique}"
         self._pending: deque[bytes] = deque(maxlen=MAX_PENDING)
         self._header = _record(Event(wall_time=time.time(), file_version="brain.Event:2"))
@@ -129,6 +132,12 @@ class TensorBoardFile:
             append_whole(self._path, b"".join([self._header, *self._pending]))
             self._header = b""
             self._pending.clear()
+
+
+def _stamp(path: Path) -> float:
+    """When an event file says that it began; 0 for other names."""
+    found = re.match(r"events\.out\.tfevents\.(\d+\.\d+)\.", path.name)
+    return float(found[1]) if found else 0.0
 
 
 class WandbRun:

@@ -43,10 +43,11 @@ class ContinuousSampler:
         timeout_s: deadline of one group. Only time in `collect` counts, as the driver may have been busy with other work, and
             only from when a runner has a place for the group.
         places: calls that a runner answers at once; it takes them in the order in which they were sent.
+        grace_s: how long to wait for a first runner to come back when all have died.
     """
 
-    def __init__(self, runners: EnvRunners, timeout_s: float, places: int) -> None:
-        self._runners = runners
+    def __init__(self, runners: EnvRunners, timeout_s: float, places: int, grace_s: float = RESTART_GRACE_S) -> None:
+        self._runners, self._grace_s = runners, grace_s
         self._timeout_s, self._places = timeout_s, places
         self._open: dict[ray.ObjectRef, _Call] = {}
         self._waiting: list[_Call] = []  # tasks without a runner
@@ -165,5 +166,5 @@ class ContinuousSampler:
 
     def _check_somebody_is_up(self, seconds: float) -> None:
         self._none_up_s = 0.0 if self._runners.healthy() else self._none_up_s + seconds
-        if self._none_up_s > RESTART_GRACE_S:
+        if self._none_up_s > self._grace_s:
             raise SamplingError("All env runners died and none came back: see the Ray logs of the env runners.")

@@ -6,6 +6,7 @@ are complete (`ContinuousRollouts`): env runners never wait for the slowest grou
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -19,7 +20,7 @@ from rl_vlm.rollout.group_buffer import GroupBuffer
 from rl_vlm.rollout.refill import Refill
 from rl_vlm.rollout.retry import FailureBudget
 from rl_vlm.rollout.runners import EnvRunners
-from rl_vlm.rollout.sampler import RolloutSampler, RoundAbandonedError, SamplingError
+from rl_vlm.rollout.sampler import RESTART_GRACE_S, RolloutSampler, RoundAbandonedError, SamplingError
 from rl_vlm.rollout.task_stream import TaskStream
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.tracing import Span, traceparent
@@ -261,8 +262,10 @@ class ContinuousRollouts(Rollouts):
 
 def make_rollouts(runners: EnvRunners, stream: TaskStream, run: RunConfig) -> Rollouts:
     """The rollouts that the lag asks for."""
-    sampler = RolloutSampler(runners, run.rollout.timeout_s)
+    # All may have been on one preemptible node: the autoscaler starts another machine.
+    grace_s = max(RESTART_GRACE_S, run.serving.startup_timeout_s if os.environ.get("RL_VLM_AUTOSCALING") else 0.0)
+    sampler = RolloutSampler(runners, run.rollout.timeout_s, grace_s)
     if run.rollout.max_policy_lag == 0:
         return RoundRollouts(sampler, stream, run)
     places = run.rollout.groups_at_once + 1  # see VLMEnvRunner.concurrent_calls
-    return ContinuousRollouts(sampler, stream, run, ContinuousSampler(runners, run.rollout.timeout_s, places))
+    return ContinuousRollouts(sampler, stream, run, ContinuousSampler(runners, run.rollout.timeout_s, places, grace_s))

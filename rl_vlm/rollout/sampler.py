@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 # How often a wait checks whether the user wants to stop.
 _STOP_CHECK_S = 0.5
-RESTART_GRACE_S = 120.0  # how long to wait for a first runner to come back when all have died
+RESTART_GRACE_S = 120.0  # how long a process takes to come back at most, on a machine that is there
 
 
 class SamplingError(RLVLMError):
@@ -58,11 +58,12 @@ class RolloutSampler:
     Args:
         runners: the env runners.
         timeout_s: deadline of a round for which `start` is given none.
+        grace_s: how long to wait for a first runner to come back when all have died.
     """
 
-    def __init__(self, runners: EnvRunners, timeout_s: float) -> None:
+    def __init__(self, runners: EnvRunners, timeout_s: float, grace_s: float = RESTART_GRACE_S) -> None:
         self.runners = runners
-        self._timeout_s = timeout_s
+        self._timeout_s, self._grace_s = timeout_s, grace_s
         self._preparing: list[tuple[int, ray.ObjectRef]] = []
 
     def start(self, tasks: Sequence[RolloutTask], timeout_s: float | None = None) -> Round:
@@ -118,7 +119,7 @@ class RolloutSampler:
                 raise RoundAbandonedError("Sampling was stopped.")
             left = max(deadline - time.monotonic(), 0.0)
             if work.waiting and left:
-                self._reassign(work, left)
+                self._reassign(work, left, stop_requested)
                 continue
             # Finished results are taken before the deadline is checked.
             ready = wait_for_some(list(work.open), min(left, _STOP_CHECK_S)) if work.open else []
@@ -142,10 +143,12 @@ class RolloutSampler:
                         self.runners.restart(runner)
         return self._merge(work)
 
-    def _reassign(self, work: Round, left: float) -> None:
+    def _reassign(self, work: Round, left: float, stop_requested: Callable[[], bool]) -> None:
         healthy = self.runners.healthy()
-        deadline = time.monotonic() + min(left, RESTART_GRACE_S)
+        deadline = time.monotonic() + min(left, self._grace_s)
         while not healthy:
+            if stop_requested():
+                raise RoundAbandonedError("Sampling was stopped.")
             if time.monotonic() > deadline:
                 raise SamplingError("All env runners died and none came back: see the Ray logs of the env runners.")
             time.sleep(0.2)

@@ -13,9 +13,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray._private import utils as ray_utils
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
+from ray.exceptions import AuthenticationError
 
 from rl_vlm.config import RunConfig
+from rl_vlm.imports import replaced
 from rl_vlm.runs.addresses import is_loopback
 from rl_vlm.runs.memory import adapters_mib, object_store_mib
 from rl_vlm.runs.private_node import fewer_processes
@@ -187,7 +190,7 @@ def _join(run: RunConfig, given: Collection[str], common: Mapping[str, Any]) -> 
     try:
         with _keeping_our_signal_handler():
             ray.init(address="auto", runtime_env={"env_vars": variables}, **common)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
         address = os.environ.get("RAY_ADDRESS", "auto")
         raise ClusterError(
             f"The Ray cluster at {address} cannot be joined ({str(error).strip().splitlines()[0]}): start it with `ray start "
@@ -215,16 +218,20 @@ def _join(run: RunConfig, given: Collection[str], common: Mapping[str, Any]) -> 
 
 @contextmanager
 def _keeping_our_signal_handler() -> Iterator[None]:
-    """Restore our handler of SIGTERM: `ray.init` installs one that exits at once, before a checkpoint is saved.
+    """Keep our handler of SIGTERM: `ray.init` begins with one of its own, which exits at once with the signal's number. A run that is
+    told to stop while it starts would have failed, and one that trains would save no checkpoint.
 
     Where we have none, Ray's stays: it ends the private cluster's processes.
     """
     ours = signal.getsignal(signal.SIGTERM)
-    try:
+    if not callable(ours) or threading.current_thread() is not threading.main_thread():
         yield
+        return
+    try:
+        with replaced(ray_utils, "set_sigterm_handler", lambda handler: None):
+            yield
     finally:
-        if callable(ours) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, ours)
+        signal.signal(signal.SIGTERM, ours)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from rl_vlm.cluster.drain import RUNNING, STOPPING, call_this_process
 from rl_vlm.config import RunConfig, SFTConfig, save_config
 from rl_vlm.files import open_own, write_atomic
 from rl_vlm.imports import import_meanwhile, imports_done
@@ -53,16 +54,19 @@ class StopRequest:
         """Catch the signals inside this context."""
 
         def handle(number: int, _: FrameType | None) -> None:
+            call_this_process(STOPPING)
             second, self.signal = self.signal is not None, number
             if second or self.starting:
                 raise KeyboardInterrupt
             announce(self._sentence)
             self._tell()
 
+        named = call_this_process(RUNNING)
         previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
+            call_this_process(named)
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
@@ -225,6 +229,7 @@ class RunLifecycle(BaseRun):
         from rl_vlm.monitoring.ray_metrics import RayFigures
 
         self._figures = self.recorder.ray = RayFigures(self.run, self.folder, self.display.total)
+        self._figures.recall(self.recorder.column("reward/mean"), self.recorder.column("mismatch/kl"))
         try:
             yield
         finally:

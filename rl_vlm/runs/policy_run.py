@@ -49,17 +49,25 @@ class PolicyRun(RunLifecycle):
 
     def _to_the_end(self) -> None:
         """What is left of the run. Raises LearnerLostError."""
-        from rl_vlm.rollout.sampler import RoundAbandonedError
+        from rl_vlm.rollout.retry import TooManyFailuresError
+        from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
 
         algorithm = self.algorithm
-        # A signal during sampling ends the round, of which nothing has been learned yet.
-        with suppress(RoundAbandonedError):
-            self._check_sight()
-            if not self.recorder.has_evaluation(algorithm.updates):
-                self._evaluate()
-            with self._timed():
-                while algorithm.updates < self.run.algorithm.iterations and not self.stop:
-                    self._iterate()
+        try:
+            # A signal during sampling ends the round, of which nothing has been learned yet.
+            with suppress(RoundAbandonedError):
+                self._check_sight()
+                if not self.recorder.has_evaluation(algorithm.updates):
+                    self._evaluate()
+                with self._timed():
+                    while algorithm.updates < self.run.algorithm.iterations and not self.stop:
+                        self._iterate()
+        except (SamplingError, TooManyFailuresError):
+            # Environments or their runners are gone, and the learners are not: a resume need not repeat what these have learned.
+            if algorithm.updates > max(self.saved_at, 0):
+                with suppress(RLVLMError):
+                    self._checkpoint()
+            raise
         self._checkpoint()
         self._save_adapter()
 

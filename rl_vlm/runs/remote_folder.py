@@ -29,7 +29,9 @@ _LISTINGS = 5  # of the folder in one copy, before it waits for the next
 _INDEX = "index.json"
 _UNFINISHED = ("checkpoints/.writing-", "checkpoints/.replaced-")
 _PROBE = ".rl_vlm_probe"
+_PARTIAL = ".partial"
 _WITH_FOLDERS = ("file", "local", "sftp", "ssh", "smb", "hdfs", "webhdfs", "ftp", "arrow_hdfs", "webdav")
+_RENAMED = ("file", "local", "sftp", "ssh")  # which write in place, and rename over a file that is there
 _EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"}  # protocol -> extra of this package
 
 
@@ -61,6 +63,7 @@ class RemoteFolder:
                 f"{url} cannot be opened ({error}): give a folder, or a URL such as s3://BUCKET/RUN."
             ) from error
         self._has_folders = protocol in _WITH_FOLDERS  # which must be made before the files in them
+        self._renames = protocol in _RENAMED
         self._copied: dict[str, tuple[int, int]] = {}  # name -> size and time of change, as they were uploaded
         self._index: frozenset[str] = frozenset()  # what the index there names
         self._lock = threading.Lock()
@@ -78,6 +81,9 @@ class RemoteFolder:
             self._files.invalidate_cache()
             index = self._read_index()
             empty = index is None and not (self._files.exists(self._root) and self._files.find(self._root))
+            cut_short = not empty and index is None and self._files.exists(f"{self._root}/{RUN_MARKER}")
+        if cut_short and (resume or overwrite):
+            return  # the first copy never came to its end: the run begins anew, and its files are written again
         if index is None:
             if not empty:
                 raise UserInputError(
@@ -106,7 +112,9 @@ class RemoteFolder:
                     if self._index:  # as nothing here is older than what is there, nothing there is deleted for it
                         raise RemoteStorageError(f"{self.url} was left as it was: its copy {self.folder} is gone.")
                     return
-                for name in names:
+                for name in sorted(
+                    names, key=lambda name: (name != RUN_MARKER, name)
+                ):  # the marker first: see `prepare`
                     self._upload(name)
                 # A checkpoint that was replaced meanwhile is in neither listing whole.
                 if names <= self._copied.keys() and names == self._names():
@@ -167,7 +175,8 @@ class RemoteFolder:
             seen = (state.st_size, state.st_mtime_ns)
             if self._copied.get(name) != seen:
                 self._make_folder(name)
-                self._files.put_file(str(path), f"{self._root}/{name}")
+                with self._whole(name) as target:
+                    self._files.put_file(str(path), target)
                 self._copied[name] = seen
         except FileNotFoundError:  # it was deleted meanwhile, or the storage lacks something, such as the bucket
             self._copied.pop(name, None)
@@ -176,7 +185,18 @@ class RemoteFolder:
 
     def _put(self, name: str, content: bytes) -> None:
         self._make_folder(name)
-        self._files.pipe_file(f"{self._root}/{name}", content)
+        with self._whole(name) as target:
+            self._files.pipe_file(target, content)
+
+    @contextmanager
+    def _whole(self, name: str) -> Iterator[str]:
+        """Where to write a file so that a process that is killed meanwhile leaves the old one. Object stores do this themselves."""
+        target = f"{self._root}/{name}"
+        if not self._renames:
+            yield target
+            return
+        yield f"{target}{_PARTIAL}"
+        self._files.mv(f"{target}{_PARTIAL}", target)
 
     def _make_folder(self, name: str) -> None:
         """The folder of a file, where the storage has folders. An object store would make a bucket of a mistyped name."""

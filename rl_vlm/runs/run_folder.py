@@ -43,10 +43,10 @@ def opened_run_folder(run_dir: RunDir, *, resume: bool, overwrite: bool) -> Iter
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def held(folder: Path, marker_name: str = RUN_MARKER) -> Iterator[None]:
     """Inside, this process alone has the run folder. Raises UserInputError where another one keeps it."""
     try:
-        marker = open_own(folder / RUN_MARKER)
+        marker = open_own(folder / marker_name)
     except OSError as error:
         raise UserInputError(f"Cannot write to the run folder {folder}: {error.strerror}.") from error
     with marker:

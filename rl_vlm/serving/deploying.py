@@ -4,26 +4,67 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Literal
 
 import ray
 from ray import serve
-from ray.exceptions import ActorAlreadyExistsError
+from ray.exceptions import (
+    ActorAlreadyExistsError,
+    GetTimeoutError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    RayActorError,
+)
 from ray.serve._private.common import DeploymentID
 from ray.serve.context import _get_global_client as get_global_client
 from ray.serve.context import _set_global_client as set_global_client
 from ray.serve.schema import ApplicationStatus, ReplicaState
 
 from rl_vlm.config import RunConfig
+from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.server import app_name, build_app
 from rl_vlm.serving.shared_types import SHARED_NAMESPACE, shared_id
+from rl_vlm.serving.version_line import Published
 from rl_vlm.types import RLVLMError
 
 _ANSWER_S = 30.0
+_ATTEMPT_S = 15.0  # a call that a dying registry does not answer is repeated after this long
+_PAUSE_S = 0.2
+
+IfFound = Literal["resize", "keep", "replace"]  # what becomes of an application that is there
 
 
 class ServingError(RLVLMError):
     """The served policy could not be started, or a version could not be published."""
+
+
+def answer_of(ask: Callable[[], ray.ObjectRef], timeout_s: float) -> Any:
+    """The answer of a registry, which may be restarting: asked again for `timeout_s`. Raises ServingError."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return ray.get(ask(), timeout=_ATTEMPT_S)
+        except (RayActorError, GetTimeoutError) as error:
+            if time.monotonic() > deadline:
+                raise ServingError(f"The registry did not answer for {timeout_s:g} s: {error}") from error
+            time.sleep(_PAUSE_S)
+
+
+def into_object_store(payload: WeightPayload, on_disk: bool, timeout_s: float) -> Published:
+    """A version that can be published; where the object store is full it waits for room, for `timeout_s`. Raises ServingError."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return Published.of(payload, on_disk)
+        except (ObjectStoreFullError, OutOfDiskError) as error:
+            if time.monotonic() > deadline:
+                raise ServingError(
+                    f"Version {payload.version} does not fit into the object store of this node, nor on its disk: start the node "
+                    "with a larger --object-store-memory, or free some space."
+                ) from error
+            time.sleep(_PAUSE_S)
 
 
 def start_serve(timeout_s: float) -> None:
@@ -61,7 +102,9 @@ def wait_for_replicas(
     deadline = time.monotonic() + timeout_s
     while True:
         check()
-        application = serve.status().applications.get(app_name(run_id))
+        application = None
+        with suppress(RayActorError):  # Serve's controller is being restarted
+            application = serve.status().applications.get(app_name(run_id))
         status = application.status if application else None
         running = (
             [d.replica_states.get(ReplicaState.RUNNING, 0) for d in application.deployments.values()]
@@ -79,14 +122,19 @@ def wait_for_replicas(
         time.sleep(0.1)
 
 
-def deploy_shared(model: ModelReference, run: RunConfig, name: str, replicas: int) -> None:
-    """Start the application of a shared service, or change the number of its replicas; those that run stay."""
+def deploy_shared(
+    model: ModelReference, run: RunConfig, name: str, replicas: int, if_found: IfFound = "resize"
+) -> None:
+    """Start the application of a shared service; of one that is there change the number of its replicas (those that run stay), keep it
+    as it is, or delete it first."""
     start_serve(run.serving.startup_timeout_s)
     known = app_name(shared_id(name))
     deadline = time.monotonic() + run.serving.startup_timeout_s
     while (found := serve.status().applications.get(known)) is not None:
-        if found.status != ApplicationStatus.DELETING:
-            if run.serving.autoscaling is None:
+        if if_found == "replace":
+            serve.delete(known, _blocking=True)
+        elif found.status != ApplicationStatus.DELETING:
+            if run.serving.autoscaling is None and if_found == "resize":
                 _resize(known, replicas)
             return
         if time.monotonic() > deadline:

@@ -22,6 +22,34 @@ REGISTRY_ANSWER_S = 10.0  # how long the registry may take for an immediate answ
 _ABANDONED_S = 60.0  # a registry that restarts is there again sooner
 
 
+class RegistryLookup:
+    """Finds the registry of a name, and tells when there has been none for a minute: then nobody will stop its replicas.
+
+    Args:
+        find: returns the registry's actor handle; raises ValueError when there is none of its name.
+        abandoned: called when there has been none for a minute.
+    """
+
+    def __init__(self, find: Callable[[], Any], abandoned: Callable[[], None]) -> None:
+        self._find, self._abandoned = find, abandoned
+        self._missing_since: float | None = None
+
+    def __call__(self) -> Any:
+        """The registry's handle. Raises ValueError."""
+        try:
+            found = self._find()
+        except ValueError:
+            now = time.monotonic()
+            if self._missing_since is None:
+                self._missing_since = now
+            elif now - self._missing_since >= _ABANDONED_S:
+                self._missing_since = None  # asked for again if it did not help
+                self._abandoned()
+            raise
+        self._missing_since = None
+        return found
+
+
 class AdapterFollower:
     """Loads the newest adapter, then keeps a call to the registry open and loads each version that comes.
 
@@ -50,8 +78,7 @@ class AdapterFollower:
     ) -> None:
         self._replica_id = replica_id
         self._engine, self._life, self._tally = engine, life, tally
-        self._find_registry, self._abandoned = find_registry, abandoned
-        self._missing_since: float | None = None
+        self._find_registry = RegistryLookup(find_registry, abandoned)
         self._load_timeout_s = load_timeout_s
         self._notify = notify
 
@@ -61,7 +88,7 @@ class AdapterFollower:
         await repeat(self._catch_up, logger, f"replica {self._replica_id} cannot follow the registry")
 
     async def _catch_up(self) -> None:
-        registry = self._registry()
+        registry = self._find_registry()
         answer = await self._ask(registry)
         if isinstance(answer, bool):
             await self._rest(answer)
@@ -75,21 +102,6 @@ class AdapterFollower:
             async with asyncio.timeout(REGISTRY_ANSWER_S):
                 seconds = await registry.ack.remote(self._replica_id, answer.version, answer.sha256)
             self._tally.publish_s = seconds or self._tally.publish_s
-
-    def _registry(self) -> Any:
-        """The registry's handle. Raises ValueError."""
-        try:
-            found = self._find_registry()
-        except ValueError:
-            now = time.monotonic()
-            if self._missing_since is None:
-                self._missing_since = now
-            elif now - self._missing_since >= _ABANDONED_S:
-                self._missing_since = None  # asked for again if it did not help
-                self._abandoned()
-            raise
-        self._missing_since = None
-        return found
 
     async def _ask(self, registry: Any) -> Published | bool | None:
         # Each wait has a deadline: an object of a dead owner may never arrive, and no error be raised.

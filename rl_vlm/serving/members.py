@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from rl_vlm.config import ServingSection
 from rl_vlm.files import write_atomic
 from rl_vlm.serving.policy_key import lock_of, opens
 from rl_vlm.serving.version_line import VersionLine
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,11 +64,15 @@ class Members:
         return member
 
     def _save(self) -> None:
+        """Write who is a member. With a full disk only a restarted registry does not know them, and they join again."""
         entries = [
             {"policy": m.policy, "lock": m.lock, "seat": m.seat, "keeper": m.keeper, "folder": m.line.folder.name}
             for m in self._members.values()
         ]
-        write_atomic(self._file, json.dumps({"members": entries, "locks": self._locks}))
+        try:
+            write_atomic(self._file, json.dumps({"members": entries, "locks": self._locks}))
+        except OSError as error:
+            logger.warning("the users of the shared service are not on disk: %s", error)
 
     def touch(self, member: Member) -> None:
         """Something about a member has changed."""
@@ -83,8 +90,11 @@ class Members:
         taken = {member.seat for member in self._members.values()}
         seat = next(number for number in range(len(taken) + 1) if number not in taken)
         folder = self._folder / str(self._next_folder)
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.mkdir()
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir()
+        except OSError as error:
+            logger.warning("%s cannot be made, so versions of %s are not on disk: %s", folder, policy, error)
         member = self._add(
             {"policy": policy, "lock": lock_of(token), "seat": -1 if keeper else seat, "keeper": keeper, "folder": folder.name},
             now,
@@ -116,9 +126,19 @@ class Members:
             self.empty_since = now
             shutil.rmtree(self._folder, ignore_errors=True)
 
+    def excuse(self, seconds: float) -> None:
+        """Prolong all leases by a time in which nobody could be heard."""
+        for member in self._members.values():
+            member.deadline += seconds
+
     def expired(self, now: float) -> list[Member]:
         """Members that have not been heard of for the length of a lease."""
         return [member for member in self._members.values() if member.deadline < now]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every name that was ever taken."""
+        return frozenset(self._locks)
 
     def __iter__(self) -> Any:
         return iter(list(self._members.values()))

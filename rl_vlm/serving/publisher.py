@@ -14,12 +14,13 @@ from typing import Protocol
 import ray
 from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from ray.serve.exceptions import RayServeException
 from ray.util.placement_group import get_current_placement_group
 
 from rl_vlm.config import RunConfig
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.serving.deploying import ServingError, start_serve, wait_for_replicas
+from rl_vlm.serving.deploying import ServingError, answer_of, into_object_store, start_serve, wait_for_replicas
 from rl_vlm.serving.policy_key import OWN, PolicyKey
 from rl_vlm.serving.registry import start_registry
 from rl_vlm.serving.server import app_name, build_app
@@ -109,7 +110,7 @@ class PolicyService:
         None before the first acknowledgement, also of a registry that died meanwhile.
         """
         # Kept here, because the registry may die before its replicas have fetched the object.
-        published = self._newest = Published.of(payload, on_disk)
+        published = self._newest = into_object_store(payload, on_disk, self._serving.publish_timeout_s)
         deadline = time.monotonic() + self._serving.publish_timeout_s
         while True:
             try:
@@ -155,12 +156,16 @@ class PolicyService:
             logger.warning("Replicas %s were told to %s and did not within %g s.", ", ".join(late), turn, limit)
 
     def newest_version(self) -> int:
-        """The version that the registry holds; 0 before the first publication."""
-        return int(ray.get(self._registry.status.remote(), timeout=self._serving.publish_timeout_s)["version"])
+        """The version that the registry holds; 0 before the first publication. Raises ServingError."""
+        return int(answer_of(self._registry.status.remote, self._serving.publish_timeout_s)["version"])
 
     def stop(self) -> None:
         """Delete the application and the registry; the cluster's Serve itself stays."""
-        serve.delete(app_name(self.run_id), _blocking=True)
+        try:
+            serve.delete(app_name(self.run_id), _blocking=True)
+        except (RayError, RayServeException, TimeoutError) as error:
+            # What was trained is not lost with it: replicas whose registry is gone end by themselves.
+            logger.warning("The replicas of %s could not be stopped: %s", self.run_id, error)
         ray.kill(self._registry, no_restart=True)
 
 

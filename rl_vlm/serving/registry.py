@@ -19,6 +19,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_vlm.models.reference import travelling_files
+from rl_vlm.serving.shared_types import SHARED_NAMESPACE
 from rl_vlm.serving.version_line import FETCH_S, Published, PublishReport, VersionLine, disk_thread
 
 # A replica that has not asked for this long is not waited for: it died, or its node left.
@@ -161,8 +162,14 @@ def registry_name(run_id: str) -> str:
 
 
 def fetch_model_files(run_id: str, namespace: str | None = None) -> Mapping[str, bytes]:
-    """The registry's `model_files`. `namespace`: null is that of the caller's job. Blocks, so it is not for coroutines."""
-    registry = ray.get_actor(registry_name(run_id), namespace=namespace)
+    """The registry's `model_files`. `namespace`: null is that of the caller's job, and that of shared services. Blocks, so it is not
+    for coroutines."""
+    try:
+        registry = ray.get_actor(registry_name(run_id), namespace=namespace)
+    except ValueError:
+        if namespace is not None:
+            raise
+        registry = ray.get_actor(registry_name(run_id), namespace=SHARED_NAMESPACE)
     return ray.get(registry.model_files.remote(), timeout=FETCH_S)  # type: ignore[no-any-return]
 
 

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -26,12 +26,17 @@ from rl_vlm.serving.shared_types import SHARED_NAMESPACE, Changes, Entry, Revisi
 from rl_vlm.serving.terms import Terms
 from rl_vlm.serving.version_line import Published, PublishReport, VersionLine, disk_thread
 
+if TYPE_CHECKING:
+    from rl_vlm.serving.deploying import IfFound
+
 logger = logging.getLogger(__name__)
 
 _FIRST_USER_S = 60.0  # how long a service waits for its first user
 _LINGER_S = 2.0  # and how long after its last one, for a run that is about to come
 _TICK_S = 1.0
 _TELL_S = 5.0  # how long a service that could not start says why
+_STALL_S = 2.0  # by which a tick is late where this process was stopped, or its machine did not get to it
+_END_S = 120.0  # how long to try to delete the application
 _FEWER_AFTER_S = 30.0  # how long fewer replicas must be wanted before one is stopped
 
 
@@ -60,6 +65,8 @@ class SharedRegistry:
         self._replicas = 0  # that were asked for last
         self._fewer_since: float | None = None
         self._restored = self._had_users = len(self._members) > 0  # by an actor that was restarted: the replicas are up
+        self._settled = self._restored  # whether who is not a member is gone, and has not just not joined again
+        self._kept = False  # whether an application was found whose users have not all joined again
         self._failure = ""
         self._closing = False
         self._worker: asyncio.Task[None] | None = None
@@ -146,7 +153,8 @@ class SharedRegistry:
         members = self._members.policies
         entries = {m.policy: Entry(m.lock, m.line.newest) for m in members if m.revision > known}
         present = frozenset(member.policy for member in members)
-        return Changes((self._process, self._members.revision), entries, present)
+        gone = None if self._settled else self._members.names - present
+        return Changes((self._process, self._members.revision), entries, present, gone)
 
     def _newer(self, since: Revision | None) -> bool:
         return since != (self._process, self._members.revision)
@@ -191,6 +199,7 @@ class SharedRegistry:
         while not self._closing:
             try:
                 now = time.monotonic()
+                await self._settle(now)
                 for member in self._members.expired(now):
                     logger.warning("policy %s is dropped: its run has not been heard of", member.policy)
                     self._members.remove(member, now)
@@ -201,11 +210,28 @@ class SharedRegistry:
             except Exception as error:
                 # A full disk, a controller that is being restarted: each may be over at the next attempt.
                 logger.warning("shared service %s: %r", self._name, error)
-                if not self._replicas and not self._restored:  # never started: whoever joined is told
+                if not (self._replicas or self._restored or self._kept):  # never started: whoever joined is told
                     self._failure = f"The shared service {self._name!r} could not be started: {error}"
                     break
-            await asyncio.sleep(_TICK_S)
+            await self._tick()
         await self._end()
+
+    async def _settle(self, now: float) -> None:
+        """After the length of a lease every user of an earlier process has joined again."""
+        if not self._settled and now - self._opened_at >= self._run.serving.sharing.lease_s:
+            self._settled = True
+            if self._kept:
+                self._replicas = 0  # their number is set anew
+            self._members.revision += 1
+            await self._notify()
+
+    async def _tick(self) -> None:
+        """Wait. Where that took much longer than it should, what users have sent meanwhile is not read yet: none is late."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        await asyncio.sleep(_TICK_S)
+        if (late := clock() - began - _TICK_S) > _STALL_S:
+            self._members.excuse(late)
 
     def _is_over(self, now: float) -> bool:
         if len(self._members):
@@ -222,8 +248,17 @@ class SharedRegistry:
         if wanted > self._replicas or (self._fewer_since is not None and now - self._fewer_since >= _FEWER_AFTER_S):
             from rl_vlm.serving.deploying import deploy_shared
 
-            await asyncio.to_thread(deploy_shared, self._model, self._run, self._name, wanted)
+            await asyncio.to_thread(deploy_shared, self._model, self._run, self._name, wanted, self._if_found())
             self._replicas, self._fewer_since = wanted, None
+
+    def _if_found(self) -> IfFound:
+        """What becomes of an application that is there."""
+        if self._settled or self._replicas:
+            return "keep" if self._kept and not self._settled else "resize"
+        # It is an earlier process's of this actor, whose users join again; or another service left it, perhaps with another model.
+        self._kept = True  # also where the cluster does not say
+        self._kept = _was_restarted()
+        return "keep" if self._kept else "replace"
 
     async def _end(self) -> None:
         """Delete the application, then this actor. Runs that come meanwhile are told to come again."""
@@ -232,12 +267,25 @@ class SharedRegistry:
             await asyncio.sleep(_TELL_S)
         from rl_vlm.serving.deploying import delete_shared
 
-        try:
-            await asyncio.to_thread(delete_shared, self._name)
-        except Exception as error:  # Serve may be gone already
-            logger.warning("shared service %s is not deleted: %r", self._name, error)
+        deadline = time.monotonic() + _END_S
+        while True:
+            try:
+                await asyncio.to_thread(delete_shared, self._name)
+                break
+            except (
+                Exception
+            ) as error:  # its controller is being restarted, or Serve is gone: replicas then end by themselves
+                logger.warning("shared service %s is not deleted: %r", self._name, error)
+                if time.monotonic() > deadline:
+                    break
+            await asyncio.sleep(_TICK_S)
         shutil.rmtree(self._folder, ignore_errors=True)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def _was_restarted() -> bool:
+    """Whether this process continues an actor that died. Asks the cluster."""
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def find_or_start(name: str, run: RunConfig, model: ModelReference, folder: Path) -> ray.actor.ActorHandle:

@@ -34,6 +34,7 @@ class SharedVLMServer(VLMServer):
             self._life,
             self._tally,
             find_registry=find_registry,
+            abandoned=self._end_application,
             load_timeout_s=self._serving.publish_timeout_s,
             notify=self._notify,
             forget=self._forget,
@@ -57,6 +58,8 @@ class SharedVLMServer(VLMServer):
             answers = await all_or_none(parts)
         completions = [completion for part in answers for completion in part]
         self._sign(requests, completions, arrived_ns, admitted - arrived, time.monotonic() - arrived)
+        if policy not in self._shelf.policies:
+            self._forget(policy)  # it went while this was computed: nobody would take it off the figures again
         return completions
 
     async def _enter(self, policy: str, requests: list[GenerationRequest]) -> list[Completion]:

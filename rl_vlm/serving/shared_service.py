@@ -19,7 +19,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from rl_vlm.config import RunConfig
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.serving.deploying import ServingError, forget_serve, wait_for_replicas
+from rl_vlm.serving.deploying import ServingError, answer_of, forget_serve, into_object_store, wait_for_replicas
 from rl_vlm.serving.policy_key import PolicyKey
 from rl_vlm.serving.shared_registry import find_or_start
 from rl_vlm.serving.shared_types import Welcome, shared_id
@@ -100,6 +100,9 @@ class SharedService:
 
     def _rejoin(self) -> None:
         self._join(self._serving.sharing.lease_s)
+        if self._stopped.is_set():  # while it joined: nobody else would leave, and replicas would be kept for a lease
+            self._leave()
+            return
         newest = self._newest
         if newest is not None:
             ray.get(self._registry.publish.remote(newest, self.key.token), timeout=_ATTEMPT_S)
@@ -125,7 +128,7 @@ class SharedService:
         As `PolicyService.publish` otherwise.
         """
         payload = replace(payload, policy=self.key.policy)
-        published = self._newest = Published(payload.version, payload.sha256, ray.put(payload), self.key.policy)
+        published = self._newest = into_object_store(payload, False, self._serving.publish_timeout_s)
         deadline = time.monotonic() + self._serving.publish_timeout_s
         while True:
             try:
@@ -151,13 +154,19 @@ class SharedService:
         """Does nothing."""
 
     def newest_version(self) -> int:
-        """The version that the registry holds; 0 before the first publication."""
-        asked = self._registry.newest_version.remote(self.key.policy, self.key.token)
-        return int(ray.get(asked, timeout=self._serving.publish_timeout_s))
+        """The version that the registry holds; 0 before the first publication. Raises ServingError."""
+
+        def ask() -> ray.ObjectRef:
+            return self._registry.newest_version.remote(self.key.policy, self.key.token)
+
+        return int(answer_of(ask, self._serving.publish_timeout_s))
 
     def stop(self) -> None:
         """Leave. The last user's leaving ends the service."""
         self._stopped.set()
+        self._leave()
+
+    def _leave(self) -> None:
         with suppress(RayError):  # it is gone, or the lease ends by itself
             ray.get(self._registry.leave.remote(self.key.policy, self.key.token), timeout=_LEAVE_S)
 

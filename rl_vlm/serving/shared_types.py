@@ -31,11 +31,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What has changed since an earlier revision; policies that are not in `present` are gone."""
+    """What has changed since an earlier revision, and who is gone.
+
+    `gone`: None for all that are not `present`. A registry that came back without its folder knows only those that have left since:
+    the others have not had time to join again.
+    """
 
     revision: Revision
     entries: Mapping[str, Entry]
     present: frozenset[str]
+    gone: frozenset[str] | None = None
 
 
 def shared_id(name: str) -> str:

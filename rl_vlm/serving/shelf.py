@@ -15,7 +15,7 @@ from typing import Any
 
 from rl_vlm.coroutines import repeat
 from rl_vlm.engines.base import BASE_MODEL, Engine
-from rl_vlm.serving.follower import REGISTRY_ANSWER_S
+from rl_vlm.serving.follower import REGISTRY_ANSWER_S, RegistryLookup
 from rl_vlm.serving.lifecycle import Lifecycle
 from rl_vlm.serving.metrics import ReplicaTally
 from rl_vlm.serving.policy_key import PolicyRefusedError, opens
@@ -63,7 +63,8 @@ class PolicyShelf:
         engine: what adapters are loaded into.
         life: is started with the first answer of the registry; dies when nothing can be loaded for long.
         tally: its report goes to the registry; seconds of publications come back into it.
-        find_registry: returns the registry's actor handle; raises ValueError while it is being restarted.
+        find_registry: returns the registry's actor handle; raises ValueError when there is none of its name.
+        abandoned: called when there has been none for a minute: the service has ended without stopping its replicas.
         load_timeout_s: how long fetching and loading one version may take.
         notify: called after each change of `life`.
         forget: called with the name of a policy that is gone.
@@ -77,13 +78,14 @@ class PolicyShelf:
         tally: ReplicaTally,
         *,
         find_registry: Callable[[], Any],
+        abandoned: Callable[[], None],
         load_timeout_s: float,
         notify: Callable[[], Awaitable[None]],
         forget: Callable[[str], None] = lambda policy: None,
     ) -> None:
         self._replica_id = replica_id
         self._engine, self._life, self._tally = engine, life, tally
-        self._find_registry = find_registry
+        self._find_registry = RegistryLookup(find_registry, abandoned)
         self._load_timeout_s = load_timeout_s
         self._notify_server, self._forget = notify, forget
         self.policies: dict[str, ShelvedPolicy] = {}
@@ -128,7 +130,8 @@ class PolicyShelf:
         if self._since is not None and self._since[0] == changes.revision[0] and self._since[1] > changes.revision[1]:
             return  # an answer that was overtaken by a later one
         self._since = changes.revision
-        for name in self.policies.keys() - changes.present:
+        gone = self.policies.keys() - changes.present
+        for name in gone if changes.gone is None else gone & changes.gone:
             self._spawn(self._drop(self.policies.pop(name)))
         for name, entry in changes.entries.items():
             policy = self.policies.get(name)
@@ -152,28 +155,39 @@ class PolicyShelf:
         TimeoutError when either is not there in time.
         """
         async with asyncio.timeout(self._load_timeout_s):
-            while (policy := self.policies.get(name)) is None:
-                await self._wait()  # its run may have joined a moment ago
-            if not opens(token, policy.lock):
-                await self._refresh()  # its run may have left, and another one of that name have joined
-                policy = self.policies.get(name, policy)
-            if not opens(token, policy.lock):
-                self._tally.refused += 1
-                raise PolicyRefusedError(f"The token does not open policy {name!r} of these shared replicas.")
-            if min_version == BASE_MODEL:
-                return
-            policy.in_use = True
-            while not policy.serves(min_version):
-                if self.policies.get(name) is not policy:
-                    raise PolicyRefusedError(f"Policy {name!r} is not served any more: its run has left.")
-                if policy.behind:
-                    await asyncio.wait({self._load_soon(policy)})  # which goes on if this request is cancelled
-                    if policy.error:
-                        raise NotLoadedError(policy.error)
-                else:
-                    await self._wait()  # its run may be publishing
+            # Again where the policy went meanwhile: its lease may have ended, and its run joins anew.
+            while not await self._serves(await self._known(name, token), min_version):
+                pass
+
+    async def _known(self, name: str, token: str) -> ShelvedPolicy:
+        """The policy of this name once there is one. Raises PolicyRefusedError when the token does not open it."""
+        while (policy := self.policies.get(name)) is None:
+            await self._wait()  # its run may have joined a moment ago
+        if not opens(token, policy.lock):
+            await self._refresh()  # its run may have left, and another one of that name have joined
+            policy = self.policies.get(name, policy)
+        if not opens(token, policy.lock):
+            self._tally.refused += 1
+            raise PolicyRefusedError(f"The token does not open policy {name!r} of these shared replicas.")
+        return policy
+
+    async def _serves(self, policy: ShelvedPolicy, min_version: int) -> bool:
+        """Wait until a request for this version may start; False where the policy is not here any more. Raises NotLoadedError."""
+        if min_version == BASE_MODEL:
+            return True
+        policy.in_use = True
+        while not policy.serves(min_version):
+            if self.policies.get(policy.name) is not policy:
+                return False
             if policy.behind:
-                self._load_soon(policy)
+                await asyncio.wait({self._load_soon(policy)})  # which goes on if this request is cancelled
+                if policy.error:
+                    raise NotLoadedError(policy.error)
+            else:
+                await self._wait()  # its run may be publishing
+        if policy.behind:
+            self._load_soon(policy)
+        return self.policies.get(policy.name) is policy
 
     async def _wait(self) -> None:
         async with self._changed:
@@ -194,37 +208,44 @@ class PolicyShelf:
 
     async def _load(self, policy: ShelvedPolicy) -> None:
         """Load the newest version of a policy, and note why it failed if it did."""
-        published: Published | None = None
         try:
-            async with self._one_load:
-                published = policy.newest
-                if published is None or self.policies.get(policy.name) is not policy:
-                    return
-                await self._load_published(policy, published)
+            published = await self._load_newest(policy)
         except Exception as error:
-            policy.error = (
-                f"Version {published and published.version} of policy {policy.name} could not be loaded: {error!r}"
-            )
+            version = policy.newest and policy.newest.version
+            policy.error = f"Version {version} of policy {policy.name} could not be loaded: {error!r}"
             logger.warning("replica %s: %s", self._replica_id, policy.error)
             await asyncio.sleep(_PAUSE_S)
             return
         finally:
             policy.loading = None
             await self._notify()
-        await self._acknowledge(published)
+        if published is not None:
+            await self._acknowledge(published)
 
-    async def _load_published(self, policy: ShelvedPolicy, published: Published) -> None:
-        async with asyncio.timeout(self._load_timeout_s):
-            payload = (
-                await published.ref
-            )  # fails where the run that owns it has crashed, which is not this replica's fault
-            try:
+    async def _load_newest(self, policy: ShelvedPolicy) -> Published | None:
+        """Fetch and load the newest version, and return it; None where the policy went meanwhile."""
+        while (published := policy.newest) is not None:
+            # Before it is this load's turn: the bytes of a run whose node is cut off may never come, and others must not wait for
+            # them. It fails where the run that owns them has crashed, which is not this replica's fault.
+            async with asyncio.timeout(self._load_timeout_s):
+                payload = await published.ref
+            async with self._one_load:
+                if self.policies.get(policy.name) is not policy:
+                    return None
+                if policy.newest is None or policy.newest.version <= published.version:
+                    await self._load_payload(policy, published, payload)
+                    return published
+        return None
+
+    async def _load_payload(self, policy: ShelvedPolicy, published: Published, payload: Any) -> None:
+        try:
+            async with asyncio.timeout(self._load_timeout_s):
                 await self._engine.load_adapter(payload)
-            except UserInputError:
-                raise  # a wrong adapter is its run's affair
-            except Exception as error:
-                self._life.fail_load(f"No adapter can be loaded: {error!r}", time.monotonic())
-                raise
+        except UserInputError:
+            raise  # a wrong adapter is its run's affair
+        except Exception as error:
+            self._life.fail_load(f"No adapter can be loaded: {error!r}", time.monotonic())
+            raise
         policy.loaded, policy.error, policy.in_use = published.version, "", False
         self._life.load(self._life.loaded)  # loading works here, whatever failed before
         if self.policies.get(policy.name) is not policy:

@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -118,7 +119,8 @@ class VersionLine:
             await asyncio.get_running_loop().run_in_executor(disk, self._write, payload)
         except (OSError, RayError) as error:
             logger.warning("version %d of %s is not on disk: %s", published.version, self._policy, error)
-            (self.folder / "newest.json").unlink(missing_ok=True)
+            with suppress(OSError):  # of a file system that is gone for a while; what it holds is then offered again
+                (self.folder / "newest.json").unlink(missing_ok=True)
 
     def _write(self, payload: WeightPayload) -> None:
         # Two folders in turn: the marker always names a complete one.

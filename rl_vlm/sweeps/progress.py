@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import time
+import uuid
 from collections.abc import Collection
 from typing import Any
 
@@ -12,6 +12,8 @@ from ray.tune import Callback
 
 from rl_vlm.config.sweep import SweepConfig
 from rl_vlm.sweeps.results import figure
+
+_PROCESS = uuid.uuid4().hex  # of this process; numbers of processes come again, in a container every time
 
 
 class SweepProgress(Callback):
@@ -25,12 +27,12 @@ class SweepProgress(Callback):
         self._best = math.nan
         self._trials = sweep.num_trials
         self._started = time.monotonic()
-        self._process = os.getpid()
+        self._process = _PROCESS
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Failures are counted anew in a sweep that goes on in another process: Tune saves this callback and the counts."""
-        if self._process != os.getpid():
-            self._process, self._started = os.getpid(), time.monotonic()
+        if self._process != _PROCESS:
+            self._process, self._started = _PROCESS, time.monotonic()
             for trial in trials:
                 trial.run_metadata.num_failures = 0
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import math
 import shutil
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from rl_vlm.files import whole_lines, write_atomic
 from rl_vlm.models.trained import trained_folder
 from rl_vlm.reporting.sweep import Setting, draw_settings
 from rl_vlm.statistics import student_half_width
+
+logger = logging.getLogger(__name__)
 
 ERRORS = "error.txt"  # Tune's file of a trial's errors
 
@@ -66,7 +69,7 @@ def read_results(folder: Path, sweep: SweepConfig) -> list[TrialResult]:
 
 def _read_trial(params: Path, sweep: SweepConfig) -> TrialResult:
     folder = params.parent
-    rows = [json.loads(line) for line in whole_lines(folder / "result.json")]
+    rows = list(_rows(folder / "result.json"))
     # Population-based training changes them on the way: the last row says what they were in the end.
     known = {**json.loads(params.read_text()), **(rows[-1].get("settings", {}) if rows else {})}
     settings = {key: value for key, value in known.items() if key in sweep.space}
@@ -90,6 +93,15 @@ def _read_trial(params: Path, sweep: SweepConfig) -> TrialResult:
         error,
         _best_checkpoint(folder, values, choose),
     )
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Tune's results. After a kill or on a full disk it writes the next one behind half a line: both are lost then, and no more."""
+    for line in whole_lines(path):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            logger.warning("A damaged line of %s is left out.", path)
 
 
 def _best_checkpoint(folder: Path, values: dict[int, float], choose: Callable[..., int]) -> Path | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from rl_vlm.runs.cluster import prepare_environment, quiet_ray, ray_cluster, sta
 from rl_vlm.runs.lifecycle import InterruptedRun, StopRequest
 from rl_vlm.runs.preflight import inspect_run
 from rl_vlm.runs.remote_folder import is_remote
-from rl_vlm.runs.run_folder import check_is_kept
+from rl_vlm.runs.run_folder import check_is_kept, held
 from rl_vlm.serving.shared_service import kept_up
 from rl_vlm.sweeps.results import ERRORS, TrialResult, read_results, write_results
 from rl_vlm.types import RLVLMError, UserInputError
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from rl_vlm.algorithms.base import RunAlgorithm
 
 _TUNE = "tune"  # Tune's folder inside the sweep's
+_MARKER = ".rl_vlm_sweep"  # locked by the process that runs the sweep
 # For Tune.
 _TUNE_VARIABLES = {
     "RAY_AIR_NEW_OUTPUT": "0",  # which is for terminals only
@@ -49,10 +52,25 @@ def run_sweep(run: RunConfig, sweep: SweepConfig, folder: Path, *, resume: bool 
     `resume` goes on with a sweep that was interrupted: what is done is not repeated. Raises UserInputError before anything
     is touched, InterruptedRun after a signal, and SweepError when every trial failed.
     """
+    with ExitStack() as stack:
+        return _run_sweep(run, sweep, folder, resume, stack)
+
+
+def _run_sweep(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool, stack: ExitStack) -> list[TrialResult]:
+    """`stack` keeps other processes out of the folder."""
     trial = sweep.prepared(run)
     inspect_run(trial)
     sweep.check_space(trial)
     check_folder(run, sweep, folder, resume)
+    if resume:
+        stack.enter_context(held(folder, _MARKER))
+
+    def begin() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(held(folder, _MARKER))
+        check_folder(run, sweep, folder, resume)  # another process may have begun meanwhile
+        write_settings(run, sweep, folder)
+
     for name, value in _TUNE_VARIABLES.items():
         os.environ.setdefault(name, value)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # of an earlier sweep of this process
@@ -60,7 +78,7 @@ def run_sweep(run: RunConfig, sweep: SweepConfig, folder: Path, *, resume: bool 
     stop.starting = False
     try:
         with stop.installed(_say):
-            _run_trials(trial, sweep, folder, resume, lambda: write_settings(run, sweep, folder))
+            _run_trials(trial, sweep, folder, resume, begin)
     except KeyboardInterrupt:
         stop.signal = stop.signal or signal.SIGINT
     if stop.signal is not None:
@@ -108,7 +126,7 @@ def check_folder(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool)
                 "began with (its config.yaml), or start a new sweep."
             )
         return
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or any(one.name != _MARKER for one in folder.iterdir())):
         raise UserInputError(f"{folder} exists: choose another --run-dir, or add --resume.")
 
 
@@ -164,7 +182,9 @@ def _run_trials(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool, 
             _say(f"The cluster holds {at_once} trials at the same time, not {sweep.max_concurrent}.")
         trainable = trial_class(algorithm, sweep.space, dict.fromkeys(slots, 1.0))
         with kept_up(run):
-            _forget_survived(_tune(run, sweep, folder, resume, at_once, trainable))
+            results = list(_tune(run, sweep, folder, resume, at_once, trainable))
+            _forget_survived(results)
+            _set_aside_lost(folder / _TUNE, results)
 
 
 def _machine(run: RunConfig) -> dict[str, float]:
@@ -226,6 +246,14 @@ def _forget_survived(results: Iterable[Result]) -> None:
             errors.rename(errors.with_name("survived_errors.txt"))
 
 
+def _set_aside_lost(folder: Path, results: Iterable[Result]) -> None:
+    """Rename the folders of trials that Tune does not know: they began after the last state that a killed sweep had saved, and others
+    have taken their places. Their results would count beside those."""
+    known = {Path(result.path).name for result in results}
+    for lost in [path for path in folder.glob("trial-*") if path.is_dir() and path.name not in known]:
+        lost.rename(lost.with_name(f"lost-{lost.name}"))
+
+
 def _domain(values: Values) -> Any:
     from ray import tune
 
@@ -246,6 +274,15 @@ def _mutation(values: Values) -> Any:
     return values.choice if values.choice is not None else _domain(values)
 
 
+def _within(space: Mapping[str, Values], config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration whose values are in the space: scaling may leave its ranges, and what the configuration takes."""
+    for key, values in space.items():
+        if values.bounds is not None and key in config:
+            least, most = values.examples
+            config[key] = min(max(config[key], least), most)
+    return config
+
+
 def _scheduler(sweep: SweepConfig) -> Any:
     from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 
@@ -257,6 +294,7 @@ def _scheduler(sweep: SweepConfig) -> Any:
             time_attr="training_iteration",
             perturbation_interval=stopping.grace_period,
             hyperparam_mutations={key: _mutation(values) for key, values in sweep.space.items()},
+            custom_explore_fn=partial(_within, sweep.space),
             synch=True,
             log_config=False,
         )

@@ -149,6 +149,14 @@ def test_what_is_named_for_artifacts_and_cache_wins_over_scratch(tmp_path: Path)
     assert command[-2:] == ["root=/a", "hub=/b"]
 
 
+def test_a_job_that_was_killed_before_its_run_had_begun_can_be_requeued(tmp_path: Path) -> None:
+    """The run folder has its marker then, and no configuration yet."""
+    (tmp_path / "rl_vlm.sif").touch()
+    done, command = submit(tmp_path, APPTAINER_IMAGE=str(tmp_path / "rl_vlm.sif"))
+    assert done.returncode == 0, done.stderr
+    assert command[command.index("--run-dir") + 2] == "--resume"
+
+
 @pytest.mark.parametrize("variable", ["APPTAINER_IMAGE", "CONTAINER"])
 def test_a_job_runs_inside_the_image(variable: str, tmp_path: Path) -> None:
     (tmp_path / "rl_vlm.sif").touch()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +111,25 @@ def test_a_registry_that_is_killed_comes_back_with_its_policies(
         assert answer.policy_version == 2
         ray.kill(registry(), no_restart=False)
         asyncio.run(until(lambda: _version_of("survivor") == 2, 60))
+
+
+def test_a_registry_that_comes_back_without_its_folder_lets_replicas_keep_their_policies(
+    run: RunConfig, adapters: PolicyAdapters, tiny_folder: Path
+) -> None:
+    """As after the loss of its node."""
+    name = f"kept-{uuid.uuid4().hex}"
+    with user(run, name, tiny_folder) as service:
+        service.publish(adapters.payload(0, 1))
+        (before,) = answers(service, ask(tiny_folder, "hello", min_version=1))
+        known = Path(tempfile.gettempdir()).glob("rl-vlm-shared-*/members.json")
+        (folder,) = [file.parent for file in known if name in file.read_text()]
+        shutil.rmtree(folder)
+        ray.kill(registry(), no_restart=False)
+        (answer,) = answers(service, ask(tiny_folder, "hello", min_version=1))
+        assert (answer.policy_version, answer.replica_id) == (1, before.replica_id)
+        asyncio.run(until(lambda: _version_of(name) == 1, 60))
+        (answer,) = answers(service, ask(tiny_folder, "hello", min_version=1))
+        assert (answer.policy_version, answer.replica_id) == (1, before.replica_id)
 
 
 def _version_of(policy: str) -> int:

@@ -6,14 +6,19 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from preference_loop import run_config
+from ray._private import utils as ray_utils
+from ray.exceptions import AuthenticationError
 
 from rl_vlm.cli.errors import log_to_stderr
+from rl_vlm.cluster.drain import RUNNING, STOPPING
 from rl_vlm.config import parse_config
 from rl_vlm.runs import cluster
 from rl_vlm.runs.cluster import check_resources, ray_cluster
+from rl_vlm.runs.lifecycle import StopRequest
 from rl_vlm.types import UserInputError
 
 
@@ -131,3 +136,45 @@ def test_another_error_of_its_start_is_not_repeated(starts: list[Exception]) -> 
     with pytest.raises(ValueError, match="no such option"):
         cluster._init_with_retry()
     assert len(starts) == 1
+
+
+def test_a_cluster_that_asks_for_a_token_is_an_error_in_one_sentence(starts: list[Exception]) -> None:
+    starts.append(AuthenticationError("Token authentication is enabled and no token was found.\nSee ..."))
+    with pytest.raises(cluster.ClusterError, match="cannot be joined .*no token was found"):
+        cluster._join(run_config(), (), {})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes have no names of their own elsewhere")
+@pytest.mark.parametrize("starting", [True, False])
+def test_a_run_is_called_so_and_says_that_it_stops(starting: bool) -> None:
+    def name() -> str:
+        return Path("/proc/self/comm").read_text().strip()
+
+    before, stop = name(), StopRequest()
+    stop.starting = starting
+    with stop.installed(lambda _: None):
+        assert name() == RUNNING
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            assert starting
+        assert stop and name() == STOPPING
+    assert name() == before
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:6379"])
+def test_a_run_that_is_told_to_stop_while_ray_starts_hears_it(
+    address: str, ray_that_takes_sigterm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ray job stop` during the start: Ray's handler would end it as a failure, with code 15."""
+
+    def init(**_: object) -> None:
+        ray_utils.set_sigterm_handler(lambda number, _: sys.exit(number))  # as the first thing that Ray does
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(cluster.ray, "init", init)
+    stop = StopRequest()
+    with stop.installed(lambda _: None), pytest.raises(KeyboardInterrupt), cluster.ray_cluster(run_config()):
+        pass
+    assert stop.signal == signal.SIGTERM

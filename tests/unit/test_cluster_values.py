@@ -176,3 +176,40 @@ def test_draining_waits_until_runs_have_saved(tmp_path: Path) -> None:
         for process in (run, deaf, server):
             process.kill()
             process.wait()
+
+
+SCRIPT = """
+import pathlib, signal, sys, time
+from rl_vlm.cluster.drain import RUNNING, STOPPING, call_this_process
+told = []
+def stop(*_):
+    told.append(1)
+    call_this_process(STOPPING)
+call_this_process(RUNNING)
+signal.signal(signal.SIGTERM, stop)
+print("ready", flush=True)
+while not told:
+    time.sleep(0.05)
+print("stopping", flush=True)
+time.sleep(1.5)
+pathlib.Path(sys.argv[1]).write_text(str(len(told)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes have no names of their own elsewhere")
+@pytest.mark.parametrize("told", [False, True])
+def test_draining_tells_a_run_of_any_script_once(tmp_path: Path, told: bool) -> None:
+    """A second SIGTERM would end it before its checkpoint is saved: `ray job stop` and a pod's end come together."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "told")], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        if told:
+            process.terminate()
+            assert process.stdout.readline() == "stopping\n"
+        assert drain_runs(60.0, within=os.getpid()) == []
+        assert (tmp_path / "told").read_text() == "1"
+    finally:
+        process.kill()
+        process.wait()

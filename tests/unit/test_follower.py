@@ -144,7 +144,7 @@ def test_a_replica_whose_registry_is_gone_for_good_is_abandoned(
         def gone() -> Direct:
             raise ValueError("Failed to look up the actor")
 
-        setting.follower._find_registry = gone
+        setting.follower._find_registry._find = gone
         task = asyncio.create_task(setting.follower.run())
         await until(lambda: setting.abandoned >= 1)
         assert not task.done()  # Serve ends the replica

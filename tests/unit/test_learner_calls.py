@@ -15,6 +15,7 @@ import pytest
 import torch
 from ray.exceptions import ActorDiedError
 from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
+from ray.rllib.algorithms.algorithm import Algorithm
 
 from rl_vlm.algorithms import learners, policy
 from rl_vlm.algorithms.base import RunAlgorithm
@@ -305,6 +306,35 @@ def test_learners_that_start_on_a_dying_node_are_replaced_again() -> None:
     algorithm = Replacing([ActorDiedError(), ActorDiedError()], max_restarts=2)
     with pytest.raises(LearnerDiedError, match=r"died 3 times.*learner\.max_restarts"):
         algorithm._replace_learners(RuntimeError("the first one died"))
+
+
+def test_deaths_before_a_resume_count_and_use_up_nothing() -> None:
+    algorithm = Replacing([], max_restarts=1)
+    algorithm.restarts["learner"] = 3  # of a checkpoint
+    algorithm._replace_learners(RuntimeError("it died"))
+    assert (algorithm.restored, algorithm.restarts["learner"]) == (1, 4)
+    with pytest.raises(LearnerDiedError, match="died 2 times"):
+        algorithm._replace_learners(RuntimeError("it died"))
+    one: Any = SimpleNamespace(restarts=Counter(), rollouts=SimpleNamespace(restarts=2), _earlier_restarts=5)
+    PolicyAlgorithm._count_env_runners(one)
+    assert one.restarts == {"env_runner": 7}
+
+
+def test_services_stop_where_the_actors_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any) -> None:
+        raise ActorDiedError
+
+    class Stopping(Replacing):
+        stopped = 0
+
+        def stop_services(self) -> None:
+            self.stopped += 1
+
+    monkeypatch.setattr(Algorithm, "cleanup", fail)
+    algorithm = Stopping([], max_restarts=1)
+    with pytest.raises(ActorDiedError):
+        algorithm.cleanup()
+    assert algorithm.stopped == 1
 
 
 class Reset(PreferenceSAC):

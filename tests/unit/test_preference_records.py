@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from control_support import steps
 from label_support import pair
+from safetensors.numpy import load_file, save_file
 
 from rl_vlm.algorithms.preference_checkpoint import (
     CheckpointFolders,
@@ -78,7 +79,7 @@ def test_success_rates_are_percent_of_episodes_with_a_success() -> None:
 
 def save(folders: CheckpointFolders, step: int, fail: bool = False) -> Path:
     def write(folder: Path) -> None:
-        (folder / "agent.safetensors").write_bytes(b"x" * step)
+        save_file({"actor": np.full(step, 1.0)}, folder / "agent.safetensors")
         if fail:
             raise OSError("disk full")
         write_state(folder, {"step": step})
@@ -156,7 +157,7 @@ def test_scratch_keeps_all_checkpoints_and_the_run_folder_the_latest(tmp_path: P
     history = list_checkpoints(tmp_path / "scratch" / "mine" / "checkpoints")
     assert [read_state(path)["step"] for path in history] == [10, 20, 30]
     (only,) = list_checkpoints(tmp_path / "run" / "checkpoints")
-    assert only.name == "step-00000030" and (only / "agent.safetensors").read_bytes() == b"x" * 30
+    assert only.name == "step-00000030" and load_file(only / "agent.safetensors")["actor"].shape == (30,)
     assert folders.videos == tmp_path / "scratch" / "mine" / "videos"
 
 
@@ -166,6 +167,25 @@ def test_a_failed_write_leaves_the_older_checkpoint_and_nothing_else(tmp_path: P
     with pytest.raises(OSError, match="disk full"):
         save(folders, 20, fail=True)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
+
+
+def test_a_checkpoint_that_a_power_failure_cut_short_is_passed_over(tmp_path: Path) -> None:
+    """Its state was written last, and reached the disk first."""
+    folders = CheckpointFolders(tmp_path, "run", keep=3, artifact_root="")
+    for step in (10, 20):
+        save(folders, step)
+    agent = tmp_path / "checkpoints" / "step-00000020" / "agent.safetensors"
+    for left in (agent.read_bytes()[:-8], b""):
+        agent.write_bytes(left)
+        latest = folders.latest()
+        assert latest is not None and latest.name == "step-00000010"
+
+
+def test_a_writer_that_was_killed_leaves_nothing_in_scratch(tmp_path: Path) -> None:
+    left = tmp_path / "scratch" / "mine" / "checkpoints" / ".writing-abc"
+    left.mkdir(parents=True)
+    CheckpointFolders(tmp_path / "run", "mine", keep=5, artifact_root=str(tmp_path / "scratch"))
+    assert not left.exists()
 
 
 def test_an_incomplete_checkpoint_is_passed_over(tmp_path: Path) -> None:

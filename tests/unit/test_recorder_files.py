@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from recorder_support import leftovers
 
 from rl_vlm import files
 from rl_vlm.files import append_whole, to_jsonable, whole_lines, write_atomic
+from rl_vlm.monitoring import sinks
 
 
 def test_an_atomic_write_replaces_the_file_and_is_readable_by_others(tmp_path):
@@ -72,3 +74,20 @@ def test_json_values_are_plain_and_finite():
         "a": 0.5, "2": [0, 1], "c": [None, None], "d": "?", "e": [1, 3], "f": True, "g": 1.0, "h": "x", "i": 7,
     }  # fmt: skip
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
+
+
+def test_event_files_of_a_resumed_run_come_last_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorBoard reads them in the order of their names."""
+    for now in (
+        1_700_000_000.0,
+        1_699_990_000.0,
+        1_699_980_000.0,
+    ):  # each machine's clock is behind that of the one before
+        monkeypatch.setattr(sinks, "time", SimpleNamespace(time=lambda now=now: now))
+        known = set(tmp_path.iterdir())
+        file = sinks.TensorBoardFile(tmp_path)
+        file.add(1, {"reward/mean": 0.5})
+        (new,) = set(tmp_path.iterdir()) - known
+        assert sorted(tmp_path.iterdir())[-1] == new

@@ -294,3 +294,54 @@ def test_an_interrupted_last_copy_keeps_the_folder_here(storage: Any, monkeypatc
         write(folder, "progress.csv", "1\n")
         monkeypatch.setattr(type(storage), "put_file", interrupted)
     assert (folder / "progress.csv").read_text() == "1\n"
+
+
+def test_a_first_copy_that_was_cut_short_does_not_keep_the_run_from_beginning(
+    storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that is killed in its first minute leaves files without an index; its job is started again with --resume."""
+    put, calls = type(storage).put_file, []
+
+    def killed(self: Any, source: str, target: str, **settings: Any) -> None:
+        calls.append(target)
+        if len(calls) > 2:
+            raise KeyboardInterrupt
+        put(self, source, target, **settings)
+
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    for name in ("config.yaml", "progress.csv", "startup.log"):
+        write(folder, name, name)
+    mark_run(folder)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(storage), "put_file", killed)
+        RemoteFolder(URL, folder).push()
+    assert "index.json" not in contents(storage) and ".rl_vlm_run" in contents(storage)
+    with pytest.raises(UserInputError, match="holds files and no run"):
+        opened_run_folder(URL, resume=False, overwrite=False).__enter__()
+    with opened_run_folder(URL, resume=True, overwrite=False) as again:
+        assert [path.name for path in again.iterdir()] == [".rl_vlm_run"]
+        write(again, "config.yaml", "new")
+    assert contents(storage)["config.yaml"] == b"new" and "index.json" in contents(storage)
+
+
+def test_a_file_system_keeps_the_old_file_until_the_new_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/run"
+    with opened_run_folder(url, resume=False, overwrite=False) as folder:
+        write(folder, "progress.csv", "one row")
+    local = fsspec.filesystem("file")
+
+    def killed(self: Any, source: str, target: str, **_: Any) -> None:
+        Path(target).write_text("o")  # a part of it
+        raise KeyboardInterrupt
+
+    with opened_run_folder(url, resume=True, overwrite=False) as folder:
+        write(folder, "progress.csv", "one row and another")
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(type(local), "put_file", killed)
+            RemoteFolder(url, folder).push()
+        assert (tmp_path / "run/progress.csv").read_text() == "one row"
+    assert (tmp_path / "run/progress.csv").read_text() == "one row and another"
+    assert not list((tmp_path / "run").glob("*.partial"))

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
+from rl_vlm.config import RunConfig
 from rl_vlm.rollout import continuous as continuous_module
 from rl_vlm.rollout import runners as runners_module
 from rl_vlm.rollout import sampler as module
 from rl_vlm.rollout.continuous import ContinuousSampler
+from rl_vlm.rollout.rollouts import make_rollouts
 from rl_vlm.rollout.runners import EnvRunners
 from rl_vlm.rollout.sampler import RolloutSampler
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
@@ -258,11 +260,37 @@ def test_tasks_that_were_forgotten_do_not_come_back(manager: Manager) -> None:
     assert len(sampler) == 0 and sampler.collect(0, 0) == RolloutResult()
 
 
-def test_without_any_runner_sampling_ends_with_a_sentence(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(continuous_module, "RESTART_GRACE_S", 0.0)
+def test_without_any_runner_sampling_ends_with_a_sentence(manager: Manager) -> None:
     sampler, _ = continuous_of(manager)
+    sampler._grace_s = 0.0
     manager.probe_unhealthy_actors = lambda **_: None  # type: ignore[method-assign]
     manager.health = dict.fromkeys(manager.health, False)
     with pytest.raises(module.SamplingError, match="All env runners died"):
         sampler.give(TASKS, version=0)
         sampler.collect(0, 0)
+
+
+def test_a_stop_is_heard_while_all_runners_are_down(manager: Manager) -> None:
+    """Their node was preempted in the middle of an evaluation, and another machine takes minutes to start."""
+    sampler = sampler_of(manager)
+    for runner in manager.runners.values():
+        runner.outcomes = [DEAD]
+    manager.probe_unhealthy_actors = lambda **_: None  # type: ignore[method-assign]
+    work = sampler.start(TASKS)
+    asked = iter([False, False, False])
+    with pytest.raises(module.RoundAbandonedError):
+        sampler.collect(work, lambda: next(asked, True))
+
+
+@pytest.mark.parametrize("autoscaling", [True, False])
+def test_an_autoscaler_has_the_time_that_a_machine_takes_to_start(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch, autoscaling: bool
+) -> None:
+    monkeypatch.delenv("RL_VLM_AUTOSCALING", raising=False)
+    if autoscaling:
+        monkeypatch.setenv("RL_VLM_AUTOSCALING", "1")
+    for lag in (0, 2):
+        run = RunConfig.model_validate({"rollout": {"max_policy_lag": lag}, "serving": {"startup_timeout_s": 900.0}})
+        rollouts = make_rollouts(runners_of(manager), SimpleNamespace(), run)  # type: ignore[arg-type]
+        waits = [rollouts._sampler._grace_s, *([rollouts._continuous._grace_s] if lag else [])]
+        assert set(waits) == {900.0 if autoscaling else 120.0}

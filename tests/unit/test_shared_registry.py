@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -25,7 +26,7 @@ from rl_vlm.config import RunConfig
 from rl_vlm.engines.base import EngineStats
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.serving import deploying, shared_registry
+from rl_vlm.serving import deploying, follower, members, shared_registry
 from rl_vlm.serving.lifecycle import Lifecycle
 from rl_vlm.serving.members import Members
 from rl_vlm.serving.metrics import ReplicaTally
@@ -83,10 +84,16 @@ class World:
         self.terms = Terms.of(run, self.model.digest)
         self.skipped_s = 0.0  # by which the registry's clock is ahead
         self.deployed: list[int] = []
+        self.how: list[str] = []  # what was to become of an application that is there
+        self.restarted = False  # the actor, by Ray
         self.gone: list[str] = []
         shared_registry.time = SimpleNamespace(monotonic=self.now)  # type: ignore[attr-defined]  # put back by the fixture
         self.registry = self._registry()
         self.replicas: list[Replica] = []
+
+    def deploy(self, count: int, how: str) -> None:
+        self.deployed.append(count)
+        self.how.append(how)
 
     def now(self) -> float:
         return time.monotonic() + self.skipped_s
@@ -104,7 +111,7 @@ class World:
         engine, life, name = Recorder(), Lifecycle(probe_after_s=10.0), f"replica {len(self.replicas)}"
         shelf = PolicyShelf(
             name, engine, life, ReplicaTally(), find_registry=lambda: Direct(self.registry), load_timeout_s=10.0,
-            notify=lambda: asyncio.sleep(0),
+            abandoned=lambda: self.gone.append(name), notify=lambda: asyncio.sleep(0),
         )  # type: ignore[arg-type]  # fmt: skip
         self.replicas.append(Replica(engine, shelf, life, asyncio.create_task(shelf.run())))
 
@@ -137,7 +144,8 @@ def world(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         run = run_config(tiny_folder, serving__shared="test", **dotted)
         monkeypatch.setattr(shared_registry, "time", time)
         found = World(run, tiny_folder, tmp_path / "registry")
-        monkeypatch.setattr(deploying, "deploy_shared", lambda m, r, name, count: found.deployed.append(count))
+        monkeypatch.setattr(deploying, "deploy_shared", lambda m, r, name, count, how: found.deploy(count, how))
+        monkeypatch.setattr(shared_registry, "_was_restarted", lambda: found.restarted)
         monkeypatch.setattr(deploying, "delete_shared", found.gone.append)
         context = SimpleNamespace(current_actor="itself")
         ended = SimpleNamespace(
@@ -398,7 +406,7 @@ def test_a_restarted_registry_does_not_end_the_service_where_scaling_fails_once(
             here.restart_registry()
             failures = [RuntimeError("Serve's controller is busy")]
 
-            def deploy(model: Any, run: Any, name: str, count: int) -> None:
+            def deploy(model: Any, run: Any, name: str, count: int, if_found: str) -> None:
                 if failures:
                     raise failures.pop()
                 here.deployed.append(count)
@@ -413,15 +421,133 @@ def test_a_restarted_registry_does_not_end_the_service_where_scaling_fails_once(
 
 
 def test_a_kill_while_somebody_joins_does_not_keep_others_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def members() -> Members:
+    def made() -> Members:
         return Members(tmp_path / "registry", 10.0, 0.0, lambda folder, policy: VersionLine(folder, policy))
 
-    first = members()
+    first = made()
     assert first.join("a", "token a", False, 0.0) is not None
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Members, "_save", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
         first.join("b", "token b", False, 0.0)
-    again = members()
+    again = made()
     assert [member.policy for member in again] == ["a"]
     assert all(again.join(name, f"token {name}", False, 0.0) is not None for name in ("b", "c"))
     assert len({member.line.folder for member in again}) == 3
+
+
+def test_bytes_that_never_come_keep_no_other_policy_waiting(world: Any) -> None:
+    async def story() -> None:
+        async with world(replicas=1) as place:
+            a, b = await place.join("a"), await place.join("b")
+            lost: Any = asyncio.get_running_loop().create_future()  # of a run whose node is cut off
+            assert await place.registry.publish(Published(1, "hash", lost, "a", kept_on_disk=False), a.token)
+            assert await place.publish(b, 1, "b")
+            (replica,) = place.replicas
+            waiting = asyncio.create_task(replica.shelf.open("a", a.token, 1))
+            await until(lambda: "a" in replica.shelf.policies and replica.shelf.policies["a"].loading is not None)
+            await asyncio.wait_for(replica.shelf.open("b", b.token, 1), 5)
+            assert not waiting.done() and not replica.life.death
+            waiting.cancel()
+
+    asyncio.run(story())
+
+
+def test_a_registry_that_comes_back_without_its_folder_drops_nobody_who_joins_again(world: Any) -> None:
+    """Its node is gone: replicas keep what they have, and requests wait, until every user had the time to join again."""
+
+    async def story() -> None:
+        async with world(replicas=1) as place:
+            a, b = await place.join("a"), await place.join("b")
+            (replica,) = place.replicas
+            for key in (a, b):
+                assert await place.publish(key, 1, key.policy)
+                await replica.shelf.open(key.policy, key.token, 1)
+            await until(lambda: place.how == ["replace"])  # what another service left over has another model
+            waiting = asyncio.create_task(replica.shelf.open("a", a.token, 2))
+            shutil.rmtree(place.folder)
+            place.restarted = True
+            place.restart_registry()
+            place.registry._ensure_working()
+            await until(lambda: replica.shelf._since is not None and replica.shelf._since[0] == place.registry._process)
+            await until(lambda: place.how[1:] == ["keep"])
+            assert replica.engine.newest.keys() == {"a", "b"} and not waiting.done()
+            assert isinstance(await place.registry.join("a", a.token, place.terms), Welcome)
+            assert await place.publish(a, 2, "a 2")
+            await asyncio.wait_for(waiting, 5)
+            for _ in range(2):  # b does not come again
+                place.skipped_s += 0.6 * place.run.serving.sharing.lease_s
+                assert await place.registry.renew("a", a.token)
+            await until(lambda: replica.engine.newest.keys() == {"a"})
+            await until(lambda: place.how[2:] == ["resize"])
+            c = await place.join("c")
+            await until(lambda: "c" in replica.shelf.policies)
+            await place.registry.leave("c", c.token)
+            await until(lambda: "c" not in replica.shelf.policies)
+
+    asyncio.run(story())
+
+
+def test_a_registry_that_was_stopped_blames_nobody_for_its_own_silence(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        async with world(replicas=0) as place:
+            monkeypatch.setattr(shared_registry, "_STALL_S", 0.2)
+            place.registry._members._lease_s = 1.0
+            a = await place.join("a")
+            await asyncio.sleep(0.05)
+            time.sleep(1.5)  # as SIGSTOP does; a's calls wait meanwhile
+            await asyncio.sleep(0.05)
+            assert await place.registry.renew("a", a.token)
+            place.skipped_s += 2.0
+            await until(lambda: not len(place.registry._members))  # of its own silence it is collected
+
+    asyncio.run(story())
+
+
+def test_a_service_ends_although_serve_is_busy(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        async with world(replicas=0) as place:
+            failures = [RuntimeError("Serve's controller is being restarted")]
+
+            def delete(name: str) -> None:
+                if failures:
+                    raise failures.pop()
+                place.gone.append(name)
+
+            monkeypatch.setattr(deploying, "delete_shared", delete)
+            a = await place.join("a")
+            await place.registry.leave("a", a.token)
+            await until(lambda: place.gone == ["test", "itself"])
+
+    asyncio.run(story())
+
+
+def test_replicas_whose_registry_is_gone_for_good_end_their_application(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone() -> Any:
+        raise ValueError("Failed to look up the actor")
+
+    async def story() -> None:
+        async with world(replicas=1) as place:
+            monkeypatch.setattr(follower, "_ABANDONED_S", 0.1)
+            place.replicas[0].shelf._find_registry._find = gone
+            await until(lambda: place.gone == ["replica 0"])
+
+    asyncio.run(story())
+
+
+def test_a_full_disk_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    found = Members(tmp_path / "registry", 10.0, 0.0, lambda folder, policy: VersionLine(folder, policy))
+    monkeypatch.setattr(members, "write_atomic", full)
+    monkeypatch.setattr(Path, "mkdir", full)
+    for name in ("a", "b"):
+        assert found.join(name, f"token {name}", False, 0.0) is not None
+    member = found.opened("a", "token a")
+    assert member is not None
+    found.remove(member, 0.0)
+    assert [one.policy for one in found] == ["b"]

@@ -20,7 +20,7 @@ from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.serving import deploying
+from rl_vlm.serving import deploying, shared_registry
 from rl_vlm.serving.policy_key import PolicyKey, PolicyRefusedError
 from rl_vlm.serving.shared_registry import SharedRegistry
 from rl_vlm.serving.shared_server import SharedVLMServer
@@ -65,6 +65,7 @@ def make(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="here"))
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(deploying, "deploy_shared", lambda *_: None)
+    monkeypatch.setattr(shared_registry, "_was_restarted", lambda: False)
     yield lambda **dotted: Place(tiny_folder, tmp_path / "registry", **dotted)
 
 
@@ -193,6 +194,16 @@ def test_a_policy_whose_run_has_left_is_refused_and_forgotten(
         with pytest.raises(EngineError):  # an engine's own refusal goes to who asked
             await place.replica.generate([ask(text, "b", max_new_tokens=5000)], "b", b.token)
         await place.replica.check_health()
+        engine_generate = place.replica._engine.generate
+
+        async def leaving(requests: list[GenerationRequest]) -> list[Completion]:
+            found = await engine_generate(requests)
+            place.replica._forget(place.replica._shelf.policies.pop("b").name)
+            return found
+
+        place.replica._engine.generate = leaving
+        await place.replica.generate([ask(text, "b", min_version=1)], "b", b.token)
+        assert not place.replica._tally.by_policy  # an answer after the run has left does not bring its figures back
         await place.close()
 
     asyncio.run(story())

@@ -17,11 +17,21 @@ from pydantic import ValidationError
 from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import load_config
 from rl_vlm.config.sweep import SweepConfig, load_sweep
+from rl_vlm.runs import run_folder
 from rl_vlm.runs.lifecycle import InterruptedRun
 from rl_vlm.sweeps.progress import SweepProgress
 from rl_vlm.sweeps.results import group_by_setting, read_results, setting_name, write_results
 from rl_vlm.sweeps.room import Room, own_cpus, trials_at_once
-from rl_vlm.sweeps.sweep import _forget_survived, check_folder, run_sweep, sweep_folder, write_settings
+from rl_vlm.sweeps.sweep import (
+    _MARKER,
+    _forget_survived,
+    _scheduler,
+    _set_aside_lost,
+    check_folder,
+    run_sweep,
+    sweep_folder,
+    write_settings,
+)
 from rl_vlm.sweeps.trial import trial_class
 from rl_vlm.types import UserInputError
 
@@ -137,12 +147,12 @@ def test_errors_that_a_trial_survived_are_not_its_end(tmp_path: Path) -> None:
 
 
 def test_failures_before_a_resume_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tune saves its callbacks and the counts of failures with a sweep."""
+    """Tune saves its callbacks and the counts of failures with a sweep. In a container the next process has the same number."""
     progress = SweepProgress(sweep())
     trials = [SimpleNamespace(run_metadata=SimpleNamespace(num_failures=3))]
     progress.on_step_begin(0, trials)
     assert trials[0].run_metadata.num_failures == 3
-    monkeypatch.setattr(os, "getpid", lambda: -1)
+    monkeypatch.setattr("rl_vlm.sweeps.progress._PROCESS", "another")
     progress.on_step_begin(0, trials)
     assert trials[0].run_metadata.num_failures == 0
     trials[0].run_metadata.num_failures = 1
@@ -328,3 +338,67 @@ def test_a_sweep_is_written_only_where_it_stays(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(UserInputError, match="which Ray deletes"):
         sweep_folder(tmp_path / "working_dir_files" / "runs")
     assert sweep_folder(tmp_path / "runs") == tmp_path / "runs"
+
+
+def test_two_processes_do_not_run_one_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "sweep"
+    monkeypatch.setattr("rl_vlm.sweeps.sweep.inspect_run", lambda run: None)
+    monkeypatch.setattr(run_folder, "_PATIENCE_S", 0.0)
+    tried: list[str] = []
+
+    def trials(run: Any, sweep_: Any, folder: Path, resume: bool, begin: Any) -> None:
+        if not resume:
+            begin()
+        if not tried:
+            tried.append("while it runs")
+            for again in (True, False):
+                with pytest.raises(UserInputError, match="Another process is writing|exists"):
+                    run_sweep(RUN, sweep(), folder, resume=again)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rl_vlm.sweeps.sweep._run_trials", trials)
+    for resume in (False, True):  # the first process has ended when the second one resumes
+        with pytest.raises(InterruptedRun):
+            run_sweep(RUN, sweep(), folder, resume=resume)
+    assert tried and (folder / _MARKER).is_file()
+
+
+def test_a_new_sweep_that_another_process_has_begun_meanwhile_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trials(run: Any, sweep_: Any, folder: Path, resume: bool, begin: Any) -> None:
+        write_settings(RUN, sweep(), folder)
+        begin()
+
+    monkeypatch.setattr("rl_vlm.sweeps.sweep.inspect_run", lambda run: None)
+    monkeypatch.setattr("rl_vlm.sweeps.sweep._run_trials", trials)
+    with pytest.raises(UserInputError, match="exists: choose another"):
+        run_sweep(RUN, sweep(), tmp_path / "sweep")
+
+
+def test_a_damaged_line_of_a_trial_costs_no_more_than_itself(tmp_path: Path) -> None:
+    """Tune appends behind the half line of a process that was killed."""
+    write_trial(tmp_path, "a", {"learner.lr": 0.001, "seed": 0}, [0.3, 0.6, 0.5])
+    result = tmp_path / "tune/trial-a/result.json"
+    first, second, third = result.read_text().splitlines()
+    result.write_text(f"{first}\n{second[:20]}{second}\n{third}\n")
+    (trial,) = read_results(tmp_path, sweep())
+    assert trial.points == [(0, 0.25), (1, 0.3), (3, 0.5)] and trial.iterations == 3
+
+
+def test_population_based_training_stays_in_the_space() -> None:
+    """It scales by 0.8 and 1.2, and the configuration may refuse what lies beyond: 1.08 is no gamma."""
+    space = {"algorithm.gamma": {"uniform": [0.8, 1.0]}, "rollout.group_size": {"randint": [4, 9]}}
+    scheduler = _scheduler(sweep(space=space, stopping={"name": "pbt"}))
+    explored = scheduler._custom_explore_fn({"algorithm.gamma": 1.08, "rollout.group_size": 10, "run_config": {}})
+    assert explored == {"algorithm.gamma": 1.0, "rollout.group_size": 8, "run_config": {}}
+
+
+def test_trials_that_a_killed_sweep_had_not_saved_do_not_count(tmp_path: Path) -> None:
+    """Tune saves its state every few seconds; what began later gets another name when the sweep is resumed."""
+    for name in "abc":
+        write_trial(tmp_path, name, {"learner.lr": 0.001, "seed": 0}, [0.3, 0.6])
+    results = [SimpleNamespace(path=str(tmp_path / f"tune/trial-{name}")) for name in "ac"]
+    _set_aside_lost(tmp_path / "tune", results)  # type: ignore[arg-type]
+    assert {trial.name for trial in read_results(tmp_path, sweep())} == {"trial-a", "trial-c"}
+    assert (tmp_path / "tune/lost-trial-b/result.json").is_file()

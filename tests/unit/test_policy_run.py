@@ -1,0 +1,44 @@
+"""What a policy run does where sampling ends it. Nothing is started."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rl_vlm.algorithms.learners import LearnerDiedError
+from rl_vlm.rollout.retry import TooManyFailuresError
+from rl_vlm.rollout.sampler import SamplingError
+from rl_vlm.runs.policy_run import PolicyRun
+from rl_vlm.types import RLVLMError
+
+
+@pytest.mark.parametrize(
+    ("error", "updates", "saves"),
+    [
+        (SamplingError("All env runners died."), 5, True),
+        (TooManyFailuresError("16 groups were lost."), 5, True),
+        (SamplingError("All env runners died."), 2, False),  # it is saved already
+        (LearnerDiedError("There is nobody to ask."), 5, False),
+    ],
+)
+def test_what_was_learned_is_saved_where_sampling_ends_a_run(
+    monkeypatch: pytest.MonkeyPatch, error: RLVLMError, updates: int, saves: bool
+) -> None:
+    saved: list[int] = []
+
+    def fail(self: Any) -> None:
+        raise error
+
+    def save(self: Any) -> None:
+        saved.append(self.algorithm.updates)
+        raise RLVLMError("no matter what becomes of it, the first error is told")
+
+    monkeypatch.setattr(PolicyRun, "_check_sight", fail)
+    monkeypatch.setattr(PolicyRun, "_checkpoint", save)
+    run = PolicyRun.__new__(PolicyRun)
+    run.algorithm, run.saved_at = SimpleNamespace(updates=updates), 2
+    with pytest.raises(type(error), match=str(error)):
+        run._to_the_end()
+    assert saved == ([5] if saves else [])
