@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from rl_vlm.config import RunConfig, SFTConfig
 from rl_vlm.learning.critic import Critic
-from rl_vlm.learning.device import choose_precision
 from rl_vlm.learning.trained import FullTraining, LoraTraining, Trained
 from rl_vlm.models.backbone import CACHE_BYTES, Backbone
 from rl_vlm.models.initial_adapter import initial_adapter
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora_layers import ExtraLora, lora_config, seed_lora
 from rl_vlm.models.payload import WeightPayload
+from rl_vlm.models.precision import choose_precision
 from rl_vlm.models.products import ProductName, choose_product, product_of, torch_product, use_onednn
 from rl_vlm.seeding import derive_seed
 
@@ -47,7 +47,7 @@ class PolicyModel:
         image_by_image: bool = False,
     ) -> None:
         quiet_libraries()
-        choose_precision(run, device)
+        choose_precision(run.model.dtype, device)
         self.product: ProductName = "torch"
         self.lora: LoraConfig | None = None  # of a policy that is not trained whole
         self.text = load_text_side(folder, run.model.pixels)

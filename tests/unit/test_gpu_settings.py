@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,11 @@ from rl_vlm.algorithms.grpo import GRPOConfig
 from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
 from rl_vlm.cli import doctor
 from rl_vlm.config import RunConfig, load_config, parse_config
-from rl_vlm.learning import device
+from rl_vlm.engines import transformers_engine
+from rl_vlm.learning import device, policy_model
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.lora_layers import lora_config
+from rl_vlm.models.precision import choose_precision
 from rl_vlm.runs import cluster
 from rl_vlm.types import UserInputError
 
@@ -178,15 +181,26 @@ def test_a_learner_that_shares_a_gpu_is_limited(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("where", "dtype", "chosen"), [("cuda", "bfloat16", ["high"]), ("cuda", "float32", []), ("cpu", "bfloat16", [])]
+    ("where", "dtype", "chosen"),
+    [("cuda", "bfloat16", ["high"]), ("cuda:1", "float32", ["highest"]), ("cpu", "bfloat16", [])],
 )
-def test_lora_is_computed_in_tf32_beside_a_bfloat16_model(
+def test_lora_is_computed_in_tf32_beside_a_bfloat16_model_alone(
     monkeypatch: pytest.MonkeyPatch, where: str, dtype: str, chosen: list[str]
 ) -> None:
     found: list[str] = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", found.append)
-    device.choose_precision(parse_config({"model": {"dtype": dtype}}), where)
+    choose_precision(dtype, where)
     assert found == chosen
+
+
+def test_engine_and_learner_ask_for_the_same_precision(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
+    asked: list[tuple[str, str]] = []
+    for module in (policy_model, transformers_engine):
+        monkeypatch.setattr(module, "choose_precision", lambda *given: asked.append(given))
+    engine = transformers_engine.TransformersEngine(tiny_folder, dtype="bfloat16", max_context=64)
+    asyncio.run(engine.close())
+    policy_model.PolicyModel(tiny_folder, run(model={"dtype": "bfloat16"}))
+    assert asked == [("bfloat16", "cpu")] * 2
 
 
 # --- what is published
