@@ -19,6 +19,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
+from rl_vlm.models.grouped_heads import causal_attention
 from rl_vlm.types import UserInputError
 
 NAME = "rl_vlm_segments"  # as transformers knows it
@@ -107,10 +108,9 @@ def segment_attention(
     """
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
-    kwargs.pop("is_causal", None)
 
-    def causal(*sides: Tensor) -> Tensor:
-        return sdpa_attention_forward(module, *sides, None, scaling=scaling, is_causal=True, **kwargs)[0]  # type: ignore[no-any-return]
+    def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return causal_attention(query, key, value, scaling).transpose(1, 2).contiguous()
 
     packed = _by_row(segments.later)
     if not packed:
