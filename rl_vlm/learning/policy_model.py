@@ -111,9 +111,10 @@ class PolicyModel:
             use_onednn(self.model)
 
     def _make_critic(self, run: RunConfig) -> Critic:
+        # Another A than the policy's, and the head's hidden layer; both are the same in every learner.
+        seed_lora(derive_seed(run.seed, 5) % 2**31)
         own = None
         if run.critic.kind == "adapter":
-            seed_lora(derive_seed(run.seed, 5) % 2**31)  # another A than the policy's, the same in every learner
             assert self.lora is not None  # see config/full.py
             own = ExtraLora(self.model, self.lora, "critic")
         return Critic(self.model, run.critic, self.model.config.get_text_config().hidden_size, own)
