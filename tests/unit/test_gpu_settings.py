@@ -73,6 +73,17 @@ def test_settings_that_work(serving: dict[str, Any], learner: dict[str, Any]) ->
     run(serving, learner)
 
 
+@pytest.mark.parametrize(("temperature", "fits"), [(0.005, False), (0.01, True), (2.0, True), (2.5, False)])
+def test_vllm_samples_at_some_temperatures(temperature: float, fits: bool) -> None:
+    rollout = {"temperature": temperature}
+    run(rollout=rollout)  # the transformers engine at any
+    if fits:
+        run({"gpus_per_replica": 1}, rollout=rollout)
+    else:
+        with pytest.raises(UserInputError, match=rf"rollout.temperature {temperature:g}: vLLM samples at 0.01 to 2"):
+            run({"gpus_per_replica": 1}, rollout=rollout)
+
+
 def test_a_replica_keeps_to_its_share_by_default() -> None:
     assert run({"gpus_per_replica": 0.5}).serving.memory_utilization == pytest.approx(0.425)
     assert run({"gpus_per_replica": 1}).serving.memory_utilization == run().serving.memory_utilization == 0.85
