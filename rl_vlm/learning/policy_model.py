@@ -19,7 +19,7 @@ from rl_vlm.models.initial_adapter import initial_adapter
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora_layers import ExtraLora, lora_config, seed_lora
 from rl_vlm.models.payload import WeightPayload
-from rl_vlm.models.precision import choose_precision
+from rl_vlm.models.precision import choose_order, choose_precision
 from rl_vlm.models.products import ProductName, choose_product, product_of, torch_product, use_onednn
 from rl_vlm.seeding import derive_seed
 
@@ -48,6 +48,8 @@ class PolicyModel:
     ) -> None:
         quiet_libraries()
         choose_precision(run.model.dtype, device)
+        if isinstance(run, RunConfig) and run.deterministic:
+            choose_order(device)
         self.product: ProductName = "torch"
         self.lora: LoraConfig | None = None  # of a policy that is not trained whole
         self.text = load_text_side(folder, run.model.pixels)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from rl_vlm.engines import transformers_engine
 from rl_vlm.learning import device, policy_model
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.lora_layers import lora_config
-from rl_vlm.models.precision import choose_precision
+from rl_vlm.models.precision import choose_order, choose_precision
 from rl_vlm.runs import cluster
 from rl_vlm.types import UserInputError
 
@@ -202,6 +203,28 @@ def test_lora_is_computed_in_tf32_beside_a_bfloat16_model_alone(
     monkeypatch.setattr(torch, "set_float32_matmul_precision", found.append)
     choose_precision(dtype, where)
     assert found == chosen
+
+
+@pytest.mark.parametrize(("deterministic", "asked"), [(True, ["cpu"]), (False, [])], ids=["deterministic", "not"])
+def test_a_deterministic_learner_asks_for_one_order_of_sums(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, deterministic: bool, asked: list[str]
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(policy_model, "choose_order", found.append)
+    policy_model.PolicyModel(tiny_folder, run(deterministic=deterministic))
+    assert found == asked
+
+
+def test_one_order_of_sums_is_torchs_deterministic_kernels_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", found.append)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # what was there comes back after the test
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    choose_order("cpu")
+    assert not found and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    choose_order("cuda")
+    assert found == [True] and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 def test_engine_and_learner_ask_for_the_same_precision(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
