@@ -129,9 +129,11 @@ class PolicyModel:
         """Put tensors that `weights` named in place. Raises UserInputError for ones that do not fit."""
         self.trained.load(state)
 
-    def payload(self, version: int, weights: Mapping[str, Tensor] | None = None) -> WeightPayload:
-        """What is trained as it is, or other tensors by the same names, as an immutable version."""
-        return self.trained.payload(version, self.weights() if weights is None else weights)
+    def payload(
+        self, version: int, weights: Mapping[str, Tensor] | None = None, dtype: str | None = None
+    ) -> WeightPayload:
+        """What is trained as it is or rounded to `dtype`, or other tensors by the same names, as an immutable version."""
+        return self.trained.payload(version, self.weights() if weights is None else weights, dtype)
 
     def load(self, adapter: WeightPayload) -> None:
         """Put a version's tensors in place. Raises UserInputError for one that does not fit."""
