@@ -26,6 +26,27 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     )
 
 
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+    """As `causal_attention`, for key and value [B, key heads, K, head_dim] of which a mask bool [L, K] says what is seen.
+
+    Query heads that share a key head are passed as further queries. Keys repeated for each of them would be kept for the backward
+    pass: those of a prompt as often as it has continuations. Of a long sequence the repeated mask would be larger than they are.
+    """
+    rows, heads, length, size = query.shape
+    groups = heads // key.shape[1]
+    if length > 2 * key.shape[1] * size:
+        key, value = (side.repeat_interleave(groups, dim=1) for side in (key, value))
+        groups = 1
+    mixed = functional.scaled_dot_product_attention(
+        query.reshape(rows, heads // groups, groups * length, size),
+        key,
+        value,
+        attn_mask=mask.repeat(groups, 1)[None, None],
+        scale=scale,
+    )
+    return mixed.reshape(rows, heads, length, size)
+
+
 def last_token_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
     """[B, heads * head_dim] of one query per row [B, heads, head_dim], key and value [B, key heads, L, head_dim], mask bool [B, L].
 

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rl_vlm.models.grouped_heads import causal_attention
+from rl_vlm.models.grouped_heads import causal_attention, masked_attention
 from rl_vlm.types import UserInputError
 
 NAME = "rl_vlm_segments"  # as transformers knows it
@@ -126,12 +125,9 @@ def segment_attention(
         for one in members:
             own = slice(one.start, one.stop)
             keys, values = (
-                repeat_kv(torch.cat([side[:, :, : one.prompt], side[:, :, own]], dim=2), query.shape[1] // key.shape[1])
-                for side in (key_row, value_row)
+                torch.cat([side[:, :, : one.prompt], side[:, :, own]], dim=2) for side in (key_row, value_row)
             )
-            attended = functional.scaled_dot_product_attention(
-                query_row[:, :, own], keys, values, attn_mask=segments.mask_of(one)[None, None], scale=scaling
-            )
+            attended = masked_attention(query_row[:, :, own], keys, values, segments.mask_of(one), scaling)
             pieces.append(attended[0].transpose(0, 1))
         padding = query.shape[2] - members[-1].stop
         pieces.append(pieces[0].new_zeros(padding, *pieces[0].shape[1:]))

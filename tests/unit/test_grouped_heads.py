@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_vlm.models import grouped_heads
-from rl_vlm.models.grouped_heads import causal_attention, last_token_attention, needs_own_keys
+from rl_vlm.models.grouped_heads import causal_attention, last_token_attention, masked_attention, needs_own_keys
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,25 @@ def test_causal_attention_and_its_gradient(monkeypatch: pytest.MonkeyPatch, own_
     given = sides(length, length)
     ours = causal_attention(*given, scale=0.3)
     expected = by_hand(*given, torch.ones(length, length, dtype=torch.bool).tril(), 0.3)
+    assert torch.allclose(ours, expected, rtol=0, atol=1e-12)
+    weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for one, other in zip(
+        *(torch.autograd.grad((mixed * weight).sum(), given) for mixed in (ours, expected)), strict=True
+    ):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("queries", [1, 5, 40])
+def test_masked_attention_keeps_no_repeated_keys_where_these_are_more_than_its_mask(queries: int) -> None:
+    """Values, gradients, and what is kept: two key heads of 8 numbers take 32 numbers a key, a mask of three heads 3 x queries."""
+    query, key, value = given = sides(9, queries)
+    mask = torch.ones(queries, 9, dtype=torch.bool).tril(4)
+    shapes: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: shapes.append(one.shape) or one, lambda one: one):
+        ours = masked_attention(query, key, value, mask, 0.3)
+    repeated = any(shape[1] == 6 and shape[2] == 9 for shape in shapes if len(shape) == 4)
+    assert repeated == (queries > 2 * 2 * 8)
+    expected = by_hand(query, key, value, mask, 0.3)
     assert torch.allclose(ours, expected, rtol=0, atol=1e-12)
     weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for one, other in zip(
