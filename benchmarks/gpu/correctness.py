@@ -149,22 +149,29 @@ class Bench:
         yield "first_ratio_error", stats.first_ratio_error, 0.0
 
     def kernels(self) -> Gaps:
-        """Which kernel computes masked attention. The one called math writes out all scores."""
-        policy, run = self.policy("bfloat16")
-        updater = make_updater(policy, run)
-        for length in (64, 128, 256) if self.small else (1024, 4096, 8192):
-            rng = np.random.default_rng(length)
-            image, samples = picture(rng, self.sides[0], self.sides[0]), 4
-            each = (length - policy.text.count_image_tokens(image.width, image.height)) // (samples + 1)
-            (micro,) = updater.pack(
-                [Minibatch([group(policy.text, [image], each // 3, max(each - 64, 4), samples, 0)])]
-            )[0].micro_batches
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
-                updater.logprobs(micro)
-            names = {event.key for event in profile.key_averages() if "scaled_dot_product" in event.key}
-            used = sorted(name.split("::")[-1] for name in names if "::_" in name)
-            print(f"  {length} tokens: {', '.join(used)}", flush=True)
-            yield f"math_attention_{length}", float(any("math" in name for name in used) or not used), 0.0
+        """Which kernels compute attention. The one called math writes out all scores; torch takes it where no other fits."""
+        for dtype in ("bfloat16", "float32"):
+            policy, run = self.policy(dtype)
+            updater = make_updater(policy, run)
+            for length in (64, 128, 256) if self.small else (1024, 4096, 8192):
+                rng = np.random.default_rng(length)
+                image, samples = picture(rng, self.sides[0], self.sides[0]), 4
+                each = (length - policy.text.count_image_tokens(image.width, image.height)) // (samples + 1)
+                (micro,) = updater.pack(
+                    [Minibatch([group(policy.text, [image], each // 3, max(each - 64, 4), samples, 0)])]
+                )[0].micro_batches
+                with (
+                    torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+                    torch.no_grad(),
+                ):
+                    updater.logprobs(micro)
+                names = {event.key for event in profile.key_averages() if "scaled_dot_product" in event.key}
+                used = sorted(name.split("::")[-1] for name in names if "::_" in name)
+                print(f"  {dtype}, {length} tokens: {', '.join(used)}", flush=True)
+                name = f"math_attention_{length}" + ("_float32" if dtype == "float32" else "")
+                yield name, float(any("math" in name for name in used) or not used), 0.0
+            del policy, updater
+            free()
 
     def moments(self) -> Gaps:
         """The optimiser's state goes to the CPU and back: the next step is the same, and the state is on the device."""

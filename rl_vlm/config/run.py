@@ -22,7 +22,7 @@ from rl_vlm.config.resources import ResourcesSection
 from rl_vlm.config.rest import check_rest
 from rl_vlm.config.rollout import RolloutSection
 from rl_vlm.config.section import Section
-from rl_vlm.config.serving import ServingSection
+from rl_vlm.config.serving import VLLM_TEMPERATURES, ServingSection
 from rl_vlm.config.sight import SightSection
 from rl_vlm.config.specs import ALGORITHMS, AlgorithmSpec
 from rl_vlm.files import resolved
@@ -75,6 +75,12 @@ class RunConfig(Section):
         if self.deterministic and any(reward.judge.probabilities for reward in judged):
             # Which questions share a batch depends on time, and their last bits on the batch.
             raise ValueError("deterministic: true with a judge needs env.reward.judge.probabilities: false")
+        coldest, hottest = VLLM_TEMPERATURES
+        if uses_vllm and self.spec.publishes_adapters and not coldest <= rollout.temperature <= hottest:
+            raise ValueError(
+                f"rollout.temperature {rollout.temperature:g}: vLLM samples at {coldest:g} to {hottest:g}; change it, or set "
+                "serving.engine to transformers"
+            )
         if self.serving.shared and (self.deterministic or rollout.in_flight_updates):
             raise ValueError(
                 "serving.shared: replicas that several runs share know neither deterministic: true nor rollout.in_flight_updates: "

@@ -9,6 +9,9 @@ from pydantic import Field, field_validator, model_validator
 
 from rl_vlm.config.section import Section
 
+# vLLM silently raises lower temperatures than the first and refuses higher ones than the second.
+VLLM_TEMPERATURES = (0.01, 2.0)
+
 
 class VLLMSection(Section):
     """Settings that only the vLLM engine has."""

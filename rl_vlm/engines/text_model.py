@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from rl_vlm.engines.kv_cache import RowCache
 from rl_vlm.models.backbone import ImageFeatures
+from rl_vlm.models.grouped_heads import causal_attention, last_token_attention
 from rl_vlm.models.rotary import rolled_sin, rotate
 from rl_vlm.types import UserInputError
 
@@ -93,19 +94,16 @@ class TextModel:
             if number == num_layers - 1 and number >= num_deepstack:
                 # The last layer's output is used for each prompt's last token only.
                 hidden, normed, cos, sin = hidden[last], normed[last], cos[last], sin[last]
-                mask = (torch.arange(longest, device=lengths.device) < lengths[:, None])[:, None, None]
+                mask = torch.arange(longest, device=lengths.device) < lengths[:, None]
             queries = _queries(attention, normed, cos, sin)
-            mixed = functional.scaled_dot_product_attention(
-                queries.view(rows, -1, *queries.shape[1:]).transpose(1, 2),
-                keys,
-                values,
-                attn_mask=mask,
-                is_causal=mask is None,  # and so no token of a prompt sees the padding
-                scale=attention.scaling,
-                enable_gqa=True,
-            )
+            if mask is not None:
+                mixed = last_token_attention(queries, keys, values, mask, attention.scaling)
+            else:  # causal, and so no token of a prompt sees the padding
+                queries = queries.view(rows, -1, *queries.shape[1:]).transpose(1, 2)
+                mixed = causal_attention(queries, keys, values, attention.scaling)
+                mixed = mixed.transpose(1, 2).reshape(len(hidden), -1)
             self.parts_done += 1
-            hidden = _feed_forward(layer, hidden + attention.o_proj(mixed.transpose(1, 2).reshape(len(hidden), -1)))
+            hidden = _feed_forward(layer, hidden + attention.o_proj(mixed))
             self.parts_done += 1
             if number < num_deepstack:
                 hidden.index_add_(0, places, torch.cat([f.deepstack[number] for f in features]).to(hidden.dtype))

@@ -28,6 +28,7 @@ from rl_vlm.models.backbone import CACHE_BYTES, Backbone
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import DType, HeadDType, Quantization, load_model, load_text_side, quiet_libraries
 from rl_vlm.models.payload import WeightPayload
+from rl_vlm.models.precision import choose_precision
 from rl_vlm.models.products import ProductName, use_onednn
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, InFlightUpdates, SampleChunk, UserInputError
 
@@ -80,6 +81,7 @@ class TransformersEngine:
         quiet_libraries()
         if num_threads is not None:
             torch.set_num_threads(num_threads)
+        choose_precision(dtype, device)
         text = load_text_side(model, pixels)
         loaded = load_model(model, dtype, device, quantization)
         suppressed = text.codec.suppressed_token_ids(text.vocab_size)

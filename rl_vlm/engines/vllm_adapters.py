@@ -18,6 +18,7 @@ from rl_vlm.models.payload import WeightPayload
 from rl_vlm.types import POLICY
 
 _PREFIX = "rl-vlm-adapters-"
+_LEAST_MEMORY = 256 << 20  # bytes of /dev/shm: a container of Docker has 64 MiB where nobody asked for more
 _KEPT = 2  # the newest folders of a policy stay although no request uses them
 
 
@@ -33,7 +34,7 @@ class Adapter:
 
 
 class AdapterFolders:
-    """The adapter folders that vLLM reads, in /dev/shm where that is writable.
+    """The adapter folders that vLLM reads, in /dev/shm where there is room for some.
 
     Every version gets a new id, name and folder: vLLM keeps the old weights of an id that it knows, and its prefix
     cache tells versions apart by their names and folders. vLLM reads a folder again when it has dropped an adapter that a running
@@ -78,7 +79,8 @@ class AdapterFolders:
                 f"Adapter version {payload.version} adapts {unsupported[0]}: only the language model's linear layers may be."
             )
         number, self._next_id = self._next_id, self._next_id + 1
-        folder = payload.write(self._root / f"v{payload.version}-{number}")
+        with enough_room(self._root):
+            folder = payload.write(self._root / f"v{payload.version}-{number}")
         # The number too: a policy may be dropped, and its name and versions come again with other weights.
         several = f"{payload.policy}-v{payload.version}-{number}"
         named = several if payload.policy != POLICY else f"{POLICY}-v{payload.version}"
@@ -144,7 +146,8 @@ def claim_root() -> tuple[Path, int]:
     The lock shows whether the owner is alive; process ids do not, because containers may share /dev/shm.
     """
     memory = Path("/dev/shm")
-    base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    usable = os.access(memory, os.W_OK) and shutil.disk_usage(memory).total >= _LEAST_MEMORY
+    base = memory if usable else Path(tempfile.gettempdir())
     for stale in base.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             descriptor = os.open(stale, os.O_RDONLY)
@@ -158,6 +161,18 @@ def claim_root() -> tuple[Path, int]:
     descriptor = os.open(draft, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     return draft.rename(draft.with_name(draft.name[1:])), descriptor
+
+
+@contextlib.contextmanager
+def enough_room(root: Path) -> Iterator[None]:
+    """Raise EngineError, which says what to do, where what is written inside does not fit."""
+    try:
+        yield
+    except OSError as error:
+        raise EngineError(
+            f"A version cannot be written to {root} ({error.strerror or error}): free space there, or give the container a "
+            "larger /dev/shm."
+        ) from error
 
 
 def release_root(root: Path, lock: int) -> None:

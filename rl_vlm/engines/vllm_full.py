@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.engines.base import BASE_MODEL, EngineError, check_version
-from rl_vlm.engines.vllm_adapters import claim_root, release_root
+from rl_vlm.engines.vllm_adapters import claim_root, enough_room, release_root
 from rl_vlm.models.full_weights import FullPayload
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.types import GenerationRequest, InFlightUpdates, UserInputError
@@ -114,7 +114,12 @@ class FullVersions:
                 f"Weight version {payload.version} was loaded with other weights: publish these under a new version."
             )
         file = self._root / f"v{payload.version}.safetensors"
-        file.write_bytes(payload.tensors)
+        try:
+            with enough_room(self._root):
+                file.write_bytes(payload.tensors)
+        except BaseException:
+            file.unlink(missing_ok=True)  # a part of it would keep the memory that the next attempt needs
+            raise
         return file
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.chat import expand_image_tokens
+from rl_vlm.config.serving import VLLM_TEMPERATURES
 from rl_vlm.engines.alternatives import packed
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.choice_texts import TokenSequence, encode_choices
@@ -20,8 +21,7 @@ from rl_vlm.engines.vllm_setup import Counts
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import GenerationRequest, Sample, StopReason, UserInputError
 
-# vLLM silently raises lower temperatures to 0.01 and refuses higher ones.
-_MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = VLLM_TEMPERATURES
 DEAD = "vLLM's engine core has died, its log says why: restart the replica."
 
 

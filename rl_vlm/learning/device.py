@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rl_vlm.config import RunConfig, SFTConfig
+from rl_vlm.config import RunConfig
 from rl_vlm.models.memory.cards import driver_gpu, learner_fraction
 
 
@@ -43,12 +43,3 @@ def limit_memory(run: RunConfig, device: str) -> None:
     fraction = learner_fraction(run, torch.cuda.get_device_properties(number).total_memory)
     if fraction is not None:
         torch.cuda.set_per_process_memory_fraction(fraction, number)
-
-
-def choose_precision(run: RunConfig | SFTConfig, device: str) -> None:
-    """On a GPU let matrices in float32 be multiplied in TF32, unless the model itself is in float32.
-
-    These are LoRA's, whose weights the engine rounds to bfloat16, of fewer digits than TF32, and a critic's head.
-    """
-    if device.startswith("cuda") and run.model.dtype != "float32":
-        torch.set_float32_matmul_precision("high")

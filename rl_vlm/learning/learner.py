@@ -163,11 +163,7 @@ class VLMLearner(TorchLearner):
                         self._average.update(self.vlm.policy.weights())
         if self._learner_index not in (None, 0):
             return UpdateResult(stats)
-        return UpdateResult(stats, self._published(self._strategy.gather_adapter(batch.version)))
-
-    def _published(self, payload: WeightPayload) -> WeightPayload:
-        dtype = self._run.published_dtype
-        return payload if dtype == "float32" else payload.rounded(dtype)
+        return UpdateResult(stats, self._strategy.gather_adapter(batch.version, self._run.published_dtype))
 
     def _through_rllib(self, loss: MicroBatchLoss) -> MicroBatchLoss:
         """The loss by way of RLlib's hook, which subclasses override."""

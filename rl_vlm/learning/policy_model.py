@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from rl_vlm.config import RunConfig, SFTConfig
 from rl_vlm.learning.critic import Critic
-from rl_vlm.learning.device import choose_precision
 from rl_vlm.learning.trained import FullTraining, LoraTraining, Trained
 from rl_vlm.models.backbone import CACHE_BYTES, Backbone
 from rl_vlm.models.initial_adapter import initial_adapter
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora_layers import ExtraLora, lora_config, seed_lora
 from rl_vlm.models.payload import WeightPayload
+from rl_vlm.models.precision import choose_order, choose_precision
 from rl_vlm.models.products import ProductName, choose_product, product_of, torch_product, use_onednn
 from rl_vlm.seeding import derive_seed
 
@@ -47,7 +47,9 @@ class PolicyModel:
         image_by_image: bool = False,
     ) -> None:
         quiet_libraries()
-        choose_precision(run, device)
+        choose_precision(run.model.dtype, device)
+        if isinstance(run, RunConfig) and run.deterministic:
+            choose_order(device)
         self.product: ProductName = "torch"
         self.lora: LoraConfig | None = None  # of a policy that is not trained whole
         self.text = load_text_side(folder, run.model.pixels)
@@ -111,9 +113,10 @@ class PolicyModel:
             use_onednn(self.model)
 
     def _make_critic(self, run: RunConfig) -> Critic:
+        # Another A than the policy's, and the head's hidden layer; both are the same in every learner.
+        seed_lora(derive_seed(run.seed, 5) % 2**31)
         own = None
         if run.critic.kind == "adapter":
-            seed_lora(derive_seed(run.seed, 5) % 2**31)  # another A than the policy's, the same in every learner
             assert self.lora is not None  # see config/full.py
             own = ExtraLora(self.model, self.lora, "critic")
         return Critic(self.model, run.critic, self.model.config.get_text_config().hidden_size, own)
@@ -126,9 +129,11 @@ class PolicyModel:
         """Put tensors that `weights` named in place. Raises UserInputError for ones that do not fit."""
         self.trained.load(state)
 
-    def payload(self, version: int, weights: Mapping[str, Tensor] | None = None) -> WeightPayload:
-        """What is trained as it is, or other tensors by the same names, as an immutable version."""
-        return self.trained.payload(version, self.weights() if weights is None else weights)
+    def payload(
+        self, version: int, weights: Mapping[str, Tensor] | None = None, dtype: str | None = None
+    ) -> WeightPayload:
+        """What is trained as it is or rounded to `dtype`, or other tensors by the same names, as an immutable version."""
+        return self.trained.payload(version, self.weights() if weights is None else weights, dtype)
 
     def load(self, adapter: WeightPayload) -> None:
         """Put a version's tensors in place. Raises UserInputError for one that does not fit."""

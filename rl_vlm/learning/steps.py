@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import LearnerSection, RunConfig
 from rl_vlm.learning.batching import BatchBuilder
 from rl_vlm.learning.padding import padding_batch
 from rl_vlm.learning.stats import UpdateStats
@@ -16,19 +16,23 @@ if TYPE_CHECKING:
     from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
 
 
-def make_updater(policy: PolicyModel, run: RunConfig) -> PolicyUpdater:
-    """The policy update that a run configuration describes."""
-    builder = BatchBuilder(
+def make_builder(policy: PolicyModel, learner: LearnerSection) -> BatchBuilder:
+    """What packs trajectories for a policy."""
+    return BatchBuilder(
         image_token_id=policy.text.codec.image_token_id,
         pad_token_id=policy.text.codec.pad_token_id,
         images=policy.text.images,
-        max_tokens=run.learner.micro_batch_tokens,
-        share_prompts=run.learner.share_prompts,
-        width=0 if run.learner.attention == "dense" else policy.backbone.width,
+        max_tokens=learner.micro_batch_tokens,
+        share_prompts=learner.share_prompts,
+        width=0 if learner.attention == "dense" else policy.backbone.width,
     )
+
+
+def make_updater(policy: PolicyModel, run: RunConfig) -> PolicyUpdater:
+    """The policy update that a run configuration describes."""
     return PolicyUpdater(
         policy.backbone,
-        builder,
+        make_builder(policy, run.learner),
         run.algorithm,
         temperature=run.rollout.temperature,
         without_adapter=policy.without_adapter,

@@ -30,8 +30,8 @@ class Trained(Protocol):
         """Put tensors with these names in place. Raises UserInputError for ones that do not fit."""
         ...
 
-    def payload(self, version: int, weights: Mapping[str, Tensor]) -> WeightPayload:
-        """Tensors by these names as an immutable version."""
+    def payload(self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None) -> WeightPayload:
+        """Tensors by these names as an immutable version, rounded where `dtype` is given."""
         ...
 
     def stepped(self) -> None:
@@ -59,9 +59,9 @@ class LoraTraining:
         """See Trained."""
         load_lora_state(self._model, state)
 
-    def payload(self, version: int, weights: Mapping[str, Tensor]) -> WeightPayload:
+    def payload(self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None) -> WeightPayload:
         """See Trained."""
-        return AdapterPayload.build(version, weights, self._config)
+        return AdapterPayload.build(version, weights, self._config, dtype)
 
     def stepped(self) -> None:
         """Nothing to do: the optimiser steps the layers themselves."""
@@ -115,9 +115,9 @@ class FullTraining:
             master.copy_(state[name])
         self.stepped()
 
-    def payload(self, version: int, weights: Mapping[str, Tensor]) -> WeightPayload:
+    def payload(self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None) -> WeightPayload:
         """See Trained."""
-        return FullPayload.build(version, weights, self._base_name)
+        return FullPayload.build(version, weights, self._base_name, dtype)
 
     @torch.no_grad()
     def stepped(self) -> None:

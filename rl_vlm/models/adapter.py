@@ -34,9 +34,11 @@ class AdapterPayload(WeightPayload):
     CONFIG: ClassVar[str] = "adapter_config.json"
 
     @classmethod
-    def build(cls, version: int, state: Mapping[str, Tensor], config: LoraConfig) -> AdapterPayload:
-        """Pack a peft state dict."""
-        return cls.packed(version, state, config_to_json(config))
+    def build(
+        cls, version: int, state: Mapping[str, Tensor], config: LoraConfig, dtype: str | None = None
+    ) -> AdapterPayload:
+        """Pack a peft state dict, rounded where `dtype` is given."""
+        return cls.packed(version, state, config_to_json(config), dtype)
 
     @classmethod
     def read(cls, folder: Path, version: int, policy: str = POLICY) -> AdapterPayload:

@@ -77,6 +77,7 @@ class Backbone:
         bias = torch.zeros(vocab_size, dtype=torch.float32)
         bias[torch.from_numpy(suppressed_ids)] = float("-inf")
         self.token_bias = bias.to(self.device)  # [V]: 0 where allowed, -inf where suppressed
+        self.head_dtype: HeadDType = head_dtype
         self.wide_head = head_dtype == "float32" and self.lm_head.weight.dtype != torch.float32
         self.product: Product = torch_product  # of the learner's head; see models/products.py
         self._attention: Attention = "dense"

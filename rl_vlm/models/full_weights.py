@@ -27,9 +27,10 @@ class FullPayload(WeightPayload):
     KEPT_ON_DISK: ClassVar[bool] = False  # gigabytes per version; the run publishes to a restarted registry again
 
     @classmethod
-    def build(cls, version: int, state: Mapping[str, Tensor], base: str) -> FullPayload:
-        """Pack parameters; `base` is the model that training began with."""
-        return cls.packed(version, state, json.dumps({"format": "rl_vlm full weights", "base_model": base}, indent=1))
+    def build(cls, version: int, state: Mapping[str, Tensor], base: str, dtype: str | None = None) -> FullPayload:
+        """Pack parameters, rounded where `dtype` is given; `base` is the model that training began with."""
+        about = json.dumps({"format": "rl_vlm full weights", "base_model": base}, indent=1)
+        return cls.packed(version, state, about, dtype)
 
     @classmethod
     def read(cls, folder: Path, version: int, policy: str = POLICY) -> FullPayload:

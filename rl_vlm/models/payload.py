@@ -51,12 +51,17 @@ class WeightPayload:
         return _unpickled, (type(self), self.version, tensors, self.config_json, self.sha256, self.policy)
 
     @classmethod
-    def packed(cls, version: int, state: Mapping[str, Tensor], config_json: str) -> Self:
-        """Pack tensors by name."""
+    def packed(cls, version: int, state: Mapping[str, Tensor], config_json: str, dtype: str | None = None) -> Self:
+        """Pack tensors by name, rounded to `dtype` such as bfloat16 where it is given: one by one, before they leave their device."""
+        import torch
         from safetensors.torch import save
 
+        def on_cpu(tensor: Tensor) -> Tensor:
+            rounded = tensor.detach() if dtype is None else tensor.detach().to(getattr(torch, dtype))
+            return rounded.to("cpu").contiguous()
+
         # A copy on the CPU in a fixed order, so that equal weights give equal bytes.
-        blob = save({name: state[name].detach().to("cpu").contiguous() for name in sorted(state)})
+        blob = save({name: on_cpu(state[name]) for name in sorted(state)})
         return cls(version, blob, config_json, hashlib.sha256(blob).hexdigest())
 
     def verify(self) -> Self:

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from rl_vlm.models.grouped_heads import causal_attention, masked_attention
 from rl_vlm.types import UserInputError
 
 NAME = "rl_vlm_segments"  # as transformers knows it
@@ -107,10 +107,9 @@ def segment_attention(
     """
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
-    kwargs.pop("is_causal", None)
 
-    def causal(*sides: Tensor) -> Tensor:
-        return sdpa_attention_forward(module, *sides, None, scaling=scaling, is_causal=True, **kwargs)[0]  # type: ignore[no-any-return]
+    def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return causal_attention(query, key, value, scaling).transpose(1, 2).contiguous()
 
     packed = _by_row(segments.later)
     if not packed:
@@ -126,12 +125,9 @@ def segment_attention(
         for one in members:
             own = slice(one.start, one.stop)
             keys, values = (
-                repeat_kv(torch.cat([side[:, :, : one.prompt], side[:, :, own]], dim=2), query.shape[1] // key.shape[1])
-                for side in (key_row, value_row)
+                torch.cat([side[:, :, : one.prompt], side[:, :, own]], dim=2) for side in (key_row, value_row)
             )
-            attended = functional.scaled_dot_product_attention(
-                query_row[:, :, own], keys, values, attn_mask=segments.mask_of(one)[None, None], scale=scaling
-            )
+            attended = masked_attention(query_row[:, :, own], keys, values, segments.mask_of(one), scaling)
             pieces.append(attended[0].transpose(0, 1))
         padding = query.shape[2] - members[-1].stop
         pieces.append(pieces[0].new_zeros(padding, *pieces[0].shape[1:]))

@@ -30,7 +30,8 @@ class AnswerWriter:
         codec = policy.text.codec
         # With the token mask of an engine, which never samples special tokens.
         suppressed = codec.suppressed_token_ids(policy.text.vocab_size)
-        backbone = Backbone(policy.model, policy.text.images, suppressed, cache_bytes=0)
+        head = policy.backbone.head_dtype
+        backbone = Backbone(policy.model, policy.text.images, suppressed, cache_bytes=0, head_dtype=head)
         self._decoder = Decoder(backbone, codec, max_context=max_context)
         self._codec = codec
         self._sampling = SamplingParams(max_new_tokens, temperature=0.0)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from rl_vlm.config import AlgorithmSection, SFTConfig
-from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch, TrainSample
+from rl_vlm.learning.batching import MicroBatch, Minibatch, TrainSample
 from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.policy_model import PolicyModel
+from rl_vlm.learning.steps import make_builder
 from rl_vlm.learning.strategies.replicated import SingleProcess
 from rl_vlm.learning.update import PolicyUpdater, linear_schedule
 from rl_vlm.models.payload import WeightPayload
@@ -48,14 +49,7 @@ class SFTTrainer:
     def __init__(self, policy: PolicyModel, job: SFTConfig) -> None:
         self._policy = policy
         self._learner = job.learner
-        codec = policy.text.codec
-        self._builder = BatchBuilder(
-            image_token_id=codec.image_token_id,
-            pad_token_id=codec.pad_token_id,
-            images=policy.text.images,
-            max_tokens=job.learner.micro_batch_tokens,
-            share_prompts=job.learner.share_prompts,
-        )
+        self._builder = make_builder(policy, job.learner)
         # Its losses are not used, only its forward pass.
         self._updater = PolicyUpdater(policy.backbone, self._builder, AlgorithmSection(), temperature=1.0)
         self._optimizer = make_optimizer(policy, job)

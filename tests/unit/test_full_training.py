@@ -221,6 +221,18 @@ def test_ppo_with_a_head_trains_all_weights(tiny_folder: Path) -> None:
     assert len(policy.parameters) == len(list(plain_model(tiny_folder).parameters()))
 
 
+def test_every_learner_draws_the_same_hidden_layer_of_a_critic(tiny_folder: Path) -> None:
+    """Learners add their gradients up, each to its own weights."""
+    heads = []
+    for process in (1, 2):
+        torch.manual_seed(process)
+        policy, _ = full_policy(tiny_folder, algorithm__name="ppo", critic__hidden=8)
+        assert policy.critic is not None
+        heads.append(policy.critic.state())
+    assert heads[0]["head.0.weight"].any()
+    assert all(torch.equal(tensor, heads[1][name]) for name, tensor in heads[0].items())
+
+
 def test_the_tiny_recipe_trains_all_weights_at_a_tenth_of_loras_rate() -> None:
     full, lora = load_config(CONFIGS / "full_tiny.yaml"), load_config(CONFIGS / "quickstart.yaml")
     assert (full.model.train, lora.model.train) == ("full", "lora")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +18,11 @@ from rl_vlm.algorithms.grpo import GRPOConfig
 from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
 from rl_vlm.cli import doctor
 from rl_vlm.config import RunConfig, load_config, parse_config
-from rl_vlm.learning import device
+from rl_vlm.engines import transformers_engine
+from rl_vlm.learning import device, policy_model
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.lora_layers import lora_config
+from rl_vlm.models.precision import choose_order, choose_precision
 from rl_vlm.runs import cluster
 from rl_vlm.types import UserInputError
 
@@ -68,6 +72,17 @@ def test_settings_that_contradict_each_other(serving: dict[str, Any], learner: d
 )
 def test_settings_that_work(serving: dict[str, Any], learner: dict[str, Any]) -> None:
     run(serving, learner)
+
+
+@pytest.mark.parametrize(("temperature", "fits"), [(0.005, False), (0.01, True), (2.0, True), (2.5, False)])
+def test_vllm_samples_at_some_temperatures(temperature: float, fits: bool) -> None:
+    rollout = {"temperature": temperature}
+    run(rollout=rollout)  # the transformers engine at any
+    if fits:
+        run({"gpus_per_replica": 1}, rollout=rollout)
+    else:
+        with pytest.raises(UserInputError, match=rf"rollout.temperature {temperature:g}: vLLM samples at 0.01 to 2"):
+            run({"gpus_per_replica": 1}, rollout=rollout)
 
 
 def test_a_replica_keeps_to_its_share_by_default() -> None:
@@ -178,15 +193,48 @@ def test_a_learner_that_shares_a_gpu_is_limited(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("where", "dtype", "chosen"), [("cuda", "bfloat16", ["high"]), ("cuda", "float32", []), ("cpu", "bfloat16", [])]
+    ("where", "dtype", "chosen"),
+    [("cuda", "bfloat16", ["high"]), ("cuda:1", "float32", ["highest"]), ("cpu", "bfloat16", [])],
 )
-def test_lora_is_computed_in_tf32_beside_a_bfloat16_model(
+def test_lora_is_computed_in_tf32_beside_a_bfloat16_model_alone(
     monkeypatch: pytest.MonkeyPatch, where: str, dtype: str, chosen: list[str]
 ) -> None:
     found: list[str] = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", found.append)
-    device.choose_precision(parse_config({"model": {"dtype": dtype}}), where)
+    choose_precision(dtype, where)
     assert found == chosen
+
+
+@pytest.mark.parametrize(("deterministic", "asked"), [(True, ["cpu"]), (False, [])], ids=["deterministic", "not"])
+def test_a_deterministic_learner_asks_for_one_order_of_sums(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, deterministic: bool, asked: list[str]
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(policy_model, "choose_order", found.append)
+    policy_model.PolicyModel(tiny_folder, run(deterministic=deterministic))
+    assert found == asked
+
+
+def test_one_order_of_sums_is_torchs_deterministic_kernels_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", found.append)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # what was there comes back after the test
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    choose_order("cpu")
+    assert not found and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    choose_order("cuda")
+    assert found == [True] and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_engine_and_learner_ask_for_the_same_precision(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
+    asked: list[tuple[str, str]] = []
+    for module in (policy_model, transformers_engine):
+        monkeypatch.setattr(module, "choose_precision", lambda *given: asked.append(given))
+    engine = transformers_engine.TransformersEngine(tiny_folder, dtype="bfloat16", max_context=64)
+    asyncio.run(engine.close())
+    policy_model.PolicyModel(tiny_folder, run(model={"dtype": "bfloat16"}))
+    assert asked == [("bfloat16", "cpu")] * 2
 
 
 # --- what is published
@@ -202,6 +250,15 @@ def test_lora_is_computed_in_tf32_beside_a_bfloat16_model(
 )
 def test_adapters_are_published_as_the_engine_serves_them(serving: dict[str, Any], dtype: str, published: str) -> None:
     assert run(serving, model={"dtype": dtype}).published_dtype == published
+
+
+def test_an_adapter_is_packed_rounded_as_it_would_be_rounded_later() -> None:
+    """Byte for byte, and without its float32 bytes, which a whole model has sixteen gigabytes of."""
+    config, generator = lora_config(4, 8, "all"), torch.Generator().manual_seed(0)
+    state = {f"base_model.model.{name}.lora_A.weight": torch.randn(4, 6, generator=generator) for name in "ba"}
+    plain = AdapterPayload.build(1, state, config)
+    assert AdapterPayload.build(1, state, config, "bfloat16") == plain.rounded("bfloat16")
+    assert AdapterPayload.build(1, state, config, "float32") == plain
 
 
 def test_a_rounded_adapter_has_half_the_bytes_and_the_nearest_values() -> None:

@@ -215,6 +215,26 @@ def test_keys_and_values_are_sized_where_the_gpu_is_shared() -> None:
     assert replica.kv_cache_bytes(run, shape, gib(16)) == shape.kv_bytes_per_token(2)
 
 
+def test_the_transformers_engine_holds_adapters_beside_16_bit_weights() -> None:
+    """Two versions in float32; in float32 they are merged, and the layers counted again."""
+    run = gpus(1, 1, 1, 1, engine="transformers")
+    found = sizes(plan_memory(run, ModelShape.from_config(PUBLISHED["4b"]), gib(79.15)))
+    rank_16 = 66_060_288 // 2
+    assert found["replica", "adapters"] == 2 * 4 * rank_16
+    merged = parse_config({"serving": {"gpus_per_replica": 1, "engine": "transformers"}})
+    names = sizes(plan_memory(merged, ModelShape.from_config(PUBLISHED["4b"]), gib(79.15)))
+    assert ("replica", "merged adapters") in names and ("replica", "adapters") not in names
+
+
+@pytest.mark.parametrize(("parallel", "heads"), [(1, 4), (4, 1), (8, 1)])
+def test_a_key_head_is_not_cut_over_gpus(parallel: int, heads: int) -> None:
+    """30B-A3B has four: eight GPUs hold each twice. 48 layers, 128 numbers of two bytes, keys and values."""
+    run = gpus(1, parallel, 1, 1, vllm={"tensor_parallel_size": parallel, "gpu_kv_cache_gib": 1})
+    shape = ModelShape.from_config(PUBLISHED["30b-a3b"])
+    (part,) = [part for part in replica.replica_parts(run, shape, gib(79.15)) if part.name == replica.KV]
+    assert f"{parts.GIB // (2 * 48 * heads * 128 * 2)} tokens" in part.detail
+
+
 def test_the_object_store_holds_the_versions_of_an_adapter() -> None:
     run = recipe("geo3k_qwen3vl_8b")
     assert adapters_mib(run) == 999  # three times 349 * 10^6 bytes

@@ -165,5 +165,7 @@ def test_no_call_gets_a_mask_over_a_whole_row(
     updater = PolicyUpdater(policies[0].backbone, builder, AlgorithmSection(), temperature=1.0)
     updater.logprobs(micro)
     prompt = int((micro.segments == 0).sum())
-    assert max(masks) == 13 * (prompt + 13)
+    text_config = policies[0].model.config.text_config
+    groups = text_config.num_attention_heads // text_config.num_key_value_heads
+    assert max(masks) == groups * 13 * (prompt + 13)
     assert len(masks) == 8 * len(policies[0].model.model.language_model.layers)

@@ -40,6 +40,6 @@ class Strategy(Protocol):
         """Load what `state` returned, also for another number of learners."""
         ...
 
-    def gather_adapter(self, version: int) -> WeightPayload:
-        """The adapter as it is, as an immutable version."""
+    def gather_adapter(self, version: int, dtype: str | None = None) -> WeightPayload:
+        """The adapter as it is, or rounded to `dtype`, as an immutable version."""
         ...

@@ -60,9 +60,9 @@ class SingleProcess:
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": fields, "param_groups": groups})
 
-    def gather_adapter(self, version: int) -> WeightPayload:
+    def gather_adapter(self, version: int, dtype: str | None = None) -> WeightPayload:
         """See Strategy."""
-        return self._policy.payload(version)
+        return self._policy.payload(version, dtype=dtype)
 
 
 class AllReduce(SingleProcess):

@@ -122,9 +122,9 @@ class Zero:
             for name in _MOMENTS:
                 safe_set_full_optimizer_state(parameter, state[f"{name}.{k}"].to(parameter.device), name)
 
-    def gather_adapter(self, version: int) -> WeightPayload:
+    def gather_adapter(self, version: int, dtype: str | None = None) -> WeightPayload:
         """See Strategy."""
-        return self._policy.payload(version)
+        return self._policy.payload(version, dtype=dtype)
 
 
 def _initialize(device: str) -> Any:

@@ -173,7 +173,9 @@ def _mask(run: RunConfig, shape: ModelShape, element: int) -> Part:
     if (
         run.learner.attention != "dense"
     ):  # a continuation sees at most a context; auto takes a dense mask where that is less
-        size = longest**2 + tokens * longest * element * layers
+        # Query heads that share a key head have a mask of their own each: see models/grouped_heads.py.
+        groups = shape.text.heads // shape.text.kv_heads
+        size = longest**2 + groups * tokens * longest * element * layers
         return Part("attention mask", size, f"{tokens} tokens, each beside {longest} at most")
     # A packed row, a prompt with all its continuations, may be as long as a micro-batch; bytes while its mask is made.
     length = tokens if run.learner.share_prompts else longest

@@ -60,7 +60,7 @@ def starved_replica(run: RunConfig, shape: ModelShape, card: int | None) -> str:
     if serving.expected_engine != "vllm" or card is None:
         return ""
     held = {part.name: part.bytes for part in _vllm(run, shape, card)}
-    one = serving.max_context * shape.kv_bytes_per_token(ELEMENT[run.model.dtype]) // serving.vllm.tensor_parallel_size
+    one = serving.max_context * _kv_bytes_per_token(run, shape)
     if held[KV] >= one:
         return ""
     if serving.vllm.rest_while_learning:
@@ -128,10 +128,15 @@ def _vllm_fixed(run: RunConfig, shape: ModelShape) -> list[Part]:
     return [*parts, Part("CUDA context", CUDA_CONTEXT, "an estimate")]
 
 
+def _kv_bytes_per_token(run: RunConfig, shape: ModelShape) -> int:
+    """Keys and values of one token on each of a replica's GPUs. A head is never cut: more GPUs than key heads hold some twice."""
+    shares = min(run.serving.vllm.tensor_parallel_size, shape.text.kv_heads)
+    return shape.kv_bytes_per_token(ELEMENT[run.model.dtype]) // shares
+
+
 def _vllm(run: RunConfig, shape: ModelShape, card: int | None) -> list[Part]:
     parts, serving = _vllm_fixed(run, shape), run.serving
-    parallel = serving.vllm.tensor_parallel_size
-    per_token = max(shape.kv_bytes_per_token(ELEMENT[run.model.dtype]) // parallel, 1)
+    per_token = _kv_bytes_per_token(run, shape)
     if not serving.gpus_per_replica:
         size = serving.vllm.kv_cache_gib * GIB
     elif serving.vllm.gpu_kv_cache_gib is not None:
@@ -158,6 +163,11 @@ def _transformers(run: RunConfig, shape: ModelShape) -> list[Part]:
         merged = text_shape.linear_parameters * element
         parts.append(
             Part("merged adapters", 2 * merged, "the linear layers again, and once more while a version is made")
+        )
+    else:  # computed beside the weights
+        factors = 4 * shape.lora_parameters(run.model.lora.rank, run.model.lora.target_modules)
+        parts.append(
+            Part("adapters", 2 * factors, "in float32: the newest, and the one that running samples finish with")
         )
     return [
         *parts,

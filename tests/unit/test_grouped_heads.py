@@ -1,0 +1,91 @@
+"""Attention of query heads that share key heads: on a GPU no call is left to torch's kernel that writes out all scores."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_vlm.models import grouped_heads
+from rl_vlm.models.grouped_heads import causal_attention, last_token_attention, masked_attention, needs_own_keys
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "wanted"),
+    [
+        ("cuda", torch.float32, True),
+        ("cuda:1", torch.float32, True),
+        ("cuda", torch.bfloat16, False),
+        ("cpu", torch.float32, False),
+    ],
+)
+def test_kernels_for_float32_on_a_gpu_know_no_groups(device: str, dtype: torch.dtype, wanted: bool) -> None:
+    query: Any = SimpleNamespace(device=torch.device(device), dtype=dtype)
+    assert needs_own_keys(query) is wanted
+
+
+def sides(length: int, queries: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 6, queries, 8), (3, 2, length, 8), (3, 2, length, 8)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def by_hand(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """Softmax of scores, head by head: query head h has the keys of head h // 3."""
+    heads = []
+    for head in range(query.shape[1]):
+        scores = query[:, head] @ key[:, head // 3].transpose(1, 2) * scale
+        heads.append(scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value[:, head // 3])
+    return torch.stack(heads, dim=1)
+
+
+@pytest.mark.parametrize("own_keys", [True, False])
+@pytest.mark.parametrize("length", [1, 7])
+def test_causal_attention_and_its_gradient(monkeypatch: pytest.MonkeyPatch, own_keys: bool, length: int) -> None:
+    monkeypatch.setattr(grouped_heads, "needs_own_keys", lambda query: own_keys)
+    given = sides(length, length)
+    ours = causal_attention(*given, scale=0.3)
+    expected = by_hand(*given, torch.ones(length, length, dtype=torch.bool).tril(), 0.3)
+    assert torch.allclose(ours, expected, rtol=0, atol=1e-12)
+    weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for one, other in zip(
+        *(torch.autograd.grad((mixed * weight).sum(), given) for mixed in (ours, expected)), strict=True
+    ):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("queries", [1, 5, 40])
+def test_masked_attention_keeps_no_repeated_keys_where_these_are_more_than_its_mask(queries: int) -> None:
+    """Values, gradients, and what is kept: two key heads of 8 numbers take 32 numbers a key, a mask of three heads 3 x queries."""
+    query, key, value = given = sides(9, queries)
+    mask = torch.ones(queries, 9, dtype=torch.bool).tril(4)
+    shapes: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: shapes.append(one.shape) or one, lambda one: one):
+        ours = masked_attention(query, key, value, mask, 0.3)
+    repeated = any(shape[1] == 6 and shape[2] == 9 for shape in shapes if len(shape) == 4)
+    assert repeated == (queries > 2 * 2 * 8)
+    expected = by_hand(query, key, value, mask, 0.3)
+    assert torch.allclose(ours, expected, rtol=0, atol=1e-12)
+    weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for one, other in zip(
+        *(torch.autograd.grad((mixed * weight).sum(), given) for mixed in (ours, expected)), strict=True
+    ):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_one_query_per_row_sees_what_its_mask_says_and_asks_for_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def without_groups(*given: Tensor, **options: Any) -> Tensor:
+        assert "enable_gqa" not in options and given[0].shape[1] == given[1].shape[1]
+        return plain(*given, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", without_groups)
+    query, key, value = sides(7, 1)
+    mask = torch.arange(7) < torch.tensor([7, 4, 1])[:, None]
+    ours = last_token_attention(query[:, :, 0], key, value, mask, 0.3)
+    expected = by_hand(query, key, value, mask[:, None], 0.3)
+    assert torch.allclose(ours, expected[:, :, 0].flatten(1), rtol=0, atol=1e-12)

@@ -1,0 +1,45 @@
+"""Where versions lie for vLLM: in memory where there is enough of it, and nothing stays of one that did not fit. Without vLLM."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_vlm.engines.base import EngineError
+from rl_vlm.engines.vllm_adapters import claim_root, release_root
+from rl_vlm.engines.vllm_full import FullVersions
+from rl_vlm.models.full_weights import FullPayload
+
+
+@pytest.mark.parametrize("mebibytes", [64, 1024])
+def test_a_container_with_dockers_64_mebibytes_uses_its_disk(monkeypatch: pytest.MonkeyPatch, mebibytes: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=mebibytes << 20))
+    root, lock = claim_root()
+    release_root(root, lock)
+    assert root.parent == Path(tempfile.gettempdir() if mebibytes == 64 else "/dev/shm")
+
+
+def test_weights_that_do_not_fit_are_an_error_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        plain(path, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    versions = FullVersions(None, None)
+    try:
+        payload = FullPayload.build(1, {"a": torch.ones(64)}, "base")
+        monkeypatch.setattr(Path, "write_bytes", full)
+        with pytest.raises(EngineError, match=r"cannot be written to .* \(No space left on device\): free space there"):
+            versions._write(payload)
+        assert not list(versions._root.iterdir())
+        monkeypatch.undo()
+        assert versions._write(payload).is_file()
+    finally:
+        versions.close()
