@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, get_args
 
 import numpy as np
@@ -14,6 +15,7 @@ from rl_vlm.envs.base import Info, StepResult
 from rl_vlm.types import EncodedImage, Message, Observation, RLVLMError, Role
 
 ROLES = get_args(Role)
+_MOST_ENTRIES = 100  # of one value of an info that is sent on
 
 
 class EnvError(RLVLMError):
@@ -82,12 +84,34 @@ def reward_parts(info: Info) -> tuple[tuple[str, float], ...]:
 
 
 def plain_values(info: Info) -> Info:
-    """The plain values of an environment's info, which are sent to the driver; numpy's scalars are converted."""
-    return {
-        key: value.item() if isinstance(value, np.generic) else value
-        for key, value in info.items()
-        if isinstance(value, (bool, int, float, str, np.number, np.bool_))
-    }
+    """What of an environment's info is sent to the driver: numbers, texts, and small lists and mappings of these, such as GeoSpot's
+    `parsed`; numpy's scalars are converted."""
+    kept: Info = {}
+    for key, value in info.items():
+        if value is not None:
+            with suppress(_NotPlainError):
+                kept[key] = _plain(value, [_MOST_ENTRIES])
+    return kept
+
+
+class _NotPlainError(Exception):
+    """A value is of another kind, or too large."""
+
+
+def _plain(value: Any, room: list[int]) -> Any:
+    """The value in Python's own types; `room` holds how many more entries it may have. Raises _NotPlainError."""
+    room[0] -= 1
+    if room[0] < 0:
+        raise _NotPlainError
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry, room) for entry in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(entry, room) for key, entry in value.items()}
+    raise _NotPlainError
 
 
 def check_observation(observation: Any, where: str) -> None:

@@ -321,6 +321,21 @@ def test_plain_values_of_info_are_kept_also_as_numpy_scalars(speaker: Speaker) -
     assert all(type(value) in (bool, int, float, str) for value in trajectory.info.values())
 
 
+def test_small_lists_and_mappings_of_info_are_kept(speaker: Speaker) -> None:
+    """What vlm-gym's environments say of an answer (`parsed`, `ground_truth`, `stage_weights`) reaches whoever plays them."""
+    endless: list[object] = []
+    endless.append(endless)
+    info = {
+        "parsed": {"city": "Lyon", "coords": (45.75, np.float64(4.85)), "region": None}, "stage_weights": (0.3, 0.4, 0.0),
+        "large": list(range(100)), "small": list(range(99)), "endless": endless, "keys": {1: 2}, "inside": [np.zeros(3)],
+    }  # fmt: skip
+    (trajectory,) = play(pool_of((Observation(), 1.0, True, False, info)), speaker, size=1).trajectories
+    assert trajectory.info == {
+        "opened": True, "parsed": {"city": "Lyon", "coords": [45.75, 4.85], "region": None}, "stage_weights": [0.3, 0.4, 0.0],
+        "small": list(range(99)),
+    }  # fmt: skip
+
+
 # --- budgets
 
 
