@@ -351,7 +351,7 @@ def test_a_learner_that_dies_is_replaced_and_nothing_but_its_newest_updates_is_l
     assert algorithm.last_metrics["restarts/learner"] == 1 and algorithm.last_metrics["policy/updates"] == 20
     assert len(algorithm.replay) > replay and algorithm.feedback.sessions >= sessions
     # Once more than `max_restarts` is an error that says so, and not a loop.
-    algorithm.restarts["learner"] = 3
+    algorithm._replacements = 3
     (learner,) = algorithm.learner_group._worker_manager.actors().values()
     ray.kill(learner)
     with pytest.raises(LearnerDiedError, match=r"died 4 times.*learner\.max_restarts"):
