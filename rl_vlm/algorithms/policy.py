@@ -6,7 +6,7 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -319,17 +319,17 @@ class PolicyAlgorithm(RunAlgorithm):
             return
         version = self.version
 
-        def back() -> None:
-            self._publish_restored(self.on_learner(lambda learner: learner.adapter(version)))
+        def back(raised: type[BaseException] | None, *_: object) -> None:
+            """As an exit callback; of an error in the evaluation and one here the first counts. An interruption waits for nothing."""
+            if raised is not None and not issubclass(raised, Exception):
+                return
+            with suppress(RLVLMError) if raised else nullcontext():  # such as a learner that is lost
+                self._publish_restored(self.on_learner(lambda learner: learner.adapter(version)))
 
         self._publish_restored(self.averaged_adapter())
-        try:
+        with ExitStack() as stack:
+            stack.push(back)
             yield
-        except Exception:
-            with suppress(RLVLMError):  # such as a learner that is lost: what happened first counts
-                back()
-            raise
-        back()
 
     def averaged_adapter(self) -> WeightPayload:
         """The average of the weights. Raises LearnerLostError."""

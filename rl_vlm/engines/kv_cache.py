@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from rl_vlm.models.grouped_heads import last_token_attention
 from rl_vlm.models.memory.parts import KV_BLOCK, KV_ROWS_PER_USED
 
 _ALIGN = 8  # the attended window is a multiple of this, as CUDA's attention kernels require
@@ -63,18 +63,13 @@ class RowCache:
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Store one new key and value per row [rows, heads, head_dim] and attend with queries [rows, query heads,
         head_dim]; returns [rows, query heads * head_dim]."""
-        rows, heads, size = keys.shape
+        rows, _, size = keys.shape
         for tensor, new in ((self._keys[layer], keys), (self._values[layer], values)):
             tensor.view(-1, size).index_copy_(0, self._write_at, new.reshape(-1, size))
-        # Query heads that share a key head are passed as the query dimension, so keys and values are not repeated.
-        mixed = functional.scaled_dot_product_attention(
-            queries.view(rows, heads, -1, size),
-            self._keys[layer][:rows, :, : self._window],
-            self._values[layer][:rows, :, : self._window],
-            attn_mask=self._bias,
-            scale=scale,
+        seen = slice(self._window)
+        return last_token_attention(
+            queries, self._keys[layer][:rows, :, seen], self._values[layer][:rows, :, seen], self._bias, scale
         )
-        return mixed.reshape(rows, -1)
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order; int64 [K]. Only rows that change place are copied."""

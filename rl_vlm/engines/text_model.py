@@ -94,7 +94,7 @@ class TextModel:
             if number == num_layers - 1 and number >= num_deepstack:
                 # The last layer's output is used for each prompt's last token only.
                 hidden, normed, cos, sin = hidden[last], normed[last], cos[last], sin[last]
-                mask = torch.arange(longest, device=lengths.device) < lengths[:, None]
+                mask = (torch.arange(longest, device=lengths.device) < lengths[:, None])[:, None, None]
             queries = _queries(attention, normed, cos, sin)
             if mask is not None:
                 mixed = last_token_attention(queries, keys, values, mask, attention.scaling)

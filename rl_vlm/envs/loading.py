@@ -84,10 +84,10 @@ def _missing_module(name: str, target: str) -> str:
     return f"there is no module {name} on the path; {how}."
 
 
-def with_stand_ins(call: Callable[[], T], file: Path) -> T:
+def with_stand_ins(call: Callable[[], T], file: Path | None) -> T:
     """What `call` returns; once more with the stand-ins, where it imports a framework that has one and is not installed.
 
-    `file` is the user's: in a checkout of the framework its own modules are found beside the stand-ins.
+    `file` is the user's, where there is one: in a checkout of the framework its own modules are found beside the stand-ins.
     """
     try:
         return call()
@@ -96,7 +96,8 @@ def with_stand_ins(call: Callable[[], T], file: Path) -> T:
         if not (STAND_INS / name / "__init__.py").is_file() or _is_installed(name):
             raise
         _extend_path(STAND_INS)
-        _join_checkout(name, file)
+        if file is not None:
+            _join_checkout(name, file)
         return call()
 
 

@@ -47,13 +47,14 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     return mixed.reshape(rows, heads, length, size)
 
 
-def last_token_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
-    """[B, heads * head_dim] of one query per row [B, heads, head_dim], key and value [B, key heads, L, head_dim], mask bool [B, L].
+def last_token_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """[B, heads * head_dim] of one query per row [B, heads, head_dim], key and value [B, key heads, L, head_dim].
 
-    Query heads that share a key head are passed as the query dimension: kernels that take a mask know no groups.
+    mask: bool (what is seen) or a bias [B, 1, 1, L]; None where all is seen. Query heads that share a key head are passed as the query
+    dimension: keys are not repeated, and kernels that take a mask know no groups.
     """
     rows, key_heads, _, size = key.shape
     mixed = functional.scaled_dot_product_attention(
-        query.reshape(rows, key_heads, -1, size), key, value, attn_mask=mask[:, None, None], scale=scale
+        query.reshape(rows, key_heads, -1, size), key, value, attn_mask=mask, scale=scale
     )
     return mixed.reshape(rows, -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Sequence
 
 from rl_vlm.envs.base import VisionEnv
@@ -10,6 +11,8 @@ from rl_vlm.envs.errors import check_step, reward_parts
 from rl_vlm.rollout.reward_parts import REWARD_PARTS
 from rl_vlm.rollout.scoring import OWN
 from rl_vlm.types import UserInputError
+
+logger = logging.getLogger(__name__)
 
 _NEARLY = 0.85  # of difflib: "formt" and "format" are .91 alike
 
@@ -28,7 +31,8 @@ def check_reward_names(names: Sequence[str], env: VisionEnv, max_turns: int) -> 
         try:
             _, _, terminated, truncated, info = check_step(env.step(""))
             given |= {name for name, _ in reward_parts(info)}
-        except Exception:  # the environment's: the run counts what it raises
+        except Exception as error:  # whatever the environment raises; the run counts it
+            logger.debug("the parts of the reward are not known: %r", error)
             return
         if terminated or truncated:
             break

@@ -30,7 +30,9 @@ from rl_vlm.serving.version_line import Published
 from rl_vlm.types import RLVLMError
 
 _ANSWER_S = 30.0
-_ATTEMPT_S = 15.0  # a call that a dying registry does not answer is repeated after this long
+ATTEMPT_S = (
+    15.0  # for an answer of a registry, which may be dying, before it is asked again; repeated calls change nothing
+)
 _PAUSE_S = 0.2
 
 IfFound = Literal["resize", "keep", "replace"]  # what becomes of an application that is there
@@ -45,7 +47,7 @@ def answer_of(ask: Callable[[], ray.ObjectRef], timeout_s: float) -> Any:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return ray.get(ask(), timeout=_ATTEMPT_S)
+            return ray.get(ask(), timeout=ATTEMPT_S)
         except (RayActorError, GetTimeoutError) as error:
             if time.monotonic() > deadline:
                 raise ServingError(f"The registry did not answer for {timeout_s:g} s: {error}") from error

@@ -20,15 +20,20 @@ from ray.util.placement_group import get_current_placement_group
 from rl_vlm.config import RunConfig
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.serving.deploying import ServingError, answer_of, into_object_store, start_serve, wait_for_replicas
+from rl_vlm.serving.deploying import (
+    ATTEMPT_S,
+    ServingError,
+    answer_of,
+    into_object_store,
+    start_serve,
+    wait_for_replicas,
+)
 from rl_vlm.serving.policy_key import OWN, PolicyKey
 from rl_vlm.serving.registry import start_registry
 from rl_vlm.serving.server import app_name, build_app
 from rl_vlm.serving.shared_service import SharedService
 from rl_vlm.serving.version_line import Published, PublishReport
 
-# A call that a dying registry does not answer is repeated after this long; repeated calls change nothing.
-_ATTEMPT_S = 15.0
 _OFFER_EVERY_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -115,8 +120,8 @@ class PolicyService:
         while True:
             try:
                 before = self._registry.acknowledged.remote()  # calls from here arrive in their order
-                ray.get(self._registry.publish.remote(published), timeout=_ATTEMPT_S)
-                return ray.get(before, timeout=_ATTEMPT_S)  # type: ignore[no-any-return]
+                ray.get(self._registry.publish.remote(published), timeout=ATTEMPT_S)
+                return ray.get(before, timeout=ATTEMPT_S)  # type: ignore[no-any-return]
             except (ActorDiedError, ActorUnavailableError, RayActorError, GetTimeoutError) as error:
                 if time.monotonic() > deadline:
                     raise ServingError(f"Version {published.version} could not be published: {error}") from error
@@ -132,7 +137,7 @@ class PolicyService:
             return
         if self._offer is not None and ray.wait([self._offer], timeout=0)[0]:
             with suppress(RayError):  # it died meanwhile: this call is the next attempt
-                ray.get(self._offer, timeout=_ATTEMPT_S)
+                ray.get(self._offer, timeout=ATTEMPT_S)
         self._offered_at = time.monotonic()
         self._offer = self._registry.publish.remote(self._newest)
 
@@ -148,7 +153,7 @@ class PolicyService:
         turn = "rest" if rest else "wake"
         limit = self._serving.publish_timeout_s
         try:
-            late = ray.get(self._registry.let_rest.remote(rest, limit), timeout=limit + _ATTEMPT_S)
+            late = ray.get(self._registry.let_rest.remote(rest, limit), timeout=limit + ATTEMPT_S)
         except (ActorDiedError, ActorUnavailableError, RayActorError, GetTimeoutError) as error:
             logger.warning("The replicas were not told to %s: %s", turn, error)  # a new registry lets them wake
             return

@@ -19,7 +19,14 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from rl_vlm.config import RunConfig
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.serving.deploying import ServingError, answer_of, forget_serve, into_object_store, wait_for_replicas
+from rl_vlm.serving.deploying import (
+    ATTEMPT_S,
+    ServingError,
+    answer_of,
+    forget_serve,
+    into_object_store,
+    wait_for_replicas,
+)
 from rl_vlm.serving.policy_key import PolicyKey
 from rl_vlm.serving.shared_registry import find_or_start
 from rl_vlm.serving.shared_types import Welcome, shared_id
@@ -29,7 +36,6 @@ from rl_vlm.types import UserInputError
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPT_S = 15.0  # for an answer of the registry, before it is asked again
 _PAUSE_S = 0.2
 _LEAVE_S = 5.0
 
@@ -66,7 +72,7 @@ class SharedService:
                 self._registry = find_or_start(self.name, self._run, self.model, folder)
                 answer = ray.get(
                     self._registry.join.remote(self.key.policy, self.key.token, self._terms, keeper=self._keeper),
-                    timeout=_ATTEMPT_S,
+                    timeout=ATTEMPT_S,
                 )
                 if isinstance(answer, Welcome):
                     return answer
@@ -83,7 +89,7 @@ class SharedService:
         while not self._stopped.wait(pause):
             try:
                 renewed = self._registry.renew.remote(self.key.policy, self.key.token)
-                if not ray.get(renewed, timeout=_ATTEMPT_S):
+                if not ray.get(renewed, timeout=ATTEMPT_S):
                     logger.warning("The lease of policy %s had ended: it joins %s again.", self.key.policy, self.name)
                     self._rejoin()
             except RayActorError:
@@ -105,7 +111,7 @@ class SharedService:
             return
         newest = self._newest
         if newest is not None:
-            ray.get(self._registry.publish.remote(newest, self.key.token), timeout=_ATTEMPT_S)
+            ray.get(self._registry.publish.remote(newest, self.key.token), timeout=ATTEMPT_S)
 
     def wait_until_ready(self) -> None:
         """Wait for the first replica. Raises ServingError with Serve's own message, or the registry's."""
@@ -114,7 +120,7 @@ class SharedService:
 
     def _raise_failure(self) -> None:
         try:
-            status = ray.get(self._registry.status.remote(), timeout=_ATTEMPT_S)
+            status = ray.get(self._registry.status.remote(), timeout=ATTEMPT_S)
         except (ActorUnavailableError, GetTimeoutError):
             return  # it is being restarted, or busy
         except RayActorError as error:
@@ -133,9 +139,9 @@ class SharedService:
         while True:
             try:
                 before = self._registry.acknowledged.remote(self.key.policy, self.key.token)
-                done = ray.get(self._registry.publish.remote(published, self.key.token), timeout=_ATTEMPT_S)
+                done = ray.get(self._registry.publish.remote(published, self.key.token), timeout=ATTEMPT_S)
                 if done:
-                    return ray.get(before, timeout=_ATTEMPT_S)  # type: ignore[no-any-return]
+                    return ray.get(before, timeout=ATTEMPT_S)  # type: ignore[no-any-return]
                 reason: object = "its lease had ended"
                 self._rejoin()
             except (RayActorError, GetTimeoutError) as error:

@@ -86,6 +86,6 @@ def test_one_query_per_row_sees_what_its_mask_says_and_asks_for_no_groups(monkey
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", without_groups)
     query, key, value = sides(7, 1)
     mask = torch.arange(7) < torch.tensor([7, 4, 1])[:, None]
-    ours = last_token_attention(query[:, :, 0], key, value, mask, 0.3)
+    ours = last_token_attention(query[:, :, 0], key, value, mask[:, None, None], 0.3)
     expected = by_hand(query, key, value, mask[:, None], 0.3)
     assert torch.allclose(ours, expected[:, :, 0].flatten(1), rtol=0, atol=1e-12)

@@ -143,12 +143,12 @@ class VlmGymEnv(VisionEnv):
             ) from error
 
 
-def _file_of(factory: Callable[..., Any]) -> Path:
+def _file_of(factory: Callable[..., Any]) -> Path | None:
     """The file that holds a class or function: `create_env` imports the environment's module when it is called."""
     try:
         return Path(inspect.getfile(factory))
     except TypeError:  # a built-in, a partial
-        return Path.cwd() / "none"
+        return None
 
 
 def to_message(observation: Any) -> Message:
