@@ -13,6 +13,8 @@ settings.register_profile("rl_vlm", deadline=None)
 settings.load_profile("rl_vlm")
 # Nor does Ray's store of tables, in clusters that tests start by its own command.
 os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "60")
+# A test that failed may leave a handle behind; its collection would start a second Ray here, and the tests that follow would fail by that.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 
 @pytest.fixture(scope="session")
