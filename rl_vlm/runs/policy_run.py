@@ -11,10 +11,9 @@ from rl_vlm.algorithms.checkpoint import clean_leftovers, latest_checkpoint, sav
 from rl_vlm.config import RunConfig
 from rl_vlm.evaluation.sight import Fault, raise_or_tell
 from rl_vlm.monitoring.display import ProgressDisplay
+from rl_vlm.runs.hints import UnpaidStart, blind
 from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.types import RLVLMError
-
-_NEEDS_IMAGES = 0.1  # gain in accuracy over blank images, below which people are told
 
 
 class PolicyRun(RunLifecycle):
@@ -29,6 +28,7 @@ class PolicyRun(RunLifecycle):
         self.evaluations: list[dict[str, Any]] = []
         self.saved_at = start if self.start_from else -1
         self.last_iteration = self.start_iteration = start
+        self._unpaid_start = UnpaidStart()
 
     def _train(self) -> None:
         from rl_vlm.algorithms.learners import LearnerLostError
@@ -102,6 +102,8 @@ class PolicyRun(RunLifecycle):
         self.recorder.log_iteration(iteration, metrics)
         self.recorder.log_spans(iteration, algorithm.last_spans)
         self.display.update(iteration, metrics)
+        if hint := self._unpaid_start.look(iteration, metrics):
+            self.display.message(hint)
         # Groups of a round that is recorded carry their conversations; with lag, rounds and iterations differ.
         recorded = [k for k, group in enumerate(algorithm.last_groups) if group.trajectories[0].messages]
         if recorded:
@@ -127,14 +129,8 @@ class PolicyRun(RunLifecycle):
         self.evaluations.append({"iteration": self.algorithm.updates, **results})
         self.recorder.log_evaluation(self.algorithm.updates, results)
         self.display.evaluation(self.algorithm.updates, results)
-        if (
-            self.algorithm.updates > self.start_iteration
-            and results.get("sight/accuracy_gap_high", 1.0) < _NEEDS_IMAGES
-        ):
-            self.display.message(
-                f"Answers do not need the images: {results['sight/accuracy_blank']:.2f} are right with blank ones, "
-                f"{results['sight/accuracy_gap']:+.2f} with the true ones [sight/accuracy_gap]."
-            )
+        if self.algorithm.updates > self.start_iteration and (hint := blind(results)):
+            self.display.message(hint)
 
     def _checkpoint(self) -> None:
         """Save a checkpoint. A full disk costs this checkpoint, not the run; the older ones stay."""
