@@ -220,9 +220,10 @@ class NodeCluster(JobClient):
         ]  # fmt: skip
         # Everything is mounted in a namespace of the node's own, and goes with it. Ray's drivers look for their raylet among
         # all processes that they see, and take the head's where they see it: so processes have a namespace too.
-        inside = (
-            f'mount --bind {node.folder}/tmp {self._mounted} && mount -t tmpfs -o size=400m tmpfs /dev/shm && exec "$@"'
-        )
+        # The homes of the other nodes are hidden, or a model would be read from there.
+        others = [f"mount -t tmpfs -o size=1m tmpfs {other.folder}" for other in self.nodes if other is not node]
+        own = [f"mount --bind {node.folder}/tmp {self._mounted}", "mount -t tmpfs -o size=400m tmpfs /dev/shm"]
+        inside = " && ".join([*own, *others, 'exec "$@"'])
         command = [
             "ip",
             "netns",
