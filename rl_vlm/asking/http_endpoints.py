@@ -24,6 +24,10 @@ _BUSY_STATUS = (429, 503)
 _MAX_REPLY_BYTES = 8 * 2**20
 _MAX_ANSWER = 2**20  # characters, thoughts included
 _MOST_TOKENS = 10**9
+_LAST_PORT = 65_535
+_BAD_URL = (
+    "The endpoint's address cannot be read: give http://HOST:PORT/PATH, with special characters of a password as %XX."
+)
 _MAX_ALTERNATIVES = 100  # of the first token
 # Ways to enforce choices, in the order in which `auto` tries them.
 _FORMS = ("structured_outputs", "guided_choice", "none")
@@ -122,8 +126,13 @@ def server_url(environment: dict[str, str] | None = None) -> str:
 def _checked_url(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise UserInputError(f"The endpoint {url!r} must be an http or https address.")
-    with contextlib.suppress(httpx.InvalidURL):
-        keep_secret(httpx.URL(url).password)
+    try:
+        address = httpx.URL(url)
+    except httpx.InvalidURL as error:  # neither is shown: the part that is wrong may be a password
+        raise UserInputError(_BAD_URL) from error
+    keep_secret(address.password)
+    if not address.host or (address.port or 0) > _LAST_PORT:
+        raise UserInputError(_BAD_URL)
     return url
 
 

@@ -274,3 +274,12 @@ def test_probabilities_of_choices_from_first_tokens() -> None:
     assert choice_probabilities([("yes", 0.0)], ("0", "1")) is None
     assert choice_probabilities([("0", 0.0)], ("0.1", "0.2")) is None
     assert choice_probabilities([("", 0.0), ("1", -1.0)], ("0", "1")) == {"0": 0.0, "1": 1.0}
+
+
+@pytest.mark.parametrize(
+    "url", ["http://localhost:80a0/v1", "http://localhost:80000/v1", "http:///v1", "http://a:secret/1@b/v1"]
+)
+def test_an_address_that_cannot_be_read_is_refused_at_once_and_not_shown(url: str) -> None:
+    with pytest.raises(UserInputError, match="address cannot be read") as found:
+        OpenAIEndpoint(EndpointSection(url=url))
+    assert "secret" not in str(found.value)
