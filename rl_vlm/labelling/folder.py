@@ -79,6 +79,10 @@ def label_folder(
     """
     pairs = find_pairs(folder)
     out = out or Path(folder) / FILE_NAME
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)  # before a label is paid for that could not be written
+    except OSError as error:
+        raise UserInputError(f"Cannot make the folder of {out}: {error.strerror or error}.") from error
     started = time.time()
     labels = asyncio.run(_label_all(labeller, pairs, out, started, close))
     return {"out": str(out), **summary(pairs, labels), **_statistics(labeller)}
@@ -148,7 +152,8 @@ def _statistics(labeller: Labeller) -> dict[str, Any]:
 
 def _listed(folder: Path) -> list[NamedPair]:
     found = []
-    with (folder / "pairs.csv").open(newline="", encoding="utf-8", errors="replace") as stream:
+    # utf-8-sig: spreadsheets begin a file with a mark of its encoding, which is not a part of the first column's name.
+    with (folder / "pairs.csv").open(newline="", encoding="utf-8-sig", errors="replace") as stream:
         reader = csv.DictReader(stream)
         if not {"first", "second"} <= set(reader.fieldnames or ()):
             raise UserInputError(f"{folder / 'pairs.csv'} needs the columns first and second.")
