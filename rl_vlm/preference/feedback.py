@@ -118,7 +118,7 @@ class Feedback:
             self._labeller.set_margin(mean_return, self.settings.segment_length, horizon)
         started = time.monotonic()
         if self.settings.reward == "learn_from_score":
-            report = self._score(replay, count, step, rng)
+            report = self._score(replay, count, step, rng, horizon)
         else:
             report = self._label(replay, count, step, rng, horizon)
         if report is None:
@@ -166,11 +166,14 @@ class Feedback:
             right=label_accuracy(session.pairs, session.labels),
         )
 
-    def _score(self, replay: ReplayBuffer, count: int, step: int, rng: np.random.Generator) -> SessionReport | None:
+    def _score(
+        self, replay: ReplayBuffer, count: int, step: int, rng: np.random.Generator, horizon: int
+    ) -> SessionReport | None:
         scorer = cast(Scorer, self._labeller)
+        newest = self.settings.query_episodes * horizon
 
         async def ask() -> tuple[list[Segment], list[Score]]:
-            segments = [pair.first for pair in replay.sample_pairs(count, 1, rng)]
+            segments = [pair.first for pair in replay.sample_pairs(count, 1, rng, newest)]
             scores = await scorer.score([cast(np.ndarray, segment.frames)[-1] for segment in segments])
             if scores and all(score.error for score in scores):
                 raise LabellerDownError(f"None of {len(scores)} pictures could be scored: {scores[0].error}")

@@ -298,6 +298,18 @@ def test_scores_are_learned_and_come_back_from_the_store(tmp_path: Path) -> None
     assert np.array_equal(one.model.rewards(frames), other.model.rewards(frames))
 
 
+def test_pictures_that_are_scored_are_of_the_newest_episodes(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(200, 2, 1, frame_capacity=200, image_size=16)
+    for first in range(0, 140, HORIZON):
+        buffer.add(steps(first, HORIZON, first // HORIZON, done="truncated", size=16), np.zeros(HORIZON))
+    section = PreferenceSection(reward="learn_from_score", labels={"source": "vlm"}, image_size=16, query_episodes=2)
+    options = RewardModelSection(size=1, epochs=1, min_gradient_steps=0, kernels=(3,), channels=(4,), strides=(2,))
+    one = Feedback(section, RewardEnsemble((16, 16, 3), options), Scorer(), tmp_path)
+    one.session(buffer, 20, 140, np.random.default_rng(0), 0.0, HORIZON)
+    (stored,) = one.store.sessions()
+    assert {float(pair.first.observations[0, 0]) for pair in stored.pairs} <= set(range(140 - 2 * HORIZON, 140))
+
+
 def test_label_accuracy_counts_decided_pairs_that_differ() -> None:
     def segment(value: float) -> Segment:
         return Segment(np.zeros((1, 1)), np.zeros((1, 1)), np.array([value]))
