@@ -259,11 +259,20 @@ class Feedback:
         }
 
     def load(self, state: Mapping[str, Any], model_file: Path) -> None:
-        """Go on from a saved state; the label store must hold its sessions, later ones are moved aside."""
-        self.asked, self.usable = int(state["asked"]), int(state["usable"])
-        self.sessions = int(state["sessions"])
-        if isinstance(self._labeller, HasState) and state["labeller"] is not None:
-            self._labeller.set_state(state["labeller"])
+        """Go on from a saved state; the label store must hold its sessions, later ones are moved aside.
+
+        Raises UserInputError for the state of another labeller, or of a run without one.
+        """
+        try:
+            self.asked, self.usable = int(state["asked"]), int(state["usable"])
+            self.sessions = int(state["sessions"])
+            if isinstance(self._labeller, HasState) and state["labeller"] is not None:
+                self._labeller.set_state(state["labeller"])
+        except (KeyError, TypeError) as error:
+            raise UserInputError(
+                "The checkpoint is of a run with another labeller: keep preference.reward, and of preference.labels source and "
+                "coin_flips."
+            ) from error
         if self._cache is not None and state["cache"] is not None:
             self._cache.set_state(state["cache"])
         self._cache_is_used_up = bool(state["cache_used_up"])

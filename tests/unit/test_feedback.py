@@ -16,7 +16,7 @@ from control_support import steps
 from rl_vlm.config import PreferenceSection, RewardModelSection, TeacherSection
 from rl_vlm.labelling.session import LabellerDownError
 from rl_vlm.labelling.store import LabelReplay, LabelStore
-from rl_vlm.labelling.teachers import ScriptedTeacher
+from rl_vlm.labelling.teachers import CoinFlips, ScriptedTeacher
 from rl_vlm.labelling.types import Label, Labeller, Score, Segment, SegmentPair
 from rl_vlm.preference.ensemble import RewardEnsemble
 from rl_vlm.preference.feedback import Feedback, label_accuracy
@@ -216,6 +216,13 @@ def test_a_restored_feedback_goes_on_exactly(tmp_path: Path, rule: str) -> None:
     again = LabelStore(tmp_path / "labels").read(3)
     assert again.labels == last.labels
     assert len(list(csv.DictReader((tmp_path / "vlm_query_log.csv").open()))) == 30
+
+
+@pytest.mark.parametrize("saved_by", [None, CoinFlips()])
+def test_the_state_of_another_labeller_is_refused(tmp_path: Path, saved_by: Labeller | None) -> None:
+    state = feedback(tmp_path, saved_by).state() if saved_by is not None else None
+    with pytest.raises(UserInputError, match="another labeller: keep"):
+        feedback(tmp_path, ScriptedTeacher()).load(state, tmp_path / "model.safetensors")  # type: ignore[arg-type]
 
 
 def test_k_center_remembers_thumbnails_and_not_pictures(tmp_path: Path) -> None:
