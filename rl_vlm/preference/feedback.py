@@ -294,12 +294,13 @@ class Feedback:
 
 
 def label_accuracy(pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> float:
-    """Share of the decided labels, of pairs whose true returns differ, that prefer the higher return; nan without any."""
-    found = [
-        (difference > 0) == (label.value == 1)
+    """Share of the decided labels, of pairs whose true returns are known and differ, that prefer the higher return; nan without any."""
+    decided = [
+        (true_return(pair.second) - true_return(pair.first), label.value == 1)
         for pair, label in zip(pairs, labels, strict=True)
-        if is_decided(label) and (difference := true_return(pair.second) - true_return(pair.first)) != 0
+        if is_decided(label)
     ]
+    found = [(difference > 0) == second for difference, second in decided if np.isfinite(difference) and difference]
     return float(np.mean(found)) if found else float("nan")
 
 

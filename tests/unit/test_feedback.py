@@ -325,3 +325,6 @@ def test_label_accuracy_counts_decided_pairs_that_differ() -> None:
     labels = [Label(1), Label(1), Label(0), Label(-1), Label(1, error="x")]
     assert label_accuracy(pairs, labels) == 0.5
     assert np.isnan(label_accuracy(pairs[:0], []))
+    unknown = SegmentPair(segment(np.nan), segment(1))
+    assert np.isnan(label_accuracy([unknown, unknown], [Label(0), Label(1)]))
+    assert label_accuracy([unknown, pairs[0]], [Label(0), Label(0)]) == 0.0
