@@ -55,8 +55,8 @@ class OpenAIEndpoint:
             yield functools.partial(self._ask, server)
 
     async def _ask(self, server: _Server, question: Question) -> Answer:
+        form = self._form
         while True:
-            form = self._form
             unguided = self._settings.guidance != "auto" or not question.choices or _FORMS[form] == "none"
             try:
                 reply = await server.post(self._body(question, _FORMS[form]))
@@ -66,9 +66,11 @@ class OpenAIEndpoint:
             else:
                 answer = _read_completion(reply, question)
                 if unguided or answer.text.strip() in question.choices:
+                    # Not before: a question that is refused in every form, such as one that is too long, says nothing about forms.
+                    self._form = max(self._form, form)
                     return answer
-            # Refused or ignored. Other questions in flight may have changed the form already.
-            self._form = max(self._form, form + 1)
+            # Refused or ignored. Other questions in flight may have found a later form.
+            form = max(self._form, form + 1)
 
     def _body(self, question: Question, form: str) -> dict[str, Any]:
         body: dict[str, Any] = {
