@@ -64,6 +64,12 @@ def test_a_list_that_a_spreadsheet_saved_is_read(tmp_path: Path) -> None:
     assert [(found.first, found.second) for found in find_pairs(tmp_path)] == [("x.png", "y.png")]
 
 
+def test_a_list_with_an_open_quotation_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pairs.csv").write_text('first,second\n"x.png,y.png\n' + "x.png,y.png\n" * 20_000)
+    with pytest.raises(UserInputError, match="quotation mark may be missing"):
+        find_pairs(tmp_path)
+
+
 class Paid(ScriptedTeacher):
     asked = 0
 
