@@ -24,6 +24,10 @@ _BUSY_STATUS = (429, 503)
 _MAX_REPLY_BYTES = 8 * 2**20
 _MAX_ANSWER = 2**20  # characters, thoughts included
 _MOST_TOKENS = 10**9
+_LAST_PORT = 65_535
+_BAD_URL = (
+    "The endpoint's address cannot be read: give http://HOST:PORT/PATH, with special characters of a password as %XX."
+)
 _MAX_ALTERNATIVES = 100  # of the first token
 # Ways to enforce choices, in the order in which `auto` tries them.
 _FORMS = ("structured_outputs", "guided_choice", "none")
@@ -51,8 +55,8 @@ class OpenAIEndpoint:
             yield functools.partial(self._ask, server)
 
     async def _ask(self, server: _Server, question: Question) -> Answer:
+        form = self._form
         while True:
-            form = self._form
             unguided = self._settings.guidance != "auto" or not question.choices or _FORMS[form] == "none"
             try:
                 reply = await server.post(self._body(question, _FORMS[form]))
@@ -62,9 +66,11 @@ class OpenAIEndpoint:
             else:
                 answer = _read_completion(reply, question)
                 if unguided or answer.text.strip() in question.choices:
+                    # Not before: a question that is refused in every form, such as one that is too long, says nothing about forms.
+                    self._form = max(self._form, form)
                     return answer
-            # Refused or ignored. Other questions in flight may have changed the form already.
-            self._form = max(self._form, form + 1)
+            # Refused or ignored. Other questions in flight may have found a later form.
+            form = max(self._form, form + 1)
 
     def _body(self, question: Question, form: str) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -122,8 +128,13 @@ def server_url(environment: dict[str, str] | None = None) -> str:
 def _checked_url(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise UserInputError(f"The endpoint {url!r} must be an http or https address.")
-    with contextlib.suppress(httpx.InvalidURL):
-        keep_secret(httpx.URL(url).password)
+    try:
+        address = httpx.URL(url)
+    except httpx.InvalidURL as error:  # neither is shown: the part that is wrong may be a password
+        raise UserInputError(_BAD_URL) from error
+    keep_secret(address.password)
+    if not address.host or (address.port or 0) > _LAST_PORT:
+        raise UserInputError(_BAD_URL)
     return url
 
 

@@ -53,7 +53,7 @@ class PreferenceSection(Section):
     max_feedback: int = Field(20_000, ge=0, description="Pairs that are labelled in all; lost ones do not count.")
     session_pairs: int = Field(40, ge=1)
     feedback_schedule: Literal[0, 1, 2] = Field(0, description="0: constant; 1: sessions shrink; 2: they grow.")
-    query_episodes: int = Field(100, ge=1, description="Pairs are drawn from that many newest episodes.")
+    query_episodes: int = Field(100, ge=1, description="What is labelled is drawn from that many newest episodes.")
     segment_length: int = Field(1, ge=1)
     reset_updates: int = Field(100, ge=0, description="Updates at once after the critics are reset.")
     replay_capacity: int = Field(1_000_000, ge=1, description="Steps; at most frame_capacity if images are the input.")

@@ -14,6 +14,7 @@ from rl_vlm.envs.images import blank, resized
 from rl_vlm.evaluation.outcomes import Outcome, Side, kept_info, outcome
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.env_pools import EnvPools
+from rl_vlm.rollout.failures import discard_on_failure
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import EncodedImage, Message, RLVLMError, TrajectoryStatus, as_encoded, judged_correct
@@ -128,7 +129,8 @@ class EndpointPlayer:
         if task.view == "true":
             return own
         envs = await pool.take(1)
-        ((other, _),) = await pool.reset(envs, task.seed, {"index": task.other_index, "split": task.split})
+        with discard_on_failure(pool, envs):
+            ((other, _),) = await pool.reset(envs, task.seed, {"index": task.other_index, "split": task.split})
         pool.give_back(envs)
         found = _images(other.messages)
         if len(found) < len(own):

@@ -59,7 +59,7 @@ def explain(distances: Mapping[str, float], limits: tuple[float, float]) -> Faul
     if best is not None and distances[best] * _BETTER < true:
         name, message = HYPOTHESES[best]
         return Fault(name, f"{message} ({true:.3g} nats per token from the learner, {distances[best]:.3g} if so)")
-    if true > limits[1]:
+    if not true <= limits[1]:  # nan too, which no hypothesis explains
         return Fault(
             "disagreement",
             f"Engine and learner give the same tokens log-probabilities that differ by {true:.3g} nats: they see different "
@@ -86,7 +86,7 @@ def engine_is_blind(
 
 def learner_is_blind(true: Sequence[np.ndarray], blank: Sequence[np.ndarray]) -> Fault | None:
     """A fault if the learner's log-probabilities [T] are the same with blank images."""
-    if distance(true, blank) > _UNCHANGED:
+    if not distance(true, blank) <= _UNCHANGED:  # nan says nothing about sight
         return None
     return Fault("learner_blind", "The learner computes the same with blank images: it does not see any.")
 

@@ -79,6 +79,10 @@ def label_folder(
     """
     pairs = find_pairs(folder)
     out = out or Path(folder) / FILE_NAME
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)  # before a label is paid for that could not be written
+    except OSError as error:
+        raise UserInputError(f"Cannot make the folder of {out}: {error.strerror or error}.") from error
     started = time.time()
     labels = asyncio.run(_label_all(labeller, pairs, out, started, close))
     return {"out": str(out), **summary(pairs, labels), **_statistics(labeller)}
@@ -147,15 +151,20 @@ def _statistics(labeller: Labeller) -> dict[str, Any]:
 
 
 def _listed(folder: Path) -> list[NamedPair]:
-    found = []
-    with (folder / "pairs.csv").open(newline="", encoding="utf-8", errors="replace") as stream:
+    path = folder / "pairs.csv"
+    # utf-8-sig: spreadsheets begin a file with a mark of its encoding, which is not a part of the first column's name.
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as stream:
         reader = csv.DictReader(stream)
-        if not {"first", "second"} <= set(reader.fieldnames or ()):
-            raise UserInputError(f"{folder / 'pairs.csv'} needs the columns first and second.")
-        for row in reader:
-            returns = [_number(row.get(f"ground_truth_score_{side}")) for side in (1, 2)]
-            names = row["first"], row["second"]
-            found.append(_named(folder, names, (returns[0], returns[1])))
+        try:
+            rows = list(reader)
+        except csv.Error as error:
+            raise UserInputError(f"{path} cannot be read ({error}): a quotation mark may be missing.") from error
+    if not {"first", "second"} <= set(reader.fieldnames or ()):
+        raise UserInputError(f"{path} needs the columns first and second.")
+    found = []
+    for row in rows:
+        returns = [_number(row.get(f"ground_truth_score_{side}")) for side in (1, 2)]
+        found.append(_named(folder, (row["first"], row["second"]), (returns[0], returns[1])))
     return found
 
 

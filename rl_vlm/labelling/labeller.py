@@ -169,8 +169,7 @@ class VLMLabeller:
         """The label of an answer, None if it is not understood. Raises EndpointError for an empty answer."""
         if not strip_thoughts(answer.text):
             raise EndpointError(f"The answer decides nothing: {answer.text[:200]!r}", retryable=False)
-        text = finished_sentences(answer.text) if answer.cut_off else answer.text
-        return parse_label(text, self._prompts.goal)
+        return parse_label(_finished(answer), self._prompts.goal)
 
     async def _score_one(self, ask: Ask, number: int, image: EncodedImage) -> Score:
         templates, fill = self._prompts.templates, self._prompts.fill
@@ -180,7 +179,7 @@ class VLMLabeller:
             answer, said = await self._answer(
                 ask, (number, 0), shown, fill(templates.score_describe), fill(templates.score_decide), SCORE_CHOICES
             )
-            value = parse_score(answer.text)
+            value = parse_score(_finished(answer))
             if value is None:
                 raise EndpointError(f"The answer holds no score: {answer.text[:200]!r}", retryable=False)
         except EndpointError as error:
@@ -244,6 +243,11 @@ class VLMLabeller:
         self.stats.prompt_tokens += answer.prompt_tokens
         self.stats.sampled_tokens += answer.sampled_tokens
         return answer
+
+
+def _finished(answer: Answer) -> str:
+    """What an answer says for certain: where it was cut off, "a score of 0" may be the beginning of 0.7."""
+    return finished_sentences(answer.text) if answer.cut_off else answer.text
 
 
 def _mean(known: Sequence[tuple[float, float, float] | None]) -> tuple[float, float, float] | None:

@@ -132,18 +132,17 @@ def task_prompts(task: str, file: str | Path | None = None) -> TaskPrompts:
     UserInputError for a file that cannot be used.
     """
     own = load_prompts(file) if file is not None else {}
-    if task in own:
-        return own[task]
     short = _short_name(task)
-    found = {_short_name(name): prompts for name, prompts in own.items()}.get(short) or _REGISTRY.get(short)
-    if found is None:
-        names = [*own, *known_tasks()]
-        near = difflib.get_close_matches(short, names, n=1, cutoff=0.5)
-        hint = f"Did you mean {near[0]}?" if near else f"Known are {', '.join(names)}."
-        raise UnknownTaskError(
-            f"There are no prompts for the task {task!r}. {hint} Another goal can be given in words, or in a YAML file."
-        )
-    return found
+    for named in (own, _REGISTRY):
+        found = named.get(task) or {_short_name(name): prompts for name, prompts in named.items()}.get(short)
+        if found is not None:
+            return found
+    names = [*own, *known_tasks()]
+    near = difflib.get_close_matches(short, names, n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]}?" if near else f"Known are {', '.join(names)}."
+    raise UnknownTaskError(
+        f"There are no prompts for the task {task!r}. {hint} Another goal can be given in words, or in a YAML file."
+    )
 
 
 def load_prompts(path: str | Path) -> dict[str, TaskPrompts]:

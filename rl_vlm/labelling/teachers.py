@@ -53,6 +53,8 @@ class ScriptedTeacher:
         plain = [float(np.sum(part.true_rewards, dtype=np.float64)) for part in (pair.first, pair.second)]
         # Drawn for every pair, used or not, so that labels of later pairs do not depend on the thresholds of earlier ones.
         noise, mistake = self._rng.random(2)
+        if not np.isfinite(plain).all():
+            return Label(-1, error="the true reward of this pair is not known (nan or infinite)")
         skip = self._margin * settings.eps_skip
         if skip > 0 and max(plain) <= skip:
             return Label(-1, error=SKIPPED)

@@ -118,7 +118,7 @@ class Feedback:
             self._labeller.set_margin(mean_return, self.settings.segment_length, horizon)
         started = time.monotonic()
         if self.settings.reward == "learn_from_score":
-            report = self._score(replay, count, step, rng)
+            report = self._score(replay, count, step, rng, horizon)
         else:
             report = self._label(replay, count, step, rng, horizon)
         if report is None:
@@ -166,11 +166,14 @@ class Feedback:
             right=label_accuracy(session.pairs, session.labels),
         )
 
-    def _score(self, replay: ReplayBuffer, count: int, step: int, rng: np.random.Generator) -> SessionReport | None:
+    def _score(
+        self, replay: ReplayBuffer, count: int, step: int, rng: np.random.Generator, horizon: int
+    ) -> SessionReport | None:
         scorer = cast(Scorer, self._labeller)
+        newest = self.settings.query_episodes * horizon
 
         async def ask() -> tuple[list[Segment], list[Score]]:
-            segments = [pair.first for pair in replay.sample_pairs(count, 1, rng)]
+            segments = [pair.first for pair in replay.sample_pairs(count, 1, rng, newest)]
             scores = await scorer.score([cast(np.ndarray, segment.frames)[-1] for segment in segments])
             if scores and all(score.error for score in scores):
                 raise LabellerDownError(f"None of {len(scores)} pictures could be scored: {scores[0].error}")
@@ -256,11 +259,20 @@ class Feedback:
         }
 
     def load(self, state: Mapping[str, Any], model_file: Path) -> None:
-        """Go on from a saved state; the label store must hold its sessions, later ones are moved aside."""
-        self.asked, self.usable = int(state["asked"]), int(state["usable"])
-        self.sessions = int(state["sessions"])
-        if isinstance(self._labeller, HasState) and state["labeller"] is not None:
-            self._labeller.set_state(state["labeller"])
+        """Go on from a saved state; the label store must hold its sessions, later ones are moved aside.
+
+        Raises UserInputError for the state of another labeller, or of a run without one.
+        """
+        try:
+            self.asked, self.usable = int(state["asked"]), int(state["usable"])
+            self.sessions = int(state["sessions"])
+            if isinstance(self._labeller, HasState) and state["labeller"] is not None:
+                self._labeller.set_state(state["labeller"])
+        except (KeyError, TypeError) as error:
+            raise UserInputError(
+                "The checkpoint is of a run with another labeller: keep preference.reward, and of preference.labels source and "
+                "coin_flips."
+            ) from error
         if self._cache is not None and state["cache"] is not None:
             self._cache.set_state(state["cache"])
         self._cache_is_used_up = bool(state["cache_used_up"])
@@ -282,12 +294,13 @@ class Feedback:
 
 
 def label_accuracy(pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> float:
-    """Share of the decided labels, of pairs whose true returns differ, that prefer the higher return; nan without any."""
-    found = [
-        (difference > 0) == (label.value == 1)
+    """Share of the decided labels, of pairs whose true returns are known and differ, that prefer the higher return; nan without any."""
+    decided = [
+        (true_return(pair.second) - true_return(pair.first), label.value == 1)
         for pair, label in zip(pairs, labels, strict=True)
-        if is_decided(label) and (difference := true_return(pair.second) - true_return(pair.first)) != 0
+        if is_decided(label)
     ]
+    found = [(difference > 0) == second for difference, second in decided if np.isfinite(difference) and difference]
     return float(np.mean(found)) if found else float("nan")
 
 

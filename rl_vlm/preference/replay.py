@@ -11,12 +11,16 @@ import numpy as np
 from rl_vlm.labelling.types import Segment, SegmentPair
 from rl_vlm.preference.examples import InputKind
 from rl_vlm.preference.frames import FrameRing
-from rl_vlm.types import UserInputError
+from rl_vlm.types import RLVLMError, UserInputError
 
 _COLUMNS = (
     "observations", "actions", "next_observations", "rewards", "continues", "true_rewards", "successes",
     "episodes", "times", "previous",
 )  # fmt: skip
+
+
+class NotFiniteError(RLVLMError):
+    """An environment or a reward model gave nan or infinity."""
 
 
 @dataclass(slots=True)
@@ -92,10 +96,13 @@ class ReplayBuffer:
         return arrays + (self.frames.nbytes if self.frames is not None else 0)
 
     def add(self, batch: StepBatch, rewards: np.ndarray) -> None:
-        """Append steps; `rewards` float32 [n] are those of the agent."""
+        """Append steps; `rewards` float32 [n] are those of the agent. Raises NotFiniteError and keeps nothing."""
         n = len(batch)
         if n > self.capacity:
             raise ValueError(f"A batch of {n} steps does not fit into a ring of {self.capacity}.")
+        for observations in (batch.observations, batch.next_observations):
+            _check_finite("An observation of the environment", observations)
+        _check_finite("A reward of the agent", rewards)
         rows = (self.total + np.arange(n)) % self.capacity
         self.observations[rows] = batch.observations
         self.actions[rows] = batch.actions
@@ -122,14 +129,19 @@ class ReplayBuffer:
         return rng.integers(0, len(self), count)
 
     def relabel_with(self, kind: InputKind, rewards: Callable[[np.ndarray], np.ndarray], chunk: int = 256) -> None:
-        """Replace the reward of every row by that of a reward model, which gets the inputs of `chunk` rows at a time."""
+        """Replace the reward of every row by that of a reward model, which gets the inputs of `chunk` rows at a time.
+
+        Raises NotFiniteError.
+        """
         for start in range(0, len(self), chunk):
             rows = np.arange(start, min(start + chunk, len(self)))
             if kind == "image":
                 inputs = self.frames_of(rows)
             else:
                 inputs = np.concatenate([self.observations[rows], self.actions[rows]], axis=1)
-            self.rewards[rows] = rewards(inputs)
+            found = rewards(inputs)
+            _check_finite("A reward of the reward model", found)
+            self.rewards[rows] = found
 
     def frames_of(self, rows: np.ndarray) -> np.ndarray:
         """uint8 [n, S, S, 3]. Raises IndexError for rows whose frame has been overwritten."""
@@ -214,3 +226,9 @@ class ReplayBuffer:
         self._open = {int(episode): int(row) for episode, row in arrays["open"]}
         if self.frames is not None:
             self.frames.load({name[7:]: array for name, array in arrays.items() if name.startswith("frames.")})
+
+
+def _check_finite(what: str, values: np.ndarray) -> None:
+    """One such number in a batch turns all weights of the agent into nan, and the next checkpoint would keep them."""
+    if not np.isfinite(values).all():
+        raise NotFiniteError(f"{what} is nan or infinite: the agent would learn nothing any more. Mend what gave it.")

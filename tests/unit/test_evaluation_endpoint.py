@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from rl_vlm.asking.endpoints import Answer, Question
 from rl_vlm.asking.http_endpoints import _without_tool_role
 from rl_vlm.config import ModelSection, RunConfig, parse_config
 from rl_vlm.envs.shapes import ShapesEnv
+from rl_vlm.evaluation.endpoint_player import EndpointPlayer
+from rl_vlm.evaluation.heldout import evaluation_tasks
 from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.evaluation.play import EpisodesLostError
 from rl_vlm.models.loading import load_text_side
@@ -170,6 +175,25 @@ def test_blank_and_swapped_images_are_what_the_server_gets(server: Server) -> No
     own = list(known.values())
     same = sum(here == there for here, there in zip(own, own[1:] + own[:1], strict=True))
     assert results["sight/accuracy_swapped"] == pytest.approx(same / ITEMS)
+
+
+def test_no_environment_is_left_open_where_the_other_items_image_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = ShapesEnv.reset
+
+    def reset(env: ShapesEnv, *, options: dict[str, Any], **more: Any) -> Any:
+        if options["index"] == 1:
+            raise RuntimeError("no such item")
+        return opened(env, options=options, **more)
+
+    async def ask(question: Question) -> Answer:
+        raise AssertionError("there is nothing to ask")
+
+    monkeypatch.setattr(ShapesEnv, "reset", reset)
+    player = EndpointPlayer(run_of(), ask)
+    task = replace(evaluation_tasks(run_of(), {"": ITEMS}, 0)[0], view="swapped", other_index=1)
+    assert "no such item" in asyncio.run(player.play(task))
+    assert player._pools.of(task).lent == 0  # what is lent is never closed
+    player.close()
 
 
 def test_a_reply_that_is_cut_off_or_endless_is_not_rewarded(server: Server) -> None:

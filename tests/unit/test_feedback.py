@@ -16,7 +16,7 @@ from control_support import steps
 from rl_vlm.config import PreferenceSection, RewardModelSection, TeacherSection
 from rl_vlm.labelling.session import LabellerDownError
 from rl_vlm.labelling.store import LabelReplay, LabelStore
-from rl_vlm.labelling.teachers import ScriptedTeacher
+from rl_vlm.labelling.teachers import CoinFlips, ScriptedTeacher
 from rl_vlm.labelling.types import Label, Labeller, Score, Segment, SegmentPair
 from rl_vlm.preference.ensemble import RewardEnsemble
 from rl_vlm.preference.feedback import Feedback, label_accuracy
@@ -218,6 +218,13 @@ def test_a_restored_feedback_goes_on_exactly(tmp_path: Path, rule: str) -> None:
     assert len(list(csv.DictReader((tmp_path / "vlm_query_log.csv").open()))) == 30
 
 
+@pytest.mark.parametrize("saved_by", [None, CoinFlips()])
+def test_the_state_of_another_labeller_is_refused(tmp_path: Path, saved_by: Labeller | None) -> None:
+    state = feedback(tmp_path, saved_by).state() if saved_by is not None else None
+    with pytest.raises(UserInputError, match="another labeller: keep"):
+        feedback(tmp_path, ScriptedTeacher()).load(state, tmp_path / "model.safetensors")  # type: ignore[arg-type]
+
+
 def test_k_center_remembers_thumbnails_and_not_pictures(tmp_path: Path) -> None:
     buffer = ReplayBuffer(200, 2, 1, frame_capacity=200, image_size=64)
     buffer.add(steps(0, 100, size=64), np.zeros(100))
@@ -298,6 +305,18 @@ def test_scores_are_learned_and_come_back_from_the_store(tmp_path: Path) -> None
     assert np.array_equal(one.model.rewards(frames), other.model.rewards(frames))
 
 
+def test_pictures_that_are_scored_are_of_the_newest_episodes(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(200, 2, 1, frame_capacity=200, image_size=16)
+    for first in range(0, 140, HORIZON):
+        buffer.add(steps(first, HORIZON, first // HORIZON, done="truncated", size=16), np.zeros(HORIZON))
+    section = PreferenceSection(reward="learn_from_score", labels={"source": "vlm"}, image_size=16, query_episodes=2)
+    options = RewardModelSection(size=1, epochs=1, min_gradient_steps=0, kernels=(3,), channels=(4,), strides=(2,))
+    one = Feedback(section, RewardEnsemble((16, 16, 3), options), Scorer(), tmp_path)
+    one.session(buffer, 20, 140, np.random.default_rng(0), 0.0, HORIZON)
+    (stored,) = one.store.sessions()
+    assert {float(pair.first.observations[0, 0]) for pair in stored.pairs} <= set(range(140 - 2 * HORIZON, 140))
+
+
 def test_label_accuracy_counts_decided_pairs_that_differ() -> None:
     def segment(value: float) -> Segment:
         return Segment(np.zeros((1, 1)), np.zeros((1, 1)), np.array([value]))
@@ -306,3 +325,6 @@ def test_label_accuracy_counts_decided_pairs_that_differ() -> None:
     labels = [Label(1), Label(1), Label(0), Label(-1), Label(1, error="x")]
     assert label_accuracy(pairs, labels) == 0.5
     assert np.isnan(label_accuracy(pairs[:0], []))
+    unknown = SegmentPair(segment(np.nan), segment(1))
+    assert np.isnan(label_accuracy([unknown, unknown], [Label(0), Label(1)]))
+    assert label_accuracy([unknown, pairs[0]], [Label(0), Label(0)]) == 0.0

@@ -124,6 +124,13 @@ def test_where_nothing_enforces_choices_the_text_is_read() -> None:
     assert not {"structured_outputs", "guided_choice"} & server.requests[-1].keys()
 
 
+def test_a_question_that_is_refused_in_every_form_does_not_end_the_guidance_of_others() -> None:
+    server = Server(*[(400, {"error": "the context is too long"})] * 3, completion("1"))
+    chosen = endpoint(server)
+    assert "too long" in asked(chosen)[0].error and asked(chosen)[0].value == 1
+    assert len(server.requests) == 4 and "structured_outputs" in server.requests[-1]
+
+
 def test_other_errors_are_not_taken_for_a_refusal() -> None:
     server = Server((401, {"error": "no token"}))
     chosen = endpoint(server)
@@ -274,3 +281,12 @@ def test_probabilities_of_choices_from_first_tokens() -> None:
     assert choice_probabilities([("yes", 0.0)], ("0", "1")) is None
     assert choice_probabilities([("0", 0.0)], ("0.1", "0.2")) is None
     assert choice_probabilities([("", 0.0), ("1", -1.0)], ("0", "1")) == {"0": 0.0, "1": 1.0}
+
+
+@pytest.mark.parametrize(
+    "url", ["http://localhost:80a0/v1", "http://localhost:80000/v1", "http:///v1", "http://a:secret/1@b/v1"]
+)
+def test_an_address_that_cannot_be_read_is_refused_at_once_and_not_shown(url: str) -> None:
+    with pytest.raises(UserInputError, match="address cannot be read") as found:
+        OpenAIEndpoint(EndpointSection(url=url))
+    assert "secret" not in str(found.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from test_cli import failure, output, run
 from rl_vlm.labelling.folder import find_pairs, label_folder
 from rl_vlm.labelling.store import LabelStore
 from rl_vlm.labelling.teachers import ScriptedTeacher
-from rl_vlm.labelling.types import Label
+from rl_vlm.labelling.types import Label, SegmentPair
 from rl_vlm.reporting.label_accuracy import read_labels
 from rl_vlm.types import UserInputError
 
@@ -54,6 +55,38 @@ def test_pairs_are_listed_with_their_returns(tmp_path: Path) -> None:
         ("y.jpg", "a/x.png", "1"),
     ]
     assert [entry.category for entry in read_labels(tmp_path)] == ["correct", "correct"]
+
+
+def test_a_list_that_a_spreadsheet_saved_is_read(tmp_path: Path) -> None:
+    save(tmp_path / "x.png", 3)
+    save(tmp_path / "y.png", 20)
+    (tmp_path / "pairs.csv").write_text("first,second\nx.png,y.png\n", encoding="utf-8-sig")
+    assert [(found.first, found.second) for found in find_pairs(tmp_path)] == [("x.png", "y.png")]
+
+
+def test_a_list_with_an_open_quotation_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pairs.csv").write_text('first,second\n"x.png,y.png\n' + "x.png,y.png\n" * 20_000)
+    with pytest.raises(UserInputError, match="quotation mark may be missing"):
+        find_pairs(tmp_path)
+
+
+class Paid(ScriptedTeacher):
+    asked = 0
+
+    async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
+        self.asked += len(pairs)
+        return await super().label(pairs)
+
+
+def test_no_label_is_asked_for_that_cannot_be_written(tmp_path: Path) -> None:
+    save(tmp_path / "p_1.png", 3)
+    save(tmp_path / "p_2.png", 20)
+    label_folder(tmp_path, Paid(), tmp_path / "new" / "folder" / "labels.csv")
+    assert (tmp_path / "new" / "folder" / "labels.csv").is_file()
+    labeller = Paid()
+    with pytest.raises(UserInputError, match="Cannot make the folder"):
+        label_folder(tmp_path, labeller, tmp_path / "p_1.png" / "labels.csv")
+    assert labeller.asked == 0
 
 
 def test_a_label_store_can_be_labelled_anew(tmp_path: Path) -> None:

@@ -53,6 +53,13 @@ def test_an_unknown_task_names_the_nearest_one() -> None:
         task_prompts("zzz")
 
 
+@pytest.mark.parametrize("name", ["push_button", "PushButton-v0"])
+def test_a_task_is_found_under_the_name_that_it_was_registered_with(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("rl_vlm.labelling.prompts._REGISTRY", {})
+    register_prompts(TaskPrompts(name, "to press the red button"))
+    assert task_prompts(name).name == name == task_prompts(f"metaworld_{name}").name
+
+
 def test_a_name_cannot_be_registered_twice() -> None:
     with pytest.raises(UserInputError, match="registered already"):
         register_prompts(TaskPrompts("cartpole", "to fall over"))

@@ -210,6 +210,16 @@ def test_the_unfinished_end_of_an_answer_that_was_cut_off_does_not_count() -> No
         assert label.value == (-1 if value is None else value), text
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("The image deserves a score of 0", None), ("The score is 0.", None), ("The score is 0.7.\nThe pole", 0.7)],
+)
+def test_a_score_that_was_cut_off_is_none(text: str, value: float | None) -> None:
+    labeller = VLMLabeller(Scripted(lambda question: Answer(text, cut_off=True)), PROMPTS, one_step(guided=False))
+    (score,) = asyncio.run(labeller.score([segment([3]).frames[0]]))  # type: ignore[index]
+    assert score.value == value and bool(score.error) == (value is None)
+
+
 def test_the_goal_tells_what_is_better() -> None:
     script = Scripted(lambda question: "The box in Image 1 is more open.")
     for task, value in (("drawer-open", 0), ("box-close", -1)):

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from rl_vlm.labelling.types import SegmentPair
 from rl_vlm.preference.frames import FrameRing
-from rl_vlm.preference.replay import ReplayBuffer, StepBatch
+from rl_vlm.preference.replay import NotFiniteError, ReplayBuffer, StepBatch
 from rl_vlm.types import UserInputError
 
 
@@ -95,6 +95,22 @@ def test_rows_whose_frame_is_gone_are_refused() -> None:
 
 
 # --- segments
+
+
+@pytest.mark.parametrize("spoilt", ["observations", "next_observations", "rewards"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_what_is_not_finite_never_reaches_the_learner(spoilt: str, value: float) -> None:
+    buffer, batch, rewards = filled(capacity=10, total=5), steps(5, 2), np.zeros(2, np.float32)
+    (rewards if spoilt == "rewards" else getattr(batch, spoilt))[1] = value
+    with pytest.raises(NotFiniteError, match="nan or infinite"):
+        buffer.add(batch, rewards)
+    assert buffer.total == 5 and np.isfinite(buffer.rewards).all()
+    unknown = steps(5, 2)
+    unknown.true_rewards[:] = np.nan  # an agent that learns from labels never sees them
+    buffer.add(unknown, np.zeros(2))
+    with pytest.raises(NotFiniteError, match="reward model"):
+        buffer.relabel_with("state_action", lambda inputs: np.full(len(inputs), value, np.float32))
+    assert np.isfinite(buffer.rewards).all()
 
 
 def all_pairs(buffer: ReplayBuffer, length: int, **options: Any) -> list[SegmentPair]:

@@ -19,7 +19,7 @@ from rl_vlm.engines import decoder
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.base import StepResult, VisionEnv
 from rl_vlm.envs.images import blank
-from rl_vlm.evaluation.sight import EXACT, Fault, SightError, explain, raise_or_tell
+from rl_vlm.evaluation.sight import EXACT, Fault, SightError, distance, explain, learner_is_blind, raise_or_tell
 from rl_vlm.learning.hypotheses import sight_logprobs
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side
@@ -186,6 +186,13 @@ def test_no_hypothesis_is_blamed_for_rounding() -> None:
     assert explain({"true": 5e-5, "blank": 1e-7}, EXACT) is None
     assert explain({"true": 5e-4, "blank": 4e-4}, EXACT) is None
     found = explain({"true": 5e-3, "blank": 4e-3}, EXACT)
+    assert found is not None and found.name == "disagreement"
+
+
+def test_a_learner_that_computes_nan_disagrees_and_is_not_called_blind() -> None:
+    nan = [np.array([np.nan, -1.0])]
+    assert learner_is_blind(nan, nan) is None
+    found = explain({"true": distance([np.zeros(2)], nan), "blank": distance([np.zeros(2)], nan)}, EXACT)
     assert found is not None and found.name == "disagreement"
 
 

@@ -48,6 +48,13 @@ def test_a_rational_teacher_prefers_the_higher_return() -> None:
     assert [label.value for label in found] == [1, 0, -1]
 
 
+@pytest.mark.parametrize("beta", [-1.0, 1.0])
+def test_an_unknown_reward_is_no_label(beta: float) -> None:
+    teacher = ScriptedTeacher(TeacherSection(beta=beta))
+    found = labels(teacher, by_rewards([np.nan], [1]), by_rewards([1], [np.inf]), by_rewards([1], [2000]))
+    assert [(label.value, bool(label.error)) for label in found] == [(-1, True), (-1, True), (1, False)]
+
+
 def test_gamma_discounts_earlier_steps() -> None:
     # 0.5 · 4 + 1 = 3 against 0.5 · 1 + 3 = 3.5, although the plain sums are 5 and 4.
     discounting = ScriptedTeacher(TeacherSection(gamma=0.5))
