@@ -103,6 +103,7 @@ def test_a_key_that_resembles_nothing_lists_what_there_is() -> None:
         ({"learner": {"betas": [0.9]}}, ("learner.betas",)),
         ({"learner": 3}, ("Config key learner:", "got 3")),
         ({"env": {"kwargs": [1, 2]}}, ("env.kwargs",)),
+        ({"evaluation": {"variants": {}}}, ("evaluation.variants", "at least 1")),
         ({"name": "../elsewhere"}, ("name", "pattern")),
         ({"name": ".."}, ("name", "pattern")),
         ({"name": "-x"}, ("name", "pattern")),
