@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -169,6 +170,9 @@ def test_the_commands_write_the_originals_file_names(tmp_path: Path, monkeypatch
     assert "a: 0.750 at step 200, 2 run(s)" in output(capsys)
     assert run("plot", "label-accuracy", "run=1", "--num-bins", 4) == 0
     assert '"accuracy": 1.0' in output(capsys)
+    log_csv(tmp_path / "run=1" / "vlm_query_log.csv", (1, 2, -1))
+    assert run("plot", "label-accuracy", "run=1") == 0
+    assert json.loads(output(capsys), parse_constant=pytest.fail)["accuracy"] is None
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"run=1", "figure4_learning_curve.png", "x.svg", "figure6_query_accuracy.png"}
     assert run("plot", "label-accuracy", "nowhere.csv") == 2
