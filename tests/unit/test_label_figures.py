@@ -15,6 +15,7 @@ from test_cli import output, run
 
 from rl_vlm.reporting.label_accuracy import Labelled, draw_label_accuracy, histogram, read_labels, summarise
 from rl_vlm.reporting.learning_curve import Curve, combine, draw_learning_curve, read_curve, trailing_mean
+from rl_vlm.reporting.sweep import Setting, draw_settings
 from rl_vlm.reporting.video import write_video
 from rl_vlm.types import UserInputError
 
@@ -94,6 +95,13 @@ def test_runs_of_different_steps_meet_where_all_reach() -> None:
     assert band.steps.tolist() == [5, 10, 20, 25] and band.mean.tolist() == [5.25, 8, 13.5, 16.25]
     with pytest.raises(UserInputError, match="no steps in common"):
         combine([a, Curve(np.array([90.0]), np.array([0.0]), "x")])
+
+
+def test_a_setting_of_a_sweep_is_drawn_although_its_runs_have_no_step_in_common(tmp_path: Path) -> None:
+    """One ended after its first value, the other's first lines were lost; without the figure there was no best/ either."""
+    runs = ([(1, 0.5)], [(3, 0.5), (4, 0.7)])
+    draw_settings([Setting("lr 0.1", runs, (0.5, 0.7))], "reward/mean", tmp_path / "results.png")
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_curves_are_drawn_as_png_svg_and_pdf(tmp_path: Path) -> None:
