@@ -164,6 +164,7 @@ class PolicyAlgorithm(RunAlgorithm):
     def iterate(self) -> dict[str, float]:
         """Sample, learn, publish."""
         started = time.perf_counter()
+        self.remember_groups([], [])  # where all groups are lost, the last iteration's must not be kept as this one's
         with self.timed("sample"):
             groups = self.rollouts.next_groups(self.version, self.iterations_left)
         rollout = self.run.rollout

@@ -25,7 +25,7 @@ class SplitName(enum.StrEnum):
 MaybeConfig = Annotated[
     Path | None,
     typer.Argument(
-        help="A YAML configuration, or a run folder, whose config.yaml is used; without it, give --model and --env."
+        help="A YAML configuration, or a run folder, whose config.yaml and policy are used; without it, give --model and --env."
     ),
 ]
 RunDir = Annotated[Path | None, typer.Option(help="A run folder, whose trained adapter (or agent) is used.")]
@@ -99,9 +99,7 @@ def evaluate(
     run = _load(config, overrides, changes, needs=("env",) if endpoint else ("model", "env"))
     if max_new_tokens is not None:
         run = run.model_copy(update={"rollout": run.rollout.with_turns_of(max_new_tokens)})
-    source = run_dir or (
-        config if config is not None and config.is_dir() and adapter is None and not endpoint else None
-    )
+    source = run_dir if endpoint else _source(config, adapter, run_dir)
     _check_out(out, needed=resume)
     from rl_vlm.evaluation.options import EvaluationOptions
 
@@ -163,8 +161,14 @@ def rollout(
     sampling = {name: value for name, value in options.items() if value is not None}
     # Refused before a model loads.
     SamplingParams(1, 1.0 if temperature is None else temperature, 1.0 if top_p is None else top_p, top_k or 0)
-    summary = play.rollout(run, adapter=find_trained(adapter, run_dir), episodes=episodes, sampling=sampling, out=out)
+    trained = find_trained(adapter, _source(config, adapter, run_dir))
+    summary = play.rollout(run, adapter=trained, episodes=episodes, sampling=sampling, out=out)
     say(json.dumps({"summary": summary}))
+
+
+def _source(config: Path | None, adapter: Path | None, run_dir: Path | None) -> Path | None:
+    """The run folder whose policy is meant: the one that is named, or the one that stands for its configuration."""
+    return run_dir or (config if config is not None and config.is_dir() and adapter is None else None)
 
 
 def _load(config: Path | None, overrides: list[str] | None, changes: dict[str, Any], needs: tuple[str, ...]) -> Any:

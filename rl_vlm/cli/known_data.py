@@ -109,8 +109,11 @@ def fetch_known(name: str, max_rows: int | None = None) -> Path:
 
 
 def _is_complete(target: Path, known: KnownData) -> bool:
-    """Whether a file was made from this source; one that is there is whole."""
-    return target.is_file() and (pq.read_schema(target).metadata or {}).get(_SOURCE) == _source(known)
+    """Whether a file is there, was made from this source, and can be read: a crash of the machine may cut it short."""
+    try:
+        return target.is_file() and (pq.read_schema(target).metadata or {}).get(_SOURCE) == _source(known)
+    except (pa.ArrowException, OSError):
+        return False
 
 
 def _source(known: KnownData) -> bytes:

@@ -166,10 +166,12 @@ def label_accuracy(
     title: Title = "",
 ) -> None:
     """How often labels are right, wrong or undecided, by how far apart the true returns are."""
+    from rl_vlm.files import to_jsonable
     from rl_vlm.reporting.label_accuracy import DEFAULT_FILE, draw_label_accuracy
 
     outputs = out or [Path(DEFAULT_FILE)]
-    say(json.dumps(draw_label_accuracy(logs, outputs, bins=bins, title=title), indent=2))
+    # Without a decided label there is no accuracy, and JSON has no NaN.
+    say(json.dumps(to_jsonable(draw_label_accuracy(logs, outputs, bins=bins, title=title)), indent=2))
     say(f"Wrote {', '.join(map(str, outputs))}", err=True)
 
 

@@ -21,6 +21,7 @@ class EvaluationSection(Section):
     split: Literal["train", "test"] = "test"
     variants: dict[str, dict[str, Any]] = Field(
         {"default": {}},
+        min_length=1,
         description="Name -> environment arguments to change; with env.mixture a name -> environment -> arguments.",
     )
     category: str = Field(

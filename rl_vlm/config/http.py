@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rl_vlm.config.section import Section
 
@@ -54,3 +54,12 @@ class HTTPSection(Section):
         None, ge=1, description="Images are enlarged to this; null: as the model does."
     )
     resize_max_pixels: int | None = Field(None, ge=1, description="Images are shrunk to this; null: as the model does.")
+
+    @model_validator(mode="after")
+    def _resizes_one_way(self) -> HTTPSection:
+        low, high = self.resize_min_pixels, self.resize_max_pixels
+        if low and high and low > high:
+            raise ValueError(
+                f"http.resize_min_pixels ({low}) exceeds http.resize_max_pixels ({high}): change one of them"
+            )
+        return self

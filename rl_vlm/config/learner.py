@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from rl_vlm.config.section import Section
+from rl_vlm.config.section import Beta, Section
 
 StrategyName: TypeAlias = Literal["single", "all_reduce", "fsdp2", "zero1", "zero2", "zero3"]
 
@@ -37,7 +37,7 @@ class LearnerSection(Section):
     optimizer: Literal["adamw", "adafactor"] = Field(
         "adamw", description="adafactor keeps row and column sums instead of moments, and has no betas."
     )
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     ema_decay: float | None = Field(
@@ -79,6 +79,17 @@ class LearnerSection(Section):
                 f"gpus_per_learner {self.gpus_per_learner:g} with num_learners {self.num_learners}: Ray would put two learners on one "
                 'GPU, which NCCL refuses ("Duplicate GPU detected"); set gpus_per_learner to 1, or num_learners to 1'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _reads_what_is_set(self) -> LearnerSection:
+        # A saved configuration holds the defaults.
+        for key, chooser, value in (("lr_final_fraction", "lr_schedule", "linear"), ("betas", "optimizer", "adamw")):
+            if getattr(self, chooser) != value and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"learner.{key} has no effect with learner.{chooser} {getattr(self, chooser)}: remove it, or set learner.{chooser} to "
+                    f"{value}"
+                )
         return self
 
     @model_validator(mode="after")

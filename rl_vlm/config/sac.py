@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rl_vlm.config.section import Section
+from rl_vlm.config.section import Beta, Section
 
 
 class SACSection(Section):
@@ -15,7 +15,7 @@ class SACSection(Section):
     lr: float = Field(3e-4, gt=0, description="Of actor and critics.")
     alpha_lr: float = Field(1e-4, gt=0)
     init_alpha: float = Field(0.1, gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     gamma: float = Field(0.99, ge=0, le=1)
     tau: float = Field(0.005, gt=0, le=1)
     target_update_every: int = Field(2, ge=1)

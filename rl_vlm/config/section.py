@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+Beta = Annotated[float, Field(ge=0, lt=1)]  # of Adam, which refuses others when a learner starts
 
 
 class Section(BaseModel):

@@ -16,10 +16,10 @@ from rl_vlm.config.run import RunConfig
 from rl_vlm.config.section import Section
 from rl_vlm.types import UserInputError
 
-# Keys that change the shapes of what is trained.
+# Keys that change the shapes of what is trained, or of the optimiser's state.
 _SHAPES = (
-    "model.path", "model.train", "model.lora", "critic.kind", "critic.hidden", "preference.sac.hidden",
-    "preference.reward_model",
+    "model.path", "model.train", "model.lora", "critic.kind", "critic.hidden", "learner.optimizer", "preference.sac.hidden",
+    "preference.sac.depth", "preference.reward_model",
 )  # fmt: skip
 SEED = "seed"  # trials that differ in it alone are runs of one setting
 

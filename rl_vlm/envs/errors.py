@@ -105,6 +105,11 @@ def _plain(value: Any, room: list[int]) -> Any:
         raise _NotPlainError
     if isinstance(value, np.generic):
         value = value.item()
+    if isinstance(value, int):
+        try:
+            float(value)  # which figures make of it; an environment may read a thousand digits out of an answer
+        except OverflowError as error:
+            raise _NotPlainError from error
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):

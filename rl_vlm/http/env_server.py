@@ -194,7 +194,7 @@ class EnvServer:
             self._end(name)
             raise
         if "error" in reply:
-            self._sessions.pop(name, None)
+            self._end(name)  # it may be made, and its splits not counted
         return wire.pack_frame({**reply, "session": name, "max_sessions": self._max_sessions}, [])
 
     def _end(self, name: str) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from rl_vlm.reporting.learning_curve import Curve, combine
+from rl_vlm.reporting.learning_curve import Band, Curve, combine
 from rl_vlm.reporting.style import COLORS, MUTED, new_figure, save_figure, style_panel
+from rl_vlm.types import UserInputError
 
 Points = Sequence[tuple[int, float]]
 
@@ -33,7 +34,7 @@ def draw_settings(settings: Sequence[Setting], metric: str, path: Path) -> None:
     for place, setting in reversed(list(enumerate(settings))):
         named = place < len(COLORS)
         color = COLORS[place] if named else MUTED
-        band = combine([_curve(points, metric) for points in setting.runs])
+        band = _band([_curve(points, metric) for points in setting.runs])
         if named and band.low is not None and band.high is not None:
             panel.fill_between(band.steps, band.low, band.high, color=color, alpha=0.15, linewidth=0)
         runs = f" ({band.runs} runs)" if band.runs > 1 else ""
@@ -54,6 +55,14 @@ def draw_settings(settings: Sequence[Setting], metric: str, path: Path) -> None:
         figure.text(0.975, 0.945, f"grey: {others} other settings", fontsize=10, color=MUTED, va="center", ha="right")
     figure.subplots_adjust(left=0.1, right=0.975, top=0.92, bottom=0.125)
     save_figure(figure, [path])
+
+
+def _band(curves: Sequence[Curve]) -> Band:
+    """The runs of a setting together; of runs without a step in common (one ended at once) the longest alone."""
+    try:
+        return combine(curves)
+    except UserInputError:
+        return combine([max(curves, key=lambda curve: len(curve.steps))])
 
 
 def _curve(points: Points, metric: str) -> Curve:

@@ -255,7 +255,7 @@ async def _act(
             episode.turns[-1],
             reward=reward,
             parts=reward_parts(info),
-            well_formed=info.get("well_formed", True) is not False,
+            well_formed=not _is_false(info.get("well_formed")),
         )
         episode.info.update(info)
         if terminated:
@@ -265,6 +265,11 @@ async def _act(
         else:
             observations[episode.number] = observation
     return [observations.get(episode.number) for episode, _ in samples]
+
+
+def _is_false(value: object) -> bool:
+    """Whether it is a bool and false, numpy's kind too, which comparisons of arrays give; no other value is a verdict."""
+    return isinstance(value, bool | np.bool_) and not value
 
 
 def state_id(observation: Observation, images: Sequence[EncodedImage]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.config import CurriculumSection
+from rl_vlm.types import UserInputError
 
 MAX_KNOWN = (
     65_536  # tasks whose episodes are remembered; of more, those without episodes for the longest time are forgotten
@@ -123,6 +124,12 @@ class SolveRateItems:
         return {"drawn": self._drawn, "rates": self.rates.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to a saved state."""
+        """Go back to a saved state. Raises UserInputError when the data have become fewer than the items that it knows."""
+        last = max((int(key) for key, *_ in state["rates"]), default=-1)
+        if last >= self._num_items:
+            raise UserInputError(
+                f"The checkpoint has the solve rate of item {last} and the data have {self._num_items} items: resume with the data "
+                "that the run began with."
+            )
         self._drawn = int(state["drawn"])
         self.rates.restore(state["rates"])

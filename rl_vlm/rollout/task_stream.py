@@ -93,5 +93,7 @@ class TaskStream:
         self._source.restore(state["source"])
         # Earlier checkpoints have no place: they were made between whole rounds.
         self._next_round, self._next_place = int(state["round"]), int(state.get("place", 0))
-        self._repeated = [RolloutTask(**fields) for fields in state["open"]]
+        rollout = self._run.rollout  # which a resume may have changed; the learner computes with this temperature
+        changed = {"size": rollout.group_size, "temperature": rollout.temperature}
+        self._repeated = [RolloutTask(**{**fields, **changed}) for fields in state["open"]]
         self._open = {}

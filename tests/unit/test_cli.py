@@ -348,6 +348,17 @@ def test_rollout_hands_on_the_sampling_options_that_were_given(config, harness, 
     assert "0 < top_p <= 1" in failure(capsys)
 
 
+def test_a_run_folder_plays_what_it_trained(config, harness, tmp_path, capsys):
+    adapter = adapter_folder(tmp_path / "adapter")  # config.yaml is beside it
+    assert run("rollout", tmp_path) == 0
+    assert json.loads(output(capsys))["summary"]["adapter"] == str(adapter)
+    other = adapter_folder(tmp_path / "other")
+    assert run("rollout", tmp_path, "--adapter", other) == 0
+    assert json.loads(output(capsys))["summary"]["adapter"] == str(other)
+    assert run("eval", tmp_path) == 0
+    assert json.loads(output(capsys))["run_dir"] == str(tmp_path)
+
+
 # Per turn, then of a whole trajectory: 8 turns, and 3,072 tokens where nothing is said.
 @pytest.mark.parametrize(("flag", "budget"), [(64, 3072), (3072, 3072), (4000, 32_000)])
 def test_a_turn_may_be_as_long_as_the_flag_says(config, harness, monkeypatch, flag, budget):

@@ -103,6 +103,12 @@ def test_a_key_that_resembles_nothing_lists_what_there_is() -> None:
         ({"learner": {"betas": [0.9]}}, ("learner.betas",)),
         ({"learner": 3}, ("Config key learner:", "got 3")),
         ({"env": {"kwargs": [1, 2]}}, ("env.kwargs",)),
+        ({"learner": {"betas": [0.9, 1.5]}}, ("learner.betas.1", "less than 1")),
+        (
+            {"algorithm": {"name": "preference_sac"}, "preference": {"sac": {"betas": [-1, 0.9]}}},
+            ("preference.sac.betas.0", "greater than or equal to 0"),
+        ),
+        ({"evaluation": {"variants": {}}}, ("evaluation.variants", "at least 1")),
         ({"name": "../elsewhere"}, ("name", "pattern")),
         ({"name": ".."}, ("name", "pattern")),
         ({"name": "-x"}, ("name", "pattern")),
@@ -121,6 +127,15 @@ def test_a_wrong_value_is_named_with_its_key(data: dict[str, Any], words: tuple[
     ("data", "words"),
     [
         ({"algorithm": {"minibatches": 9}, "rollout": {"prompts_per_iteration": 8}}, "(9) exceeds"),
+        (
+            {"http": {"resize_min_pixels": 2000, "resize_max_pixels": 1000}},
+            "(2000) exceeds http.resize_max_pixels (1000)",
+        ),
+        ({"learner": {"lr_final_fraction": 0.0}}, "has no effect with learner.lr_schedule constant"),
+        (
+            {"learner": {"optimizer": "adafactor", "betas": [0.9, 0.95]}},
+            "has no effect with learner.optimizer adafactor",
+        ),
         ({"deterministic": True, "serving": {"engine": "vllm"}}, "deterministic: true needs"),
         (
             {"deterministic": True, "serving": {"gpus_per_replica": 1}},

@@ -212,6 +212,20 @@ def test_tasks_that_were_under_way_keep_their_stage_and_arguments() -> None:
     assert [task.stage for task in resumed.take(1)] == [1]
 
 
+def test_tasks_that_were_under_way_are_sampled_as_the_resumed_run_says() -> None:
+    """Its learner divides logits by the new temperature, and would take the old one's answers for another policy's."""
+    run, changed = (
+        parse_config({"rollout": {"prompts_per_iteration": 2, "group_size": size, "temperature": temperature}})
+        for size, temperature in ((8, 1.0), (4, 0.5))
+    )
+    stream, resumed = (TaskStream(make_task_source(one, {"": 50}), one) for one in (run, changed))
+    before = stream.take(2)
+    resumed.restore(json.loads(json.dumps(stream.state())))
+    after = resumed.take(3)
+    assert [(task.size, task.temperature) for task in after] == [(4, 0.5)] * 3
+    assert [task.index for task in after[:2]] == [task.index for task in before]
+
+
 def test_a_checkpoint_of_another_curriculum_is_refused() -> None:
     plain = DataCursor(50, 0)
     staged, fewer = source(stages=SIZES), source(stages=SIZES[:2])

@@ -22,6 +22,7 @@ from rl_vlm.engines.base import EngineError
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError
 from rl_vlm.models.loading import TextSide
+from rl_vlm.rollout.env_metrics import declared_figures
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group, state_id
 from rl_vlm.rollout.failures import GroupFailedError
@@ -319,6 +320,26 @@ def test_plain_values_of_info_are_kept_also_as_numpy_scalars(speaker: Speaker) -
     ).trajectories
     assert trajectory.info == {"opened": True, "correct": True, "count": 3, "score": 0.5, "text": "x", "plain": 2}
     assert all(type(value) in (bool, int, float, str) for value in trajectory.info.values())
+
+
+def test_a_number_that_no_figure_can_hold_is_not_kept(speaker: Speaker) -> None:
+    """An environment may read a thousand digits out of an answer, and may declare that number as a metric."""
+    info = {"guess": 10**400, "inside": [1, -(10**400)], "large": 10**300}
+    (trajectory,) = play(pool_of((Observation(), 1.0, True, False, info)), speaker, size=1).trajectories
+    assert trajectory.info == {"opened": True, "large": 10**300}
+    assert declared_figures({"guess": (0.5,), "large": ()}, [trajectory]) == {"env/large": 1e300}
+
+
+@pytest.mark.parametrize(
+    ("said", "found"), [(False, False), (np.bool_(False), False), (np.bool_(True), True), (None, True), ("no", True)]
+)
+def test_an_environment_may_call_a_turn_malformed_in_numpys_words_too(
+    speaker: Speaker, said: object, found: bool
+) -> None:
+    (trajectory,) = play(
+        pool_of((Observation(), 1.0, True, False, {"well_formed": said})), speaker, size=1
+    ).trajectories
+    assert [turn.well_formed for turn in trajectory.turns] == [found]
 
 
 def test_small_lists_and_mappings_of_info_are_kept(speaker: Speaker) -> None:

@@ -18,6 +18,7 @@ import pytest
 from hub_server import Hub
 from PIL import Image
 
+from rl_vlm.cli import known_data
 from rl_vlm.cli.known_data import KNOWN
 from rl_vlm.envs.registry import make
 from rl_vlm.types import UserInputError
@@ -193,6 +194,13 @@ def test_a_download_that_breaks_off_says_so_and_goes_on(hub: Hub, tmp_path: Path
     assert not list(Path(outcomes[1][1]).glob(".*"))  # no draft is left
 
 
+@pytest.mark.parametrize("content", [b"", b"PAR1 and nothing else"])
+def test_a_file_that_a_crash_of_the_machine_cut_short_is_fetched_again(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "train.parquet"
+    file.write_bytes(content)
+    assert not known_data._is_complete(file, KNOWN["geo3k"])
+
+
 def test_wrong_names_and_numbers_are_told(commands: Commands) -> None:
     for arguments, words in (
         (("geo3", "--data"), "give one of geo3k, osv5m, nlvr2, flickr30k, or owner/name"),
@@ -207,7 +215,6 @@ def test_wrong_names_and_numbers_are_told(commands: Commands) -> None:
 def test_other_columns_and_a_full_disk_are_one_sentence(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rl_vlm.cli import known_data
 
     with pytest.raises(UserInputError, match="has the columns text and none for images, problem, answer"):
         known_data._columns(KNOWN["geo3k"], ["text"])

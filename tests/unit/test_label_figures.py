@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from test_cli import output, run
 
 from rl_vlm.reporting.label_accuracy import Labelled, draw_label_accuracy, histogram, read_labels, summarise
 from rl_vlm.reporting.learning_curve import Curve, combine, draw_learning_curve, read_curve, trailing_mean
+from rl_vlm.reporting.sweep import Setting, draw_settings
 from rl_vlm.reporting.video import write_video
 from rl_vlm.types import UserInputError
 
@@ -95,6 +97,13 @@ def test_runs_of_different_steps_meet_where_all_reach() -> None:
         combine([a, Curve(np.array([90.0]), np.array([0.0]), "x")])
 
 
+def test_a_setting_of_a_sweep_is_drawn_although_its_runs_have_no_step_in_common(tmp_path: Path) -> None:
+    """One ended after its first value, the other's first lines were lost; without the figure there was no best/ either."""
+    runs = ([(1, 0.5)], [(3, 0.5), (4, 0.7)])
+    draw_settings([Setting("lr 0.1", runs, (0.5, 0.7))], "reward/mean", tmp_path / "results.png")
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_curves_are_drawn_as_png_svg_and_pdf(tmp_path: Path) -> None:
     for number in range(3):
         eval_csv(tmp_path / f"vlm{number}" / "eval.csv", "".join(f"0,0,{k}00,{k * 5 + number},0\n" for k in range(12)))
@@ -169,6 +178,9 @@ def test_the_commands_write_the_originals_file_names(tmp_path: Path, monkeypatch
     assert "a: 0.750 at step 200, 2 run(s)" in output(capsys)
     assert run("plot", "label-accuracy", "run=1", "--num-bins", 4) == 0
     assert '"accuracy": 1.0' in output(capsys)
+    log_csv(tmp_path / "run=1" / "vlm_query_log.csv", (1, 2, -1))
+    assert run("plot", "label-accuracy", "run=1") == 0
+    assert json.loads(output(capsys), parse_constant=pytest.fail)["accuracy"] is None
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"run=1", "figure4_learning_curve.png", "x.svg", "figure6_query_accuracy.png"}
     assert run("plot", "label-accuracy", "nowhere.csv") == 2

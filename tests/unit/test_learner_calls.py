@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from ray.exceptions import ActorDiedError
 from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
 from ray.rllib.algorithms.algorithm import Algorithm
+from task_support import solved_group
 
 from rl_vlm.algorithms import learners, policy
 from rl_vlm.algorithms.base import RunAlgorithm
@@ -406,6 +407,43 @@ def test_a_resumed_run_counts_its_learners_deaths(monkeypatch: pytest.MonkeyPatc
     assert algorithm.restarts == {"learner": 2} and algorithm.published == [1]
     algorithm.load_checkpoint("anywhere")
     assert algorithm.restarts == {} and algorithm.published == [1, 0]
+
+
+class Sampling(PolicyAlgorithm):
+    """Iterations whose groups are given; nothing is learned from them."""
+
+    def __init__(self, *rounds: list[Any]) -> None:
+        self.run = RunConfig.model_validate({"sight": {"every": 0}})
+        self.version = self.updates = 0
+        self._clock, self.restarts = defaultdict(float), Counter()
+        self._env_metrics, self._publication = {}, {}  # type: ignore[var-annotated]
+        self.sight: Any = SimpleNamespace(measure=lambda groups: ({}, []))
+        left = iter(rounds)
+        self.rollouts: Any = SimpleNamespace(
+            next_groups=lambda version, left_over: next(left),
+            timings={},
+            figures={},
+            task_figures={},
+            dropped={},
+            restarts=0,
+        )
+
+    def learn_from(self, groups: Any) -> dict[str, float]:
+        self.remember_groups(groups, [np.zeros(len(group)) for group in groups])
+        return {}
+
+
+Sampling.__abstractmethods__ = frozenset()
+
+
+def test_an_iteration_whose_groups_were_all_lost_has_none_to_be_dumped() -> None:
+    """They were the last iteration's, and went into this one's file of trajectories once more."""
+    group = solved_group([1.0, 0.0])
+    algorithm = Sampling([group], [])
+    algorithm.iterate()
+    assert algorithm.last_groups == [group] and len(algorithm.last_advantages) == 1
+    algorithm.iterate()
+    assert algorithm.last_groups == algorithm.last_advantages == []
 
 
 class Averaging(PolicyAlgorithm):

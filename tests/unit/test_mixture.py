@@ -122,6 +122,14 @@ def test_a_split_that_is_known_to_its_last_item_is_drawn_from_as_well() -> None:
     assert set(items.take(200)) == {0, 1, 2, 3}
 
 
+def test_resuming_with_fewer_data_is_an_error_where_items_are_drawn_by_their_rates_too() -> None:
+    items = SolveRateItems(10, 0, BY_RATE)
+    items.rates.observe("7", 8, 4)
+    SolveRateItems(8, 0, BY_RATE).restore(items.state())
+    with pytest.raises(UserInputError, match="solve rate of item 7 and the data have 5 items"):
+        SolveRateItems(5, 0, BY_RATE).restore(items.state())
+
+
 def test_items_that_cannot_be_played_are_drawn_as_rarely_as_solved_ones() -> None:
     """They have no solve rate, and would keep the weight of an item that was never tried."""
     source = mixture({"": 1.0}, BY_RATE, size=10)

@@ -285,6 +285,28 @@ def test_an_environment_whose_client_went_away_while_it_was_made_is_closed():
     asyncio.run(scenario())
 
 
+def test_an_environment_whose_splits_cannot_be_counted_is_closed():
+    closed = threading.Event()
+
+    class Uncounted(Counting):
+        def num_items(self, split):
+            raise RuntimeError("no data")
+
+        def close(self):
+            closed.set()
+
+    async def scenario():
+        server = EnvServer(Uncounted, max_sessions=1)
+        reply, _ = wire.unpack_frame(await server.answer({"op": "open"}))
+        assert "no data" in reply["error"]
+        assert await asyncio.to_thread(closed.wait, 60)
+        while server.num_sessions:
+            await asyncio.sleep(0.01)
+        server.close()
+
+    asyncio.run(scenario())
+
+
 def test_sessions_and_bodies_are_limited():
     with served(Counting, max_sessions=1, max_body_mib=0.01) as (url, _):
         env = RemoteEnv(url)

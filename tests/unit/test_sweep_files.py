@@ -201,6 +201,11 @@ def test_a_setting_is_named_by_its_keys_without_the_seed() -> None:
         ({"search": "optuna"}, "pbt varies the settings itself"),
         ({"max_concurrent": 2}, "leave out max_concurrent"),
         ({"space": {"model.lora.rank": {"choice": [4, 8]}}}, "have to have the same shapes: leave out model.lora.rank"),
+        ({"space": {"preference.sac.depth": {"choice": [2, 3]}}}, "same shapes: leave out preference.sac.depth"),
+        (
+            {"space": {"learner.optimizer": {"choice": ["adamw", "adafactor"]}}},
+            "same shapes: leave out learner.optimizer",
+        ),
         ({"space": {"seed": {"choice": [0, 1]}}}, "leave out seed"),
         ({"space": {"learner.lr": {"grid": [1e-3, 2e-3]}}}, "use choice in place of grid"),
     ],
