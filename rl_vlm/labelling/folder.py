@@ -195,9 +195,15 @@ def _by_name(folder: Path) -> list[tuple[str, str]]:
         if path.suffix.lower() not in _SUFFIXES:
             continue
         if match := _PREFIXED.match(path.stem):
-            sides.setdefault(f"first {match[2]}", {})[match[1].lower()] = path.name
+            pair, side = f"first {match[2]}", match[1].lower()
         elif match := _NUMBERED.match(path.stem):
-            sides.setdefault(f"number {match[1]}", {})["first" if match[2] == "1" else "second"] = path.name
+            pair, side = f"number {match[1]}", "first" if match[2] == "1" else "second"
+        else:
+            continue
+        both = sides.setdefault(pair, {})
+        if side in both:
+            raise UserInputError(f"{both[side]} and {path.name} in {folder} are the same side of one pair: rename one.")
+        both[side] = path.name
     alone = [name for both in sides.values() if len(both) < 2 for name in both.values()]
     if alone:
         raise UserInputError(f"The other picture of {alone[0]} is missing in {folder}.")

@@ -43,7 +43,7 @@ def import_labels(
     pickle of nine bytes may ask for gigabytes. Raises UserInputError for a file that is not such a cache, that holds
     anything but numbers, or that exceeds the limits.
     """
-    source, target = Path(source), Path(target)
+    source, target = Path(source), Path(target).absolute()  # "." has no name
     files = sorted(source.glob("*.pkl")) if source.is_dir() else [source]
     if not files:
         raise UserInputError(f"There are no .pkl files in {source}.")

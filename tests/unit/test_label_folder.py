@@ -111,6 +111,10 @@ def test_what_is_no_pair_is_named(tmp_path: Path) -> None:
     save(tmp_path / "first_1.png", 3)
     with pytest.raises(UserInputError, match=r"other picture of first_1\.png is missing"):
         find_pairs(tmp_path)
+    save(tmp_path / "first_1.jpg", 3)
+    with pytest.raises(UserInputError, match=r"first_1\.jpg and first_1\.png in .* are the same side of one pair"):
+        find_pairs(tmp_path)
+    (tmp_path / "first_1.jpg").unlink()
     (tmp_path / "second_1.png").write_bytes(b"no picture")
     with pytest.raises(UserInputError, match=r"Cannot read the picture .*second_1\.png"):
         find_pairs(tmp_path)
@@ -162,6 +166,22 @@ def test_caches_are_imported_on_request(tmp_path: Path, capsys) -> None:
     assert run("import-labels", tmp_path, tmp_path / "store", "--observations", 4) == 0
     assert "Wrote 3 pairs of 1 sessions" in output(capsys)
     assert [label.value for label in LabelStore(tmp_path / "store").read(1).labels] == [1, 1, 1]
+
+
+def test_caches_are_imported_into_the_empty_folder_that_one_is_in(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = np.zeros((3, 1, 16, 16, 3), dtype=np.uint8)
+    columns = [np.zeros((3, 1, 5)), np.ones((3, 1, 5)), np.zeros((3, 1, 1)), np.ones((3, 1, 1))]
+    (tmp_path / "a.pkl").write_bytes(
+        pickle.dumps(
+            [np.concatenate([images[:, 0], images[:, 0]], axis=2), np.zeros((3, 1)), np.ones((3, 1)), *columns]
+        )
+    )
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert run("import-labels", tmp_path, ".", "--observations", 4) == 0
+    assert len(LabelStore(tmp_path / "here").read(1).labels) == 3
 
 
 @pytest.mark.parametrize("escape", ["../private/passport.jpg", "absolute", "link.jpg"])
