@@ -13,7 +13,8 @@ class SightSection(Section):
     """Checks that engine and learner see the same images, and figures of how much answers depend on them."""
 
     gate: Literal["error", "warn", "off"] = Field(
-        "error", description="What a fault found before training, or while it goes on, does."
+        "error",
+        description="What a fault found before training, or while it goes on, does; off: nothing of this section is measured.",
     )
     items: int = Field(8, ge=2, description="Held-out items that the gate asks about, each with several images.")
     every: int = Field(10, ge=0, description="Iterations between the figures sight/kl_blank and sight/gap; 0: none.")
