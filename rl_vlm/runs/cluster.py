@@ -21,7 +21,7 @@ from rl_vlm.config import RunConfig
 from rl_vlm.imports import replaced
 from rl_vlm.runs.addresses import is_loopback
 from rl_vlm.runs.memory import adapters_mib, object_store_mib
-from rl_vlm.runs.private_node import fewer_processes
+from rl_vlm.runs.private_node import private_node
 from rl_vlm.types import RLVLMError, UserInputError
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ def _init_with_retry(**settings: Any) -> None:
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", _STORE_WAIT_S)
     for attempt in range(_STARTS):
         try:
-            with fewer_processes():
+            with private_node():
                 ray.init(**settings)
             return
         except Exception as error:  # Ray raises a plain Exception

@@ -1,7 +1,8 @@
-"""The head node of a private cluster: without the processes that a run does not use, and with ports on loopback alone.
+"""The head node of a private cluster: without the processes that a run does not use, with ports on loopback alone, and out of reach
+of signals that are meant for the run.
 
-Each process takes seconds of CPU to start, and `ray.init` waits for the API server. Ray has no setting for either; this derives from
-its node class, which is why Ray's version is pinned exactly.
+Each process takes seconds of CPU to start, and `ray.init` waits for the API server. Ray has no setting for any of this; this derives
+from its classes, which is why Ray's version is pinned exactly.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import psutil
-from ray._private import node
+from ray._private import node, services
 from ray._private.parameter import RayParams
 
 from rl_vlm.imports import replaced
@@ -63,8 +64,20 @@ def _condition(process: subprocess.Popen[bytes]) -> str:
         return str(error)
 
 
+class OwnSession(services.ConsolePopen):
+    """A process of Ray in a session of its own.
+
+    `timeout`, batch systems and terminals signal the whole group of a command. The command answers a SIGTERM with a checkpoint and a
+    clean end, for which it needs Ray's processes: without them it would wait for ever. They still end with it, whatever ends it: the
+    kernel kills them when their parent is gone.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, start_new_session=True, **settings)
+
+
 @contextmanager
-def fewer_processes() -> Iterator[None]:
-    """Inside this context `ray.init` makes a `PrivateNode`."""
-    with replaced(node, "Node", PrivateNode):
+def private_node() -> Iterator[None]:
+    """Inside this context `ray.init` makes a `PrivateNode`, whose processes have sessions of their own."""
+    with replaced(node, "Node", PrivateNode), replaced(services, "ConsolePopen", OwnSession):
         yield

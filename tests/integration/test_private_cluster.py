@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,9 @@ def test_a_private_cluster_starts_what_is_needed(dashboard: bool) -> None:
     with ray_cluster(run):
         assert ray.get(ray.remote(lambda: 7).options(num_cpus=0).remote(), timeout=120) == 7
         assert scripts() & OPTIONAL == ({"dashboard.py"} if dashboard else set())
+        # What is signalled to the group of this process (`timeout`, a batch system) does not end them before the run is saved.
+        started = [process.pid for process in psutil.Process().children(recursive=True)]
+        assert started and os.getpgrp() not in {os.getpgid(pid) for pid in started if psutil.pid_exists(pid)}
         ports = listening()
         assert {"gcs_server", "raylet"} <= {name for name, _ in ports}
         assert {(name, address) for name, address in ports if not is_loopback(address)} == set()
