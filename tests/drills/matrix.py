@@ -137,6 +137,7 @@ class Campaign:
         self.disk = folder / "disk"  # a small one, that can be full
         self.run_dir = self.disk / "run"
         self.jobs: list[str] = []
+        self.whole: Counter[str] = Counter()
 
     def run(self, cells: Sequence[Cell], tell: Callable[[Cell, Outcome], None]) -> None:
         """Do these cells. Raises AssertionError and TimeoutError when the run does not go on: the rest is not done then."""
@@ -155,6 +156,8 @@ class Campaign:
                 shutil.copytree(model, node.folder / "home/.cache/rl_vlm" / model.name)
             self.submit()
             self.wait_iterations(SETTLED, _START_S)
+            # Once: for a while after a driver was killed its replicas are there beside the new ones.
+            self.whole = self.parts()
             for cell in cells:
                 outcome, broken = self.drill(cell)
                 tell(cell, outcome)
@@ -163,7 +166,7 @@ class Campaign:
 
     def drill(self, cell: Cell) -> tuple[Outcome, bool]:
         """One fault, and whether the run is broken after it."""
-        job, first, whole, since = self.jobs[-1], iterations_done(self.run_dir), self.parts(), time.monotonic()
+        job, first, since = self.jobs[-1], iterations_done(self.run_dir), time.monotonic()
         try:
             undo = inject(self.cluster, cell.part, cell.fault, self.run_dir)
         except LookupError as error:
@@ -171,7 +174,7 @@ class Campaign:
         before, started = iterations_done(self.run_dir), time.monotonic()
         seconds = 0.0
         try:
-            self.wait_iterations(before + 1, _WAIT_S, whole)
+            self.wait_iterations(before + 1, _WAIT_S, self.whole)
             seconds = round(time.monotonic() - started, 1)
             undo()
             self.wait_iterations(iterations_done(self.run_dir) + SETTLED, _WAIT_S)
