@@ -69,7 +69,7 @@ class OwnSession(services.ConsolePopen):
 
     `timeout`, batch systems and terminals signal the whole group of a command. The command answers a SIGTERM with a checkpoint and a
     clean end, for which it needs Ray's processes: without them it would wait for ever. They still end with it, whatever ends it: the
-    kernel kills them when their parent is gone.
+    kernel kills them when their parent is gone, and the raylet's own helpers follow within a minute.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
