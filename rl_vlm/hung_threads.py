@@ -1,11 +1,16 @@
-"""Ends a process in which a thread hangs: Python would wait for it, and a job would not end after its results are written."""
+"""Calls that may hang, and the end of a process in which one does: Python would wait for it, and a job would not end after its results
+are written."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
-from typing import NoReturn
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NoReturn, TypeVar
+
+T = TypeVar("T")
 
 _calls: list[tuple[str, threading.Event]] = []
 
@@ -13,6 +18,29 @@ _calls: list[tuple[str, threading.Event]] = []
 def note_hung_thread(what: str, ended: threading.Event) -> None:
     """A thread of this process is in a call that did not end within its deadline; `ended` is set if it ends after all."""
     _calls.append((what, ended))
+
+
+def within(seconds: float, what: str, call: Callable[[], T]) -> T:
+    """What a call gives that knows no deadline of its own, made in a thread.
+
+    Raises what it raises, and TimeoutError when it takes longer than `seconds`: its thread, `what` it does, is left behind.
+    """
+    answer: Future[T] = Future()
+    ended = threading.Event()
+
+    def work() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)  # raised where it is waited for
+        finally:
+            ended.set()
+
+    threading.Thread(target=work, name=what, daemon=True).start()
+    if not ended.wait(seconds):
+        note_hung_thread(what, ended)
+        raise TimeoutError(f"{what} did not end within {seconds:g} s")
+    return answer.result()
 
 
 def leave(code: int) -> NoReturn:

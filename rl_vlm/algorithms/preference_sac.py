@@ -125,9 +125,9 @@ class PreferenceSAC(RunAlgorithm):
         if settings.rewards_images:
             # A row without its picture could not be relabelled.
             capacity = frame_capacity = min(capacity, settings.frame_capacity)
-        self.replay = ReplayBuffer(
-            min(capacity, settings.total_steps), observations, actions, frame_capacity, settings.image_size
-        )
+        num_envs = settings.collection.num_envs
+        steps = -(-settings.total_steps // num_envs) * num_envs  # all environments step together, the last time, too
+        self.replay = ReplayBuffer(min(capacity, steps), observations, actions, frame_capacity, settings.image_size)
         self.feedback: Feedback | None = build_feedback(self.run, self.folder, self._labelling, (observations, actions))
         model = self.feedback.model if self.feedback is not None else None
         self.reward = AgentReward(settings, self.run.env.id, model, driver_device(self.run))

@@ -21,6 +21,11 @@ class CollectionSection(Section):
     steps: int = Field(1, ge=1, description="Steps per environment between updates, which then are as many.")
     timeout_s: float = Field(300.0, gt=0)
 
+    @property
+    def num_envs(self) -> int:
+        """Environments of all runners, which step together."""
+        return max(self.num_env_runners, 1) * self.envs_per_runner
+
 
 class ControlEvaluationSection(Section):
     """Evaluation of the agent on episodes from random starts, always the same ones."""
@@ -84,6 +89,16 @@ class PreferenceSection(Section):
         if self.learns_reward and self.random_steps + self.exploration_steps < 2 * self.segment_length:
             raise ValueError(
                 "preference.random_steps + exploration_steps must give the first session something to show"
+            )
+        name = (
+            "frame_capacity"
+            if self.rewards_images and self.frame_capacity < self.replay_capacity
+            else "replay_capacity"
+        )
+        if getattr(self, name) < (rows := self.collection.num_envs * self.collection.steps):
+            raise ValueError(
+                f"preference.{name} ({getattr(self, name)}) holds fewer steps than come at once ({rows}, of collection.steps in each "
+                "environment): raise it"
             )
         return self
 

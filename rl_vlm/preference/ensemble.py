@@ -131,7 +131,8 @@ class RewardEnsemble:
     def _fit(self, examples: Examples, loss_of: Loss) -> FitReport:
         settings = self._settings
         report = FitReport(examples=len(examples))
-        if not len(examples):
+        starts = self._batch_starts(examples)
+        if not starts:
             return report
         targets = torch.from_numpy(examples.targets).to(self._device)
         decided = examples.parts == 2
@@ -140,8 +141,8 @@ class RewardEnsemble:
             # Every member sees the examples in an order of its own.
             orders = np.stack([self._rng.permutation(len(examples)) for _ in range(settings.size)])
             right = total = 0
-            for start in range(0, len(examples), settings.batch_size):
-                places = orders[:, start : start + settings.batch_size]
+            for start, end in zip(starts, [*starts[1:], len(examples)], strict=True):
+                places = orders[:, start:end]
                 returns = self._returns(examples, places)
                 wanted = targets[torch.from_numpy(places).to(self._device)]  # [E, B, parts]
                 losses = loss_of(returns, wanted)
@@ -159,6 +160,13 @@ class RewardEnsemble:
             enough = report.gradient_steps >= settings.min_gradient_steps
             if enough and (report.epochs >= settings.epochs or report.accuracy > settings.stop_accuracy):
                 return report
+
+    def _batch_starts(self, examples: Examples) -> list[int]:
+        """Where batches begin. Batch normalisation needs two pictures: a last one that is alone joins the batch before."""
+        starts = list(range(0, len(examples), self._settings.batch_size))
+        normalises, scores = self._settings.architecture == "resnet18", examples.parts == 1
+        alone = normalises and scores and bool(starts) and len(examples) - starts[-1] == 1
+        return starts[:-1] if alone else starts
 
     def _returns(self, examples: Examples, places: np.ndarray) -> Tensor:
         """[E, B, parts]: the members' returns of the segments at places [E, B]."""

@@ -23,7 +23,7 @@ class ControlEnvRunner(RunEnvRunner):
             seed=run.seed,
             count=collection.envs_per_runner,
             first_env=self.place * collection.envs_per_runner,
-            num_envs=max(collection.num_env_runners, 1) * collection.envs_per_runner,
+            num_envs=collection.num_envs,
             frames=run.preference.draws_frames,
         )
         evaluation = run.preference.evaluation

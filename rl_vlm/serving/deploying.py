@@ -19,9 +19,10 @@ from ray.exceptions import (
 from ray.serve._private.common import DeploymentID
 from ray.serve.context import _get_global_client as get_global_client
 from ray.serve.context import _set_global_client as set_global_client
-from ray.serve.schema import ApplicationStatus, ReplicaState
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ReplicaState
 
 from rl_vlm.config import RunConfig
+from rl_vlm.hung_threads import within
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.server import app_name, build_app
@@ -30,6 +31,7 @@ from rl_vlm.serving.version_line import Published
 from rl_vlm.types import RLVLMError
 
 _ANSWER_S = 30.0
+_DELETE_S = 90.0  # Serve itself waits for 60
 ATTEMPT_S = (
     15.0  # for an answer of a registry, which may be dying, before it is asked again; repeated calls change nothing
 )
@@ -88,6 +90,17 @@ def start_serve(timeout_s: float) -> None:
             time.sleep(0.1)
 
 
+def delete_application(name: str) -> None:
+    """Delete an application of Serve and wait for its end. Raises TimeoutError, also where Serve does not answer at all, as on a
+    node that is dying, and what Serve raises."""
+    within(_DELETE_S, f"deleting {name}", lambda: serve.delete(name, _blocking=True))
+
+
+def _application(name: str, seconds: float) -> ApplicationStatusOverview | None:
+    """What Serve says of an application; None where it is not there. Raises TimeoutError where Serve says nothing for so long."""
+    return within(max(seconds, 1.0), "asking Serve", serve.status).applications.get(name)
+
+
 def forget_serve() -> None:
     """Forget the Serve that this process was connected to, which may be that of an earlier cluster; the next call finds the current one.
 
@@ -105,8 +118,8 @@ def wait_for_replicas(
     while True:
         check()
         application = None
-        with suppress(RayActorError):  # Serve's controller is being restarted
-            application = serve.status().applications.get(app_name(run_id))
+        with suppress(RayActorError, TimeoutError):  # Serve's controller is being restarted
+            application = _application(app_name(run_id), deadline - time.monotonic())
         status = application.status if application else None
         running = (
             [d.replica_states.get(ReplicaState.RUNNING, 0) for d in application.deployments.values()]
@@ -132,9 +145,9 @@ def deploy_shared(
     start_serve(run.serving.startup_timeout_s)
     known = app_name(shared_id(name))
     deadline = time.monotonic() + run.serving.startup_timeout_s
-    while (found := serve.status().applications.get(known)) is not None:
+    while (found := _application(known, deadline - time.monotonic())) is not None:
         if if_found == "replace":
-            serve.delete(known, _blocking=True)
+            delete_application(known)
         elif found.status != ApplicationStatus.DELETING:
             if run.serving.autoscaling is None and if_found == "resize":
                 _resize(known, replicas)
@@ -158,4 +171,4 @@ def _resize(app: str, replicas: int) -> None:
 
 def delete_shared(name: str) -> None:
     """Delete the application of a shared service; the cluster's Serve itself stays."""
-    serve.delete(app_name(shared_id(name)), _blocking=True)
+    delete_application(app_name(shared_id(name)))

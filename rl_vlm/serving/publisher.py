@@ -24,6 +24,7 @@ from rl_vlm.serving.deploying import (
     ATTEMPT_S,
     ServingError,
     answer_of,
+    delete_application,
     into_object_store,
     start_serve,
     wait_for_replicas,
@@ -167,7 +168,7 @@ class PolicyService:
     def stop(self) -> None:
         """Delete the application and the registry; the cluster's Serve itself stays."""
         try:
-            serve.delete(app_name(self.run_id), _blocking=True)
+            delete_application(app_name(self.run_id))
         except (RayError, RayServeException, TimeoutError) as error:
             # What was trained is not lost with it: replicas whose registry is gone end by themselves.
             logger.warning("The replicas of %s could not be stopped: %s", self.run_id, error)

@@ -29,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).parents[k] / name) for k, name in ((0, ""), (
 
 import httpx
 from faults import FAULTS, PARTS, PLACES, inject
-from node_cluster import NodeCluster, allowed
+from node_cluster import NodeCluster, what_is_missing
 from runs import QUICKSTART, ROOT, iterations_done
 
 from rl_vlm.files import write_atomic
@@ -284,8 +284,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="the folder of the results")
     parser.add_argument("--only", nargs="*", help="cells by their names; all by default")
     given = parser.parse_args()
-    if not allowed():
-        print("error: the drills make network namespaces: run them as root.", file=sys.stderr)
+    if missing := what_is_missing():
+        print(f"error: {missing}", file=sys.stderr)
         return 2
     wanted = [cell for cell in cells() if not given.only or cell.name in given.only]
     if given.only and len(wanted) != len(given.only):
@@ -294,7 +294,7 @@ def main() -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     kept = given.out / "drills.json"
     done = json.loads(kept.read_text()) if kept.is_file() else {}
-    missing = [cell for cell in wanted if cell.name not in done or done[cell.name]["problems"]]
+    left_over = [cell for cell in wanted if cell.name not in done or done[cell.name]["problems"]]
 
     def tell(cell: Cell, outcome: Outcome) -> None:
         done[cell.name] = asdict(outcome)
@@ -306,7 +306,7 @@ def main() -> int:
         write_atomic(given.out / "drills.md", table(done))
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the cluster ends with us
-    for (lag, algorithm), chosen in itertools.groupby(sorted(missing, key=Cell.campaign), Cell.campaign):
+    for (lag, algorithm), chosen in itertools.groupby(sorted(left_over, key=Cell.campaign), Cell.campaign):
         left = list(chosen)
         while left:
             campaign = Campaign(lag, algorithm, given.out.absolute() / f"{algorithm}-lag{lag}")

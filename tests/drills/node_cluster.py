@@ -29,11 +29,16 @@ _READY_S = 300.0
 _STARTS = 3  # Ray gives its own processes 30 s to come up, which a busy machine may not keep
 
 
-def allowed() -> bool:
-    """Whether this user may make network namespaces."""
-    return (
-        os.geteuid() == 0 and subprocess.run(["ip", "netns", "list"], capture_output=True, check=False).returncode == 0
-    )
+_PACKAGES = {"ip": "iproute2", "tc": "iproute2", "ethtool": "ethtool", "redis-server": "redis-server"}  # Debian's
+
+
+def what_is_missing() -> str:
+    """Why the nodes cannot be made here, in a sentence; empty where they can."""
+    missing = {package for program, package in _PACKAGES.items() if shutil.which(program) is None}
+    if missing:
+        return f"The drills need programs that are not installed: apt-get install {' '.join(sorted(missing))}."
+    made = subprocess.run(["ip", "netns", "list"], capture_output=True, check=False).returncode == 0
+    return "" if os.geteuid() == 0 and made else "The drills make network namespaces: run them as root."
 
 
 def _run(*command: object) -> None:
@@ -157,12 +162,10 @@ class NodeCluster(JobClient):
     def _start_storage(self) -> None:
         """What the head knows survives it in a Redis of its own outside the nodes."""
         host, (port,) = f"{self._subnet}.1", free_ports(1)  # reached over the bridge of this machine only
-        program = shutil.which("redis-server")
-        assert program is not None, "redis-server is not installed: apt-get install redis-server"
         settings = self.folder / "redis.conf"
         settings.write_text(f'bind {host}\nport {port}\nsave ""\nprotected-mode no\ndir {self.folder}\n')
         with open(self.folder / "redis.log", "w") as log:
-            self._storage = subprocess.Popen([program, settings], stdout=log, stderr=subprocess.STDOUT)
+            self._storage = subprocess.Popen(["redis-server", settings], stdout=log, stderr=subprocess.STDOUT)
         self._head_variables = {"RAY_REDIS_ADDRESS": f"{host}:{port}"}
 
     def __exit__(self, *_: object) -> None:

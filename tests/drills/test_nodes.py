@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from node_cluster import Node, NodeCluster, allowed
+from node_cluster import Node, NodeCluster, what_is_missing
 from runs import ENV_RUNNER, LEARNER, QUICKSTART, REGISTRY, REPLICA, ROOT, iterations_done
 
 from rl_vlm.models.loading import resolve_model
@@ -25,7 +25,7 @@ DRIVER = '{"driver": 1}'
 
 @pytest.fixture
 def cluster() -> Iterator[NodeCluster]:
-    assert allowed(), "this drill makes network namespaces: run it as root"
+    assert not what_is_missing(), what_is_missing()
     models = [resolve_model(name) for name in ("tiny", "tiny-labeller")]
     # The driver may run on either of the last two workers; only these have the models.
     with NodeCluster([2, 2, 2], ["{}", DRIVER, DRIVER]) as cluster:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+from rl_vlm.hung_threads import within
+
 _SCRIPT = """
 import asyncio, sys, time
 from rl_vlm.envs.errors import EnvTimeoutError
@@ -58,3 +62,24 @@ def test_where_none_hangs_it_ends_as_always() -> None:
 def test_a_call_that_ended_after_all_is_not_left_behind() -> None:
     done = _run(1.0)
     assert (done.returncode, done.stderr) == (3, "") and "did not answer" in done.stdout
+
+
+def test_a_call_within_its_deadline_gives_what_it_gives_and_raises_what_it_raises() -> None:
+    assert within(30, "adding", lambda: 1 + 1) == 2
+    with pytest.raises(ZeroDivisionError):
+        within(30, "dividing", lambda: 1 / 0)
+
+
+def test_a_call_without_an_end_is_left_behind_with_the_process() -> None:
+    script = """
+import threading
+from rl_vlm.hung_threads import leave, within
+try:
+    within(0.2, "waiting for ever", threading.Event().wait)
+except TimeoutError as error:
+    print(error)
+leave(4)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (4, "waiting for ever did not end within 0.2 s\n")
+    assert done.stderr == "rl-vlm: waiting for ever still hangs; it is left behind.\n"

@@ -51,6 +51,15 @@ def test_what_is_wrong_is_named(wrong: dict[str, Any], message: str) -> None:
         LabelsSection(**wrong)
 
 
+def test_a_replay_buffer_holds_what_comes_at_once() -> None:
+    collection = {"num_env_runners": 2, "envs_per_runner": 4, "steps": 3}
+    PreferenceSection(collection=collection, replay_capacity=24, frame_capacity=24)  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match=r"replay_capacity \(23\) holds fewer steps than come at once \(24"):
+        PreferenceSection(collection=collection, replay_capacity=23)  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match=r"frame_capacity \(23\) holds fewer"):
+        PreferenceSection(collection=collection, frame_capacity=23)  # type: ignore[arg-type]
+
+
 def test_prompts_follow_the_section() -> None:
     assert prompts_of(LabelsSection(), "metaworld_drawer-open-v2").goal == "to open the drawer"
     assert prompts_of(LabelsSection(task="soccer"), "whatever").name == "soccer"

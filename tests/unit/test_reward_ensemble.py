@@ -202,6 +202,16 @@ def test_scores_are_learned() -> None:
     assert np.abs(found - (2 * wanted - 1)).mean() < 0.15
 
 
+def test_a_resnet_learns_from_scores_whose_last_batch_is_one_small_picture() -> None:
+    settings = RewardModelSection(architecture="resnet18", size=1, batch=2, epochs=1, min_gradient_steps=0)
+    ensemble = RewardEnsemble((32, 32, 3), settings)
+    segments = [part for each in random_pairs(3, size=32) for part in (each.first, each.second)]
+    for count, steps in ((1, 0), (5, 2), (6, 3)):
+        ensemble.forget_examples()
+        ensemble.add_scores(segments[:count], [Score(0.5)] * count)
+        assert ensemble.fit_scores().gradient_steps == steps
+
+
 @pytest.mark.parametrize("architecture", ["cnn", "mlp", "resnet18"])
 def test_a_restart_changes_nothing(tmp_path: Path, architecture: str) -> None:
     if architecture == "mlp":
