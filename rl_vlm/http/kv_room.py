@@ -26,6 +26,7 @@ class _Asked:
     rows: int
     length: int  # whole blocks
     small: bool
+    number: int  # in the order in which they came
     turn: asyncio.Future[None]
 
 
@@ -39,7 +40,7 @@ class KVRoom:
 
     def __init__(self, tokens: int, rows: int) -> None:
         self.tokens, self._max_rows = tokens, rows
-        self._rows = self._small_rows = self._inside = self._longest = 0
+        self._rows = self._small_rows = self._inside = self._longest = self._asked = 0
         self._small: deque[_Asked] = deque()
         self._large: deque[_Asked] = deque()
 
@@ -51,7 +52,8 @@ class KVRoom:
         """Wait for a place for `rows` samples of up to `length` tokens (at most `longest`). The caller bounds the time."""
         length = -(-length // KV_BLOCK) * KV_BLOCK
         small = rows * length * _SMALL * KV_ROWS_PER_USED <= self.tokens and rows * _SMALL <= self._max_rows
-        asked = _Asked(rows, length, small, asyncio.get_running_loop().create_future())
+        self._asked += 1
+        asked = _Asked(rows, length, small, self._asked, asyncio.get_running_loop().create_future())
         (self._small if small else self._large).append(asked)
         self._let_in()
         try:
@@ -73,8 +75,15 @@ class KVRoom:
         area = rows * longest * KV_ROWS_PER_USED
         return not self._inside or (area <= part * self.tokens and rows <= part * self._max_rows)
 
+    def _needs_all(self, asked: _Asked) -> bool:
+        """Whether it does not fit beside the eighth that small ones may take, nor into what large ones leave of the rest."""
+        part = 1 - 2 / _RESERVED
+        return asked.rows * asked.length * KV_ROWS_PER_USED > part * self.tokens or asked.rows > part * self._max_rows
+
     def _small_fits(self, asked: _Asked) -> bool:
         if not self._has_memory(asked):
+            return False
+        if self._large and asked.number > self._large[0].number and self._needs_all(self._large[0]):
             return False
         if not self._large or not self._small_rows:
             return True

@@ -164,6 +164,34 @@ def test_small_requests_leave_room_for_a_long_one_that_waits() -> None:
     run(work())
 
 
+@pytest.mark.parametrize("size", [(64, 4096), (26, 4096), (400, 256)])
+def test_one_that_needs_nearly_everything_gets_in_though_small_ones_come_for_ever(size: tuple[int, int]) -> None:
+    async def work() -> None:
+        rng = np.random.default_rng(0)
+        both = Both(TOKENS, ROWS)
+        earlier = [both.ask(1, 256) for _ in range(300)]
+        await both.enter()
+        large = both.ask(*size)
+        steps = 0
+        while not large.place.done():
+            owners = both.engine.owners
+            await both.finish(owners[int(rng.integers(len(owners)))])
+            both.ask(1, 256)
+            await both.enter()
+            steps += 1
+            assert steps <= 400
+        assert all(one.place.done() for one in earlier)
+        waited = list(both.waiting)
+        second = both.ask(*size)
+        await both.finish(large)  # and those that waited for it come before the next of its kind
+        assert any(one.place.done() for one in waited) and not second.place.done()
+        while both.engine.owners:
+            await both.finish(both.engine.owners[0])
+        assert second.place.done()
+
+    run(work())
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_engine_never_holds_more_than_the_limit(seed: int) -> None:
     """Requests of all sizes come, give up, are prefilled in batches, and end sample by sample."""
