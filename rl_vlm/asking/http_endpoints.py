@@ -122,6 +122,7 @@ def server_url(environment: dict[str, str] | None = None) -> str:
     """The address of a `/generate` server: SERVER_URL, else http://SERVER_HOST:SERVER_PORT/generate."""
     known = dict(os.environ) if environment is None else environment
     host, port = known.get("SERVER_HOST") or "localhost", known.get("SERVER_PORT") or "8000"
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     return known.get("SERVER_URL") or f"http://{host}:{port}/generate"
 
 
@@ -174,6 +175,8 @@ class _Server:
                         raise EndpointError(
                             f"{url} sent a reply of more than {_MAX_REPLY_BYTES} bytes.", retryable=False
                         )
+        except UnicodeEncodeError as error:
+            raise EndpointError(f"A question holds text that is no Unicode ({error}).", retryable=False) from error
         except (zlib.error, ValueError) as error:
             raise EndpointError(f"{url} sent a reply that cannot be unpacked ({error}).") from error
         except httpx.HTTPError as error:

@@ -52,8 +52,8 @@ class Admission:
         if room is not None and length > room.longest(samples):
             raise RequestError(
                 400,
-                f"n ({samples}) x {length} tokens of context, each in whole blocks of {KV_BLOCK}, are more than the {room.tokens} that this "
-                "server has memory for: ask for fewer samples or a smaller max_tokens.",
+                f"n ({samples}) x {length} tokens of context, each in whole blocks of {KV_BLOCK}, are more than the {room.largest} that this "
+                "server has memory for in one request: ask for fewer samples or a smaller max_tokens.",
                 param="n",
             )
         leases = Leases()

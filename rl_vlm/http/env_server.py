@@ -179,7 +179,7 @@ class EnvServer:
                 self._end(name)
         if self.num_sessions >= self._max_sessions:
             # Clients that were killed never close theirs. One that lives opens another with its next episode.
-            unused = {name: one.used for name, one in self._sessions.items() if not (one.busy or one.ended)}
+            unused = {name: one.used for name, one in list(self._sessions.items()) if not (one.busy or one.ended)}
             oldest = min(unused, key=unused.__getitem__, default="")
             if oldest and self._clock() - unused[oldest] > _UNUSED_S:
                 self._end(oldest)
@@ -198,9 +198,10 @@ class EnvServer:
         return wire.pack_frame({**reply, "session": name, "max_sessions": self._max_sessions}, [])
 
     def _end(self, name: str) -> None:
-        session = self._sessions[name]
-        session.ended = True
-        self._threads.submit(session.end)
+        session = self._sessions.get(name)
+        if session is not None:  # else a thread has just ended it
+            session.ended = True
+            self._threads.submit(session.end)
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)

@@ -34,19 +34,21 @@ class KVRoom:
     """The engine's memory, from outside.
 
     Args:
-        tokens: keys and values of so many tokens fit, one request alone.
+        tokens: keys and values of so many tokens fit, in all replicas together.
         rows: samples that run at a time.
+        replicas: a request is in one of them, and has the memory of one.
     """
 
-    def __init__(self, tokens: int, rows: int) -> None:
+    def __init__(self, tokens: int, rows: int, replicas: int = 1) -> None:
         self.tokens, self._max_rows = tokens, rows
+        self.largest = tokens // replicas  # tokens of one request
         self._rows = self._small_rows = self._inside = self._longest = self._asked = 0
         self._small: deque[_Asked] = deque()
         self._large: deque[_Asked] = deque()
 
     def longest(self, rows: int) -> int:
         """Tokens that each sample of a request of so many may have, prompt included."""
-        return self.tokens // rows // KV_BLOCK * KV_BLOCK
+        return self.largest // rows // KV_BLOCK * KV_BLOCK
 
     async def take(self, rows: int, length: int) -> Lease:
         """Wait for a place for `rows` samples of up to `length` tokens (at most `longest`). The caller bounds the time."""

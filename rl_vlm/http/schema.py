@@ -27,6 +27,18 @@ class _In(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
+def _neutral(*values: Any) -> Any:
+    """Annotation of a field that other servers support: only values that have no effect here are accepted."""
+
+    def check(value: Any) -> Any:
+        if value is not None and not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in values):
+            only = "leave it out" if not values else f"leave it out, or send {json.dumps(values[0])}"
+            raise ValueError(f"this is not supported here: {only}")
+        return value
+
+    return Annotated[Any, AfterValidator(check), WithJsonSchema({"enum": [None, *values]})]
+
+
 class TextPart(_In):
     type: Literal["text"]
     text: str
@@ -111,6 +123,12 @@ ChoiceTexts = Annotated[
 
 class Choices(_In):
     choice: ChoiceTexts
+    # Of these the choice would be lost, or they would.
+    json_schema: _neutral() = Field(None, alias="json")  # type: ignore[valid-type]
+    regex: _neutral() = None  # type: ignore[valid-type]
+    grammar: _neutral() = None  # type: ignore[valid-type]
+    json_object: _neutral(False) = None  # type: ignore[valid-type]
+    structural_tag: _neutral() = None  # type: ignore[valid-type]
 
 
 class ResponseFormat(_In):
@@ -123,18 +141,6 @@ class TemplateOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     enable_thinking: bool | None = Field(None, description="Where the model's template knows the switch.")
-
-
-def _neutral(*values: Any) -> Any:
-    """Annotation of a field that other servers support: only values that have no effect here are accepted."""
-
-    def check(value: Any) -> Any:
-        if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in values):
-            only = "leave it out" if not values else f"leave it out, or send {json.dumps(values[0])}"
-            raise ValueError(f"this is not supported here: {only}")
-        return value
-
-    return Annotated[Any, AfterValidator(check), WithJsonSchema({"enum": [None, *values]})]
 
 
 def _one_of(*alternatives: dict[str, Any]) -> dict[str, Any]:

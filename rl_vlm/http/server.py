@@ -40,13 +40,13 @@ def bind(host: str, port: int) -> socket.socket:
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one
         raise _cannot_listen(host, port, error) from error
     return sock
 
 
-def _cannot_listen(host: str, port: int, error: OSError) -> UserInputError:
-    reason = error.strerror or error
+def _cannot_listen(host: str, port: int, error: OSError | UnicodeError) -> UserInputError:
+    reason = getattr(error, "strerror", None) or error
     return UserInputError(f"Cannot listen on {host} port {port} ({reason}): choose another with --host and --port.")
 
 

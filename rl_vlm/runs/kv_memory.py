@@ -47,4 +47,4 @@ def kv_room(run: RunConfig, model: Path, gpu_bytes: int = 0) -> KVRoom | None:
     else:
         # Replicas without GPUs share the memory of their machine, which is taken for this one.
         total = min(int(_KV_SHARE * psutil.virtual_memory().available), wanted * replicas)
-    return KVRoom(total // token, serving.max_rows * replicas)
+    return KVRoom(total // token, serving.max_rows * replicas, replicas)

@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.trained import read_payload
-from rl_vlm.types import POLICY, RLVLMError
+from rl_vlm.types import POLICY, RLVLMError, UserInputError
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +86,17 @@ class VersionLine:
 
     def _restore(self, put: Callable[[WeightPayload], ray.ObjectRef]) -> None:
         marker = self.folder / "newest.json"
-        if marker.is_file():
+        if not marker.is_file():
+            return
+        try:
             newest = json.loads(marker.read_text())
             payload = read_payload(self.folder / newest["folder"], newest["version"], self._policy)
-            if payload.sha256 == newest["sha256"]:
-                self._remember(Published(payload.version, payload.sha256, put(payload), self._policy))
+        except (OSError, ValueError, KeyError, TypeError, UserInputError) as error:
+            # A machine that lost its power, say. The run offers what it has published last again.
+            logger.warning("the copy of %s in %s cannot be read: %s", self._policy, self.folder, error)
+            return
+        if payload.sha256 == newest["sha256"]:
+            self._remember(Published(payload.version, payload.sha256, put(payload), self._policy))
 
     def _remember(self, published: Published) -> None:
         self.newest = published

@@ -30,6 +30,8 @@ CHANGES: list[dict[str, Any]] = [
     {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, {"messages": [{"role": "king", "content": "x"}]},
     {"choice": [""]}, {"choice": ["a", "a"]}, {"choice": ["a"]}, {"choice": ["a"], "guided_choice": ["a"]},
     {"choice": ["a"], "guided_choice": None}, {"structured_outputs": {"choice": ["a"]}, "choice": ["b"]},
+    {"structured_outputs": {"choice": ["a"], "regex": "b"}}, {"structured_outputs": {"choice": ["a"], "regex": None}},
+    {"structured_outputs": {"choice": ["a"], "json": {}}}, {"structured_outputs": {"regex": "b"}},
     {"top_logprobs": 2}, {"top_logprobs": 2, "logprobs": True}, {"top_logprobs": 0}, {"top_logprobs": 2, "logprobs": None},
     {"stream_options": {}}, {"stream_options": {}, "stream": True}, {"stream_options": None},
     {"tools": []}, {"tools": [{}]}, {"tools": 0}, {"tool_choice": "none"}, {"tool_choice": "auto"}, {"logit_bias": {}},

@@ -271,6 +271,7 @@ def test_an_address_must_be_http() -> None:
 def test_the_forks_variables_name_the_server() -> None:
     assert server_url({}) == "http://localhost:8000/generate"
     assert server_url({"SERVER_HOST": "gpu1", "SERVER_PORT": "8001"}) == "http://gpu1:8001/generate"
+    assert server_url({"SERVER_HOST": "::1"}) == "http://[::1]:8000/generate"
     assert server_url({"SERVER_URL": "http://x/generate", "SERVER_PORT": "1"}) == "http://x/generate"
 
 

@@ -163,3 +163,11 @@ def test_a_controller_that_restarts_does_not_end_a_start(monkeypatch: pytest.Mon
     monkeypatch.setattr(deploying, "serve", SimpleNamespace(status=status))
     deploying.wait_for_replicas("run", 60.0)
     assert not answers
+
+
+@pytest.mark.parametrize("marker", ["", "[]", '{"folder": "adapter-1", "version": 1, "sha256": "0"}'])
+def test_a_damaged_copy_on_disk_does_not_keep_a_registry_from_starting(tmp_path: Path, marker: str) -> None:
+    (tmp_path / "newest.json").write_text(marker)
+    (tmp_path / "adapter-1").mkdir()
+    (tmp_path / "adapter-1/adapter_model.safetensors").write_bytes(b"\x10")
+    assert VersionLine(tmp_path).newest is None

@@ -41,6 +41,7 @@ def test_the_memory_of_a_gpu_is_the_replicas_and_not_this_machines(tiny_folder: 
     given = run_of(tiny_folder, *ON_GPU, "http.max_kv_gib=3")
     room = kv_room(given, tiny_folder)
     assert not depends_on_gpu(given) and room is not None and room.tokens == tokens(tiny_folder, given, 6 * GIB)
+    assert room.longest(1) == tokens(tiny_folder, given, 3 * GIB) // 64 * 64  # a request is in one of the two replicas
     assert not depends_on_gpu(run_of(tiny_folder)) and not depends_on_gpu(run_of(tiny_folder, "serving.engine=vllm"))
 
 
