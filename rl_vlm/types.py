@@ -210,10 +210,11 @@ class SamplingParams:
             raise UserInputError("Choices must be different texts, none of them empty.")
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
             raise UserInputError(f"top_logprobs ({self.top_logprobs}) must be from 0 to {MAX_TOP_LOGPROBS}.")
-        if not (0 <= self.min_p <= 1 and 0 <= self.min_tokens <= self.max_new_tokens):
+        if not 0 <= self.min_p <= 1:
+            raise UserInputError(f"min_p ({self.min_p}) must be from 0 to 1.")
+        if not 0 <= self.min_tokens <= self.max_new_tokens:
             raise UserInputError(
-                f"min_p {self.min_p} and min_tokens {self.min_tokens}: need 0 <= min_p <= 1 and at most max_new_tokens "
-                f"({self.max_new_tokens}) as min_tokens."
+                f"min_tokens ({self.min_tokens}) must be from 0 to {self.max_new_tokens}, the most new tokens of this request."
             )
         if self.choices and (self.min_tokens or self.ignore_eos):
             raise UserInputError("Choices end where their text does: leave min_tokens and ignore_eos out.")

@@ -311,9 +311,9 @@ class Decoder:
                 window = max(len(string.encode()) for string in stop) + 3
                 ids = rows.tokens[row, max(place + 1 - window, 0) : place + 1]
                 text = self._codec.decode(ids)
-                # One that was complete before `min_tokens` does not count.
-                before = self._codec.decode(ids[:-1]) if sampling.min_tokens else ""
-                if any(text.count(string) > before.count(string) for string in stop):
+                # One that was complete before `min_tokens` does not count: it must end within the last token.
+                before = self._codec.decode(ids[:-1]).rstrip("\ufffd") if sampling.min_tokens else ""
+                if any(text.find(string, max(len(before) - len(string) + 1, 0)) >= 0 for string in stop):
                     stops[row] = StopReason.STOP
             token = int(rows.tokens[row, place])
             if slot.node is not None:

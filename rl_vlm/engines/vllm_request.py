@@ -75,9 +75,13 @@ class VLLMSampler:
                 f"not at {sampling.temperature}."
             )
         choices = encode_choices(request, codec.encode_text, codec.decode) if sampling.choices else ()
+        try:
+            prompt = await _prompt(request)
+        except UserInputError as error:  # a damaged image
+            raise EngineError(f"Request {name}: {error}") from error
         self.counts.requests += 1
         self.counts.prompt_tokens += len(ids)
-        return Plan(request, ids, choices, await _prompt(request))
+        return Plan(request, ids, choices, prompt)
 
     async def sample(self, plan: Plan, number: int, lora: Any) -> Sample:
         """One sample, whole. Raises EngineError."""

@@ -63,7 +63,8 @@ def _validation_error(error: ValidationError) -> RequestError:
     for item in map(str, first["loc"]):
         # Tags of pydantic's unions are not fields of the request: content's forms, kinds of parts, roles of messages.
         of_message = place[-2:-1] == ["messages"] and item in get_args(Role)
-        if not of_message and item not in ("parts", "developer", *place[-1:]):
+        of_stop = place[-1:] == ["stop"] and item == "text"
+        if not (of_message or of_stop) and item not in ("parts", "developer", *place[-1:]):
             place.append(item)
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":

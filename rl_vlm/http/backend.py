@@ -121,10 +121,12 @@ class ServeBackend:
 
     async def health(self) -> None:
         """Raise GenerationFailedError when no replica answers, or all have engines that do not."""
+        response = self._handle.status.remote()
         try:
             async with asyncio.timeout(_PROBE_S):
-                await self._handle.status.remote()
+                await response
         except (RayError, RayServeException, TimeoutError) as error:
+            response.cancel()  # it would wait for a replica, as would those of every probe to come
             raise GenerationFailedError(f"No replica answers: {_sentence(error) or 'they may be starting'}.") from error
         states = {report["state"] for report in (await self._status())["reports"].values()}
         if states and states <= {ReplicaState.SUSPECT, ReplicaState.DEAD}:

@@ -179,8 +179,13 @@ class Gate:
                 if body.size > _SMALL_BODY:  # it came without its length
                     await self._reserve(body, self._max_body, deadline)
         except TimeoutError as error:
-            seconds = min(self._limits.deadline_s, _STALL_S)
-            raise RequestError(408, f"The body did not arrive: nothing came for {seconds:g} s.") from error
+            if self._deadlines.stopping:
+                raise self._deadlines.too_late(self._limits.deadline_s) from error
+            if loop.time() >= deadline:
+                why = f"not all of it came within {self._limits.deadline_s:g} s"
+            else:
+                why = f"nothing came for {_STALL_S:g} s"
+            raise RequestError(408, f"The body did not arrive: {why}.") from error
 
     async def _reserve(self, body: Body, size: int, deadline: float) -> None:
         try:

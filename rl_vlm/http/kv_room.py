@@ -36,12 +36,12 @@ class KVRoom:
     Args:
         tokens: keys and values of so many tokens fit, in all replicas together.
         rows: samples that run at a time.
-        replicas: a request is in one of them, and has the memory of one.
+        largest: tokens of one request, which is in one replica; all by default.
     """
 
-    def __init__(self, tokens: int, rows: int, replicas: int = 1) -> None:
+    def __init__(self, tokens: int, rows: int, largest: int | None = None) -> None:
         self.tokens, self._max_rows = tokens, rows
-        self.largest = tokens // replicas  # tokens of one request
+        self.largest = tokens if largest is None else min(largest, tokens)
         self._rows = self._small_rows = self._inside = self._longest = self._asked = 0
         self._small: deque[_Asked] = deque()
         self._large: deque[_Asked] = deque()

@@ -102,6 +102,8 @@ class RequestReader:
         """The same for `/generate`, whose `max_tokens` is cut to what the context has left."""
         prompt = self._encode(body.messages)
         left = self._max_context - prompt.num_tokens
+        if self._kv_room is not None:
+            left = min(left, max(self._kv_room.longest(1) - prompt.num_tokens, 1))
         temperature = _temperature(body.temperature)
         sampling = SamplingParams(
             max_new_tokens=min(body.max_tokens, left, self._limits.max_new_tokens),

@@ -31,7 +31,9 @@ def _neutral(*values: Any) -> Any:
     """Annotation of a field that other servers support: only values that have no effect here are accepted."""
 
     def check(value: Any) -> Any:
-        if value is not None and not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in values):
+        if value is not None and not any(
+            value == known and isinstance(value, bool) == isinstance(known, bool) for known in values
+        ):
             only = "leave it out" if not values else f"leave it out, or send {json.dumps(values[0])}"
             raise ValueError(f"this is not supported here: {only}")
         return value

@@ -24,10 +24,10 @@ def depends_on_gpu(run: RunConfig) -> bool:
     return serving.expected_engine != "vllm" and run.http.max_kv_gib is None and serving.gpus_per_replica > 0
 
 
-def kv_room(run: RunConfig, model: Path, gpu_bytes: int = 0) -> KVRoom | None:
+def kv_room(run: RunConfig, model: Path, gpu_bytes: int = 0, servers: int = 1) -> KVRoom | None:
     """What bounds the requests in the engines of all replicas; None where vLLM does.
 
-    gpu_bytes: the memory of a replica's GPU, 0 where none is seen. Raises UserInputError where it matters and is unknown.
+    gpu_bytes: the memory of a replica's GPU, 0 where none is seen. servers: processes that let requests in, each its part. Raises UserInputError where it matters and is unknown.
     """
     serving, given = run.serving, run.http.max_kv_gib
     if serving.expected_engine == "vllm":
@@ -47,4 +47,5 @@ def kv_room(run: RunConfig, model: Path, gpu_bytes: int = 0) -> KVRoom | None:
     else:
         # Replicas without GPUs share the memory of their machine, which is taken for this one.
         total = min(int(_KV_SHARE * psutil.virtual_memory().available), wanted * replicas)
-    return KVRoom(total // token, serving.max_rows * replicas, replicas)
+    rows = max(serving.max_rows * replicas // servers, 1)
+    return KVRoom(total // token // servers, rows, largest=total // token // replicas)

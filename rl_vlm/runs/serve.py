@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -84,6 +85,8 @@ def plan(
     check_quantization(run.serving.quantization)
     model = resolve_model(run.model.path)
     name = run.http.model_name or (run.model.path if not Path(run.model.path).is_dir() else model.name)
+    if re.fullmatch(r"policy(-v\d+)?", name):
+        raise UserInputError(f"The name {name!r} is that of the trained versions: set http.model_name to another one.")
     if adapter is None and run.model.adapter is not None:
         adapter = initial_adapter_folder(run.model)
     payload = read_payload(adapter, version=1) if adapter is not None else None

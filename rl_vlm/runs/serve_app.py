@@ -73,7 +73,13 @@ def build(args: dict[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
     )
     return ingress.bind(  # type: ignore[no-any-return]
-        policy, registry.bind(run_id, model, planned.adapter_folder), run, planned.model, planned.name, run_id
+        policy,
+        registry.bind(run_id, model, planned.adapter_folder),
+        run,
+        planned.model,
+        planned.name,
+        run_id,
+        given.ingress_replicas,
     )
 
 
@@ -107,12 +113,12 @@ class HTTPIngress:
     """A deployment that answers HTTP requests with the application of `rl-vlm serve`."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, policy: Any, registry: Any, run: RunConfig, model: Path, name: str, run_id: str
+        self, policy: Any, registry: Any, run: RunConfig, model: Path, name: str, run_id: str, servers: int = 1
     ) -> None:
         self._token = os.environ.get(TOKEN_VARIABLE) or None
         check_exposure(_EVERY_ADDRESS, self._token)
         self._policy, self._registry, self._run, self._name, self._run_id = policy, registry, run, name, run_id
-        self._model = model
+        self._model, self._servers = model, servers
         self._text = load_text_side(model, run.model.pixels)
         self._gpu_bytes = 0
         if depends_on_gpu(run):  # this process has none
@@ -138,5 +144,5 @@ class HTTPIngress:
             limits,
             max_context=self._run.serving.max_context,
             token=self._token,
-            kv_room=kv_room(self._run, self._model, self._gpu_bytes),
+            kv_room=kv_room(self._run, self._model, self._gpu_bytes, self._servers),
         )

@@ -56,6 +56,13 @@ class PolicyTally:
     generated_tokens: int = 0
     version: int = 0  # the newest that has answered
 
+    def add(self, other: PolicyTally) -> None:
+        """Count what `other` has counted, too."""
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.generated_tokens += other.generated_tokens
+        self.version = max(self.version, other.version)
+
 
 @dataclass(slots=True)
 class ReplicaTally:
@@ -75,15 +82,14 @@ class ReplicaTally:
         self.requests += 1
         self.observations["queue_seconds"].append(completion.queue_s)
         self.observations["request_seconds"].append(seconds)
-        own = self.by_policy.setdefault(completion.policy, PolicyTally())
-        own.requests += 1
-        own.prompt_tokens += len(completion.prompt_ids)
-        own.generated_tokens += sum(len(sample.token_ids) for sample in completion.samples)
-        own.version = max(own.version, completion.policy_version)
+        sampled = sum(len(sample.token_ids) for sample in completion.samples)
+        counted = PolicyTally(1, len(completion.prompt_ids), sampled, completion.policy_version)
+        self.by_policy.setdefault(completion.policy, PolicyTally()).add(counted)
 
-    def streamed(self, first_token_s: float | None, seconds: float) -> None:
-        """One stream has ended well."""
+    def streamed(self, policy: str, counted: PolicyTally, first_token_s: float | None, seconds: float) -> None:
+        """One stream of a policy has ended well."""
         self.requests += 1
+        self.by_policy.setdefault(policy, PolicyTally()).add(counted)
         self.observations["request_seconds"].append(seconds)
         if first_token_s is not None:
             self.observations["time_to_first_token_seconds"].append(first_token_s)

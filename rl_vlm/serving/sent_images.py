@@ -54,14 +54,12 @@ class ImageShelf:
         found: dict[str, EncodedImage] = {}
         missing: set[str] = set()
         for image in shown:
-            if image.sha256 in found:
-                continue
             png = image.png or self._kept.get(image.sha256)
             if png is None:
                 missing.add(image.sha256)
-            else:
-                found[image.sha256] = image if image.png else replace(image, png=png)
-                self._keep(image.sha256, png)
+                continue
+            self._keep(image.sha256, png)
+            found.setdefault(image.sha256, image if image.png else replace(image, png=png))
         if lacking := missing - found.keys():  # one may come whole behind a copy without bytes
             raise ImagesMissingError(f"{len(lacking)} images were left out that this replica does not have.")
         while self._bytes > self._limit:
@@ -69,9 +67,10 @@ class ImageShelf:
         return found
 
     def _keep(self, sha256: str, png: bytes) -> None:
-        if sha256 not in self._kept:
-            # On shared replicas one policy's image must not take the place of another's.
-            if hashlib.sha256(png).hexdigest() != sha256:
+        # On shared replicas one policy's image must not take the place of another's: features are kept by hash, too.
+        known = self._kept.get(sha256)
+        if known != png:
+            if known is not None or hashlib.sha256(png).hexdigest() != sha256:
                 raise RLVLMError(f"Image {sha256[:12]} has other bytes than its hash says.")
             self._kept[sha256] = png
             self._bytes += len(png)

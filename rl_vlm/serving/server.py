@@ -19,19 +19,27 @@ from ray import serve
 
 from rl_vlm.config import RunConfig, ServingSection
 from rl_vlm.config.resources import claim
-from rl_vlm.engines.base import Engine, EngineError
+from rl_vlm.engines.base import BASE_MODEL, Engine, EngineError
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.memory.replica import kv_cache_bytes
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.follower import AdapterFollower
 from rl_vlm.serving.lifecycle import Admission, Lifecycle, ReplicaState
-from rl_vlm.serving.metrics import RayMetrics, ReplicaTally
+from rl_vlm.serving.metrics import PolicyTally, RayMetrics, ReplicaTally
 from rl_vlm.serving.registry import fetch_model_files, registry_name
 from rl_vlm.serving.replica_port import keep_to_loopback
 from rl_vlm.serving.sent_images import ImageShelf
 from rl_vlm.serving.spans import engine_spans
-from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Message, RLVLMError, SampleChunk, SamplingParams
+from rl_vlm.types import (
+    Completion,
+    EncodedImage,
+    GenerationRequest,
+    Message,
+    RLVLMError,
+    SampleChunk,
+    SamplingParams,
+)
 
 logger = logging.getLogger("ray.serve")
 
@@ -123,8 +131,9 @@ class VLMServer:
         self._tally = ReplicaTally()
         self._images = ImageShelf.of(run.model)
         self._metrics = RayMetrics(run.name, app_name(run_id), self.replica_id)
-        codec = load_text_side(folder).codec
-        self._probe_ids = codec.encode_prompt([Message.of("user", "1")]).token_ids
+        text = load_text_side(folder, run.model.pixels)
+        self._count_image_tokens = text.count_image_tokens
+        self._probe_ids = text.codec.encode_prompt([Message.of("user", "1")]).token_ids
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
         self._follower = self._make_follower(lambda: ray.get_actor(registry_name(run_id), namespace=namespace))
@@ -195,14 +204,25 @@ class VLMServer:
     async def stream(self, request: GenerationRequest) -> AsyncIterator[SampleChunk]:
         """Answer one request piece by piece. Raises what `generate` raises, also between two pieces."""
         arrived = time.monotonic()
-        first: float | None = None
+        (request,) = self._images.whole([request])
         await self._admit(request.min_version)
+        async with aclosing(self._pieces(request, arrived)) as pieces:  # type: ignore[type-var]
+            async for piece in pieces:
+                yield piece
+
+    async def _pieces(self, request: GenerationRequest, arrived: float) -> AsyncIterator[SampleChunk]:
+        """What the engine streams, signed and, at its end, counted."""
+        first: float | None = None
+        sampled, version = 0, BASE_MODEL
         with self._counting_errors():
             async with aclosing(self._engine.stream(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     first = first or time.monotonic() - arrived
+                    sampled, version = sampled + len(chunk.token_ids), max(version, chunk.policy_version)
                     yield replace(chunk, replica_id=self.replica_id)
-        self._tally.streamed(first, time.monotonic() - arrived)
+        images = sum(self._count_image_tokens(image.width, image.height) - 1 for image in request.images)
+        counted = PolicyTally(1, len(request.prompt_ids) + images, sampled, version)
+        self._tally.streamed(request.policy, counted, first, time.monotonic() - arrived)
 
     async def encode_images(self, images: list[EncodedImage]) -> str:
         """Note images that coming requests will show; the engine may encode them while it has nothing else to do.

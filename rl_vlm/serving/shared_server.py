@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from rl_vlm.config import RunConfig
@@ -71,17 +70,16 @@ class SharedVLMServer(VLMServer):
     ) -> AsyncIterator[SampleChunk]:
         """Answer one request piece by piece. Raises what `generate` raises, also between two pieces."""
         arrived = time.monotonic()
-        first: float | None = None
         await self._open(policy, token, [request])
-        with self._counting_errors():
-            async with (
-                self._gate.entered(policy, cost_of(request)),
-                aclosing(self._engine.stream(request)) as chunks,  # type: ignore[type-var]
-            ):
-                async for chunk in chunks:
-                    first = first or time.monotonic() - arrived
-                    yield replace(chunk, replica_id=self.replica_id)
-        self._tally.streamed(first, time.monotonic() - arrived)
+        (request,) = self._images.whole([request])
+        async with (
+            self._gate.entered(policy, cost_of(request)),
+            aclosing(self._pieces(request, arrived)) as pieces,  # type: ignore[type-var]
+        ):
+            async for piece in pieces:
+                yield piece
+        if policy not in self._shelf.policies:
+            self._forget(policy)
 
     async def encode_images(self, images: list[EncodedImage], policy: str = "", token: str = "") -> str:  # type: ignore[override]
         """Note images that coming requests of a policy will show; see `VLMServer`."""

@@ -377,10 +377,18 @@ def test_a_request_that_no_memory_can_hold_is_refused_and_others_wait(
     engine: TransformersEngine, tiny_folder: Path
 ) -> None:
     with serving(EngineBackend(engine), tiny_folder, kv_room=KVRoom(2000, 64)) as server, ThreadPoolExecutor() as pool:
-        assert "memory for: ask for fewer samples" in refusal(server, chat_body(n=8, max_tokens=500))
+        assert "memory for in one request: ask for fewer samples" in refusal(server, chat_body(n=8, max_tokens=500))
         bodies = [chat_body(n=4, max_tokens=200), chat_body(n=2, max_tokens=400)] * 3
         sent = [pool.submit(httpx.post, server.url + CHAT, content=body, headers=JSON, timeout=60) for body in bodies]
         assert [one.result().status_code for one in sent] == [200] * 6
+
+
+def test_generate_without_a_length_is_cut_to_the_memory_as_chats_are(
+    engine: TransformersEngine, tiny_folder: Path
+) -> None:
+    asked = {"messages": [{"role": "user", "content": "hi"}]}
+    with serving(EngineBackend(engine), tiny_folder, kv_room=KVRoom(256, 64)) as server:
+        assert httpx.post(f"{server.url}/generate", json=asked, timeout=60).status_code == 200
 
 
 def test_keys_and_values_are_counted_as_the_model_has_them(tmp_path: Path) -> None:

@@ -112,6 +112,18 @@ def test_no_end_and_no_stop_string_before_min_tokens(engine: TransformersEngine,
     assert len(stopped.samples[0].token_ids) > 20
 
 
+def test_a_stop_string_after_min_tokens_may_overlap_with_what_came_before(
+    engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (newline,) = text.codec.encode_text("\n").tolist()
+    only = torch.full_like(engine.backbone.token_bias, float("-inf"))
+    only[newline] = 0.0
+    monkeypatch.setattr(engine.backbone, "token_bias", only)
+    asked = request(text, ["x"], max_new_tokens=12, temperature=0.0, stop=("\n\n",), min_tokens=2)
+    (sample,) = asyncio.run(engine.generate([asked]))[0].samples
+    assert (len(sample.token_ids), sample.stop_reason) == (3, StopReason.STOP)
+
+
 def test_ignore_eos_goes_on_to_the_limit(engine: TransformersEngine, text: TextSide) -> None:
     asked = request(text, ["x"], max_new_tokens=50, n=16, temperature=1.0, ignore_eos=True)
     samples = asyncio.run(engine.generate([asked]))[0].samples

@@ -138,6 +138,13 @@ def test_a_stop_string_ends_the_text_before_itself(client: openai.OpenAI) -> Non
     assert len(cut.logprobs.content) < len(whole.logprobs.content)
 
 
+def test_a_wrong_field_is_named_as_it_is_sent(client: openai.OpenAI) -> None:
+    for field, wrong in (("stop", {"stop": ""}), ("min_tokens", {"extra_body": {"min_tokens": 9}, "max_tokens": 5})):
+        with pytest.raises(openai.BadRequestError, match=field) as caught:
+            chat(client, **wrong)
+        assert "min_p" not in caught.value.message and caught.value.param in (field, None)
+
+
 @pytest.mark.parametrize(
     "guide",
     [

@@ -17,14 +17,14 @@ import pytest
 from label_support import pair, random_pairs
 from PIL import Image
 
-from rl_vlm.asking.endpoints import choice_probabilities
+from rl_vlm.asking.endpoints import EndpointError, Question, choice_probabilities
 from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint, server_url
 from rl_vlm.config import LabelsSection
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.labelling.types import Label
-from rl_vlm.types import UserInputError
+from rl_vlm.types import Message, UserInputError
 
 PROMPTS = task_prompts("cartpole")
 ONE = LabelsSection(steps=1, both_orders=False)
@@ -266,6 +266,16 @@ def test_time_in_the_queue_does_not_count_against_a_questions_deadline() -> None
 def test_an_address_must_be_http() -> None:
     with pytest.raises(UserInputError, match="must be an http"):
         OpenAIEndpoint(EndpointSection(url="file:///etc/passwd"))
+
+
+def test_a_question_that_is_no_unicode_is_not_blamed_on_the_server_and_not_asked_again() -> None:
+    async def ask() -> None:
+        async with OpenAIEndpoint(EndpointSection(url="http://vlm/v1", model="m")).open() as asked:
+            await asked(Question((Message.of("user", "half a pair: \ud83d"),), 4))
+
+    with pytest.raises(EndpointError, match="holds text that is no Unicode") as caught:
+        asyncio.run(ask())
+    assert not caught.value.retryable
 
 
 def test_the_forks_variables_name_the_server() -> None:

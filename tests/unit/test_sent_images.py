@@ -147,6 +147,11 @@ def test_bytes_of_another_image_do_not_take_an_images_place() -> None:
         shelf.images([forged])
     with pytest.raises(ImagesMissingError):
         shelf.whole([lean(0)])
+    shelf.images([PICTURES[0]])  # nor the place of one that is there, or comes with it
+    for shown in ([forged], [PICTURES[0], forged]):
+        with pytest.raises(RLVLMError, match="other bytes"):
+            shelf.images(shown)
+    assert shelf.images([replace(PICTURES[0], png=b"")])[PICTURES[0].sha256].png == PICTURES[0].png
 
 
 @pytest.mark.parametrize("seed", range(5))

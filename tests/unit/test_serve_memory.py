@@ -42,6 +42,8 @@ def test_the_memory_of_a_gpu_is_the_replicas_and_not_this_machines(tiny_folder: 
     room = kv_room(given, tiny_folder)
     assert not depends_on_gpu(given) and room is not None and room.tokens == tokens(tiny_folder, given, 6 * GIB)
     assert room.longest(1) == tokens(tiny_folder, given, 3 * GIB) // 64 * 64  # a request is in one of the two replicas
+    third = kv_room(given, tiny_folder, servers=3)
+    assert third is not None and third.tokens == room.tokens // 3 and third.longest(1) <= room.tokens // 3
     assert not depends_on_gpu(run_of(tiny_folder)) and not depends_on_gpu(run_of(tiny_folder, "serving.engine=vllm"))
 
 

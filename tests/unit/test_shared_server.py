@@ -125,7 +125,7 @@ def test_calls_streams_and_images_need_the_token_of_their_policy(
         assert {name: own["version"] for name, own in status["policies"].items()} == {"a": 1, "b": 1}
         assert status["policies"]["a"]["waiting"] == 0
         tally = replica._tally.by_policy
-        assert (tally["a"].requests, tally["b"].requests, tally["b"].version) == (3, 3, 1)
+        assert (tally["a"].requests, tally["b"].requests, tally["b"].version) == (4, 3, 1)  # the stream, too
         assert tally["a"].generated_tokens >= len(said["a"])
         replica._metrics.send(replica._tally, replica._engine.stats(), 1)
         await place.close()
