@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from head import RayHead
-from runs import QUICKSTART, REPLICA, iterations_done
+from runs import QUICKSTART, REPLICA, ROOT, iterations_done
 
 from rl_vlm.models.loading import resolve_model
 
@@ -86,6 +87,34 @@ def test_two_jobs_at_a_time(head: RayHead, project: Path, tmp_path: Path) -> Non
     for name in ("left", "right"):
         assert head.wait_for_end(name) == "SUCCEEDED", head.logs(name)[-3000:]
         assert iterations_done(tmp_path / name) == 4
+
+
+def test_a_script_of_tune_is_stopped_and_resumed(head: RayHead, tmp_path: Path) -> None:
+    project, out = tmp_path / "project", tmp_path / "losses"
+    for folder in ("tune", "configs"):
+        shutil.copytree(ROOT / folder, project / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    changes = (
+        "algorithm.iterations=8",
+        "evaluation.every=4",
+        "evaluation.num_items=64",
+        "rollout.prompts_per_iteration=4",
+    )
+    script = ["python", "tune/compare_losses.py", "--quick", "--out", str(out), *changes]
+    head.submit("sweep", project, script, RAY_JOB_STOP_WAIT_TIME_S="120")
+
+    def ended() -> list[Path]:
+        return [path for path in out.glob("tune/trial-*/result.json") if path.read_text()]
+
+    head.wait_until(ended, "sweep")
+    assert head.job("stop", "sweep").returncode == 0
+    assert head.wait_for_end("sweep") == "STOPPED"
+    assert "--resume goes on from each trial's last evaluation" in " ".join(head.logs("sweep").split())
+    assert not (out / "results.csv").exists()
+    head.submit("sweep-again", project, [*script, "--resume"])
+    assert head.wait_for_end("sweep-again", 600) == "SUCCEEDED", head.logs("sweep-again")[-3000:]
+    rows = (out / "results.csv").read_text().splitlines()
+    assert len(rows) == 1 + 6 and all(",True," in row for row in rows[1:])
+    assert (out / "best/adapter/adapter_model.safetensors").is_file()
 
 
 def test_a_run_folder_inside_the_job_is_refused(head: RayHead, project: Path) -> None:
