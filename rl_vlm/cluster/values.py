@@ -14,6 +14,7 @@ WorkerType = Literal[
 ]
 WORKER_TYPES: tuple[WorkerType, ...] = get_args(WorkerType)
 PREEMPTIBLE = "_preemptible"
+_LONGEST_JOB_NAME = 47  # KubeRay appends to it
 
 
 def _text(value: str) -> str:
@@ -218,6 +219,20 @@ class ClusterValues(Section):
     gcp: GCPSection = GCPSection()
     onprem: OnPremSection = OnPremSection()
     kubernetes: KubernetesSection = KubernetesSection()
+
+    @property
+    def job_name(self) -> str:
+        """Name of the RayJob."""
+        return f"{self.name}-{self.job.run.lower().replace('_', '-').replace('.', '-')}"
+
+    @model_validator(mode="after")
+    def _job_is_named(self) -> ClusterValues:
+        if len(self.job_name) > _LONGEST_JOB_NAME or self.job_name.endswith("-"):
+            raise ValueError(
+                f"name and job.run make the RayJob {self.job_name}, and KubeRay takes at most {_LONGEST_JOB_NAME} characters, the last a "
+                "letter or digit: choose another job.run"
+            )
+        return self
 
     @model_validator(mode="after")
     def _placeable(self) -> ClusterValues:

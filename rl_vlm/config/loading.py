@@ -80,10 +80,10 @@ def parse_config(data: Mapping[str, Any]) -> RunConfig:
 
 
 def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of nested `data` with dotted keys set, such as `{"learner.lr": 1e-3}`."""
+    """A copy of nested `data` with dotted keys set, such as `{"learner.lr": 1e-3}`, a preset before the others."""
     result = copy.deepcopy(dict(data))
-    for key, value in overrides.items():
-        apply_override(result, key, value)
+    for key in sorted(overrides, key=lambda key: key != "algorithm.preset"):
+        apply_override(result, key, overrides[key])
     return result
 
 

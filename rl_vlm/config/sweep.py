@@ -21,6 +21,7 @@ _SHAPES = (
     "model.path", "model.train", "model.lora", "critic.kind", "critic.hidden", "learner.optimizer", "preference.sac.hidden",
     "preference.sac.depth", "preference.reward_model",
 )  # fmt: skip
+HELD_OUT = ("held_out/accuracy", "held_out/reward")
 SEED = "seed"  # trials that differ in it alone are runs of one setting
 
 
@@ -50,11 +51,18 @@ class Values(Section):
         return self.uniform or self.loguniform or self.randint
 
     @property
+    def ends(self) -> tuple[float, float]:
+        """The least and the greatest value of a range."""
+        least, most = self.bounds or (-math.inf, math.inf)
+        return (least, most - 1) if self.randint is not None else (least, most)
+
+    @property
     def examples(self) -> list[Any]:
-        """All values, or the ends of the range."""
-        if self.randint is not None:
-            return [self.randint[0], self.randint[1] - 1]
-        return self.choice or self.grid or list(self.bounds or ())
+        """All values, or the ends of the range and, of one of any numbers, one between them that is no integer."""
+        if self.bounds is None:
+            return self.choice or self.grid or []
+        least, most = self.ends
+        return [least, most] if self.randint is not None else [least, least + (most - least) / math.e, most]
 
 
 class Stopping(Section):
@@ -65,7 +73,11 @@ class Stopping(Section):
     """
 
     name: Literal["none", "asha", "pbt"] = Field("none", description="`none` trains each trial to its end.")
-    grace_period: int = Field(20, ge=1, description="Iterations before a trial may be stopped, or between two copies.")
+    grace_period: int = Field(
+        50,
+        ge=1,
+        description="Iterations before a trial may be stopped, or between two copies; of held-out figures a multiple of evaluation.every.",
+    )
     reduction_factor: int = Field(3, ge=2, description="ASHA: of so many trials one goes on at each rung.")
 
 
@@ -95,6 +107,8 @@ class SweepConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> SweepConfig:
+        if self.metric.startswith("held_out/") and self.metric not in HELD_OUT:
+            raise ValueError(f"metric {self.metric}: held-out figures are {' and '.join(HELD_OUT)}")
         if self.search == "optuna" and any(values.grid for values in self.space.values()):
             raise ValueError("search optuna chooses each value itself: use choice in place of grid")
         if self.stopping.name == "pbt":
@@ -134,6 +148,17 @@ class SweepConfig(Section):
                 run.model.lora.rank, *(int(rank) for rank in ranks.examples)
             )
         return changed(run, settings) if settings else run
+
+    def check_evaluations(self, run: RunConfig) -> None:
+        """Raise UserInputError where trials would be stopped, or copied, by a held-out figure that is not there yet."""
+        if self.stopping.name == "none" or self.metric not in HELD_OUT or run.algorithm.name == "preference_sac":
+            return
+        every, grace = run.evaluation.every, self.stopping.grace_period
+        if not every or grace % every:
+            raise UserInputError(
+                f"stopping.grace_period ({grace}) must be a multiple of evaluation.every ({every}): between two evaluations "
+                f"{self.metric} is that of the earlier one."
+            )
 
     def check_space(self, run: RunConfig) -> None:
         """Raise UserInputError when a value of the space does not fit the configuration.

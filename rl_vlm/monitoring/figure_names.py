@@ -121,10 +121,11 @@ FAMILIES: Mapping[str, str] = {
     "restarts": "Restarts since the start, by part",
     "figure": "All other figures, by their whole name",
 }
+EVAL = "eval"  # the part of what an evaluation found
 _PARTS = {
     "policy": "learner", "mismatch": "learner", "value": "learner", "critic": "learner",
     "weights": "serving", "labels": "preference", "reward_model": "preference", "replay": "preference",
-    "time": "train", "restarts": "train", "figure": "train", "evaluation": "eval", "items": "eval",
+    "time": "train", "restarts": "train", "figure": "train", "evaluation": EVAL, "items": EVAL,
 }  # fmt: skip
 
 # What a run says of itself beside its figures; alerts and `rl-vlm top` read these.

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
+from urllib.parse import unquote
 
 from rl_vlm.tracing import Span, Value
 
@@ -80,8 +81,11 @@ def collector() -> tuple[str, dict[str, str]] | None:
     whole, base = (os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") for name in ("TRACES_ENDPOINT", "ENDPOINT"))
     if not whole and not base:
         return None
-    pairs = os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "").split(",")
-    headers = dict(pair.strip().split("=", 1) for pair in pairs if "=" in pair)
+    given = (os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") for name in ("TRACES_HEADERS", "HEADERS"))
+    pairs = (next(filter(None, given), "")).split(",")
+    headers = {
+        key.strip(): unquote(value.strip()) for key, sign, value in (pair.partition("=") for pair in pairs) if sign
+    }
     return whole or f"{base}".rstrip("/") + "/v1/traces", headers
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from rl_vlm.monitoring.figure_names import EVAL
 from rl_vlm.monitoring.samples import Sample
 
 _RUN = "ray_rl_vlm_"
@@ -79,7 +80,10 @@ def _runs(samples: Sequence[Sample], now: float) -> list[dict[str, Any]]:
         }
         row |= {column: _sum(own, _RUN + metric) for column, metric in _RUN_COLUMNS.items()}
         for column, metric in (("accuracy", "accuracy"), ("dropped", "dropped"), ("restarts", "restarts")):
-            row[column] = {s.labels["name"]: s.value for s in own if s.name == _RUN + metric and "name" in s.labels}
+            shown = [s for s in own if s.name == _RUN + metric and "name" in s.labels]
+            if column == "accuracy":  # of evaluations, not of the samples of training
+                shown = [s for s in shown if s.labels.get("part") == EVAL]
+            row[column] = {s.labels["name"]: s.value for s in shown}
         rows.append(row)
     return rows
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from ray.util.metrics import Gauge
 
 from rl_vlm.config import RunConfig
-from rl_vlm.monitoring.figure_names import PREFIX, STATE, Series, series_of
+from rl_vlm.monitoring.figure_names import EVAL, PREFIX, STATE, Series, series_of
 from rl_vlm.monitoring.vitals import MismatchGrowth, MovingAverage, RewardTrend
 
 POLICY = "policy"  # the one policy that a run trains, as in its Serve application
@@ -94,7 +94,7 @@ class RayFigures:
     def add_evaluation(self, numbers: Mapping[str, float]) -> None:
         """Set the figures of an evaluation, with the part `eval`."""
         for name, value in numbers.items():
-            self._set(name, "eval", value)
+            self._set(name, EVAL, value)
         # An evaluation is progress, too, and counts for no iteration.
         self._progress, self._row_at = time.time(), time.monotonic()
         self._set_state(last_progress_timestamp_seconds=self._progress)

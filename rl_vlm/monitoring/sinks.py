@@ -6,9 +6,11 @@ each time.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
+import logging
 import os
 import re
 import secrets
@@ -25,6 +27,8 @@ from rl_vlm.files import append_whole, to_jsonable, whole_lines, write_atomic
 
 Metrics = Mapping[str, float]
 
+logger = logging.getLogger(__name__)
+
 MAX_PENDING = 10_000  # entries that are kept while the disk is full: hours of iterations, a few megabytes
 
 
@@ -38,7 +42,7 @@ class ProgressCsv:
         lines = whole_lines(path)
         kept = [line for line in lines[1:] if _iteration_of_row(line) <= keep_until]
         _keep_lines(path, lines[:1] + kept if kept else [])
-        self._columns: list[str] = next(csv.reader([lines[0].decode()])) if kept else []
+        self._columns: list[str] = next(csv.reader([lines[0].decode(errors="replace")])) if kept else []
 
     def add(self, iteration: int, metrics: Metrics) -> None:
         """Append a row."""
@@ -65,8 +69,13 @@ class ProgressCsv:
 
     def column(self, name: str) -> list[float]:
         """All values of a metric, in order, those included that could not be written yet."""
-        rows = csv.DictReader(line.decode() for line in whole_lines(self._path))
-        written = [float(row[name]) for row in rows if row.get(name)]
+        written = []
+        try:
+            for row in csv.DictReader(line.decode(errors="replace") for line in whole_lines(self._path)):
+                with contextlib.suppress(ValueError):  # a cell that a crash of the machine has damaged
+                    written += [float(row[name])] if row.get(name) else []
+        except csv.Error as error:
+            logger.warning("%s is damaged: %s", self._path, error)
         return written + [metrics[name] for _, metrics in self._pending if name in metrics]
 
 

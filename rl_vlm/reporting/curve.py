@@ -68,7 +68,7 @@ def read_curves(folder: Path) -> Curves:
         evaluations: list[dict[str, Any]] = [json.loads(line) for line in whole_lines(folder / "eval.jsonl")]
         for entry in sorted(evaluations, key=lambda entry: int(entry["iteration"])):
             _add_evaluation(curves, entry)
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError, csv.Error) as error:
         raise UserInputError(f"progress.csv or eval.jsonl in {folder} is damaged ({error}).") from error
     curves.reward = sorted((iteration, value) for iteration, value in reward.items() if np.isfinite(value))
     return curves

@@ -65,8 +65,8 @@ def read_labels(path: str | Path) -> list[Labelled]:
                     continue
                 if math.isfinite(first) and math.isfinite(second) and label in (0, 1, -1):
                     found.append(Labelled(first, second, int(label)))
-    except OSError as error:
-        raise UserInputError(f"Cannot read {file}: {error.strerror or error}.") from error
+    except (OSError, csv.Error) as error:
+        raise UserInputError(f"Cannot read {file}: {getattr(error, 'strerror', None) or error}.") from error
     if not found:
         raise UserInputError(f"{file} holds no line with two returns and a label.")
     return found

@@ -63,8 +63,8 @@ def read_curve(path: str | Path, column: str | None = None, unit: Unit = "auto")
                     f"{file} needs the columns step and {wanted}; it has {', '.join(names) or 'none'}."
                 )
             points = [(_number(row["step"]), _number(row[chosen])) for row in reader]
-    except OSError as error:
-        raise UserInputError(f"Cannot read {file}: {error.strerror or error}.") from error
+    except (OSError, csv.Error) as error:
+        raise UserInputError(f"Cannot read {file}: {getattr(error, 'strerror', None) or error}.") from error
     by_step = {step: value for step, value in points if math.isfinite(step) and math.isfinite(value)}
     if not by_step:
         raise UserInputError(f"{file} holds no line with a number in {chosen}.")

@@ -32,7 +32,7 @@ def read_losses(folder: Path) -> dict[str, Series]:
             for name in ("eval/loss", "accuracy/default"):
                 if entry.get(name) is not None:
                     found[name].append((int(entry["iteration"]), float(entry[name])))
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError, csv.Error) as error:
         raise UserInputError(f"progress.csv or eval.jsonl in {folder} is damaged ({error}).") from error
     return found
 

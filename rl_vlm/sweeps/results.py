@@ -71,14 +71,16 @@ def _read_trial(params: Path, sweep: SweepConfig) -> TrialResult:
     folder = params.parent
     rows = list(_rows(folder / "result.json"))
     # Population-based training changes them on the way: the last row says what they were in the end.
-    known = {**json.loads(params.read_text()), **(rows[-1].get("settings", {}) if rows else {})}
-    settings = {key: value for key, value in known.items() if key in sweep.space}
+    known = {**_params(params), **(rows[-1].get("settings", {}) if rows else {})}
+    settings = {key: known[key] for key in sweep.space if key in known}
     # Of held-out figures each row repeats the last evaluation.
     new = [row for row in rows if row.get("should_checkpoint", True)] if sweep.metric.startswith("held_out/") else rows
     points = {int(row["training_iteration"]): figure(row, sweep.metric) for row in new}
     if rows:
         points[0] = figure(rows[0], sweep.metric.replace("held_out/", "held_out_before/"))
     values = {iteration: value for iteration, value in sorted(points.items()) if not math.isnan(value)}
+    # What was there before training is nobody's merit, unless there is nothing else.
+    trained = {iteration: value for iteration, value in values.items() if iteration} or values
     choose = max if sweep.mode == "max" else min
     errors = folder / ERRORS
     error = _last_line(errors.read_text(errors="replace")) if errors.is_file() else ""
@@ -87,12 +89,21 @@ def _read_trial(params: Path, sweep: SweepConfig) -> TrialResult:
         settings,
         list(values.items()),
         int(rows[-1]["training_iteration"]) if rows else 0,
-        choose(values.values(), default=math.nan),
+        choose(trained.values(), default=math.nan),
         float(rows[-1]["time_total_s"]) if rows else 0.0,
         bool(rows),
         error,
-        _best_checkpoint(folder, values, choose),
+        _best_checkpoint(folder, trained, choose),
     )
+
+
+def _params(path: Path) -> dict[str, Any]:
+    """Tune's settings of a trial, which it does not write atomically."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError):
+        logger.warning("%s is damaged: what it says is left out.", path)
+        return {}
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -142,10 +153,10 @@ def write_results(folder: Path, trials: Sequence[TrialResult], run: RunConfig, s
 
 
 def group_by_setting(trials: Sequence[TrialResult], sweep: SweepConfig) -> list[Setting]:
-    """The trials that differ in their seed alone, together; the best mean first."""
+    """The finished trials that differ in their seed alone, together; the best mean first."""
     groups: dict[str, list[TrialResult]] = {}
     for trial in trials:
-        if trial.points:
+        if trial.points and trial.finished:
             groups.setdefault(setting_name(trial.settings, sweep), []).append(trial)
     settings = [
         Setting(name, tuple(trial.points for trial in members), tuple(trial.last for trial in members))
@@ -156,7 +167,10 @@ def group_by_setting(trials: Sequence[TrialResult], sweep: SweepConfig) -> list[
 
 def setting_name(settings: dict[str, Any], sweep: SweepConfig) -> str:
     """The settings without the seed, in the order of the sweep's file: "lr 0.002, rank 16"."""
-    return ", ".join(f"{key.rsplit('.', 1)[-1]} {_short(settings[key])}" for key in sweep.space if key != SEED) or "all"
+    return (
+        ", ".join(f"{key.rsplit('.', 1)[-1]} {_short(settings.get(key))}" for key in sweep.space if key != SEED)
+        or "all"
+    )
 
 
 def _short(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,6 +36,7 @@ _MARKER = ".rl_vlm_sweep"  # locked by the process that runs the sweep
 _TUNE_VARIABLES = {
     "RAY_AIR_NEW_OUTPUT": "0",  # which is for terminals only
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # paths are those of the sweep's working directory
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a figure may begin later, as the mean of episodes does, and no trial ends for that
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # it would end as if all were done; see _interrupt_tune
 }
 _GOES_ON = "--resume goes on from each trial's last evaluation"
@@ -58,15 +60,17 @@ def run_sweep(run: RunConfig, sweep: SweepConfig, folder: Path, *, resume: bool 
 
 def _run_sweep(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool, stack: ExitStack) -> list[TrialResult]:
     """`stack` keeps other processes out of the folder."""
+    sweep.check_space(run)
     trial = sweep.prepared(run)
     inspect_run(trial)
     sweep.check_space(trial)
+    sweep.check_evaluations(trial)
     check_folder(run, sweep, folder, resume)
     if resume:
         stack.enter_context(held(folder, _MARKER))
 
     def begin() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder)
         stack.enter_context(held(folder, _MARKER))
         check_folder(run, sweep, folder, resume)  # another process may have begun meanwhile
         write_settings(run, sweep, folder)
@@ -87,6 +91,8 @@ def _run_sweep(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool, s
     write_results(folder, trials, run, sweep)
     if not any(trial.finished for trial in trials):
         raise SweepError(f"Every trial failed; the first said: {trials[0].error if trials else 'nothing'}")
+    if all(math.isnan(trial.best) for trial in trials):
+        raise SweepError(f"No trial recorded {sweep.metric}: name a figure of progress.csv as the metric.")
     return trials
 
 
@@ -101,13 +107,22 @@ def sweep_folder(place: str | Path) -> Path:
     return folder
 
 
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserInputError(
+            f"The folder {folder} cannot be made ({error.strerror}): choose another --run-dir."
+        ) from error
+
+
 def _text(sweep: SweepConfig) -> str:
     return str(yaml.safe_dump(sweep.model_dump(mode="json", exclude_unset=True), sort_keys=False))
 
 
 def write_settings(run: RunConfig, sweep: SweepConfig, folder: Path) -> None:
     """Write config.yaml and sweep.yaml."""
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     save_config(run, folder / "config.yaml")
     write_atomic(folder / "sweep.yaml", _text(sweep))
 
@@ -126,6 +141,9 @@ def check_folder(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool)
                 "began with (its config.yaml), or start a new sweep."
             )
         return
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        raise UserInputError(f"{place} is no folder that can be written: choose another --run-dir.")
     if folder.exists() and (not folder.is_dir() or any(one.name != _MARKER for one in folder.iterdir())):
         raise UserInputError(f"{folder} exists: choose another --run-dir, or add --resume.")
 
@@ -278,7 +296,7 @@ def _within(space: Mapping[str, Values], config: dict[str, Any]) -> dict[str, An
     """A configuration whose values are in the space: scaling may leave its ranges, and what the configuration takes."""
     for key, values in space.items():
         if values.bounds is not None and key in config:
-            least, most = values.examples
+            least, most = values.ends
             config[key] = min(max(config[key], least), most)
     return config
 
@@ -296,6 +314,7 @@ def _scheduler(sweep: SweepConfig) -> Any:
             hyperparam_mutations={key: _mutation(values) for key, values in sweep.space.items()},
             custom_explore_fn=partial(_within, sweep.space),
             synch=True,
+            require_attrs=False,
             log_config=False,
         )
     return ASHAScheduler(

@@ -252,6 +252,28 @@ def test_a_machine_of_ones_own_offers_what_its_type_does(address: str, expected:
     assert "start --address=10.0.0.10:6379" in done.stdout and expected in done.stdout
 
 
+def test_a_machine_is_known_by_its_full_name_too_and_its_cluster_does_not_grow(tmp_path: Path) -> None:
+    values = ClusterValues.model_validate({"onprem": {"hosts": {"gpu-1.lab.local": "gpu_learner"}}})
+    (text,) = (text for path, text in render(values, ["onprem"]).items() if path.endswith("cluster.yaml"))
+    assert "RL_VLM_AUTOSCALING" not in text
+    for name, script in {"hostname": '[ "$1" = -A ] && echo gpu-1.lab.local || echo gpu-1', "ray": 'echo "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    start = yaml.safe_load(text)["worker_start_ray_commands"][-1]
+    known = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RAY_HEAD_IP": "10.0.0.10"}
+    done = subprocess.run(["bash", "-c", start], env=known, capture_output=True, text=True, timeout=900, check=True)
+    assert "--num-gpus=1" in done.stdout
+
+
+def test_heads_share_the_session_folder_with_their_autoscaler() -> None:
+    """KubeRay mounts a volume of this name there, and makes one where there is none."""
+    for kind in ("RayCluster", "RayJob", "RayService"):
+        for pod in pods(cluster_of(kuberay(kind))):
+            (container,) = pod["containers"]
+            assert {"name": "ray-logs", "mountPath": "/tmp/ray"} in container["volumeMounts"]
+            assert {"name": "ray-logs", "emptyDir": {}} in pod["volumes"]
+
+
 def test_pods_outlive_what_saves_a_checkpoint() -> None:
     for pod in pods(cluster_of(kuberay("RayJob"))):
         hook = " ".join(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"])

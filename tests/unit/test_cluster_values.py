@@ -44,6 +44,8 @@ def test_labels_and_hosts_are_replaced_and_not_merged() -> None:
         ("storage.mount=relative", "storage.mount"),
         ("storage.nfs='a b'", "storage.nfs"),
         ("name=Not_DNS", "name"),
+        ("job.run=Geo3k_Qwen3VL_2B_grpo_long_context_seed0_lr1e-4", "KubeRay takes at most 47 characters"),
+        ("job.run=a...", "make the RayJob rl-vlm-a---"),
         ("name='no'", "'no' would not be read as text in a manifest"),
         ("storage.nfs='$(id):/'", "storage.nfs"),
         ("aws.ssh_user='a;b'", "aws.ssh_user"),

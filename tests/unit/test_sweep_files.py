@@ -78,6 +78,7 @@ def test_the_spaces_fit_the_quickstart(file: Path) -> None:
         ({"space": {"learner.lr": {"loguniform": [0, 1]}}}, "loguniform needs numbers above 0"),
         ({"space": SPACE, "search": "optuna"}, "use choice in place of grid"),
         ({"space": SPACE, "num_sample": 4}, "Did you mean num_samples"),
+        ({"space": SPACE, "metric": "held_out/acuracy"}, "held-out figures are held_out/accuracy and held_out/reward"),
     ],
 )
 def test_a_wrong_file_gets_one_sentence(tmp_path: Path, content: dict[str, Any], message: str) -> None:
@@ -93,6 +94,8 @@ def test_a_wrong_file_gets_one_sentence(tmp_path: Path, content: dict[str, Any],
         ({"learner.learning_rate": {"choice": [1e-3]}}, "Did you mean learner.lr"),
         ({"model.lora.rank": {"choice": [8, 0]}}, "With model.lora.rank=0: "),
         ({"model.lora.rank": {"randint": [0, 8]}}, "With model.lora.rank=0: "),
+        ({"model.lora.rank": {"loguniform": [4, 64]}}, "With model.lora.rank=26.07.*: .*integer"),
+        ({"rollout.group_size": {"uniform": [4, 8]}}, "With rollout.group_size=5.47.*: .*integer"),
     ],
 )
 def test_each_value_is_checked_before_anything_starts(space: dict[str, Any], message: str) -> None:
@@ -128,6 +131,71 @@ def test_trials_are_ranked_and_those_that_differ_in_the_seed_are_one_setting(tmp
     # Of the two checkpoints that were kept, that of the best evaluation.
     assert (tmp_path / "best/adapter/adapter_config.json").read_text() == "of iteration 1"
     assert load_config(tmp_path / "best/config.yaml").learner.lr == 0.002
+
+
+def test_a_preset_of_the_space_comes_before_what_it_would_set(tmp_path: Path) -> None:
+    found = sweep(space={"algorithm.clip_high": {"choice": [0.4]}, "algorithm.preset": {"choice": ["dapo"]}})
+    # Tune writes the keys in the order of the alphabet.
+    write_trial(tmp_path, "a", {"algorithm.clip_high": 0.4, "algorithm.preset": "dapo"}, [0.5])
+    trials = read_results(tmp_path, found)
+    write_results(tmp_path, trials, RUN, found)
+    best = load_config(tmp_path / "best/config.yaml").algorithm
+    assert (best.preset, best.clip_high) == ("dapo", 0.4)
+
+
+def test_what_was_there_before_training_is_nobodys_merit(tmp_path: Path) -> None:
+    write_trial(tmp_path, "a", {"learner.lr": 0.01, "seed": 0}, [0.0])
+    write_trial(tmp_path, "b", {"learner.lr": 0.001, "seed": 0}, [0.1])  # both had .25 before
+    found = read_results(tmp_path, sweep())
+    assert [(trial.name, trial.best, trial.before) for trial in found] == [
+        ("trial-b", 0.1, 0.25),
+        ("trial-a", 0.0, 0.25),
+    ]
+
+
+def test_a_trial_that_failed_is_no_run_of_its_setting(tmp_path: Path) -> None:
+    write_trial(tmp_path, "a", {"learner.lr": 0.001, "seed": 0}, [0.9])
+    write_trial(tmp_path, "b", {"learner.lr": 0.001, "seed": 1}, [0.3])
+    (tmp_path / "tune/trial-b/error.txt").write_text("no memory\n")
+    (setting,) = group_by_setting(read_results(tmp_path, sweep()), sweep())
+    assert setting.last == (0.9,)
+
+
+def test_settings_that_tune_had_half_written_cost_their_trial_alone(tmp_path: Path) -> None:
+    for name in "ab":
+        write_trial(tmp_path, name, {"learner.lr": 0.001, "seed": 0}, [0.5])
+    (tmp_path / "tune/trial-a/params.json").write_text("")
+    trials = read_results(tmp_path, sweep())
+    assert {trial.name: trial.settings for trial in trials} == {
+        "trial-a": {},
+        "trial-b": {"learner.lr": 0.001, "seed": 0},
+    }
+    write_results(tmp_path, trials, RUN, sweep())
+
+
+@pytest.mark.parametrize("stopping", ["asha", "pbt"])
+def test_trials_are_not_stopped_by_a_figure_that_is_not_there_yet(stopping: str) -> None:
+    space = {"learner.lr": {"loguniform": [1e-4, 1e-2]}}
+    for grace, metric, fits in (
+        (50, "held_out/accuracy", True),
+        (20, "held_out/accuracy", False),
+        (20, "reward/mean", True),
+    ):
+        found = sweep(space=space, metric=metric, stopping={"name": stopping, "grace_period": grace})
+        if fits:
+            found.check_evaluations(RUN)
+        else:
+            with pytest.raises(UserInputError, match=r"\(20\) must be a multiple of evaluation.every \(50\)"):
+                found.check_evaluations(RUN)
+
+
+def test_a_wrong_rank_of_a_shared_sweep_gets_a_sentence_too(tmp_path: Path) -> None:
+    found = sweep(space={"model.lora.rank": {"choice": [8, "sixteen"]}}, shared=True)
+    with pytest.raises(UserInputError, match="With model.lora.rank=sixteen"):
+        run_sweep(RUN, found, tmp_path / "sweep")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserInputError, match="is no folder that can be written: choose another --run-dir"):
+        run_sweep(RUN, sweep(), tmp_path / "file" / "sweep")
 
 
 def test_errors_that_a_trial_survived_are_not_its_end(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ ray_rl_vlm_rollout_lag_max{{{RUN},part="rollout"}} 1.0
 ray_rl_vlm_max_policy_lag{{{RUN},part="train"}} 2.0
 ray_rl_vlm_mismatch_kl{{{RUN},part="learner"}} NaN
 ray_rl_vlm_accuracy{{{RUN},part="eval",name="default"}} 0.5
+ray_rl_vlm_accuracy{{{RUN},part="rollout",name="geo"}} 0.9
 ray_rl_vlm_dropped{{{RUN},part="rollout",name="too_old"}} 3.0
 ray_rl_vlm_dropped{{{RUN},part="rollout",name="runner_died"}} 1.0
 ray_rl_vlm_restarts{{{RUN},part="train",name="env_runner"}} 1.0

@@ -165,14 +165,14 @@ def test_a_collector_gets_them_and_its_failure_ends_nothing(
     with HTTPServer(("127.0.0.1", 0), Collector) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}/")
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=secret, other=1")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=Basic%20secret, other=1")
         recorder = RunRecorder(tmp_path, QUIET)
         recorder.log_spans(1, SPANS)
         assert recorder.write_errors == 0
         recorder.log_spans(2, SPANS)
         server.shutdown()
     path, kind, key, body = Collector.received[0]
-    assert (path, kind, key) == ("/v1/traces", "application/json", "secret")
+    assert (path, kind, key) == ("/v1/traces", "application/json", "Basic secret")
     assert otlp.read(body) == SPANS
     assert recorder.write_errors == 1 and "collector" in caplog.text
     assert (tmp_path / "traces" / "iteration-000002.jsonl").is_file()
