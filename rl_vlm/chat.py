@@ -120,11 +120,7 @@ class ChatCodec:
 
     def encode_text(self, text: str) -> np.ndarray:
         """Plain text as the policy writes it, int32 [T]; special strings stay text. Raises UserInputError."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserInputError(f"The text {text!r} is no valid Unicode: leave lone surrogates out.") from error
-        return np.array(self._plain.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        return np.array(self._ids_of(text), dtype=np.int32)
 
     def decode(self, token_ids: np.ndarray) -> str:
         """Sampled ids as text, without a closing end-of-turn token."""
@@ -162,6 +158,10 @@ class ChatCodec:
         return self._compiled.render(conversation, **options)
 
     def _ids_of(self, text: str) -> Sequence[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserInputError(f"The text {text[:200]!r} is no valid Unicode: leave lone surrogates out.") from error
         return self._plain.encode(text, add_special_tokens=False).ids
 
     def _encode(self, rendered: str, messages: Sequence[Message], first_text: int = 0) -> EncodedSpan:

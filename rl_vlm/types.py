@@ -97,7 +97,9 @@ class EncodedImage:
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Any PIL image in RGB: transparency is laid on white, 16 bits become 8."""
+    """Any PIL image in RGB: transparency is laid on white, 16 bits become 8. Raises UserInputError for pixels of 32 bits."""
+    if image.mode in ("I", "F"):
+        raise UserInputError("The image has pixels of 32 bits, whose range nobody knows: convert it to 8 or 16 bits.")
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))  # PIL would cut off at 255
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rl_vlm.config.section import Section
 
@@ -30,6 +31,17 @@ class StageSection(Section):
         description="Environment arguments, laid over env.kwargs; with env.mixture a name -> arguments.",
     )
     mixture: dict[str, float] = Field(default_factory=dict, description="Name -> weight, in place of env.mixture's.")
+
+    @field_validator("env")
+    @classmethod
+    def _is_json(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"a stage's arguments must be JSON, and there is something else ({error}): quote dates"
+            ) from error
+        return value
 
 
 class CurriculumSection(Section):

@@ -80,6 +80,10 @@ def reward_parts(info: Info) -> tuple[tuple[str, float], ...]:
     given = info.get("reward_parts", {})
     if not isinstance(given, Mapping):
         raise EnvError(f"step() must return a dict as info['reward_parts'], not {_shape(given)}.")
+    if "env" in given:
+        raise EnvError(
+            "info['reward_parts'] may not hold a part 'env', which is the reward of step() itself: name it otherwise."
+        )
     return tuple((str(name), as_reward(value, f"step(), part {name}")) for name, value in given.items())
 
 

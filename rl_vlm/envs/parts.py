@@ -40,4 +40,7 @@ def survey(env: EnvSection, *splits: Split) -> Survey:
 
 def part_size(part: EnvPart, env: VisionEnv, split: Split) -> int | None:
     """The number of items in a split; of the training split at most `num_items`, which may also bound an endless one."""
-    return (part.num_items if split == "train" else None) or env.num_items(split)
+    size = env.num_items(split)
+    if split != "train" or not part.num_items:
+        return size
+    return part.num_items if size is None else min(part.num_items, size)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rl_vlm.config.critic import CriticSection
 from rl_vlm.learning.returns import Rescaling
+from rl_vlm.types import UserInputError
 
 HEAD = "head."  # names of the head's tensors, among those of the critic's adapter
 
@@ -93,10 +94,15 @@ class Critic:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `state` returned. Raises KeyError for a missing tensor."""
-        self.head.load_state_dict({name: state[HEAD + name] for name in self.head.state_dict()})
-        for name, parameter in (self._adapter.parameters if self._adapter else {}).items():
-            parameter.copy_(state[name])
+        """Load what `state` returned. Raises UserInputError for tensors of another critic."""
+        try:
+            self.head.load_state_dict({name: state[HEAD + name] for name in self.head.state_dict()})
+            for name, parameter in (self._adapter.parameters if self._adapter else {}).items():
+                parameter.copy_(state[name])
+        except (KeyError, RuntimeError) as error:
+            raise UserInputError(
+                f"The checkpoint has no critic of this kind ({error}): keep algorithm.name and critic as they were."
+            ) from error
 
 
 def value_loss(new: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> Tensor:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from jinja2.exceptions import TemplateError
+
 from rl_vlm.chat import ChatCodec
 from rl_vlm.imports import replaced
 from rl_vlm.models.images import DEFAULT_PIXELS, ImageProcessorSpec, PixelLimits
@@ -94,6 +96,15 @@ def load_text_side(folder: Path, pixels: PixelLimits = DEFAULT_PIXELS) -> TextSi
 
     All processes of a run must give the same limits.
     """
+    try:
+        return _text_side(folder, pixels)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, TemplateError) as error:
+        raise UserInputError(
+            f"The text files of the model in {folder} cannot be read ({type(error).__name__}: {error}): fetch or copy it again."
+        ) from error
+
+
+def _text_side(folder: Path, pixels: PixelLimits) -> TextSide:
     config = _read_config(folder)
     if config.get("model_type") not in SUPPORTED_FAMILIES:
         raise UserInputError(

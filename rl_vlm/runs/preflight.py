@@ -14,6 +14,7 @@ from rl_vlm.config import RunConfig
 from rl_vlm.config.algorithm import BUILTIN_LOSSES
 from rl_vlm.config.model import FLOAT16_UNTRAINABLE
 from rl_vlm.envs.parts import make_part
+from rl_vlm.envs.registry import portable_id
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.learning.strategies.needs import check_strategy
 from rl_vlm.models.initial_adapter import check_initial_adapter
@@ -69,7 +70,8 @@ def inspect_policy_run(run: RunConfig) -> dict[str, Any]:
     sizes: dict[str, int | None] = {}
     for name, part in run.env.parts.items():
         figures = _inspect_part(run, name, text)
-        sizes[name] = part.num_items or figures["train_items"]
+        items = [count for count in (part.num_items, figures["train_items"]) if count]
+        sizes[name] = min(items, default=None)
         found |= {f"{name}_{key}" if name else key: value for key, value in figures.items()}
         for variant in run.evaluation.variants:
             _open_changed(
@@ -85,6 +87,8 @@ def inspect_policy_run(run: RunConfig) -> dict[str, Any]:
 def _inspect_part(run: RunConfig, name: str, text: TextSide) -> dict[str, Any]:
     """Open one item of each split of an environment and encode it."""
     env_id = run.env.parts[name].id
+    if run.env.isolation == "process":
+        portable_id(env_id)  # a child makes it
     env = make_part(run.env, name)
     found: dict[str, Any] = {}
     try:

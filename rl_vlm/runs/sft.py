@@ -96,6 +96,12 @@ class SFTRun(BaseRun):
                 f"The run in {folder} was training on {self.saved.state['conversations']} conversations and sft.data now has "
                 f"{len(data.train)}: restore the data, or start anew in another --run-dir."
             )
+        for key, now in (("batch_size", job.sft.batch_size), ("seed", job.seed)):
+            if self.saved and self.saved.state.get(key, now) != now:
+                raise UserInputError(
+                    f"The run in {folder} drew its batches with {key} {self.saved.state[key]}, and now it is {now}: rows would be left out. "
+                    "Restore it, or start anew in another --run-dir."
+                )
         self.skipped = int(self.saved.state.get("skipped", 0)) if self.saved else 0
         super().__init__(job, folder, self.done, resume, SFTDisplay(self.total, self.done))
         self.saved_at = self.done if self.saved else -1
@@ -214,7 +220,13 @@ class SFTRun(BaseRun):
         """Save a checkpoint. A full disk costs this checkpoint, not the run; the older ones stay."""
         if self.done == self.saved_at:
             return
-        state = {"updates": self.done, "conversations": len(self.data.train), "skipped": self.skipped}
+        state = {
+            "updates": self.done,
+            "conversations": len(self.data.train),
+            "skipped": self.skipped,
+            "batch_size": self.job.sft.batch_size,
+            "seed": self.job.seed,
+        }
         checkpoint = Checkpoint(self.trainer.adapter(self.done), self.trainer.moments(), state)
         try:
             save_checkpoint(self.checkpoints, self.done, checkpoint, self.job.logging.keep_checkpoints)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl_vlm.chat import ChatCodec, expand_image_tokens, mrope_positions
-from rl_vlm.models.loading import TextSide
+from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.types import EncodedImage, Message, UserInputError
 
 IMAGE = picture(np.random.default_rng(0))
@@ -235,6 +236,30 @@ def test_text_that_the_template_would_drop_is_an_error(codec: ChatCodec) -> None
 def test_an_image_that_the_template_would_drop_is_an_error(codec: ChatCodec) -> None:
     with pytest.raises(UserInputError, match="0 image placeholders for 1 images"):
         codec.encode_prompt([Message.of("system", IMAGE, "a"), Message.of("user", "b")])
+
+
+def test_half_a_character_is_an_error_wherever_it_stands(codec: ChatCodec) -> None:
+    with pytest.raises(UserInputError, match="leave lone surrogates out"):
+        codec.encode_prompt([Message.of("user", "cut emoji \ud83d")])
+    with pytest.raises(UserInputError, match="leave lone surrogates out"):
+        codec.encode_text("cut emoji \ud83d")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", ""), ("tokenizer.json", "{"), ("processor_config.json", "[]"),
+        ("chat_template.jinja", "{% if"),
+    ],
+)  # fmt: skip
+def test_a_damaged_text_file_of_a_model_is_a_user_error(
+    tiny_folder: Path, tmp_path: Path, name: str, content: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    (folder / name).write_text(content)
+    with pytest.raises(UserInputError, match="cannot be read|cannot be used|damaged"):
+        load_text_side(folder)
 
 
 def test_an_empty_conversation_is_an_error(codec: ChatCodec) -> None:

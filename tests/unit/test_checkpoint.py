@@ -349,3 +349,19 @@ def test_a_run_of_which_no_checkpoint_reads_is_not_begun_anew(
     monkeypatch.setattr(Path, "read_text", stale)
     with pytest.raises(UserInputError, match="Stale file handle.* None of the 1 can be read: .*--overwrite"):
         latest_checkpoint(tmp_path)
+
+
+def test_moments_of_another_optimiser_and_another_critic_are_refused(tiny_folder: Path) -> None:
+    weights = [torch.nn.Parameter(torch.ones(4, 3))]
+    for optimizer, name in (
+        (torch.optim.Adafactor(weights), "exp_avg.0"),
+        (torch.optim.AdamW(weights), "row_var.0"),
+    ):
+        strategy = SingleProcess()
+        strategy._optimizer = optimizer
+        with pytest.raises(UserInputError, match="keep learner.optimizer as it was"):
+            strategy.restore({name: torch.zeros(4, 3), "step.0": torch.tensor(1.0)})
+    critic = PolicyModel(tiny_folder, run_config(tiny_folder, algorithm__name="ppo")).critic
+    assert critic is not None
+    with pytest.raises(UserInputError, match="keep algorithm.name and critic as they were"):
+        critic.restore({})

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rl_vlm.envs.errors import EnvError, check_reset, check_step
+from rl_vlm.envs.errors import EnvError, check_reset, check_step, reward_parts
 from rl_vlm.types import Message, Observation
 
 GOOD = Observation.user("x")
@@ -57,3 +57,9 @@ def test_a_nonsense_step_says_what_is_wrong(result, message):
 def test_a_nonsense_reset_says_what_is_wrong(result, message):
     with pytest.raises(EnvError, match=message):
         check_reset(result)
+
+
+def test_a_part_does_not_take_the_place_of_the_reward_itself():
+    assert reward_parts({"reward_parts": {"format": 0.5}}) == (("format", 0.5),)
+    with pytest.raises(EnvError, match="may not hold a part 'env'"):
+        reward_parts({"reward_parts": {"env": 5.0}})

@@ -101,3 +101,6 @@ def test_sizes_are_found_by_name() -> None:
     assert survey(run_of().env, "train").sizes["train"] == {"count": 40, "walk": 9}
     assert survey(run_of().env, "test").sizes["test"] == {"count": 512, "walk": 512}
     assert survey(parse_config({"env": {"num_items": 7}}).env, "train").sizes["train"] == {"": 7}
+    assert survey(parse_config({"env": {"num_items": 5000}}).env, "train").sizes["train"] == {
+        "": 4096
+    }  # no more than there are

@@ -150,6 +150,12 @@ def test_bytes_of_another_size_than_promised_are_an_error() -> None:
         patchify(ImageProcessorSpec(min_pixels=1024), replace(honest, width=32))
 
 
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_pixels_of_32_bits_are_refused(mode: str) -> None:
+    with pytest.raises(UserInputError, match="convert it to 8 or 16 bits"):
+        EncodedImage.from_pil(Image.new(mode, (8, 8)))
+
+
 def test_a_folder_without_a_processor_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserInputError, match="image processor"):
         ImageProcessorSpec.from_folder(tmp_path)

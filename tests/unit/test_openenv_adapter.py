@@ -198,3 +198,11 @@ def test_a_number_beside_empty_fields_keeps_its_name():
     assert (
         parts_of({"echo": "hi", "error": ""})[1] == "hi" and parts_of({"count": 3})[1] == "3" and parts_of(3)[1] == "3"
     )
+
+
+def test_numbers_that_no_server_takes_are_answered_and_counted() -> None:
+    for kind in ("integer", "number"):
+        with pytest.raises(ActionError, match="A number may have 40 characters, not 400"):
+            ActionForm("a", kind, (), {"a": {}}).parse("9" * 400)
+    assert ActionForm("a", "integer", (), {"a": {}}).parse("9007199254740993") == {"a": 9007199254740993}
+    assert ActionForm("", "object", (), {}).parse("{x} " * 70 + '{"a": 1}') == {"a": 1}

@@ -300,6 +300,17 @@ def test_a_resume_with_other_data_is_refused(
     assert "500 conversations and sft.data now has 100" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("change", ["sft.batch_size=16", "seed=7"])
+def test_a_resume_that_would_leave_rows_out_is_refused(
+    change: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    shutil.rmtree(folder / "checkpoints" / "iteration-000008")
+    assert rl_vlm(["sft", str(folder), change, "--resume", "--run-dir", str(folder)]) == 2
+    assert "rows would be left out" in " ".join(capsys.readouterr().err.split())
+
+
 def test_the_adapter_in_transformers_and_peft_gives_the_logits_of_the_trained_model(
     finished: Path, tiny_folder: Path
 ) -> None:

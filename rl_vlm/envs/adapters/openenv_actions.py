@@ -15,6 +15,8 @@ MAX_CHARS = 65_536
 _BEFORE_WORD, _AFTER_WORD = r"(?<![A-Za-z0-9])(?<![A-Za-z0-9]_)", r"(?![A-Za-z0-9]|_[A-Za-z0-9]|\.\d)"
 _BEFORE_NUMBER = r"(?<!^-)(?<![^A-Za-z]-)(?<!\d\.)"  # a sign, but not the hyphen of "action-2"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_MOST_DIGITS = 40
+_MOST_BRACES = 64  # from which an object is tried to be read
 
 
 class ActionError(RLVLMError):
@@ -81,7 +83,13 @@ class ActionForm:
             found = _NUMBER.findall(text)
             if not found:
                 raise ActionError(f"No number was found. {self.instructions}")
-            return float(found[-1]) if self.kind == "number" else round(float(found[-1]))
+            if len(found[-1]) > _MOST_DIGITS:
+                raise ActionError(
+                    f"A number may have {_MOST_DIGITS} characters, not {len(found[-1])}. {self.instructions}"
+                )
+            if self.kind == "number":
+                return float(found[-1])
+            return round(float(found[-1])) if "." in found[-1] else int(found[-1])
         # Where one choice is part of another ("up" and "pick up"), the longer one is meant: both end at the same place.
         choices = (True, False) if self.kind == "boolean" else self.choices
         named = [(*place, number) for number, one in enumerate(choices) if (place := _last_place(str(one), text))]
@@ -104,7 +112,7 @@ def _is_ascii_word(character: str) -> bool:
 
 def _last_object(text: str) -> dict[str, Any]:
     """The last JSON object of a text, tried from each brace that may open it."""
-    decoder, starts = json.JSONDecoder(), [match.start() for match in re.finditer(r"\{", text)][:64]
+    decoder, starts = json.JSONDecoder(), [match.start() for match in re.finditer(r"\{", text)][-_MOST_BRACES:]
     best: dict[str, Any] | None = None
     end = -1
     for start in starts:

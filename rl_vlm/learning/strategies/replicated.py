@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_vlm.models.payload import WeightPayload
+from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
     from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
@@ -57,6 +58,9 @@ class SingleProcess:
         for name, tensor in state.items():
             kind, _, number = name.rpartition(".")
             fields.setdefault(int(number), {})[kind] = tensor
+        kinds = {kind for found in fields.values() for kind in found}
+        if kinds and ("exp_avg" in kinds) == isinstance(self._optimizer, torch.optim.Adafactor):
+            raise UserInputError("The checkpoint was written with another optimiser: keep learner.optimizer as it was.")
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": fields, "param_groups": groups})
 
