@@ -182,7 +182,7 @@ def split_source(data: DataSource, split: Split) -> str:
     return data
 
 
-def refuse_shared_rows(data: DataSource, selected: Callable[[Split], range]) -> None:
+def refuse_shared_rows(data: DataSource, selected: Callable[[Split], range], key: str = "env.data") -> None:
     """Raise UserInputError where train and test are slices of one file that share rows; `selected` gives a split's rows.
 
     The splits of a folder or of the hub have files of their own, and a single file is one split.
@@ -195,7 +195,7 @@ def refuse_shared_rows(data: DataSource, selected: Callable[[Split], range]) -> 
     train, test = selected("train"), selected("test")
     if max(train.start, test.start) < min(train.stop, test.stop):
         raise UserInputError(
-            f"env.data: {data['train']} and {data['test']} share rows, so that tests would be trained on: give each split "
+            f"{key}: {data['train']} and {data['test']} share rows, so that tests would be trained on: give each split "
             "rows of its own, such as FILE@[100:] and FILE@[:100]."
         )
 

@@ -17,7 +17,7 @@ from rl_vlm.learning.averaging import WeightAverage
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.device import give_back
 from rl_vlm.learning.hypotheses import sight_logprobs
-from rl_vlm.learning.optimizer import make_optimizer, scale_lr
+from rl_vlm.learning.optimizer import CRITIC_GROUP, make_optimizer, scale_lr
 from rl_vlm.learning.returns import Rescaling
 from rl_vlm.learning.scores import Scores, Targets
 from rl_vlm.learning.stats import UpdateStats
@@ -31,8 +31,6 @@ from rl_vlm.types import Trajectory
 
 if TYPE_CHECKING:
     from rl_vlm.learning.module import VLMModule  # with peft and all of transformers, for env runners too
-
-CRITIC_GROUP = 1  # of the optimiser's parameter groups; 0 is the policy's
 
 
 @dataclass(slots=True)

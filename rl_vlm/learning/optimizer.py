@@ -11,6 +11,8 @@ from rl_vlm.config import RunConfig, SFTConfig
 if TYPE_CHECKING:
     from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
 
+POLICY_GROUP, CRITIC_GROUP = 0, 1  # of the optimiser's parameter groups
+
 
 def make_optimizer(policy: PolicyModel, run: RunConfig | SFTConfig) -> torch.optim.Optimizer:
     """AdamW (Adam when weight_decay is 0) or Adafactor on the trained weights, and in a second group on the critic.

@@ -90,6 +90,11 @@ class ConversationTable:
         self._rows = rows
         self._selected = selected
 
+    @property
+    def selected(self) -> range:
+        """Its rows of the file."""
+        return self._selected
+
     def __len__(self) -> int:
         return len(self._selected)
 

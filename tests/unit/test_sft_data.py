@@ -269,8 +269,10 @@ def test_a_share_is_held_out_and_not_trained_on(tiny_folder: Path, tmp_path: Pat
     assert job_data(tiny_folder, path).held_out is None
     of_train = job_data(tiny_folder, "shapes@[490:]")  # the slice is one of the train split
     assert of_train.held_out is not None and (len(of_train.train), len(of_train.held_out)) == (10, 200)
-    named = job_data(tiny_folder, path, sft__eval_data=f"{path}@[:3]")
+    named = job_data(tiny_folder, f"{path}@[3:]", sft__eval_data=f"{path}@[:3]")
     assert named.held_out is not None and len(named.held_out) == 3
+    with pytest.raises(UserInputError, match="sft.data: .* share rows"):
+        job_data(tiny_folder, path, sft__eval_data=f"{path}@[:3]")
     with pytest.raises(UserInputError, match="give one of them"):
         job_data(tiny_folder, path, sft__eval_data="x", sft__eval_fraction=0.5)
 

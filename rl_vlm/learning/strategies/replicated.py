@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rl_vlm.learning.optimizer import POLICY_GROUP
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.types import UserInputError
 
@@ -42,7 +43,9 @@ class SingleProcess:
         if finite:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return norms[0] if finite else None
+        if not finite:
+            return None
+        return norms[0] if groups is None or POLICY_GROUP in groups else 0.0
 
     def _sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """One process has nothing to add."""
