@@ -121,12 +121,14 @@ class ServeBackend:
 
     async def health(self) -> None:
         """Raise GenerationFailedError when no replica answers, or all have engines that do not."""
-        response = self._handle.status.remote()
+        response = None
         try:
+            response = self._handle.status.remote()
             async with asyncio.timeout(_PROBE_S):
                 await response
         except (RayError, RayServeException, TimeoutError) as error:
-            response.cancel()  # it would wait for a replica, as would those of every probe to come
+            if response is not None:
+                response.cancel()  # it would wait for a replica, as would those of every probe to come
             raise GenerationFailedError(f"No replica answers: {_sentence(error) or 'they may be starting'}.") from error
         states = {report["state"] for report in (await self._status())["reports"].values()}
         if states and states <= {ReplicaState.SUSPECT, ReplicaState.DEAD}:

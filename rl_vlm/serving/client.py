@@ -102,13 +102,15 @@ class PolicyClient:
         for part, target in enumerate(targets):
             shown = [image for entry in images[part :: len(targets)] for image in entry]
             lean = list(self.images.lean(shown, target))
-            response = self._handle.options(session_id=target).encode_images.remote(lean, *self._proof)
+            response = None
             try:
+                response = self._handle.options(session_id=target).encode_images.remote(lean, *self._proof)
                 async with asyncio.timeout(_ENCODE_TIMEOUT_S):
                     replica = await response
                 self.images.arrived(shown, replica, target)
             except (*_RETRYABLE, RayTaskError, TaskCancelledError, RLVLMError, TimeoutError) as error:
-                response.cancel()  # it may still wait for a replica
+                if response is not None:
+                    response.cancel()  # it may still wait for a replica
                 logger.debug("images were not encoded ahead: %s", error)
 
     @property

@@ -64,7 +64,8 @@ def _run_sweep(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool, s
     trial = sweep.prepared(run)
     inspect_run(trial)
     sweep.check_space(trial)
-    sweep.check_evaluations(trial)
+    if not resume:  # what has begun may go on
+        sweep.check_evaluations(trial)
     check_folder(run, sweep, folder, resume)
     if resume:
         stack.enter_context(held(folder, _MARKER))
