@@ -70,7 +70,7 @@ def test_a_controller_that_is_gone_at_the_end_does_not_make_a_run_fail(monkeypat
     def delete(*_: Any, **__: Any) -> None:
         raise ActorDiedError
 
-    monkeypatch.setattr(publisher, "serve", SimpleNamespace(delete=delete))
+    monkeypatch.setattr(deploying, "serve", SimpleNamespace(delete=delete))
     monkeypatch.setattr(publisher, "ray", SimpleNamespace(kill=lambda actor, no_restart: killed.append(actor)))
     service = PolicyService.__new__(PolicyService)
     service.run_id, service._registry = "run", "registry"  # type: ignore[assignment]
