@@ -122,8 +122,12 @@ def server_url(environment: dict[str, str] | None = None) -> str:
     """The address of a `/generate` server: SERVER_URL, else http://SERVER_HOST:SERVER_PORT/generate."""
     known = dict(os.environ) if environment is None else environment
     host, port = known.get("SERVER_HOST") or "localhost", known.get("SERVER_PORT") or "8000"
-    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
-    return known.get("SERVER_URL") or f"http://{host}:{port}/generate"
+    return known.get("SERVER_URL") or f"http://{url_host(host)}:{port}/generate"
+
+
+def url_host(host: str) -> str:
+    """A host as a URL has it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def _checked_url(url: str) -> str:

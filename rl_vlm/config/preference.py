@@ -90,14 +90,13 @@ class PreferenceSection(Section):
             raise ValueError(
                 "preference.random_steps + exploration_steps must give the first session something to show"
             )
-        name = (
-            "frame_capacity"
-            if self.rewards_images and self.frame_capacity < self.replay_capacity
-            else "replay_capacity"
-        )
-        if getattr(self, name) < (rows := self.collection.num_envs * self.collection.steps):
+        holds = {"replay_capacity": self.replay_capacity}
+        if self.rewards_images:
+            holds["frame_capacity"] = self.frame_capacity
+        name = min(holds, key=holds.__getitem__)
+        if holds[name] < (rows := self.collection.num_envs * self.collection.steps):
             raise ValueError(
-                f"preference.{name} ({getattr(self, name)}) holds fewer steps than come at once ({rows}, of collection.steps in each "
+                f"preference.{name} ({holds[name]}) holds fewer steps than come at once ({rows}, of collection.steps in each "
                 "environment): raise it"
             )
         return self

@@ -41,6 +41,9 @@ def survey(env: EnvSection, *splits: Split) -> Survey:
 def part_size(part: EnvPart, env: VisionEnv, split: Split) -> int | None:
     """The number of items in a split; of the training split at most `num_items`, which may also bound an endless one."""
     size = env.num_items(split)
-    if split != "train" or not part.num_items:
-        return size
-    return part.num_items if size is None else min(part.num_items, size)
+    return train_size(part, size) if split == "train" else size
+
+
+def train_size(part: EnvPart, size: int | None) -> int | None:
+    """The number of training items of an environment that has `size` of them, or endless ones (None)."""
+    return min((count for count in (part.num_items, size) if count is not None), default=None)

@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from rl_vlm.asking.http_endpoints import url_host
 from rl_vlm.config import HTTPSection
 from rl_vlm.envs import wire
 from rl_vlm.envs.adapters.remote import FRAME
@@ -259,7 +260,7 @@ def serve_environment(
     build().close()  # what is wrong is said here, not to the first client
     with bind(host, port) as sock:
         server = EnvServer(build, max_sessions=max_sessions)
-        address = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+        address = f"http://{url_host(host)}:{sock.getsockname()[1]}"
         said = f"required ({TOKEN_VARIABLE})" if token else "none: programs on this machine may connect"
         ready = f"Serving {env_id} on {address}, {max_sessions} at a time; token {said}. Clients: env.id={address}"
         http = HTTPServer(build_env_app(server, limits, token), sock, limits, lambda: announce(ready))

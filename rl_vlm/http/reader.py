@@ -101,12 +101,9 @@ class RequestReader:
     def generate(self, body: GenerateRequest, name: str, version: int) -> tuple[GenerationRequest, int]:
         """The same for `/generate`, whose `max_tokens` is cut to what the context has left."""
         prompt = self._encode(body.messages)
-        left = self._max_context - prompt.num_tokens
-        if self._kv_room is not None:
-            left = min(left, max(self._kv_room.longest(1) - prompt.num_tokens, 1))
         temperature = _temperature(body.temperature)
         sampling = SamplingParams(
-            max_new_tokens=min(body.max_tokens, left, self._limits.max_new_tokens),
+            max_new_tokens=min(body.max_tokens, self._left(prompt, 1), self._limits.max_new_tokens),
             temperature=temperature,
             top_p=_GENERATE_TOP_P if temperature else 1.0,
         )
@@ -114,14 +111,15 @@ class RequestReader:
 
     def _most_tokens(self, prompt: Prompt, count: int, each: int) -> int:
         """New tokens of a sample where the client names none: the rest of the context, as far as the limits allow."""
-        limits = [
-            self._max_context - prompt.num_tokens,
-            self._limits.max_new_tokens,
-            self._limits.max_reply_values // each,
-        ]
+        limits = self._limits
+        return max(min(self._left(prompt, count), limits.max_new_tokens, limits.max_reply_values // each), 1)
+
+    def _left(self, prompt: Prompt, count: int) -> int:
+        """New tokens that each of `count` samples has room for: the rest of the context, as far as there is memory."""
+        longest = self._max_context
         if self._kv_room is not None:
-            limits.append(self._kv_room.longest(count) - prompt.num_tokens)
-        return max(min(limits), 1)
+            longest = min(longest, self._kv_room.longest(count))
+        return max(longest - prompt.num_tokens, 1)
 
     def _request(self, prompt: Prompt, sampling: SamplingParams, name: str, version: int) -> GenerationRequest:
         return GenerationRequest(name, prompt.span.token_ids, sampling, prompt.span.images, min_version=version)

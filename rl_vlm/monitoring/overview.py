@@ -79,11 +79,10 @@ def _runs(samples: Sequence[Sample], now: float) -> list[dict[str, Any]]:
             "idle_seconds": None if progress is None else max(now - progress, 0.0),
         }
         row |= {column: _sum(own, _RUN + metric) for column, metric in _RUN_COLUMNS.items()}
-        for column, metric in (("accuracy", "accuracy"), ("dropped", "dropped"), ("restarts", "restarts")):
-            shown = [s for s in own if s.name == _RUN + metric and "name" in s.labels]
-            if column == "accuracy":  # of evaluations, not of the samples of training
-                shown = [s for s in shown if s.labels.get("part") == EVAL]
-            row[column] = {s.labels["name"]: s.value for s in shown}
+        named = [s for s in own if "name" in s.labels]
+        evaluated = [s for s in named if s.labels.get("part") == EVAL]  # training has an accuracy of its samples, too
+        for column, shown in (("accuracy", evaluated), ("dropped", named), ("restarts", named)):
+            row[column] = {s.labels["name"]: s.value for s in shown if s.name == _RUN + column}
         rows.append(row)
     return rows
 

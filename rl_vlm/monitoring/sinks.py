@@ -69,11 +69,11 @@ class ProgressCsv:
 
     def column(self, name: str) -> list[float]:
         """All values of a metric, in order, those included that could not be written yet."""
-        written = []
+        written: list[float] = []
         try:
             for row in csv.DictReader(line.decode(errors="replace") for line in whole_lines(self._path)):
-                with contextlib.suppress(ValueError):  # a cell that a crash of the machine has damaged
-                    written += [float(row[name])] if row.get(name) else []
+                with contextlib.suppress(ValueError):  # an empty cell, or one that a crash of the machine has damaged
+                    written.append(float(row.get(name) or ""))
         except csv.Error as error:
             logger.warning("%s is damaged: %s", self._path, error)
         return written + [metrics[name] for _, metrics in self._pending if name in metrics]

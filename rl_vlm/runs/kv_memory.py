@@ -27,7 +27,8 @@ def depends_on_gpu(run: RunConfig) -> bool:
 def kv_room(run: RunConfig, model: Path, gpu_bytes: int = 0, servers: int = 1) -> KVRoom | None:
     """What bounds the requests in the engines of all replicas; None where vLLM does.
 
-    gpu_bytes: the memory of a replica's GPU, 0 where none is seen. servers: processes that let requests in, each its part. Raises UserInputError where it matters and is unknown.
+    gpu_bytes: the memory of a replica's GPU, 0 where none is seen. servers: processes that let requests in, each its part.
+    Raises UserInputError where that memory matters and is unknown.
     """
     serving, given = run.serving, run.http.max_kv_gib
     if serving.expected_engine == "vllm":

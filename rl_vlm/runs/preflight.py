@@ -13,7 +13,7 @@ from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig
 from rl_vlm.config.algorithm import BUILTIN_LOSSES
 from rl_vlm.config.model import FLOAT16_UNTRAINABLE
-from rl_vlm.envs.parts import make_part
+from rl_vlm.envs.parts import make_part, train_size
 from rl_vlm.envs.registry import portable_id
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.learning.strategies.needs import check_strategy
@@ -70,8 +70,7 @@ def inspect_policy_run(run: RunConfig) -> dict[str, Any]:
     sizes: dict[str, int | None] = {}
     for name, part in run.env.parts.items():
         figures = _inspect_part(run, name, text)
-        items = [count for count in (part.num_items, figures["train_items"]) if count]
-        sizes[name] = min(items, default=None)
+        sizes[name] = train_size(part, figures["train_items"])
         found |= {f"{name}_{key}" if name else key: value for key, value in figures.items()}
         for variant in run.evaluation.variants:
             _open_changed(

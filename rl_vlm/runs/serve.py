@@ -21,6 +21,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
+from rl_vlm.asking.http_endpoints import url_host
 from rl_vlm.config import LearnerSection, RunConfig, load_config, load_served_config
 from rl_vlm.http.app import build_http_app
 from rl_vlm.http.backend import ServeBackend
@@ -208,14 +209,13 @@ def _exit_on_signals() -> None:
 def banner(plan: Plan, port: int) -> str:
     """Where it listens, under which names, within which limits."""
     run, limits = plan.run, plan.run.http
-    host = f"[{limits.host}]" if ":" in limits.host else limits.host
     device = "GPU" if run.serving.gpus_per_replica else "CPU"
     names = [plan.name] if plan.adapter is None or keeps_base_model(run) else []
     if plan.adapter is not None:
         names = ["policy", f"policy-v{plan.adapter.version}", *names]
     return "\n".join(
         [
-            f"Serving on http://{host}:{port}",
+            f"Serving on http://{url_host(limits.host)}:{port}",
             f"  engine  {run.serving.engine} on {device}, {initial_replicas(run.serving)} replica(s), {run.model.dtype}",
             f"  models  {', '.join(names)}",
             "  routes  POST /v1/chat/completions /generate, GET /v1/models /health /metrics /openapi.json",

@@ -88,19 +88,14 @@ class ConversationTable:
     def __init__(self, rows: Rows, selected: range, name: str) -> None:
         self.name = name
         self._rows = rows
-        self._selected = selected
-
-    @property
-    def selected(self) -> range:
-        """Its rows of the file."""
-        return self._selected
+        self.selected = selected  # rows of the file
 
     def __len__(self) -> int:
-        return len(self._selected)
+        return len(self.selected)
 
     def __getitem__(self, index: int) -> Conversation:
         """Conversation `index`; IndexError outside the table, BadRowError that names file and line if it is not usable."""
-        row = self._selected[index]
+        row = self.selected[index]
         return read_conversation(self._rows.row(row), self._rows.where(row), self._rows.folder(row))
 
     def __iter__(self) -> Iterator[Conversation]:
