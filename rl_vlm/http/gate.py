@@ -164,7 +164,8 @@ class Gate:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                async with self._deadlines.at(min(deadline, loop.time() + _STALL_S)):
+                stalled = loop.time() + _STALL_S
+                async with self._deadlines.at(min(deadline, stalled)):
                     message = await receive()
                 if message["type"] == "http.disconnect":
                     return False
@@ -181,7 +182,7 @@ class Gate:
         except TimeoutError as error:
             if self._deadlines.stopping:
                 raise self._deadlines.too_late(self._limits.deadline_s) from error
-            if loop.time() >= deadline:
+            if deadline <= stalled:
                 why = f"not all of it came within {self._limits.deadline_s:g} s"
             else:
                 why = f"nothing came for {_STALL_S:g} s"
