@@ -5,13 +5,14 @@ A checkpoint appears complete or not at all, and loading one runs no code.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from safetensors import SafetensorError
 
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.payload import WeightPayload
+from rl_vlm.models.tensor_bytes import file_digest, write_tensors
 from rl_vlm.models.trained import read_payload, trained_folder
 from rl_vlm.types import UserInputError
 
@@ -46,22 +48,21 @@ class Checkpoint:
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     """Write all files into `folder`, which exists. Not atomic: see `write_folder`."""
     import torch
-    from safetensors.torch import save
 
     weights = checkpoint.adapter
     (folder / weights.FOLDER).mkdir(exist_ok=True)
     _write(folder / weights.FOLDER / weights.TENSORS, weights.tensors)
     _write(folder / weights.FOLDER / weights.CONFIG, weights.config_json.encode())
-    moments = {name: torch.as_tensor(value).contiguous() for name, value in sorted(checkpoint.moments.items())}
-    _write(folder / "optimizer.safetensors", save(moments))
+    moments = {name: torch.as_tensor(value) for name, value in checkpoint.moments.items()}
+    write_tensors(folder / "optimizer.safetensors", moments)
     if checkpoint.extras:
-        extras = {name: checkpoint.extras[name].contiguous() for name in sorted(checkpoint.extras)}
-        _write(folder / "learner.safetensors", save(extras))
+        write_tensors(folder / "learner.safetensors", checkpoint.extras)
     state = {
         **checkpoint.state,
         "version": checkpoint.adapter.version,
         "adapter_sha256": checkpoint.adapter.sha256,
         "extras": bool(checkpoint.extras),
+        "sha256": digests(folder),
     }
     _write(folder / "state.json", json.dumps(state, sort_keys=True, indent=1).encode())
 
@@ -72,15 +73,30 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
     try:
         state = json.loads((folder / "state.json").read_text())
-        adapter = read_payload(trained_folder(folder) or folder / AdapterPayload.FOLDER, state["version"])
+        version, known = state["version"], state.pop("sha256", {})
+        check_digests(folder, known)
+        adapter = read_payload(trained_folder(folder) or folder / AdapterPayload.FOLDER, version)
         moments = load_file(folder / "optimizer.safetensors")
         extras = load_file(folder / "learner.safetensors") if state.get("extras") else {}
         sha256 = state["adapter_sha256"]
     except (OSError, ValueError, TypeError, KeyError, SafetensorError, UserInputError) as error:
         raise UserInputError(f"The checkpoint {folder} is incomplete or corrupt ({error}).") from error
-    if adapter.sha256 != sha256:
+    # Full weights of several gigabytes had the plain SHA-256 before it was computed in pieces.
+    if adapter.sha256 != sha256 and hashlib.sha256(adapter.tensors).hexdigest() != sha256:
         raise UserInputError(f"The checkpoint {folder} is corrupt: its adapter has another SHA-256.")
     return Checkpoint(adapter, moments, state, extras)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """A digest of each file of tensors that lies in the folder itself, by name (see `file_digest`). Raises OSError."""
+    return {file.name: file_digest(file) for file in sorted(folder.glob("*.safetensors"))}
+
+
+def check_digests(folder: Path, known: Mapping[str, str]) -> None:
+    """Compare the files with what `digests` said of them; older checkpoints know none. Raises OSError, TypeError and ValueError."""
+    for name, digest in dict(known).items():
+        if file_digest(folder / name) != digest:
+            raise ValueError(f"{name} has another SHA-256 than when it was written")
 
 
 def save_checkpoint(checkpoints: Path, iteration: int, checkpoint: Checkpoint, keep: int) -> Path:

@@ -17,7 +17,14 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from rl_vlm.algorithms.checkpoint import clean_leftovers, delete_old, newest_readable, write_folder
+from rl_vlm.algorithms.checkpoint import (
+    check_digests,
+    clean_leftovers,
+    delete_old,
+    digests,
+    newest_readable,
+    write_folder,
+)
 from rl_vlm.algorithms.checkpoint import list_checkpoints as list_folders
 from rl_vlm.files import write_atomic
 from rl_vlm.labelling.store import LabelStore
@@ -75,7 +82,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 def _check(folder: Path) -> None:
     """Raise UserInputError when a checkpoint is incomplete, such as after a power failure, which may cut files short."""
-    read_state(folder)
+    known = read_state(folder).get("sha256", {})
     for file in folder.glob("*.safetensors"):
         try:
             with safe_open(file, framework="numpy"):  # compares the header with the file's length
@@ -84,6 +91,10 @@ def _check(folder: Path) -> None:
             raise UserInputError(
                 f"The checkpoint {folder} is corrupt: {file.name} cannot be read ({error})."
             ) from error
+    try:
+        check_digests(folder, known)
+    except (OSError, TypeError, ValueError) as error:
+        raise UserInputError(f"The checkpoint {folder} is corrupt: {error}.") from error
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -93,7 +104,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Write `state.json`, the last file of a checkpoint, which makes it complete."""
-    write_atomic(folder / STATE, json.dumps(state, sort_keys=True))
+    write_atomic(folder / STATE, json.dumps({**state, "sha256": digests(folder)}, sort_keys=True))
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from rl_vlm.models.payload import WeightPayload
+from rl_vlm.models.tensor_bytes import tree_digest
 from rl_vlm.types import POLICY, UserInputError
 
 if TYPE_CHECKING:
@@ -33,6 +33,15 @@ class FullPayload(WeightPayload):
         return cls.packed(version, state, about, dtype)
 
     @classmethod
+    def digest(cls, content: bytes | memoryview) -> str:
+        """See WeightPayload; of gigabytes, by several threads."""
+        return tree_digest(content)
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors by name, not to be written to: gigabytes are not copied. Raises UserInputError for damaged bytes."""
+        return self.views()
+
+    @classmethod
     def read(cls, folder: Path, version: int, policy: str = POLICY) -> FullPayload:
         """Read what `write` wrote. Raises UserInputError."""
         try:
@@ -46,7 +55,7 @@ class FullPayload(WeightPayload):
             raise UserInputError(f"The weights {folder} cannot be read ({error}).") from error
         if not names:
             raise UserInputError(f"The weights {folder} hold no tensors: {cls.TENSORS} is empty or damaged.")
-        return cls(version, tensors, config_json, hashlib.sha256(tensors).hexdigest(), policy)
+        return cls(version, tensors, config_json, cls.digest(tensors), policy)
 
 
 def check_fits(state: Mapping[str, Tensor], own: Mapping[str, Tensor], version: int) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from rl_vlm.models.tensor_bytes import pack
 from rl_vlm.types import POLICY, UserInputError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by safeten
 
 @dataclass(frozen=True, slots=True)
 class WeightPayload:
-    """One immutable version of a policy: safetensors bytes, what they are as JSON, and the SHA-256 of the bytes.
+    """One immutable version of a policy: safetensors bytes, what they are as JSON, and a SHA-256 of the bytes (see `digest`).
 
     KIND begins messages; FOLDER is its folder inside a run or a checkpoint, with the files TENSORS and CONFIG.
     """
@@ -52,21 +53,18 @@ class WeightPayload:
 
     @classmethod
     def packed(cls, version: int, state: Mapping[str, Tensor], config_json: str, dtype: str | None = None) -> Self:
-        """Pack tensors by name, rounded to `dtype` such as bfloat16 where it is given: one by one, before they leave their device."""
-        import torch
-        from safetensors.torch import save
+        """Pack tensors by name, rounded to `dtype` such as bfloat16 where it is given, before they leave their device."""
+        content = pack(state, dtype)
+        return cls(version, content, config_json, cls.digest(content))
 
-        def on_cpu(tensor: Tensor) -> Tensor:
-            rounded = tensor.detach() if dtype is None else tensor.detach().to(getattr(torch, dtype))
-            return rounded.to("cpu").contiguous()
-
-        # A copy on the CPU in a fixed order, so that equal weights give equal bytes.
-        blob = save({name: on_cpu(state[name]) for name in sorted(state)})
-        return cls(version, blob, config_json, hashlib.sha256(blob).hexdigest())
+    @classmethod
+    def digest(cls, content: bytes | memoryview) -> str:
+        """What `sha256` must be for these bytes."""
+        return hashlib.sha256(content).hexdigest()
 
     def verify(self) -> Self:
         """Return self if the bytes match the hash."""
-        if hashlib.sha256(self.tensors).hexdigest() != self.sha256:
+        if self.digest(self.tensors) != self.sha256:
             raise UserInputError(f"{self.KIND} version {self.version} is corrupt: its bytes do not match its SHA-256.")
         return self
 
@@ -108,13 +106,12 @@ class WeightPayload:
         Raises as `state` does.
         """
         import torch
-        from safetensors.torch import save
 
         kind, own = getattr(torch, dtype), self.views()
         if all(tensor.dtype == kind for tensor in own.values()):
             return self
-        blob = save({name: tensor.to(kind).contiguous() for name, tensor in own.items()})
-        return replace(self, tensors=blob, sha256=hashlib.sha256(blob).hexdigest())
+        content = pack(own, dtype)
+        return replace(self, tensors=content, sha256=self.digest(content))
 
     def write(self, folder: Path) -> Path:
         """Write the folder with both files, atomically: it appears complete or not at all."""

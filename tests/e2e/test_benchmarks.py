@@ -50,6 +50,19 @@ def test_ways_to_train_are_compared_at_equal_episodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.acceptance
+@pytest.mark.timeout(300)
+def test_the_benchmark_of_full_weights_compares_with_safetensors(tmp_path: Path) -> None:
+    out = tmp_path / "full.json"
+    command = [sys.executable, str(ROOT / "benchmarks/full_weights.py"), "--quick", "--out", str(out)]
+    subprocess.run(command, env=environment(), timeout=280, check=True, cwd=ROOT)
+    report = json.loads(out.read_text())
+    assert {"rl_vlm: pack", "safetensors.save and hashlib", "copy of the bytes"} <= {
+        row["label"] for row in report["rows"]
+    }
+    assert all(row["runs"] == 2 and 0 < row["min"] <= row["median"] for row in report["rows"])
+
+
+@pytest.mark.acceptance
 @pytest.mark.timeout(600)
 def test_the_startup_benchmark_compares_with_a_bare_process(tmp_path: Path) -> None:
     out = tmp_path / "startup.json"

@@ -31,7 +31,7 @@ LONG: dict[str, Any] = {"messages": HI, "max_tokens": 2000, "temperature": 2.0, 
 def adapter(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random adapter that changes the model a lot."""
     payload = PolicyModel(tiny_folder, parse_config({"model": {"path": str(tiny_folder)}})).payload(1)
-    noisy = save({name: tensor.normal_(0.0, 0.2) for name, tensor in load(payload.tensors).items()})
+    noisy = save({name: tensor.normal_(0.0, 0.2) for name, tensor in load(bytes(payload.tensors)).items()})
     folder = tmp_path_factory.mktemp("adapter") / "adapter"
     return AdapterPayload(1, noisy, payload.config_json, "").write(folder)
 

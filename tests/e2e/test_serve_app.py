@@ -36,7 +36,7 @@ def config(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The manifest's Serve configuration with the tiny model, an adapter that changes it a lot, and a free port."""
     folder = tmp_path_factory.mktemp("served")
     payload = PolicyModel(tiny_folder, parse_config({"model": {"path": str(tiny_folder)}})).payload(1)
-    noisy = save({name: tensor.normal_(0.0, 0.2) for name, tensor in load(payload.tensors).items()})
+    noisy = save({name: tensor.normal_(0.0, 0.2) for name, tensor in load(bytes(payload.tensors)).items()})
     adapter = AdapterPayload(1, noisy, payload.config_json, "").write(folder / "adapter")
     manifest = yaml.safe_load((ROOT / "cluster/kuberay/rayservice.yaml").read_text())
     settings = yaml.safe_load(manifest["spec"]["serveConfigV2"])

@@ -176,6 +176,13 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 }
 
 
+def flip(file: Path) -> None:
+    """One bit of the last number."""
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 @pytest.mark.parametrize("name", FILES[:3])
 def test_a_damaged_checkpoint_is_passed_over(
@@ -190,7 +197,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert latest_checkpoint(tmp_path) == good
 
 
-@pytest.mark.parametrize("text", ["null", "[]", "3", "{}", '{"version": 17}'])
+@pytest.mark.parametrize("text", ["null", "[]", "3", "{}", '{"version": 17}', '{"version": 17, "sha256": 3}'])
 def test_a_state_that_is_no_state_is_corrupt(payload: AdapterPayload, tmp_path: Path, text: str) -> None:
     folder = save_checkpoint(tmp_path, 1, make(payload), keep=1)
     (folder / "state.json").write_text(text)
@@ -204,6 +211,26 @@ def test_an_exchanged_adapter_is_noticed(payload: AdapterPayload, tiny_folder: P
     (folder / "adapter" / "adapter_model.safetensors").write_bytes(other.tensors)
     with pytest.raises(UserInputError, match="another SHA-256"):
         read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["optimizer.safetensors", "learner.safetensors"])
+def test_a_flipped_bit_in_moments_or_critic_is_noticed(payload: AdapterPayload, tmp_path: Path, name: str) -> None:
+    checkpoint = make(payload)
+    checkpoint.extras = {"critic.weight": torch.ones(3)}
+    good = save_checkpoint(tmp_path, 1, checkpoint, keep=9)
+    bad = save_checkpoint(tmp_path, 2, checkpoint, keep=9)
+    flip(bad / name)
+    with pytest.raises(UserInputError, match=f"corrupt .{name} has another SHA-256"):
+        read_checkpoint(bad)
+    assert latest_checkpoint(tmp_path) == good
+
+
+def test_a_checkpoint_of_before_that_is_read(payload: AdapterPayload, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, 1, make(payload), keep=1)
+    state = json.loads((folder / "state.json").read_text())
+    assert set(state.pop("sha256")) == {"optimizer.safetensors"}
+    (folder / "state.json").write_text(json.dumps(state))
+    assert read_checkpoint(folder).adapter == payload
 
 
 def test_without_any_checkpoint_there_is_none(tmp_path: Path) -> None:
@@ -227,17 +254,17 @@ def test_a_full_disk_leaves_the_older_checkpoints(
     payload: AdapterPayload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     good = save_checkpoint(tmp_path, 1, make(payload), keep=1)
-    write, count = module._write, 0
+    fsync, count = os.fsync, 0
 
-    def full(path: Path, data: bytes) -> None:
+    def full(descriptor: int) -> None:
         nonlocal count
         count += 1
         if count > after:
-            path.write_bytes(data[: len(data) // 2])
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
             raise OSError(28, "No space left on device")
-        write(path, data)
+        fsync(descriptor)
 
-    monkeypatch.setattr(module, "_write", full)
+    monkeypatch.setattr(os, "fsync", full)
     for iteration in (1, 2):
         count = 0
         with pytest.raises(OSError, match="No space"):

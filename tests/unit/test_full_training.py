@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import hashlib
 import pickle
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.steps import make_updater
 from rl_vlm.learning.strategies.replicated import SingleProcess
+from rl_vlm.models import tensor_bytes
 from rl_vlm.models.export import export_model
 from rl_vlm.models.full_weights import FullPayload
 from rl_vlm.models.loading import load_model
@@ -174,6 +177,23 @@ def test_a_version_survives_transport_folders_and_checkpoints(tiny_folder: Path,
     (saved / "weights" / "model.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(UserInputError, match="incomplete or corrupt"):
         read_checkpoint(saved)
+
+
+def test_full_weights_of_several_pieces_have_a_digest_of_the_pieces(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = FullWeightsOf(tiny_folder).payload(7)
+    assert small.sha256 == hashlib.sha256(small.tensors).hexdigest()
+    old = save_checkpoint(tmp_path / "checkpoints", 3, Checkpoint(small, {}, {}), keep=1)
+    monkeypatch.setattr(tensor_bytes, "PIECE", 100_000)
+    payload = FullWeightsOf(tiny_folder).payload(7)
+    content = bytes(payload.tensors)
+    digests = [hashlib.sha256(content[start : start + 100_000]).digest() for start in range(0, len(content), 100_000)]
+    assert len(digests) > 3 and payload.sha256 == hashlib.sha256(b"".join(digests)).hexdigest()
+    flipped = content[:-1] + bytes([content[-1] ^ 1])
+    with pytest.raises(UserInputError, match="corrupt"):
+        dataclasses.replace(payload, tensors=flipped).verify()
+    assert read_checkpoint(old).adapter == payload  # whose plain SHA-256 an earlier release wrote
 
 
 def test_the_export_of_full_weights_is_an_ordinary_model_folder(tiny_folder: Path, tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_a_full_disk_leaves_the_older_folder(
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(OSError, match="No space"):
-        dataclasses.replace(payload, version=4, tensors=payload.tensors + b" ").write(folder)
+        dataclasses.replace(payload, version=4, tensors=bytes(payload.tensors) + b" ").write(folder)
     assert AdapterPayload.read(folder, 3) == payload
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 

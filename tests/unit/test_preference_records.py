@@ -147,7 +147,7 @@ def test_the_run_folder_keeps_the_newest_checkpoints(tmp_path: Path) -> None:
         save(folders, step)
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000020", "step-00000030"]
     latest = folders.latest()
-    assert latest is not None and read_state(latest) == {"step": 30}
+    assert latest is not None and read_state(latest)["step"] == 30
 
 
 def test_scratch_keeps_all_checkpoints_and_the_run_folder_the_latest(tmp_path: Path) -> None:
@@ -167,6 +167,18 @@ def test_a_failed_write_leaves_the_older_checkpoint_and_nothing_else(tmp_path: P
     with pytest.raises(OSError, match="disk full"):
         save(folders, 20, fail=True)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
+
+
+def test_a_checkpoint_with_a_flipped_bit_is_passed_over(tmp_path: Path) -> None:
+    folders = CheckpointFolders(tmp_path, "run", keep=3, artifact_root="")
+    for step in (10, 20):
+        save(folders, step)
+    file = tmp_path / "checkpoints/step-00000020/agent.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    latest = folders.latest()
+    assert latest is not None and latest.name == "step-00000010"
 
 
 def test_a_checkpoint_that_a_power_failure_cut_short_is_passed_over(tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""What a version of all weights costs between learner and replica, beside the arithmetic limit, a copy of its bytes.
+
+    python benchmarks/full_weights.py [--quick] [--gib N] [--out FILE]
+
+Tensors of the shapes of a 4B model's layers in bfloat16, as many as asked for. Packing is what the learner does (`FullPayload.build`:
+the bytes and their SHA-256), checking what a replica does before it loads; next to them what safetensors' `save` with hashlib takes.
+They take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from report import Report
+from safetensors.torch import save
+from torch import Tensor
+
+from rl_vlm.models.full_weights import FullPayload
+
+SHAPES = {"q": (4096, 2560), "k": (1024, 2560), "v": (1024, 2560), "o": (2560, 4096), "gate": (9728, 2560), "up": (9728, 2560), "down": (2560, 9728)}  # fmt: skip
+
+
+def weights(gib: float) -> dict[str, Tensor]:
+    """Layers until they hold so many GiB; one at least."""
+    generator, state = torch.Generator().manual_seed(0), dict[str, Tensor]()
+    while not state or sum(tensor.nbytes for tensor in state.values()) < gib * 2**30:
+        layer = len(state) // len(SHAPES)
+        for name, shape in SHAPES.items():
+            state[f"layers.{layer}.{name}.weight"] = torch.randn(shape, generator=generator).bfloat16()
+    return state
+
+
+def measure(gib: float, rounds: int) -> Report:
+    """Run everything and return the report."""
+    state = weights(gib)
+    payload = FullPayload.build(1, state, "benchmark")
+    size = len(payload.tensors) / 2**30
+    source = torch.frombuffer(bytearray(payload.tensors), dtype=torch.uint8)
+
+    def plainly() -> None:
+        hashlib.sha256(save(state)).hexdigest()
+
+    parts: dict[str, Callable[[], object]] = {
+        "rl_vlm: pack": lambda: FullPayload.build(1, state, "benchmark"),
+        "safetensors.save and hashlib": plainly,
+        "rl_vlm: check": payload.verify,
+        "hashlib": lambda: hashlib.sha256(payload.tensors).hexdigest(),
+        "copy of the bytes": source.clone,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in parts}
+    for _ in range(rounds):
+        for name, part in parts.items():
+            started = time.perf_counter()
+            part()
+            seconds[name].append(time.perf_counter() - started)
+    report = Report(f"A version of all weights, {size:.2f} GiB in bfloat16")
+    for name, values in seconds.items():
+        report.add(name, values)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    report.ratios["pack / safetensors.save and hashlib, speed"] = (
+        medians["safetensors.save and hashlib"] / medians["rl_vlm: pack"]
+    )
+    report.ratios["check / hashlib, speed"] = medians["hashlib"] / medians["rl_vlm: check"]
+    report.notes.append(f"Packing takes {medians['rl_vlm: pack'] / medians['copy of the bytes']:.1f} times a copy.")
+    return report
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one layer, two rounds")
+    parser.add_argument("--gib", type=float, default=2.0)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    measure(0.0 if args.quick else args.gib, 2 if args.quick else 7).finish(args.out)
+
+
+if __name__ == "__main__":
+    main()

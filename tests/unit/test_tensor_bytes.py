@@ -1,0 +1,71 @@
+"""Tensors as bytes, against safetensors itself."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load, load_file, save
+from torch import Tensor
+
+from rl_vlm.models import tensor_bytes
+from rl_vlm.models.tensor_bytes import file_digest, pack, tree_digest, write_tensors
+
+KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool]
+SHAPES = st.lists(st.integers(0, 4), max_size=3)
+STATES = st.dictionaries(st.text(min_size=1, max_size=8), st.tuples(SHAPES, st.sampled_from(KINDS)), max_size=6)
+
+
+def tensors(described: dict[str, tuple[list[int], torch.dtype]]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: (9 * torch.randn(shape, generator=generator)).to(kind) for name, (shape, kind) in described.items()}
+
+
+@given(STATES)
+def test_packed_bytes_are_those_of_safetensors(described: dict[str, tuple[list[int], torch.dtype]]) -> None:
+    described.pop("__metadata__", None)
+    state = tensors(described)
+    assert bytes(pack(state)) == save(state)
+
+
+def test_a_tensor_in_another_layout_is_packed_in_its_order() -> None:
+    plain = torch.arange(12.0).view(3, 4)
+    packed = load(bytes(pack({"a": plain.t(), "b": plain[:, 1], "c": plain[:1].expand(2, 4)})))
+    assert packed["a"].equal(plain.t()) and packed["b"].equal(plain[:, 1]) and packed["c"].equal(plain[:1].expand(2, 4))
+
+
+def test_packed_tensors_are_rounded_to_the_nearest() -> None:
+    state = tensors({"a": ([64, 3], torch.float32), "b": ([5], torch.bfloat16)})
+    assert bytes(pack(state, "bfloat16")) == save({name: tensor.bfloat16() for name, tensor in state.items()})
+
+
+def test_parameters_are_packed_without_a_gradient_and_cannot_be_changed_there() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    packed = pack({"a": parameter * 2})
+    with pytest.raises(TypeError, match="read-only"):
+        packed[0] = 1
+
+
+def test_a_written_file_holds_the_same_bytes(tmp_path: Path) -> None:
+    state = tensors({name: ([7, 3], kind) for name, kind in zip("abcdefgh", KINDS, strict=True)})
+    state["scalar"], state["empty"] = torch.tensor(3.0), torch.empty(0, 2)
+    write_tensors(tmp_path / "x.safetensors", {**state, "t": state["a"].t()})
+    assert (tmp_path / "x.safetensors").read_bytes() == save({**state, "t": state["a"].t().contiguous()})
+    assert load_file(tmp_path / "x.safetensors")["t"].equal(state["a"].t())
+
+
+@pytest.mark.parametrize("size", [1, 999, 1000, 1001, 3000, 3500])
+def test_the_digest_is_that_of_the_pieces(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_bytes, "PIECE", 1000)
+    content = bytes(range(256)) * 14
+    content = content[:size]
+    wanted = hashlib.sha256(content)
+    if size > 1000:
+        pieces = [content[start : start + 1000] for start in range(0, size, 1000)]
+        wanted = hashlib.sha256(b"".join(hashlib.sha256(piece).digest() for piece in pieces))
+    (tmp_path / "file").write_bytes(content)
+    assert tree_digest(content) == file_digest(tmp_path / "file") == wanted.hexdigest()
