@@ -51,8 +51,12 @@ class InstantSampler:
         self.prepared: list[list[RolloutTask]] = []
         self.lose: set[str] = set()
         self.flat: Callable[[str], bool] = lambda name: False
+        self.at_once: list[int | None] = []
 
-    def start(self, tasks: list[RolloutTask], timeout_s: float | None = None) -> list[RolloutTask]:
+    def start(
+        self, tasks: list[RolloutTask], timeout_s: float | None = None, at_once: int | None = None
+    ) -> list[RolloutTask]:
+        self.at_once.append(at_once)
         self.started.append(tasks)
         return tasks
 
@@ -110,6 +114,14 @@ class RandomOrder:
 def rollouts_of(run: RunConfig, items: int | None = 100) -> tuple[RoundRollouts, InstantSampler]:
     sampler = InstantSampler()
     return RoundRollouts(sampler, TaskStream(DataCursor(items, run.seed), run), run), sampler  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("isolation", "at_once"), [("process", 7), ("thread", None)])
+def test_an_evaluation_is_bounded_where_environments_are_processes(isolation: str, at_once: int | None) -> None:
+    run = parse_config({"env": {"isolation": isolation}, "evaluation": {"at_once": 7}})
+    rollouts, sampler = rollouts_of(run)
+    rollouts.evaluate(rollouts._stream.take(3), 10.0)
+    assert sampler.at_once == [at_once]
 
 
 def continuous_of(run: RunConfig, played: RandomOrder) -> ContinuousRollouts:
