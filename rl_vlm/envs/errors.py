@@ -105,10 +105,14 @@ def _quantiles(given: object) -> tuple[float, ...]:
     if (
         not isinstance(given, list | tuple)
         or len(given) > _MOST_QUANTILES
-        or not all(isinstance(one, numbers.Real) and not isinstance(one, bool) and 0 <= one <= 1 for one in given)
+        or not all(_is_number(one) and 0 <= one <= 1 for one in given)
     ):
         raise EnvError(f"metrics must give each name up to {_MOST_QUANTILES} quantiles, numbers from 0 to 1.")
     return tuple(map(float, given))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def plain_values(info: Info) -> Info:
