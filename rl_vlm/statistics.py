@@ -1,4 +1,4 @@
-"""Statistics of held-out evaluation."""
+"""Statistics of held-out evaluation and of rewards."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ import math
 import numpy as np
 
 _RESAMPLES = 9999
+_ROUNDING = 1e-12  # of sums of some hundred float64
+
+
+def are_equal(values: np.ndarray) -> bool:
+    """Whether numbers [N] are the same but for rounding, as 0.1 + 0.2 and 0.3 are: relative to the largest, or to 1 below that."""
+    if not len(values):
+        return True
+    return bool(np.ptp(values) <= _ROUNDING * max(1.0, float(np.abs(values).max())))
 
 
 def wilson_interval(successes: int, total: int, z: float = 1.959964) -> tuple[float, float]:

@@ -28,6 +28,9 @@ class EvaluationSection(Section):
         "category", description="Key of the environment's info by which `rl-vlm eval` makes a table of its own."
     )
     at_once: int = Field(
-        64, ge=1, description="Items that `rl-vlm eval` asks at once; as many may have to be asked again after a kill."
+        64,
+        ge=1,
+        description="Items that `rl-vlm eval` asks at once, as many may have to be asked again after a kill; and that an evaluation "
+        "in training plays at once, all env runners together, with env.isolation process.",
     )
     timeout_s: float = Field(1800.0, gt=0)

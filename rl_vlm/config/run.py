@@ -119,6 +119,11 @@ class RunConfig(Section):
         return dict(arguments.get(env, {})) if self.env.mixture else arguments
 
     @property
+    def held_out_at_once(self) -> int | None:
+        """Held-out items that an evaluation in training plays at a time; None: all, where no environment is a process of its own."""
+        return self.evaluation.at_once if self.env.isolation == "process" else None
+
+    @property
     def lora_slots(self) -> int:
         """Adapter versions that a replica may sample with at the same time (engine vllm)."""
         if self.serving.shared:

@@ -23,7 +23,7 @@ from rl_vlm.envs import watchdog, wire
 from rl_vlm.envs.adapters.address import TOKEN_VARIABLE
 from rl_vlm.envs.adapters.interfaces import split_scheme
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
-from rl_vlm.envs.errors import EnvCrashError, EnvTimeoutError, check_reset, check_step
+from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_metrics, check_reset, check_step
 from rl_vlm.envs.registry import portable_id
 from rl_vlm.envs.worker import EnvWorker, raise_error, short_line
 from rl_vlm.safe_text import child_environment
@@ -118,7 +118,11 @@ class ProcessEnv(VisionEnv):
         self._process = process
         self._channel = wire.Channel(parent_reads, parent_writes, alive=lambda: _alive(process.pid))
         self._finalizer = weakref.finalize(self, _end, process, self._channel, mark)
-        self._call(self._make, self._start_timeout_s)
+        reply, _ = self._call(self._make, self._start_timeout_s)
+        try:
+            self.metrics = check_metrics(reply.get("metrics", {}))  # type: ignore[misc]  # those of this child's environment
+        except EnvError as error:
+            raise self._protocol_error(error) from error
 
     def _wanted_secrets(self) -> set[str]:
         """The variables with secrets that the environment needs: those that its arguments or RL_VLM_ENV_PASS name."""
@@ -154,7 +158,7 @@ class ProcessEnv(VisionEnv):
         except wire.FrameError as error:
             raise self._protocol_error(error) from error
 
-    def _protocol_error(self, error: wire.FrameError) -> EnvCrashError:
+    def _protocol_error(self, error: wire.FrameError | EnvError) -> EnvCrashError:
         self._kill()
         return EnvCrashError(f"{self._env_id}: the process sent an invalid message ({error}) and was killed.")
 

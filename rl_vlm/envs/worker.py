@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_vlm.envs import wire
 from rl_vlm.envs.base import VisionEnv
-from rl_vlm.envs.errors import EnvError, check_reset, check_step
+from rl_vlm.envs.errors import EnvError, check_metrics, check_reset, check_step
 from rl_vlm.envs.registry import make
 from rl_vlm.types import UserInputError
 
@@ -41,7 +41,7 @@ class EnvWorker:
         op = request["op"]
         if op == "make":
             self._env = self._build() if self._build else make(request["env_id"], **request["kwargs"])
-            return {}, []
+            return {"metrics": check_metrics(self._env.metrics)}, []
         if self._env is None:
             raise EnvError("no environment was made")
         if op == "num_items":

@@ -18,6 +18,8 @@ from rl_vlm.types import RLVLMError, Trajectory
 EXACT, ROUNDED = (1e-4, 1e-3), (0.1, 0.5)
 _BETTER = 3.0  # times closer than the truth must a hypothesis be
 _UNCHANGED = 1e-6
+# Nats: a token that is likelier than this whatever is shown can hardly change, seen or not. Log-probabilities are known to 1e-5.
+_SURE = 1e-2
 
 HYPOTHESES: dict[str, tuple[str, str]] = {
     "blank": ("engine_blind", "The engine answers as if images were blank: they get lost on the way to the model."),
@@ -36,10 +38,11 @@ class SightError(RLVLMError):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A named fault and a sentence about it."""
+    """A named fault and a sentence about it; one that does not stop a run says what could not be told."""
 
     name: str
     message: str
+    stops: bool = True
 
 
 def distance(engine: Sequence[np.ndarray], learner: Sequence[np.ndarray]) -> float:
@@ -73,37 +76,62 @@ def engine_is_blind(
 ) -> Fault | None:
     """A fault if the engine answers the same with blank images; `again` repeats `true`, which shows its noise.
 
-    All are sampled with the same seeds, item by item.
+    All are sampled with the same seeds, item by item. One that does not stop a run where equal answers are all sure: a policy that has
+    converged, or that says one thing only, gives them seeing or not.
     """
     seen = [
         _difference(first, other) > 3 * _difference(first, same) + 1e-5
         for first, same, other in zip(true, again, blank, strict=True)
+        if _can_tell(first, other)
     ]
+    if not seen:
+        return Fault(
+            "too_sure",
+            "The policy is so sure of its answers, with blank images too, that they cannot tell whether the engine sees any.",
+            stops=False,
+        )
     if np.mean(seen) > 0.25:
         return None
     return Fault("engine_blind", "The engine gives the same answers with blank images: it does not see any.")
 
 
 def learner_is_blind(true: Sequence[np.ndarray], blank: Sequence[np.ndarray]) -> Fault | None:
-    """A fault if the learner's log-probabilities [T] are the same with blank images."""
-    if not distance(true, blank) <= _UNCHANGED:  # nan says nothing about sight
+    """A fault if the learner's log-probabilities [T] are the same with blank images, of tokens of which it is not sure."""
+    seen, unseen = np.concatenate(list(true)), np.concatenate(list(blank))
+    unsure = ~_is_sure(np.minimum(seen, unseen))
+    if not unsure.any() or not distance([seen[unsure]], [unseen[unsure]]) <= _UNCHANGED:  # nan says nothing about sight
         return None
     return Fault("learner_blind", "The learner computes the same with blank images: it does not see any.")
 
 
 def raise_or_tell(faults: Sequence[Fault], mode: str) -> list[str]:
-    """The faults as sentences for people. Raises SightError in mode "error" if there are any."""
+    """The faults as sentences for people. Raises SightError in mode "error" if there are any that stop a run."""
     sentences = [f"{fault.message} [sight: {fault.name}]" for fault in faults]
-    if sentences and mode == "error":
+    if mode == "error" and any(fault.stops for fault in faults):
         raise SightError(" ".join(sentences) + " Set sight.gate to warn to train all the same.")
     return sentences
 
 
 def _difference(first: Trajectory, other: Trajectory) -> float:
     """How far the first turns of two samples are apart: infinite where their tokens differ, else nats."""
-    spans = [(trajectory.turns[0].start, trajectory.turns[0].stop) for trajectory in (first, other)]
-    ids = [one.token_ids[start:stop] for one, (start, stop) in zip((first, other), spans, strict=True)]
-    if not np.array_equal(ids[0], ids[1]):
+    (ids, logprobs), (other_ids, other_logprobs) = _first_turn(first), _first_turn(other)
+    if not np.array_equal(ids, other_ids):
         return float("inf")
-    logprobs = [one.logprobs[start:stop] for one, (start, stop) in zip((first, other), spans, strict=True)]
-    return float(np.abs(logprobs[0] - logprobs[1]).max())
+    return float(np.abs(logprobs - other_logprobs).max())
+
+
+def _can_tell(first: Trajectory, other: Trajectory) -> bool:
+    """Whether the first turns of two samples differ in their tokens or hold one that is not sure in both."""
+    (ids, logprobs), (other_ids, other_logprobs) = _first_turn(first), _first_turn(other)
+    return not np.array_equal(ids, other_ids) or not _is_sure(np.minimum(logprobs, other_logprobs)).all()
+
+
+def _first_turn(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray]:
+    """The first turn's token ids and log-probabilities [T]."""
+    span = slice(trajectory.turns[0].start, trajectory.turns[0].stop)
+    return trajectory.token_ids[span], trajectory.logprobs[span]
+
+
+def _is_sure(logprobs: np.ndarray) -> np.ndarray:
+    """bool [T]; nan is not sure."""
+    return logprobs > -_SURE

@@ -1,7 +1,7 @@
 """Serves an environment over HTTP, for `RemoteEnv`: sessions, each with an environment of its own.
 
-POST /env takes and returns a frame (see `envs/wire.py`): {"op": "open"} → {"session", "num_items", "max_sessions"}; then `reset`,
-`step` and `close` with the session, and a number that grows by one. A request whose number was answered gets the same answer.
+POST /env takes and returns a frame (see `envs/wire.py`): {"op": "open"} → {"session", "num_items", "metrics", "max_sessions"};
+then `reset`, `step` and `close` with the session, and a number that grows by one. A request whose number was answered gets the same answer.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Session:
         self.used = clock()
 
     def open(self) -> Reply:
-        """Make the environment; its splits' sizes."""
+        """Make the environment; its metrics and its splits' sizes."""
         try:
             return self._open()
         finally:

@@ -15,6 +15,7 @@ import numpy as np
 from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.learning.gigpo import gigpo_advantages
 from rl_vlm.registry import Registry
+from rl_vlm.statistics import are_equal
 from rl_vlm.types import RLVLMError, Trajectory, TrajectoryGroup
 
 
@@ -109,11 +110,11 @@ def group_advantages(
     """Advantages float64 [G] of one group: reward minus the group's mean.
 
     "std" divides by the unbiased standard deviation plus `eps` (GRPO: DeepSeekMath, arXiv 2402.03300, section 4.1);
-    "none" does not (Dr. GRPO: arXiv 2503.20783). Equal rewards give exactly zero, and so does a group of one.
+    "none" does not (Dr. GRPO: arXiv 2503.20783). Rewards that are equal but for rounding give exactly zero, and so does a group of one.
     """
     rewards = np.asarray(rewards, dtype=np.float64)
-    if len(rewards) < 2 or np.all(rewards == rewards[0]):
-        # The floating-point mean of equal numbers need not be that number.
+    if are_equal(rewards):
+        # The floating-point mean of equal numbers need not be that number, and rounding divided by its deviation would be a signal.
         return np.zeros_like(rewards)
     centred = rewards - rewards.mean()
     if normalization == "std":
@@ -209,9 +210,9 @@ def _last_tokens(trajectory: Trajectory) -> np.ndarray:
 
 
 def _normalized(values: PerToken, scale: float, eps: float = 1e-6) -> PerToken:
-    """(value - mean) / (standard deviation + eps) · scale over all tokens, float32. Equal values give exactly zero."""
+    """(value - mean) / (standard deviation + eps) · scale over all tokens, float32. Values that are equal but for rounding give exactly zero."""
     every = flat(values).astype(np.float64)
-    if not len(every) or every.min() == every.max():
+    if are_equal(every):
         return [[np.zeros(len(tokens), dtype=np.float32) for tokens in group] for group in values]
     mean, deviation = every.mean(), every.std()
     return [[((tokens - mean) / (deviation + eps) * scale).astype(np.float32) for tokens in group] for group in values]

@@ -16,6 +16,7 @@ from rl_vlm.learning.estimators import (
     register_estimator,
     turn_lengths,
 )
+from rl_vlm.statistics import are_equal
 
 Advantages = tuple[np.ndarray, np.ndarray]  # advantages and returns, float64 [T]; returns NaN where nothing is learned
 
@@ -49,7 +50,7 @@ def generalized_advantages(experience: Experience, settings: AlgorithmSection) -
     mean, scale = 0.0, settings.advantage_scale
     tokens = flat(advantages)
     if settings.advantage_normalization == "std" and len(tokens) > 1:
-        mean, scale = tokens.mean(), scale / (tokens.std(ddof=1) + 1e-8)
+        mean, scale = tokens.mean(), 0.0 if are_equal(tokens) else scale / (tokens.std(ddof=1) + 1e-8)
     return Estimate(
         [[((tokens - mean) * scale).astype(np.float32) for tokens in group] for group in advantages], returns
     )

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rl_vlm.statistics import are_equal
+
 
 @dataclass(frozen=True, slots=True)
 class Rescaling:
@@ -67,5 +69,6 @@ class ReturnScale:
 def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
     """1 - Var(R - V) / Var(R) over the tokens that have a return; 0 where all returns are equal."""
     known = np.isfinite(returns)
-    variance = float(np.var(returns[known])) if known.any() else 0.0
-    return 1.0 - float(np.var(returns[known] - values[known])) / variance if variance > 0 else 0.0
+    if are_equal(returns[known]):
+        return 0.0
+    return 1.0 - float(np.var(returns[known] - values[known])) / float(np.var(returns[known]))

@@ -99,6 +99,15 @@ class EnvPool:
     def discard(self, envs: Sequence[VisionEnv]) -> None:
         """Close environments that failed, unless one hangs: its thread would be waited for."""
         self.lent -= len(envs)
+        self._close_later(envs)
+
+    def close_surplus(self, keep: int) -> None:
+        """Close idle environments beyond `keep`, those that groups have included."""
+        surplus = self._idle[: max(len(self._idle) + self.lent - keep, 0)]
+        del self._idle[: len(surplus)]
+        self._close_later(surplus)
+
+    def _close_later(self, envs: Sequence[VisionEnv]) -> None:
         if self.stuck:
             return
         for env in envs:

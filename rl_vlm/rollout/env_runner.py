@@ -53,9 +53,9 @@ class VLMEnvRunner(RunEnvRunner):
         # The driver has the deadline of a call: it restarts this process.
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def sample(self, *, tasks: list[RolloutTask]) -> RolloutResult:
-        """Sample all tasks at once. Failures are data in the result, never exceptions."""
-        return self._wait_for(self._worker.run(tasks))
+    def sample(self, *, tasks: list[RolloutTask], at_once: int | None = None) -> RolloutResult:
+        """Sample all tasks, held-out ones `at_once` at a time. Failures are data in the result, never exceptions."""
+        return self._wait_for(self._worker.run(tasks, at_once))
 
     def prepare(self, *, tasks: list[RolloutTask]) -> None:
         """Open the episodes that the next `sample` will be asked for."""

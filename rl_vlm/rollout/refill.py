@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
+from rl_vlm.statistics import are_equal
 from rl_vlm.types import TrajectoryGroup
 
 
@@ -27,7 +26,7 @@ class Refill:
         """The groups to learn from, and those to replace. Beyond the limit groups without a gradient are kept."""
         kept, replaced = [], []
         for group in groups:
-            if self._left and np.ptp(group.rewards) == 0:
+            if self._left and are_equal(group.rewards):
                 self._left -= 1
                 replaced.append(group)
             else:

@@ -82,7 +82,7 @@ class Rollouts(ABC):
 
     def evaluate(self, tasks: Sequence[RolloutTask], timeout_s: float) -> tuple[list[TrajectoryGroup], RolloutResult]:
         """Run held-out tasks, which are not learned from. Groups that are under way go on beside them."""
-        work = self._sampler.start(tasks, timeout_s)
+        work = self._sampler.start(tasks, timeout_s, self._run.held_out_at_once)
         groups, result = self._sampler.collect(work, self.stop_requested)
         self._failures.record(len(groups), result.lost)
         if died := result.dropped.get("runner_died"):

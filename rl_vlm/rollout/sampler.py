@@ -43,9 +43,10 @@ def wait_for_some(calls: list[ray.ObjectRef], timeout_s: float) -> list[ray.Obje
 
 @dataclass(slots=True)
 class Round:
-    """Tasks that are being sampled. `open` maps a running call to (runner id, its tasks)."""
+    """Tasks that are being sampled, `at_once` at a time by each runner. `open` maps a running call to (runner id, its tasks)."""
 
     timeout_s: float
+    at_once: int | None = None
     open: dict[ray.ObjectRef, tuple[int, list[RolloutTask]]] = field(default_factory=dict)
     waiting: list[list[RolloutTask]] = field(default_factory=list)  # shards without a runner
     results: list[RolloutResult] = field(default_factory=list)
@@ -66,12 +67,16 @@ class RolloutSampler:
         self._timeout_s, self._grace_s = timeout_s, grace_s
         self._preparing: list[tuple[int, ray.ObjectRef]] = []
 
-    def start(self, tasks: Sequence[RolloutTask], timeout_s: float | None = None) -> Round:
-        """Send tasks to the healthy runners, in turn, so that a task's place in the round decides its runner."""
+    def start(self, tasks: Sequence[RolloutTask], timeout_s: float | None = None, at_once: int | None = None) -> Round:
+        """Send tasks to the healthy runners, in turn, so that a task's place in the round decides its runner.
+
+        Held-out ones may be bounded: `at_once` of them are played at a time, all runners together.
+        """
         self._check_preparations()
         self.runners.probe()
-        work = Round(timeout_s or self._timeout_s)
-        for runner, shard in self._deal(tasks):
+        shards = list(self._deal(tasks, at_once))
+        work = Round(timeout_s or self._timeout_s, at_once and at_once // max(len(shards), 1))
+        for runner, shard in shards:
             self._send(work, runner, shard)
         return work
 
@@ -93,15 +98,17 @@ class RolloutSampler:
                     self.runners.lost(runner)
         self._preparing = []
 
-    def _deal(self, tasks: Sequence[RolloutTask]) -> Iterator[tuple[int, list[RolloutTask]]]:
-        runners = self.runners.healthy() or self.runners.all()
+    def _deal(
+        self, tasks: Sequence[RolloutTask], most_runners: int | None = None
+    ) -> Iterator[tuple[int, list[RolloutTask]]]:
+        runners = (self.runners.healthy() or self.runners.all())[:most_runners]
         for place, runner in enumerate(runners):
             shard = list(tasks[place :: len(runners)])
             if shard:
                 yield runner, shard
 
     def _send(self, work: Round, runner: int, shard: list[RolloutTask]) -> None:
-        ref = self.runners.actor(runner).sample.remote(tasks=shard)
+        ref = self.runners.actor(runner).sample.remote(tasks=shard, at_once=work.at_once)
         work.open[ref] = (runner, shard)
 
     def collect(

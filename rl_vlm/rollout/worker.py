@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 from rl_vlm.config import RunConfig
@@ -78,13 +79,19 @@ class RolloutWorker:
             logger.debug("opening %s ahead failed: %s", task.group_id, error)
             return None
 
-    async def run(self, tasks: list[RolloutTask]) -> RolloutResult:
-        """Sample all tasks at once; failures of environments and requests are reported in the result, never raised."""
+    async def run(self, tasks: list[RolloutTask], at_once: int | None = None) -> RolloutResult:
+        """Sample all tasks; failures of environments and requests are reported in the result, never raised.
+
+        With `at_once`, for held-out tasks, so many at a time, and environments that training does not need are closed afterwards.
+        """
         started = time.perf_counter()
         client = self._connect()
         dropped: Counter[str] = Counter()
         with continued(tasks[0].trace if tasks else "", f"env_runner-{self._place}") as spans:
-            outcomes = await asyncio.gather(*(self._attempt(task, client, dropped) for task in tasks))
+            if at_once is None:
+                outcomes = await asyncio.gather(*(self._attempt(task, client, dropped) for task in tasks))
+            else:
+                outcomes = await self._attempt_few(tasks, client, dropped, at_once)
         result = RolloutResult(dropped=dict(dropped), retries=client.retries - self._counted_retries, spans=spans)
         self._counted_retries = client.retries
         for task, outcome in zip(tasks, outcomes, strict=True):
@@ -134,6 +141,23 @@ class RolloutWorker:
                     return f"{type(error).__name__}: {error}"
             opened = None
             attempt += 1
+
+    async def _attempt_few(
+        self, tasks: list[RolloutTask], client: PolicyClient, dropped: Counter[str], at_once: int
+    ) -> list[TrajectoryGroup | str]:
+        """`_attempt` of each task, `at_once` at a time. No variant's environments are left when the next one's are made."""
+        places = asyncio.Semaphore(at_once)
+
+        async def attempt(task: RolloutTask) -> TrajectoryGroup | str:
+            async with places:
+                return await self._attempt(task, client, dropped)
+
+        outcomes: list[TrajectoryGroup | str] = []
+        for _, part in groupby(tasks, key=lambda task: task.variant):
+            of_variant = list(part)
+            outcomes += await asyncio.gather(*map(attempt, of_variant))
+            self.pools.close_surplus(of_variant)
+        return outcomes
 
     def _take_opened(self, task: RolloutTask) -> OpenGroup | None:
         """What `prepare` opened for this task."""

@@ -11,14 +11,15 @@ def held_at_once(run: RunConfig, name: str, held_out: int | None) -> tuple[int, 
     """The most environments of one kind at once: in training, and beside them in an evaluation.
 
     `name` is the environment's in a mixture, which may turn to it alone; `held_out` the items of its held-out split. An evaluation comes
-    on top, because its variants have pools of their own, and pools keep their environments.
+    on top: its variants have pools of their own, which keep their environments, unless `evaluation.at_once` bounds them all.
     """
     rollout = run.rollout
     groups = (
         rollout.num_env_runners * rollout.groups_at_once if rollout.max_policy_lag else rollout.prompts_per_iteration
     )
-    evaluated = sum(task.size for task in evaluation_tasks(run, {name: held_out}, 0))
-    return groups * rollout.group_size, evaluated + min(run.sight.blank_items, evaluated)
+    sizes = sorted((task.size for task in evaluation_tasks(run, {name: held_out}, 0)), reverse=True)
+    sizes += [1] * min(run.sight.blank_items, sum(sizes))
+    return groups * rollout.group_size, sum(sizes[: run.held_out_at_once])
 
 
 def check_places(run: RunConfig, name: str, held_out: int | None, places: int | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_vlm.algorithms.checkpoint import clean_leftovers, latest_checkpoint, save_checkpoint
 from rl_vlm.config import RunConfig
-from rl_vlm.evaluation.sight import Fault, raise_or_tell
+from rl_vlm.evaluation.sight import Fault, SightError, raise_or_tell
 from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.runs.hints import UnpaidStart, blind
 from rl_vlm.runs.lifecycle import RunLifecycle
@@ -62,8 +62,8 @@ class PolicyRun(RunLifecycle):
                 with self._timed():
                     while algorithm.updates < self.run.algorithm.iterations and not self.stop:
                         self._iterate()
-        except (SamplingError, TooManyFailuresError):
-            # Environments or their runners are gone, and the learners are not: a resume need not repeat what these have learned.
+        except (SamplingError, TooManyFailuresError, SightError):
+            # The learners are there: a resume, with `sight.gate: warn` perhaps, need not repeat what these have learned.
             if algorithm.updates > max(self.saved_at, 0):
                 with suppress(RLVLMError):
                     self._checkpoint()
@@ -90,8 +90,6 @@ class PolicyRun(RunLifecycle):
         algorithm, run = self.algorithm, self.run
         algorithm.train()
         iteration, metrics = algorithm.updates, algorithm.last_metrics
-        if run.sight.gate != "off":
-            self._tell_faults(algorithm.sight_faults)
         if iteration <= self.last_iteration:
             # Learners were replaced from a checkpoint: the iterations since then are done again, and this one learned nothing.
             self._forget_after(iteration)
@@ -102,6 +100,8 @@ class PolicyRun(RunLifecycle):
         self.recorder.log_iteration(iteration, metrics)
         self.recorder.log_spans(iteration, algorithm.last_spans)
         self.display.update(iteration, metrics)
+        if run.sight.gate != "off":
+            self._tell_faults(algorithm.sight_faults)
         if hint := self._unpaid_start.look(iteration, metrics):
             self.display.message(hint)
         # Groups of a round that is recorded carry their conversations; with lag, rounds and iterations differ.

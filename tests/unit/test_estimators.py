@@ -33,6 +33,24 @@ def test_equal_rewards_give_exactly_zero(normalization: str, reward: float, size
     assert advantages.tolist() == [0.0] * size
 
 
+ROUNDED = [0.1 + 0.2, 0.3, 0.3, 0.6 / 2]  # two of four differ in the last bit
+
+
+@pytest.mark.parametrize("normalization", ["std", "none"])
+def test_rewards_that_only_rounding_tells_apart_give_exactly_zero(normalization: str) -> None:
+    assert len(set(ROUNDED)) > 1
+    assert group_advantages(np.array(ROUNDED), normalization).tolist() == [0.0] * 4  # type: ignore[arg-type]
+    assert group_advantages(1e-3 + 1e-6 * np.arange(4.0), normalization).all()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("estimator", ["group", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gigpo"])
+def test_a_group_that_only_rounding_tells_apart_is_counted_as_one_without_a_gradient(estimator: str) -> None:
+    settings = AlgorithmSection(estimator=estimator)
+    plan = plan_update([group_of(ROUNDED, [2, 1, 3, 2])], settings, np.random.default_rng(0))
+    assert plan.zero_advantage_groups == 1 and not plan.advantages[0].any()
+    assert not any(minibatch.groups for learner in plan.minibatches for minibatch in learner)
+
+
 def test_the_mean_of_equal_rewards_is_not_always_that_reward() -> None:
     """Why the rule above is said outright in the code."""
     assert any(np.full(size, 0.1).mean() != 0.1 for size in range(2, 40))

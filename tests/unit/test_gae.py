@@ -136,6 +136,17 @@ def test_advantages_are_normalised_over_all_tokens_of_the_batch_and_returns_are_
     assert [len(r) for r in normalised.returns[1]] == [1, 0]
 
 
+def test_advantages_that_only_rounding_tells_apart_are_exactly_zero_when_normalised() -> None:
+    # Of each token: what is still to come, .1 + .2 or .3, minus the value 0.
+    paid = [trajectory(f"g:{k}", [1], [reward]) for k, reward in enumerate((0.1 + 0.2, 0.3, 0.3))]
+    groups = [TrajectoryGroup("g", 0, paid)]
+    settings = AlgorithmSection(name="ppo", estimator="gae")
+    scores = Scores(values={one.trajectory_id: np.zeros(1, np.float32) for one in paid})
+    one = make_experience(groups, settings, np.random.default_rng(0), scores, scale=ReturnScale())
+    found = generalized_advantages(one, settings).advantages
+    assert [tokens.tolist() for tokens in found[0]] == [[0.0]] * 3
+
+
 def test_without_a_critic_it_says_so() -> None:
     with pytest.raises(EstimatorError, match="set algorithm.name to ppo"):
         generalized_advantages(experience(), AlgorithmSection(name="ppo"))
@@ -179,6 +190,8 @@ def test_explained_variance() -> None:
     assert explained_variance(np.zeros(5), returns) == 0.0
     assert explained_variance(1 - returns, returns) == pytest.approx(-3.0)
     assert explained_variance(np.zeros(2), np.ones(2)) == 0.0
+    rounded = np.array([0.1 + 0.2, 0.3])
+    assert explained_variance(np.array([1.0, 2.0]), rounded) == 0.0
 
 
 def test_the_kl_coefficient_follows_its_target_within_bounds() -> None:

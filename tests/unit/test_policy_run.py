@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from rl_vlm.algorithms.learners import LearnerDiedError
+from rl_vlm.config import parse_config
+from rl_vlm.evaluation.sight import Fault, SightError
 from rl_vlm.rollout.retry import TooManyFailuresError
 from rl_vlm.rollout.sampler import SamplingError
 from rl_vlm.runs.policy_run import PolicyRun
@@ -19,6 +21,8 @@ from rl_vlm.types import RLVLMError
     [
         (SamplingError("All env runners died."), 5, True),
         (TooManyFailuresError("16 groups were lost."), 5, True),
+        (SightError("Rows are missing."), 5, True),
+        (SightError("Rows are missing."), 2, False),  # the gate of a resumed run: what it began with is there
         (SamplingError("All env runners died."), 2, False),  # it is saved already
         (LearnerDiedError("There is nobody to ask."), 5, False),
     ],
@@ -42,3 +46,24 @@ def test_what_was_learned_is_saved_where_sampling_ends_a_run(
     with pytest.raises(type(error), match=str(error)):
         run._to_the_end()
     assert saved == ([5] if saves else [])
+
+
+def test_an_iteration_that_shows_a_fault_is_recorded_before_the_run_ends() -> None:
+    """Its update is in the checkpoint, so a resume goes on behind its row."""
+    recorded: list[int] = []
+    run = PolicyRun.__new__(PolicyRun)
+    run.run, run.last_iteration = parse_config({}), 4
+    run.algorithm = SimpleNamespace(
+        train=lambda: None,
+        updates=5,
+        last_metrics={},
+        last_spans=[],
+        sight_faults=[Fault("positions", "Rows are missing.")],
+    )
+    run.recorder = SimpleNamespace(  # type: ignore[assignment]
+        log_iteration=lambda iteration, _: recorded.append(iteration), log_spans=lambda *_: None
+    )
+    run.display = SimpleNamespace(update=lambda *_: None)  # type: ignore[assignment]
+    with pytest.raises(SightError, match="Rows are missing"):
+        run._iterate()
+    assert recorded == [5]

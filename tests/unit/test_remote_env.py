@@ -15,12 +15,14 @@ import pytest
 
 import rl_vlm
 from rl_vlm.cli.app import run as cli_run
-from rl_vlm.config import HTTPSection
+from rl_vlm.config import HTTPSection, parse_config
 from rl_vlm.envs import wire
 from rl_vlm.envs.adapters.address import base_url
 from rl_vlm.envs.adapters.remote import RemoteEnv
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError
+from rl_vlm.envs.isolation import ProcessEnv
+from rl_vlm.envs.parts import survey
 from rl_vlm.http import env_server
 from rl_vlm.http.env_server import EnvServer, build_env_app
 from rl_vlm.http.errors import RequestError
@@ -70,6 +72,30 @@ def served(build, token=None, port=0, max_sessions=8, idle_s=1800.0, clock=time.
         thread.join(10)
         loop.close()
         server.close()
+
+
+def test_metrics_of_a_served_environment_are_those_of_one_beside_us():
+    local = rl_vlm.make("GeoSpot-v0")
+
+    def isolated():
+        return ProcessEnv("GeoSpot-v0")
+
+    for build in (lambda: rl_vlm.make("GeoSpot-v0"), isolated):
+        with served(build) as (url, _):
+            run = parse_config({"env": {"id": url}})
+            assert local.metrics and survey(run.env, "test").metrics == {"": local.metrics}
+
+
+@pytest.mark.parametrize("metrics", [{"x": [2]}, {"x": "0.5"}, [], {"a\x1b[2J": []}, {str(k): [] for k in range(65)}])
+def test_a_server_that_sends_something_else_as_metrics_is_refused_and_told(metrics, monkeypatch):
+    with served(Counting) as (url, server):
+        monkeypatch.setattr(
+            "rl_vlm.http.env_server.EnvWorker.answer",
+            lambda self, request: ({"value": None, "metrics": metrics}, []),
+        )
+        with pytest.raises(EnvCrashError, match="does not answer as an environment does .*metrics"):
+            RemoteEnv(url)
+        assert server.num_sessions == 0
 
 
 def test_episodes_are_the_same_as_beside_us():

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rl_vlm.config import RolloutSection, RunConfig, parse_config
 from rl_vlm.rollout.cursor import DataCursor
 from rl_vlm.rollout.group_buffer import GroupBuffer
+from rl_vlm.rollout.refill import Refill
 from rl_vlm.rollout.retry import TooManyFailuresError
 from rl_vlm.rollout.rollouts import ContinuousRollouts, RoundRollouts
 from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
@@ -51,8 +52,12 @@ class InstantSampler:
         self.prepared: list[list[RolloutTask]] = []
         self.lose: set[str] = set()
         self.flat: Callable[[str], bool] = lambda name: False
+        self.at_once: list[int | None] = []
 
-    def start(self, tasks: list[RolloutTask], timeout_s: float | None = None) -> list[RolloutTask]:
+    def start(
+        self, tasks: list[RolloutTask], timeout_s: float | None = None, at_once: int | None = None
+    ) -> list[RolloutTask]:
+        self.at_once.append(at_once)
         self.started.append(tasks)
         return tasks
 
@@ -110,6 +115,14 @@ class RandomOrder:
 def rollouts_of(run: RunConfig, items: int | None = 100) -> tuple[RoundRollouts, InstantSampler]:
     sampler = InstantSampler()
     return RoundRollouts(sampler, TaskStream(DataCursor(items, run.seed), run), run), sampler  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("isolation", "at_once"), [("process", 7), ("thread", None)])
+def test_an_evaluation_is_bounded_where_environments_are_processes(isolation: str, at_once: int | None) -> None:
+    run = parse_config({"env": {"isolation": isolation}, "evaluation": {"at_once": 7}})
+    rollouts, sampler = rollouts_of(run)
+    rollouts.evaluate(rollouts._stream.take(3), 10.0)
+    assert sampler.at_once == [at_once]
 
 
 def continuous_of(run: RunConfig, played: RandomOrder) -> ContinuousRollouts:
@@ -195,6 +208,11 @@ def test_groups_without_a_gradient_are_replaced_up_to_the_bound() -> None:
         assert replaced == 30 or not any(np.ptp(g.rewards) == 0 for g in taken)
     sampled = rollouts.trajectories / 2 + rollouts.dropped["no_gradient"]
     assert sampled > 25 * 20 and rollouts.state()["tasks"]["open"] == []
+
+
+def test_a_group_whose_rewards_only_rounding_tells_apart_is_replaced() -> None:
+    rounded, told = group("rounded", 0, (0.1 + 0.2, 0.3)), group("told", 0, (0.3, 0.3001))
+    assert Refill(5).split([rounded, told]) == ([told], [rounded])
 
 
 def test_without_refilling_every_group_is_learned_from() -> None:

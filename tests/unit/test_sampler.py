@@ -39,6 +39,7 @@ class Runner:
         self.outcomes: list[Exception | None] = []
         self.prepared: list[str] = []
         self.asked: list[tuple[str, int]] = []  # id and version of each task that was sent here
+        self.at_once: list[int | None] = []  # of each call
         self.running: list[Reference] = []
         self.killed = 0
         self.sample = SimpleNamespace(remote=self._sample)
@@ -55,7 +56,8 @@ class Runner:
             if reference.value is HANGS:
                 reference.value = DEAD
 
-    def _sample(self, tasks: list[RolloutTask]) -> Reference:
+    def _sample(self, tasks: list[RolloutTask], at_once: int | None = None) -> Reference:
+        self.at_once.append(at_once)
         self.asked += [(task.group_id, task.min_version) for task in tasks]
         return self._outcome(RolloutResult(lost={task.group_id: "played" for task in tasks}))
 
@@ -123,6 +125,16 @@ def test_a_runner_that_dies_while_it_samples_loses_its_shard_to_another(manager:
     _, result = sampler.collect(work)
     assert result.dropped == {"runner_died": 1} and len(result.lost) == 4 and sampler.runners.restarts == 1
     assert dropped(sampler) == {} and sampler.runners.restarts == 1
+
+
+def test_held_out_items_that_are_bounded_are_so_over_all_runners(manager: Manager) -> None:
+    sampler = sampler_of(manager)
+    for at_once, shares in ((None, [None, None]), (5, [2, 2]), (2, [1, 1]), (1, [1])):
+        for runner in manager.runners.values():
+            runner.at_once.clear()
+        sampler.collect(sampler.start(TASKS, at_once=at_once))
+        assert [share for runner in manager.runners.values() for share in runner.at_once] == shares
+    assert len(manager.runners[1].asked) == 2 + 2 + 2 + 4  # a single runner plays all that one item at a time leaves
 
 
 def test_a_runner_that_dies_while_it_prepares_and_is_back_is_counted(manager: Manager) -> None:

@@ -19,14 +19,33 @@ from rl_vlm.engines import decoder
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.base import StepResult, VisionEnv
 from rl_vlm.envs.images import blank
-from rl_vlm.evaluation.sight import EXACT, Fault, SightError, distance, explain, learner_is_blind, raise_or_tell
+from rl_vlm.evaluation.sight import (
+    EXACT,
+    Fault,
+    SightError,
+    distance,
+    engine_is_blind,
+    explain,
+    learner_is_blind,
+    raise_or_tell,
+)
 from rl_vlm.learning.hypotheses import sight_logprobs
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
-from rl_vlm.types import Completion, GenerationRequest, Observation, PixelLimits, Trajectory, TrajectoryGroup
+from rl_vlm.types import (
+    Completion,
+    GenerationRequest,
+    Observation,
+    PixelLimits,
+    StopReason,
+    Trajectory,
+    TrajectoryGroup,
+    TrajectoryStatus,
+    Turn,
+)
 
 
 class TwoPictures(VisionEnv):
@@ -194,6 +213,49 @@ def test_a_learner_that_computes_nan_disagrees_and_is_not_called_blind() -> None
     assert learner_is_blind(nan, nan) is None
     found = explain({"true": distance([np.zeros(2)], nan), "blank": distance([np.zeros(2)], nan)}, EXACT)
     assert found is not None and found.name == "disagreement"
+
+
+def said(ids: list[int], logprobs: list[float]) -> Trajectory:
+    """One turn behind a prompt of one token."""
+    count = len(ids)
+    return Trajectory(
+        "t", np.array([1, *ids], dtype=np.int32), np.arange(count + 1) > 0, np.array([0, *logprobs], dtype=np.float32),
+        (Turn(1, count + 1, 1, StopReason.END_OF_TURN),), TrajectoryStatus.COMPLETED,
+    ).check()  # fmt: skip
+
+
+# A policy that has converged: float32 knows its log-probabilities, of three tokens, to some 1e-7.
+CONVERGED = [said([7, 4, 2], [-2.4e-7, -3.6e-6, 0.0]) for _ in range(8)]
+CONVERGED_BLANK = [said([7, 4, 2], [-1.2e-7, -8.3e-6, 0.0]) for _ in range(8)]
+
+
+def test_answers_that_are_sure_whatever_is_shown_cannot_tell_whether_it_is_seen() -> None:
+    fault = engine_is_blind(CONVERGED, CONVERGED, CONVERGED_BLANK)
+    assert fault is not None and fault.name == "too_sure"
+    (sentence,) = raise_or_tell([fault], "error")
+    assert "cannot tell" in sentence
+    true, blank = ([one.logprobs for one in group] for group in (CONVERGED, CONVERGED_BLANK))
+    assert learner_is_blind(true, blank) is None and learner_is_blind(true, true) is None
+
+
+def test_one_token_that_is_not_sure_tells() -> None:
+    unsure = [said([7, 4, 2], [-1e-7, -0.4, 0.0])]
+    moved = [said([7, 4, 2], [-1e-7, -0.401, 0.0])]
+    found = engine_is_blind(CONVERGED + unsure, CONVERGED + unsure, CONVERGED_BLANK + unsure)
+    assert found is not None and found.name == "engine_blind" and found.stops
+    assert engine_is_blind(CONVERGED + unsure, CONVERGED + unsure, CONVERGED_BLANK + moved) is None
+    true, blank, other = ([one.logprobs for one in CONVERGED + last] for last in (unsure, unsure, moved))
+    found = learner_is_blind(true, blank)
+    assert found is not None and found.name == "learner_blind"
+    assert learner_is_blind(true, other) is None
+    # Hundreds of sure tokens do not hide the one that changes.
+    sure = [np.zeros(5000, dtype=np.float32)]
+    assert learner_is_blind(true + sure, other + sure) is None
+
+
+def test_sure_answers_that_differ_with_blank_images_are_seen() -> None:
+    other = [said([7, 5, 2], [-1e-7, -1e-6, 0.0]) for _ in range(8)]
+    assert engine_is_blind(CONVERGED, CONVERGED, other) is None
 
 
 def test_faults_end_a_run_or_are_told() -> None:

@@ -12,8 +12,26 @@ from scipy import stats
 from rl_vlm.config import parse_config
 from rl_vlm.evaluation.heldout import evaluation_tasks, summarize
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.statistics import pass_at_k, wilson_interval
+from rl_vlm.statistics import are_equal, pass_at_k, wilson_interval
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
+
+
+@pytest.mark.parametrize(
+    ("values", "equal"),
+    [
+        ([], True),
+        ([5.0], True),
+        ([0.1 + 0.2, 0.3], True),
+        ([0.1 + 0.2 - 0.3, 0.0], True),
+        ([1e9 * (0.1 + 0.2), 3e8], True),
+        ([sum([0.1] * 300), 30.0], True),
+        ([0.3, 0.3 + 1e-9], False),
+        ([-1e-6, 0.0, 1e-6], False),
+        ([-0.3, 0.3], False),
+    ],
+)
+def test_numbers_are_equal_but_for_rounding(values: list[float], equal: bool) -> None:
+    assert are_equal(np.array(values)) is equal
 
 
 @pytest.mark.parametrize(("successes", "total"), [(0, 1), (1, 1), (0, 20), (20, 20), (7, 20), (256, 512), (1, 10_000)])

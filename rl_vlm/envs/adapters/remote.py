@@ -16,7 +16,7 @@ import httpx
 from rl_vlm.envs import wire
 from rl_vlm.envs.adapters.address import TOKEN_VARIABLE, base_url, check_seconds, is_loopback, token_header
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
-from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_reset, check_step
+from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_metrics, check_reset, check_step
 from rl_vlm.envs.images import ImageError, decode
 from rl_vlm.envs.worker import Reply, raise_error
 from rl_vlm.safe_text import excerpt
@@ -104,6 +104,12 @@ class RemoteEnv(VisionEnv):
         self._session, self._number, self._sizes = str(reply["session"]), 0, dict(reply["num_items"])
         most = reply.get("max_sessions")
         self.max_sessions = most if type(most) is int and most > 0 else None
+        try:
+            # Those of the server's environment; a server of an earlier version does not tell them.
+            self.metrics = check_metrics(reply.get("metrics", {}))  # type: ignore[misc]
+        except EnvError as error:
+            self._end_session()
+            raise EnvCrashError(f"{self._url} does not answer as an environment does ({error}).") from error
 
     def _call(self, request: dict[str, Any]) -> Reply:
         if self._session is None:
