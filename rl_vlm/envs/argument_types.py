@@ -39,15 +39,17 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin in (Union, UnionType):
         return any(_fits(value, one) for one in inner)
     if origin is Literal:
-        return any(type(value) is type(one) and value == one for one in inner)
+        return any(isinstance(value, type(one)) and value == one for one in inner)
     if origin is Mapping:
         keys, values = inner
         return isinstance(value, Mapping) and all(_fits(key, keys) and _fits(one, values) for key, one in value.items())
     if origin in (Sequence, list, tuple):
         return isinstance(value, list | tuple) and all(_fits(one, inner[0]) for one in value)
-    if hint is float:  # not a flag, nan, infinity or what no float holds
-        return type(value) in (int, float) and abs(value) <= sys.float_info.max
-    return type(value) is hint if hint in _WORDS else True
+    if isinstance(value, bool) and hint in _WORDS:
+        return hint is bool  # which is an int to Python
+    if hint is float:  # not nan, infinity or what no float holds
+        return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    return isinstance(value, hint) if hint in _WORDS else True
 
 
 def _words(hint: Any, several: bool = False) -> str:

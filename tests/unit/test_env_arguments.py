@@ -7,6 +7,7 @@ import inspect
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rl_vlm.envs.base import VisionEnv
@@ -72,6 +73,11 @@ def test_a_wrong_argument_is_refused_in_words(env_id: str, arguments: dict[str, 
     with pytest.raises(UserInputError) as refused:
         make(env_id, **arguments)
     assert sentence in str(refused.value)
+
+
+def test_numbers_and_texts_of_libraries_are_taken() -> None:
+    env: Any = make("Shapes-v0", task=np.str_("count"), second_reward=np.float64(0.25), call_bonus=1)
+    assert (env.task, env.second_reward, env.call_bonus) == ("count", 0.25, 1)
 
 
 class Loose(VisionEnv):
