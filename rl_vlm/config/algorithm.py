@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -77,6 +77,12 @@ _ONLY_WITH: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (("mismatch_low", "mismatch_high"), "mismatch", ("mask", "sequence_mask")),
     (("kl_estimator",), "kl_in", ("loss",)),
 )
+# The same of keys that recipes set: one that chooses otherwise on the command line or in a sweep is told, and not refused.
+_HINTED_WITH: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
+    (("advantage_normalization",), "estimator", ("group", "gigpo", "gae")),
+    (("clip_low", "clip_high"), "loss", ("clipped", "gspo")),
+)
+_OF_KL = ("kl_in", "kl_estimator")  # told as well without a KL penalty: 0 may be one coefficient of a sweep
 _ADAPTED = ("kl_rate", "kl_min", "kl_max")  # read where kl_target is set
 # exp(old - behaviour) within which a token, or the geometric mean of a trajectory, is kept where the configuration says nothing.
 # Per token: IcePop (Ring-1T, arXiv 2510.18855). Per trajectory: with noise of s nats per token the logarithm of the mean over T
@@ -192,8 +198,7 @@ class AlgorithmSection(Section):
     def _with_preset(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        # PPO alone has no use for the defaults, which are GRPO's.
-        preset = data.get("preset") or ("ppo" if data.get("name") == "ppo" else None)
+        preset = _preset_of(data.get("preset"), data.get("name"))
         if preset is None:
             return data
         if preset not in PRESETS:
@@ -216,26 +221,47 @@ class AlgorithmSection(Section):
 
     @model_validator(mode="after")
     def _no_constants_of_another_choice(self) -> AlgorithmSection:
-        builtin = {"loss": BUILTIN_LOSSES, "estimator": BUILTIN_ESTIMATORS}
-        for keys, chooser, readers in _ONLY_WITH:
-            chosen = getattr(self, chooser)
-            # What a plugin's loss or estimator reads is unknown.
-            if chosen in readers or chosen not in builtin.get(chooser, (chosen,)):
-                continue
-            for key in keys:
-                if self._is_changed(key):
-                    raise ValueError(
-                        f"algorithm.{key} has no effect with algorithm.{chooser} {chosen}: remove it, or set algorithm.{chooser} to "
-                        f"{' or '.join(readers)}"
-                    )
+        for key, chooser, readers in self._unread(_ONLY_WITH):
+            raise ValueError(f"{self._no_effect(key, chooser)}: remove it, or set algorithm.{chooser} to {readers}")
         for key in _ADAPTED if self.kl_target is None else ():
             if self._is_changed(key):
                 raise ValueError(f"algorithm.{key} has no effect without algorithm.kl_target: remove it, or set that")
         return self
 
+    @property
+    def without_effect(self) -> list[str]:
+        """A sentence on each key that is set and read by nothing, where that is no reason to refuse it."""
+        told = [
+            f"{self._no_effect(key, chooser)}, only with {readers}."
+            for key, chooser, readers in self._unread(_HINTED_WITH)
+        ]
+        if not self.kl_coef and not self.kl_target:
+            told += [
+                f"algorithm.{key} has no effect with algorithm.kl_coef 0." for key in _OF_KL if self._is_changed(key)
+            ]
+        return told
+
+    def _unread(self, rules: Iterable[tuple[tuple[str, ...], str, tuple[str, ...]]]) -> Iterator[tuple[str, str, str]]:
+        """Changed keys that the choice does not read: the key, the key that chooses, and its values that do."""
+        builtin = {"loss": BUILTIN_LOSSES, "estimator": BUILTIN_ESTIMATORS}
+        for keys, chooser, readers in rules:
+            chosen = getattr(self, chooser)
+            # What a plugin's loss or estimator reads is unknown.
+            if chosen not in readers and chosen in builtin.get(chooser, (chosen,)):
+                yield from ((key, chooser, " or ".join(readers)) for key in keys if self._is_changed(key))
+
+    def _no_effect(self, key: str, chooser: str) -> str:
+        return f"algorithm.{key} has no effect with algorithm.{chooser} {getattr(self, chooser)}"
+
     def _is_changed(self, key: str) -> bool:
-        # A saved configuration holds the defaults of all keys.
-        return getattr(self, key) not in (None, type(self).model_fields[key].default)
+        # A saved configuration holds the defaults of all keys, and what its preset set.
+        preset = PRESETS.get(_preset_of(self.preset, self.name) or "", {})
+        return getattr(self, key) not in (None, type(self).model_fields[key].default, preset.get(key))
+
+
+def _preset_of(preset: str | None, name: str | None) -> str | None:
+    # PPO alone has no use for the defaults, which are GRPO's.
+    return preset or ("ppo" if name == "ppo" else None)
 
 
 def without_preset_keys(algorithm: Mapping[str, Any], preset: str, replaced: str | None = None) -> dict[str, Any]:

@@ -81,3 +81,15 @@ class RewardSection(Section):
         0, ge=0, description="Sampled tokens of an episode that the part `length` does not count."
     )
     judge: JudgeSection = JudgeSection()
+
+    def without_effect(self, key: str) -> list[str]:
+        """A sentence on each setting of a part that has no weight; `key` names this section."""
+        settings = (
+            ("length", "length_budget", self.length_budget > 0),
+            ("judge", "judge", self.judge != JudgeSection()),
+        )
+        return [
+            f"{key}.{name} has no effect without a weight of the part {part} in {key}.weights."
+            for part, name, is_set in settings
+            if is_set and part not in self.weights
+        ]

@@ -109,6 +109,14 @@ class RunConfig(Section):
         return self.spec.reads.only(handler(self))
 
     @property
+    def without_effect(self) -> list[str]:
+        """A sentence on each setting that nothing of this run reads, where it is told and not refused."""
+        told = self.algorithm.without_effect
+        for name, part in self.env.parts.items():
+            told += part.reward.without_effect(f"env.mixture.{name}.reward" if name else "env.reward")
+        return told
+
+    @property
     def spec(self) -> AlgorithmSpec:
         """The classes and checks of the run's algorithm."""
         return ALGORITHMS.get(self.algorithm.name)

@@ -18,6 +18,7 @@ from rl_vlm.control_envs.metaworld import task_name
 from rl_vlm.envs.base import Info, MadeItemsEnv, StepResult
 from rl_vlm.envs.errors import EnvError
 from rl_vlm.envs.images import one_line
+from rl_vlm.envs.one_shot import check_integers
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import Observation, Split, UserInputError
 
@@ -51,7 +52,7 @@ class PlayedEnv(MadeItemsEnv):
         self,
         env: str,
         *,
-        actions: Mapping[str, Any] | Sequence[str] | None = None,
+        actions: Mapping[Any, Any] | Sequence[str] | None = None,
         frame_skip: int = 1,
         history: int = 1,
         max_turns: int = 32,
@@ -66,6 +67,9 @@ class PlayedEnv(MadeItemsEnv):
         **kwargs: Any,
     ) -> None:
         super().__init__("Control-v0", num_train, num_test)
+        check_integers(
+            "Control-v0", seed=(seed, None, None), num_train=(num_train, 1, None), num_test=(num_test, 1, None)
+        )
         limits = {
             "frame_skip": (frame_skip, MAX_SKIP),
             "history": (history, MAX_HISTORY),

@@ -111,5 +111,5 @@ class QuestionSet(TableSet[ImageTable]):
 def check_max_turns(max_turns: int) -> int:
     """Return `max_turns`; UserInputError unless it is a whole number of at least 1."""
     if isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1:
-        raise UserInputError(f"env.max_turns is {max_turns!r}; it must be a whole number of at least 1.")
+        raise UserInputError(f"env.kwargs.max_turns is {max_turns!r}; it must be a whole number of at least 1.")
     return max_turns

@@ -62,9 +62,10 @@ class CsvRows:
             table = pa.csv.read_csv(file, convert_options=pa.csv.ConvertOptions(column_types=texts))
         except (pa.ArrowException, OSError, ValueError) as error:
             raise UserInputError(f"{file} is not a readable CSV file ({one_line(error)}).") from error
-        check_columns(table.column_names, file, COLUMNS)
+        chosen = [*COLUMNS, *(name for name in OPTIONAL if name in table.column_names)]
+        check_columns(table.column_names, file, chosen)
         self._file = file
-        self._table = table.select([name for name in (*COLUMNS, *OPTIONAL) if name in table.column_names])
+        self._table = table.select(chosen)
 
     def __len__(self) -> int:
         return self._table.num_rows

@@ -8,7 +8,6 @@ keys are not handed on, except those that the arguments or RL_VLM_ENV_PASS ("HF_
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
@@ -54,12 +53,7 @@ class ProcessEnv(VisionEnv):
         self._env_id = env_id
         self._kwargs = kwargs or {}
         self._make = {"op": "make", "env_id": portable_id(env_id), "kwargs": self._kwargs}
-        try:
-            json.dumps(self._make)
-        except (TypeError, ValueError) as error:
-            raise UserInputError(
-                f"The arguments of {env_id} must be plain values to reach a process ({error})."
-            ) from error
+        wire.check_plain(env_id, self._kwargs)
         self._step_timeout_s = step_timeout_s
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None

@@ -183,14 +183,22 @@ def hub_rows(name: str, split: str, columns: Sequence[str] = COLUMNS, optional: 
     return HubRows(dataset, name, columns, optional)
 
 
-def check_columns(found: Iterable[str], where: object, columns: Sequence[str] = COLUMNS) -> None:
-    """Raise UserInputError if a column is missing."""
+def check_columns(found: Sequence[str], where: object, columns: Sequence[str] = COLUMNS) -> None:
+    """Raise UserInputError if a column is missing, or there twice."""
     missing = [column for column in columns if column not in set(found)]
     if missing:
         raise UserInputError(
             f"{where} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}; it has {', '.join(found)}. "
             f"Needed: {', '.join(columns)}."
         )
+    refuse_repeated(found, where, columns)
+
+
+def refuse_repeated(found: Sequence[str], where: object, columns: Iterable[str]) -> None:
+    """Raise UserInputError if one of the columns is there more than once: which one counts would be chance."""
+    for column in columns:
+        if found.count(column) > 1:
+            raise UserInputError(f"{where} has the column {column} more than once: keep one of them.")
 
 
 def _open(file: Path, columns: Sequence[str]) -> pq.ParquetFile:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from rl_vlm.types import EncodedImage, Message, Observation
+from rl_vlm.types import EncodedImage, Message, Observation, UserInputError
 
 MAX_JSON = 64 * 2**20
 MAX_BLOBS = 512 * 2**20
@@ -97,6 +97,18 @@ class Channel:
                 raise PeerGoneError
             if left <= 0:
                 raise TimeoutError
+
+
+def check_plain(env_id: str, arguments: Mapping[str, Any]) -> None:
+    """Raise UserInputError for an argument that is no JSON, so that the process of an environment could not be told it."""
+    for name, value in arguments.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserInputError(
+                f"{env_id}: env.kwargs.{name} must be plain values to reach another process ({error}): quote dates, and write sets as "
+                "lists."
+            ) from error
 
 
 def pack_frame(content: Mapping[str, Any], blobs: list[bytes]) -> bytes:

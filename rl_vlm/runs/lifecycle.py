@@ -198,10 +198,7 @@ class RunLifecycle(BaseRun):
         from rl_vlm.runs.cluster import ray_cluster
         from rl_vlm.serving.publisher import serving_ahead
 
-        shared = self.run.serving.shared
-        replicas = f", {self.run.serving.num_replicas} replicas" if serves else ""
-        replicas = f", the shared replicas {shared}" if serves and shared else replicas
-        self.display.message(f"Starting Ray{replicas} and the learner for {self.run.env.title} ...")
+        self._announce(serves)
         with (
             ray_cluster(self.run),
             self._ray_metrics(),
@@ -211,6 +208,15 @@ class RunLifecycle(BaseRun):
             config = self.run.spec.load("config").from_run_config(self.run, self.folder)
             with self._algorithm(config):
                 self._train()
+
+    def _announce(self, serves: bool) -> None:
+        """Say which settings change nothing, and what starts."""
+        shared = self.run.serving.shared
+        replicas = f", {self.run.serving.num_replicas} replicas" if serves else ""
+        replicas = f", the shared replicas {shared}" if serves and shared else replicas
+        for sentence in self.run.without_effect:
+            self.display.message(sentence)
+        self.display.message(f"Starting Ray{replicas} and the learner for {self.run.env.title} ...")
 
     def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
         recorder = super()._new_recorder(resumed_iteration)

@@ -13,8 +13,10 @@ from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig
 from rl_vlm.config.algorithm import BUILTIN_LOSSES
 from rl_vlm.config.model import FLOAT16_UNTRAINABLE
+from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.parts import make_part, train_size
 from rl_vlm.envs.registry import portable_id
+from rl_vlm.envs.wire import check_plain
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.learning.strategies.needs import check_strategy
 from rl_vlm.models.initial_adapter import check_initial_adapter
@@ -86,9 +88,7 @@ def inspect_policy_run(run: RunConfig) -> dict[str, Any]:
 def _inspect_part(run: RunConfig, name: str, text: TextSide) -> dict[str, Any]:
     """Open one item of each split of an environment and encode it."""
     env_id = run.env.parts[name].id
-    if run.env.isolation == "process":
-        portable_id(env_id)  # a child makes it
-    env = make_part(run.env, name)
+    env = _make_part(run, name)
     found: dict[str, Any] = {}
     try:
         for split in ("train", run.evaluation.split):
@@ -121,12 +121,21 @@ def _inspect_part(run: RunConfig, name: str, text: TextSide) -> dict[str, Any]:
     return found
 
 
+def _make_part(run: RunConfig, name: str, changes: Mapping[str, Any] | None = None) -> VisionEnv:
+    """As `make_part`. Raises UserInputError for what the child process that will make it could not be told."""
+    if run.env.isolation == "process":
+        part = run.env.parts[name]
+        portable_id(part.id)
+        check_plain(part.id, part.make_kwargs(changes))
+    return make_part(run.env, name, changes)
+
+
 def _open_changed(
     run: RunConfig, name: str, where: str, split: Split, changes: Mapping[str, Any], items: int | None = None
 ) -> None:
     """Open an environment with the changed arguments that the key `where` names; it must have the `items` that are drawn from."""
     try:
-        env = make_part(run.env, name, changes)
+        env = _make_part(run, name, changes)
         try:
             size = env.num_items(split)
             if items is not None and size is not None and size < items:

@@ -165,7 +165,9 @@ def test_a_job_runs_inside_the_image(variable: str, tmp_path: Path) -> None:
     done, command = submit(tmp_path, SCRATCH_DIR=str(scratch), **{variable: str(tmp_path / "rl_vlm.sif")})
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "submitted" / command[command.index("--run-dir") + 1]
-    binds = f"{tmp_path / 'submitted'},{run_dir},{scratch / 'rl_vlm'}"
+    binds = (
+        f"{tmp_path / 'submitted'},{run_dir},{scratch / 'rl_vlm'},{scratch / 'hf_cache'}"  # made where they were not
+    )
     assert command[:8] == [
         "apptainer",
         "exec",

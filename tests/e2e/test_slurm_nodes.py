@@ -44,6 +44,14 @@ exit 1
 """
 
 
+# The image: what it is told to run runs here.
+APPTAINER = """#!/bin/bash
+printf '%s\\n' "$4" >> "$NOTES/binds"
+shift 5
+exec "$@"
+"""
+
+
 def job(tmp_path: Path, standins: dict[str, str], **changes: str) -> dict[str, str]:
     """The environment of a job with stand-ins before everything else on the path, which note what happens in NOTES."""
     tools, notes = tmp_path / "bin", tmp_path / "notes"
@@ -69,7 +77,7 @@ def submitted(tmp_path: Path) -> Path:
 
 def run(submitted: Path, tmp_path: Path, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
     """The script with stand-ins for everything that it starts."""
-    standins = {"ray": RAY, "rl-vlm": RL_VLM, "python": PYTHON}
+    standins = {"ray": RAY, "rl-vlm": RL_VLM, "python": PYTHON, "apptainer": APPTAINER}
     known = job(tmp_path, standins, SLURM_SUBMIT_DIR=str(submitted), **changes)
     return subprocess.run(
         ["bash", SCRIPT, *arguments], env=known, capture_output=True, text=True, timeout=60, check=False
@@ -105,6 +113,28 @@ def test_the_token_is_in_the_environment_and_on_no_command_line(submitted: Path,
 def test_the_runs_failure_is_the_jobs(submitted: Path, tmp_path: Path) -> None:
     assert run(submitted, tmp_path, "configs/quickstart.yaml", RUN_STATUS="3").returncode == 3
     assert notes(tmp_path, "ended") == ["ended"] * 2 and not (tmp_path / "notes" / "scontrol").exists()
+
+
+@pytest.mark.parametrize("variable", ["SCRATCH_DIR", "HF_HOME"])
+def test_a_hub_cache_of_first_use_is_made_and_bound(variable: str, submitted: Path, tmp_path: Path) -> None:
+    (tmp_path / "rl_vlm.sif").touch()
+    place = tmp_path / "hf_cache"
+    changes = {
+        "APPTAINER_IMAGE": str(tmp_path / "rl_vlm.sif"),
+        variable: str(place if variable == "HF_HOME" else tmp_path),
+    }
+    done = run(submitted, tmp_path, "configs/quickstart.yaml", **changes)
+    assert done.returncode == 0, done.stderr
+    assert place.is_dir() and {line.split(",")[-1] for line in notes(tmp_path, "binds")} == {str(place)}
+
+
+def test_a_hub_cache_that_cannot_be_made_is_left_alone(submitted: Path, tmp_path: Path) -> None:
+    (tmp_path / "rl_vlm.sif").touch()
+    place = tmp_path / "nowhere" / "hf_cache"
+    changes = {"APPTAINER_IMAGE": str(tmp_path / "rl_vlm.sif"), "HF_HOME": str(place)}
+    done = run(submitted, tmp_path, "configs/quickstart.yaml", **changes)
+    assert done.returncode == 0, done.stderr
+    assert not place.parent.exists() and not any(str(place) in line for line in notes(tmp_path, "binds"))
 
 
 @pytest.mark.parametrize(

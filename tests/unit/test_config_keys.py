@@ -219,14 +219,8 @@ def unread(texts: Mapping[Path, str], root: Kind = RunConfig) -> set[str]:
     return {key for key in keys_of(root) if section_and_key(key, root) not in used}
 
 
-# Keys that have their effect while the configuration is checked.
-AT_LOADING = {
-    "algorithm.preset",  # sets other keys
-}
-
-
 def test_every_key_is_read_by_some_code() -> None:
-    assert unread(sources()) == AT_LOADING
+    assert unread(sources()) == set()
 
 
 def test_every_key_of_supervised_fine_tuning_is_read_by_some_code() -> None:
@@ -265,7 +259,7 @@ def test_a_key_whose_reader_is_gone_is_found() -> None:
         for read, constant in edits.items():
             texts[path] = texts[path].replace(read, constant)
     assert texts != sources()
-    assert unread(texts) == AT_LOADING | {"rollout.timeout_s", "resources.dashboard"}
+    assert unread(texts) == {"rollout.timeout_s", "resources.dashboard"}
 
 
 # --- what a run ignores

@@ -181,7 +181,7 @@ def test_the_last_word_counts(text, word):
         ({"env": "Pendulum-v1"}, "have no names: give env.kwargs.actions"),
         ({"env": "Pendulum-v1", "actions": {"push": [9.0]}}, "is no action of Box"),
         ({"env": "CartPole-v1", "history": 0}, "history must be an integer from 1 to 16"),
-        ({"env": "CartPole-v1", "reward": "x"}, 'reward is "env" or "success"'),
+        ({"env": "CartPole-v1", "reward": "x"}, "reward must be one of env, success"),
         ({"env": "CartPole-v1", "wind": 3}, "gymnasium cannot make CartPole-v1 .*wind"),
         ({"env": "CartPole-v1", "image_size": 3}, "between 16 and 2048"),
     ],

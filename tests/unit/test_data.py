@@ -223,6 +223,21 @@ def test_missing_columns_name_those_found(tmp_path):
         open_dataset(str(tmp_path), "train")
 
 
+@pytest.mark.parametrize("column", ["problem", "answer", "images"])
+def test_a_column_that_is_there_twice_is_refused_by_name(tmp_path, column):
+    table = pq.read_table(write(tmp_path / "a.parquet", [[png()]]))
+    pq.write_table(table.append_column(column, table[column]), tmp_path / "train.parquet")
+    with pytest.raises(UserInputError, match=f"train.parquet has the column {column} more than once: keep one"):
+        open_dataset(str(tmp_path), "train")
+
+
+def test_a_column_that_nobody_reads_may_be_there_twice(tmp_path):
+    table = pq.read_table(write(tmp_path / "a.parquet", [[png()]]))
+    table = table.append_column("note", table["answer"]).append_column("note", table["answer"])
+    pq.write_table(table, tmp_path / "train.parquet")
+    assert open_dataset(str(tmp_path), "train")[0].answer == "5"
+
+
 def test_a_missing_split_names_the_files_found(tmp_path):
     write(tmp_path / "train.parquet", [[png()]])
     with pytest.raises(UserInputError, match=r"neither test.parquet nor test-\*.parquet; it holds train.parquet"):

@@ -29,11 +29,11 @@ def test_every_row_of_the_fixture_is_paid_for_its_own_answer():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"data": GEO3K, "max_turns": 0}, "env.max_turns is 0"),
-        ({"data": GEO3K, "max_turns": True}, "env.max_turns is True"),
-        ({"data": GEO3K, "image_size": 0}, "env.image_size is 0"),
-        ({"data": GEO3K, "square": True}, "env.image_size is None"),
-        ({"data": GEO3K, "prompt": "long"}, "use one of auto, full, brief, none"),
+        ({"data": GEO3K, "max_turns": 0}, "env.kwargs.max_turns is 0"),
+        ({"data": GEO3K, "max_turns": True}, "env.kwargs.max_turns must be an integer, not True"),
+        ({"data": GEO3K, "image_size": 0}, "env.kwargs.image_size is 0"),
+        ({"data": GEO3K, "square": True}, "env.kwargs.image_size is None"),
+        ({"data": GEO3K, "prompt": "long"}, "must be one of auto, full, brief, none"),
         ({"data": GEO3K, "turns": 3}, "unexpected keyword argument 'turns'"),
     ],
 )

@@ -212,6 +212,18 @@ def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:
         GeoSpotEnv(str(tmp_path)).num_items("train")
 
 
+@pytest.mark.parametrize("column", ["latitude", "city"])
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path, column: str) -> None:
+    names = ["image", "latitude", "longitude", "country", "city", column]
+    (tmp_path / "train.csv").write_text(f"{','.join(names)}\na.png,1,2,France,Paris,1\n")
+    with pytest.raises(UserInputError, match=f"train.csv has the column {column} more than once"):
+        GeoSpotEnv(str(tmp_path)).num_items("train")
+    pq.write_table(pa.table([pa.array(["1"])] * 6, names=names), tmp_path / "train.parquet")
+    (tmp_path / "train.csv").unlink()
+    with pytest.raises(UserInputError, match=f"train.parquet has the column {column} more than once"):
+        GeoSpotEnv(str(tmp_path)).num_items("train")
+
+
 def test_a_changed_file_is_read_again(folder: Path) -> None:
     assert len(StreetViews(str(folder)).table("train")) == 8
     write(folder / "train.parquet", rows(3))

@@ -231,7 +231,7 @@ def test_wrong_arguments_are_input_errors_and_leave_no_process():
         ProcessEnv("Geo3k-v0", {"level": 9})
     with pytest.raises(UserInputError, match="Unknown environment"):
         ProcessEnv("Nonsense-v0")
-    with pytest.raises(UserInputError, match="must be plain values"):
+    with pytest.raises(UserInputError, match=r"env\.kwargs\.hello must be plain values"):
         ProcessEnv(BROKEN, {"hello": object()})
     with pytest.raises(UserInputError, match="Timeouts must be positive"):
         ProcessEnv(BROKEN, step_timeout_s=0)

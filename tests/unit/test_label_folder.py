@@ -121,6 +121,9 @@ def test_what_is_no_pair_is_named(tmp_path: Path) -> None:
     (tmp_path / "pairs.csv").write_text("a,b\n")
     with pytest.raises(UserInputError, match="needs the columns first and second"):
         find_pairs(tmp_path)
+    (tmp_path / "pairs.csv").write_text("first,second,first\na,b,c\n")
+    with pytest.raises(UserInputError, match="pairs.csv has the column first more than once"):
+        find_pairs(tmp_path)
 
 
 def test_the_command_checks_before_it_works(tmp_path: Path, capsys) -> None:

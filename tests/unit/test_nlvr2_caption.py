@@ -134,7 +134,7 @@ def test_a_wrong_argument_is_named(env_id: str, kwargs: dict[str, Any], message:
 
 def test_synonyms_are_lists_of_words() -> None:
     for wrong in ("sofa", ["sofa"], [[1]]):
-        with pytest.raises(UserInputError, match="synonyms must be lists of words"):
+        with pytest.raises(UserInputError, match="synonyms must be a list of lists of texts"):
             rl_vlm.make("Caption-v0", synonyms=wrong)
 
 

@@ -1,5 +1,6 @@
 """An OpenEnv server, a process of its own made with that package, is played over its WebSocket."""
 
+import datetime
 import subprocess
 import sys
 import time
@@ -206,3 +207,8 @@ def test_numbers_that_no_server_takes_are_answered_and_counted() -> None:
             ActionForm("a", kind, (), {"a": {}}).parse("9" * 400)
     assert ActionForm("a", "integer", (), {"a": {}}).parse("9007199254740993") == {"a": 9007199254740993}
     assert ActionForm("", "object", (), {}).parse("{x} " * 70 + '{"a": 1}') == {"a": 1}
+
+
+def test_arguments_of_the_reset_that_no_server_can_be_told_are_refused_before_it_is_asked():
+    with pytest.raises(UserInputError, match=r"env\.kwargs\.reset must be plain values"):
+        rl_vlm.make("openenv:http://127.0.0.1:9", reset={"since": datetime.date(2026, 1, 1)})

@@ -83,3 +83,37 @@ def test_a_misspelt_reward_part_is_refused_before_a_model_loads(
     else:
         with pytest.raises(UserInputError, match=sentence):
             inspect_run(load_config(config, []))
+
+
+LOOSE = """
+from rl_vlm.envs.shapes import ShapesEnv
+
+class Loose(ShapesEnv):
+    def __init__(self, since=None, task="count"):
+        super().__init__(task)
+"""
+
+
+@pytest.mark.parametrize("value", ["2026-01-01", ".nan", "[1, .inf]", "!!set {a, b}", "!!binary AAEC"])
+def test_arguments_that_no_process_can_be_told_are_refused_before_it_starts(
+    value: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "loose.py").write_text(LOOSE)
+    config = tmp_path / "run.yaml"
+
+    def inspect(isolation: str, kwargs: str, variant: str) -> None:
+        config.write_text(
+            f"model: {{path: {tiny_folder}}}\nenv: {{id: '{tmp_path}/loose.py', isolation: {isolation}, kwargs: {kwargs}}}\n"
+            f"evaluation: {{variants: {{old: {variant}}}}}\n"
+        )
+        inspect_run(load_config(config, []))
+
+    given = f"{{since: {value}}}"
+    with pytest.raises(
+        UserInputError, match=r"loose.py: env\.kwargs\.since must be plain values to reach another process"
+    ):
+        inspect("process", given, "{}")
+    with pytest.raises(UserInputError, match=r"evaluation\.variants\.old: .*env\.kwargs\.since must be plain values"):
+        inspect("process", "{}", given)
+    inspect("thread", given, given)
+    inspect("process", "{since: '2026-01-01'}", "{since: [1, {a: null}]}")

@@ -19,6 +19,7 @@ from rl_vlm.envs.base import Info, MadeItemsEnv, StepResult
 from rl_vlm.envs.data import check_max_turns
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, as_reward
 from rl_vlm.envs.images import one_line
+from rl_vlm.envs.wire import check_plain
 from rl_vlm.types import Observation, UserInputError
 
 MAX_MESSAGE = 32 * 2**20
@@ -54,6 +55,7 @@ class OpenEnv(MadeItemsEnv):
     ) -> None:
         super().__init__(f"openenv:{address}", num_train, num_test)
         check_seconds(timeout_s=timeout_s, retry_s=retry_s)
+        check_plain(self._name, {"reset": reset})
         self._connection = _Connection(base_url(address), timeout_s, retry_s, token_header(token_variable))
         self._form = ActionForm.of(self._connection.action_schema(), action_field)
         self._prompt = self._form.instructions if prompt is None else prompt

@@ -1,0 +1,94 @@
+"""Arguments of the built-in environments: whatever a configuration holds, there is an environment or one sentence that names the key."""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_vlm.envs.base import VisionEnv
+from rl_vlm.envs.registry import _REGISTRY, make, resolve
+from rl_vlm.types import UserInputError
+
+NEEDED: dict[str, dict[str, Any]] = {"Control-v0": {"env": "CartPole-v1"}}
+# What YAML can hold, and a set, an object and bytes from Python.
+WRONG: tuple[Any, ...] = (
+    "{}", "", "3 4", [], ["x"], [[1]], ["left", 3], {}, {"a": 1}, {"train": 3}, {"up": "x"}, math.nan, -math.inf, -1, 0, 1.5, 10**400,
+    True, None, datetime.date(2026, 1, 1), b"x", {1, 2}, object(),
+)  # fmt: skip
+ARGUMENTS = [
+    (env_id, name)
+    for env_id in sorted(_REGISTRY)
+    for name, parameter in inspect.signature(resolve(env_id)).parameters.items()
+    if parameter.kind is not parameter.VAR_KEYWORD
+]
+
+
+def play(env: VisionEnv) -> None:
+    env.num_items("test")
+    env.reset(seed=0, options={"index": 0, "split": "train"})
+    env.step("none")
+    env.close()
+
+
+@pytest.mark.parametrize(("env_id", "name"), ARGUMENTS)
+def test_any_value_of_an_argument_is_taken_or_refused_by_name(env_id: str, name: str) -> None:
+    for value in WRONG:
+        try:
+            env = make(env_id, **{**NEEDED.get(env_id, {}), name: value})
+        except UserInputError as error:
+            assert name in str(error) and len(str(error).splitlines()) == 1
+            continue
+        try:
+            play(env)
+        except UserInputError:
+            assert name == "data"  # which is opened when it is first asked for
+
+
+@pytest.mark.parametrize(
+    ("env_id", "arguments", "sentence"),
+    [
+        ("Shapes-v0", {"tool": "no"}, "Shapes-v0: env.kwargs.tool must be true or false, not 'no'."),
+        ("Shapes-v0", {"second_reward": "0.5"}, "env.kwargs.second_reward must be a number, not '0.5'."),
+        ("Shapes-v0", {"num_train": True}, "env.kwargs.num_train must be an integer, not True."),
+        ("Geo3k-v0", {"tool_cost": math.nan}, "env.kwargs.tool_cost must be a number, not nan."),
+        ("Geo3k-v0", {"image_size": "64"}, "env.kwargs.image_size must be an integer or null, not '64'."),
+        ("Geo3k-v0", {"level": ["1"]}, "env.kwargs.level must be an integer or a list of integers or null, not ['1']."),
+        ("Geo3k-v0", {"prompt": ["full"]}, "env.kwargs.prompt must be one of auto, full, brief, none, not ['full']."),
+        ("Geo3k-v0", {"max_turns": 0}, "env.kwargs.max_turns is 0; it must be a whole number of at least 1."),
+        ("NLVR2-v0", {"kinds": 3}, "env.kwargs.kinds must be a list of some of equal, sum, one, more, not 3."),
+        ("Caption-v0", {"synonyms": [1]}, "env.kwargs.synonyms must be a list of lists of texts, not [1]."),
+        ("Caption-v0", {"data": ["a.parquet"]}, "must be a text or a mapping from texts to texts or null, not ['a.parquet']."),
+        ("Zoom-v0", {"prompt": {"full": 1}}, "env.kwargs.prompt must be a text, not {'full': 1}."),
+        ("GeoSpot-v0", {"taus": [[1]]}, "env.kwargs.taus must be a mapping from texts to numbers or null, not [[1]]."),
+        ("Control-v0", {"env": 3}, "Control-v0: env.kwargs.env must be a text, not 3."),
+        ("Control-v0", {"env": "CartPole-v1", "num_test": 0}, "num_test must be an integer of at least 1, not 0."),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_refused_in_words(env_id: str, arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserInputError) as refused:
+        make(env_id, **arguments)
+    assert sentence in str(refused.value)
+
+
+def test_numbers_and_texts_of_libraries_are_taken() -> None:
+    env: Any = make("Shapes-v0", task=np.str_("count"), second_reward=np.float64(0.25), call_bonus=1)
+    assert (env.task, env.second_reward, env.call_bonus) == ("count", 0.25, 1)
+
+
+class Loose(VisionEnv):
+    """An environment whose author's annotations are not what is passed."""
+
+    def __init__(self, size: int = 3) -> None:
+        super().__init__()
+        self.size = size
+
+
+def test_annotations_of_other_authors_refuse_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_REGISTRY, "Loose-v0", Loose)
+    env: Any = make("Loose-v0", size="big")
+    assert env.size == "big"
