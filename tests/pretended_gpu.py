@@ -172,7 +172,8 @@ def pretended_gpu() -> Iterator[None]:
     make_tensor, begin, work = torch.tensor, threading.Thread.run, pools._WorkItem.run
 
     def tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
-        made = make_tensor(data, **options)  # with a device it would look for the driver
+        fetched = tree_map(lambda value: value.tolist() if isinstance(value, PretendedTensor) else value, data)
+        made = make_tensor(fetched, **options)  # with a device it would look for the driver
         return made if device is None else made.to(device)
 
     def thread(self: threading.Thread) -> None:
