@@ -42,7 +42,8 @@ class Rollouts(ABC):
         self._sampler, self._stream, self._run = sampler, stream, run
         self._batch = run.rollout.prompts_per_iteration
         self._buffer = GroupBuffer(run.rollout.max_policy_lag, partial=run.rollout.crosses_versions)
-        self._refill = Refill(round(run.algorithm.max_refill * self._batch))
+        share = run.algorithm.max_refill
+        self._refill = Refill(max(round(share * self._batch), int(share > 0)))  # a small share of a few is one at least
         self._failures = FailureBudget(run.rollout.max_consecutive_failures)
         self.stop_requested: Callable[[], bool] = lambda: False
         self.trajectories = 0  # given to the learner

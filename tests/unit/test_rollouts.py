@@ -215,6 +215,14 @@ def test_a_group_whose_rewards_only_rounding_tells_apart_is_replaced() -> None:
     assert Refill(5).split([rounded, told]) == ([told], [rounded])
 
 
+@pytest.mark.parametrize(("refill", "replaced"), [(0.1, 1), (0.3, 1), (0.5, 2)])
+def test_a_small_bound_of_a_few_groups_is_one_at_least(refill: float, replaced: int) -> None:
+    rollouts, sampler = rollouts_of(run_of(prompts=4, refill=refill))
+    sampler.flat = lambda _: True
+    rollouts.next_groups(0, 9)
+    assert rollouts.dropped["no_gradient"] == replaced
+
+
 def test_without_refilling_every_group_is_learned_from() -> None:
     rollouts, sampler = rollouts_of(run_of(prompts=10))
     sampler.flat = mostly_flat
