@@ -445,6 +445,7 @@ def test_a_turn_without_its_end_is_ended_unsampled_when_it_goes_on(
     assert trajectory.token_ids[first.stop] == text.codec.end_of_turn_id
     assert not trajectory.loss_mask[first.stop]
     assert trajectory.reward == 1.0
+    assert [turn.well_formed for turn in trajectory.turns] == [reason is not StopReason.LENGTH] * 2
 
 
 def test_an_environment_may_truncate(speaker: Speaker) -> None:
