@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -151,6 +152,13 @@ def blank(width: int, height: int) -> EncodedImage:
 def blanked(images: Iterable[EncodedImage]) -> tuple[EncodedImage, ...]:
     """A blank image in the size of each."""
     return tuple(blank(image.width, image.height) for image in images)
+
+
+def replaced(images: Iterable[EncodedImage], others: Sequence[EncodedImage]) -> tuple[EncodedImage, ...]:
+    """One of `others` in the size of each image: in order, again from the first where they are fewer, blank where there are none."""
+    if not others:
+        return blanked(images)
+    return tuple(resized(there, own.width, own.height) for there, own in zip(cycle(others), images, strict=False))
 
 
 def _open(data: bytes, max_pixels: int) -> Image.Image:

@@ -10,7 +10,7 @@ from rl_vlm.asking.endpoints import Answer, Ask, Question
 from rl_vlm.asking.retries import ask_again
 from rl_vlm.config import RunConfig
 from rl_vlm.envs.base import Info, VisionEnv
-from rl_vlm.envs.images import blank, resized
+from rl_vlm.envs.images import blank, replaced
 from rl_vlm.evaluation.outcomes import Outcome, Side, kept_info, outcome
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.env_pools import EnvPools
@@ -132,10 +132,7 @@ class EndpointPlayer:
         with discard_on_failure(pool, envs):
             ((other, _),) = await pool.reset(envs, task.seed, {"index": task.other_index, "split": task.split})
         pool.give_back(envs)
-        found = _images(other.messages)
-        if len(found) < len(own):
-            raise RLVLMError(f"Item {task.other_index} has fewer images than item {task.index}.")
-        return [resized(there, image.width, image.height) for there, image in zip(found, own, strict=False)]
+        return replaced(own, _images(other.messages))
 
     def _outcome(self, task: RolloutTask, side: Side, sample: int, episode: _Episode) -> Outcome:
         return outcome(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from rl_vlm.evaluation.outcomes import Outcome
 from rl_vlm.rollout.tasks import RolloutTask
@@ -53,3 +55,10 @@ async def play_tasks(
     except ExceptionGroup as several:
         raise several.exceptions[0] from None
     return lost
+
+
+def losses(lost: Mapping[str, str]) -> dict[str, Any]:
+    """What results say of lost tasks: how many and, where there are any, the commonest reasons with their counts."""
+    if not lost:
+        return {"lost": 0}
+    return {"lost": len(lost), "lost_because": dict(Counter(lost.values()).most_common(5))}

@@ -75,6 +75,10 @@ class ProgressDisplay:
         if self._live is not None:
             self._live.stop()
 
+    def begins(self) -> None:
+        """Training begins here: the time of what came before, such as the start of Ray, counts for no iteration."""
+        self._updated = self._clock()
+
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of an iteration that has just ended; `dropped/*` are counts since the start of the run."""
         now = self._clock()

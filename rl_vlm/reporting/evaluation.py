@@ -46,6 +46,8 @@ def evaluation_page(results: Mapping[str, Any]) -> str:
         lines += [
             f"{results['lost']} items were lost (they count as wrong): the same command with --resume asks them again.",
             "",
+            *(f"- {count}: {' '.join(why.split())}" for why, count in results["lost_because"].items()),
+            "",
         ]
     for split, part in parts_of(results).items():
         lines += [f"## {split} split", "", *_main_table(part), *_pass_table(part)]

@@ -230,7 +230,15 @@ async def _act(
         oldest = min(version for _, version in sample.pieces)
         pieces = sample.pieces if len(sample.pieces) > 1 else ()
         episode.turns.append(
-            Turn(start, episode.length, oldest, sample.stop_reason, state_id=episode.state_id, pieces=pieces)
+            Turn(
+                start,
+                episode.length,
+                oldest,
+                sample.stop_reason,
+                state_id=episode.state_id,
+                pieces=pieces,
+                well_formed=sample.stop_reason is not StopReason.LENGTH,
+            )
         )
         episode.replicas.append(sample.replica_id)
         action = text.codec.decode(sample.token_ids)
@@ -239,7 +247,6 @@ async def _act(
         if sample.stop_reason is StopReason.LENGTH and rollout.require_end_of_turn:
             # The turn is not finished, so there is no answer to reward.
             episode.status = TrajectoryStatus.TRUNCATED
-            episode.turns[-1] = replace(episode.turns[-1], well_formed=False)
         else:
             acting.append((episode, action))
     results: list[StepResult | RLVLMError] = []
@@ -251,11 +258,12 @@ async def _act(
         if isinstance(result, RLVLMError):
             raise GroupFailedError(reason_of(result), str(result)) from result
         observation, reward, terminated, truncated, info = result
+        turn = episode.turns[-1]
         episode.turns[-1] = replace(
-            episode.turns[-1],
+            turn,
             reward=reward,
             parts=reward_parts(info),
-            well_formed=not _is_false(info.get("well_formed")),
+            well_formed=turn.well_formed and not _is_false(info.get("well_formed")),
         )
         episode.info.update(info)
         if terminated:

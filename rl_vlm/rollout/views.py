@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rl_vlm.envs.images import blanked, resized
+from rl_vlm.envs.images import blanked, replaced
 from rl_vlm.models.loading import TextSide
 from rl_vlm.rollout.env_pool import EnvPool
-from rl_vlm.rollout.failures import GroupFailedError, discard_on_failure
+from rl_vlm.rollout.failures import discard_on_failure
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import EncodedImage
 
@@ -20,10 +20,7 @@ async def viewed_opening(
     with discard_on_failure(pool, envs):
         ((other, _),) = await pool.reset(envs, task.seed, {"index": task.other_index, "split": task.split})
     pool.give_back(envs)
-    found = text.codec.encode_prompt(other.messages).images
-    if len(found) < len(images):
-        raise GroupFailedError("no_other_image", f"Item {task.other_index} has fewer images than item {task.index}.")
-    return tuple(resized(there, own.width, own.height) for there, own in zip(found, images, strict=False))
+    return replaced(images, text.codec.encode_prompt(other.messages).images)
 
 
 def viewed(images: tuple[EncodedImage, ...], task: RolloutTask) -> tuple[EncodedImage, ...]:

@@ -16,7 +16,7 @@ from rl_vlm.evaluation.identity import identity_of
 from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.evaluation.outcome_log import OutcomeLog, items_path
 from rl_vlm.evaluation.outcomes import Outcome, Side
-from rl_vlm.evaluation.play import EpisodesLostError, play_tasks
+from rl_vlm.evaluation.play import EpisodesLostError, losses, play_tasks
 from rl_vlm.evaluation.tables import by_category, compared, info_numbers, summary_of
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.models.trained import find_trained, is_full, trained_folder
@@ -73,7 +73,7 @@ def evaluate_policy_run(
             "adapter": str(adapters["policy"]) if adapters["policy"] is not None else None,
             **_results(run, envs, tasks, log, adapters),
             "asked": session.asked,
-            "lost": len(session.lost),
+            **losses(session.lost),
             "seconds": round(time.monotonic() - started, 2),
             "tokens_per_s": session.tokens / session.seconds if session.seconds else None,
             **({"throughput": session.throughput} if session.throughput is not None else {}),

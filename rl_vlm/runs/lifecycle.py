@@ -161,6 +161,7 @@ class BaseRun(ABC):
     @contextmanager
     def _timed(self) -> Iterator[None]:
         begun = time.monotonic()
+        self.display.begins()
         try:
             yield
         finally:

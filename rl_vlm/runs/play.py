@@ -15,7 +15,7 @@ import numpy as np
 
 from rl_vlm.config import RunConfig
 from rl_vlm.envs.parts import survey
-from rl_vlm.evaluation.play import EpisodesLostError
+from rl_vlm.evaluation.play import EpisodesLostError, losses
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.runs.served import run_for, served_worker, starting_adapter
@@ -81,7 +81,7 @@ def rollout(
     trajectories = [group.trajectories[0] for group in result.groups]
     return {
         "episodes": len(trajectories),
-        "lost": len(result.lost),
+        **losses(result.lost),
         "reward_mean": float(np.mean([trajectory.reward for trajectory in trajectories])),
         "correct": float(np.mean([trajectory.correct for trajectory in trajectories])),
         "turns_mean": float(np.mean([trajectory.num_turns for trajectory in trajectories])),

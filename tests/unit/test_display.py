@@ -120,6 +120,16 @@ def test_time_spent_in_an_evaluation_is_no_iteration_time():
     assert "1.00 s/iteration | 10s left" in out.getvalue()
 
 
+def test_the_start_is_no_iteration_time():
+    display, clock, out = plain(total=20)
+    with display:
+        clock.now += 30.0
+        display.begins()
+        clock.now += 2.0
+        display.update(10, {"reward/mean": 1.0})
+    assert "0.20 s/iteration" in out.getvalue() and "2s left" in out.getvalue()
+
+
 def test_accuracy_before_and_latest_are_shown_for_every_variant():
     display, _, out = plain(total=10)
     with display:

@@ -21,6 +21,7 @@ from rl_vlm.config import RolloutSection
 from rl_vlm.engines.base import EngineError
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError
+from rl_vlm.envs.images import blank, resized
 from rl_vlm.models.loading import TextSide
 from rl_vlm.rollout.env_metrics import declared_figures
 from rl_vlm.rollout.env_pool import EnvPool
@@ -31,6 +32,7 @@ from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import (
     Completion,
+    EncodedImage,
     GenerationRequest,
     Message,
     Observation,
@@ -445,6 +447,7 @@ def test_a_turn_without_its_end_is_ended_unsampled_when_it_goes_on(
     assert trajectory.token_ids[first.stop] == text.codec.end_of_turn_id
     assert not trajectory.loss_mask[first.stop]
     assert trajectory.reward == 1.0
+    assert [turn.well_formed for turn in trajectory.turns] == [reason is not StopReason.LENGTH] * 2
 
 
 def test_an_environment_may_truncate(speaker: Speaker) -> None:
@@ -593,6 +596,19 @@ def test_copies_must_open_alike(speaker: Speaker, one: Observation, other: Obser
         assert len(play(pool, speaker, size=2)) == 2
     else:
         assert failure(pool, speaker, size=2).reason == "env_not_seeded"
+
+
+@pytest.mark.parametrize(
+    ("others", "shown"),
+    [((LATER,), (LATER, LATER)), ((LATER, FIRST, FIRST), (LATER, FIRST)), ((), (blank(64, 64),) * 2)],
+)
+def test_items_of_other_numbers_of_images_take_each_others_places(
+    speaker: Speaker, others: tuple[EncodedImage, ...], shown: tuple[EncodedImage, ...]
+) -> None:
+    openings = iter([(Observation.user(FIRST, FIRST, "own"), {}), (Observation.user(*others, "other"), {})])
+    pool = pool_of(END, opening=lambda: next(openings))
+    (trajectory,) = play(pool, speaker, size=1, view="swapped", other_index=8).trajectories
+    assert list(trajectory.images) == [resized(image, 64, 64) for image in shown]
 
 
 # --- the pool

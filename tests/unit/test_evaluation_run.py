@@ -202,6 +202,7 @@ def test_a_lost_item_counts_as_wrong_and_is_asked_again(tiny_folder: Path, tmp_p
     asked.broken = {"test/default/greedy/000003", "test/default/sampled/000004"}
     results = evaluate_policy_run(run, out=out)
     assert results["lost"] == 2 and results["items/default"] == ITEMS
+    assert results["lost_because"] == {"it broke": 2} and "- 2: it broke" in out.with_suffix(".md").read_text()
     assert len(lines(tmp_path / "results.items.jsonl")) == (ITEMS - 1) * 3
     asked.broken = set()
     again = evaluate_policy_run(run, out=out, options=EvaluationOptions(resume=True))

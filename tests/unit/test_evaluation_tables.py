@@ -152,7 +152,7 @@ def test_a_page_and_a_figure_show_all_tables(tmp_path: Path) -> None:
     row = {"tokens_per_s_mean": 100.0, "tokens_per_s_std": 2.0, "first_token_s": 0.012, "steady_tokens_per_s": 110.0}
     row |= {"hf_tokens_per_s_mean": 80.0, "ratio": 1.25}
     results = to_jsonable(
-        {"env": "E-v0", "model": "m", "adapter": "a", "lost": 1, "split": "test", **part,
+        {"env": "E-v0", "model": "m", "adapter": "a", "lost": 1, "lost_because": {"it broke": 1}, "split": "test", **part,
          "throughput": {"runs": 3, "new_tokens": 64, "batches": {"1": row}}}
     )  # fmt: skip
     page = evaluation_page(results)
