@@ -97,7 +97,7 @@ def summarize(
     """Accuracy with its 95 % interval and mean reward per variant; a lost episode counts as wrong.
 
     Keys: `accuracy/<variant>`, `accuracy_low/<variant>`, `accuracy_high/<variant>`, `reward/<variant>`,
-    `items/<variant>`, and `pass@k/<variant>` for k = 1, 2, 4, ... up to the samples. With a mixture these are over all
+    `items/<variant>`, and `pass@k/<variant>` for k = 1, 2, 4, ... and the samples. With a mixture these are over all
     its environments, and each has its own as well: `accuracy/<name>`, for further variants `accuracy/<name>/<variant>`.
     `env/<metric>/<variant or name>` are the `metrics` that each environment declares, over greedy episodes that were not lost.
     """
@@ -138,10 +138,8 @@ def _summary(
             sum(one.correct for one in found[task.group_id].trajectories) if task.group_id in found else 0
             for task in sampled
         ]
-        k = 1
-        while k <= samples:
+        for k in sorted({2**power for power in range(samples.bit_length())} | {samples}):
             results[f"pass@{k}/{name}"] = pass_at_k(np.array(counts), samples, k)
-            k *= 2
     return results
 
 

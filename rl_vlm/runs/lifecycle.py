@@ -165,7 +165,7 @@ class BaseRun(ABC):
         try:
             yield
         finally:
-            self.train_seconds = time.monotonic() - begun
+            self.train_seconds += time.monotonic() - begun  # again after a learner that was lost
 
     def _cannot_write(self, what: str, error: OSError) -> None:
         self.write_errors += 1

@@ -134,6 +134,15 @@ def test_pass_at_k_is_taken_over_the_sampled_groups() -> None:
     assert summary["accuracy/default"] == 0.0
 
 
+@pytest.mark.parametrize(("samples", "reported"), [(2, [1, 2]), (3, [1, 2, 3]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8])])
+def test_pass_at_all_samples_is_among_those_reported(samples: int, reported: list[int]) -> None:
+    run = parse_config({"evaluation": {"num_items": 1, "samples": samples}})
+    (sampled,) = [task for task in evaluation_tasks(run, {"": None}, 0) if task.size == samples]
+    summary = summarize(run, [sampled], [group(sampled, [episode(1.0), *[episode(0.0)] * (samples - 1)])])
+    found = [int(key.removeprefix("pass@").removesuffix("/default")) for key in summary if key.startswith("pass@")]
+    assert found == reported and summary[f"pass@{samples}/default"] == 1.0
+
+
 def test_metrics_that_an_environment_declares_are_summarized_per_variant() -> None:
     run = parse_config({"evaluation": {"num_items": 3, "variants": {"a": {}, "b": {}}}})
     tasks = evaluation_tasks(run, {"": None}, 0)
