@@ -135,7 +135,7 @@ class PreferenceRun(RunLifecycle):
             "actor_entropy": "policy/entropy", "alpha_loss": "policy/alpha_loss", "alpha_value": "policy/alpha",
         }  # fmt: skip
         row: dict[str, Any] = {
-            "episode": algorithm.tracker.finished,
+            "episode": episode.number,
             "step": algorithm.env_steps,
             "episode_reward": episode.learned_return,
             "true_episode_reward": episode.true_return,
