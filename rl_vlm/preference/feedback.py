@@ -153,6 +153,12 @@ class Feedback:
             session = self._retried(lambda: label_session(labeller, draw, count, labels.rounds, most), rng)
         if session is None:
             return None
+        if not session.pairs:
+            logger.warning(
+                "No pair could be drawn at step %d, so nothing was labelled: the newest %d episodes hold no two segments of %d "
+                "steps (preference.segment_length).",
+                step, self.settings.query_episodes, self.settings.segment_length,
+            )  # fmt: skip
         session.labels = [_as_stored(label) for label in session.labels]
         now = time.time()
         self._store(session.pairs, session.labels, step, now)

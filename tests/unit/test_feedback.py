@@ -121,6 +121,13 @@ def test_waiting_ends_when_the_user_wants_to_stop(tmp_path: Path, monkeypatch: p
     assert run(one) is None and one.sessions == 0
 
 
+def test_a_session_without_segments_of_that_length_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        report = run(feedback(tmp_path, ScriptedTeacher(), segment_length=HORIZON + 1))
+    assert report.asked == 0
+    assert f"hold no two segments of {HORIZON + 1} steps (preference.segment_length)" in caplog.text
+
+
 class Half:
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
         kinds = [Label(1), Label(-1), Label(-1, error="timeout")]
