@@ -13,7 +13,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from gymnasium.utils.env_checker import check_env
 
 from rl_vlm.control_envs import registry
-from rl_vlm.control_envs.base import ControlEnv
+from rl_vlm.control_envs.base import ControlEnv, from_unit_box
 from rl_vlm.control_envs.gymnasium_env import GymnasiumControlEnv
 from rl_vlm.control_envs.registry import known_control_envs, make_control_env, register_control_env
 from rl_vlm.control_envs.softgym import SoftGymControlEnv
@@ -195,6 +195,16 @@ class OwnEnv(gymnasium.Env[Any, Any]):
 
     def step(self, action: np.ndarray) -> Any:
         return np.zeros(2, np.float32), 0.0, False, False, {"reached": True}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_an_action_at_the_end_of_its_range_is_within_the_environments_bounds(dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+    low, high = np.sort(np.round(rng.uniform(-5, 5, (2, 500)), 2), axis=0).astype(dtype)
+    for action, bound in ((1.0, high), (-1.0, low)):
+        assert (from_unit_box(np.full(500, action, np.float32), low, high).astype(dtype) == bound).all()
+    widest = np.full(1, np.finfo(np.float32).max)
+    assert from_unit_box(np.zeros(1, np.float32), -widest, widest) == 0.0
 
 
 class PassesOn(OwnEnv):
