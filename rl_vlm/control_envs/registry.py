@@ -79,7 +79,8 @@ def _takes(factory: ControlEnvFactory, name: str) -> bool:
         return name in parameters
     if not inspect.isclass(factory) or issubclass(factory, ControlEnv) or not issubclass(factory, gymnasium.Env):
         return True
-    return any(name in inspect.signature(base.__init__).parameters for base in factory.__mro__)
+    made_by = [vars(base)["__init__"] for base in factory.__mro__ if "__init__" in vars(base)]
+    return any(name in inspect.signature(init).parameters for init in made_by)
 
 
 def known_control_envs() -> list[str]:
