@@ -36,7 +36,7 @@ from rl_vlm.preference.feedback_builder import LabellingSide, build_feedback
 from rl_vlm.preference.replay import ReplayBuffer
 from rl_vlm.preference.sac_learner import SACLearner, SACModule, SACUpdateBatch, SACUpdateResult
 from rl_vlm.preference.sampler import ControlSampler, saved_episode_counts
-from rl_vlm.preference.schedule import first_session_step, next_boundary, phase, session_size
+from rl_vlm.preference.schedule import check_segments, first_session_step, next_boundary, phase, session_size
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import UserInputError
 
@@ -83,6 +83,7 @@ class PreferenceSACConfig(RunAlgorithmConfig):
         self.environment(env=None, observation_space=env.observation_space, action_space=env.action_space)
         self.horizon = env.horizon
         env.close()
+        check_segments(self.run_config.preference, self.horizon)
         self._apply_run_config()
 
     def get_default_rl_module_spec(self) -> RLModuleSpec:

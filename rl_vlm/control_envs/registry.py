@@ -42,9 +42,9 @@ def make_control_env(env_id: str, *, image_size: int | None = None, **kwargs: An
     size = {"image_size": image_size} if image_size is not None else {}
     try:
         signature = inspect.signature(factory)
-        takes_size = size and _takes(signature, "image_size")
+        takes_size = size and _takes(factory, "image_size")
         # What a gymnasium environment's class does not know is for our wrapper around it.
-        wrapper = {name: kwargs[name] for name in _OF_THE_WRAPPER if name in kwargs and not _takes(signature, name)}
+        wrapper = {name: kwargs[name] for name in _OF_THE_WRAPPER if name in kwargs and not _takes(factory, name)}
         own = {name: value for name, value in kwargs.items() if name not in wrapper}
         arguments = {**own, **size} if takes_size else own
         signature.bind(**arguments)
@@ -72,9 +72,15 @@ def make_control_env(env_id: str, *, image_size: int | None = None, **kwargs: An
     return env
 
 
-def _takes(signature: inspect.Signature, name: str) -> bool:
-    parameters = signature.parameters.values()
-    return any(one.name == name or one.kind is one.VAR_KEYWORD for one in parameters)
+def _takes(factory: ControlEnvFactory, name: str) -> bool:
+    """Whether the factory takes this argument. What a gymnasium environment's class passes on as `**kwargs`, a base must name."""
+    parameters = inspect.signature(factory).parameters
+    if name in parameters or not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return name in parameters
+    if not inspect.isclass(factory) or issubclass(factory, ControlEnv) or not issubclass(factory, gymnasium.Env):
+        return True
+    made_by = [vars(base)["__init__"] for base in factory.__mro__ if "__init__" in vars(base)]
+    return any(name in inspect.signature(init).parameters for init in made_by)
 
 
 def known_control_envs() -> list[str]:

@@ -69,7 +69,7 @@ class SoftGymControlEnv(ControlEnv):
 
     def step(self, action: np.ndarray) -> StepResult:
         """One step; `done` before the horizon is a termination, at the horizon a truncation."""
-        native = from_unit_box(action, self._low, self._high).reshape(self._action_shape)
+        native = from_unit_box(action, self._low, self._high).reshape(self._action_shape).astype(np.float32)
         observation, reward, done, info = self.env.step(native)
         self._steps += 1
         truncated = self._steps >= self.horizon

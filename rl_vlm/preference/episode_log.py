@@ -40,8 +40,12 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class FinishedEpisode:
-    """Returns by the learned and by the true reward, the best success of any moment (0 or 1), and the steps."""
+    """Returns by the learned and by the true reward, the best success of any moment (0 or 1), and the steps.
 
+    `number` counts the finished episodes of a run from 1.
+    """
+
+    number: int
     learned_return: float
     true_return: float
     success: float
@@ -70,7 +74,7 @@ class EpisodeTracker:
                 del self._open[episode]
                 self.finished += 1
                 self._returns.append(sums.true)
-                ended.append(FinishedEpisode(sums.learned, sums.true, sums.success, sums.length))
+                ended.append(FinishedEpisode(self.finished, sums.learned, sums.true, sums.success, sums.length))
         return ended
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,9 @@ from rl_vlm.preference.selection import num_candidates, pair_features, select_pa
 from rl_vlm.types import UserInputError
 
 logger = logging.getLogger(__name__)
+
+# How long a session that is under way may go on when the user wants to stop: batch systems and Kubernetes kill after 30 s or more.
+_STOP_GRACE_S = 10.0
 
 
 @dataclass(slots=True)
@@ -153,6 +156,12 @@ class Feedback:
             session = self._retried(lambda: label_session(labeller, draw, count, labels.rounds, most), rng)
         if session is None:
             return None
+        if not session.pairs:
+            logger.warning(
+                "No pair could be drawn at step %d, so nothing was labelled: the newest %d episodes hold no two segments of %d "
+                "steps (preference.segment_length).",
+                step, self.settings.query_episodes, self.settings.segment_length,
+            )  # fmt: skip
         session.labels = [_as_stored(label) for label in session.labels]
         now = time.time()
         self._store(session.pairs, session.labels, step, now)
@@ -215,22 +224,40 @@ class Feedback:
         drawn, labeller = rng.bit_generator.state, self._labeller
         before = labeller.state() if isinstance(labeller, HasState) else None
         pause, warned = 0.5, False
+
+        def take_back() -> None:
+            rng.bit_generator.state = drawn
+            if isinstance(labeller, HasState) and before is not None:
+                labeller.set_state(before)
+
         while not self.stop_requested():
             try:
-                return self._loop.run_until_complete(ask())
+                found = self._loop.run_until_complete(self._unless_stopped(ask()))
+                if found is not None:
+                    return found
+                take_back()
             except LabellerDownError as error:
+                take_back()  # a checkpoint may follow
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise LabellerDownError(f"{error} Then --resume goes on from the last checkpoint.") from error
                 if not warned:
                     logger.warning("%s Waiting up to %.0f s for it.", error, left)
                     warned = True
-                rng.bit_generator.state = drawn
-                if isinstance(labeller, HasState) and before is not None:
-                    labeller.set_state(before)
                 time.sleep(min(pause, left))
                 pause = min(2 * pause, 10.0)
         return None
+
+    async def _unless_stopped(self, session: Coroutine[Any, Any, Any]) -> Any:
+        """The result of a session; None where the user wants to stop and it does not end soon."""
+        task = asyncio.ensure_future(session)
+        while not (await asyncio.wait([task], timeout=0.5))[0]:
+            if self.stop_requested() and not (await asyncio.wait([task], timeout=_STOP_GRACE_S))[0]:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                logger.warning("The labelling session did not end in time: --resume asks again for all of its pairs.")
+                return None
+        return task.result()
 
     def _store(self, pairs: Sequence[SegmentPair], labels: Sequence[Label], step: int, now: float) -> None:
         if len(self.store) > self.sessions:  # of an attempt that ended before its first checkpoint

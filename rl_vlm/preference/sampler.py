@@ -118,7 +118,7 @@ class ControlSampler:
         return batch
 
     def evaluate(self, actor: NumpyActor, seeds: Sequence[int], film: int, timeout_s: float) -> list[EpisodeResult]:
-        """One episode per seed, in order, distributed over all runners. Raises CollectionError."""
+        """One episode per seed, in order, distributed over all runners; the first `film` with frames. Raises CollectionError."""
         if self._local is not None:
             with environment_errors():
                 results: list[EpisodeResult] = self._local.evaluate(actor, seeds, film)
@@ -128,7 +128,7 @@ class ControlSampler:
         actor_ref = ray.put(actor)
 
         def ask(runner: int) -> ray.ObjectRef:
-            filmed = film if runner == runners[0] else 0
+            filmed = len(range(runners.index(runner), film, len(runners)))  # of its share
             reference: ray.ObjectRef = self._manager.actors()[runner].evaluate.remote(actor_ref, shares[runner], filmed)
             return reference
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from rl_vlm.config import PreferenceSection
+from rl_vlm.types import UserInputError
 
 Phase = Literal["random", "explore", "learn"]
 
@@ -12,6 +13,16 @@ Phase = Literal["random", "explore", "learn"]
 def first_session_step(settings: PreferenceSection) -> int:
     """When exploration ends: the first session, or (where the reward is not learned) the reset of the critics."""
     return settings.random_steps + settings.exploration_steps
+
+
+def check_segments(settings: PreferenceSection, horizon: int) -> None:
+    """Raise UserInputError where no episode of `horizon` steps holds a segment: no pair would ever be labelled."""
+    asks_for_pairs = settings.reward == "learn_from_preference" and settings.labels.source != "cache"
+    if asks_for_pairs and settings.segment_length > horizon:
+        raise UserInputError(
+            f"preference.segment_length is {settings.segment_length} and episodes have at most {horizon} steps: no pair of "
+            "segments could be labelled. Take shorter segments, or longer episodes."
+        )
 
 
 def phase(settings: PreferenceSection, step: int) -> Phase:

@@ -21,6 +21,7 @@ Unit = Literal["auto", "percent", "fraction"]
 DEFAULT_FILE = "figure4_learning_curve.png"
 DEFAULT_WINDOW = 5
 SUCCESS = "success_rate"
+_OURS = "success_rate_high"  # a column that only our files have: their rates are percent, even where all are below 1
 _RETURNS = ("true_episode_reward", "episode_reward")  # drawn where a file has no success rate
 
 
@@ -48,7 +49,7 @@ def read_curve(path: str | Path, column: str | None = None, unit: Unit = "auto")
     """Read eval.csv, or that of a run folder. Raises UserInputError.
 
     Lines without a number are left out, and of several lines of a step the last counts. A success rate is taken as
-    percent unless the whole column stays within [0, 1]; `unit` overrides that guess.
+    percent unless the file is not ours and the whole column stays within [0, 1]; `unit` overrides that guess.
     """
     file = Path(path)
     file = file / "eval.csv" if file.is_dir() else file
@@ -69,7 +70,7 @@ def read_curve(path: str | Path, column: str | None = None, unit: Unit = "auto")
     if not by_step:
         raise UserInputError(f"{file} holds no line with a number in {chosen}.")
     steps, values = (np.array(part, dtype=np.float64) for part in zip(*sorted(by_step.items()), strict=True))
-    if chosen == SUCCESS and (unit == "percent" or (unit == "auto" and values.max() > 1)):
+    if chosen == SUCCESS and (unit == "percent" or (unit == "auto" and (_OURS in names or values.max() > 1))):
         values = values / 100
     return Curve(steps, values, chosen)
 

@@ -118,10 +118,11 @@ class PreferenceRun(RunLifecycle):
         if "labels/asked" in figures:
             accuracy = figures.get("labels/accuracy")
             agree = f", {accuracy:.0%} of the decided agree with the true reward" if accuracy is not None else ""
+            fitted = figures.get("reward_model/accuracy")  # none without pairs, or of scores
+            model = f"; reward model accuracy {fitted:.2f}" if fitted is not None else ""
             self.display.message(
                 f"Step {self.algorithm.env_steps}: {figures['labels/asked']:.0f} labels in {figures['labels/seconds']:.1f} s, "
-                f"{figures['labels/usable']:.0f} usable{agree}; reward model accuracy "
-                f"{figures.get('reward_model/accuracy', float('nan')):.2f}."
+                f"{figures['labels/usable']:.0f} usable{agree}{model}."
             )
             if cost := self.algorithm.feedback.cost:
                 self.display.message(f"Labels so far: {cost}.")
@@ -135,7 +136,7 @@ class PreferenceRun(RunLifecycle):
             "actor_entropy": "policy/entropy", "alpha_loss": "policy/alpha_loss", "alpha_value": "policy/alpha",
         }  # fmt: skip
         row: dict[str, Any] = {
-            "episode": algorithm.tracker.finished,
+            "episode": episode.number,
             "step": algorithm.env_steps,
             "episode_reward": episode.learned_return,
             "true_episode_reward": episode.true_return,

@@ -154,10 +154,12 @@ def inspect_preference_run(run: RunConfig) -> dict[str, Any]:
     from rl_vlm.labelling.build import prompts_of
     from rl_vlm.labelling.store import label_cache
     from rl_vlm.preference.collector import make_run_env
+    from rl_vlm.preference.schedule import check_segments
 
     settings = run.preference
     env = make_run_env(run)
     try:
+        check_segments(settings, env.horizon)
         env.reset(seed=0)
         env.step(env.action_space.sample())
         found: dict[str, Any] = {

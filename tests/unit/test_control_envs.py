@@ -13,7 +13,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from gymnasium.utils.env_checker import check_env
 
 from rl_vlm.control_envs import registry
-from rl_vlm.control_envs.base import ControlEnv
+from rl_vlm.control_envs.base import ControlEnv, from_unit_box
 from rl_vlm.control_envs.gymnasium_env import GymnasiumControlEnv
 from rl_vlm.control_envs.registry import known_control_envs, make_control_env, register_control_env
 from rl_vlm.control_envs.softgym import SoftGymControlEnv
@@ -197,20 +197,38 @@ class OwnEnv(gymnasium.Env[Any, Any]):
         return np.zeros(2, np.float32), 0.0, False, False, {"reached": True}
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_an_action_at_the_end_of_its_range_is_within_the_environments_bounds(dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+    low, high = np.sort(np.round(rng.uniform(-5, 5, (2, 500)), 2), axis=0).astype(dtype)
+    for action, bound in ((1.0, high), (-1.0, low)):
+        assert (from_unit_box(np.full(500, action, np.float32), low, high).astype(dtype) == bound).all()
+    widest = np.full(1, np.finfo(np.float32).max)
+    assert from_unit_box(np.zeros(1, np.float32), -widest, widest) == 0.0
+
+
+class PassesOn(OwnEnv):
+    """Hands what it does not know to its base, as subclasses do."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+
+
 def drawn(env: Any) -> np.ndarray:
     return np.full((40, 40, 3), env.size, np.uint8)
 
 
-def test_a_users_gymnasium_class_gets_its_own_arguments_and_the_wrapper_the_others() -> None:
+@pytest.mark.parametrize("name", ["OwnEnv", "PassesOn"])
+def test_a_users_gymnasium_class_gets_its_own_arguments_and_the_wrapper_the_others(name: str) -> None:
     env = make_control_env(
-        f"{__file__}:OwnEnv", size=7, horizon=3, render=f"{__file__}:drawn", success="reached", image_size=32
+        f"{__file__}:{name}", size=7, horizon=3, render=f"{__file__}:drawn", success="reached", image_size=32
     )
     env.reset(seed=0)
     *_, info = env.step(np.zeros(1, np.float32))
     assert (env.horizon, env.success(info)) == (3, 1.0)
     assert env.frame().shape == (32, 32, 3) and (env.frame() == 7).all()
     with pytest.raises(UserInputError, match="set env.kwargs.horizon"):
-        make_control_env(f"{__file__}:OwnEnv", render=f"{__file__}:drawn")
+        make_control_env(f"{__file__}:{name}", render=f"{__file__}:drawn")
     with pytest.raises(UserInputError, match=r"does not take these arguments \(success\): correct env.kwargs"):
         make_control_env(CARTPOLE, success="reached")
 

@@ -73,8 +73,16 @@ def test_a_runner_that_dies_in_an_evaluation_plays_its_episodes_again(runners: d
     one = sampler(runners)
     runners[1].failures = [DEAD, DEAD]
     assert seeds_of(one.evaluate(None, [5, 6, 7], 2, timeout_s=30)) == [5, 6, 7]  # type: ignore[arg-type]
-    assert runners[1].asked == [([5, 7], 2)] * 3 and runners[2].asked == [([6], 0)]
+    assert runners[1].asked == [([5, 7], 1)] * 3 and runners[2].asked == [([6], 1)]
     assert one.restarts == 1  # one death, however many calls it cost
+
+
+@pytest.mark.parametrize(("film", "filmed"), [(0, [0, 0]), (1, [1, 0]), (2, [1, 1]), (4, [2, 2]), (9, [5, 4])])
+def test_the_first_episodes_are_filmed_whoever_plays_them(
+    runners: dict[int, Runner], film: int, filmed: list[int]
+) -> None:
+    sampler(runners).evaluate(None, range(5), film, timeout_s=30)  # type: ignore[arg-type]
+    assert [runner.asked[0][1] for runner in runners.values()] == filmed
 
 
 def test_an_evaluation_that_hangs_ends_at_its_deadline(runners: dict[int, Runner]) -> None:

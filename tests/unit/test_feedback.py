@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import json
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -96,9 +98,11 @@ class Flaky:
 
 
 def test_a_labeller_that_is_down_stops_the_session_without_a_label(tmp_path: Path) -> None:
-    one = feedback(tmp_path, Flaky(down=9))
+    one, rng = feedback(tmp_path, Flaky(down=9)), np.random.default_rng(0)
     with pytest.raises(LabellerDownError, match="connection refused"):
-        run(one)
+        one.session(replay(), 10, 140, rng, mean_return=-50.0, horizon=HORIZON)
+    # The run's last checkpoint is written after this: a resumed one draws the same pairs.
+    assert rng.bit_generator.state == np.random.default_rng(0).bit_generator.state
     assert one.sessions == one.asked == 0 and len(one.model.pairs) == 0
     assert not (tmp_path / "labels").exists() and not (tmp_path / "vlm_query_log.csv").exists()
 
@@ -119,6 +123,38 @@ def test_waiting_ends_when_the_user_wants_to_stop(tmp_path: Path, monkeypatch: p
     one = feedback(tmp_path, Flaky(down=99), labeller_patience_s=60.0)
     monkeypatch.setattr("rl_vlm.preference.feedback.time.sleep", lambda _: setattr(one, "stop_requested", lambda: True))
     assert run(one) is None and one.sessions == 0
+
+
+def test_a_session_without_segments_of_that_length_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        report = run(feedback(tmp_path, ScriptedTeacher(), segment_length=HORIZON + 1))
+    assert report.asked == 0
+    assert f"hold no two segments of {HORIZON + 1} steps (preference.segment_length)" in caplog.text
+
+
+class NeverAnswers(Flaky):
+    """The second session hangs."""
+
+    async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
+        labels = await super().label(pairs)
+        if len(self.asked) > 1:
+            await asyncio.Event().wait()
+        return labels
+
+
+def test_a_session_that_does_not_end_does_not_keep_a_run_from_stopping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_vlm.preference.feedback._STOP_GRACE_S", 0.1)
+    one = feedback(tmp_path, NeverAnswers(down=0))
+    rng = np.random.default_rng(0)
+    assert one.session(replay(), 10, 140, rng, mean_return=0.0, horizon=HORIZON) is not None
+    drawn = rng.bit_generator.state
+    started = time.monotonic()
+    one.stop_requested = lambda: time.monotonic() > started + 0.2
+    assert one.session(replay(), 10, 140, rng, mean_return=0.0, horizon=HORIZON) is None
+    # A resumed run asks for the same pairs.
+    assert (one.sessions, one.asked, len(one.store)) == (1, 10, 1) and rng.bit_generator.state == drawn
 
 
 class Half:

@@ -13,6 +13,8 @@ from PIL import Image, ImageSequence
 from scipy.stats import t as student_t
 from test_cli import output, run
 
+from rl_vlm.preference.collector import EpisodeResult
+from rl_vlm.preference.episode_log import EVAL_COLUMNS, StepCsv, evaluation_row
 from rl_vlm.reporting.label_accuracy import Labelled, draw_label_accuracy, histogram, read_labels, summarise
 from rl_vlm.reporting.learning_curve import Curve, combine, draw_learning_curve, read_curve, trailing_mean
 from rl_vlm.reporting.sweep import Setting, draw_settings
@@ -42,6 +44,14 @@ def test_fractions_stay_fractions_unless_told(tmp_path: Path) -> None:
     assert read_curve(file, unit="percent").values.tolist() == [0.005, 0.01]
     high = eval_csv(tmp_path / "b.csv", "1,0,1,1.5,0\n")
     assert read_curve(high, unit="fraction").values.tolist() == [1.5]
+
+
+def test_rates_of_our_own_files_are_percent_even_where_all_are_small(tmp_path: Path) -> None:
+    log = StepCsv(tmp_path / "eval.csv", EVAL_COLUMNS, -1)
+    results = [EpisodeResult(seed, -1.0, 5, float(seed == 7), 0.0) for seed in range(100)]
+    log.add(evaluation_row(results, step=10, episode=1))
+    assert read_curve(tmp_path).values.tolist() == [0.01]  # one success of 100: 1.0 in the file
+    assert read_curve(tmp_path, unit="fraction").values.tolist() == [1.0]
 
 
 def test_lines_without_numbers_are_left_out_and_the_last_of_a_step_counts(tmp_path: Path) -> None:
