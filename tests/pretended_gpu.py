@@ -146,7 +146,9 @@ def _check_devices(func: Any, name: str, args: Any, leaves: list[Any], ours: lis
     for value in leaves:
         ordinary = isinstance(value, Tensor) and not isinstance(value, PretendedTensor)
         if ordinary and value.dim() and value.device.type == "cpu" and id(value) not in indices:
-            raise RuntimeError(f"{func}: expected all tensors on the same device, found cuda:0 and cpu {tuple(value.shape)}")
+            raise RuntimeError(
+                f"{func}: expected all tensors on the same device, found cuda:0 and cpu {tuple(value.shape)}"
+            )
 
 
 def _without_gradients(self: Any) -> None:
@@ -161,7 +163,9 @@ def _with_gradients_again(self: Any, *_: Any) -> None:
 @contextmanager
 def pretended_gpu() -> Iterator[None]:
     """Inside, torch has one GPU of 80 GiB, in this thread and in those that begin."""
-    properties = SimpleNamespace(total_memory=80 * _GIB, major=9, minor=0, multi_processor_count=132, name="pretended GPU")
+    properties = SimpleNamespace(
+        total_memory=80 * _GIB, major=9, minor=0, multi_processor_count=132, name="pretended GPU"
+    )
     answers = {
         "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": properties,
         "set_per_process_memory_fraction": None, "empty_cache": None, "synchronize": None,

@@ -99,7 +99,9 @@ class Learned:
                 for parameter in self.policy.parameters:
                     parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
         if self.policy.critic is not None:
-            self.policy.critic.last.weight.data.copy_(torch.randn(self.policy.critic.last.weight.shape, generator=generator))
+            self.policy.critic.last.weight.data.copy_(
+                torch.randn(self.policy.critic.last.weight.shape, generator=generator)
+            )
         self.updater = make_updater(self.policy, run)
         self.strategy = SingleProcess()
         self.strategy.prepare(self.policy, make_optimizer(self.policy, run))
@@ -170,7 +172,9 @@ def test_a_learner_on_a_gpu_does_what_one_on_a_cpu_does(tiny_folder: Path, name:
     for key, found in there.logprobs.items():
         for one, other in zip(found, cpu.logprobs[key], strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, **near)
-    assert there.stats.grad_norm == pytest.approx(cpu.stats.grad_norm, rel=1e-3 if run.model.dtype == "float32" else 0.2)
+    assert there.stats.grad_norm == pytest.approx(
+        cpu.stats.grad_norm, rel=1e-3 if run.model.dtype == "float32" else 0.2
+    )
     for here, other in ((cpu.payload, there.payload), (cpu.averaged, there.averaged)):
         check_close(here, other, 1e-6 if run.model.dtype == "float32" else 1e-3)
 
@@ -186,7 +190,9 @@ def test_supervised_steps_on_a_gpu_are_those_of_a_cpu(tiny_folder: Path, tmp_pat
     found = {}
     for where in DEVICES:
         with device(where):
-            job = SFTConfig.model_validate({"model": {"path": str(tiny_folder)}, "sft": {"data": str(tmp_path / "x.jsonl")}})
+            job = SFTConfig.model_validate(
+                {"model": {"path": str(tiny_folder)}, "sft": {"data": str(tmp_path / "x.jsonl")}}
+            )
             policy = PolicyModel(tiny_folder, job, where, suppress=False)
             trainer = SFTTrainer(policy, job)
             batch = groups(tiny_folder)[0].trajectories
@@ -205,7 +211,9 @@ def answers(engine: TransformersEngine, folder: Path, load: Callable[[int], Weig
     text, rng = text_side(folder), np.random.default_rng(0)
     pictures = [picture(rng), picture(rng, 64, 32)]
     requests = [
-        request(text, [pictures[0], "What is it?"], name="one", n=2, max_new_tokens=9, ignore_eos=True, temperature=0.0),
+        request(
+            text, [pictures[0], "What is it?"], name="one", n=2, max_new_tokens=9, ignore_eos=True, temperature=0.0
+        ),
         request(text, ["No picture."], name="two", max_new_tokens=4, seeds=(7,), top_p=0.9, top_k=20, top_logprobs=3),
         request(text, [*pictures, "Compare."], name="three", max_new_tokens=12, ignore_eos=True, seeds=(3,)),
     ]
