@@ -57,6 +57,13 @@ class StorageSection(Section):
     storage_class: str = Field("", description="Kubernetes: a class that can be mounted ReadWriteMany; empty: default.")
     size_gib: int = Field(500, ge=1, description="Kubernetes: of the claim.")
 
+    @field_validator("nfs")
+    @classmethod
+    def _names_an_export(cls, nfs: str) -> str:
+        if ":/" not in nfs:
+            raise ValueError(f"storage.nfs {nfs} names no export: write server:/export")
+        return nfs
+
 
 class JobSection(Section):
     """What the RayJob trains; the other ways take the same command on the command line."""
@@ -150,6 +157,15 @@ class AWSSection(Section):
     disk_gib: int = Field(200, ge=50)
     ssh_user: _Word = "ubuntu"
 
+    @model_validator(mode="after")
+    def _zones_are_there(self) -> AWSSection:
+        for zone in self.zones.split(","):
+            if not zone.startswith(self.region):
+                raise ValueError(
+                    f"aws.zones has {zone}, which is not in aws.region {self.region}: change them together"
+                )
+        return self
+
 
 class GCPSection(Section):
     """Google Compute Engine."""
@@ -163,6 +179,12 @@ class GCPSection(Section):
     )
     disk_gib: int = Field(200, ge=50)
     ssh_user: _Word = "ubuntu"
+
+    @model_validator(mode="after")
+    def _zone_is_there(self) -> GCPSection:
+        if not self.zone.startswith(f"{self.region}-"):
+            raise ValueError(f"gcp.zone {self.zone} is not in gcp.region {self.region}: change them together")
+        return self
 
 
 class OnPremSection(Section):
@@ -185,6 +207,12 @@ class OnPremSection(Section):
             if not all(part.isalnum() for part in host.replace("-", ".").split(".")):
                 raise ValueError(f"onprem.hosts: {host!r} is not an address or a host name")
         return hosts
+
+    @model_validator(mode="after")
+    def _head_is_no_worker(self) -> OnPremSection:
+        if self.head in self.hosts:  # of which Ray's launcher says "AssertionError"
+            raise ValueError(f"onprem.hosts has {self.head}, which is the head: name the workers alone")
+        return self
 
 
 class KubernetesSection(Section):

@@ -26,7 +26,7 @@ class HTTPMetrics:
             "rl_vlm_http_first_token_seconds", "Of streams.", registry=registry, buckets=_SECONDS
         )
         self.queue = Histogram(
-            "rl_vlm_http_queue_seconds", "In the engine's queue.", registry=registry, buckets=_SECONDS
+            "rl_vlm_http_queue_seconds", "In the engine's queue, of whole answers.", registry=registry, buckets=_SECONDS
         )
         self.tokens = Counter("rl_vlm_http_tokens", "Prompt and sampled tokens.", ["kind"], registry=registry)
         self.in_flight = Gauge("rl_vlm_http_in_flight", "Requests that are waiting or running.", registry=registry)

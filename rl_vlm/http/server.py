@@ -17,6 +17,7 @@ from rl_vlm.types import UserInputError
 
 TOKEN_VARIABLE = "RL_VLM_API_TOKEN"
 _GRACE_S = 5.0  # after the drain, for running requests to send their errors
+_IDLE_CHECK_S = 0.05
 
 
 def check_exposure(host: str, token: str | None) -> None:
@@ -89,14 +90,26 @@ class HTTPServer:
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=int(limits.drain_s + _GRACE_S),
+            timeout_graceful_shutdown=int(_GRACE_S),
         )
         self._server = _Server(self._config, ready)
+        self._drain_s = limits.drain_s
+        self._draining: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
         """Refuse new requests and let running ones end; a second call does not wait for them. Call it on the server's event loop."""
-        self._server.force_exit = self._app.draining
+        if self._draining is not None:
+            self._server.force_exit = self._server.should_exit = True
+            return
         self._app.drain()
+        self._draining = asyncio.ensure_future(self._drained())
+
+    async def _drained(self) -> None:
+        """Listen on while requests run: uvicorn closes the port at once, and new clients would not learn that they may come again."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._drain_s):
+                while self._app.in_flight:
+                    await asyncio.sleep(_IDLE_CHECK_S)
         self._server.should_exit = True
 
     async def run(self) -> None:

@@ -27,7 +27,7 @@ _GAUGES = {
     "publish_seconds": "From publication to this replica's acknowledgement, the last time",
 }
 _HISTOGRAMS = {
-    "queue_seconds": "From a request's arrival to its first forward pass",
+    "queue_seconds": "From a request's arrival to its first forward pass, of whole answers",
     "time_to_first_token_seconds": "From a streamed request's arrival to its first token",
     "request_seconds": "From a request's arrival to its answer",
 }

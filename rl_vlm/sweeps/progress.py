@@ -29,6 +29,13 @@ class SweepProgress(Callback):
         self._started = time.monotonic()
         self._process = _PROCESS
 
+    def get_state(self) -> dict[str, Any]:
+        """What Tune saves with the sweep and gives back to `set_state` where it goes on; without it each number would be given twice."""
+        return {"numbers": dict(self._numbers), "told": dict(self._told), "best": self._best}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._numbers, self._told, self._best = dict(state["numbers"]), dict(state["told"]), state["best"]
+
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Failures are counted anew in a sweep that goes on in another process: Tune saves this callback and the counts."""
         if self._process != _PROCESS:

@@ -49,6 +49,10 @@ def test_labels_and_hosts_are_replaced_and_not_merged() -> None:
         ("name='no'", "'no' would not be read as text in a manifest"),
         ("storage.nfs='$(id):/'", "storage.nfs"),
         ("aws.ssh_user='a;b'", "aws.ssh_user"),
+        ("storage.nfs=10.0.0.2", "storage.nfs 10.0.0.2 names no export: write server:/export"),
+        ("aws.region=eu-west-1", "aws.zones has us-west-2a, which is not in aws.region eu-west-1"),
+        ("gcp.zone=europe-west4-a", "gcp.zone europe-west4-a is not in gcp.region us-central1"),
+        ("onprem.hosts={10.0.0.10: gpu_learner}", "onprem.hosts has 10.0.0.10, which is the head"),
     ],
 )
 def test_mistakes_are_named_in_one_sentence(change: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -217,20 +217,20 @@ def test_a_stopping_server_finishes_what_runs_and_refuses_the_rest(
     never_ending: EngineBackend, tiny_folder: Path
 ) -> None:
     server = Server(never_ending, tiny_folder, drain_s=PATIENCE_S).start()
-    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as other, ThreadPoolExecutor() as pool:
-        assert other.get("/health").status_code == 200  # keeps its connection
+    with ThreadPoolExecutor() as pool:
         running = [
             pool.submit(httpx.post, server.url + path, json=body, timeout=PATIENCE_S)
             for path, body in (("/generate", HI), (CHAT, {**STREAM, "max_tokens": 400}))
         ]
         wait_until(lambda: server.gate.in_flight == 2)
-        server._loop.call_soon_threadsafe(server.gate.drain)  # the first part of a stop, while it still listens
+        server._loop.call_soon_threadsafe(server._server.stop)
         wait_until(lambda: server.gate.draining)
-        refused = other.post("/generate", json=HI)
-        server._server._server.should_exit = True  # the second part
+        refused = httpx.post(server.url + "/generate", json=HI, timeout=PATIENCE_S)  # on a connection of its own
+        health = httpx.get(server.url + "/health", timeout=PATIENCE_S)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        wait_until(lambda: not listens(server.url))
+        assert (health.status_code, health.json()["status"]) == (503, "draining")
         replies = [future.result() for future in running]
+    wait_until(lambda: not listens(server.url))
     assert [reply.status_code for reply in replies] == [200, 200]
     assert replies[1].text.endswith("data: [DONE]\n\n")
     server.stop()

@@ -228,6 +228,30 @@ def test_failures_before_a_resume_do_not_count(monkeypatch: pytest.MonkeyPatch) 
     assert trials[0].run_metadata.num_failures == 1
 
 
+def test_a_resumed_sweep_goes_on_with_its_numbers_and_its_best(capsys: pytest.CaptureFixture[str]) -> None:
+    """Tune makes the callback anew from how it was at the sweep's start, and gives it what its `get_state` said."""
+
+    def result(value: float) -> dict[str, Any]:
+        return {"training_iteration": 1, "held_out": {"accuracy": value}}
+
+    before, resumed = SweepProgress(sweep()), SweepProgress(sweep())
+    first, second, third = (SimpleNamespace(trial_id=name, config={}) for name in "abc")
+    for trial in (first, second):
+        before.on_trial_start(0, [], trial)
+    before.on_trial_result(0, [], first, result(0.75))
+    resumed.set_state(before.get_state())
+    capsys.readouterr()
+    resumed.on_trial_start(0, [], second)
+    resumed.on_trial_start(0, [], third)
+    resumed.on_trial_result(0, [], third, result(0.5))
+    lines = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "trial 2 goes on with ",
+        "trial 3 starts with ",
+        "trial 3 iteration 1: held_out/accuracy 0.500 (best so far 0.750)",
+    ]
+
+
 def test_a_trial_whose_learners_began_anew_is_given_back_to_tune() -> None:
     """Its counter would fall behind Tune's, and it would be trained from the beginning."""
 
