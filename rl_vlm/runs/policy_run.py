@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -9,11 +10,19 @@ from typing import Any
 
 from rl_vlm.algorithms.checkpoint import clean_leftovers, latest_checkpoint, save_checkpoint
 from rl_vlm.config import RunConfig
+from rl_vlm.envs.parts import survey
 from rl_vlm.evaluation.sight import Fault, SightError, raise_or_tell
 from rl_vlm.monitoring.display import ProgressDisplay
+from rl_vlm.rollout.curriculum import make_task_source
 from rl_vlm.runs.hints import UnpaidStart, blind
 from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.types import RLVLMError
+
+
+def _check_tasks(run: RunConfig, checkpoint: Path) -> None:
+    """Raise UserInputError where the configuration's tasks are not the checkpoint's: a minute before the algorithm would."""
+    tasks = json.loads((checkpoint / "state.json").read_text())["rollouts"]["tasks"]
+    make_task_source(run, survey(run.env, "train").sizes["train"]).restore(tasks["source"])
 
 
 class PolicyRun(RunLifecycle):
@@ -23,6 +32,8 @@ class PolicyRun(RunLifecycle):
         self.checkpoints = folder / "checkpoints"
         clean_leftovers(self.checkpoints)
         self.start_from = latest_checkpoint(self.checkpoints) if resume else None
+        if self.start_from is not None:
+            _check_tasks(run, self.start_from)
         start = int(self.start_from.name.removeprefix("iteration-")) if self.start_from else 0
         super().__init__(run, folder, start, resume, ProgressDisplay(run.algorithm.iterations, start))
         self.evaluations: list[dict[str, Any]] = []
