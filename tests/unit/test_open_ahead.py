@@ -77,7 +77,7 @@ def tasks(first: int, count: int = 3) -> list[RolloutTask]:
 
 def in_loop(work: Callable[[], Awaitable[Any]]) -> Any:
     async def run() -> Any:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             return await work()
 
     return asyncio.run(run())
