@@ -38,7 +38,7 @@ class _Span(NamedTuple):
 def pack(state: Mapping[str, Tensor], dtype: str | None = None) -> memoryview:
     """The bytes of a safetensors file, read-only, of tensors on any device, each rounded there to `dtype` where it is given.
 
-    Equal tensors give equal bytes. Raises KeyError for a type that safetensors has not.
+    Equal tensors give equal bytes. Raises ValueError for a type that is not in _TYPES.
     """
     import torch
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import ROOT, environment
@@ -13,13 +14,18 @@ from runs import ROOT, environment
 from rl_vlm.models.loading import resolve_model
 
 
+def report_of(name: str, folder: Path, timeout_s: float, *arguments: str) -> dict[str, Any]:
+    """The JSON that a benchmark writes into `folder`."""
+    out = folder / f"{name}.json"
+    command = [sys.executable, str(ROOT / f"benchmarks/{name}.py"), *arguments, "--out", str(out)]
+    subprocess.run(command, env=environment(), timeout=timeout_s, check=True, cwd=ROOT)
+    return json.loads(out.read_text())  # type: ignore[no-any-return]
+
+
 @pytest.mark.acceptance
 @pytest.mark.timeout(2400)
 def test_the_loop_benchmark_compares_floor_system_and_peer(tmp_path: Path) -> None:
-    out = tmp_path / "loop.json"
-    command = [sys.executable, str(ROOT / "benchmarks/loop.py"), "--out", str(out)]
-    subprocess.run(command, env=environment(), timeout=2300, check=True, cwd=ROOT)
-    report = json.loads(out.read_text())
+    report = report_of("loop", tmp_path, 2300)
     assert {"name", "machine", "versions", "rows", "ratios"} <= report.keys()
     assert {"floor / rl_vlm at 16×8", "floor / rl_vlm at 64×8", "TRL / rl_vlm at 16×8"} <= report["ratios"].keys()
     assert all(row["runs"] >= 15 and row["min"] <= row["median"] <= row["max"] for row in report["rows"])
@@ -52,10 +58,7 @@ def test_ways_to_train_are_compared_at_equal_episodes(tmp_path: Path) -> None:
 @pytest.mark.acceptance
 @pytest.mark.timeout(300)
 def test_the_benchmark_of_full_weights_compares_with_safetensors(tmp_path: Path) -> None:
-    out = tmp_path / "full.json"
-    command = [sys.executable, str(ROOT / "benchmarks/full_weights.py"), "--quick", "--out", str(out)]
-    subprocess.run(command, env=environment(), timeout=280, check=True, cwd=ROOT)
-    report = json.loads(out.read_text())
+    report = report_of("full_weights", tmp_path, 280, "--quick")
     assert {"rl_vlm: pack", "safetensors.save and hashlib", "copy of the bytes"} <= {
         row["label"] for row in report["rows"]
     }
@@ -65,10 +68,7 @@ def test_the_benchmark_of_full_weights_compares_with_safetensors(tmp_path: Path)
 @pytest.mark.acceptance
 @pytest.mark.timeout(600)
 def test_the_startup_benchmark_compares_with_a_bare_process(tmp_path: Path) -> None:
-    out = tmp_path / "startup.json"
-    command = [sys.executable, str(ROOT / "benchmarks/startup.py"), "--quick", "--out", str(out)]
-    subprocess.run(command, env=environment(), timeout=580, check=True, cwd=ROOT)
-    report = json.loads(out.read_text())
+    report = report_of("startup", tmp_path, 580, "--quick")
     assert {"bare process / quickstart, wall", "5 s / dry run, wall"} <= report["ratios"].keys()
     assert {"bare process", "quickstart", "dry run"} <= {row["label"] for row in report["rows"]}
 
@@ -77,10 +77,7 @@ def test_the_startup_benchmark_compares_with_a_bare_process(tmp_path: Path) -> N
 @pytest.mark.timeout(900)
 def test_the_learner_benchmark_finds_equal_gradients(tmp_path: Path) -> None:
     """It ends with an error where loss or gradient differ from TRL's."""
-    out = tmp_path / "learner.json"
-    command = [sys.executable, str(ROOT / "benchmarks/learner.py"), "--quick", "--out", str(out)]
-    subprocess.run(command, env=environment(), timeout=880, check=True, cwd=ROOT)
-    report = json.loads(out.read_text())
+    report = report_of("learner", tmp_path, 880, "--quick")
     assert {"peak memory, rl_vlm / TRL (lower is better)", "seconds, rl_vlm / TRL (lower is better)"} <= set(
         report["ratios"]
     )
@@ -108,10 +105,7 @@ def test_every_preset_learns_the_quickstart_and_none_learns_from_shuffled_reward
 @pytest.mark.acceptance
 @pytest.mark.timeout(1200)
 def test_the_benchmark_of_waiting_compares_lags_and_whole_rounds(tmp_path: Path) -> None:
-    out = tmp_path / "never_wait.json"
-    command = [sys.executable, str(ROOT / "benchmarks/never_wait.py"), "--quick", "--out", str(out)]
-    subprocess.run(command, env=environment(), timeout=1100, check=True, cwd=ROOT)
-    report = json.loads(out.read_text())
+    report = report_of("never_wait", tmp_path, 1100, "--quick")
     assert set(report["ratios"]) == {"lag 2 / lag 0", "lag 2 / lag 1, whole rounds"}
     rows = {row["label"]: row for row in report["rows"]}
     assert [rows[label]["oldest"] for label in ("lag 0", "lag 1, whole rounds")] == [0, 1]
@@ -136,10 +130,7 @@ def test_the_benchmark_of_the_environments_writes_a_table_and_a_panel_for_each(t
 @pytest.mark.acceptance
 @pytest.mark.timeout(900)
 def test_the_scale_benchmark_drives_registry_router_and_samplers(tmp_path: Path) -> None:
-    out = tmp_path / "scale.json"
-    command = [sys.executable, str(ROOT / "benchmarks/scale.py"), "--quick", "--out", str(out)]
-    subprocess.run(command, env=environment(), timeout=880, check=True, cwd=ROOT)
-    report = json.loads(out.read_text())
+    report = report_of("scale", tmp_path, 880, "--quick")
     medians = {row["label"]: row["median"] for row in report["rows"]}
     assert medians["router, 20 replicas, new work"] > 0
     assert 0 < medians["registry, 20 replicas, in process"] < medians["registry, 20 replicas, over Ray"]
@@ -151,10 +142,7 @@ def test_the_scale_benchmark_drives_registry_router_and_samplers(tmp_path: Path)
 @pytest.mark.timeout(1200)
 def test_host_memory_stays_flat_on_episodes_full_of_images(tmp_path: Path) -> None:
     resolve_model("tiny-gridwalk")
-    out = tmp_path / "memory.json"
-    command = [sys.executable, str(ROOT / "benchmarks/host_memory.py"), "--out", str(out)]
-    subprocess.run(command, env=environment(), timeout=1150, check=True, cwd=ROOT)
-    report = json.loads(out.read_text())
+    report = report_of("host_memory", tmp_path, 1150)
     assert {"driver", "learner", "env runners", "replicas", "shared memory", "all"} <= {
         row["label"] for row in report["rows"]
     }

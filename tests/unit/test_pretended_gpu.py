@@ -149,7 +149,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ppo, adapter": {"algorithm__name": "ppo", "critic__kind": "adapter"},
     "full": {"model__train": "full"},
     "full, reference": {"model__train": "full", "algorithm__kl_coef": 0.1},
-    "full, base anew": {"model__train": "full", "learner__gradient_checkpointing": True},
+    "full, checkpointing": {"model__train": "full", "learner__gradient_checkpointing": True},
     "bfloat16": {"model__dtype": "bfloat16"},
     "bfloat16, wide head": {"model__dtype": "bfloat16", "model__head_dtype": "float32"},
     "bfloat16, full": {"model__dtype": "bfloat16", "model__train": "full"},
