@@ -12,9 +12,9 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,15 @@ ProductName: TypeAlias = Literal["torch", "onednn"]
 Use: TypeAlias = Literal["layers", "updates"]
 # (x [..., in], weight [out, in], bias [out] or None) to [..., out]; without a gradient.
 Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Products(Protocol):
+    """x [n, B, in], weight [n, out, in], bias [n, 1, out] or None to [n, B, out], in `out` where that is given."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """n products at once, without a gradient."""
+        ...
+
 
 _SIZES = ((512, 256, 2048), (512, 2048, 256), (1024, 512, 512))  # rows, in, out
 _ROUNDS = 12
@@ -61,6 +70,21 @@ def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
+def torch_products(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """`Products` by torch, of any type and device, with a gradient where there is no `out`."""
+    transposed = weight.transpose(1, 2)
+    return torch.bmm(x, transposed, out=out) if bias is None else torch.baddbmm(bias, x, transposed, out=out)
+
+
+def onednn_products(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """`Products` by oneDNN, or by torch where they are small: float32 on a CPU."""
+    if x[0].numel() * weight.shape[1] < _SMALL:
+        return torch_products(x, weight, bias, out)
+    biases = [None] * len(x) if bias is None else bias[:, 0]
+    found = [onednn_product(*operands) for operands in zip(x, weight, biases, strict=True)]
+    return torch.stack(found, out=out)
+
+
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
     """x [N, in] · weightᵀ [in, out] as float32, of operands of 16 bits; with a gradient."""
     if x.is_cuda:
@@ -87,11 +111,17 @@ class _WideProduct(torch.autograd.Function):
 
 
 _PRODUCTS: dict[ProductName, Product] = {"torch": torch_product, "onednn": onednn_product}
+_BATCHED: dict[ProductName, Products] = {"torch": torch_products, "onednn": onednn_products}
 
 
 def product_of(name: ProductName, weight: Tensor) -> Product:
     """The named product where it can multiply with `weight`, else torch's."""
     return _PRODUCTS[name] if weight.device.type == "cpu" and weight.dtype == torch.float32 else torch_product
+
+
+def products_of(name: ProductName) -> Products:
+    """The named product of several matrices at once."""
+    return _BATCHED[name]
 
 
 def choose_product(
@@ -113,7 +143,7 @@ def choose_product(
 def _fastest(use: Use = "layers") -> ProductName:
     """The faster product, from the cache folder or measured; torch's where none can be kept."""
     try:
-        path = cache_folder() / f"{'product' if use == 'layers' else 'product-updates'}-{_machine()}.json"
+        path = cache_folder() / f"{'product' if use == 'layers' else 'products'}-{_machine()}.json"
         with locked(path.with_suffix(".lock")):
             known = _read(path)
             if known is None:
@@ -130,7 +160,10 @@ def _fastest(use: Use = "layers") -> ProductName:
 def measure_products() -> dict[ProductName, float]:
     """CPU seconds by product, of layers of a model."""
     generator = torch.Generator().manual_seed(0)
-    return _measure([[torch.randn(n, width, generator=generator) for n in (rows, out)] for rows, width, out in _SIZES])
+    cases = [[torch.randn(n, width, generator=generator) for n in (rows, out)] for rows, width, out in _SIZES]
+    return _measure(
+        {name: [partial(product, x, weight, None) for x, weight in cases] for name, product in _PRODUCTS.items()}
+    )
 
 
 def measure_updates() -> dict[ProductName, float]:
@@ -139,26 +172,28 @@ def measure_updates() -> dict[ProductName, float]:
     Their strides differ, and so does what each library makes of them.
     """
     generator = torch.Generator().manual_seed(0)
-    x, gradient, weight = (torch.randn(256, 256, generator=generator) for _ in range(3))
-    return _measure([[x, weight], [gradient, weight.t()], [gradient.t(), x.t()]])
+    x, gradient, weight, out = (torch.randn(2, 256, 256, generator=generator) for _ in range(4))
+    bias, turned = torch.zeros(2, 1, 256), [tensor.transpose(1, 2) for tensor in (x, gradient, weight)]
+    cases = [(x, weight, bias), (gradient, turned[2], None), (turned[1], turned[0], None)]
+    return _measure({name: [partial(products, *case, out) for case in cases] for name, products in _BATCHED.items()})
 
 
-def _measure(cases: list[list[Tensor]]) -> dict[ProductName, float]:
-    """The least of each case, added.
+def _measure(calls: dict[ProductName, list[Callable[[], Tensor]]]) -> dict[ProductName, float]:
+    """The least of each call, added.
 
     Of one thread, which another load on the machine does not slow down; and they take turns.
     """
-    total: dict[ProductName, float] = dict.fromkeys(_PRODUCTS, 0.0)
+    total = dict.fromkeys(calls, 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.no_grad():
-            for x, weight in cases:
-                best = dict.fromkeys(_PRODUCTS, float("inf"))
+            for case in zip(*calls.values(), strict=True):
+                best = dict.fromkeys(calls, float("inf"))
                 for _ in range(_ROUNDS):
-                    for name, product in _PRODUCTS.items():
+                    for name, call in zip(calls, case, strict=True):
                         started = time.thread_time()
-                        product(x, weight, None)
+                        call()
                         best[name] = min(best[name], time.thread_time() - started)
                 for name, seconds in best.items():
                     total[name] += seconds

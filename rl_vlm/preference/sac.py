@@ -1,78 +1,58 @@
 """One update of SAC (arXiv 1801.01290 and 1812.05905) with RL-VLM-F's settings.
 
-`critic_loss`, `actor_loss` and `alpha_loss` are the losses of the papers. `SACUpdater` makes the same steps with the
-gradients written out (see networks.py); a test compares them.
+`SACUpdater` makes the steps of the losses in sac_losses.py with the gradients written out (see mlp.py); a test compares them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rl_vlm.config import SACSection
-from rl_vlm.models.products import Product, torch_product
-from rl_vlm.preference.networks import (
-    SACNetworks,
-    backward,
-    forward,
-    input_gradient,
-    layers_of,
-    policy_gradient,
-    sample_actions,
-)
+from rl_vlm.models.products import Products, torch_products
+from rl_vlm.preference.adam import Moments, adam_step, moments_of
+from rl_vlm.preference.mlp import Layer, backward, forward, input_gradient
+from rl_vlm.preference.networks import PolicySample, SACNetworks, policy_gradient, sample_actions
+from rl_vlm.preference.sac_losses import Batch, critic_inputs
 
 logger = logging.getLogger(__name__)
 
 STATISTICS = ("critic_loss", "actor_loss", "alpha_loss", "entropy", "q", "batch_reward")
 
 
-class Batch(NamedTuple):
-    """observations, next_observations [B, O]; actions [B, A]; rewards, continues [B] (0 where the episode terminated)."""
+class _Weights(NamedTuple):
+    """What a step changes."""
 
-    observations: Tensor
-    actions: Tensor
-    rewards: Tensor
-    next_observations: Tensor
-    continues: Tensor
-
-
-# The losses of the papers.
-
-
-def critic_target(networks: SACNetworks, batch: Batch, noise: Tensor, settings: SACSection) -> Tensor:
-    """[B]: r + γ (min Q'(s', a') - α log π(a'|s')) with a' from the policy; nothing after a termination."""
-    head, _ = forward(layers_of(networks.actor.data, networks.actor_sizes), batch.next_observations)
-    sample = sample_actions(head, noise, settings.log_std_bounds)
-    pairs = torch.cat([batch.next_observations, sample.actions], dim=1)
-    first, second = (forward(layers, pairs)[0][:, 0] for layers in networks.critic_layers(networks.targets))
-    value = torch.minimum(first, second) - networks.log_alpha.data.exp() * sample.log_probs
-    return batch.rewards + settings.gamma * batch.continues * value
+    actor: Tensor
+    critics: Tensor
+    log_alpha: Tensor
+    actor_moments: Moments
+    critic_moments: Moments
+    alpha_moments: Moments
+    statistics: Tensor  # sums, in the order of STATISTICS
 
 
-def critic_loss(networks: SACNetworks, batch: Batch, target: Tensor) -> Tensor:
-    """Mean squared error of both critics, added."""
-    pairs = torch.cat([batch.observations, batch.actions], dim=1)
-    values = (forward(layers, pairs)[0][:, 0] for layers in networks.critic_layers(networks.critics))
-    return sum(((value - target).square().mean() for value in values), torch.zeros(()))
+class _Layers(NamedTuple):
+    """Views of the networks, and of the gradients where these have a place."""
+
+    actor: list[Layer]
+    critics: list[Layer]
+    targets: list[Layer]
+    actor_gradient: list[Layer] | None = None
+    critic_gradient: list[Layer] | None = None
 
 
-def actor_loss(networks: SACNetworks, batch: Batch, noise: Tensor, settings: SACSection) -> tuple[Tensor, Tensor]:
-    """mean(α log π(a|s) - min Q(s, a)) with a from the policy, and log π(a|s) [B]."""
-    head, _ = forward(layers_of(networks.actor, networks.actor_sizes), batch.observations)
-    sample = sample_actions(head, noise, settings.log_std_bounds)
-    pairs = torch.cat([batch.observations, sample.actions], dim=1)
-    first, second = (forward(layers, pairs)[0][:, 0] for layers in networks.critic_layers(networks.critics.data))
-    alpha = networks.log_alpha.data.exp()
-    return (alpha * sample.log_probs - torch.minimum(first, second)).mean(), sample.log_probs
+class _Memory(NamedTuple):
+    """For hidden layers; the same at every update, since fresh memory is cold and given back to the system again and again."""
 
-
-def alpha_loss(networks: SACNetworks, log_probs: Tensor, target_entropy: float) -> Tensor:
-    """mean(α (-log π - target entropy)), the policy held fixed."""
-    return (networks.log_alpha.exp() * (-log_probs.detach() - target_entropy)).mean()
+    actor: list[Tensor]
+    critics: list[Tensor]
+    gradients: list[Tensor]
 
 
 class SACUpdater:
@@ -82,8 +62,8 @@ class SACUpdater:
         networks: on the device where the updates run.
         settings: `preference.sac` of the configuration.
         seed: of the noise.
-        compiled: run the matrix parts through torch.compile; where that fails, go on without it.
-        product: what multiplies matrices.
+        compiled: run the step through torch.compile; where that fails, go on without it.
+        products: what multiplies matrices.
     """
 
     def __init__(
@@ -92,9 +72,9 @@ class SACUpdater:
         settings: SACSection,
         seed: int,
         compiled: bool = False,
-        product: Product = torch_product,
+        products: Products = torch_products,
     ) -> None:
-        self.networks, self.settings, self.product = networks, settings, product
+        self.networks, self.settings, self.products = networks, settings, products
         self.generator = torch.Generator().manual_seed(seed)
         self.updates = 0
         self.target_entropy = (
@@ -103,116 +83,151 @@ class SACUpdater:
         self.critic_optimizer = self._adam(networks.critics, settings.lr)
         self.actor_optimizer = self._adam(networks.actor, settings.lr)
         self.alpha_optimizer = self._adam(networks.log_alpha, settings.alpha_lr)
-        networks.actor.grad = torch.zeros_like(networks.actor)
-        networks.critics.grad = torch.zeros_like(networks.critics)
-        networks.log_alpha.grad = torch.zeros_like(networks.log_alpha)
+        networks.actor.grad = self._actor_gradient = torch.zeros_like(networks.actor.data)
+        networks.critics.grad = self._critic_gradient = torch.zeros_like(networks.critics.data)
+        networks.log_alpha.grad = self._alpha_gradient = torch.zeros_like(networks.log_alpha.data)
         self._statistics = torch.zeros(len(STATISTICS), device=networks.actor.device)
         self._counted = 0
-        part: Callable[..., Any] = _Compiled if compiled else lambda function: function
-        self._critic_part = part(self._critics)
-        self._policy_part = part(self._policy)
-        self._actor_part = part(self._actor)
+        self._layers = _Layers(
+            networks.actor_layers(networks.actor.data),
+            networks.critic_layers(networks.critics.data),
+            networks.critic_layers(networks.targets),
+            networks.actor_layers(self._actor_gradient),
+            networks.critic_layers(self._critic_gradient),
+        )
+        self._held: _Memory | None = None
+        on_cpu = networks.actor.device.type == "cpu"
+        self._steps = {
+            acts: _Compiled(partial(self._whole, acts), partial(self._plain, acts), on_cpu)
+            if compiled
+            else partial(self._plain, acts)
+            for acts in (False, True)
+        }
 
     def _adam(self, parameter: torch.nn.Parameter, lr: float) -> torch.optim.Adam:
+        # Holds the moments, and is what RLlib knows; `adam_step` makes its step.
         return torch.optim.Adam([parameter], lr=lr, betas=self.settings.betas, fused=True)
 
     @torch.no_grad()
     def update(self, batch: Batch) -> None:
         """One step of the critics, the actor and alpha, and of the targets every `target_update_every` updates."""
         networks, settings = self.networks, self.settings
-        alpha = networks.log_alpha.exp()
+        acts = self.updates % settings.actor_update_every == 0
         shape = (len(batch.actions), networks.action_size)
-        gradients, critic_loss, q = self._critic_part(
-            networks.critics, networks.targets, networks.actor, batch, self._noise(shape), alpha
+        noise = torch.cat([torch.randn(shape, generator=self.generator) for _ in range(1 + acts)])
+        weights = _Weights(
+            networks.actor.data,
+            networks.critics.data,
+            networks.log_alpha.data,
+            moments_of(self.actor_optimizer),
+            moments_of(self.critic_optimizer),
+            moments_of(self.alpha_optimizer),
+            self._statistics,
         )
-        torch.cat(gradients, out=networks.critics.grad)
-        self.critic_optimizer.step()
-        figures = [critic_loss, q, batch.rewards.mean()]
-        if self.updates % settings.actor_update_every == 0:
-            figures += self._update_actor(batch.observations, self._noise(shape), alpha)
+        self._steps[acts](weights, networks.targets, batch, noise.to(networks.actor.device))
         if self.updates % settings.target_update_every == 0:
-            networks.targets.lerp_(networks.critics, settings.tau)
+            networks.targets.lerp_(networks.critics.data, settings.tau)
         self.updates += 1
-        self._count(figures)
+        self._counted += 1
 
-    def _noise(self, shape: tuple[int, int]) -> Tensor:
-        return torch.randn(shape, generator=self.generator).to(self.networks.actor.device)
+    def _plain(self, acts: bool, weights: _Weights, targets: Tensor, batch: Batch, noise: Tensor) -> None:
+        rows, hidden = len(batch.actions), self.settings.hidden
+        if self._held is None or self._held.critics[0].shape[1] != rows:
+            device, depth = targets.device, range(self.settings.depth)
+            self._held = _Memory(
+                [torch.empty((1, 2 * rows, hidden), device=device) for _ in depth],
+                [torch.empty((2, rows, hidden), device=device) for _ in depth],
+                [torch.empty((2, rows, hidden), device=device) for _ in range(2)],
+            )
+        self._step(acts, weights, self._layers, batch, noise, self._held)
 
-    def _critics(
-        self, critics: Tensor, targets: Tensor, actor: Tensor, batch: Batch, noise: Tensor, alpha: Tensor
-    ) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Gradient of the critics' loss in pieces, the loss, and their mean value."""
-        networks, settings, product = self.networks, self.settings, self.product
-        head, _ = forward(layers_of(actor, networks.actor_sizes), batch.next_observations, product)
-        sample = sample_actions(head, noise, settings.log_std_bounds)
-        pairs = torch.cat([batch.next_observations, sample.actions], dim=1)
-        first, second = [forward(layers, pairs, product)[0] for layers in networks.critic_layers(targets)]
-        value = torch.minimum(first, second)[:, 0] - alpha * sample.log_probs
-        target = (batch.rewards + settings.gamma * batch.continues * value)[:, None]
-        pairs = torch.cat([batch.observations, batch.actions], dim=1)
-        gradients: list[Tensor] = []
-        loss, mean = torch.zeros_like(alpha[0]), torch.zeros_like(alpha[0])
-        for layers in networks.critic_layers(critics):
-            value, activations = forward(layers, pairs, product)
-            error = value - target
-            gradients += backward(layers, activations, error * (2 / len(error)), product)
-            loss, mean = loss + error.square().mean(), mean + 0.5 * value.mean()
-        return gradients, loss, mean
-
-    def _update_actor(self, observations: Tensor, noise: Tensor, alpha: Tensor) -> list[Tensor]:
+    def _whole(self, acts: bool, weights: _Weights, targets: Tensor, batch: Batch, noise: Tensor) -> None:
+        """For torch.compile: views are made inside, and the compiler takes care of memory."""
         networks = self.networks
-        activations, sample, values, inside = self._policy_part(networks.actor, networks.critics, observations, noise)
-        slopes = self._slopes(values, inside)
-        gradients = self._actor_part(networks.actor, activations, sample, slopes, alpha)
-        torch.cat(gradients, out=networks.actor.grad)
-        entropy = -sample.log_probs.mean()
-        networks.log_alpha.grad.copy_(alpha * (entropy - self.target_entropy))  # type: ignore[union-attr]
-        self.actor_optimizer.step()
-        self.alpha_optimizer.step()
-        loss = -alpha[0] * entropy - torch.minimum(*values).mean()
-        return [loss, alpha[0] * (entropy - self.target_entropy), entropy]
+        layers = _Layers(
+            networks.actor_layers(weights.actor),
+            networks.critic_layers(weights.critics),
+            networks.critic_layers(targets),
+        )
+        self._step(acts, weights, layers, batch, noise, None)
 
-    def _policy(
-        self, actor: Tensor, critics: Tensor, observations: Tensor, noise: Tensor
-    ) -> tuple[list[Tensor], Any, tuple[Tensor, Tensor], tuple[list[Tensor], list[Tensor]]]:
-        """Activations and sample of the policy, both critics' values of the sample, and their activations."""
-        networks, product = self.networks, self.product
-        head, activations = forward(layers_of(actor, networks.actor_sizes), observations, product)
-        sample = sample_actions(head, noise, self.settings.log_std_bounds)
-        pairs = torch.cat([observations, sample.actions], dim=1)
-        (first, one), (second, two) = [forward(layers, pairs, product) for layers in networks.critic_layers(critics)]
-        return activations, sample, (first[:, 0], second[:, 0]), (one, two)
+    def _step(
+        self, acts: bool, weights: _Weights, layers: _Layers, batch: Batch, noise: Tensor, memory: _Memory | None
+    ) -> None:
+        settings, products, rows = self.settings, self.products, len(batch.actions)
+        alpha = weights.log_alpha.exp()
+        # The critics' step does not change the policy: it acts for both steps at once.
+        states = torch.cat([batch.next_observations, batch.observations]) if acts else batch.next_observations
+        outputs = None if memory is None else [output[:, : len(states)] for output in memory.actor]
+        head, hidden = forward(layers.actor, states[None], products, outputs)
+        sample = sample_actions(head[0], noise, settings.log_std_bounds)
+        ahead = PolicySample(*(part[:rows] for part in sample))
+        figures = self._critic_step(weights, layers, batch, ahead, alpha, memory)
+        if acts:
+            now = PolicySample(*(part[rows:] for part in sample))
+            hidden = [layer[:, rows:] for layer in hidden]
+            figures += self._actor_step(weights, layers, hidden, now, alpha, memory)
+        else:
+            figures += [torch.zeros_like(alpha[0])] * 3
+        loss, q, reward, actor, temperature, entropy = figures
+        weights.statistics.add_(torch.stack([loss, actor, temperature, entropy, q, reward]))
 
-    def _slopes(self, values: tuple[Tensor, Tensor], inside: tuple[list[Tensor], list[Tensor]]) -> Tensor:
-        """d min Q / d action [B, A]: each row goes back through the one critic that is the minimum there."""
-        networks = self.networks
-        smaller = values[0] < values[1]
-        slopes = torch.empty((len(smaller), networks.action_size), device=smaller.device)
-        for chosen, layers, activations in zip(
-            (smaller, ~smaller), networks.critic_layers(networks.critics), inside, strict=True
-        ):
-            rows = chosen.nonzero()[:, 0]
-            some = [activation.index_select(0, rows) for activation in activations]
-            slopes.index_copy_(0, rows, input_gradient(layers, some, networks.observation_size, self.product))
-        return slopes
-
-    def _actor(
-        self, actor: Tensor, activations: list[Tensor], sample: Any, slopes: Tensor, alpha: Tensor
+    def _critic_step(
+        self,
+        weights: _Weights,
+        layers: _Layers,
+        batch: Batch,
+        ahead: PolicySample,
+        alpha: Tensor,
+        memory: _Memory | None,
     ) -> list[Tensor]:
-        """Gradient of the actor's loss in pieces."""
-        head = policy_gradient(sample, slopes, alpha, self.settings.log_std_bounds)
-        return backward(layers_of(actor, self.networks.actor_sizes), activations, head, self.product)
+        """Both critics' step; their loss and mean value, and the mean reward."""
+        settings, products, outputs = self.settings, self.products, memory and memory.critics
+        values, _ = forward(layers.targets, critic_inputs(batch.next_observations, ahead.actions), products, outputs)
+        value = torch.minimum(values[0], values[1])[:, 0] - alpha * ahead.log_probs
+        target = batch.rewards + settings.gamma * batch.continues * value
+        values, hidden = forward(layers.critics, critic_inputs(batch.observations, batch.actions), products, outputs)
+        error = values - target[:, None]
+        scratch, into = memory and memory.gradients, layers.critic_gradient
+        gradients = backward(layers.critics, hidden, error * (2 / len(target)), products, scratch, into)
+        gradient = _flat(gradients) if into is None else self._critic_gradient
+        adam_step(weights.critics, gradient, weights.critic_moments, settings.lr, settings.betas)
+        return [error.square().sum() / len(target), values.mean(), batch.rewards.mean()]
+
+    def _actor_step(
+        self,
+        weights: _Weights,
+        layers: _Layers,
+        hidden: list[Tensor],
+        now: PolicySample,
+        alpha: Tensor,
+        memory: _Memory | None,
+    ) -> list[Tensor]:
+        """The step of actor and alpha, with the inputs of the actor's layers in `hidden`; both losses and the entropy."""
+        settings, products, outputs = self.settings, self.products, memory and memory.critics
+        values, inside = forward(layers.critics, critic_inputs(hidden[0][0], now.actions), products, outputs)
+        # Each row goes back through the one critic that is the minimum there.
+        is_first = (values[0] < values[1]).float()
+        chosen = torch.stack([is_first, 1 - is_first])
+        scratch, into = memory and memory.gradients, layers.actor_gradient
+        slopes = input_gradient(layers.critics, inside, chosen, self.networks.observation_size, products, scratch)
+        output = policy_gradient(now, slopes.sum(0), alpha, settings.log_std_bounds)
+        scratch = scratch and [part[:1] for part in scratch]
+        gradients = backward(layers.actor, hidden, output[None], products, scratch, into)
+        gradient = _flat(gradients) if into is None else self._actor_gradient
+        entropy = -now.log_probs.mean()
+        temperature = alpha * (entropy - self.target_entropy)
+        if into is not None:
+            temperature = self._alpha_gradient.copy_(temperature)
+        adam_step(weights.actor, gradient, weights.actor_moments, settings.lr, settings.betas)
+        adam_step(weights.log_alpha, temperature, weights.alpha_moments, settings.alpha_lr, settings.betas)
+        loss = -alpha[0] * entropy - torch.minimum(values[0], values[1]).mean()
+        return [loss, temperature[0], entropy]
 
     def reset_critics(self) -> None:
         """Reset the critics after the reward has changed: new weights, new optimiser state, targets equal to them."""
         self.networks.reset_critics(self.generator)
         self.critic_optimizer.state.clear()
-
-    def _count(self, figures: list[Tensor]) -> None:
-        loss, q, reward, *policy = figures
-        actor, alpha, entropy = policy or [torch.zeros_like(loss)] * 3
-        self._statistics += torch.stack([loss, actor, alpha, entropy, q, reward])
-        self._counted += 1
 
     def take_statistics(self) -> dict[str, float]:
         """Means since the last call, `alpha` and the number of `updates`; empty if there was none."""
@@ -227,22 +242,29 @@ class SACUpdater:
         return found
 
 
+def _flat(gradients: list[Layer]) -> Tensor:
+    """As the vector of the weights."""
+    count = len(gradients[0][0])
+    return torch.cat([part.reshape(count, -1) for layer in gradients for part in layer], dim=1).view(-1)
+
+
 class _Compiled:
-    """A function under torch.compile, compiled at its first call; where that fails, the function itself."""
+    """A function under torch.compile, compiled at its first call; where that fails, `plain`."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._plain = function
-        self._function = torch.compile(function, dynamic=False)
-        self._tried = False
+    def __init__(self, function: Callable[..., None], plain: Callable[..., None], on_cpu: bool) -> None:
+        self._plain, self._tried = plain, False
+        # The calls between products cost as much as some of them: from C++ they cost half.
+        options: dict[str, Any] = {"cpp_wrapper": True} if on_cpu else {}
+        self._function = torch.compile(function, dynamic=False, fullgraph=True, options=options or None)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any) -> None:
         if self._tried:
-            return self._function(*args)
+            self._function(*args)
+            return
         try:
-            result = self._function(*args)
+            self._function(*args)
         except Exception as error:  # dynamo and inductor raise what their parts raise; the function itself is tested
             logger.warning("SAC runs without torch.compile, somewhat slower: %s", str(error).split("\n")[0][:200])
-            self._function = self._plain  # type: ignore[assignment]
-            result = self._plain(*args)
+            self._function = self._plain
+            self._plain(*args)
         self._tried = True
-        return result

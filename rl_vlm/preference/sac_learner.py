@@ -15,10 +15,12 @@ from ray.rllib.core.rl_module.torch import TorchRLModule
 from torch import Tensor
 
 from rl_vlm.config import SACSection
-from rl_vlm.models.products import Product, choose_product, product_of, torch_product
+from rl_vlm.models.products import choose_product, products_of, torch_products
 from rl_vlm.preference.exploration import RunningStd, state_entropy
-from rl_vlm.preference.networks import SACNetworks, forward, layers_of, sample_actions
-from rl_vlm.preference.sac import Batch, SACUpdater, actor_loss, alpha_loss, critic_loss, critic_target
+from rl_vlm.preference.mlp import forward
+from rl_vlm.preference.networks import SACNetworks, sample_actions
+from rl_vlm.preference.sac import SACUpdater
+from rl_vlm.preference.sac_losses import Batch, actor_loss, alpha_loss, critic_loss, critic_target
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import UserInputError
 
@@ -77,10 +79,10 @@ class SACModule(TorchRLModule):
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """The mode of the policy for `obs` [B, O], under RLlib's key `actions`."""
         networks = self.networks
-        head, _ = forward(layers_of(networks.actor, networks.actor_sizes), batch["obs"])
+        head, _ = forward(networks.actor_layers(networks.actor), batch["obs"][None])
         settings: SACSection = self.model_config["settings"]  # type: ignore[index]
-        noise = torch.zeros(len(head), networks.action_size, device=head.device)
-        return {"actions": sample_actions(head, noise, settings.log_std_bounds).actions}
+        noise = torch.zeros(len(head[0]), networks.action_size, device=head.device)
+        return {"actions": sample_actions(head[0], noise, settings.log_std_bounds).actions}
 
 
 class SACLearner(TorchLearner):
@@ -96,11 +98,11 @@ class SACLearner(TorchLearner):
         run = self.config.run_config
         settings: SACSection = run.preference.sac
         networks = self.module[module_id].networks
-        product: Product = torch_product
-        if product_of("onednn", networks.actor) is not torch_product:
-            product = product_of(choose_product(run.learner.cpu_product, run.deterministic, "updates"), networks.actor)
+        products = torch_products
+        if networks.actor.device.type == "cpu":
+            products = products_of(choose_product(run.learner.cpu_product, run.deterministic, "updates"))
         self.updater = SACUpdater(
-            networks, settings, derive_seed(run.seed, 31), compiled=self.config.compile_updates, product=product
+            networks, settings, derive_seed(run.seed, 31), compiled=self.config.compile_updates, products=products
         )
         for name, optimizer, parameter, lr in (
             ("actor", self.updater.actor_optimizer, networks.actor, settings.lr),
@@ -152,8 +154,8 @@ class SACLearner(TorchLearner):
 
     def actor_layers(self) -> ActorLayers:
         """The policy's matrices. In the driver's own process they are views, which later updates change."""
-        layers = layers_of(self.networks.actor.data, self.networks.actor_sizes)
-        return [(weight.cpu().numpy(), bias.cpu().numpy()) for weight, bias in layers]
+        layers = self.networks.actor_layers(self.networks.actor.data)
+        return [(weight[0].cpu().numpy(), bias[0, 0].cpu().numpy()) for weight, bias in layers]
 
     def tensors(self) -> dict[str, Tensor]:
         """Networks, targets, log alpha, Adam's moments and the state of the noise, by name."""

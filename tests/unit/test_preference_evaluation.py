@@ -17,7 +17,7 @@ from rl_vlm.cli import run as rl_vlm
 from rl_vlm.config import save_config
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
 from rl_vlm.preference.collector import Evaluator, NumpyActor, evaluation_seeds
-from rl_vlm.preference.networks import SACNetworks, layers_of
+from rl_vlm.preference.networks import SACNetworks
 
 
 def save_agent(checkpoint: Path, seed: int = 0, observations: int = 4) -> NumpyActor:
@@ -26,8 +26,8 @@ def save_agent(checkpoint: Path, seed: int = 0, observations: int = 4) -> NumpyA
     checkpoint.mkdir(parents=True)
     save_file(networks.state(), checkpoint / "agent.safetensors")
     write_state(checkpoint, {"step": int(checkpoint.name.removeprefix("step-"))})
-    layers = layers_of(networks.actor.data, networks.actor_sizes)
-    return NumpyActor([(weight.numpy(), bias.numpy()) for weight, bias in layers], (-5.0, 2.0))
+    layers = networks.actor_layers(networks.actor.data)
+    return NumpyActor([(weight[0].numpy(), bias[0, 0].numpy()) for weight, bias in layers], (-5.0, 2.0))
 
 
 @pytest.fixture

@@ -34,7 +34,8 @@ from rl_vlm.learning.strategies.replicated import SingleProcess
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.preference.ensemble import RewardEnsemble
 from rl_vlm.preference.networks import SACNetworks
-from rl_vlm.preference.sac import Batch, SACUpdater
+from rl_vlm.preference.sac import SACUpdater
+from rl_vlm.preference.sac_losses import Batch
 from rl_vlm.supervised.trainer import SFTTrainer
 from rl_vlm.types import Completion, TrajectoryGroup
 
