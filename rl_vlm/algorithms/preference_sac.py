@@ -134,7 +134,7 @@ class PreferenceSAC(RunAlgorithm):
         self.reward = AgentReward(settings, self.run.env.id, model, driver_device(self.run))
         collection = settings.collection
         self.sampler = ControlSampler(self.env_runner_group, collection.envs_per_runner, collection.timeout_s)
-        self.tracker = EpisodeTracker()
+        self.tracker = EpisodeTracker(self.sampler.num_envs)
         self.env_steps = 0  # environment steps
         self.last_session = -1  # the step of the last one; -1: critics have not been reset yet
         self.on_episode: Callable[[FinishedEpisode], None] = lambda _: None
@@ -181,7 +181,7 @@ class PreferenceSAC(RunAlgorithm):
             rewards = self.reward.of(batch)
         self.replay.add(batch, rewards)
         before, self.env_steps = self.env_steps, self.env_steps + len(batch)
-        for episode in self.tracker.add(batch, rewards):
+        for episode in self.tracker.add(batch, rewards, before):
             self._episodes.append(episode)
             self.on_episode(episode)
         if self._may_overlap(end):

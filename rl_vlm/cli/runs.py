@@ -103,6 +103,6 @@ def _summary(result: dict[str, Any], place: str) -> str:
     reward = "evaluation_reward" if "evaluation_reward_after" in result else "reward"
     for label, name in (("accuracy", "accuracy"), ("reward", reward)):
         before, after = result.get(f"{name}_before"), result.get(f"{name}_after")
-        if before is not None and after is not None:
-            parts.append(f"{label} {before:.3f} → {after:.3f}")
+        if after is not None:  # there is no before of a single row
+            parts.append(f"{label} {after:.3f}" if before is None else f"{label} {before:.3f} → {after:.3f}")
     return f"{', '.join(parts)}; see {place}/curve.png"

@@ -30,10 +30,13 @@ def serve(
     if model is not None and "=" in model and not Path(model).exists():
         overrides = [model, *(overrides or [])]
         model = None  # it comes from LOCAL_MODEL_PATH
-    from rl_vlm.models.trained import find_trained
-    from rl_vlm.runs import serve as launch
+    from rl_vlm.runs.signals import leaving_on_signals
 
-    find_trained(adapter, None)
+    with leaving_on_signals():  # importing takes seconds
+        from rl_vlm.models.trained import find_trained
+        from rl_vlm.runs import serve as launch
 
-    planned = launch.plan(model, overrides or (), adapter=adapter, host=host, port=port)
-    raise typer.Exit(128 + launch.run_server(planned, say))
+        find_trained(adapter, None)
+
+        planned = launch.plan(model, overrides or (), adapter=adapter, host=host, port=port)
+        raise typer.Exit(128 + launch.run_server(planned, say))

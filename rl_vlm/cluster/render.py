@@ -15,6 +15,7 @@ import yaml
 from jinja2 import DictLoader, Environment, StrictUndefined
 from pydantic import ValidationError
 
+from rl_vlm.cluster.gpus import check_gpus
 from rl_vlm.cluster.values import PREEMPTIBLE, WORKER_TYPES, ClusterValues, WorkerSection
 from rl_vlm.config.hints import explain
 from rl_vlm.config.loading import read_yaml
@@ -61,8 +62,11 @@ def render(values: ClusterValues, targets: Iterable[str] = ()) -> dict[str, str]
     chosen = list(targets) or list(TARGETS)
     if unknown := [name for name in chosen if name not in TARGETS]:
         raise UserInputError(f"There is no target {unknown[0]}: choose from {', '.join(TARGETS)}.")
+    workers = _workers(values)
+    if "kuberay" in chosen:
+        check_gpus(values, workers)
     environment = _environment()
-    context = {"v": values, "workers": _workers(values), "twin": PREEMPTIBLE, "ray_version": version("ray")}
+    context = {"v": values, "workers": workers, "twin": PREEMPTIBLE, "ray_version": version("ray")}
     context["placement"] = placement(values)
     return {
         name: environment.get_template(f"{name}.j2").render(context) for target in chosen for name in TARGETS[target]

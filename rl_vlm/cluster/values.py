@@ -114,16 +114,6 @@ class WorkerSection(Section):
     gcp: _Word
     node_selector: _Labels = Field({}, description="Kubernetes: labels of the nodes that it may run on.")
 
-    @model_validator(mode="after")
-    def _consistent(self) -> WorkerSection:
-        if self.min > self.max:
-            raise ValueError(f"min ({self.min}) is above max ({self.max})")
-        if self.shm_gib >= self.memory_gib:
-            raise ValueError(
-                f"shm_gib ({self.shm_gib}) must be below memory_gib ({self.memory_gib}), of which it is part"
-            )
-        return self
-
 
 def _gpu_serving(most: int) -> WorkerSection:
     return WorkerSection(max=most, cpus=15, memory_gib=56, shm_gib=16, gpus=1, aws="g6.4xlarge", gcp="g2-standard-16")
@@ -143,6 +133,18 @@ class WorkersSection(Section):
     )
     cpu_env_runner: WorkerSection = _env_runner(2)
     cpu_env_runner_preemptible: WorkerSection = _env_runner(4)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> WorkersSection:
+        for name in WORKER_TYPES:
+            worker: WorkerSection = getattr(self, name)
+            if worker.min > worker.max:
+                raise ValueError(f"workers.{name}.min ({worker.min}) is above its max ({worker.max})")
+            if worker.shm_gib >= worker.memory_gib:
+                raise ValueError(
+                    f"workers.{name}.shm_gib ({worker.shm_gib}) must be below its memory_gib ({worker.memory_gib}), of which it is part"
+                )
+        return self
 
 
 class AWSSection(Section):

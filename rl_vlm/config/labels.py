@@ -33,8 +33,14 @@ class TeacherSection(Section):
     beta: float = Field(-1.0, description="0 or less: the higher return wins; above: Bradley-Terry with this scale.")
     gamma: float = Field(1.0, gt=0, le=1, description="Discount over a segment; its last step counts in full.")
     eps_mistake: float = Field(0.0, ge=0, le=1, description="Share of labels that are flipped.")
-    eps_skip: float = Field(0.0, ge=0, description="Pairs below this share of the average return are skipped.")
-    eps_equal: float = Field(0.0, ge=0, description="Pairs nearer than this share of the average return are equal.")
+    eps_skip: float = Field(
+        0.0,
+        ge=0,
+        description="Pairs below this share of the average return are skipped; none where that is below 0, as in B-Pref.",
+    )
+    eps_equal: float = Field(
+        0.0, ge=0, description="Pairs nearer than this share of the average return are equal; see eps_skip."
+    )
 
 
 class EndpointSection(Section):

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import to_jsonable_python
 
 from rl_vlm.config.algorithm import without_preset_keys
 from rl_vlm.config.hints import explain
@@ -97,8 +98,15 @@ def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def save_config(config: RunConfig | SFTConfig, path: Path) -> None:
-    """Write the resolved configuration, atomically."""
-    write_atomic(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    """Write the resolved configuration, atomically. What YAML holds comes back as it was: as JSON nan would be null, a date a text."""
+    write_atomic(path, yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what only Python holds, such as a path or numpy's numbers, as JSON would."""
+
+
+_Dumper.add_multi_representer(object, lambda dumper, value: dumper.represent_data(to_jsonable_python(value)))
 
 
 def parse_override(override: str) -> tuple[str, Any]:

@@ -50,7 +50,7 @@ def choose_words(
         raise UserInputError(f"env.kwargs.actions {list(given)} do not fit {space}: name {about}.")
     if not chosen:
         raise UserInputError(
-            f"The actions {space} have no names: give env.kwargs.actions, a mapping from words to actions."
+            f"env.kwargs.actions is needed, a mapping from words to actions: those of {space} have no names."
         )
     return {clean(word): _fit(space, word, action) for word, action in chosen.items()}
 

@@ -77,11 +77,17 @@ class PlayedEnv(MadeItemsEnv):
         }
         for name, (value, most) in limits.items():
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-                raise UserInputError(f"Control-v0: {name} must be an integer from 1 to {most}, not {value!r}.")
+                raise UserInputError(
+                    f"Control-v0: env.kwargs.{name} must be an integer from 1 to {most}, not {value!r}."
+                )
         if reward not in ("env", "success") or prompt not in ("full", "brief"):
-            raise UserInputError('Control-v0: reward is "env" or "success", and prompt is "full" or "brief".')
+            raise UserInputError(
+                'Control-v0: env.kwargs.reward is "env" or "success", and prompt is "full" or "brief".'
+            )
         if image_size is not None and not 16 <= image_size <= 2048:
-            raise UserInputError(f"Control-v0: image_size is {image_size}: it must be between 16 and 2048 pixels.")
+            raise UserInputError(
+                f"Control-v0: env.kwargs.image_size is {image_size}: it must be between 16 and 2048 pixels."
+            )
         self._inner = _make(env, kwargs)
         self._words = choose_words(self._inner, actions, METAWORLD if task_name(env) else None)
         self._skip, self._max_turns, self._size = frame_skip, max_turns, image_size
@@ -229,4 +235,6 @@ def _make(env_id: str, kwargs: dict[str, Any]) -> Any:
         what = package or error.name
         raise UserInputError(f"{env_id} needs the package {what} ({error}): run `pip install {what}`.") from error
     except (gymnasium.error.Error, TypeError, ImportError) as error:
-        raise UserInputError(f"gymnasium cannot make {env_id} ({one_line(error)}): correct env.kwargs.") from error
+        raise UserInputError(
+            f"Control-v0: env.kwargs.env is {env_id!r}, which gymnasium cannot make ({one_line(error)}): correct env.kwargs."
+        ) from error

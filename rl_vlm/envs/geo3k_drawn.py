@@ -39,7 +39,7 @@ class DrawnQuestions:
     ) -> None:
         levels = tuple(level) if isinstance(level, list | tuple) else (level,)
         if not levels:
-            raise UserInputError(f"{NAME}: level must name a level from 1 to {max(LEVELS)}, or several.")
+            raise UserInputError(f"{NAME}: env.kwargs.level must name a level from 1 to {max(LEVELS)}, or several.")
         check_integers(
             NAME,
             **{"level" if len(levels) == 1 else f"level[{k}]": (one, 1, max(LEVELS)) for k, one in enumerate(levels)},
@@ -49,7 +49,7 @@ class DrawnQuestions:
         )
         if isinstance(angle_step, bool) or angle_step not in ANGLE_STEPS:
             raise UserInputError(
-                f"{NAME}: angle_step must be one of {', '.join(map(str, ANGLE_STEPS))}, not {angle_step!r}."
+                f"{NAME}: env.kwargs.angle_step must be one of {', '.join(map(str, ANGLE_STEPS))}, not {angle_step!r}."
             )
         size = IMAGE_SIZE if image_size is None else image_size
         least = max(LEAST_SIZE[one] for one in levels)

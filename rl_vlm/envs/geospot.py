@@ -77,7 +77,9 @@ class GeoSpotEnv(MadeItemsEnv):
     ) -> None:
         super().__init__("GeoSpot-v0", num_train, num_test)
         if prompt not in PROMPTS:
-            raise UserInputError(f"GeoSpot-v0: prompt {prompt!r} is unknown; choose one of {', '.join(PROMPTS)}.")
+            raise UserInputError(
+                f"GeoSpot-v0: env.kwargs.prompt {prompt!r} is unknown; choose one of {', '.join(PROMPTS)}."
+            )
         self._views = StreetViews(data) if data else None
         if self._views is None:
             image_size = world.IMAGE_SIZE if image_size is None else image_size
@@ -172,22 +174,24 @@ _fit = lru_cache(maxsize=64)(fit)  # the copies of a group show the same image
 
 def _checked_weights(weights: Sequence[float]) -> dict[str, float]:
     if not isinstance(weights, Sequence) or len(weights) != 3:
-        raise UserInputError(f"GeoSpot-v0: weights are three numbers for country, region and city, not {weights!r}.")
+        raise UserInputError(
+            f"GeoSpot-v0: env.kwargs.weights are three numbers for country, region and city, not {weights!r}."
+        )
     country, region, city = (_number("weights", weight, 0.0, math.inf) for weight in weights)
     if country + region + city == 0:
-        raise UserInputError("GeoSpot-v0: one of the weights must be above 0.")
+        raise UserInputError("GeoSpot-v0: env.kwargs.weights are all 0: one must be above 0.")
     return field_weights(country, region, city)
 
 
 def _checked_taus(taus: Mapping[str, float]) -> dict[str, float]:
     unknown = [field for field in taus if field not in TAUS_KM]
     if unknown:
-        raise UserInputError(f"GeoSpot-v0: taus has no field {unknown[0]!r}; it has {', '.join(TAUS_KM)}.")
+        raise UserInputError(f"GeoSpot-v0: env.kwargs.taus has no field {unknown[0]!r}; it has {', '.join(TAUS_KM)}.")
     return {field: _number(f"taus.{field}", tau, 1e-3, math.inf) for field, tau in taus.items()}
 
 
 def _number(name: str, value: float, least: float, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most or math.isinf(value):
         limits = f"of at least {least:g}" if math.isinf(most) else f"from {least:g} to {most:g}"
-        raise UserInputError(f"GeoSpot-v0: {name} must be a number {limits}, not {value!r}.")
+        raise UserInputError(f"GeoSpot-v0: env.kwargs.{name} must be a number {limits}, not {value!r}.")
     return float(value)

@@ -70,25 +70,31 @@ class GridWalkEnv(MadeItemsEnv):
         }
         for name, (value, least, most) in bounds.items():
             if not _is_integer(value) or not least <= value <= most:
-                raise UserInputError(f"GridWalk-v0: {name} must be an integer from {least} to {most}, not {value!r}.")
+                raise UserInputError(
+                    f"GridWalk-v0: env.kwargs.{name} must be an integer from {least} to {most}, not {value!r}."
+                )
         for name, value, least in (
             ("walls", walls, 0), ("holes", holes, 0), ("num_train", num_train, 1), ("num_test", num_test, 1),
         ):  # fmt: skip
             if not _is_integer(value) or value < least:
-                raise UserInputError(f"GridWalk-v0: {name} must be an integer of at least {least}, not {value!r}.")
+                raise UserInputError(
+                    f"GridWalk-v0: env.kwargs.{name} must be an integer of at least {least}, not {value!r}."
+                )
         if walls + holes > size * size - 2:
             raise UserInputError(
-                f"GridWalk-v0: {walls} walls and {holes} holes leave no room for agent and goal in {size}×{size} cells: "
-                "lower walls or holes, or raise size."
+                f"GridWalk-v0: env.kwargs.walls ({walls}) and holes ({holes}) leave no room for agent and goal in {size}×{size} cells: "
+                "lower one, or raise size."
             )
         if not _is_integer(min_distance) or not 1 <= min_distance <= max_turns:
             raise UserInputError(
-                f"GridWalk-v0: min_distance must be an integer from 1 to max_turns ({max_turns}), not {min_distance!r}."
+                f"GridWalk-v0: env.kwargs.min_distance must be an integer from 1 to env.kwargs.max_turns ({max_turns}), not {min_distance!r}."
             )
         if prompt not in PROMPTS:
-            raise UserInputError(f"GridWalk-v0: prompt {prompt!r} is unknown; choose one of {', '.join(PROMPTS)}.")
+            raise UserInputError(
+                f"GridWalk-v0: env.kwargs.prompt {prompt!r} is unknown; choose one of {', '.join(PROMPTS)}."
+            )
         if not _is_integer(seed):
-            raise UserInputError(f"GridWalk-v0: seed must be an integer, not {seed!r}.")
+            raise UserInputError(f"GridWalk-v0: env.kwargs.seed must be an integer, not {seed!r}.")
         self.difficulty = Difficulty(size, walls, holes, min_distance, max_turns)
         self.max_turns = max_turns
         self.prompt = prompt

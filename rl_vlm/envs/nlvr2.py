@@ -68,7 +68,7 @@ def drawn_item(split: Split, index: int, seed: int, image_size: int, kinds: tupl
 def _known_kinds(kinds: Sequence[StatementKind]) -> tuple[StatementKind, ...]:
     unknown = [kind for kind in kinds if kind not in STATEMENT_KINDS]
     if unknown or not kinds or isinstance(kinds, str):
-        raise UserInputError(f"{NAME}: kinds is {kinds!r}; list some of {', '.join(STATEMENT_KINDS)}.")
+        raise UserInputError(f"{NAME}: env.kwargs.kinds is {kinds!r}; list some of {', '.join(STATEMENT_KINDS)}.")
     return tuple(kinds)
 
 

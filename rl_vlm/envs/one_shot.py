@@ -75,11 +75,11 @@ def check_integers(name: str, **bounds: tuple[object, int | None, int | None]) -
         wanted = "an integer"
         if least is not None:
             wanted += f" of at least {least}" if most is None else f" from {least} to {most}"
-        raise UserInputError(f"{name}: {argument} must be {wanted}, not {value!r}.")
+        raise UserInputError(f"{name}: env.kwargs.{argument} must be {wanted}, not {value!r}.")
 
 
 def question_of(name: str, prompts: dict[str, str], prompt: str) -> str:
     """The text of a prompt. Raises UserInputError for one that is unknown."""
     if prompt not in prompts:
-        raise UserInputError(f"{name}: prompt {prompt!r} is unknown; choose one of {', '.join(prompts)}.")
+        raise UserInputError(f"{name}: env.kwargs.prompt {prompt!r} is unknown; choose one of {', '.join(prompts)}.")
     return prompts[prompt]

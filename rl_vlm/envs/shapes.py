@@ -101,19 +101,19 @@ class ShapesEnv(MadeItemsEnv):
     ) -> None:
         super().__init__("Shapes-v0", num_train, num_test)
         if task not in TASKS:
-            raise UserInputError(f"Shapes-v0: task {task!r} is unknown; choose one of {', '.join(TASKS)}.")
+            raise UserInputError(f"Shapes-v0: env.kwargs.task {task!r} is unknown; choose one of {', '.join(TASKS)}.")
         if isinstance(turns, bool) or turns not in (1, 2):
-            raise UserInputError(f"Shapes-v0: turns must be 1 or 2, not {turns!r}.")
+            raise UserInputError(f"Shapes-v0: env.kwargs.turns must be 1 or 2, not {turns!r}.")
         if not isinstance(image_size, int) or not data.MIN_IMAGE_SIZE <= image_size <= data.MAX_IMAGE_SIZE:
             raise UserInputError(
-                f"Shapes-v0: image_size must be an integer from {data.MIN_IMAGE_SIZE} to {data.MAX_IMAGE_SIZE}, "
+                f"Shapes-v0: env.kwargs.image_size must be an integer from {data.MIN_IMAGE_SIZE} to {data.MAX_IMAGE_SIZE}, "
                 f"not {image_size!r}."
             )
         if isinstance(seed, bool) or not isinstance(seed, int):
-            raise UserInputError(f"Shapes-v0: seed must be an integer, not {seed!r}.")
+            raise UserInputError(f"Shapes-v0: env.kwargs.seed must be an integer, not {seed!r}.")
         for name, value in (("num_train", num_train), ("num_test", num_test)):
             if not isinstance(value, int) or value < 1:
-                raise UserInputError(f"Shapes-v0: {name} must be a positive integer, not {value!r}.")
+                raise UserInputError(f"Shapes-v0: env.kwargs.{name} must be a positive integer, not {value!r}.")
         self.task: Task = task
         self.turns = turns
         self.tool = tool

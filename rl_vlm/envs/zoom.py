@@ -131,10 +131,10 @@ class ZoomEnv(OneShotEnv[ZoomItem]):
         )
         if data is None and (view_size % IMAGE_SIZE or zoom % 2):
             raise UserInputError(
-                f"{NAME}: of drawn pictures view_size must be a multiple of {IMAGE_SIZE} and zoom even, not {view_size} and {zoom}."
+                f"{NAME}: env.kwargs.view_size must be a multiple of {IMAGE_SIZE} and zoom even for drawn pictures, not {view_size} and {zoom}."
             )
         if isinstance(call_cost, bool) or not isinstance(call_cost, int | float) or not 0 <= call_cost <= 1:
-            raise UserInputError(f"{NAME}: call_cost must be a number from 0 to 1, not {call_cost!r}.")
+            raise UserInputError(f"{NAME}: env.kwargs.call_cost must be a number from 0 to 1, not {call_cost!r}.")
         self._instructions = question_of(NAME, PROMPTS, prompt).format(tool=TOOL, cost=call_cost, turns=max_turns)
         self._brief = prompt == "brief"
         self._view_size, self._zoom, self._call_cost, self._max_turns = view_size, zoom, call_cost, max_turns

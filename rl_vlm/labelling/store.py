@@ -123,9 +123,16 @@ class LabelStore:
 
     def read(self, number: int) -> StoredSession:
         """One session. Raises UserInputError if it is damaged or a picture is missing."""
+        return self._read(number, None)
+
+    def example(self, number: int) -> SegmentPair | None:
+        """The first pair of a session, without reading the others' pictures; None of an empty one. Raises as `read`."""
+        return next(iter(self._read(number, 1).pairs), None)
+
+    def _read(self, number: int, most: int | None) -> StoredSession:
         path = self._path(number)
         try:
-            rows = read_file(pq.ParquetFile(path), _FREE_BYTES).to_pylist()
+            rows = read_file(pq.ParquetFile(path), _FREE_BYTES).slice(0, most).to_pylist()
             self._check_pictures(rows)
             return StoredSession(
                 number,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ from rl_vlm.labelling.types import SKIPPED, Label, LabelValue, Score, SegmentPai
 from rl_vlm.models.loading import from_folder, resolve_model
 from rl_vlm.types import UserInputError
 
+logger = logging.getLogger(__name__)
+
+_MEANS = {"eps_skip": "skipped", "eps_equal": "called equal"}
 _BATCH = 32  # pictures per forward pass
 
 
@@ -30,10 +34,22 @@ class ScriptedTeacher:
         self._settings = settings or TeacherSection()
         self._rng = np.random.default_rng(seed)
         self._margin = 0.0
+        self._has_warned = False
 
     def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
-        """Scale the thresholds to the policy: the recent mean return of episodes, as share of a segment."""
+        """Scale the thresholds to the policy: the recent mean return of episodes, as share of a segment.
+
+        As in B-Pref, whose tasks pay nothing below 0: shares of a negative return are thresholds that no pair meets.
+        """
         self._margin = mean_return * segment_length / horizon
+        eps = {name: value for name in ("eps_skip", "eps_equal") if (value := getattr(self._settings, name))}
+        if eps and mean_return < 0 and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "preference.labels.teacher.%s: thresholds are shares of the episodes' mean return, which is %.4g, and below 0 they "
+                "have no effect: no pair is %s meanwhile. Pay rewards above 0, or leave them out.",
+                " and ".join(eps), mean_return, " or ".join(_MEANS[name] for name in eps),
+            )  # fmt: skip
 
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
         """One label per pair, in order."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from rl_vlm.monitoring.figure_names import EVAL
 from rl_vlm.monitoring.samples import Sample
+from rl_vlm.types import POLICY
 
 _RUN = "ray_rl_vlm_"
 _NODE = "ray_node_"
@@ -91,7 +92,8 @@ def _replicas(samples: Sequence[Sample], previous: Sequence[Sample], elapsed_s: 
     before = _grouped(previous, _RUN, "replica", "run")
     rows = []
     for (replica, run), own in _grouped(samples, _RUN, "replica", "run").items():
-        row: dict[str, Any] = {"run": run, "replica": replica, "node": own[0].labels.get("NodeAddress", "")}
+        row: dict[str, Any] = {"run": run, "runs": _users(own) or [run], "replica": replica}
+        row["node"] = own[0].labels.get("NodeAddress", "")
         row |= {column: _sum(own, _RUN + metric) for column, metric in _REPLICA_COLUMNS.items()}
         if row["version"] is None:  # its counters outlive it
             continue
@@ -100,6 +102,12 @@ def _replicas(samples: Sequence[Sample], previous: Sequence[Sample], elapsed_s: 
         row["tokens_per_s"] = max((tokens or 0.0) - (then or 0.0), 0.0) / elapsed_s if known else None
         rows.append(row)
     return sorted(rows, key=lambda row: (row["run"], row["replica"]))
+
+
+def _users(samples: Iterable[Sample]) -> list[str]:
+    """The runs that use a shared replica, by the names of their policies (run-12345678); none of a replica of one run's own."""
+    policies = {one.labels.get("policy", POLICY) for one in samples if one.name == f"{_RUN}policy_version"} - {POLICY}
+    return sorted({policy.rpartition("-")[0] for policy in policies})
 
 
 def _nodes(samples: Sequence[Sample]) -> list[dict[str, Any]]:

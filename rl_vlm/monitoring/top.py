@@ -128,7 +128,7 @@ def _replicas(rows: Sequence[dict[str, Any]]) -> Table:
     )  # fmt: skip
     for row in rows:
         made.add_row(
-            Text(printable(row["run"])), Text(printable(row["replica"])), Text(printable(row["node"])),
+            Text(printable(", ".join(row["runs"]))), Text(printable(row["replica"])), Text(printable(row["node"])),
             _whole(row["version"]), _whole(row["running"]), _whole(row["waiting"]), _number(row["mean_batch"]),
             _whole(row["tokens_per_s"]), _whole(row["requests"]), _whole(row["errors"] or 0),
         )  # fmt: skip

@@ -42,10 +42,11 @@ class _Sums:
 class FinishedEpisode:
     """Returns by the learned and by the true reward, the best success of any moment (0 or 1), and the steps.
 
-    `number` counts the finished episodes of a run from 1.
+    `number` counts the finished episodes of a run from 1, `step` is the environment step at which the episode ended.
     """
 
     number: int
+    step: int
     learned_return: float
     true_return: float
     success: float
@@ -53,18 +54,21 @@ class FinishedEpisode:
 
 
 class EpisodeTracker:
-    """Sums rewards and steps per episode, of many environments at once."""
+    """Sums rewards and steps per episode, of `num_envs` environments that step together."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_envs: int = 1) -> None:
+        self._num_envs = num_envs
         self.finished = 0
         self._open: dict[int, _Sums] = {}
         self._returns: deque[float] = deque(maxlen=10)
 
-    def add(self, batch: StepBatch, rewards: np.ndarray) -> list[FinishedEpisode]:
-        """Add steps with the agent's rewards; returns the episodes that ended, in order."""
+    def add(self, batch: StepBatch, rewards: np.ndarray, before: int) -> list[FinishedEpisode]:
+        """Add a round with the agent's rewards, `before` steps into the run; returns the episodes that ended, in order."""
         done = batch.terminated | batch.truncated
+        turns = self._turns(batch)
         ended = []
-        for row, episode in enumerate(batch.episodes.tolist()):
+        for row in np.argsort(turns, kind="stable").tolist():  # runners' rows come one runner after the other
+            episode = int(batch.episodes[row])
             sums = self._open.setdefault(episode, _Sums())
             sums.learned += float(rewards[row])
             sums.true += float(batch.true_rewards[row])
@@ -74,8 +78,18 @@ class EpisodeTracker:
                 del self._open[episode]
                 self.finished += 1
                 self._returns.append(sums.true)
-                ended.append(FinishedEpisode(self.finished, sums.learned, sums.true, sums.success, sums.length))
+                step = before + int(turns[row]) * self._num_envs
+                ended.append(FinishedEpisode(self.finished, step, sums.learned, sums.true, sums.success, sums.length))
         return ended
+
+    def _turns(self, batch: StepBatch) -> np.ndarray:
+        """int64 [n], from 1: which step of its environment in this round a row is."""
+        places = batch.episodes % self._num_envs  # as `Collector` numbers episodes
+        turns = np.empty(len(batch), np.int64)
+        for place in np.unique(places):
+            rows = places == place
+            turns[rows] = np.arange(1, np.count_nonzero(rows) + 1)
+        return turns
 
     @property
     def mean_true_return(self) -> float:

@@ -17,6 +17,7 @@ from rl_vlm.labelling.query_log import FILE_NAME, QueryLog, true_return
 from rl_vlm.labelling.session import LabelledSession, LabellerDownError, is_answer, is_decided, label_session
 from rl_vlm.labelling.store import LabelReplay, LabelStore
 from rl_vlm.labelling.types import SKIPPED, HasState, KnowsMargin, Label, Labeller, Score, Scorer, Segment, SegmentPair
+from rl_vlm.preference.cached_labels import check_length
 from rl_vlm.preference.ensemble import FitReport, RewardEnsemble
 from rl_vlm.preference.replay import ReplayBuffer
 from rl_vlm.preference.selection import num_candidates, pair_features, select_pairs
@@ -210,12 +211,7 @@ class Feedback:
         self._cache_is_used_up = stored is None
         if stored is None:
             return None
-        wanted = self.settings.segment_length
-        for length in {len(segment) for pair in stored.pairs for segment in (pair.first, pair.second)} - {wanted}:
-            raise UserInputError(
-                f"The label cache has segments of {length} steps, and preference.segment_length is {wanted}: set it to {length}, "
-                "or leave preference.labels.cache out."
-            )
+        check_length(stored.pairs, self.settings.segment_length)
         return LabelledSession(stored.pairs, stored.labels)
 
     def _retried(self, ask: Callable[[], Any], rng: np.random.Generator) -> Any:

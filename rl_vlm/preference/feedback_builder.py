@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rl_vlm.config import RunConfig
 from rl_vlm.labelling.store import LabelReplay, label_cache
 from rl_vlm.learning.device import driver_device
+from rl_vlm.preference.cached_labels import check_cache
 from rl_vlm.preference.ensemble import RewardEnsemble
 from rl_vlm.preference.feedback import Feedback
 from rl_vlm.seeding import derive_seed
@@ -63,6 +64,8 @@ def build_feedback(run: RunConfig, folder: Path, side: LabellingSide, sizes: tup
     from rl_vlm.labelling.build import build_labeller
 
     cache, device = label_cache(settings.labels.cache), driver_device(run)
+    if cache is not None:
+        check_cache(cache, settings, sizes)
     labeller = None
     if settings.labels.source != "cache":
         client, text = side.client_and_text()

@@ -173,12 +173,12 @@ class BaseRun(ABC):
 
     def _result(self, status: str) -> dict[str, Any]:
         rewards = self.recorder.rewards() or self.rewards
-        window = max(1, min(5, len(rewards)))
+        window = max(1, min(5, len(rewards) // 2))  # rows of the beginning and of the end, of which none is both
         return {
             "status": status,
             "train_seconds": round(self.train_seconds, 3),
             "startup_seconds": round(self.startup_seconds, 3),
-            "reward_before": sum(rewards[:window]) / window if rewards else None,
+            "reward_before": sum(rewards[:window]) / window if len(rewards) > 1 else None,
             "reward_after": sum(rewards[-window:]) / window if rewards else None,
         }
 

@@ -137,7 +137,7 @@ class PreferenceRun(RunLifecycle):
         }  # fmt: skip
         row: dict[str, Any] = {
             "episode": episode.number,
-            "step": algorithm.env_steps,
+            "step": episode.step,
             "episode_reward": episode.learned_return,
             "true_episode_reward": episode.true_return,
             "episode_success": episode.success,

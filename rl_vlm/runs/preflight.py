@@ -153,6 +153,7 @@ def inspect_preference_run(run: RunConfig) -> dict[str, Any]:
     """Step the control environment once, look at its picture, and find the labeller. Raises UserInputError."""
     from rl_vlm.labelling.build import prompts_of
     from rl_vlm.labelling.store import label_cache
+    from rl_vlm.preference.cached_labels import check_cache
     from rl_vlm.preference.collector import make_run_env
     from rl_vlm.preference.schedule import check_segments
 
@@ -174,7 +175,9 @@ def inspect_preference_run(run: RunConfig) -> dict[str, Any]:
     finally:
         env.close()
     if settings.learns_reward:
-        label_cache(settings.labels.cache)
+        cache = label_cache(settings.labels.cache)
+        if cache is not None:
+            check_cache(cache, settings, (found["observation_size"], found["action_size"]))
         found["labels"] = settings.labels.source
     if settings.learns_reward and settings.labels.source in ("vlm", "endpoint", "generate", "clip", "itm"):
         found["goal"] = prompts_of(settings.labels, run.env.id).goal

@@ -6,14 +6,11 @@ import importlib.util
 import json
 import os
 import re
-import signal
-import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import ray
@@ -35,6 +32,7 @@ from rl_vlm.models.trained import read_payload, trained_folder
 from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.runs.kv_memory import ANSWER_S, depends_on_gpu, kv_room
 from rl_vlm.runs.served import run_for
+from rl_vlm.runs.signals import leave_on_signals
 from rl_vlm.serving.publisher import PolicyService, ServingError
 from rl_vlm.serving.registry import registry_name
 from rl_vlm.serving.server import app_name, initial_replicas
@@ -136,16 +134,17 @@ def keeps_base_model(run: RunConfig) -> bool:
 
 
 def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
-    """Serve until SIGINT or SIGTERM, whose number is returned. Raises RLVLMError when the model cannot be served."""
+    """Serve until SIGINT or SIGTERM, whose number is returned. Raises RLVLMError when the model cannot be served.
+
+    For use inside `leaving_on_signals`: before the server runs a signal ends the command, and what has been started with it.
+    """
     run, limits = plan.run, plan.run.http
     quiet_libraries()
     text = load_text_side(plan.model, run.model.pixels)
     run_id = f"serve-{uuid.uuid4().hex[:8]}"
-    _exit_on_signals()
     with bind(limits.host, limits.port) as sock, tempfile.TemporaryDirectory(prefix="rl-vlm-serve-") as folder:
         announce(f"Loading {plan.name} ...")
         with ray_cluster(run):
-            _exit_on_signals()  # Ray has put its own handler in place
             service = PolicyService(run, run_id, ModelReference.of(str(plan.model)), Path(folder) / "registry")
             try:
                 service.wait_until_ready()
@@ -174,7 +173,7 @@ def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
                 server = HTTPServer(app, sock, limits, lambda: announce(banner(plan, port)))
                 return server.run_until_signal()
             finally:
-                _exit_on_signals()
+                leave_on_signals()  # the server has put its own in place
                 service.stop()
 
 
@@ -194,16 +193,6 @@ def _wait_for_adapter(registry: Any, run: RunConfig) -> None:
         raise ServingError(
             f"{len(report.acked)} of {replicas} replicas loaded the adapter within {seconds:g} s: was it made for this model?"
         )
-
-
-def _exit_on_signals() -> None:
-    """While the server does not run, a signal ends the command, and what has been started with it."""
-
-    def leave(number: int, _: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, leave)
 
 
 def banner(plan: Plan, port: int) -> str:

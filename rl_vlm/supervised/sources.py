@@ -66,7 +66,9 @@ class JsonLinesRows:
                 line = file.readline(_MAX_LINE + 1)
             if len(line) > _MAX_LINE:
                 raise BadRowError(f"{self.where(index)}: longer than {_MAX_LINE} bytes.")
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_object)
+        except _TwiceError as error:
+            raise BadRowError(f"{self.where(index)}: the key {error} stands twice in one object.") from error
         except (OSError, ValueError, RecursionError) as error:
             raise BadRowError(f"{self.where(index)}: not JSON ({one_line(error)}).") from error
         if not isinstance(row, dict):
@@ -80,6 +82,20 @@ class JsonLinesRows:
     def folder(self, index: int) -> Path:
         """The folder of the file."""
         return self._path.parent
+
+
+class _TwiceError(Exception):
+    """An object has a key twice; the message is the key."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, whose last value of a key Python would take without a word."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _TwiceError(f"{key!r:.60}")
+        found[key] = value
+    return found
 
 
 class ConversationTable:

@@ -37,8 +37,8 @@ def test_labels_and_hosts_are_replaced_and_not_merged() -> None:
         ("workers.gpu_serving.maximum=4", "Did you mean workers.gpu_serving.max?"),
         ("worker.gpu_serving.max=4", "Did you mean workers?"),
         ("images.gpus=x", "Did you mean images.gpu?"),
-        ("workers.gpu_learner.min=9", "min (9) is above max (1)"),
-        ("workers.gpu_learner.shm_gib=999", "shm_gib (999) must be below memory_gib"),
+        ("workers.gpu_learner.min=9", "workers.gpu_learner.min (9) is above its max (1)"),
+        ("workers.gpu_learner.shm_gib=999", "workers.gpu_learner.shm_gib (999) must be below its memory_gib (76)"),
         ("onprem.hosts={10.0.0.1: gpu}", "onprem.hosts"),
         ("onprem.hosts={'$(reboot)': gpu_learner}", "is not an address"),
         ("storage.mount=relative", "storage.mount"),
@@ -86,6 +86,41 @@ def test_a_type_without_nodes_is_left_out_and_nothing_is_placed_there() -> None:
     values = load_values(None, ["workers.cpu_env_runner.max=0", "workers.cpu_env_runner_preemptible.max=0"])
     assert placement(values) == ["resources.replicas_on=gpu_serving", "resources.learners_on=gpu_learner"]
     assert "cpu_env_runner" not in render(values, ["aws"])["aws/cluster.yaml"]
+
+
+_NO_SERVING = ("workers.gpu_serving.max=0", "workers.gpu_serving_preemptible.max=0")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (("workers.gpu_learner.max=0", *_NO_SERVING), "job.overrides asks for serving.gpus_per_replica=1"),
+        (
+            ("workers.gpu_learner.max=0", "job.overrides=['learner.gpus_per_learner=2']"),
+            "raise workers.gpu_learner.max",
+        ),
+        (("job.overrides=['serving.gpus_per_replica=4']",), "raise workers.gpu_serving.gpus"),
+        (("job.overrides=[]", *_NO_SERVING), "service.overrides asks for serving.gpus_per_replica=1"),
+    ],
+)
+def test_a_job_that_asks_for_gpus_which_no_worker_has_is_refused(changes: tuple[str, ...], words: str) -> None:
+    values = load_values(None, changes)
+    with pytest.raises(UserInputError, match=words):
+        render(values, ["kuberay"])
+    render(values, ["aws", "gcp"])  # which hold no job
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("workers.gpu_learner.max=0",),  # the learner runs beside the replicas
+        ("workers.gpu_learner.max=0", *_NO_SERVING, "job.overrides=[seed=1]", "service.overrides=[]"),
+        ("workers.gpu_serving.max=0",),  # its preemptible twin serves
+        ("job.overrides=['serving.gpus_per_replica=0.5', 'learner.gpus_per_learner=0.5']",),
+    ],
+)
+def test_a_job_whose_gpus_are_there_is_rendered(changes: tuple[str, ...]) -> None:
+    assert "kuberay/rayjob.yaml" in render(load_values(None, changes), ["kuberay"])
 
 
 def test_a_preemptible_type_alone_serves_its_kind() -> None:

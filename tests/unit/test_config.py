@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from pydantic import ValidationError
@@ -227,6 +230,22 @@ def test_a_saved_config_comes_back_equal(tmp_path: Path) -> None:
     save_config(config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == config
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_saved_config_keeps_what_yaml_holds_and_json_does_not(tmp_path: Path) -> None:
+    kwargs = "{a: .nan, b: 2026-01-01, c: !!set {x}, d: -.inf, e: !!binary aGk=}"
+    for place in ("env.kwargs", "evaluation.variants.other"):
+        config = load_config(None, [f"{place}={kwargs}"])
+        save_config(config, tmp_path / "config.yaml")
+        loaded = load_config(tmp_path / "config.yaml")
+        found = loaded.env.kwargs if place == "env.kwargs" else loaded.evaluation.variants["other"]
+        assert math.isnan(found.pop("a"))
+        assert found == {"b": datetime.date(2026, 1, 1), "c": {"x"}, "d": -math.inf, "e": b"hi"}
+
+
+def test_a_saved_config_writes_paths_and_numpys_numbers_as_plain_values(tmp_path: Path) -> None:
+    save_config(parse_config({"env": {"kwargs": {"p": Path("/x"), "n": np.float64(1.5)}}}), tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml").env.kwargs == {"p": "/x", "n": 1.5}
 
 
 def test_saving_replaces_an_older_file(tmp_path: Path) -> None:

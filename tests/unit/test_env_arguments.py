@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import inspect
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ NEEDED: dict[str, dict[str, Any]] = {"Control-v0": {"env": "CartPole-v1"}}
 # What YAML can hold, and a set, an object and bytes from Python.
 WRONG: tuple[Any, ...] = (
     "{}", "", "3 4", [], ["x"], [[1]], ["left", 3], {}, {"a": 1}, {"train": 3}, {"up": "x"}, math.nan, -math.inf, -1, 0, 1.5, 10**400,
-    True, None, datetime.date(2026, 1, 1), b"x", {1, 2}, object(),
+    3, 17, 10**6, True, None, datetime.date(2026, 1, 1), b"x", {1, 2}, object(),
 )  # fmt: skip
 ARGUMENTS = [
     (env_id, name)
@@ -42,6 +43,7 @@ def test_any_value_of_an_argument_is_taken_or_refused_by_name(env_id: str, name:
             env = make(env_id, **{**NEEDED.get(env_id, {}), name: value})
         except UserInputError as error:
             assert name in str(error) and len(str(error).splitlines()) == 1
+            assert name == "data" or re.match(rf"({env_id}: )?env\.kwargs\.\w", str(error))
             continue
         try:
             play(env)
@@ -65,6 +67,11 @@ def test_any_value_of_an_argument_is_taken_or_refused_by_name(env_id: str, name:
         ("Caption-v0", {"data": ["a.parquet"]}, "must be a text or a mapping from texts to texts or null, not ['a.parquet']."),
         ("Zoom-v0", {"prompt": {"full": 1}}, "env.kwargs.prompt must be a text, not {'full': 1}."),
         ("GeoSpot-v0", {"taus": [[1]]}, "env.kwargs.taus must be a mapping from texts to numbers or null, not [[1]]."),
+        ("Shapes-v0", {"image_size": 8}, "Shapes-v0: env.kwargs.image_size must be an integer from 64 to 1024, not 8."),
+        ("GeoSpot-v0", {"weights": [0, 0, 0]}, "GeoSpot-v0: env.kwargs.weights are all 0: one must be above 0."),
+        ("GridWalk-v0", {"holes": 99}, "GridWalk-v0: env.kwargs.walls (2) and holes (99) leave no room"),
+        ("Zoom-v0", {"zoom": 3}, "Zoom-v0: env.kwargs.view_size must be a multiple of 64 and zoom even for drawn pictures, not 64 and 3."),
+        ("Control-v0", {"env": "CartPole-v1", "image_size": 8}, "Control-v0: env.kwargs.image_size is 8: it must be between 16"),
         ("Control-v0", {"env": 3}, "Control-v0: env.kwargs.env must be a text, not 3."),
         ("Control-v0", {"env": "CartPole-v1", "num_test": 0}, "num_test must be an integer of at least 1, not 0."),
     ],

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import pickle
+import threading
 from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -149,6 +151,36 @@ def test_a_labeller_that_is_down_ends_with_1_and_errors_in_the_log(tmp_path: Pat
     assert code == 1 and '"errors": 1' in output(capsys)
     (row,) = csv.DictReader((tmp_path / "vlm_query_log.csv").open())
     assert row["vlm_predicted_label"] == "" and "127.0.0.1:9" in row["error"]
+
+
+class _WithoutLogprobs(BaseHTTPRequestHandler):
+    """An endpoint that refuses requests for log-probabilities, as some do."""
+
+    def do_POST(self) -> None:
+        asks = "logprobs" in json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        found = {"error": "logprobs are not supported"} if asks else {"choices": [{"message": {"content": "1"}}]}
+        data = json.dumps(found).encode()
+        self.send_response(400 if asks else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_endpoint_that_refuses_log_probabilities_is_asked_without(tmp_path: Path, capsys) -> None:
+    save(tmp_path / "first_1.png", 3)
+    save(tmp_path / "second_1.png", 20)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _WithoutLogprobs) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+        command = ["label", tmp_path, "--goal", "x", "--steps", 1, "--one-order", "--endpoint", url, "--overwrite"]
+        assert run(*command) == 1 and '"errors": 1' in output(capsys)
+        assert run(*command, "--no-logprobs") == 0 and '"errors": 0' in output(capsys)
+        server.shutdown()
+    (row,) = csv.DictReader((tmp_path / "vlm_query_log.csv").open())
+    assert row["vlm_predicted_label"] == "1"
 
 
 def test_the_tiny_model_labels_a_folder(tmp_path: Path, tiny_folder: Path, capsys) -> None:

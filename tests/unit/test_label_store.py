@@ -18,10 +18,11 @@ import pytest
 from label_support import pair, random_pairs, segment
 from PIL import Image
 
-from rl_vlm.config import parse_config
+from rl_vlm.config import PreferenceSection, parse_config
 from rl_vlm.labelling.query_log import COLUMNS, QueryLog
 from rl_vlm.labelling.store import SCHEMA, LabelReplay, LabelStore, label_cache
 from rl_vlm.labelling.types import SKIPPED, Label, Segment, SegmentPair
+from rl_vlm.preference.cached_labels import check_cache
 from rl_vlm.runs.preflight import inspect_preference_run
 from rl_vlm.types import UserInputError
 
@@ -120,6 +121,49 @@ def test_pickles_are_no_cache_and_their_converter_is_named(tmp_path: Path) -> No
     run = parse_config({"algorithm": algorithm, "env": env, "preference": {"labels": labels}})
     with pytest.raises(UserInputError, match="rl-vlm import-labels"):
         inspect_preference_run(run)  # what --dry-run does
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image_size": 32}, "pictures of 64 × 64 pixels, and preference.image_size is 32: set it to 64"),
+        ({"segment_length": 3}, "segments of 1 steps, and preference.segment_length is 3: set it to 1"),
+        ({"reward_model": {"architecture": "mlp"}}, "of 5 numbers together, and those of env.id have 4"),
+    ],
+)
+def test_a_cache_that_does_not_fit_the_run_is_refused_before_it_starts(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    """A session without pairs says nothing; the second one is looked at."""
+    store = LabelStore(tmp_path)
+    store.append([], [], step=0, time=0)
+    store.append([pair(1, 2)], [Label(0)], step=0, time=0)
+    preference = {"image_size": 64, "reward_model": {"architecture": "cnn"}, "labels": {"cache": str(tmp_path)}}
+    preference["labels"]["source"] = "cache"  # type: ignore[index]
+    sections = {"algorithm": {"name": "preference_sac"}, "env": {"id": "Pendulum-v1"}}  # 3 + 1 numbers
+    inspect_preference_run(parse_config({**sections, "preference": preference}))
+    with pytest.raises(UserInputError, match=message):
+        inspect_preference_run(parse_config({**sections, "preference": {**preference, **changes}}))
+
+
+def test_the_reward_models_stride_counts_for_the_pictures_of_a_cache(tmp_path: Path) -> None:
+    def check(image_size: int) -> None:
+        settings = {"image_size": image_size, "reward_model": {"architecture": "cnn", "stride": 2}}
+        check_cache(tmp_path, PreferenceSection(**settings), (4, 1))  # type: ignore[arg-type]
+
+    LabelStore(tmp_path).append([pair(1, 2)], [Label(0)], step=0, time=0)
+    check(64)
+    check(128)  # whose thinned-out pictures these may be
+    with pytest.raises(UserInputError, match="set it to 64"):
+        check(96)
+
+
+def test_a_cache_without_pictures_cannot_teach_a_model_of_pictures(tmp_path: Path) -> None:
+    plain = Segment(np.zeros((1, 3), np.float32), np.zeros((1, 1), np.float32), np.zeros(1, np.float32))
+    LabelStore(tmp_path).append([SegmentPair(plain, plain)], [Label(0)], step=0, time=0)
+    with pytest.raises(UserInputError, match="no pictures, and preference.reward_model.architecture cnn"):
+        check_cache(tmp_path, PreferenceSection(reward_model={"architecture": "cnn"}), (3, 1))  # type: ignore[arg-type]
+    check_cache(tmp_path, PreferenceSection(reward_model={"architecture": "mlp"}), (3, 1))  # type: ignore[arg-type]
 
 
 def test_damage_is_named(tmp_path: Path) -> None:

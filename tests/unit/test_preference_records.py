@@ -32,27 +32,35 @@ from rl_vlm.types import UserInputError
 
 
 def test_returns_are_added_per_episode_of_many_environments() -> None:
-    tracker = EpisodeTracker()
+    tracker = EpisodeTracker(num_envs=2)
     first = StepBatch.concatenate([steps(1, 2, episode=0), steps(10, 2, episode=1)])
-    assert tracker.add(first, np.full(4, 0.5)) == []
+    assert tracker.add(first, np.full(4, 0.5), before=0) == []
     state = json.loads(json.dumps(tracker.state()))
-    tracker = EpisodeTracker()
+    tracker = EpisodeTracker(num_envs=2)
     tracker.load(state)
     second = StepBatch.concatenate(
         [steps(3, 1, episode=0, done="truncated"), steps(12, 1, episode=1, done="terminated")]
     )
-    one, other = tracker.add(second, np.full(2, 2.0))
+    one, other = tracker.add(second, np.full(2, 2.0), before=4)
     assert (one.true_return, one.learned_return, one.success, one.length) == (-6.0, 3.0, 1.0, 3)
     assert (other.true_return, other.learned_return, other.length) == (-33.0, 3.0, 3)
     assert (one.number, other.number) == (1, 2)  # although both ended in the same round
     assert tracker.finished == 2 and tracker.mean_true_return == pytest.approx(-19.5)
 
 
+def test_an_episode_ends_at_its_own_step_and_not_at_the_end_of_the_round() -> None:
+    """Two runners of one environment each take 5 steps, 10 in all: one's episode ends after 4 of them, the other's after 2."""
+    late = [steps(0, 4, episode=0, done="truncated"), steps(9, 1, episode=2)]
+    early = [steps(20, 2, episode=1, done="terminated"), steps(30, 3, episode=3)]
+    ended = EpisodeTracker(num_envs=2).add(StepBatch.concatenate([*late, *early]), np.zeros(10), before=100)
+    assert [(one.number, one.step, one.length) for one in ended] == [(1, 104, 2), (2, 108, 4)]
+
+
 def test_only_the_last_ten_returns_count_for_the_margin() -> None:
     tracker = EpisodeTracker()
     assert tracker.mean_true_return == 0.0
     for number in range(15):
-        tracker.add(steps(number, 1, episode=number, done="truncated"), np.zeros(1))
+        tracker.add(steps(number, 1, episode=number, done="truncated"), np.zeros(1), before=number)
     assert tracker.mean_true_return == pytest.approx(-np.mean(range(5, 15)))
 
 

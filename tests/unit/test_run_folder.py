@@ -55,6 +55,26 @@ def test_a_refused_resume_leaves_the_configuration(resume: bool, kept: bool, tmp
 
 
 @pytest.mark.parametrize(
+    ("rewards", "before", "after"),
+    [
+        ([], None, None),
+        ([0.5], None, 0.5),
+        ([0.1, 0.5, 0.9], 0.1, 0.9),
+        ([0.0, 0.2, 0.4, 0.6, 0.8], 0.1, 0.7),
+        ([0.0] * 5 + [1.0] * 6, 0.0, 1.0),
+    ],
+)
+def test_rewards_before_and_after_are_of_different_rows(
+    rewards: list[float], before: float | None, after: float | None, tmp_path: Path
+) -> None:
+    run = Refused(RunConfig(), tmp_path, 0, False, ProgressDisplay(1, 0))
+    run.rewards = rewards
+    result = run._result("done")
+    approximate = [value if value is None else pytest.approx(value) for value in (before, after)]
+    assert [result["reward_before"], result["reward_after"]] == approximate
+
+
+@pytest.mark.parametrize(
     ("saved", "words"),
     [
         (-1, "no checkpoint was saved yet"),

@@ -159,6 +159,11 @@ def test_the_built_in_conversations_are_those_of_the_files_that_it_writes(tmp_pa
 USER = {"role": "user", "content": "How many?"}
 BAD: dict[str, tuple[Any, str]] = {
     "not JSON": ('{"messages": \n', "not JSON"),
+    "a key twice": ('{"messages": [], "messages": []}\n', "the key 'messages' stands twice in one object"),
+    "a key twice below": (
+        '{"messages": [{"role": "user", "content": "a", "content": "b"}]}\n',
+        "the key 'content' stands twice in one object",
+    ),
     "a list": ("[1, 2]\n", "a list and not an object"),
     "no messages": ({"text": "hello"}, "`messages` is missing"),
     "no assistant": ({"messages": [USER]}, "no message is the assistant's"),

@@ -84,10 +84,16 @@ def test_thresholds_scale_with_the_policys_return() -> None:
     assert poor.error == SKIPPED and (near.value, near.error) == (-1, "") and clear.value == 1 and not clear.error
 
 
-def test_a_negative_return_switches_thresholds_off() -> None:
+def test_a_negative_return_switches_thresholds_off_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     teacher = ScriptedTeacher(TeacherSection(eps_skip=0.5, eps_equal=0.5))
-    teacher.set_margin(mean_return=-500, segment_length=1, horizon=100)
+    for mean_return in (0, -500, -400):
+        teacher.set_margin(mean_return, segment_length=1, horizon=100)
     assert [label.value for label in labels(teacher, by_rewards([-1], [-2]))] == [0]
+    (said,) = caplog.messages
+    assert "eps_skip and eps_equal" in said and "which is -500" in said and "skipped or called equal" in said
+    caplog.clear()
+    ScriptedTeacher(TeacherSection(eps_mistake=0.1)).set_margin(-500, 1, 100)
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,17 @@ def test_rows_of_runs_replicas_and_nodes() -> None:
     ]  # fmt: skip
 
 
+def test_a_shared_replica_is_shown_with_the_runs_that_use_it() -> None:
+    """Its figures have the tag of the run that started it, which may have ended; one policy of its own is an ordinary replica's."""
+    alone = parse(PAGE + f"ray_rl_vlm_policy_version{{{REPLICA}}} 12.0\n")
+    assert [row["runs"] for row in overview(alone, now=1e9).replicas] == [["quick"]]
+    users = [REPLICA.replace('policy="policy"', f'policy="{name}"') for name in ("b-lr1-0a1b2c3d", "a-9f8e7d6c")]
+    page = PAGE + "".join(f"ray_rl_vlm_policy_version{{{labels}}} 3.0\n" for labels in users)
+    found = overview(parse(page), now=1e9)
+    assert [(row["run"], row["runs"]) for row in found.replicas] == [("quick", ["a", "b-lr1"])]
+    assert "a, b-lr1" in text(table(found))
+
+
 def test_rates_come_from_two_readings() -> None:
     later = parse(PAGE.replace("} 1000.0", "} 1500.0"))
     assert overview(later, 1e9, parse(PAGE), elapsed_s=5.0).replicas[0]["tokens_per_s"] == 100
