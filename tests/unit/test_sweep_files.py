@@ -103,6 +103,18 @@ def test_each_value_is_checked_before_anything_starts(space: dict[str, Any], mes
         SweepConfig.model_validate({"space": space}).check_space(RUN)
 
 
+def test_values_that_only_some_combinations_contradict_are_taken() -> None:
+    space = {
+        "algorithm.estimator": {"choice": ["group", "reinforce_pp"]},  # `group` needs groups of more than one
+        "rollout.group_size": {"choice": [1, 4]},
+    }
+    for seed in range(8):
+        SweepConfig.model_validate({"space": space, "seed": seed}).check_space(RUN)
+    del space["algorithm.estimator"]
+    with pytest.raises(UserInputError, match="With rollout.group_size=1: "):
+        SweepConfig.model_validate({"space": space}).check_space(RUN)
+
+
 def test_trials_are_ranked_and_those_that_differ_in_the_seed_are_one_setting(tmp_path: Path) -> None:
     write_trial(tmp_path, "a", {"learner.lr": 0.001, "seed": 0}, [0.3, 0.6])
     write_trial(tmp_path, "b", {"learner.lr": 0.001, "seed": 1}, [0.3, 0.8])
