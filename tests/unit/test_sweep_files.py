@@ -264,6 +264,23 @@ def test_a_resumed_sweep_goes_on_with_its_numbers_and_its_best(capsys: pytest.Ca
     ]
 
 
+def test_a_trial_that_fails_before_it_starts_is_among_the_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tune leaves a trial that never starts, such as one whose settings contradict each other, a file of errors and no settings."""
+    write_trial(tmp_path, "a", {"learner.lr": 0.001, "seed": 0}, [0.3, 0.6])
+    folder = tmp_path / "tune/trial-b"
+    folder.mkdir()
+    (folder / "error.txt").write_text("Failure # 1\nUserInputError: they contradict each other\n")
+    config = {"run_config": {"name": "x"}, "learner.lr": 0.002, "seed": 1}
+    trial = SimpleNamespace(trial_id="b", config=config, local_path=str(folder), path=str(folder))
+    SweepProgress(sweep()).on_trial_error(0, [], trial)
+    assert capsys.readouterr().out.split(maxsplit=1)[1] == f"trial 1 failed: see {folder / 'error.txt'}\n"
+    failed = read_results(tmp_path, sweep())[1]
+    assert (failed.settings, failed.finished) == ({"learner.lr": 0.002, "seed": 1}, False)
+    assert failed.error == "UserInputError: they contradict each other"
+
+
 def test_a_trial_whose_learners_began_anew_is_given_back_to_tune() -> None:
     """Its counter would fall behind Tune's, and it would be trained from the beginning."""
 
