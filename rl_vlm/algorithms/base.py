@@ -50,6 +50,11 @@ class RunAlgorithm(Algorithm):
         """RLlib's hook: the default configuration."""
         return cls.config_class()  # type: ignore[call-arg]  # the subclasses know their algorithm
 
+    def __repr__(self) -> str:
+        """The class's name. RLlib's own reads the configuration, which an algorithm whose settings were refused has not: Ray, which
+        asks for it to tell the error, would lose the error."""
+        return type(self).__name__
+
     def setup(self, config: AlgorithmConfig) -> None:
         """Start services, env runners and learners."""
         config = self.get_default_config().own_copy(config)

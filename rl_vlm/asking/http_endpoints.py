@@ -260,6 +260,8 @@ def _read_completion(reply: dict[str, Any], question: Question) -> Answer:
     try:
         choice = reply["choices"][0]
         text = choice["message"].get("content") or ""
+        if not isinstance(text, str):  # its Python form would be graded as the answer
+            raise TypeError("content")
         usage = reply.get("usage") or {}
         probabilities = None
         tokens = (choice.get("logprobs") or {}).get("content") or []
@@ -268,7 +270,7 @@ def _read_completion(reply: dict[str, Any], question: Question) -> Answer:
             first = [(str(entry["token"]), float(entry["logprob"])) for entry in alternatives]
             probabilities = choice_probabilities(first, question.choices)
         return Answer(
-            _bounded(str(text)),
+            _bounded(text),
             _count(usage.get("prompt_tokens")),
             _count(usage.get("completion_tokens")),
             choice.get("finish_reason") == "length",

@@ -22,6 +22,7 @@ _SHAPES = (
     "preference.sac.depth", "preference.reward_model",
 )  # fmt: skip
 HELD_OUT = ("held_out/accuracy", "held_out/reward")
+_COMBINATIONS = 32  # of the other keys' values in which a value is tried before it is refused
 SEED = "seed"  # trials that differ in it alone are runs of one setting
 
 
@@ -163,13 +164,23 @@ class SweepConfig(Section):
     def check_space(self, run: RunConfig) -> None:
         """Raise UserInputError when a value of the space does not fit the configuration.
 
-        Each value is tried alone, with the other keys at random: what only some combinations contradict fails its trial.
+        Each value is tried with the other keys at random, until a combination is taken: what only some contradict fails its trial.
         """
         chosen = random.Random(self.seed)
         for key, values in self.space.items():
             for value in values.examples:
-                others = {name: chosen.choice(other.examples) for name, other in self.space.items() if name != key}
+                self._check_value(run, key, value, chosen)
+
+    def _check_value(self, run: RunConfig, key: str, value: Any, chosen: random.Random) -> None:
+        """Raise UserInputError, that of the last combination, when none of `_COMBINATIONS` takes the value."""
+        for left in reversed(range(_COMBINATIONS)):
+            others = {name: chosen.choice(other.examples) for name, other in self.space.items() if name != key}
+            try:
                 changed(run, {**others, key: value})
+                return
+            except UserInputError:
+                if not left:
+                    raise
 
 
 def changed(run: RunConfig, settings: Mapping[str, Any]) -> RunConfig:

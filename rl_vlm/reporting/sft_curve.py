@@ -52,7 +52,7 @@ def draw_sft_curve(folder: Path) -> Path:
         steps, values = np.array(series["eval/loss"]).T
         label = f"held-out loss: {values[0]:.3f} → {values[-1]:.3f}"
         panels[0].plot(steps, values, color=COLORS[1], marker="o", linewidth=1.2, label=label)
-    panels[0].set_ylabel("loss\n(nats per token)")
+    panels[0].set_ylabel("loss (nats per token)")  # in one line: ticks of three decimals leave no room for two
     if series["accuracy/default"]:
         steps, values = np.array(series["accuracy/default"]).T
         label = f"held-out exact answers: {values[0]:.2f} → {values[-1]:.2f}"

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import uuid
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from ray.tune import Callback
 
 from rl_vlm.config.sweep import SweepConfig
-from rl_vlm.sweeps.results import figure
+from rl_vlm.files import write_atomic
+from rl_vlm.sweeps.results import ERRORS, PARAMS, figure
 
 _PROCESS = uuid.uuid4().hex  # of this process; numbers of processes come again, in a container every time
 
 
 class SweepProgress(Callback):
-    """Prints to standard output. Trials are numbered in the order in which they first start."""
+    """Prints to standard output. Trials are numbered in the order in which they first start, or fail before that.
+
+    It also writes the settings of a trial that failed before it started into its folder, for the table of results.
+    """
 
     def __init__(self, sweep: SweepConfig) -> None:
         self._metric, self._sign = sweep.metric, sweep.sign
@@ -66,7 +72,12 @@ class SweepProgress(Callback):
         self._say(self._numbers.get(trial.trial_id, 0), f"has ended; {ended} of {self._trials} have")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._say(self._numbers.get(trial.trial_id, 0), f"failed: see {trial.error_file or 'its folder'}")
+        number = self._numbers.setdefault(trial.trial_id, len(self._numbers) + 1)
+        params = Path(trial.local_path) / PARAMS
+        if not params.is_file():
+            # Tune writes them when a trial starts, which one whose settings contradict each other never does.
+            write_atomic(params, json.dumps({key: trial.config[key] for key in self._keys if key in trial.config}))
+        self._say(number, f"failed: see {Path(trial.path) / ERRORS}")
 
     def _say(self, number: int, what: str) -> None:
         seconds = int(time.monotonic() - self._started)

@@ -26,6 +26,7 @@ from rl_vlm.statistics import student_half_width
 logger = logging.getLogger(__name__)
 
 ERRORS = "error.txt"  # Tune's file of a trial's errors
+PARAMS = "params.json"  # Tune's file of a trial's settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class TrialResult:
 
 def read_results(folder: Path, sweep: SweepConfig) -> list[TrialResult]:
     """The trials of a sweep's folder, best first; those without a value of the metric come last."""
-    trials = [_read_trial(path, sweep) for path in sorted((folder / "tune").glob("trial-*/params.json"))]
+    trials = [_read_trial(path, sweep) for path in sorted((folder / "tune").glob(f"trial-*/{PARAMS}"))]
     return sorted(trials, key=lambda trial: (math.isnan(trial.best), sweep.sign * trial.best, trial.name))
 
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
-from rl_vlm.reporting import curve
+from rl_vlm.reporting import curve, sft_curve
 from rl_vlm.reporting.curve import Curves, draw_curve, read_curves, smooth
 from rl_vlm.types import UserInputError
 
@@ -162,3 +162,17 @@ def test_smoothing_is_a_gaussian_average():
     np.testing.assert_allclose(smooth(values)[7:14], weights / weights.sum())
     noise = np.random.default_rng(0).normal(size=400)
     assert smooth(noise).std() < 0.3 * noise.std()
+
+
+def test_the_labels_of_a_fine_tuning_curve_are_whole(tmp_path, monkeypatch):
+    (tmp_path / "progress.csv").write_text("iteration,sft/loss\n1,0.212\n32,0.117\n")  # ticks of three decimals
+    losses = {0: 0.2055, 32: 0.0989}
+    evaluations = [{"iteration": step, "eval/loss": loss, "accuracy/default": 0.5} for step, loss in losses.items()]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in evaluations))
+    figures = []
+    monkeypatch.setattr(sft_curve, "save_figure", lambda figure, paths: figures.append(figure))
+    sft_curve.draw_sft_curve(tmp_path)
+    figure = figures[0]
+    FigureCanvasAgg(figure).draw()
+    labels = [panel.yaxis.label for panel in figure.axes]
+    assert all(label.get_window_extent().x0 >= 0 for label in labels)

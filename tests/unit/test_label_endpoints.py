@@ -171,6 +171,8 @@ def test_a_server_says_when_to_come_back() -> None:
         ((400, b"bad"), "HTTP 400: bad"),
         ({"choices": []}, "no chat completion"),
         ({"error": "x"}, "no chat completion"),
+        ({"choices": [{"message": {"content": [{"type": "text", "text": "1"}]}}]}, "no chat completion"),
+        ({"choices": [{"message": {"content": 1}}]}, "no chat completion"),
         ([1], "answered with a list"),
     ],
 )

@@ -103,6 +103,18 @@ def test_each_value_is_checked_before_anything_starts(space: dict[str, Any], mes
         SweepConfig.model_validate({"space": space}).check_space(RUN)
 
 
+def test_values_that_only_some_combinations_contradict_are_taken() -> None:
+    space = {
+        "algorithm.estimator": {"choice": ["group", "reinforce_pp"]},  # `group` needs groups of more than one
+        "rollout.group_size": {"choice": [1, 4]},
+    }
+    for seed in range(8):
+        SweepConfig.model_validate({"space": space, "seed": seed}).check_space(RUN)
+    del space["algorithm.estimator"]
+    with pytest.raises(UserInputError, match="With rollout.group_size=1: "):
+        SweepConfig.model_validate({"space": space}).check_space(RUN)
+
+
 def test_trials_are_ranked_and_those_that_differ_in_the_seed_are_one_setting(tmp_path: Path) -> None:
     write_trial(tmp_path, "a", {"learner.lr": 0.001, "seed": 0}, [0.3, 0.6])
     write_trial(tmp_path, "b", {"learner.lr": 0.001, "seed": 1}, [0.3, 0.8])
@@ -250,6 +262,23 @@ def test_a_resumed_sweep_goes_on_with_its_numbers_and_its_best(capsys: pytest.Ca
         "trial 3 starts with ",
         "trial 3 iteration 1: held_out/accuracy 0.500 (best so far 0.750)",
     ]
+
+
+def test_a_trial_that_fails_before_it_starts_is_among_the_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tune leaves a trial that never starts, such as one whose settings contradict each other, a file of errors and no settings."""
+    write_trial(tmp_path, "a", {"learner.lr": 0.001, "seed": 0}, [0.3, 0.6])
+    folder = tmp_path / "tune/trial-b"
+    folder.mkdir()
+    (folder / "error.txt").write_text("Failure # 1\nUserInputError: they contradict each other\n")
+    config = {"run_config": {"name": "x"}, "learner.lr": 0.002, "seed": 1}
+    trial = SimpleNamespace(trial_id="b", config=config, local_path=str(folder), path=str(folder))
+    SweepProgress(sweep()).on_trial_error(0, [], trial)
+    assert capsys.readouterr().out.split(maxsplit=1)[1] == f"trial 1 failed: see {folder / 'error.txt'}\n"
+    failed = read_results(tmp_path, sweep())[1]
+    assert (failed.settings, failed.finished) == ({"learner.lr": 0.002, "seed": 1}, False)
+    assert failed.error == "UserInputError: they contradict each other"
 
 
 def test_a_trial_whose_learners_began_anew_is_given_back_to_tune() -> None:
