@@ -84,9 +84,14 @@ def whole_lines(path: str | Path) -> list[bytes]:
     return content.split(b"\n")[:-1]
 
 
+def cache_place() -> Path:
+    """What `cache_folder` makes."""
+    return Path(os.environ.get("RL_VLM_CACHE") or Path.home() / ".cache" / "rl_vlm").expanduser()
+
+
 def cache_folder() -> Path:
     """The folder of what is built once and used by every run: `~/.cache/rl_vlm`, or what RL_VLM_CACHE names. It is made."""
-    folder = Path(os.environ.get("RL_VLM_CACHE") or Path.home() / ".cache" / "rl_vlm").expanduser()
+    folder = cache_place()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -16,6 +16,7 @@ import httpx
 
 from rl_vlm.asking.endpoints import Answer, Ask, EndpointError, Question, choice_probabilities
 from rl_vlm.config.labels import EndpointSection
+from rl_vlm.envs.adapters.address import is_loopback
 from rl_vlm.safe_text import excerpt, keep_secret
 from rl_vlm.types import Message, UserInputError, as_encoded
 
@@ -147,7 +148,10 @@ def _http(settings: EndpointSection, transport: httpx.AsyncBaseTransport | None)
     headers = {"Accept-Encoding": "gzip, deflate", **(_token_header(settings.token_env) if settings.token_env else {})}
     # Every pair is in flight at once: no request may wait for a free connection.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
-    return httpx.AsyncClient(headers=headers, timeout=settings.timeout_s, limits=limits, transport=transport)
+    direct = is_loopback(settings.url)
+    return httpx.AsyncClient(
+        headers=headers, timeout=settings.timeout_s, limits=limits, transport=transport, trust_env=not direct
+    )
 
 
 def _token_header(variable: str) -> dict[str, str]:

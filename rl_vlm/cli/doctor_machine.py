@@ -16,6 +16,8 @@ from typing import Literal
 import psutil
 from packaging.version import InvalidVersion, Version
 
+from rl_vlm.files import cache_place
+
 Status = Literal["ok", "warn", "fail"]
 
 GIB = 2**30
@@ -160,16 +162,27 @@ def _storage() -> Iterator[Check]:
     flags = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE") if os.environ.get(name)]
     held = len(list(cache.glob("models--*"))) if cache.is_dir() else 0
     detail = f"{cache}, {held} models; {', '.join(flags) + ' set' if flags else 'online'}"
-    if os.access(_existing(cache), os.W_OK):
+    if _can_write(cache):
         yield Check("hub cache", "ok", detail)
     else:
         yield Check("hub cache", "warn", f"{detail}; not writable", "Set HF_HOME to a folder that you may write to.")
+    own = cache_place()
+    if _can_write(own):
+        yield Check("own cache", "ok", str(own))
+    else:
+        yield Check("own cache", "warn", f"{own}; not writable", "Set RL_VLM_CACHE to a folder that you may write to.")
     places = {"working folder": Path.cwd(), "hub cache": cache, "temporary files": Path(tempfile.gettempdir())}
     for name, place in places.items():
         free = shutil.disk_usage(_existing(place)).free
         status: Status = "fail" if free < GIB // 2 else "warn" if free < 5 * GIB else "ok"
         remedy = f"Free some space on the disk of {place}." if status != "ok" else ""
         yield Check(f"disk, {name}", status, f"{free / GIB:.1f} GiB free at {_existing(place)}", remedy)
+
+
+def _can_write(folder: Path) -> bool:
+    """Whether files can be written there, or the folder be made."""
+    found = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    return found.is_dir() and os.access(found, os.W_OK)
 
 
 def _existing(path: Path) -> Path:

@@ -223,11 +223,16 @@ def _decode(image: Image.Image | EncodedImage, label: str) -> np.ndarray:
 def _resize(pixels: np.ndarray, height: int, width: int, resample: int) -> np.ndarray:
     """Resize as the processor does: by torchvision, with antialiasing, on bytes."""
     import torch
-    from torchvision.transforms.v2 import functional
-    from transformers.image_utils import pil_torch_interpolation_mapping
 
     writable = pixels if pixels.flags.writeable else np.array(pixels)  # torch warns of others
     tensor = torch.from_numpy(writable).permute(2, 0, 1).contiguous()[None]
-    mode = pil_torch_interpolation_mapping[Image.Resampling(resample)]
-    resized = functional.resize(tensor, [height, width], interpolation=mode, antialias=True)
+    if resample == _BICUBIC:
+        # What torchvision calls. Importing it takes seconds and 200 MB, for torch's compiler and all of its models.
+        resized = torch.nn.functional.interpolate(tensor, (height, width), mode="bicubic", antialias=True)
+    else:
+        from torchvision.transforms.v2 import functional
+        from transformers.image_utils import pil_torch_interpolation_mapping
+
+        mode = pil_torch_interpolation_mapping[Image.Resampling(resample)]
+        resized = functional.resize(tensor, [height, width], interpolation=mode, antialias=True)
     return np.ascontiguousarray(resized[0].permute(1, 2, 0).numpy())

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rl_vlm.envs.adapters.address import is_loopback
 from rl_vlm.types import RLVLMError, UserInputError
 
 # What `rl-vlm top` looks at; a node's agent has thousands of other series.
@@ -81,8 +82,9 @@ def _page(target: str) -> str | None:
     import httpx
 
     try:
-        # These ports know no token, so none is sent to them.
-        return httpx.get(f"http://{target}/metrics", timeout=_TIMEOUT_S).raise_for_status().text
+        # These ports know no token, so none is sent to them; a proxy does not reach the cluster's own network.
+        page = httpx.get(f"http://{target}/metrics", timeout=_TIMEOUT_S, trust_env=False)
+        return page.raise_for_status().text
     except httpx.HTTPError:
         return None
 
@@ -91,7 +93,7 @@ def _get(url: str, named: str, headers: Mapping[str, str] | None = None, **query
     import httpx
 
     try:
-        answer = httpx.get(url, headers=headers, timeout=_TIMEOUT_S, **query)
+        answer = httpx.get(url, headers=headers, timeout=_TIMEOUT_S, trust_env=not is_loopback(url), **query)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise MetricsUnavailableError(
             f"Nothing answers at {named} ({error}): give the head's dashboard with --address, or a Prometheus with --prometheus. A "

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 _STARTS = 4  # of a private cluster, before it is given up
 _STORE_WAIT_S = "60"  # for the process with the cluster's tables; Ray's own 30 s are few on a busy machine
 _NOT_STARTED = ("timed out during startup", "Timed out waiting for file")  # of the raylet; of that process
+_WRONG_TOKEN = "InvalidAuthToken"  # of Ray's error where the driver sends no token, or another one
 # Workers inherit these from a private cluster's processes, and get them from the job on one that was joined. One torch thread
 # each, because they share the cores.
 _WORKER_ENVIRONMENT = {
@@ -192,6 +193,11 @@ def _join(run: RunConfig, given: Collection[str], common: Mapping[str, Any]) -> 
             ray.init(address="auto", runtime_env={"env_vars": variables}, **common)
     except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
         address = os.environ.get("RAY_ADDRESS", "auto")
+        if _WRONG_TOKEN in f"{error} {error.__cause__}":  # Ray says it to the innermost error only
+            raise ClusterError(
+                f"The Ray cluster at {address} asks for its token, as those of `ray start` do: set RAY_AUTH_MODE=token, with the "
+                "token in ~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN."
+            ) from error
         raise ClusterError(
             f"The Ray cluster at {address} cannot be joined ({str(error).strip().splitlines()[0]}): start it with `ray start "
             "--head`, name another one in RAY_ADDRESS, or unset RAY_ADDRESS for a private one."

@@ -13,6 +13,7 @@ from rl_vlm.models.memory.cards import Card, MemoryPlan, gib, plan_memory, publi
 from rl_vlm.models.memory.parts import GIB, amount, text
 from rl_vlm.models.memory.published import published_config
 from rl_vlm.models.memory.shape import ModelShape
+from rl_vlm.models.tiny.model import tiny_config, tiny_folder
 from rl_vlm.models.tiny.variants import VARIANT_OF
 from rl_vlm.types import UserInputError
 
@@ -22,7 +23,12 @@ _STORE_MIB = 256  # of the object store of a small run
 
 
 def shape_of(model: str) -> ModelShape:
-    """The shapes of `model.path`; those of Qwen's own models are known without their files. Raises UserInputError."""
+    """The shapes of `model.path`; those of Qwen's own models and the tiny ones are known without their files.
+
+    Raises UserInputError.
+    """
+    if model in VARIANT_OF and not tiny_folder(variant=VARIANT_OF[model]).is_dir():  # building it takes minutes
+        return ModelShape.from_config(tiny_config(VARIANT_OF[model]))
     try:
         return ModelShape.read(resolve_model(model))
     except UserInputError:

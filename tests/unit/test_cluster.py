@@ -144,6 +144,16 @@ def test_a_cluster_that_asks_for_a_token_is_an_error_in_one_sentence(starts: lis
         cluster._join(run_config(), (), {})
 
 
+def test_a_cluster_that_gets_no_token_is_told_from_one_that_is_not_there(starts: list[Exception]) -> None:
+    refused = ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379")
+    refused.__cause__ = RuntimeError(
+        "Last connection error: RPC error: InvalidAuthToken: Authentication token is missing"
+    )
+    starts.append(refused)
+    with pytest.raises(cluster.ClusterError, match="asks for its token.* set RAY_AUTH_MODE=token"):
+        cluster._join(run_config(), (), {})
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="processes have no names of their own elsewhere")
 @pytest.mark.parametrize("starting", [True, False])
 def test_a_run_is_called_so_and_says_that_it_stops(starting: bool) -> None:

@@ -259,6 +259,16 @@ def test_the_hub_cache_follows_its_variables(monkeypatch, tmp_path):
     assert str(tmp_path / "hub") in detail and "1 models" in detail and "HF_HUB_OFFLINE set" in detail
 
 
+@pytest.mark.parametrize(("variable", "check"), [("RL_VLM_CACHE", "own cache"), ("HF_HOME", "hub cache")])
+def test_a_cache_that_is_a_file_is_told(variable, check, monkeypatch, tmp_path):
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path / "new" / "cache"))
+    assert found(doctor_machine._storage())[check].status == "ok"
+    (tmp_path / "new").touch()
+    told = found(doctor_machine._storage())[check]
+    assert told.status != "ok" and variable in told.remedy
+
+
 def test_a_wandb_key_without_the_package_is_a_warning(monkeypatch):
     versions(monkeypatch, wandb=None)
     monkeypatch.setenv("WANDB_API_KEY", "secret")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +54,15 @@ def test_patches_equal_the_processors_for_any_size(name: str) -> None:
     for _ in range(12):
         width, height = rng.integers(10, 300, size=2)
         assert_equal_patches(processor, noise(rng, int(width), int(height)))
+
+
+def test_a_resize_as_qwens_does_not_import_torchvision() -> None:
+    code = (
+        "import sys, numpy, PIL.Image as p; from rl_vlm.models.images import *; "
+        "patchify(ImageProcessorSpec(min_pixels=1024), p.fromarray(numpy.zeros((40, 70, 3), numpy.uint8))); "
+        "assert 'torch' in sys.modules and 'torchvision' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -18,7 +18,7 @@ from label_support import pair, random_pairs
 from PIL import Image
 
 from rl_vlm.asking.endpoints import EndpointError, Question, choice_probabilities
-from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint, server_url
+from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint, _http, server_url
 from rl_vlm.config import LabelsSection
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.labelling.labeller import VLMLabeller
@@ -263,6 +263,12 @@ def test_time_in_the_queue_does_not_count_against_a_questions_deadline() -> None
     labeller = VLMLabeller(OpenAIEndpoint(section, httpx.ASGITransport(slow)), PROMPTS, options)
     labels = asyncio.run(labeller.label(random_pairs(10)))  # the last waits for a second
     assert [label.error for label in labels] == [""] * 10
+
+
+@pytest.mark.parametrize(("host", "proxied"), [("127.0.0.1", False), ("localhost", False), ("vlm", True)])
+def test_this_machine_is_asked_without_a_proxy(host: str, proxied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert bool(_http(EndpointSection(url=f"http://{host}:8000/v1"), None)._mounts) is proxied
 
 
 def test_an_address_must_be_http() -> None:

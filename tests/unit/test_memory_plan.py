@@ -22,7 +22,7 @@ from rl_vlm.models.memory import learner, parts, replica
 from rl_vlm.models.memory.cards import driver_gpu, gib, learner_fraction, place, plan_memory, shares_gpu
 from rl_vlm.models.memory.published import PUBLISHED
 from rl_vlm.models.memory.shape import ModelShape
-from rl_vlm.runs.memory import adapters_mib, make_plan, object_store_mib
+from rl_vlm.runs.memory import adapters_mib, make_plan, object_store_mib, shape_of
 from rl_vlm.types import UserInputError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -284,3 +284,10 @@ def test_what_does_not_fit_ends_with_code_1_and_advice(capsys: pytest.CaptureFix
     )
     assert cli.run(["plan", config, "model.path=other/unknown"]) == 2
     assert "other/unknown is not on this machine" in capsys.readouterr().err
+
+
+def test_a_tiny_model_is_planned_without_being_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = shape_of("tiny")
+    monkeypatch.setenv("RL_VLM_CACHE", str(tmp_path))
+    assert shape_of("tiny") == built != shape_of("tiny-judge")
+    assert not list(tmp_path.glob("tiny-*"))

@@ -201,6 +201,7 @@ def test_the_command_reads_dashboard_and_prometheus(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # reaches none of a cluster's machines
     with served() as url:
         for arguments in (["--address", url], ["--prometheus", url]):
             assert rl_vlm(["top", "--once", "--json", *arguments]) == 0

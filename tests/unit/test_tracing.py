@@ -165,6 +165,7 @@ def test_a_collector_gets_them_and_its_failure_ends_nothing(
     with HTTPServer(("127.0.0.1", 0), Collector) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}/")
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # not for this machine
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=Basic%20secret, other=1")
         recorder = RunRecorder(tmp_path, QUIET)
         recorder.log_spans(1, SPANS)

@@ -36,11 +36,8 @@ def tiny_model_path(seed: int = 0, variant: str = "small") -> Path:
     The environment variable RL_VLM_CACHE names another place. Safe to call from many processes at once: one builds,
     the others wait.
     """
-    lessons = variant_named(variant).version
-    version = str(RECIPE_VERSION) if lessons is None else f"{RECIPE_VERSION}.{lessons}"
-    key = hashlib.sha256(f"{version}-{variant}-{seed}".encode()).hexdigest()[:12]
-    cache = cache_folder()
-    folder = cache / f"tiny-{variant}-{seed}-{key}"
+    folder = tiny_folder(seed, variant)
+    cache = folder.parent
     if not folder.is_dir():
         with locked(cache / f"{folder.name}.lock"):
             if not folder.is_dir():  # another process may have built it meanwhile
@@ -48,6 +45,19 @@ def tiny_model_path(seed: int = 0, variant: str = "small") -> Path:
                     shutil.rmtree(abandoned, ignore_errors=True)
                 make_tiny(folder, seed=seed, variant=variant)
     return folder
+
+
+def tiny_folder(seed: int = 0, variant: str = "small") -> Path:
+    """Where `tiny_model_path` keeps the model, whether it is built or not."""
+    lessons = variant_named(variant).version
+    version = str(RECIPE_VERSION) if lessons is None else f"{RECIPE_VERSION}.{lessons}"
+    key = hashlib.sha256(f"{version}-{variant}-{seed}".encode()).hexdigest()[:12]
+    return cache_folder() / f"tiny-{variant}-{seed}-{key}"
+
+
+def tiny_config(variant: str = "small") -> dict[str, Any]:
+    """The content of the variant's config.json, without building the model."""
+    return dict(build_config(build_tokenizer(MAX_LENGTH, variant_named(variant).corpus), variant).to_dict())
 
 
 def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: int | None = None) -> Path:
@@ -107,15 +117,14 @@ def build_processor(variant: str = "small") -> Any:
     )
 
 
-def build_model(seed: int, tokenizer: Any, variant: str = "small") -> Any:
-    """A `Qwen3VLForConditionalGeneration` with random weights that depend on the seed alone."""
-    import torch
-    from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+def build_config(tokenizer: Any, variant: str = "small") -> Any:
+    """The `Qwen3VLConfig` of a variant, which needs no weights."""
+    from transformers import Qwen3VLConfig
 
     token_id = tokenizer.convert_tokens_to_ids
     end, pad = token_id("<|im_end|>"), token_id("<|endoftext|>")
     known = variant_named(variant)
-    config = Qwen3VLConfig(
+    return Qwen3VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
             "hidden_size": 64,
@@ -157,6 +166,14 @@ def build_model(seed: int, tokenizer: Any, variant: str = "small") -> Any:
         tie_word_embeddings=True,
         dtype="float32",
     )
+
+
+def build_model(seed: int, tokenizer: Any, variant: str = "small") -> Any:
+    """A `Qwen3VLForConditionalGeneration` with random weights that depend on the seed alone."""
+    import torch
+    from transformers import GenerationConfig, Qwen3VLForConditionalGeneration
+
+    config = build_config(tokenizer, variant)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3VLForConditionalGeneration(config)
@@ -164,7 +181,10 @@ def build_model(seed: int, tokenizer: Any, variant: str = "small") -> Any:
         # Larger position embeddings than usual: with small ones the model did not learn positions.
         positions = model.model.visual.pos_embed.weight
         positions *= 0.5 / positions.std()
-    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad, bos_token_id=pad, do_sample=False)
+    ids = config.text_config
+    model.generation_config = GenerationConfig(
+        eos_token_id=ids.eos_token_id, pad_token_id=ids.pad_token_id, bos_token_id=ids.bos_token_id, do_sample=False
+    )
     return model
 
 
