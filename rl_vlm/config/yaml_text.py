@@ -12,8 +12,11 @@ MAX_DEPTH = 64
 MAX_VALUES = 200_000
 
 
-class _ShallowLoader(yaml.SafeLoader):
-    """Refuses deep nesting before Python's own limit: an error of that is too late for what is half made."""
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses deep nesting before Python's own limit (an error of that is too late for what is half made), and a key that stands twice.
+
+    Of two equal keys YAML's libraries take the last: a section that was pasted a second time would lose the first without a word.
+    """
 
     _depth = 0
 
@@ -27,9 +30,20 @@ class _ShallowLoader(yaml.SafeLoader):
         finally:
             self._depth -= 1
 
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """As the base class, with keys that differ; what `<<` merges may be set anew."""
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value[:80]!r} stands twice", problem_mark=key.start_mark)
+                seen.add((key.tag, key.value))
+        return node
+
 
 # YAML 1.1 wants a point and a sign in a number with an exponent: 1e-3 would be text.
-_ShallowLoader.add_implicit_resolver(
+_StrictLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
 
@@ -39,7 +53,7 @@ def load_yaml(text: str) -> Any:
     if len(text) > MAX_CHARACTERS:
         raise yaml.YAMLError(f"it has {len(text)} characters, more than {MAX_CHARACTERS}")
     try:
-        value = yaml.load(text, Loader=_ShallowLoader)
+        value = yaml.load(text, Loader=_StrictLoader)
         if _count(value, {}) > MAX_VALUES:
             raise yaml.YAMLError(f"its aliases stand for more than {MAX_VALUES} values")
     except RecursionError as error:  # of aliases, one inside the other

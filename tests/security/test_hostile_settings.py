@@ -52,6 +52,8 @@ def test_a_hostile_configuration_is_one_sentence(text, tmp_path):
 
 def test_aliases_are_followed_as_before():
     assert load_yaml("a: &x {b: 1}\nc: *x\nd: [*x, *x]") == {"a": {"b": 1}, "c": {"b": 1}, "d": [{"b": 1}] * 2}
+    merged = "a: &x {b: 1, c: 2}\nd: &y {<<: *x, b: 3}\ne: {<<: *y, c: 4}"
+    assert load_yaml(merged)["e"] == {"b": 3, "c": 4}  # what is merged may be set anew
     assert parse_override("a.b=[1, 2]") == ("a.b", [1, 2])
     with pytest.raises(UserInputError, match="not valid YAML"):
         parse_override("a=&a [*a]")
