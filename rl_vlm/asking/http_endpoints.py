@@ -51,7 +51,7 @@ class OpenAIEndpoint:
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Ask]:
         """See `Endpoint.open`."""
-        async with _http(self._settings, self._transport) as client:
+        async with _http(self._settings, self._url, self._transport) as client:
             server = _Server(client, self._url)
             yield functools.partial(self._ask, server)
 
@@ -102,7 +102,7 @@ class GenerateEndpoint:
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Ask]:
         """See `Endpoint.open`."""
-        async with _http(self._settings, self._transport) as client:
+        async with _http(self._settings, self._url, self._transport) as client:
             server = _Server(client, self._url)
 
             async def ask(question: Question) -> Answer:
@@ -144,11 +144,11 @@ def _checked_url(url: str) -> str:
     return url
 
 
-def _http(settings: EndpointSection, transport: httpx.AsyncBaseTransport | None) -> httpx.AsyncClient:
+def _http(settings: EndpointSection, url: str, transport: httpx.AsyncBaseTransport | None) -> httpx.AsyncClient:
     headers = {"Accept-Encoding": "gzip, deflate", **(_token_header(settings.token_env) if settings.token_env else {})}
     # Every pair is in flight at once: no request may wait for a free connection.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
-    direct = is_loopback(settings.url)
+    direct = is_loopback(url)
     return httpx.AsyncClient(
         headers=headers, timeout=settings.timeout_s, limits=limits, transport=transport, trust_env=not direct
     )
@@ -263,7 +263,8 @@ def _count(value: Any) -> int:
 def _read_completion(reply: dict[str, Any], question: Question) -> Answer:
     try:
         choice = reply["choices"][0]
-        text = choice["message"].get("content") or ""
+        content = choice["message"].get("content")
+        text = "" if content is None else content
         if not isinstance(text, str):  # its Python form would be graded as the answer
             raise TypeError("content")
         usage = reply.get("usage") or {}

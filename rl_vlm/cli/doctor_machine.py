@@ -160,7 +160,7 @@ def hub_cache() -> Path:
 def _storage() -> Iterator[Check]:
     cache = hub_cache()
     flags = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE") if os.environ.get(name)]
-    held = len(list(cache.glob("models--*"))) if cache.is_dir() else 0
+    held = len(list(cache.glob("models--*"))) if os.path.isdir(cache) else 0
     detail = f"{cache}, {held} models; {', '.join(flags) + ' set' if flags else 'online'}"
     if _can_write(cache):
         yield Check("hub cache", "ok", detail)
@@ -181,13 +181,14 @@ def _storage() -> Iterator[Check]:
 
 def _can_write(folder: Path) -> bool:
     """Whether files can be written there, or the folder be made."""
-    found = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    return found.is_dir() and os.access(found, os.W_OK)
+    # os.path, since Path raises where a folder above may not be entered.
+    found = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
+    return os.path.isdir(found) and os.access(found, os.W_OK)
 
 
 def _existing(path: Path) -> Path:
     """The nearest folder above that exists."""
-    return next(place for place in (path, *path.absolute().parents) if place.is_dir())
+    return next(place for place in (path, *path.absolute().parents) if os.path.isdir(place))
 
 
 def _services() -> Iterator[Check]:

@@ -26,7 +26,8 @@ def check_gpus(values: ClusterValues, workers: Mapping[str, WorkerSection]) -> N
 def _check(name: str, overrides: Iterable[str], workers: Mapping[str, WorkerSection]) -> None:
     asked = read_yaml(None, overrides)
     for (section, key), kind in _ASKED.items():
-        gpus = (asked.get(section) or {}).get(key, 0)
+        part = asked.get(section)
+        gpus = part.get(key, 0) if isinstance(part, dict) else 0  # the run itself tells of another type
         own = [worker for type_, worker in workers.items() if type_.removesuffix(PREEMPTIBLE) == kind]
         most = max((worker.gpus for worker in own or workers.values()), default=0)
         if isinstance(gpus, (int, float)) and gpus > most:

@@ -264,14 +264,10 @@ def _preset_of(preset: str | None, name: str | None) -> str | None:
     return preset or ("ppo" if name == "ppo" else None)
 
 
-def without_preset_keys(algorithm: Mapping[str, Any], preset: str, replaced: str | None = None) -> dict[str, Any]:
+def without_preset_keys(algorithm: Mapping[str, Any], preset: Any, replaced: Any = None) -> dict[str, Any]:
     """The section's data less the keys that `preset` sets: a preset that comes later replaces what came before.
 
     A resolved configuration also holds what the `replaced` preset set, which goes with it where it was not changed.
     """
-    old = PRESETS.get(replaced, {}) if isinstance(replaced, str) else {}
-    return {
-        key: value
-        for key, value in algorithm.items()
-        if key not in PRESETS.get(preset, {}) and not (key in old and value == old[key])
-    }
+    new, old = (PRESETS.get(name, {}) if isinstance(name, str) else {} for name in (preset, replaced))
+    return {key: value for key, value in algorithm.items() if key not in new and not (key in old and value == old[key])}

@@ -15,7 +15,7 @@ from rl_vlm.config.algorithm import without_preset_keys
 from rl_vlm.config.hints import explain
 from rl_vlm.config.run import RunConfig
 from rl_vlm.config.sft import SFTConfig
-from rl_vlm.config.yaml_text import load_yaml
+from rl_vlm.config.yaml_text import EXPONENTS, load_yaml
 from rl_vlm.files import write_atomic
 from rl_vlm.types import UserInputError
 
@@ -106,6 +106,7 @@ class _Dumper(yaml.SafeDumper):
     """Writes what only Python holds, such as a path or numpy's numbers, as JSON would."""
 
 
+_Dumper.add_implicit_resolver(*EXPONENTS)  # a text that the loader would take for a number is quoted
 _Dumper.add_multi_representer(object, lambda dumper, value: dumper.represent_data(to_jsonable_python(value)))
 
 
@@ -117,7 +118,8 @@ def parse_override(override: str) -> tuple[str, Any]:
     try:
         value = load_yaml(text) if text else None
     except yaml.YAMLError as error:
-        raise UserInputError(f"The value of override {override!r} is not valid YAML: quote it.") from error
+        problem = getattr(error, "problem", None) or error
+        raise UserInputError(f"The value of override {override!r} is not valid YAML ({problem}): quote it.") from error
     return key.strip(), value
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ _SHAPES = (
     "preference.sac.depth", "preference.reward_model",
 )  # fmt: skip
 HELD_OUT = ("held_out/accuracy", "held_out/reward")
-_COMBINATIONS = 32  # of the other keys' values in which a value is tried before it is refused
+_COMBINATIONS = 256  # of the other keys' values in which a value is tried before it is refused
 SEED = "seed"  # trials that differ in it alone are runs of one setting
 
 
@@ -164,23 +165,28 @@ class SweepConfig(Section):
     def check_space(self, run: RunConfig) -> None:
         """Raise UserInputError when a value of the space does not fit the configuration.
 
-        Each value is tried with the other keys at random, until a combination is taken: what only some contradict fails its trial.
+        Each value is tried with those of the other keys until a combination is taken: what only some contradict fails its trial.
         """
-        chosen = random.Random(self.seed)
         for key, values in self.space.items():
             for value in values.examples:
-                self._check_value(run, key, value, chosen)
+                self._check_value(run, key, value)
 
-    def _check_value(self, run: RunConfig, key: str, value: Any, chosen: random.Random) -> None:
-        """Raise UserInputError, that of the last combination, when none of `_COMBINATIONS` takes the value."""
-        for left in reversed(range(_COMBINATIONS)):
-            others = {name: chosen.choice(other.examples) for name, other in self.space.items() if name != key}
+    def _check_value(self, run: RunConfig, key: str, value: Any) -> None:
+        """Raise UserInputError, that of the last combination, when none takes the value: of all, or of `_COMBINATIONS` at random."""
+        others = {name: list(other.examples) for name, other in self.space.items() if name != key}
+        combinations: Iterable[tuple[Any, ...]] = itertools.product(*others.values())
+        if math.prod(map(len, others.values())) > _COMBINATIONS:
+            chosen = random.Random(self.seed)
+            combinations = (tuple(map(chosen.choice, others.values())) for _ in range(_COMBINATIONS))
+        last: UserInputError | None = None
+        for combination in combinations:
             try:
-                changed(run, {**others, key: value})
+                changed(run, {**dict(zip(others, combination, strict=True)), key: value})
                 return
-            except UserInputError:
-                if not left:
-                    raise
+            except UserInputError as error:
+                last = error
+        if last is not None:
+            raise last
 
 
 def changed(run: RunConfig, settings: Mapping[str, Any]) -> RunConfig:

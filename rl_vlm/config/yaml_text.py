@@ -11,6 +11,8 @@ MAX_CHARACTERS = 4 * 2**20
 MAX_DEPTH = 64
 MAX_VALUES = 200_000
 
+_MERGE = "tag:yaml.org,2002:merge"
+
 
 class _StrictLoader(yaml.SafeLoader):
     """Refuses deep nesting before Python's own limit (an error of that is too late for what is half made), and a key that stands twice.
@@ -33,19 +35,19 @@ class _StrictLoader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> Any:
         """As the base class, with keys that differ; what `<<` merges may be set anew."""
         node = super().compose_mapping_node(anchor)
-        seen: set[tuple[str, str]] = set()
+        seen: set[Any] = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if (key.tag, key.value) in seen:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                value = self.construct_object(key)
+                if value in seen:
                     raise yaml.MarkedYAMLError(problem=f"{key.value[:80]!r} stands twice", problem_mark=key.start_mark)
-                seen.add((key.tag, key.value))
+                seen.add(value)
         return node
 
 
 # YAML 1.1 wants a point and a sign in a number with an exponent: 1e-3 would be text.
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+EXPONENTS = ("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
+_StrictLoader.add_implicit_resolver(*EXPONENTS)
 
 
 def load_yaml(text: str) -> Any:

@@ -92,7 +92,9 @@ class CaptionEnv(OneShotEnv[CaptionItem]):
         if isinstance(synonyms, str) or not all(
             not isinstance(group, str) and all(isinstance(word, str) for word in group) for group in synonyms
         ):
-            raise UserInputError(f"{NAME}: synonyms must be lists of words, such as [[sofa, couch]], not {synonyms!r}.")
+            raise UserInputError(
+                f"{NAME}: env.kwargs.synonyms must be lists of words, such as [[sofa, couch]], not {synonyms!r}."
+            )
         self._synonyms = synonyms
         self._question = question_of(NAME, PROMPTS, prompt)
 

@@ -78,13 +78,15 @@ class Geo3kEnv(VisionEnv):
     ) -> None:
         super().__init__()
         if data and level is not None:
-            raise UserInputError("Geo3k-v0: level is of drawn problems; the rows of env.data have none.")
+            raise UserInputError("Geo3k-v0: env.kwargs.level is of drawn problems; the rows of env.data have none.")
         if (image_size is not None and image_size < 1) or (square and image_size is None):
             raise UserInputError(
-                f"env.kwargs.image_size is {image_size}; give at least 1 pixel, and give it with env.kwargs.square."
+                f"Geo3k-v0: env.kwargs.image_size is {image_size}; give at least 1 pixel, and give it with env.kwargs.square."
             )
         if prompt not in get_args(Prompt):
-            raise UserInputError(f"env.kwargs.prompt is {prompt!r}; use one of {', '.join(get_args(Prompt))}.")
+            raise UserInputError(
+                f"Geo3k-v0: env.kwargs.prompt is {prompt!r}; use one of {', '.join(get_args(Prompt))}."
+            )
         self._questions: Questions = (
             QuestionSet(data)
             if data

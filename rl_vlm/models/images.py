@@ -221,7 +221,7 @@ def _decode(image: Image.Image | EncodedImage, label: str) -> np.ndarray:
 
 
 def _resize(pixels: np.ndarray, height: int, width: int, resample: int) -> np.ndarray:
-    """Resize as the processor does: by torchvision, with antialiasing, on bytes."""
+    """Resize as the processor does, which calls torchvision: with antialiasing, on bytes."""
     import torch
 
     writable = pixels if pixels.flags.writeable else np.array(pixels)  # torch warns of others

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.request import getproxies
 
 from rl_vlm.envs.adapters.address import is_loopback
 from rl_vlm.types import RLVLMError, UserInputError
@@ -81,12 +83,12 @@ def read_prometheus(url: str) -> list[Sample]:
 def _page(target: str) -> str | None:
     import httpx
 
-    try:
-        # These ports know no token, so none is sent to them; a proxy does not reach the cluster's own network.
-        page = httpx.get(f"http://{target}/metrics", timeout=_TIMEOUT_S, trust_env=False)
-        return page.raise_for_status().text
-    except httpx.HTTPError:
-        return None
+    # These ports know no token, so none is sent to them. Most proxies do not reach the cluster's own network, but one may be the way to it.
+    for by_proxy in (False, True) if getproxies() else (False,):
+        with contextlib.suppress(httpx.HTTPError):
+            page = httpx.get(f"http://{target}/metrics", timeout=_TIMEOUT_S, trust_env=by_proxy)
+            return page.raise_for_status().text
+    return None
 
 
 def _get(url: str, named: str, headers: Mapping[str, str] | None = None, **query: Any) -> Any:

@@ -22,6 +22,8 @@ from rl_vlm.preference.sac_losses import Batch, critic_inputs
 
 logger = logging.getLogger(__name__)
 
+# The calls between products cost as much as some of them: from C++ they cost half.
+_CPP: dict[str, Any] = {"cpp_wrapper": True}
 STATISTICS = ("critic_loss", "actor_loss", "alpha_loss", "entropy", "q", "batch_reward")
 
 
@@ -253,9 +255,7 @@ class _Compiled:
 
     def __init__(self, function: Callable[..., None], plain: Callable[..., None], on_cpu: bool) -> None:
         self._plain, self._tried = plain, False
-        # The calls between products cost as much as some of them: from C++ they cost half.
-        options: dict[str, Any] = {"cpp_wrapper": True} if on_cpu else {}
-        self._function = torch.compile(function, dynamic=False, fullgraph=True, options=options or None)
+        self._function = torch.compile(function, dynamic=False, fullgraph=True, options=_CPP if on_cpu else None)
 
     def __call__(self, *args: Any) -> None:
         if self._tried:

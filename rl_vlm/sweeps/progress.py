@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -76,7 +77,9 @@ class SweepProgress(Callback):
         params = Path(trial.local_path) / PARAMS
         if not params.is_file():
             # Tune writes them when a trial starts, which one whose settings contradict each other never does.
-            write_atomic(params, json.dumps({key: trial.config[key] for key in self._keys if key in trial.config}))
+            settings = {key: trial.config[key] for key in self._keys if key in trial.config}
+            with contextlib.suppress(OSError):  # a full disk: the other trials go on
+                write_atomic(params, json.dumps(settings, default=str))
         self._say(number, f"failed: see {Path(trial.path) / ERRORS}")
 
     def _say(self, number: int, what: str) -> None:

@@ -206,6 +206,7 @@ def test_every_config_of_the_project_loads(path: Path) -> None:
         (b"a: 1\nb: : 2", "not valid YAML in line 2"),
         (b"model: {path: tiny}\nseed: 1\nmodel: {dtype: float32}", "not valid YAML in line 3: 'model' stands twice."),
         (b"algorithm:\n  name: grpo\n  'name': ppo", "not valid YAML in line 3: 'name' stands twice."),
+        (b"extra: {yes: 1, true: 2}", "not valid YAML in line 1: 'true' stands twice."),
         (b"- 1\n- 2", "must hold sections such as `model:`, not a list"),
         (b"just text", "not a str"),
         (b"\xff\xfe\x00", "not a text file"),

@@ -173,6 +173,8 @@ def test_a_server_says_when_to_come_back() -> None:
         ({"error": "x"}, "no chat completion"),
         ({"choices": [{"message": {"content": [{"type": "text", "text": "1"}]}}]}, "no chat completion"),
         ({"choices": [{"message": {"content": 1}}]}, "no chat completion"),
+        ({"choices": [{"message": {"content": 0}}]}, "no chat completion"),
+        ({"choices": [{"message": {"content": []}}]}, "no chat completion"),
         ([1], "answered with a list"),
     ],
 )
@@ -268,7 +270,7 @@ def test_time_in_the_queue_does_not_count_against_a_questions_deadline() -> None
 @pytest.mark.parametrize(("host", "proxied"), [("127.0.0.1", False), ("localhost", False), ("vlm", True)])
 def test_this_machine_is_asked_without_a_proxy(host: str, proxied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    assert bool(_http(EndpointSection(url=f"http://{host}:8000/v1"), None)._mounts) is proxied
+    assert bool(_http(EndpointSection(), f"http://{host}:8000/v1", None)._mounts) is proxied
 
 
 def test_an_address_must_be_http() -> None:

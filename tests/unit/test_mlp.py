@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
 import torch
 from torch import nn
 
+from rl_vlm.preference.adam import adam_step, moments_of
 from rl_vlm.preference.mlp import backward, forward, input_gradient, layers_of, num_weights
 
 B = 37
@@ -63,3 +65,18 @@ def test_gradients_are_those_of_autograd(sizes: tuple[int, ...], count: int, own
     flat = torch.cat([part.reshape(count, -1) for layer in found for part in layer], dim=1).view(-1)
     assert torch.allclose(flat, of_weights, atol=2e-5)
     assert not own_memory or torch.allclose(result, of_weights, atol=2e-5)
+
+
+def test_a_step_is_that_of_torchs_adam() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = (nn.Parameter(torch.ones(50)) for _ in range(2))
+    options = {"lr": 0.01, "betas": (0.8, 0.95)}
+    holder, optimizer = torch.optim.Adam([ours], **options), torch.optim.Adam([theirs], **options)
+    for number in range(6):
+        theirs.grad = torch.randn(50, generator=generator)
+        adam_step(ours.data, theirs.grad, moments_of(holder), **options)
+        optimizer.step()
+        assert torch.allclose(ours, theirs, rtol=1e-6, atol=0)
+        if number == 3:  # what is saved is loaded
+            holder.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert holder.state[ours]["step"] == 6

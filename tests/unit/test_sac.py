@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -206,6 +207,19 @@ def test_adam_moves_every_weight_by_the_learning_rate_at_first() -> None:
     assert float(steps.max()) == pytest.approx(SETTINGS.lr, rel=1e-2)
 
 
+def test_batches_may_change_their_size() -> None:
+    whole = batch()
+    nets, same = networks(3), networks(3)
+    updater, anew = SACUpdater(nets, SETTINGS, seed=0), SACUpdater(same, SETTINGS, seed=0)
+    part = Batch(*(rows[:7] for rows in whole))
+    updater.update(part)
+    updater.update(whole)
+    anew.update(part)
+    anew._held = None
+    anew.update(whole)
+    assert all(torch.equal(tensor, same.state()[name]) for name, tensor in nets.state().items())
+
+
 def test_reset_critics_are_new_and_their_optimiser_forgets() -> None:
     nets = networks(4)
     updater = SACUpdater(nets, SETTINGS, seed=0)
@@ -258,12 +272,23 @@ def test_without_a_compiler_updates_run_all_the_same(
     assert "SAC runs without torch.compile, somewhat slower: No C++ compiler was found" in caplog.text
 
 
-@pytest.mark.acceptance
-def test_compiled_updates_equal_plain_ones() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.acceptance)])
+def test_compiled_updates_equal_plain_ones(
+    backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if backend == "aot_eager":  # the same graph, without a C++ compiler
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+        monkeypatch.setattr("rl_vlm.preference.sac._CPP", {})
+    settings = SETTINGS.model_copy(update={"actor_update_every": 2})
     plain, compiled = networks(9), networks(9)
-    one, other = SACUpdater(plain, SETTINGS, seed=0), SACUpdater(compiled, SETTINGS, seed=0, compiled=True)
+    one, other = SACUpdater(plain, settings, seed=0), SACUpdater(compiled, settings, seed=0, compiled=True)
     for number in range(5):
+        if number == 3:
+            one.reset_critics()
+            other.reset_critics()
         one.update(batch(number))
         other.update(batch(number))
+    assert "without torch.compile" not in caplog.text
+    assert one.take_statistics() == pytest.approx(other.take_statistics(), rel=1e-4)
     for name, tensor in plain.state().items():
         assert torch.allclose(tensor, compiled.state()[name], atol=1e-5), name

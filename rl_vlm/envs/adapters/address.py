@@ -33,7 +33,10 @@ def base_url(address: str) -> str:
 
 def is_loopback(url: str) -> bool:
     """Whether an address is this machine's own; it is then reached without a proxy."""
-    return urlsplit(url).hostname in LOOPBACK
+    try:
+        return urlsplit(url).hostname in LOOPBACK
+    except ValueError:  # no address, of which whoever asks it tells
+        return False
 
 
 def token_header(variable: str) -> dict[str, str]:
