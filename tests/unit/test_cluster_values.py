@@ -115,6 +115,7 @@ def test_a_job_that_asks_for_gpus_which_no_worker_has_is_refused(changes: tuple[
     [
         ("workers.gpu_learner.max=0",),  # the learner runs beside the replicas
         ("workers.gpu_learner.max=0", *_NO_SERVING, "job.overrides=[seed=1]", "service.overrides=[]"),
+        ("job.overrides=['serving=5', 'algorithm.name=grpo', 'algorithm.preset=[1]']",),  # the run tells of these
         ("workers.gpu_serving.max=0",),  # its preemptible twin serves
         ("job.overrides=['serving.gpus_per_replica=0.5', 'learner.gpus_per_learner=0.5']",),
     ],

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import signal
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,6 +111,8 @@ def test_values_that_only_some_combinations_contradict_are_taken() -> None:
     }
     for seed in range(8):
         SweepConfig.model_validate({"space": space, "seed": seed}).check_space(RUN)
+    rare = {**space, "rollout.group_size": {"choice": [1] * 99 + [4]}}  # and what one of a hundred takes
+    SweepConfig.model_validate({"space": rare}).check_space(RUN)
     del space["algorithm.estimator"]
     with pytest.raises(UserInputError, match="With rollout.group_size=1: "):
         SweepConfig.model_validate({"space": space}).check_space(RUN)
@@ -272,12 +275,16 @@ def test_a_trial_that_fails_before_it_starts_is_among_the_results(
     folder = tmp_path / "tune/trial-b"
     folder.mkdir()
     (folder / "error.txt").write_text("Failure # 1\nUserInputError: they contradict each other\n")
-    config = {"run_config": {"name": "x"}, "learner.lr": 0.002, "seed": 1}
+    config = {
+        "run_config": {"name": "x"},
+        "learner.lr": 0.002,
+        "seed": date(2026, 1, 1),
+    }  # YAML has values that JSON has not
     trial = SimpleNamespace(trial_id="b", config=config, local_path=str(folder), path=str(folder))
     SweepProgress(sweep()).on_trial_error(0, [], trial)
     assert capsys.readouterr().out.split(maxsplit=1)[1] == f"trial 1 failed: see {folder / 'error.txt'}\n"
     failed = read_results(tmp_path, sweep())[1]
-    assert (failed.settings, failed.finished) == ({"learner.lr": 0.002, "seed": 1}, False)
+    assert (failed.settings, failed.finished) == ({"learner.lr": 0.002, "seed": "2026-01-01"}, False)
     assert failed.error == "UserInputError: they contradict each other"
 
 

@@ -242,3 +242,9 @@ def test_reading_goes_on_after_a_failure() -> None:
     show(read, console, every_s=0.01, once=False, as_lines=True)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert [json.loads(line)["runs"][0]["iteration"] for line in lines] == [12, 13]
+
+
+@pytest.mark.parametrize("address", ["http://[::1", "http://[bad]:1"])
+def test_an_address_that_is_none_is_told(address: str) -> None:
+    with pytest.raises(MetricsUnavailableError, match="Nothing answers at"):
+        read_cluster(address)
