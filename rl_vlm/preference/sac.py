@@ -22,7 +22,7 @@ from rl_vlm.preference.sac_losses import Batch, critic_inputs
 
 logger = logging.getLogger(__name__)
 
-# The calls between products cost as much as some of them: from C++ they cost half.
+# Calls from C++ in place of Python: 3 to 9 % of an update of two layers of 256.
 _CPP: dict[str, Any] = {"cpp_wrapper": True}
 STATISTICS = ("critic_loss", "actor_loss", "alpha_loss", "entropy", "q", "batch_reward")
 
