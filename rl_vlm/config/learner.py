@@ -55,11 +55,6 @@ class LearnerSection(Section):
     )
     gradient_checkpointing: bool = False
     num_threads: int = Field(1, ge=1)
-    cpu_product: Literal["auto", "torch", "onednn"] = Field(
-        "auto",
-        description="What multiplies float32 matrices on a CPU, in the transformers engine too. auto: the faster one, measured once "
-        "per machine and kept in the cache folder; torch's where deterministic: true.",
-    )
     log_entropy: bool = Field(
         True,
         description="Measure policy/entropy, about 6 % of the time of a large head on a CPU. A bonus measures it anyway.",

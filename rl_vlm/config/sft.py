@@ -26,7 +26,7 @@ READS = Reads(
             f"learner.{key}"
             for key in (
                 "lr", "lr_schedule", "lr_final_fraction", "optimizer", "betas", "weight_decay", "max_grad_norm", "micro_batch_tokens",
-                "share_prompts", "gradient_checkpointing", "num_threads", "cpu_product", "attention",
+                "share_prompts", "gradient_checkpointing", "num_threads", "attention",
             )
         ),
         *(f"logging.{key}" for key in ("checkpoint_every", "keep_checkpoints", "tensorboard", "wandb_project")),

@@ -203,7 +203,6 @@ _PREFERENCE_READS = Reads(
                 "cpus_per_learner",
                 "gpus_per_learner",
                 "num_threads",
-                "cpu_product",
                 "max_restarts",
                 "update_timeout_s",
             )

@@ -79,8 +79,6 @@ def build_engine(model: Path, run: RunConfig) -> Engine:
             kv_cache=partial(kv_cache_bytes, run, ModelShape.read(model)),
             full=run.model.train == "full",
         )
-    from rl_vlm.models.products import choose_product
-
     settings: dict[str, Any] = {
         "dtype": run.model.dtype,
         "device": "cuda" if on_gpu else "cpu",
@@ -91,7 +89,6 @@ def build_engine(model: Path, run: RunConfig) -> Engine:
         "quantization": "nf4" if serving.quantization == "nf4" else "none",
         "pixels": run.model.pixels,
         "in_flight": in_flight,
-        "product": "torch" if on_gpu else choose_product(run.learner.cpu_product, run.deterministic),
         "full": run.model.train == "full",
         "head_dtype": run.model.head_dtype,
         "image_cache_bytes": run.model.image_cache_bytes,
