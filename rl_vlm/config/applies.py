@@ -37,7 +37,10 @@ class Reads:
 
 _EVERY_RUN = ("name", "plugins", "seed", "deterministic", "resources", "http")
 # Keys that one engine alone reads.
-_OF_ENGINE = {"vllm": ("serving.vllm",), "transformers": ("serving.max_rows", "serving.num_threads")}
+_OF_ENGINE = {
+    "vllm": ("serving.vllm",),
+    "transformers": ("serving.max_rows", "serving.max_kv_gib", "serving.num_threads"),
+}
 
 
 def refuse_unread(config: Section, where: str, reads: Reads, engine: str | None = None) -> None:

@@ -6,7 +6,7 @@ or thousands of requests delays the others by its share and no more, and a new v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from rl_vlm.engines.base import BASE_MODEL, EngineError, check_version
 from rl_vlm.engines.calls import Call
 from rl_vlm.engines.decoder import Decoder
+from rl_vlm.engines.kv_cache import reserved_tokens
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.turns import QUANTUM, Turns
 from rl_vlm.engines.weights import BoundedWeights, UnmergedWeights, Version, Weights
@@ -38,7 +39,7 @@ class ManyPoliciesEngine(TransformersEngine):
         merged_bytes: memory for weights with an adapter added; policies beyond it are computed with the adapter beside the weights.
         quantum: tokens of a turn.
 
-    The others are `TransformersEngine`'s. `max_rows` is that of each policy.
+    The others are `TransformersEngine`'s. `max_rows` is that of each policy, `max_kv_tokens` that of all together.
     """
 
     def __init__(self, *args: Any, merged_bytes: int, quantum: int = QUANTUM, **settings: Any) -> None:
@@ -47,7 +48,8 @@ class ManyPoliciesEngine(TransformersEngine):
         self._base = Version(BASE_MODEL)
         self._newest_of: dict[str, Version] = {}
         self._lanes: list[Lane] = []
-        self._turns = Turns(quantum)
+        self._turns, self._quantum = Turns(quantum), quantum
+        self._short_of_memory: str | None = None  # the policy that gets the memory that becomes free
         self._in_place = self._base
         self._tower: Version | None = None  # whose vision tower the cached features are of; None: the base model's
         super().__init__(*args, **settings)
@@ -101,12 +103,18 @@ class ManyPoliciesEngine(TransformersEngine):
                     self._lanes.remove(lane)
                     self._retire_unused(lane.version)
         with self._wake:
-            self._turns.charge(policy, cost)
+            self._turns.charge(policy, cost or self._quantum)  # one that waits for memory ends its turn
 
     def _admit_of(self, policy: str) -> None:
         batches: dict[Lane, list[tuple[Call, int, GenerationRequest]]] = {}
         refused: list[tuple[Call, EngineError]] = []
         with self._wake:
+            if self._short_of_memory not in (None, policy) and any(
+                call.policy == self._short_of_memory for call in self._waiting
+            ):
+                return  # or a large request would never find enough
+            self._short_of_memory = None
+            sizes = {lane: (lane.decoder.num_rows, lane.decoder.row_length) for lane in self._lanes}
             rows = sum(lane.decoder.num_rows for lane in self._lanes if lane.policy == policy)
             for call in [call for call in self._waiting if call.policy == policy]:
                 version = self._base if call.base_model else self._newest_version(policy)
@@ -121,6 +129,12 @@ class ManyPoliciesEngine(TransformersEngine):
                     request = call.requests[call.admitted]
                     if rows and rows + request.sampling.n > self._max_rows:
                         break
+                    lane_rows, lane_length = sizes.get(lane, (0, 0))
+                    size = lane_rows + request.sampling.n, max(lane_length, lane.decoder.longest(request))
+                    if any(count for count, _ in sizes.values()) and not self._has_memory({**sizes, lane: size}):
+                        self._short_of_memory = policy
+                        break
+                    sizes[lane] = size
                     batches.setdefault(lane, []).append((call, call.admitted, request))
                     rows += request.sampling.n
                     call.admitted += 1
@@ -136,6 +150,11 @@ class ManyPoliciesEngine(TransformersEngine):
                 self.backbone.forget_images()
                 self._tower = tower
             self._start(batch, lane.decoder, lane.version.number)
+
+    def _has_memory(self, sizes: Mapping[Lane, tuple[int, int]]) -> bool:
+        """Whether there is memory for the keys and values of lanes with these rows, each up to a length."""
+        limit = self._max_kv_tokens
+        return limit is None or sum(reserved_tokens(*size) for size in sizes.values()) <= limit
 
     def _newest_version(self, policy: str) -> Version:
         return self._newest_of.setdefault(policy, Version(0))

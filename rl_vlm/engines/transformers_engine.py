@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats
+from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats, RequestTooLargeError
 from rl_vlm.engines.calls import Call, end_call, resolve
 from rl_vlm.engines.decoder import Decoder
+from rl_vlm.engines.kv_cache import reserved_tokens, whole_blocks
 from rl_vlm.engines.rows import Job
 from rl_vlm.engines.streams import TokenStream, notify
 from rl_vlm.engines.weights import Formed, FullWeights, MergedWeights, UnmergedWeights, Version, Weights
@@ -48,6 +49,7 @@ class TransformersEngine:
         device: "cpu" or "cuda".
         max_context: prompt plus new tokens of a sample.
         max_rows: samples that run at once.
+        max_kv_tokens: keys and values of so many tokens have memory; requests beyond it wait. None: no limit.
         lockstep: run each call as one batch that nobody joins, so that the batch, and with it every bit of the result,
             depends on the call alone.
         num_threads: torch threads of this process; None leaves torch's setting.
@@ -67,6 +69,7 @@ class TransformersEngine:
         device: str = "cpu",
         max_context: int = 4096,
         max_rows: int = 512,
+        max_kv_tokens: int | None = None,
         lockstep: bool = False,
         num_threads: int | None = 1,
         quantization: Quantization = "none",
@@ -95,7 +98,7 @@ class TransformersEngine:
         self._weights = FullWeights(loaded) if full else self._weights_of(loaded, merges)
         if product == "onednn":
             use_onednn(loaded, _SMALLEST_LAYER)
-        self._max_rows = max_rows
+        self._max_rows, self._max_kv_tokens = max_rows, max_kv_tokens
         self._lockstep = lockstep
         self._in_flight = in_flight
         self._newest = Version(0)
@@ -169,6 +172,8 @@ class TransformersEngine:
                 self._wake.notify()
 
     def _enqueue(self, requests: Sequence[GenerationRequest], stream: TokenStream | None = None) -> Call:
+        for request in requests:
+            self._check_size(request)
         loop = asyncio.get_running_loop()
         call = Call(list(requests), loop.create_future(), loop, stream=stream)
         with self._wake:
@@ -179,6 +184,14 @@ class TransformersEngine:
             self._waiting.append(call)
             self._wake.notify()
         return call
+
+    def _check_size(self, request: GenerationRequest) -> None:
+        samples, length, limit = request.sampling.n, self._decoder.longest(request), self._max_kv_tokens
+        if limit is not None and samples * whole_blocks(length) > limit:
+            raise RequestTooLargeError(
+                f"Request {request.request_id}: {samples} samples of up to {length} tokens are more than the {limit} tokens "
+                "that this replica has memory for: ask for fewer samples or fewer tokens, or raise serving.max_kv_gib."
+            )
 
     @property
     def _num_rows(self) -> int:
@@ -335,7 +348,7 @@ class TransformersEngine:
 
     def _admit(self) -> None:
         batch: list[tuple[Call, int, GenerationRequest]] = []
-        rows = self._decoder.num_rows
+        rows, length = self._decoder.num_rows, self._decoder.row_length
         with self._wake:
             while self._waiting:
                 call = self._waiting[0]
@@ -346,16 +359,22 @@ class TransformersEngine:
                     self._activate(call.base_model)
                 while call.admitted < len(call.requests):
                     request = call.requests[call.admitted]
-                    if rows and rows + request.sampling.n > self._max_rows and not self._lockstep:
+                    more, longest = rows + request.sampling.n, max(length, self._decoder.longest(request))
+                    if rows and not self._lockstep and not self._has_room(more, longest):
                         break
                     batch.append((call, call.admitted, request))
-                    rows += request.sampling.n
+                    rows, length = more, longest
                     call.admitted += 1
                 if call.admitted < len(call.requests):
                     break
                 self._waiting.popleft()
         if batch:
             self._start(batch, self._decoder, self._active.number)
+
+    def _has_room(self, rows: int, length: int) -> bool:
+        """Whether so many samples may run, each of up to `length` tokens."""
+        limit = self._max_kv_tokens
+        return rows <= self._max_rows and (limit is None or reserved_tokens(rows, length) <= limit)
 
     def _start(self, batch: Sequence[tuple[Call, int, GenerationRequest]], decoder: Decoder, version: int) -> None:
         """Prefill requests, with their calls and places in these, whose `version` is in place."""

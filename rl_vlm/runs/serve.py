@@ -15,8 +15,6 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 
 from rl_vlm.asking.http_endpoints import url_host
 from rl_vlm.config import LearnerSection, RunConfig, load_config, load_served_config
@@ -30,7 +28,6 @@ from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.trained import read_payload, trained_folder
 from rl_vlm.runs.cluster import ray_cluster
-from rl_vlm.runs.kv_memory import ANSWER_S, depends_on_gpu, kv_room
 from rl_vlm.runs.served import run_for
 from rl_vlm.runs.signals import leave_on_signals
 from rl_vlm.serving.publisher import PolicyService, ServingError
@@ -161,28 +158,13 @@ def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
                     deadline_s=limits.deadline_s,
                     keeps_base=keeps_base_model(run),
                 )
-                app = build_http_app(
-                    backend,
-                    text,
-                    limits,
-                    max_context=run.serving.max_context,
-                    token=plan.token,
-                    kv_room=kv_room(run, plan.model, _gpu_bytes(handle) if depends_on_gpu(run) else 0),
-                )
+                app = build_http_app(backend, text, limits, max_context=run.serving.max_context, token=plan.token)
                 port = sock.getsockname()[1]
                 server = HTTPServer(app, sock, limits, lambda: announce(banner(plan, port)))
                 return server.run_until_signal()
             finally:
                 leave_on_signals()  # the server has put its own in place
                 service.stop()
-
-
-def _gpu_bytes(handle: Any) -> int:
-    """The memory of a replica's GPU, 0 where it sees none. Raises ServingError."""
-    try:
-        return int(handle.gpu_bytes.remote().result(timeout_s=ANSWER_S))
-    except (RayError, RayServeException, TimeoutError) as error:
-        raise ServingError(f"No replica says how much memory its GPU has ({error}): set http.max_kv_gib.") from error
 
 
 def _wait_for_adapter(registry: Any, run: RunConfig) -> None:
