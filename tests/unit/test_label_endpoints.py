@@ -91,11 +91,12 @@ def test_an_openai_endpoint_gets_images_as_data_uris_and_the_token(monkeypatch: 
     assert (labeller.stats.prompt_tokens, labeller.stats.sampled_tokens) == (11, 2)
 
 
-def test_without_guidance_the_text_is_read() -> None:
+def test_without_guidance_free_text_is_asked_about_once_more() -> None:
     server = Server(completion("I prefer Image 2.", {"I": 0.9, "0": 0.1}))
-    label, _ = asked(endpoint(server, guidance="none"))
-    assert "structured_outputs" not in server.requests[0] and "guided_choice" not in server.requests[0]
-    assert label.value == 1 and label.probabilities is None  # of another answer than the one that was given
+    label, labeller = asked(endpoint(server, guidance="none"))
+    assert len(server.requests) == 2 and labeller.stats.not_understood == 1
+    assert not any({"structured_outputs", "guided_choice"} & request.keys() for request in server.requests)
+    assert label.value == -1 and label.probabilities is None  # of another answer than the one that was given
 
 
 def test_the_old_field_of_guided_choice() -> None:
@@ -117,10 +118,10 @@ def test_how_choices_are_enforced_is_found_out(first: Any) -> None:
     assert fields == [["structured_outputs"], ["guided_choice"], ["guided_choice"]]
 
 
-def test_where_nothing_enforces_choices_the_text_is_read() -> None:
-    server = Server(REFUSED, REFUSED, completion("I prefer Image 2."))
+def test_where_nothing_enforces_choices_a_plain_question_follows() -> None:
+    server = Server(REFUSED, REFUSED, completion("I prefer Image 2."), completion("1"))
     label, _ = asked(endpoint(server))
-    assert label.value == 1 and len(server.requests) == 3
+    assert label.value == 1 and len(server.requests) == 4
     assert not {"structured_outputs", "guided_choice"} & server.requests[-1].keys()
 
 
