@@ -57,7 +57,6 @@ def build_labeller(
     seed: int = 0,
     client: Client | None = None,
     text: TextSide | None = None,
-    min_version: int = -1,
     device: str = "cpu",
 ) -> Labeller:
     """The labeller that a configuration names. Raises UserInputError.
@@ -74,7 +73,7 @@ def build_labeller(
     elif section.source in ("clip", "itm"):
         labeller = SimilarityLabeller(build_similarity(section, env_id, device), section.frames)
     else:
-        endpoint = _endpoint(section, client, text, min_version)
+        endpoint = _endpoint(section, client, text)
         labeller = VLMLabeller(endpoint, prompts_of(section, env_id), section, seed)
     if section.coin_flips:
         return CoinFlippedLabels(labeller, seed)
@@ -89,14 +88,14 @@ def build_similarity(
     return kind(section.similarity_model, prompts_of(section, env_id).description, device)
 
 
-def _endpoint(section: LabelsSection, client: Client | None, text: TextSide | None, min_version: int) -> Endpoint:
+def _endpoint(section: LabelsSection, client: Client | None, text: TextSide | None) -> Endpoint:
     if section.source == "endpoint":
         return OpenAIEndpoint(section.endpoint)
     if section.source == "generate":
         return GenerateEndpoint(section.endpoint)
     if client is None or text is None:
         raise UserInputError("Labels of the served model need a served model: start one, or choose another source.")
-    return ServedEndpoint(client, text, min_version)
+    return ServedEndpoint(client, text)
 
 
 class FlippedLabels:
