@@ -28,14 +28,14 @@ from rl_vlm.algorithms.config import RunAlgorithmConfig
 from rl_vlm.learning.device import driver_device
 from rl_vlm.plugins import load_plugins
 from rl_vlm.preference.agent_reward import AgentReward
-from rl_vlm.preference.collector import EpisodeResult, NumpyActor, evaluation_seeds, make_run_env
-from rl_vlm.preference.env_runner import ControlEnvRunner
-from rl_vlm.preference.episode_log import EpisodeTracker, FinishedEpisode, evaluation_figures
-from rl_vlm.preference.feedback import Feedback
-from rl_vlm.preference.feedback_builder import LabellingSide, build_feedback
-from rl_vlm.preference.replay import ReplayBuffer
+from rl_vlm.preference.collection.collector import EpisodeResult, NumpyActor, evaluation_seeds, make_run_env
+from rl_vlm.preference.collection.env_runner import ControlEnvRunner
+from rl_vlm.preference.collection.episode_log import EpisodeTracker, FinishedEpisode, evaluation_figures
+from rl_vlm.preference.collection.sampler import ControlSampler, saved_episode_counts
+from rl_vlm.preference.feedback.build import LabellingSide, build_feedback
+from rl_vlm.preference.feedback.feedback import Feedback
+from rl_vlm.preference.replay.buffer import ReplayBuffer
 from rl_vlm.preference.sac_learner import SACLearner, SACModule, SACUpdateBatch, SACUpdateResult
-from rl_vlm.preference.sampler import ControlSampler, saved_episode_counts
 from rl_vlm.preference.schedule import check_segments, first_session_step, next_boundary, phase, session_size
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import UserInputError

@@ -6,7 +6,7 @@ import numpy as np
 
 from rl_vlm.config import PreferenceSection
 from rl_vlm.labelling.types import RewardModel
-from rl_vlm.preference.replay import ReplayBuffer, StepBatch
+from rl_vlm.preference.replay.buffer import ReplayBuffer, StepBatch
 
 _TRUE = {"gt_task_reward", "sparse_task_reward"}
 # Reward modes by the similarity of picture and text: the labels.source with the same model.

@@ -10,8 +10,8 @@ from typing import Any
 from rl_vlm.algorithms.preference_checkpoint import CheckpointFolders, read_state
 from rl_vlm.config import RunConfig
 from rl_vlm.monitoring.preference_display import PreferenceDisplay
-from rl_vlm.preference.collector import EpisodeResult
-from rl_vlm.preference.episode_log import (
+from rl_vlm.preference.collection.collector import EpisodeResult
+from rl_vlm.preference.collection.episode_log import (
     EVAL_COLUMNS,
     TRAIN_COLUMNS,
     FinishedEpisode,

@@ -23,7 +23,7 @@ from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.teachers import CoinFlips, ScriptedTeacher
 from rl_vlm.labelling.types import HasState, KnowsMargin, Label, Score
 from rl_vlm.preference.agent_reward import AgentReward
-from rl_vlm.preference.feedback_builder import build_feedback
+from rl_vlm.preference.feedback.build import build_feedback
 from rl_vlm.types import UserInputError
 
 
@@ -134,11 +134,11 @@ def test_models_of_picture_and_text_compute_where_the_run_says(
 
 def test_a_run_gives_the_labeller_the_device_of_its_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
-    monkeypatch.setattr("rl_vlm.preference.feedback_builder.driver_device", lambda run: "meta")
+    monkeypatch.setattr("rl_vlm.preference.feedback.build.driver_device", lambda run: "meta")
     monkeypatch.setattr(
-        "rl_vlm.preference.feedback_builder.RewardEnsemble", lambda *_, device, **__: found.append(device)
+        "rl_vlm.preference.feedback.build.RewardEnsemble", lambda *_, device, **__: found.append(device)
     )
-    monkeypatch.setattr("rl_vlm.preference.feedback_builder.Feedback", lambda *_: None)
+    monkeypatch.setattr("rl_vlm.preference.feedback.build.Feedback", lambda *_: None)
     monkeypatch.setattr("rl_vlm.labelling.build.build_labeller", lambda *_, device, **__: found.append(device))
     preference = {"reward": "learn_from_preference", "labels": {"source": "clip"}}
     run = parse_config(

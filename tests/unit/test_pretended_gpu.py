@@ -32,8 +32,8 @@ from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.steps import make_updater
 from rl_vlm.learning.strategies.replicated import SingleProcess
 from rl_vlm.models.payload import WeightPayload
-from rl_vlm.preference.ensemble import RewardEnsemble
 from rl_vlm.preference.networks import SACNetworks
+from rl_vlm.preference.reward_model.ensemble import RewardEnsemble
 from rl_vlm.preference.sac import SACUpdater
 from rl_vlm.preference.sac_losses import Batch
 from rl_vlm.supervised.trainer import SFTTrainer

@@ -15,9 +15,9 @@ from scipy.stats import spearmanr
 
 from rl_vlm.config import RewardModelSection
 from rl_vlm.labelling.types import SKIPPED, Label, Score, Segment, SegmentPair
-from rl_vlm.preference.ensemble import RewardEnsemble, preference_loss, score_loss
-from rl_vlm.preference.examples import Examples, target_of
-from rl_vlm.preference.reward_networks import ImageCNN, ImageMembers, MLPMembers, resnet18
+from rl_vlm.preference.reward_model.ensemble import RewardEnsemble, preference_loss, score_loss
+from rl_vlm.preference.reward_model.examples import Examples, target_of
+from rl_vlm.preference.reward_model.networks import ImageCNN, ImageMembers, MLPMembers, resnet18
 from rl_vlm.types import UserInputError
 
 SMALL = {"channels": (4, 8, 8, 8), "size": 2}

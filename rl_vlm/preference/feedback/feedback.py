@@ -17,10 +17,10 @@ from rl_vlm.labelling.query_log import FILE_NAME, QueryLog, true_return
 from rl_vlm.labelling.session import LabelledSession, LabellerDownError, is_answer, is_decided, label_session
 from rl_vlm.labelling.store import LabelReplay, LabelStore
 from rl_vlm.labelling.types import SKIPPED, HasState, KnowsMargin, Label, Labeller, Score, Scorer, Segment, SegmentPair
-from rl_vlm.preference.cached_labels import check_length
-from rl_vlm.preference.ensemble import FitReport, RewardEnsemble
-from rl_vlm.preference.replay import ReplayBuffer
-from rl_vlm.preference.selection import num_candidates, pair_features, select_pairs
+from rl_vlm.preference.feedback.cached_labels import check_length
+from rl_vlm.preference.feedback.selection import num_candidates, pair_features, select_pairs
+from rl_vlm.preference.replay.buffer import ReplayBuffer
+from rl_vlm.preference.reward_model.ensemble import FitReport, RewardEnsemble
 from rl_vlm.types import UserInputError
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from rl_vlm.config import RunConfig
 from rl_vlm.labelling.store import LabelReplay, label_cache
 from rl_vlm.learning.device import driver_device
-from rl_vlm.preference.cached_labels import check_cache
-from rl_vlm.preference.ensemble import RewardEnsemble
-from rl_vlm.preference.feedback import Feedback
+from rl_vlm.preference.feedback.cached_labels import check_cache
+from rl_vlm.preference.feedback.feedback import Feedback
+from rl_vlm.preference.reward_model.ensemble import RewardEnsemble
 from rl_vlm.seeding import derive_seed
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.files import append_whole, whole_lines, write_atomic
-from rl_vlm.preference.collector import EpisodeResult
-from rl_vlm.preference.replay import StepBatch
+from rl_vlm.preference.collection.collector import EpisodeResult
+from rl_vlm.preference.replay.buffer import StepBatch
 from rl_vlm.statistics import wilson_interval
 
 # RL-VLM-F's columns; `step` is the environment step, success is 0 or 1 in train.csv and percent in eval.csv. RL-VLM-F

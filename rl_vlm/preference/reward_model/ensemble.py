@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from rl_vlm.config import RewardModelSection
 from rl_vlm.files import write_atomic
 from rl_vlm.labelling.types import Label, Score, Segment, SegmentPair
-from rl_vlm.preference.examples import Examples, InputKind, inputs_of
-from rl_vlm.preference.reward_networks import ImageCNN, ImageMembers, MLPMembers, resnet18
+from rl_vlm.preference.reward_model.examples import Examples, InputKind, inputs_of
+from rl_vlm.preference.reward_model.networks import ImageCNN, ImageMembers, MLPMembers, resnet18
 from rl_vlm.types import UserInputError
 
 _INFERENCE_ROWS = {"image": 128, "state_action": 8192}
