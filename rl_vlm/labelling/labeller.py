@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from PIL import Image
 
 from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, EndpointError, Question
 from rl_vlm.asking.retries import all_of, ask_again
 from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.answers import read_label, read_score, strip_thoughts
+from rl_vlm.labelling.pictures import encode, picture_of
 from rl_vlm.labelling.prompts import TaskPrompts
-from rl_vlm.labelling.types import IDENTICAL, Label, LabelValue, Score, Segment, SegmentPair
+from rl_vlm.labelling.types import IDENTICAL, Label, LabelValue, Score, SegmentPair
 from rl_vlm.seeding import derive_seed
-from rl_vlm.types import EncodedImage, Message, UserInputError
+from rl_vlm.types import EncodedImage, Message
 
 CHOICES = ("0", "1", "-1")
 SCORE_CHOICES = ("-1", "0", *(f"0.{tenth}" for tenth in range(1, 10)), "1")
@@ -102,7 +102,7 @@ class VLMLabeller:
 
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
         """One score per picture (uint8 [H, W, 3]), in order."""
-        images = await asyncio.to_thread(lambda: [_encode(frame) for frame in frames])
+        images = await asyncio.to_thread(lambda: [encode(frame) for frame in frames])
         async with self._session(len(frames)) as ask:
             return await all_of([self._score_one(ask, number, image) for number, image in enumerate(images)])
 
@@ -282,21 +282,5 @@ def _mean(known: Sequence[tuple[float, float, float] | None]) -> tuple[float, fl
     return first, second, neither
 
 
-def picture_of(segment: Segment, frames: int = 1) -> np.ndarray:
-    """uint8 [H, frames × W, 3]: `frames` pictures of the segment side by side, evenly spaced, the last of them its last.
-
-    Raises UserInputError if the segment has no pictures.
-    """
-    if segment.frames is None:
-        raise UserInputError("These segments have no pictures: give the environment a camera or a render function.")
-    steps = len(segment)
-    places = [max(steps - 1 - back * (steps // frames), 0) for back in reversed(range(frames))]
-    return np.concatenate([segment.frames[place] for place in places], axis=1)
-
-
 def _encode_pairs(pairs: Sequence[SegmentPair], frames: int) -> list[tuple[EncodedImage, EncodedImage]]:
-    return [(_encode(picture_of(pair.first, frames)), _encode(picture_of(pair.second, frames))) for pair in pairs]
-
-
-def _encode(frame: np.ndarray) -> EncodedImage:
-    return EncodedImage.from_pil(Image.fromarray(frame))
+    return [(encode(picture_of(pair.first, frames)), encode(picture_of(pair.second, frames))) for pair in pairs]

@@ -31,7 +31,7 @@ class AgentReward:
             labels = settings.labels.model_copy(update={"source": _SIMILARITY_SOURCES[self.mode]})
             self.model = SimilarityReward(build_similarity(labels, env_id, device))
 
-    def of(self, batch: StepBatch) -> np.ndarray:
+    def rewards_of(self, batch: StepBatch) -> np.ndarray:
         """float32 [n]."""
         if self.mode == "gt_task_reward":
             return batch.true_rewards

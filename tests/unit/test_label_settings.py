@@ -138,7 +138,8 @@ def test_a_run_gives_the_labeller_the_device_of_its_learner(tmp_path: Path, monk
     monkeypatch.setattr(
         "rl_vlm.preference.feedback.build.RewardEnsemble", lambda *_, device, **__: found.append(device)
     )
-    monkeypatch.setattr("rl_vlm.preference.feedback.build.Feedback", lambda *_: None)
+    monkeypatch.setattr("rl_vlm.preference.feedback.build.RewardTrainer", lambda *_: None)
+    monkeypatch.setattr("rl_vlm.preference.feedback.build.PairFeedback", lambda *_: None)
     monkeypatch.setattr("rl_vlm.labelling.build.build_labeller", lambda *_, device, **__: found.append(device))
     preference = {"reward": "learn_from_preference", "labels": {"source": "clip"}}
     run = parse_config(

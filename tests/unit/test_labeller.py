@@ -18,7 +18,8 @@ from rl_vlm.asking.endpoints import Answer, Ask, EndpointError, EngineClient, Qu
 from rl_vlm.chat import expand_image_tokens, mrope_positions
 from rl_vlm.config import LabelsSection
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.labelling.labeller import VLMLabeller, _encode, picture_of
+from rl_vlm.labelling.labeller import VLMLabeller
+from rl_vlm.labelling.pictures import encode, picture_of
 from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.labelling.session import LabellerDownError, label_session
 from rl_vlm.labelling.types import Label, SegmentPair
@@ -240,7 +241,7 @@ def test_one_failure_leaves_the_other_labels() -> None:
         return "0"
 
     pairs = random_pairs(3)
-    broken = _encode(picture_of(pairs[1].first))
+    broken = encode(picture_of(pairs[1].first))
     labels = asked(VLMLabeller(Scripted(answer), PROMPTS, one_step(both_orders=False)), *pairs)
     assert [label.error for label in labels] == ["", "refused", ""]
     assert [label.value for label in labels if not label.error] == [0, 0]
