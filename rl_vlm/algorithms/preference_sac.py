@@ -30,7 +30,7 @@ from rl_vlm.plugins import load_plugins
 from rl_vlm.preference.agent_reward import AgentReward
 from rl_vlm.preference.collection.collector import EpisodeResult, NumpyActor, evaluation_seeds, make_run_env
 from rl_vlm.preference.collection.env_runner import ControlEnvRunner
-from rl_vlm.preference.collection.episode_log import EpisodeTracker, FinishedEpisode, evaluation_figures
+from rl_vlm.preference.collection.episode_log import EpisodeTracker, FinishedEpisode, evaluation_metrics
 from rl_vlm.preference.collection.sampler import ControlSampler, saved_episode_counts
 from rl_vlm.preference.feedback.build import LabellerService, build_feedback
 from rl_vlm.preference.feedback.feedback import Feedback
@@ -339,7 +339,7 @@ class PreferenceSAC(RunAlgorithm):
 
     def held_out(self) -> dict[str, float]:
         """Success rate and mean true return."""
-        figures = evaluation_figures(self.evaluate_policy(film=False))
+        figures = evaluation_metrics(self.evaluate_policy(film=False))
         return {name: figures[f"{name}/success"] for name in ("accuracy", "reward")}
 
     # Checkpoints.

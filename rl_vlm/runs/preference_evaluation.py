@@ -22,7 +22,7 @@ from rl_vlm.preference.collection.collector import (
     evaluation_seeds,
     make_run_env,
 )
-from rl_vlm.preference.collection.episode_log import evaluation_figures
+from rl_vlm.preference.collection.episode_log import evaluation_metrics
 from rl_vlm.types import UserInputError
 
 
@@ -63,7 +63,7 @@ def evaluate_preference_run(
         "env": run.env.id,
         "checkpoint": str(checkpoint),
         "step": step,
-        **evaluation_figures(results),
+        **evaluation_metrics(results),
         "seconds": round(time.monotonic() - started, 2),
         "episodes": episodes,
     }

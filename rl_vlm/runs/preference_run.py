@@ -16,7 +16,7 @@ from rl_vlm.preference.collection.episode_log import (
     TRAIN_COLUMNS,
     FinishedEpisode,
     StepCsv,
-    evaluation_figures,
+    evaluation_metrics,
     evaluation_row,
 )
 from rl_vlm.reporting.video import write_video
@@ -96,7 +96,7 @@ class PreferenceRun(RunLifecycle):
             self.eval_csv.add(evaluation_row(results, algorithm.env_steps, algorithm.tracker.finished))
         except OSError as error:
             self._cannot_write("eval.csv", error)
-        figures = {**evaluation_figures(results), "seconds": time.monotonic() - started}
+        figures = {**evaluation_metrics(results), "seconds": time.monotonic() - started}
         self.recorder.log_evaluation(algorithm.env_steps, figures)
         self.display.evaluation(algorithm.env_steps, figures)
         self._save_videos(results)

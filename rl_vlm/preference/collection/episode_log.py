@@ -159,7 +159,7 @@ def evaluation_row(results: Sequence[EpisodeResult], step: int, episode: int) ->
     }
 
 
-def evaluation_figures(results: Sequence[EpisodeResult]) -> dict[str, float]:
+def evaluation_metrics(results: Sequence[EpisodeResult]) -> dict[str, float]:
     """Metrics of evaluation episodes for eval.jsonl and `rl-vlm eval`: shares in [0, 1], returns by the true reward."""
     row = evaluation_row(results, step=0, episode=0)
     return {
