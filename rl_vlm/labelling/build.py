@@ -44,10 +44,11 @@ def prompts_of(section: LabelsSection, env_id: str = "") -> TaskPrompts:
         if not section.goal or section.task:
             raise
         # A goal is enough for a task that nobody has written prompts for.
-        prompts = TaskPrompts(task or "task", section.goal)
+        prompts = TaskPrompts(name=task or "task", goal=section.goal)
     if section.goal and section.goal != prompts.goal:
-        prompts = replace(prompts, goal=section.goal, description="")  # which described the other goal
-    return replace(prompts, description=section.description or prompts.description)
+        # The description was of the other goal.
+        prompts = prompts.model_copy(update={"goal": section.goal, "description": ""})
+    return prompts.model_copy(update={"description": section.description or prompts.description})
 
 
 def build_labeller(

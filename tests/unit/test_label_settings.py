@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import json
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -66,7 +65,9 @@ def test_prompts_follow_the_section() -> None:
     assert prompts_of(LabelsSection(goal="to win"), "Unknown-v0").goal == "to win"
     known = prompts_of(LabelsSection(goal="to win"), "metaworld_drawer-open-v2")
     whole = prompts_of(LabelsSection(), "metaworld_drawer-open-v2")
-    assert known == replace(whole, goal="to win", description="") and whole.description  # which is of the other goal
+    assert (
+        known == whole.model_copy(update={"goal": "to win", "description": ""}) and whole.description
+    )  # which is of the other goal
     assert prompts_of(LabelsSection(goal=whole.goal), "metaworld_drawer-open-v2") == whole
     changed = prompts_of(LabelsSection(task="soccer", goal="to win", description="Won."))
     assert (changed.name, changed.goal, changed.description) == ("soccer", "to win", "Won.")
