@@ -31,10 +31,10 @@ from rl_vlm.config import RunConfig, apply_overrides, parse_config
 from rl_vlm.learning.batching import Minibatch, TrainSample
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.loading import TextSide, quiet_libraries
-from rl_vlm.models.tiny import model as tiny
-from rl_vlm.models.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
-from rl_vlm.models.tiny.variants import variant_named
 from rl_vlm.types import EncodedImage, Message, StopReason, Trajectory, TrajectoryStatus, Turn
+from rl_vlm.zoo.tiny import model as tiny
+from rl_vlm.zoo.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from rl_vlm.zoo.tiny.variants import variant_named
 
 SIZES = ("2b", "4b", "8b")
 # The configurations of the published Qwen3-VL models, by size.

@@ -20,10 +20,10 @@ from transformers import (
 from rl_vlm.models.lora import TARGET_MODULES
 from rl_vlm.models.lora_layers import inject_lora, lora_config
 from rl_vlm.models.memory.shape import ADAPTED, ModelShape
-from rl_vlm.models.tiny import model as tiny
-from rl_vlm.models.tiny.tokenizer import build_tokenizer
-from rl_vlm.models.tiny.variants import variant_named
 from rl_vlm.types import UserInputError
+from rl_vlm.zoo.tiny import model as tiny
+from rl_vlm.zoo.tiny.tokenizer import build_tokenizer
+from rl_vlm.zoo.tiny.variants import variant_named
 
 # The configurations of the published Qwen3-VL models, by size.
 PUBLISHED = json.loads((Path(__file__).parents[1] / "fixtures/qwen3_vl.json").read_text())
