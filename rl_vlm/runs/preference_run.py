@@ -10,13 +10,13 @@ from typing import Any
 from rl_vlm.algorithms.preference_checkpoint import CheckpointFolders, read_state
 from rl_vlm.config import RunConfig
 from rl_vlm.monitoring.preference_display import PreferenceDisplay
-from rl_vlm.preference.collector import EpisodeResult
-from rl_vlm.preference.episode_log import (
+from rl_vlm.preference.collection.collector import EpisodeResult
+from rl_vlm.preference.collection.episode_log import (
     EVAL_COLUMNS,
     TRAIN_COLUMNS,
     FinishedEpisode,
     StepCsv,
-    evaluation_figures,
+    evaluation_metrics,
     evaluation_row,
 )
 from rl_vlm.reporting.video import write_video
@@ -96,7 +96,7 @@ class PreferenceRun(RunLifecycle):
             self.eval_csv.add(evaluation_row(results, algorithm.env_steps, algorithm.tracker.finished))
         except OSError as error:
             self._cannot_write("eval.csv", error)
-        figures = {**evaluation_figures(results), "seconds": time.monotonic() - started}
+        figures = {**evaluation_metrics(results), "seconds": time.monotonic() - started}
         self.recorder.log_evaluation(algorithm.env_steps, figures)
         self.display.evaluation(algorithm.env_steps, figures)
         self._save_videos(results)

@@ -153,8 +153,8 @@ def inspect_preference_run(run: RunConfig) -> dict[str, Any]:
     """Step the control environment once, look at its picture, and find the labeller. Raises UserInputError."""
     from rl_vlm.labelling.build import prompts_of
     from rl_vlm.labelling.store import label_cache
-    from rl_vlm.preference.cached_labels import check_cache
-    from rl_vlm.preference.collector import make_run_env
+    from rl_vlm.preference.collection.collector import make_run_env
+    from rl_vlm.preference.feedback.cached_labels import check_cache
     from rl_vlm.preference.schedule import check_segments
 
     settings = run.preference

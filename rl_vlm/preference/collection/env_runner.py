@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl_vlm.config import RunConfig
-from rl_vlm.preference.collector import Collector, EpisodeResult, Evaluator, NumpyActor, make_run_env
-from rl_vlm.preference.replay import StepBatch
+from rl_vlm.preference.collection.collector import Collector, EpisodeResult, Evaluator, NumpyActor, make_run_env
+from rl_vlm.preference.replay.buffer import StepBatch
 from rl_vlm.rollout.base_env_runner import RunEnvRunner
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from rl_vlm.config import RunConfig
 from rl_vlm.control_envs.base import ControlEnv
 from rl_vlm.control_envs.registry import make_control_env
-from rl_vlm.preference.replay import StepBatch
+from rl_vlm.preference.replay.buffer import StepBatch
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import RLVLMError, UserInputError
 
