@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from rl_vlm.cluster.gpus import check_gpus
 from rl_vlm.cluster.values import PREEMPTIBLE, WORKER_TYPES, ClusterValues, WorkerSection
-from rl_vlm.config.hints import explain
+from rl_vlm.config.errors import explain
 from rl_vlm.config.loading import read_yaml
 from rl_vlm.config.section import Section, section_of
 from rl_vlm.files import write_atomic
