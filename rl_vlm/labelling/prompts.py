@@ -22,7 +22,6 @@ from typing import Any
 import yaml
 
 from rl_vlm.config.yaml_text import load_yaml
-from rl_vlm.models.tiny import poles as tiny_poles
 from rl_vlm.types import UserInputError
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
@@ -236,9 +235,9 @@ for _name, _goal, _description in (
 
 register_prompts(
     TaskPrompts(
-        "cartpole-tiny",
-        tiny_poles.GOAL,
+        "cartpole-tiny",  # for `tiny-labeller`, whose every token costs
+        "an upright pole",
         "The pole is upright.",
-        Templates(first=tiny_poles.FIRST, second=tiny_poles.SECOND, decide=tiny_poles.DECIDE),
+        Templates(first="1:", second=" 2:", decide=" The goal is {goal}: 0, 1 or -1."),
     )
 )

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.config import CommonConfig, PolicyConfig
+from rl_vlm.models.builtin import builtin_models
+from rl_vlm.models.hub import fetch_config
 from rl_vlm.models.loading import SUPPORTED_FAMILIES, resolve_model
 from rl_vlm.models.memory.cards import Card, MemoryPlan, gib, plan_memory, published_bytes
 from rl_vlm.models.memory.parts import GIB, amount, text
-from rl_vlm.models.memory.published import published_config
 from rl_vlm.models.memory.shape import ModelShape
-from rl_vlm.models.tiny.model import tiny_config, tiny_folder
-from rl_vlm.models.tiny.variants import VARIANT_OF
 from rl_vlm.types import UserInputError
 
 _VERSIONS = 3  # of the adapter, in the object store at one time
@@ -23,19 +22,18 @@ _STORE_MIB = 256  # of the object store of a small run
 
 
 def shape_of(model: str) -> ModelShape:
-    """The shapes of `model.path`; those of Qwen's own models and the tiny ones are known without their files.
+    """The shapes of `model.path`. Of a name of the hub that is not on this machine, only config.json is fetched.
 
-    Raises UserInputError.
+    Raises UserInputError for a model that is nowhere, and FetchError where the hub cannot be reached.
     """
-    if model in VARIANT_OF and not tiny_folder(variant=VARIANT_OF[model]).is_dir():  # building it takes minutes
-        return ModelShape.from_config(tiny_config(VARIANT_OF[model]))
+    if model in builtin_models():  # building it takes minutes
+        return ModelShape.from_config(builtin_models()[model].config())
     try:
         return ModelShape.read(resolve_model(model))
     except UserInputError:
-        published = published_config(model)
-        if published is None:
+        if model.count("/") != 1 or model.startswith((".", "/", "~")):
             raise
-        return ModelShape.from_config(published)
+        return ModelShape.read(fetch_config(model))
 
 
 def make_plan(run: CommonConfig, gpu_gib: float | None = None, folder: Path | None = None) -> MemoryPlan:
@@ -60,7 +58,7 @@ def smallest_gpu_gib(run: CommonConfig) -> float | None:
 
 def adapters_mib(run: CommonConfig) -> int:
     """What versions take in the object store: the newest, the one that replicas still load, and one that is made."""
-    if not isinstance(run, PolicyConfig) or run.model.path in VARIANT_OF:  # the tiny ones' are small
+    if not isinstance(run, PolicyConfig) or run.model.path in builtin_models():  # theirs are small
         return 0
     return math.ceil(_versions(run) * published_bytes(run, shape_of(run.model.path)) / 2**20)
 

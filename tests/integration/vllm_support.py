@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide, load_model, load_text_side
 from rl_vlm.models.lora_layers import inject_lora, load_lora_state, lora_config, lora_state
-from rl_vlm.models.tiny import model as tiny
-from rl_vlm.models.tiny import tokenizer as tiny_tokenizer
-from rl_vlm.models.tiny import warmstart as tiny_warmstart
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Message, SampleChunk, SamplingParams, StopReason
+from rl_vlm.zoo.tiny import model as tiny
+from rl_vlm.zoo.tiny import tokenizer as tiny_tokenizer
+from rl_vlm.zoo.tiny import warmstart as tiny_warmstart
 
 
 def hostile_model() -> Path:

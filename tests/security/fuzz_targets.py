@@ -22,14 +22,14 @@ from rl_vlm.labelling.answer_text import strip_thoughts
 from rl_vlm.labelling.parsing import parse_label, parse_score
 from rl_vlm.labelling.query_log import text_cell
 from rl_vlm.models.adapter import check_adapter
-from rl_vlm.rewards.caption import grade_caption
-from rl_vlm.rewards.geo_answer import parse_answer
 from rl_vlm.rewards.judged_text import judged_refusal, quoted
 from rl_vlm.rewards.math import normalize_answer
-from rl_vlm.rewards.short_answer import read_answer
-from rl_vlm.rewards.verdict import read_verdict
 from rl_vlm.safe_text import printable, safe
 from rl_vlm.types import EncodedImage, UserInputError
+from rl_vlm.zoo.caption.reward import grade_caption
+from rl_vlm.zoo.geospot.answer import parse_answer
+from rl_vlm.zoo.nlvr2.answer import read_verdict
+from rl_vlm.zoo.zoom.answer import read_answer
 
 _LONGEST = 700  # of a message
 

@@ -7,8 +7,8 @@ import time
 import pytest
 from geo_answer_cases import CASES, Case
 
-from rl_vlm.rewards.geo_answer import MAX_CHARS, GeoAnswer, parse_answer
-from rl_vlm.rewards.place_names import Kind, name_key
+from rl_vlm.zoo.geospot.answer import MAX_CHARS, GeoAnswer, parse_answer
+from rl_vlm.zoo.geospot.place_names import Kind, name_key
 
 
 def test_there_are_many_cases_and_no_two_are_alike() -> None:

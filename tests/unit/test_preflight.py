@@ -87,7 +87,7 @@ def test_a_misspelt_reward_part_is_refused_before_a_model_loads(
 
 
 LOOSE = """
-from rl_vlm.envs.shapes import ShapesEnv
+from rl_vlm.zoo.shapes.environment import ShapesEnv
 
 class Loose(ShapesEnv):
     def __init__(self, since=None, task="count"):

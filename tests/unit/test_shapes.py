@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_vlm.envs import shapes_data as data
 from rl_vlm.envs.registry import make
-from rl_vlm.envs.shapes import ShapesEnv, parse_answer, parse_call, shapes_item
-from rl_vlm.models.tiny.dialogues import perception_dialogue, target_dialogue
 from rl_vlm.types import EncodedImage, UserInputError
+from rl_vlm.zoo.shapes import data
+from rl_vlm.zoo.shapes.environment import ShapesEnv, parse_answer, parse_call, shapes_item
+from rl_vlm.zoo.shapes.lesson import perception_dialogue, target_dialogue
 
 
 def pixels_of(image: object) -> np.ndarray:

@@ -14,10 +14,10 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen3VLForConditionalGeneration
 
 from rl_vlm.chat import ChatCodec
-from rl_vlm.models.tiny import model as tiny
-from rl_vlm.models.tiny import warmstart
-from rl_vlm.models.tiny.tokenizer import ADDED_TOKENS, NUM_BPE_IDS
 from rl_vlm.types import UserInputError
+from rl_vlm.zoo.tiny import model as tiny
+from rl_vlm.zoo.tiny import warmstart
+from rl_vlm.zoo.tiny.tokenizer import ADDED_TOKENS, NUM_BPE_IDS
 
 CALL = '<tool_call>{"name":"calc_score","arguments":{"answer":"12"}}</tool_call>'
 
@@ -153,7 +153,7 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
     def fail(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rl_vlm.models.tiny.warmstart.warm_start", lambda *_, **__: 0.0)
+    monkeypatch.setattr("rl_vlm.zoo.tiny.warmstart.warm_start", lambda *_, **__: 0.0)
     monkeypatch.setattr("transformers.Qwen3VLProcessor.save_pretrained", fail)  # after the weights are written
     with pytest.raises(KeyboardInterrupt):
         tiny.make_tiny(tmp_path / "model")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rl_vlm.models.supervised import DialogueEncoder
-from rl_vlm.models.tiny import allrounder
-from rl_vlm.models.tiny import model as tiny
+from rl_vlm.zoo.tiny import allrounder
+from rl_vlm.zoo.tiny import model as tiny
 
 
 @pytest.fixture(scope="module")

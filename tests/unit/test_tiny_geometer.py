@@ -14,17 +14,17 @@ import pytest
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.config import load_config
-from rl_vlm.envs.geo3k_drawn import drawn_problem
 from rl_vlm.envs.registry import make
 from rl_vlm.envs.tools import parse_tool_call
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.supervised import DialogueEncoder
-from rl_vlm.models.tiny import geometer
-from rl_vlm.models.tiny import model as tiny
-from rl_vlm.models.tiny.dialogues import Dialogue
-from rl_vlm.models.tiny.figures import GUESSES, FigureDialogues, boxed, pixels_of, written
-from rl_vlm.models.tiny.geometer import QUESTION, guess_odds, warm_start
 from rl_vlm.rewards.math import extract_boxed
+from rl_vlm.zoo.geo3k import geometer
+from rl_vlm.zoo.geo3k.drawn import drawn_problem
+from rl_vlm.zoo.geo3k.geometer import QUESTION, guess_odds, warm_start
+from rl_vlm.zoo.geo3k.lesson import GUESSES, FigureDialogues, boxed, pixels_of, written
+from rl_vlm.zoo.shapes.lesson import Dialogue
+from rl_vlm.zoo.tiny import model as tiny
 
 ROOT = Path(__file__).parents[2]
 

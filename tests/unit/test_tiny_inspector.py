@@ -12,14 +12,14 @@ import pytest
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.envs.registry import make
-from rl_vlm.envs.shapes_data import CORNERS
-from rl_vlm.envs.zoom_data import PATTERNS, flag_item, random_scene
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.supervised import DialogueEncoder
-from rl_vlm.models.tiny import inspector
-from rl_vlm.models.tiny import model as tiny
-from rl_vlm.models.tiny.glances import CALL_ODDS, draw_glances, seen
 from rl_vlm.types import EncodedImage
+from rl_vlm.zoo.shapes.data import CORNERS
+from rl_vlm.zoo.tiny import model as tiny
+from rl_vlm.zoo.zoom import inspector
+from rl_vlm.zoo.zoom.data import PATTERNS, flag_item, random_scene
+from rl_vlm.zoo.zoom.lesson import CALL_ODDS, draw_glances, seen
 
 
 @pytest.fixture(scope="module")

@@ -13,16 +13,16 @@ import pytest
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.config import load_config
-from rl_vlm.envs.scenes import caption_item, caption_of
-from rl_vlm.envs.shapes_data import COLOURS, KINDS, render
 from rl_vlm.models.supervised import DialogueEncoder
-from rl_vlm.models.tiny import judgements
-from rl_vlm.models.tiny import model as tiny
-from rl_vlm.models.tiny.judge import choice_odds, held_out, judged_share, warm_start
-from rl_vlm.models.tiny.judgements import QUESTION, confused, draw_lesson, judge_lesson, random_comparison
-from rl_vlm.rewards.caption import grade_caption
 from rl_vlm.rewards.judged_text import quoted
 from rl_vlm.types import EncodedImage, Message
+from rl_vlm.zoo.caption import lesson as judgements
+from rl_vlm.zoo.caption.judge import choice_odds, held_out, judged_share, warm_start
+from rl_vlm.zoo.caption.lesson import QUESTION, confused, draw_lesson, judge_lesson, random_comparison
+from rl_vlm.zoo.caption.reward import grade_caption
+from rl_vlm.zoo.scenes.data import caption_item, caption_of
+from rl_vlm.zoo.shapes.data import COLOURS, KINDS, render
+from rl_vlm.zoo.tiny import model as tiny
 
 ROOT = Path(__file__).parents[2]
 FACTS = (*COLOURS, *KINDS, "left", "right")

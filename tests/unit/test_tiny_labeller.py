@@ -19,11 +19,11 @@ from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.supervised import DialogueEncoder
-from rl_vlm.models.tiny import labeller as tiny_labeller
-from rl_vlm.models.tiny import model as tiny
-from rl_vlm.models.tiny.labeller import labels_of, warm_start
-from rl_vlm.models.tiny.poles import ANGLE_QUESTION, comparison, draw_lesson, pole, random_angle, right_label
 from rl_vlm.types import Message
+from rl_vlm.zoo.poles import labeller as tiny_labeller
+from rl_vlm.zoo.poles.labeller import labels_of, warm_start
+from rl_vlm.zoo.poles.lesson import ANGLE_QUESTION, comparison, draw_lesson, pole, random_angle, right_label
+from rl_vlm.zoo.tiny import model as tiny
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,14 @@ import pytest
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.envs.registry import make
-from rl_vlm.envs.scenes import LOOKS, Statement, caption_of, pair_item, random_scene
-from rl_vlm.envs.shapes_data import render
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.supervised import DialogueEncoder
-from rl_vlm.models.tiny import model as tiny
-from rl_vlm.models.tiny import observer
-from rl_vlm.models.tiny.observer import verdict_odds, warm_start
-from rl_vlm.models.tiny.sights import (
+from rl_vlm.types import EncodedImage
+from rl_vlm.zoo.caption.reward import grade_caption
+from rl_vlm.zoo.nlvr2.answer import read_verdict
+from rl_vlm.zoo.scenes import observer
+from rl_vlm.zoo.scenes.data import LOOKS, Statement, caption_of, pair_item, random_scene
+from rl_vlm.zoo.scenes.lesson import (
     CAPTION_QUESTION,
     VERDICT_QUESTION,
     counted,
@@ -28,9 +28,9 @@ from rl_vlm.models.tiny.sights import (
     vague_caption,
     verdict_lesson,
 )
-from rl_vlm.rewards.caption import grade_caption
-from rl_vlm.rewards.verdict import read_verdict
-from rl_vlm.types import EncodedImage
+from rl_vlm.zoo.scenes.observer import verdict_odds, warm_start
+from rl_vlm.zoo.shapes.data import render
+from rl_vlm.zoo.tiny import model as tiny
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,14 @@ import pytest
 import rl_vlm
 from rl_vlm.chat import ChatCodec
 from rl_vlm.config import load_config
-from rl_vlm.control_envs.action_words import read_word
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.supervised import DialogueEncoder
-from rl_vlm.models.tiny import model as tiny
-from rl_vlm.models.tiny import roamer, rooms
-from rl_vlm.models.tiny.rooms import HEADINGS, WORDS, Room, bearing, described, draw_tour, random_room, render, side
 from rl_vlm.types import UserInputError
+from rl_vlm.zoo.control import lesson as rooms
+from rl_vlm.zoo.control import roamer
+from rl_vlm.zoo.control.action_words import read_word
+from rl_vlm.zoo.control.lesson import HEADINGS, WORDS, Room, bearing, described, draw_tour, random_room, render, side
+from rl_vlm.zoo.tiny import model as tiny
 
 CONFIG = Path(__file__).parents[2] / "configs" / "minigrid_tiny.yaml"
 ROOM = Room(6, agent=(1, 2), heading="north", goal=(3, 3))

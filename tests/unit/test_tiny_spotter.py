@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 
 from rl_vlm.chat import ChatCodec
-from rl_vlm.envs import geospot_world as world
-from rl_vlm.envs.gazetteer import open_gazetteer
-from rl_vlm.envs.geospot import BRIEF, GeoSpotEnv
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.supervised import DialogueEncoder
-from rl_vlm.models.tiny import model as tiny
-from rl_vlm.models.tiny import spotter
-from rl_vlm.models.tiny.spots import GRID, cell, draw_spot, random_answer, vocabulary
-from rl_vlm.models.tiny.spotter import cell_accuracy, warm_start
-from rl_vlm.rewards.geo_answer import parse_answer
 from rl_vlm.types import EncodedImage
+from rl_vlm.zoo.geospot import spotter, world
+from rl_vlm.zoo.geospot.answer import parse_answer
+from rl_vlm.zoo.geospot.environment import BRIEF, GeoSpotEnv
+from rl_vlm.zoo.geospot.gazetteer import open_gazetteer
+from rl_vlm.zoo.geospot.lesson import GRID, cell, draw_spot, random_answer, vocabulary
+from rl_vlm.zoo.geospot.spotter import cell_accuracy, warm_start
+from rl_vlm.zoo.tiny import model as tiny
 
 
 @pytest.fixture(scope="module")

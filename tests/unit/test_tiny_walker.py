@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 
 from rl_vlm.chat import ChatCodec
-from rl_vlm.envs import gridwalk_data as data
-from rl_vlm.envs.gridwalk import GridWalkEnv, parse_move
-from rl_vlm.envs.gridwalk_data import MOVES, Difficulty, Grid, grid_item
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.supervised import DialogueEncoder
-from rl_vlm.models.tiny import model as tiny
-from rl_vlm.models.tiny import walker
-from rl_vlm.models.tiny.walker import move_probabilities, perception_accuracy, warm_start
-from rl_vlm.models.tiny.walks import described, draw_walk, kind_of, random_question
 from rl_vlm.types import EncodedImage, Message
+from rl_vlm.zoo.gridwalk import data, walker
+from rl_vlm.zoo.gridwalk.data import MOVES, Difficulty, Grid, grid_item
+from rl_vlm.zoo.gridwalk.environment import GridWalkEnv, parse_move
+from rl_vlm.zoo.gridwalk.lesson import described, draw_walk, kind_of, random_question
+from rl_vlm.zoo.gridwalk.walker import move_probabilities, perception_accuracy, warm_start
+from rl_vlm.zoo.tiny import model as tiny
 
 GRID = Grid.parse("..#.", ".A.O", "#O.G", "....")
 

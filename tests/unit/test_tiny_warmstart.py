@@ -12,16 +12,16 @@ import pytest
 import torch
 from PIL import Image
 
-from rl_vlm.envs import shapes_data as data
-from rl_vlm.envs.shapes import parse_answer, parse_call
 from rl_vlm.envs.tools import parse_tool_call
-from rl_vlm.models.sight import accuracy, choice_logprobs, sampled_accuracy, sees
 from rl_vlm.models.supervised import DialogueEncoder, collate, token_logprobs
-from rl_vlm.models.tiny import model as tiny
-from rl_vlm.models.tiny.dialogues import NUMBER_ODDS, SECOND_TURN_SHARE, perception_dialogue, target_dialogue
-from rl_vlm.models.tiny.geometry import GeometryDialogues
-from rl_vlm.models.tiny.warmstart import encode_dialogue
 from rl_vlm.models.vision import fast_vision
+from rl_vlm.zoo.geo3k.dialogues import GeometryDialogues
+from rl_vlm.zoo.shapes import data
+from rl_vlm.zoo.shapes.environment import parse_answer, parse_call
+from rl_vlm.zoo.shapes.lesson import NUMBER_ODDS, SECOND_TURN_SHARE, perception_dialogue, target_dialogue
+from rl_vlm.zoo.shapes.sight import accuracy, choice_logprobs, sampled_accuracy, sees
+from rl_vlm.zoo.tiny import model as tiny
+from rl_vlm.zoo.tiny.warmstart import encode_dialogue
 
 
 @pytest.fixture(autouse=True, scope="module")
