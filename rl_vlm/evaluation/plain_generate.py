@@ -47,7 +47,7 @@ class PlainGenerate:
             from rl_vlm.models.adapter import AdapterPayload
             from rl_vlm.models.export import lora_config
 
-            config = lora_config(AdapterPayload.read(Path(adapter), 0), self._model)
+            config = lora_config(AdapterPayload.read(Path(adapter), 0))
             self._model = PeftModel.from_pretrained(self._model, adapter, config=config).merge_and_unload()
         self._model.generation_config.eos_token_id = None  # every answer has its full length
         self._processor: Any = from_folder(AutoProcessor, folder).image_processor

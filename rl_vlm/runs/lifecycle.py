@@ -13,12 +13,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.cluster.drain import RUNNING, STOPPING, call_this_process
 from rl_vlm.config import RunConfig, SFTConfig, save_config
 from rl_vlm.files import open_own, write_atomic
 from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.monitoring.recorder import RunRecorder
+from rl_vlm.runs.drain import RUNNING, STOPPING, call_this_process
 from rl_vlm.types import RLVLMError, UserInputError
 
 if TYPE_CHECKING:

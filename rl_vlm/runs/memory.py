@@ -9,10 +9,10 @@ from typing import Any
 
 from rl_vlm.config import RunConfig
 from rl_vlm.models.builtin import builtin_models
+from rl_vlm.models.hub import fetch_config
 from rl_vlm.models.loading import SUPPORTED_FAMILIES, resolve_model
 from rl_vlm.models.memory.cards import Card, MemoryPlan, gib, plan_memory, published_bytes
 from rl_vlm.models.memory.parts import GIB, amount, text
-from rl_vlm.models.memory.published import published_config
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.types import UserInputError
 
@@ -22,19 +22,18 @@ _STORE_MIB = 256  # of the object store of a small run
 
 
 def shape_of(model: str) -> ModelShape:
-    """The shapes of `model.path`; those of Qwen's own models and the built-in ones are known without their files.
+    """The shapes of `model.path`. Of a name of the hub that is not on this machine, only config.json is fetched.
 
-    Raises UserInputError.
+    Raises UserInputError for a model that is nowhere, and FetchError where the hub cannot be reached.
     """
     if model in builtin_models():  # building it takes minutes
         return ModelShape.from_config(builtin_models()[model].config())
     try:
         return ModelShape.read(resolve_model(model))
     except UserInputError:
-        published = published_config(model)
-        if published is None:
+        if model.count("/") != 1 or model.startswith((".", "/", "~")):
             raise
-        return ModelShape.from_config(published)
+        return ModelShape.read(fetch_config(model))
 
 
 def make_plan(run: RunConfig, gpu_gib: float | None = None, folder: Path | None = None) -> MemoryPlan:
