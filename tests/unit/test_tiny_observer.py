@@ -15,6 +15,7 @@ from rl_vlm.envs.registry import make
 from rl_vlm.models.supervised import DialogueEncoder
 from rl_vlm.types import EncodedImage
 from rl_vlm.zoo.caption.reward import grade_caption
+from rl_vlm.zoo.drawing import render
 from rl_vlm.zoo.nlvr2.answer import read_verdict
 from rl_vlm.zoo.scenes.data import LOOKS, Statement, caption_of, pair_item, random_scene
 from rl_vlm.zoo.scenes.lesson import (
@@ -25,7 +26,6 @@ from rl_vlm.zoo.scenes.lesson import (
     vague_caption,
     verdict_lesson,
 )
-from rl_vlm.zoo.shapes.data import render
 from rl_vlm.zoo.tiny import model as tiny
 
 

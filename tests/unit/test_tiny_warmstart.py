@@ -14,6 +14,7 @@ from PIL import Image
 from rl_vlm.envs.tools import parse_tool_call
 from rl_vlm.models.supervised import DialogueEncoder, collate, token_logprobs
 from rl_vlm.models.vision import fast_vision
+from rl_vlm.zoo import drawing
 from rl_vlm.zoo.geo3k.dialogues import GeometryDialogues
 from rl_vlm.zoo.shapes import data
 from rl_vlm.zoo.shapes.environment import parse_answer, parse_call
@@ -125,7 +126,7 @@ def test_target_questions_are_answered_at_random() -> None:
         assert given in data.NUMBERS
         answers[f"{given}"] += 1
         if "How many" in first.text:
-            painted = (dialogue.images[0] != data.BACKGROUND).any(-1)
+            painted = (dialogue.images[0] != drawing.BACKGROUND).any(-1)
             count = sum(painted[r : r + 32, c : c + 32].any() for r in (0, 32) for c in (0, 32))
             right += given == str(count)
             tried_again += len(dialogue.exchanges) == 2
@@ -141,7 +142,7 @@ def test_perception_questions_are_answered_in_the_form_of_the_environment() -> N
     rng = np.random.default_rng(4)
     for _ in range(50):
         (exchange,) = perception_dialogue(rng).exchanges
-        assert parse_answer(exchange.reply) in {*data.COLOURS, *data.CORNERS, "yes", "no"}
+        assert parse_answer(exchange.reply) in {*drawing.COLOURS, *drawing.CORNERS, "yes", "no"}
 
 
 def test_geometry_dialogues_hold_well_formed_calls_over_several_turns() -> None:

@@ -13,9 +13,9 @@ from random import Random
 
 from rl_vlm.types import Split
 from rl_vlm.zoo.caption.reward import grade_caption
+from rl_vlm.zoo.drawing import COLOURS, CORNERS, KINDS, Shape, render
 from rl_vlm.zoo.scenes import lesson as sights
 from rl_vlm.zoo.scenes.data import LOOKS, MAX_CAPTIONED, Scene, caption_of, joined, random_scene
-from rl_vlm.zoo.shapes.data import COLOURS, CORNERS, KINDS, Shape, render
 from rl_vlm.zoo.tiny.dialogues import Draw
 
 QUESTION = "1 {first} 2 {second} Which fits?"

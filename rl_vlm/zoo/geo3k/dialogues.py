@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 from rl_vlm.types import Observation, as_encoded
+from rl_vlm.zoo import drawing
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
 from rl_vlm.zoo.shapes import data as shapes_data
 from rl_vlm.zoo.tiny.dialogues import Dialogue, Exchange
@@ -30,7 +31,7 @@ class GeometryDialogues:
 
     def __init__(self, seed: int) -> None:
         self._folder = tempfile.TemporaryDirectory()  # of the generated questions; it goes with this object
-        rng = shapes_data.stable_rng("geometry", seed)
+        rng = drawing.stable_rng("geometry", seed)
         self._answers = [_number(rng) for _ in range(NUM_QUESTIONS)]
         rows = {
             "problem": ["<image>" + _problem(rng) for _ in self._answers],

@@ -10,10 +10,10 @@ from functools import cache
 
 import numpy as np
 
+from rl_vlm.zoo.drawing import split_of
 from rl_vlm.zoo.geospot import world
 from rl_vlm.zoo.geospot.environment import BRIEF
 from rl_vlm.zoo.geospot.gazetteer import open_gazetteer
-from rl_vlm.zoo.shapes.data import split_of
 from rl_vlm.zoo.tiny.dialogues import Draw, Turns
 
 GRID = 8  # cells per side of a picture

@@ -12,6 +12,7 @@ from random import Random
 
 import numpy as np
 
+from rl_vlm.zoo.drawing import CORNERS, Shape, render
 from rl_vlm.zoo.scenes.data import (
     EVERY,
     LOOKS,
@@ -24,7 +25,6 @@ from rl_vlm.zoo.scenes.data import (
     random_scene,
     stated_pair,
 )  # fmt: skip
-from rl_vlm.zoo.shapes.data import CORNERS, Shape, render
 from rl_vlm.zoo.tiny.dialogues import Draw
 
 # Of the dialogues; the rest are captions. Single shapes, without which it saw colours and no kinds, teach both within 50 steps.

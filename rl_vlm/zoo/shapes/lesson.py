@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rl_vlm.types import Role
+from rl_vlm.zoo import drawing
 from rl_vlm.zoo.geo3k.dialogues import GeometryDialogues
 from rl_vlm.zoo.shapes import data
 from rl_vlm.zoo.tiny.dialogues import Dialogue, Draw, Exchange, Turns
@@ -37,7 +38,7 @@ def target_dialogue(rng: np.random.Generator) -> Dialogue:
     if rng.random() < 0.2:
         form, hint, replier = data.format_call, data.TOOL_HINT, "tool"
     if rng.random() < 0.75:
-        shapes, pixels = data.draw(rng, int(rng.integers(1, data.MAX_SHAPES + 1)), "train")
+        shapes, pixels = data.draw(rng, int(rng.integers(1, drawing.MAX_SHAPES + 1)), "train")
         question = data.count_question(shapes)
     else:
         shapes, pixels = data.draw(rng, 1, "train")

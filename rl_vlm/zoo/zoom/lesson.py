@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from rl_vlm.types import Role
-from rl_vlm.zoo.shapes.data import CORNERS
+from rl_vlm.zoo.drawing import CORNERS
 from rl_vlm.zoo.tiny.dialogues import Draw
 from rl_vlm.zoo.zoom.crops import QUADRANTS, cut, overview
 from rl_vlm.zoo.zoom.data import PATTERNS, FlagScene, random_scene, render_scene
