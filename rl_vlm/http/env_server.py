@@ -1,6 +1,6 @@
 """Serves an environment over HTTP, for `RemoteEnv`: sessions, each with an environment of its own.
 
-POST /env takes and returns a frame (see `envs/wire.py`): {"op": "open"} → {"session", "num_items", "metrics", "max_sessions"};
+POST /env takes and returns a frame (see `frames.py`): {"op": "open"} → {"session", "num_items", "metrics", "max_sessions"};
 then `reset`, `step` and `close` with the session, and a number that grows by one. A request whose number was answered gets the same answer.
 """
 
@@ -22,12 +22,12 @@ from starlette.routing import Route
 
 from rl_vlm.asking.http_endpoints import url_host
 from rl_vlm.config import HTTPSection
-from rl_vlm.envs import wire
 from rl_vlm.envs.adapters.remote import FRAME
+from rl_vlm.envs.apart import EnvWorker, short_line
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.isolation import ProcessEnv
 from rl_vlm.envs.registry import make
-from rl_vlm.envs.worker import EnvWorker, Reply, short_line
+from rl_vlm.frames import Frame, FrameError, pack_frame, unpack_frame
 from rl_vlm.http.deadlines import Deadlines
 from rl_vlm.http.errors import RequestError, error_response
 from rl_vlm.http.gate import Gate
@@ -61,7 +61,7 @@ class _Session:
         """Whether its environment is at work."""
         return self._last is not None and not self._last.done()
 
-    def open(self) -> Future[Reply]:
+    def open(self) -> Future[Frame]:
         """Make the environment; its metrics and its splits' sizes."""
         return self._submit(self._open)
 
@@ -84,7 +84,7 @@ class _Session:
 
     # What follows runs on the session's thread.
 
-    def _open(self) -> Reply:
+    def _open(self) -> Frame:
         reply, _ = self._worker.answer({"op": "make"})
         sizes: dict[str, Any] = {}
         for split in _SPLITS if "error" not in reply else ():
@@ -102,10 +102,10 @@ class _Session:
             raise RequestError(409, f"Request {number} does not follow request {self._number}.")
         reply, blobs = self._worker.answer(request)
         try:
-            self._answer = wire.pack_frame(reply, blobs)
-        except (wire.FrameError, ValueError, TypeError, RecursionError) as error:  # info that JSON cannot hold
+            self._answer = pack_frame(reply, blobs)
+        except (FrameError, ValueError, TypeError, RecursionError) as error:  # info that JSON cannot hold
             text = f"the reply cannot be sent ({short_line(error)})"
-            self._answer = wire.pack_frame({"kind": "env", "error": text}, [])
+            self._answer = pack_frame({"kind": "env", "error": text}, [])
         self._number, self.used = number, self._clock()
         return self._answer
 
@@ -151,7 +151,7 @@ class EnvServer:
             closing = session.end()
             if waits:
                 await asyncio.wrap_future(closing)
-            return wire.pack_frame({}, [])
+            return pack_frame({}, [])
         if op not in ("reset", "step"):
             raise RequestError(400, "op must be open, reset, step or close.")
         return await asyncio.wrap_future(session.carry_out(request))
@@ -169,7 +169,7 @@ class EnvServer:
             raise
         if "error" in reply:
             session.end()  # the environment may be made all the same
-        return wire.pack_frame({**reply, "session": name, "max_sessions": self._max_sessions}, [])
+        return pack_frame({**reply, "session": name, "max_sessions": self._max_sessions}, [])
 
     async def _make_room(self) -> None:
         """Forget sessions that are closed, and end those that nobody uses: clients that were killed never close theirs."""
@@ -194,11 +194,11 @@ def build_env_app(server: EnvServer, limits: HTTPSection, token: str | None) -> 
 
     async def env(request: Request) -> Response:
         try:
-            content, blobs = wire.unpack_frame(await request.body())
+            content, blobs = unpack_frame(await request.body())
             if blobs or not isinstance(content, dict):
                 raise RequestError(400, "A request has no images.")
             return Response(await server.answer(content), media_type=FRAME)
-        except wire.FrameError as error:
+        except FrameError as error:
             return error_response("/env", RequestError(400, f"The body is not a frame: {error}."))
         except RequestError as error:
             return error_response("/env", error)
@@ -231,7 +231,7 @@ def serve_environment(
             return ProcessEnv(env_id, kwargs, step_timeout_s=limits.deadline_s)
         return make(env_id, **kwargs)
 
-    build().close()  # what is wrong is said here, not to the first client
+    build().close()  # an error shows here, not at the first client
     with bind(host, port) as sock:
         server = EnvServer(build, max_sessions=max_sessions)
         address = f"http://{url_host(host)}:{sock.getsockname()[1]}"

@@ -17,7 +17,7 @@ import ray
 from ray import serve
 
 from rl_vlm.asking.http_endpoints import url_host
-from rl_vlm.config import LearnerSection, RunConfig, load_config, load_served_config
+from rl_vlm.config import LearnerSection, RunConfig, load_policy_config, load_served_config
 from rl_vlm.http.app import build_http_app
 from rl_vlm.http.backend import ServeBackend
 from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
@@ -37,7 +37,7 @@ from rl_vlm.types import UserInputError
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServeTarget:
     """What is served, and how; everything in it has been checked."""
 
     run: RunConfig
@@ -55,7 +55,7 @@ def plan(
     adapter: Path | None = None,
     host: str | None = None,
     port: int | None = None,
-) -> Plan:
+) -> ServeTarget:
     """Read arguments and environment. Raises UserInputError.
 
     `target` is a model (`tiny`, a folder, a hub name), a YAML configuration, or a run folder, which brings its adapter.
@@ -73,9 +73,9 @@ def plan(
         run = load_served_config(path / "config.yaml", settings)
         adapter = adapter or trained_folder(path)
     elif path.suffix in (".yaml", ".yml"):
-        run = load_config(path, settings)
+        run = load_policy_config(path, settings)
     else:
-        run = load_config(None, [f"model.path={json.dumps(target)}", *_machine_defaults(), *settings])
+        run = load_policy_config(None, [f"model.path={json.dumps(target)}", *_machine_defaults(), *settings])
     token = os.environ.get(TOKEN_VARIABLE) or None
     check_exposure(run.http.host, token)
     check_quantization(run.serving.quantization)
@@ -94,7 +94,7 @@ def plan(
             raise UserInputError(
                 "The adapter changes the vision tower, which vLLM would ignore: set serving.engine=transformers."
             )
-    return Plan(_for_serving(run), model, payload, adapter, name, token)
+    return ServeTarget(_for_serving(run), model, payload, adapter, name, token)
 
 
 def _machine_defaults() -> list[str]:
@@ -130,7 +130,7 @@ def keeps_base_model(run: RunConfig) -> bool:
     return run.model.train != "full" or run.serving.expected_engine != "vllm"
 
 
-def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
+def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> int:
     """Serve until SIGINT or SIGTERM, whose number is returned. Raises RLVLMError when the model cannot be served.
 
     For use inside `leaving_on_signals`: before the server runs a signal ends the command, and what has been started with it.
@@ -177,7 +177,7 @@ def _wait_for_adapter(registry: Any, run: RunConfig) -> None:
         )
 
 
-def banner(plan: Plan, port: int) -> str:
+def banner(plan: ServeTarget, port: int) -> str:
     """Where it listens, under which names, within which limits."""
     run, limits = plan.run, plan.run.http
     device = "GPU" if run.serving.gpus_per_replica else "CPU"
