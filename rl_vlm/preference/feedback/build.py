@@ -1,26 +1,30 @@
-"""Builds the labelling side of a run from its configuration: the served model, the labeller, the reward model."""
+"""Builds the feedback of a run from its configuration: the served model, the labeller, the reward model."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PreferenceConfig
 from rl_vlm.labelling.store import LabelReplay, label_cache
+from rl_vlm.labelling.types import Scorer
 from rl_vlm.learning.device import driver_device
-from rl_vlm.preference.cached_labels import check_cache
-from rl_vlm.preference.ensemble import RewardEnsemble
-from rl_vlm.preference.feedback import Feedback
+from rl_vlm.preference.feedback.cached_labels import check_cache
+from rl_vlm.preference.feedback.feedback import Feedback
+from rl_vlm.preference.feedback.pairs import PairFeedback
+from rl_vlm.preference.feedback.scores import ScoreFeedback
+from rl_vlm.preference.reward_model.ensemble import RewardEnsemble
+from rl_vlm.preference.reward_model.training import RewardTrainer
 from rl_vlm.seeding import derive_seed
 
 if TYPE_CHECKING:
     from rl_vlm.serving.publisher import Service
 
 
-class LabellingSide:
+class LabellerService:
     """The served model that labels, where the run asks for one. It starts in parallel with the rest of the run."""
 
-    def __init__(self, run: RunConfig, folder: Path) -> None:
+    def __init__(self, run: PreferenceConfig, folder: Path) -> None:
         self._run = run
         self._service: Service | None = None
         if run.preference.asks_served_model:
@@ -53,7 +57,9 @@ class LabellingSide:
             service.stop()
 
 
-def build_feedback(run: RunConfig, folder: Path, side: LabellingSide, sizes: tuple[int, int]) -> Feedback | None:
+def build_feedback(
+    run: PreferenceConfig, folder: Path, service: LabellerService, sizes: tuple[int, int]
+) -> Feedback | None:
     """Labeller, reward model and label store of a run whose reward is learned; None for others.
 
     `sizes` are those of observation and action.
@@ -68,7 +74,7 @@ def build_feedback(run: RunConfig, folder: Path, side: LabellingSide, sizes: tup
         check_cache(cache, settings, sizes)
     labeller = None
     if settings.labels.source != "cache":
-        client, text = side.client_and_text()
+        client, text = service.client_and_text()
         labeller = build_labeller(
             settings.labels,
             env_id=run.env.id,
@@ -79,7 +85,9 @@ def build_feedback(run: RunConfig, folder: Path, side: LabellingSide, sizes: tup
         )
     shape = (settings.image_size, settings.image_size, 3) if settings.rewards_images else (sum(sizes),)
     seed = derive_seed(run.seed, 51) % 2**31
-    model = RewardEnsemble(shape, settings.reward_model, seed, capacity=settings.max_feedback, device=device)
+    trainer = RewardTrainer(RewardEnsemble(shape, settings.reward_model, seed, device=device), seed)
     if settings.reward_model.load:
-        model.load(Path(settings.reward_model.load))
-    return Feedback(settings, model, labeller, folder, LabelReplay(cache) if cache is not None else None)
+        trainer.load(Path(settings.reward_model.load))
+    if settings.reward == "learn_from_score":
+        return ScoreFeedback(settings, trainer, cast(Scorer, labeller), folder)
+    return PairFeedback(settings, trainer, labeller, folder, LabelReplay(cache) if cache is not None else None)

@@ -13,9 +13,8 @@ import numpy as np
 from PIL import Image
 
 from rl_vlm.config.labels import Rule
-from rl_vlm.labelling.types import Segment, SegmentPair
-from rl_vlm.preference.ensemble import RewardEnsemble
-from rl_vlm.preference.examples import InputKind
+from rl_vlm.labelling.types import InputKind, Segment, SegmentPair
+from rl_vlm.preference.reward_model.ensemble import RewardEnsemble
 
 _THUMBNAIL = 16  # pixels: the size at which pictures are compared
 _NONE = np.empty((0, 0), np.float32)  # features of no pair

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.labelling.types import Segment, SegmentPair
-from rl_vlm.preference.examples import InputKind
-from rl_vlm.preference.frames import FrameRing
+from rl_vlm.labelling.types import InputKind, Segment, SegmentPair
+from rl_vlm.preference.replay.frames import FrameRing
 from rl_vlm.types import RLVLMError, UserInputError
 
 _COLUMNS = (

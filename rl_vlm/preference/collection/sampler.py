@@ -12,8 +12,8 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
-from rl_vlm.preference.collector import CollectionError, EpisodeResult, NumpyActor, environment_errors
-from rl_vlm.preference.replay import StepBatch
+from rl_vlm.preference.collection.collector import CollectionError, EpisodeResult, NumpyActor, environment_errors
+from rl_vlm.preference.replay.buffer import StepBatch
 from rl_vlm.types import UserInputError
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.files import append_whole, whole_lines, write_atomic
-from rl_vlm.preference.collector import EpisodeResult
-from rl_vlm.preference.replay import StepBatch
+from rl_vlm.preference.collection.collector import EpisodeResult
+from rl_vlm.preference.replay.buffer import StepBatch
 from rl_vlm.statistics import wilson_interval
 
 # RL-VLM-F's columns; `step` is the environment step, success is 0 or 1 in train.csv and percent in eval.csv. RL-VLM-F
@@ -159,7 +159,7 @@ def evaluation_row(results: Sequence[EpisodeResult], step: int, episode: int) ->
     }
 
 
-def evaluation_figures(results: Sequence[EpisodeResult]) -> dict[str, float]:
+def evaluation_metrics(results: Sequence[EpisodeResult]) -> dict[str, float]:
     """Metrics of evaluation episodes for eval.jsonl and `rl-vlm eval`: shares in [0, 1], returns by the true reward."""
     row = evaluation_row(results, step=0, episode=0)
     return {

@@ -1,7 +1,7 @@
-"""A ring buffer of frames, compressed without loss.
+"""Pictures in memory, compressed without loss, and a ring buffer of them.
 
-Frames of one episode from a fixed camera are similar. So the first frame of an episode is kept whole, later ones as
-their difference to it (modulo 256), both compressed by zstd, at a tenth of the size or less.
+Pictures from a fixed camera are similar. So each is kept as its difference (modulo 256) to a key picture, compressed by
+zstd: MetaWorld's take a tenth of their size or less, and a third without the key.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class FrameRing:
         self._keys: dict[int, bytes] = {}  # first frame of each episode that is still needed
         self._users: dict[int, int] = {}  # frames in the ring per episode
         self._decoded: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._black = np.zeros((image_size, image_size, 3), np.uint8)  # the key of first frames
 
     def __len__(self) -> int:
         return min(self.total, self.capacity)
@@ -54,10 +55,10 @@ class FrameRing:
             slot = self.total % self.capacity
             self._clear(slot)
             if episode not in self._keys:
-                self._keys[episode] = _compress(frame)
+                self._keys[episode] = pack(frame, self._black)
                 self._users[episode] = 0
                 self._cache_key(episode, frame.copy())
-            self._payloads[slot] = _compress(frame - self._key(episode))
+            self._payloads[slot] = pack(frame, self._key(episode))
             self._episodes[slot] = episode
             self._users[episode] += 1
             self.total += 1
@@ -71,8 +72,8 @@ class FrameRing:
             slot = int(slots[place])
             if not self._payloads[slot]:
                 raise IndexError(f"Slot {slot} holds no frame.")
-            difference = _decompress(self._payloads[slot], size)
-            np.add(difference, self._key(int(self._episodes[slot])), out=frames[place])
+            key = self._key(int(self._episodes[slot]))
+            frames[place] = unpack(self._payloads[slot], key, key.shape)
         return frames
 
     def state(self) -> dict[str, np.ndarray]:
@@ -126,7 +127,7 @@ class FrameRing:
     def _key(self, episode: int) -> np.ndarray:
         found = self._decoded.get(episode)
         if found is None:
-            found = _decompress(self._keys[episode], self.image_size)
+            found = unpack(self._keys[episode], self._black, self._black.shape)
             self._cache_key(episode, found)
         else:
             self._decoded.move_to_end(episode)
@@ -138,13 +139,15 @@ class FrameRing:
             self._decoded.popitem(last=False)
 
 
-def _compress(frame: np.ndarray) -> bytes:
-    return _CODEC.compress(np.ascontiguousarray(frame), asbytes=True)  # type: ignore[no-any-return]
+def pack(pictures: np.ndarray, key: np.ndarray) -> bytes:
+    """Pictures uint8 [..., H, W, 3] as their compressed difference to `key` [H, W, 3]."""
+    return _CODEC.compress(np.ascontiguousarray(pictures - key), asbytes=True)  # type: ignore[no-any-return]
 
 
-def _decompress(payload: bytes, size: int) -> np.ndarray:
-    buffer = _CODEC.decompress(payload, size * size * 3)
-    return np.frombuffer(buffer, np.uint8).reshape(size, size, 3)
+def unpack(data: bytes, key: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The pictures uint8 of `shape` that `pack` was given."""
+    difference = np.frombuffer(_CODEC.decompress(data, int(np.prod(shape))), np.uint8).reshape(shape)
+    return difference + key
 
 
 def _split(data: np.ndarray, lengths: np.ndarray) -> list[bytes]:
