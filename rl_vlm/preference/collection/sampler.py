@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -151,7 +151,7 @@ class ControlSampler:
                 f"The checkpoint has {len(states)} env runners and this run {self.runners}: keep "
                 "preference.collection.num_env_runners."
             )
-        counts = list(episode_counts) or [0] * self.num_envs
+        counts = list(episode_counts)
         if len(counts) != self.num_envs:
             raise UserInputError(
                 f"The checkpoint has {len(counts)} environments and this run {self.num_envs}: keep "
@@ -177,10 +177,3 @@ def _state_of(reference: ray.ObjectRef) -> dict[str, Any]:
     except RayError as error:
         logger.warning("An env runner's episodes are not in the checkpoint: %s", str(error).splitlines()[0])
         return {"episodes": []}
-
-
-def saved_episode_counts(state: Mapping[str, Any]) -> list[int]:
-    """The `episode_counts` of a checkpoint; older ones do not have them, and count as many as there are open episodes."""
-    if "episode_counts" in state:
-        return [int(count) for count in state["episode_counts"]]
-    return [int(entry["number"]) + 1 for one in state["collectors"] for entry in one["episodes"]]
