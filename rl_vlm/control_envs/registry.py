@@ -96,9 +96,9 @@ def known_control_envs() -> list[str]:
 
 
 def _find(env_id: str) -> ControlEnvFactory:
-    found: Any = _REGISTRY.get(env_id)
-    if found is not None:
-        return _callable(load_object(found) if isinstance(found, str) else found, env_id)
+    registered: Any = _REGISTRY.get(env_id)
+    if registered is not None:
+        return _callable(load_object(registered) if isinstance(registered, str) else registered, env_id)
     from rl_vlm.control_envs.metaworld import MetaWorldEnv, task_name
 
     task = task_name(env_id)
@@ -125,10 +125,10 @@ def _load(point: EntryPoint) -> Any:
         ) from error
 
 
-def _callable(found: Any, env_id: str) -> ControlEnvFactory:
-    if not callable(found):
-        raise UserInputError(f"{env_id} names a {type(found).__name__}, which cannot make an environment.")
-    return found  # type: ignore[no-any-return]
+def _callable(factory: Any, env_id: str) -> ControlEnvFactory:
+    if not callable(factory):
+        raise UserInputError(f"{env_id} names a {type(factory).__name__}, which cannot make an environment.")
+    return factory  # type: ignore[no-any-return]
 
 
 def _unknown(env_id: str) -> str:

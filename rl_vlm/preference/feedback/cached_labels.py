@@ -35,10 +35,10 @@ def check_length(pairs: Sequence[SegmentPair], wanted: int) -> None:
 
 def _check_inputs(segment: Segment, settings: PreferenceSection, sizes: tuple[int, int]) -> None:
     if not settings.rewards_images:
-        found = segment.observations.shape[1] + segment.actions.shape[1]
-        if found != sum(sizes):
+        size = segment.observations.shape[1] + segment.actions.shape[1]
+        if size != sum(sizes):
             raise UserInputError(
-                f"The label cache has states and actions of {found} numbers together, and those of env.id have {sum(sizes)}: give the "
+                f"The label cache has states and actions of {size} numbers together, and those of env.id have {sum(sizes)}: give the "
                 "cache of a run in this environment, or leave preference.labels.cache out."
             )
         return

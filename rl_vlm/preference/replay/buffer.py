@@ -138,9 +138,9 @@ class ReplayBuffer:
                 inputs = self.frames_of(rows)
             else:
                 inputs = np.concatenate([self.observations[rows], self.actions[rows]], axis=1)
-            found = rewards(inputs)
-            _check_finite("A reward of the reward model", found)
-            self.rewards[rows] = found
+            relabelled = rewards(inputs)
+            _check_finite("A reward of the reward model", relabelled)
+            self.rewards[rows] = relabelled
 
     def frames_of(self, rows: np.ndarray) -> np.ndarray:
         """uint8 [n, S, S, 3]. Raises IndexError for rows whose frame has been overwritten."""
