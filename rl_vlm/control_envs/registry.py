@@ -19,9 +19,9 @@ from rl_vlm.types import UserInputError
 ENTRY_POINT_GROUP = "rl_vlm.control_envs"
 ControlEnvFactory = Callable[..., Any]
 
-# Factories by id; a string names "module:attribute" and is imported on first use.
-# Arguments of GymnasiumControlEnv that are not those of the environment that it wraps.
+# Arguments of GymnasiumControlEnv itself; the wrapped environment gets all others.
 _OF_THE_WRAPPER = ("horizon", "render", "success")
+# Factories by id; a string names "module:attribute" and is imported on first use.
 _REGISTRY: dict[str, ControlEnvFactory | str] = {
     "ContinuousCartPole-v0": "rl_vlm.control_envs.cartpole:ContinuousCartPole",
 }
@@ -44,7 +44,7 @@ def make_control_env(env_id: str, *, image_size: int | None = None, **kwargs: An
     try:
         signature = inspect.signature(factory)
         takes_size = size and _takes(factory, "image_size")
-        # What a gymnasium environment's class does not know is for our wrapper around it.
+        # An argument that the environment's class does not take goes to the wrapper around it.
         wrapper = {name: kwargs[name] for name in _OF_THE_WRAPPER if name in kwargs and not _takes(factory, name)}
         own = {name: value for name, value in kwargs.items() if name not in wrapper}
         arguments = {**own, **size} if takes_size else own

@@ -76,7 +76,7 @@ def label_folder(
     pairs = find_pairs(folder)
     out = out or Path(folder) / FILE_NAME
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)  # before a label is paid for that could not be written
+        out.parent.mkdir(parents=True, exist_ok=True)  # fail before any label is paid for
     except OSError as error:
         raise UserInputError(f"Cannot make the folder of {out}: {error.strerror or error}.") from error
     started = time.time()

@@ -39,7 +39,7 @@ class ScriptedTeacher:
     def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
         """Scale the thresholds to the policy: the recent mean return of episodes, as share of a segment.
 
-        As in B-Pref, whose tasks pay nothing below 0: shares of a negative return are thresholds that no pair meets.
+        B-Pref's tasks have no negative rewards. If the mean return is negative, so are the thresholds, and no pair meets them.
         """
         self._margin = mean_return * segment_length / horizon
         eps = {name: value for name in ("eps_skip", "eps_equal") if (value := getattr(self._settings, name))}

@@ -49,7 +49,7 @@ def _check_inputs(segment: Segment, settings: PreferenceSection, sizes: tuple[in
             "or leave preference.labels.cache out."
         )
     height, width = segment.frames.shape[1:3]
-    # The reward model takes pictures that have been thinned out by its stride already, too.
+    # The reward model also takes pictures that its stride has thinned out already.
     seen = -(-settings.image_size // stride)
     if any((-(-height // step), -(-width // step)) == (seen, seen) for step in (1, stride)):
         return

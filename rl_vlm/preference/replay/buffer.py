@@ -228,6 +228,6 @@ class ReplayBuffer:
 
 
 def _check_finite(what: str, values: np.ndarray) -> None:
-    """One such number in a batch turns all weights of the agent into nan, and the next checkpoint would keep them."""
+    """Raise NotFiniteError: a single nan in a batch turns all weights of the agent into nan, and the checkpoint keeps them."""
     if not np.isfinite(values).all():
         raise NotFiniteError(f"{what} is nan or infinite: the agent would learn nothing any more. Mend what gave it.")
