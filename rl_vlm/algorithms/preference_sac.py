@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from rl_vlm.algorithms import preference_checkpoint as checkpoints
 from rl_vlm.algorithms.base import RunAlgorithm
 from rl_vlm.algorithms.config import RunAlgorithmConfig
+from rl_vlm.config import PreferenceConfig
 from rl_vlm.learning.device import driver_device
 from rl_vlm.plugins import load_plugins
 from rl_vlm.preference.agent_reward import AgentReward
@@ -57,10 +58,12 @@ _FIGURES = {
 class PreferenceSACConfig(RunAlgorithmConfig):
     """RLlib's configuration of PreferenceSAC. Labels and logs go to `scratch_folder`."""
 
+    run_config: PreferenceConfig
+
     def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
         self.compile_updates = False
         self.horizon = 0
-        super().__init__(algo_class or PreferenceSAC)
+        super().__init__(algo_class or PreferenceSAC, PreferenceConfig())
 
     def _apply_run_config(self) -> None:
         super()._apply_run_config()
@@ -101,6 +104,7 @@ class PreferenceSACConfig(RunAlgorithmConfig):
 class PreferenceSAC(RunAlgorithm):
     """The training loop. One `train()` is `steps_per_iteration` environment steps."""
 
+    run: PreferenceConfig
     config_class = PreferenceSACConfig
 
     def start_services(self, config: PreferenceSACConfig) -> None:

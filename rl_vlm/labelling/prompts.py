@@ -21,7 +21,7 @@ from typing import Annotated
 import yaml
 from pydantic import StringConstraints, ValidationError, model_validator
 
-from rl_vlm.config.hints import explain
+from rl_vlm.config.errors import explain
 from rl_vlm.config.section import Section
 from rl_vlm.config.yaml_text import load_yaml
 from rl_vlm.types import UserInputError

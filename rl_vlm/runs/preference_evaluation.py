@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from rl_vlm.algorithms.preference_checkpoint import AGENT, STATE, latest_checkpoint, read_state
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PreferenceConfig
 from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.files import write_atomic
 from rl_vlm.preference.collection.collector import (
@@ -27,7 +27,7 @@ from rl_vlm.types import UserInputError
 
 
 def evaluate_preference_run(
-    run: RunConfig,
+    run: PreferenceConfig,
     *,
     adapter: Path | None = None,
     run_dir: Path | None = None,
@@ -83,7 +83,7 @@ def _find_checkpoint(folder: Path) -> Path:
     return found
 
 
-def _load_actor(run: RunConfig, checkpoint: Path) -> NumpyActor:
+def _load_actor(run: PreferenceConfig, checkpoint: Path) -> NumpyActor:
     """The policy alone, in the shape that the checkpoint has; it must fit the environment."""
     try:
         arrays = load_file(checkpoint / AGENT)

@@ -14,6 +14,7 @@ from image_corpus import chunk, encoded, png, scan_bomb, sequential_bomb
 from safetensors.torch import save
 from torch import zeros
 
+from rl_vlm import frames
 from rl_vlm.config.yaml_text import load_yaml
 from rl_vlm.envs import images, wire
 from rl_vlm.http.errors import RequestError
@@ -57,10 +58,10 @@ def image(data: bytes) -> None:
 def frame(data: bytes) -> None:
     """A frame of an environment's observations."""
     try:
-        content, blobs = wire.unpack_frame(data)
+        content, blobs = frames.unpack_frame(data)
         shown = wire.unpack_observation(content.get("messages"), blobs)
         assert all(part.width > 0 for one in shown.messages for part in one.parts if not isinstance(part, str))
-    except wire.FrameError:
+    except frames.FrameError:
         pass
 
 
@@ -162,7 +163,7 @@ IMAGES = [
     png(8, 8, bytes(72), chunk(b"eXIf", b"II*\0" + bytes(40))),
 ]
 MESSAGES = [{"role": "user", "parts": ["hello", {"width": 24, "height": 24}]}]
-FRAME = wire.pack_frame({"messages": MESSAGES, "info": {}}, [IMAGES[0]])
+FRAME = frames.pack_frame({"messages": MESSAGES, "info": {}}, [IMAGES[0]])
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj"]}
 TENSORS = save({"base_model.model.a.lora_A.weight": zeros(4, 8)})
 YAML = [b"a: &x {b: [1, 2.5, null]}\nc: *x\nd: '2020-01-01'\ne: 2020-01-01\n<<: *x\n", b"- [a, {b: c}]\n- |\n  text\n"]

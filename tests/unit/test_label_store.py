@@ -23,7 +23,7 @@ from rl_vlm.labelling.query_log import COLUMNS, QueryLog
 from rl_vlm.labelling.store import LabelStore, label_cache
 from rl_vlm.labelling.types import SKIPPED, Label, Segment, SegmentPair
 from rl_vlm.preference.feedback.cached_labels import check_cache
-from rl_vlm.runs.preflight import inspect_preference_run
+from rl_vlm.runs.preference import inspect_preference_run
 from rl_vlm.types import UserInputError
 
 LABELS = [

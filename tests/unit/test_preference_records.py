@@ -27,7 +27,7 @@ from rl_vlm.labelling.types import Label
 from rl_vlm.preference.collection.collector import EpisodeResult
 from rl_vlm.preference.collection.episode_log import EVAL_COLUMNS, EpisodeTracker, StepCsv, evaluation_row
 from rl_vlm.preference.replay.buffer import StepBatch
-from rl_vlm.runs.preference_run import PreferenceRun
+from rl_vlm.runs.preference import PreferenceRun
 from rl_vlm.types import UserInputError
 
 

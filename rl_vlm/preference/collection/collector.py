@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PreferenceConfig
 from rl_vlm.control_envs.base import ControlEnv
 from rl_vlm.control_envs.registry import make_control_env
 from rl_vlm.preference.replay.buffer import StepBatch
@@ -19,7 +19,7 @@ from rl_vlm.types import RLVLMError, UserInputError
 MakeEnv = Callable[[], ControlEnv]
 
 
-def make_run_env(run: RunConfig) -> ControlEnv:
+def make_run_env(run: PreferenceConfig) -> ControlEnv:
     """One environment of a run, whose pictures have `preference.image_size`."""
     if "image_size" in run.env.kwargs:
         raise UserInputError("env.kwargs.image_size is not used: set preference.image_size.")
@@ -201,7 +201,7 @@ class EpisodeResult:
     frames: np.ndarray | None = None
 
 
-def evaluation_seeds(run: RunConfig) -> list[int]:
+def evaluation_seeds(run: PreferenceConfig) -> list[int]:
     """The starts of the evaluation episodes, the same at every evaluation of a run."""
     return [derive_seed(run.seed, 40, number) % 2**31 for number in range(run.preference.evaluation.episodes)]
 

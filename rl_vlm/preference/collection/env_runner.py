@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PreferenceConfig
 from rl_vlm.preference.collection.collector import Collector, EpisodeResult, Evaluator, NumpyActor, make_run_env
 from rl_vlm.preference.replay.buffer import StepBatch
 from rl_vlm.rollout.base_env_runner import RunEnvRunner
@@ -16,7 +16,7 @@ class ControlEnvRunner(RunEnvRunner):
 
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
         super().__init__((config.observation_space, config.action_space), config=config, **kwargs)
-        run: RunConfig = self.config.run_config
+        run: PreferenceConfig = self.config.run_config
         collection = run.preference.collection
         self.collector = Collector(
             lambda: make_run_env(run),

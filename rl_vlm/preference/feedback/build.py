@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PreferenceConfig
 from rl_vlm.labelling.store import LabelStore, label_cache
 from rl_vlm.labelling.types import Scorer
 from rl_vlm.learning.device import driver_device
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class LabellerService:
     """The served model that labels, where the run asks for one. It starts in parallel with the rest of the run."""
 
-    def __init__(self, run: RunConfig, folder: Path) -> None:
+    def __init__(self, run: PreferenceConfig, folder: Path) -> None:
         self._run = run
         self._service: Service | None = None
         if run.preference.asks_served_model:
@@ -57,7 +57,9 @@ class LabellerService:
             service.stop()
 
 
-def build_feedback(run: RunConfig, folder: Path, service: LabellerService, sizes: tuple[int, int]) -> Feedback | None:
+def build_feedback(
+    run: PreferenceConfig, folder: Path, service: LabellerService, sizes: tuple[int, int]
+) -> Feedback | None:
     """Labeller, reward model and label store of a run whose reward is learned; None for others.
 
     `sizes` are those of observation and action.

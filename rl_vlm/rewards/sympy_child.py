@@ -1,18 +1,14 @@
-"""The process that compares expressions symbolically; `rl_vlm.rewards.symbolic` starts it and kills it when it hangs.
+"""Compares expressions symbolically, in the child process of `rl_vlm.rewards.symbolic`.
 
-It reads one JSON object per line from stdin, `{"answer": ..., "truth": ..., "limit_s": ...}`, and writes one per line
-to stdout, `{"verdict": "equal" | "different" | "unparsable"}`; its first line is `{"ready": true}`. It ends when stdin
-closes. It is started by file name and imports nothing of this package, so that it starts fast and stays small.
+A request is `{"answer": ..., "truth": ...}`, a reply `{"verdict": "equal" | "different" | "unparsable"}`. It imports nothing else of
+this package, so that the child starts fast and stays small.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
-import signal
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -22,7 +18,6 @@ from latex2sympy2_extended.logic import And
 from math_verify import verify
 from sympy.core.relational import Eq, Ge, Gt, Le, Lt, Relational
 
-MEMORY_LIMIT = 2 << 30  # bytes of address space; the imports take 0.1 GiB
 DIGITS = 60  # of the numeric comparison
 TOLERANCE = sympy.Float("1e-45", DIGITS)
 # Values of the variables in numeric comparisons: of both signs, above and below 1.
@@ -36,25 +31,19 @@ class UnparsableError(ValueError):
     """The text is no expression that can be compared."""
 
 
-def main() -> None:
-    """Serve comparisons until stdin closes."""
-    _limit_memory()
+def prepare() -> Callable[[dict[str, Any], list[bytes]], tuple[dict[str, Any], list[bytes]]]:
+    """What answers requests, after the parser has built the tables that it builds on first use."""
     logging.disable(logging.CRITICAL)
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # output of libraries must not mix with the replies
-    compare("x^{2}+\\sqrt{2}", "\\sqrt{2}+x^{2}")  # the parser builds its tables on first use
-    _reply(replies, {"ready": True})
-    for line in sys.stdin:
-        request = json.loads(line)
-        # The parent kills a worker that takes too long. If the parent is gone as well, the kernel does it: the default
-        # action of SIGALRM ends the process even inside one long C call.
-        signal.setitimer(signal.ITIMER_REAL, request["limit_s"] + 1.0)
-        try:
-            verdict = "equal" if compare(request["answer"], request["truth"]) else "different"
-        except (UnparsableError, RecursionError, MemoryError):
-            verdict = "unparsable"
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        _reply(replies, {"verdict": verdict})
+    compare("x^{2}+\\sqrt{2}", "\\sqrt{2}+x^{2}")
+    return _answer
+
+
+def _answer(request: dict[str, Any], _: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    try:
+        verdict = "equal" if compare(request["answer"], request["truth"]) else "different"
+    except (UnparsableError, RecursionError, MemoryError):
+        verdict = "unparsable"
+    return {"verdict": verdict}, []
 
 
 # What sympy raises for expressions that it cannot handle.
@@ -158,21 +147,3 @@ def _same_relation(expected: Any, given: Any) -> bool:
         return isinstance(given, Eq)
     wanted = type(expected) if factor.is_positive else _FLIPPED[type(expected)]
     return isinstance(given, wanted)
-
-
-def _limit_memory() -> None:
-    try:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
-    except (ImportError, ValueError, OSError):
-        pass  # not every system has this limit; the time limit still holds
-
-
-def _reply(stream: Any, message: dict[str, Any]) -> None:
-    stream.write(json.dumps(message) + "\n")
-    stream.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,38 @@
-"""Error messages for configurations, in one sentence; for an unknown key they suggest the nearest known one."""
+"""Error messages for configurations: a line for each error; for an unknown key they suggest the nearest known one."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from pydantic import ValidationError
 
-from rl_vlm.config.run import RunConfig
-from rl_vlm.config.section import Section, keys_of, section_of
+from rl_vlm.config.policy import PolicyConfig
+from rl_vlm.config.preference import PreferenceConfig
+from rl_vlm.config.section import Problems, Section, keys_of, section_of
+from rl_vlm.config.sft import SFTConfig
+
+# What has the keys of each class, in error messages.
+_KINDS: dict[type[Section], str] = {
+    PolicyConfig: "with algorithm.name grpo or ppo",
+    PreferenceConfig: "with algorithm.name preference_sac",
+    SFTConfig: "in `rl-vlm sft`",
+}
+# Keys of one kind of run, and what another kind has in their place.
+_COUNTERPARTS = (
+    ("algorithm.iterations", "preference.total_steps"),
+    ("learner.lr", "preference.sac.lr"),
+    ("learner.betas", "preference.sac.betas"),
+    ("rollout.num_env_runners", "preference.collection.num_env_runners"),
+    ("rollout.cpus_per_env_runner", "preference.collection.cpus_per_env_runner"),
+    ("rollout.timeout_s", "preference.collection.timeout_s"),
+    ("evaluation.every", "preference.evaluation.every"),
+    ("evaluation.num_items", "preference.evaluation.episodes"),
+    ("env.isolation", "preference.collection.num_env_runners"),
+    ("env.data", "env.kwargs"),
+    ("learner.gpus_per_learner", "sft.device"),
+)
 
 # Names of a key in other libraries (TRL, verl, slime, vLLM, RLlib, Stable-Baselines3, RL-VLM-F). A name may stand for
 # several keys: the one in the section where the unknown key was found is suggested.
@@ -68,35 +92,61 @@ _UNSUPPORTED = {
 _CLOSE, _FAINT = 0.75, 0.55  # similarity (difflib) of names that are probably, and possibly, the same
 
 
-def explain(error: ValidationError, root: type[Section] = RunConfig) -> str:
-    """One sentence on the first thing that is wrong with a configuration of class `root`."""
-    first = error.errors()[0]
-    location = [str(part) for part in first["loc"]]
-    key = ".".join(location)
-    if first["type"] == "extra_forbidden":
-        return _explain_unknown(location, root)
-    if first["type"] == "value_error":
-        return f"Config: {first['ctx']['error']}."
-    shown = repr(first.get("input"))
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    message = first["msg"][0].lower() + first["msg"][1:]
-    return f"Config key {key or 'file'}: {message}; got {shown}."
+def explain(error: ValidationError, root: type[Section]) -> str:
+    """All that is wrong with a configuration of class `root`, a sentence in each line."""
+    sentences = (sentence for one in error.errors() for sentence in _sentences(one, root))
+    return "\n".join(dict.fromkeys(sentences))
 
 
-def _explain_unknown(location: list[str], root: type[Section]) -> str:
+def _sentences(error: Mapping[str, Any], root: type[Section]) -> Iterator[str]:
+    location = [str(part) for part in error["loc"]]
     key = ".".join(location)
-    if key in _UNSUPPORTED and root is RunConfig:
-        return f"Unknown config key {key}: {_UNSUPPORTED[key]}."
+    if error["type"] == "extra_forbidden":
+        yield from _explain_unknown(location, error["input"], root)
+    elif error["type"] == "value_error":
+        cause = error["ctx"]["error"]
+        for sentence in cause.sentences if isinstance(cause, Problems) else [str(cause)]:
+            named = not key or sentence.startswith(key.split(".")[0])
+            yield f"Config: {sentence}." if named else f"Config key {key}: {sentence}."
+    else:
+        shown = repr(error.get("input"))
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        yield f"Config key {key or 'file'}: {error['msg'][0].lower()}{error['msg'][1:]}; got {shown}."
+
+
+def _explain_unknown(location: Sequence[str], value: Any, root: type[Section]) -> Iterator[str]:
+    key = ".".join(location)
+    if key in _UNSUPPORTED and root is not SFTConfig:
+        yield f"Unknown config key {key}: {_UNSUPPORTED[key]}."
+    elif root not in _KINDS or not any(key in keys_of(kind) for kind in _KINDS):
+        parent = ".".join(location[:-1])
+        owner = next((kind for kind in (root, *_KINDS) if not parent or parent in keys_of(kind)), root)
+        yield _suggest(location, owner)
+    elif isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _explain_unknown([*location, str(name)], inner, root)
+    else:
+        instead = _counterpart(key, set(keys_of(root)))
+        advice = f"use {instead}" if instead else "remove it"
+        yield f"Config key {key} has no effect {_KINDS[root]}: {advice}."
+
+
+def _counterpart(key: str, known: set[str]) -> str | None:
+    pairs = (*_COUNTERPARTS, *((second, first) for first, second in _COUNTERPARTS))
+    return next((other for one, other in pairs if one == key and other in known), None)
+
+
+def _suggest(location: Sequence[str], root: type[Section]) -> str:
     section = root
     for part in location[:-1]:
         if part in section.model_fields:  # and not a place in a list
             section = section_of(section.model_fields[part].annotation) or section
     meant = nearest_key(section, location, root)
     hint = f"Did you mean {meant}?" if meant else f"Known keys here: {', '.join(section.model_fields)}."
-    return f"Unknown config key {key}. {hint}"
+    return f"Unknown config key {'.'.join(location)}. {hint}"
 
 
-def nearest_key(section: type[Section], location: list[str], root: type[Section] = RunConfig) -> str | None:
+def nearest_key(section: type[Section], location: Sequence[str], root: type[Section]) -> str | None:
     """The full name of the key that was probably meant by the unknown one at `location`, which is in `section`.
 
     The keys of that section come first: the same name apart from singular and plural, or a synonym. Then that name in

@@ -1,18 +1,20 @@
-"""Carries out requests to one environment, for a process or a machine that cannot call it itself."""
+"""Both sides of an environment in another process or on another machine: who answers requests, and who sends them."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from rl_vlm.child import Answer
 from rl_vlm.envs import wire
-from rl_vlm.envs.base import VisionEnv
-from rl_vlm.envs.errors import EnvError, check_metrics, check_reset, check_step
+from rl_vlm.envs.base import Info, StepResult, VisionEnv
+from rl_vlm.envs.errors import EnvCrashError, EnvError, check_metrics, check_reset, check_step
 from rl_vlm.envs.registry import make
-from rl_vlm.types import UserInputError
+from rl_vlm.frames import Frame
+from rl_vlm.types import Observation, UserInputError
 
 MAX_MESSAGE = 500  # characters of an exception's text that are sent
-Reply = tuple[dict[str, Any], list[bytes]]
 _KINDS: dict[str, type[Exception]] = {"input": UserInputError, "env": EnvError}
 
 
@@ -26,7 +28,7 @@ class EnvWorker:
         self._build = build
         self._env: VisionEnv | None = None
 
-    def answer(self, request: dict[str, Any]) -> Reply:
+    def answer(self, request: dict[str, Any]) -> Frame:
         """The reply to one request; whatever the environment raises becomes an error reply."""
         try:
             return self._carry_out(request)
@@ -37,7 +39,7 @@ class EnvWorker:
         except Exception as error:
             return {"kind": "env", "error": f"{type(error).__name__}: {short_line(error)}"}, []
 
-    def _carry_out(self, request: dict[str, Any]) -> Reply:
+    def _carry_out(self, request: dict[str, Any]) -> Frame:
         op = request["op"]
         if op == "make":
             self._env = self._build() if self._build else make(request["env_id"], **request["kwargs"])
@@ -59,6 +61,55 @@ class EnvWorker:
             self._env.close()
             return {}, []
         raise EnvError(f"unknown request {op!r}")
+
+
+def prepare() -> Answer:
+    """In a child process: what answers requests."""
+    worker = EnvWorker()
+    return lambda request, _: worker.answer(request)
+
+
+class EnvClient(VisionEnv):
+    """An environment elsewhere: its calls are frames that an `EnvWorker` answers. Subclasses carry the frames."""
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Have an environment made."""
+
+    @abstractmethod
+    def _is_open(self) -> bool:
+        """Whether there is one."""
+
+    @abstractmethod
+    def _ask(self, request: dict[str, Any]) -> Frame:
+        """The reply to a request. Raises EnvLostError where the other side has lost the environment without a trace."""
+
+    @abstractmethod
+    def _observation(self, reply: dict[str, Any], blobs: list[bytes]) -> Observation:
+        """The observation in a reply."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
+        """See VisionEnv. Where the environment is lost, another one is made."""
+        super().reset(seed=seed)
+        request = {"op": "reset", "seed": seed, "options": options}
+        if not self._is_open():
+            self._open()
+        try:
+            reply, blobs = self._ask(request)
+        except EnvLostError:
+            self._open()
+            reply, blobs = self._ask(request)
+        return check_reset((self._observation(reply, blobs), reply.get("info")))
+
+    def step(self, action: str) -> StepResult:
+        """See VisionEnv."""
+        reply, blobs = self._ask({"op": "step", "action": action})
+        flags = (reply.get("reward"), reply.get("terminated"), reply.get("truncated"), reply.get("info"))
+        return check_step((self._observation(reply, blobs), *flags))
+
+
+class EnvLostError(EnvCrashError):
+    """The other side does not know the environment any more."""
 
 
 def raise_error(reply: dict[str, Any], what: str) -> None:

@@ -1,14 +1,15 @@
-"""A run of the preference loop: iterations, evaluations, checkpoints, and the CSV files of RL-VLM-F."""
+"""A run of the preference loop: its checks, iterations, evaluations, checkpoints, and the CSV files of RL-VLM-F."""
 
 from __future__ import annotations
 
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_vlm.algorithms.preference_checkpoint import CheckpointFolders, read_state
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PreferenceConfig
+from rl_vlm.models.loading import resolve_model
 from rl_vlm.monitoring.preference_display import PreferenceDisplay
 from rl_vlm.preference.collection.collector import EpisodeResult
 from rl_vlm.preference.collection.episode_log import (
@@ -21,7 +22,50 @@ from rl_vlm.preference.collection.episode_log import (
 )
 from rl_vlm.reporting.video import write_video
 from rl_vlm.runs.lifecycle import RunLifecycle
+from rl_vlm.runs.preflight import memory_needs
+from rl_vlm.runs.run_kind import RunKind
 from rl_vlm.types import RLVLMError
+
+if TYPE_CHECKING:
+    from rl_vlm.algorithms.config import RunAlgorithmConfig
+
+
+def inspect_preference_run(run: PreferenceConfig) -> dict[str, Any]:
+    """Step the control environment once, look at its picture, and find the labeller. Raises UserInputError."""
+    from rl_vlm.labelling.build import prompts_of
+    from rl_vlm.labelling.store import label_cache
+    from rl_vlm.preference.collection.collector import make_run_env
+    from rl_vlm.preference.feedback.cached_labels import check_cache
+    from rl_vlm.preference.schedule import check_segments
+
+    settings = run.preference
+    env = make_run_env(run)
+    try:
+        check_segments(settings, env.horizon)
+        env.reset(seed=0)
+        env.step(env.action_space.sample())
+        found: dict[str, Any] = {
+            "env": run.env.id,
+            "observation_size": env.observation_space.shape[0],
+            "action_size": env.action_space.shape[0],
+            "horizon": env.horizon,
+            "reward": settings.reward,
+        }
+        if settings.draws_frames or settings.evaluation.film:
+            found["frame"] = "×".join(map(str, env.frame().shape))
+    finally:
+        env.close()
+    if settings.learns_reward:
+        cache = label_cache(settings.labels.cache)
+        if cache is not None:
+            check_cache(cache, settings, (found["observation_size"], found["action_size"]))
+        found["labels"] = settings.labels.source
+    if settings.learns_reward and settings.labels.source in ("vlm", "endpoint", "generate", "clip", "itm"):
+        found["goal"] = prompts_of(settings.labels, run.env.id).goal
+    if settings.asks_served_model:
+        folder = resolve_model(run.model.path)
+        found |= {"model": str(folder)} | memory_needs(run, folder)
+    return found
 
 
 class PreferenceRun(RunLifecycle):
@@ -29,7 +73,7 @@ class PreferenceRun(RunLifecycle):
 
     _unit = "step"
 
-    def __init__(self, run: RunConfig, folder: Path, resume: bool) -> None:
+    def __init__(self, run: PreferenceConfig, folder: Path, resume: bool) -> None:
         self.settings = run.preference
         self.checkpoints = CheckpointFolders(folder, run.name, run.logging.keep_checkpoints)
         self.start_from = self.checkpoints.latest() if resume else None
@@ -173,6 +217,9 @@ class PreferenceRun(RunLifecycle):
             return
         self.saved_at = step
 
+    def _rllib_config(self) -> type[RunAlgorithmConfig]:
+        return _rllib_config(self.run)
+
     def _position(self) -> int:
         return self.algorithm.env_steps if self.algorithm is not None else -1
 
@@ -199,3 +246,18 @@ class PreferenceRun(RunLifecycle):
 def _crosses_multiple(before: int, now: int, every: int) -> bool:
     """Whether a multiple of `every` lies in (before, now]."""
     return now // every > before // every
+
+
+def _rllib_config(config: PreferenceConfig) -> type[RunAlgorithmConfig]:
+    from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
+
+    return PreferenceSACConfig
+
+
+def _evaluate(config: PreferenceConfig, /, **arguments: Any) -> dict[str, Any]:
+    from rl_vlm.runs.preference_evaluation import evaluate_preference_run
+
+    return evaluate_preference_run(config, **arguments)
+
+
+KIND = RunKind(PreferenceConfig, inspect_preference_run, PreferenceRun, _evaluate, _rllib_config)
