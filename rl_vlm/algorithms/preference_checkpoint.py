@@ -24,7 +24,7 @@ from rl_vlm.algorithms.checkpoint import (
 )
 from rl_vlm.algorithms.checkpoint import list_checkpoints as list_folders
 from rl_vlm.files import clean_leftovers, link_tree, replace_folder, write_atomic
-from rl_vlm.labelling.store import LabelStore
+from rl_vlm.labelling.session_files import SessionFiles
 from rl_vlm.types import UserInputError
 
 AGENT, REPLAY, REWARD_MODEL, LABELS, STATE = (
@@ -116,7 +116,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def restore_labels(saved: Path, store: LabelStore) -> None:
+def restore_labels(saved: Path, store: SessionFiles) -> None:
     """Bring the sessions of a checkpoint into the run's store, where it lacks them (another folder) or has others: a Tune trial
     that goes on from another's checkpoint. Those that it has in their place are moved aside."""
     if not saved.is_dir():

@@ -11,13 +11,13 @@ from rl_vlm.algorithms.preference_checkpoint import CheckpointFolders, read_stat
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.monitoring.preference_display import PreferenceDisplay
-from rl_vlm.preference.collector import EpisodeResult
-from rl_vlm.preference.episode_log import (
+from rl_vlm.preference.collection.collector import EpisodeResult
+from rl_vlm.preference.collection.episode_log import (
     EVAL_COLUMNS,
     TRAIN_COLUMNS,
     FinishedEpisode,
     StepCsv,
-    evaluation_figures,
+    evaluation_metrics,
     evaluation_row,
 )
 from rl_vlm.reporting.video import write_video
@@ -34,8 +34,8 @@ def inspect_preference_run(run: PreferenceConfig) -> dict[str, Any]:
     """Step the control environment once, look at its picture, and find the labeller. Raises UserInputError."""
     from rl_vlm.labelling.build import prompts_of
     from rl_vlm.labelling.store import label_cache
-    from rl_vlm.preference.cached_labels import check_cache
-    from rl_vlm.preference.collector import make_run_env
+    from rl_vlm.preference.collection.collector import make_run_env
+    from rl_vlm.preference.feedback.cached_labels import check_cache
     from rl_vlm.preference.schedule import check_segments
 
     settings = run.preference
@@ -140,7 +140,7 @@ class PreferenceRun(RunLifecycle):
             self.eval_csv.add(evaluation_row(results, algorithm.env_steps, algorithm.tracker.finished))
         except OSError as error:
             self._cannot_write("eval.csv", error)
-        figures = {**evaluation_figures(results), "seconds": time.monotonic() - started}
+        figures = {**evaluation_metrics(results), "seconds": time.monotonic() - started}
         self.recorder.log_evaluation(algorithm.env_steps, figures)
         self.display.evaluation(algorithm.env_steps, figures)
         self._save_videos(results)

@@ -15,8 +15,14 @@ from rl_vlm.algorithms.preference_checkpoint import AGENT, STATE, latest_checkpo
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.files import write_atomic
-from rl_vlm.preference.collector import Evaluator, NumpyActor, environment_errors, evaluation_seeds, make_run_env
-from rl_vlm.preference.episode_log import evaluation_figures
+from rl_vlm.preference.collection.collector import (
+    Evaluator,
+    NumpyActor,
+    environment_errors,
+    evaluation_seeds,
+    make_run_env,
+)
+from rl_vlm.preference.collection.episode_log import evaluation_metrics
 from rl_vlm.types import UserInputError
 
 
@@ -57,7 +63,7 @@ def evaluate_preference_run(
         "env": run.env.id,
         "checkpoint": str(checkpoint),
         "step": step,
-        **evaluation_figures(results),
+        **evaluation_metrics(results),
         "seconds": round(time.monotonic() - started, 2),
         "episodes": episodes,
     }

@@ -25,7 +25,7 @@ from rl_vlm.envs.rows import BadRowError
 from rl_vlm.envs.tools import ToolCallError
 from rl_vlm.rollout.env_metrics import declared_figures
 from rl_vlm.types import EncodedImage, Message, Observation, UserInputError
-from rl_vlm.zoo.shapes.data import COLOURS, CORNERS
+from rl_vlm.zoo.drawing import COLOURS, CORNERS
 from rl_vlm.zoo.zoom.crops import QUADRANTS, Crop, cut, overview, read_crop
 from rl_vlm.zoo.zoom.data import PATTERNS, RED, WHITE, FlagScene, flag_item, random_scene, render_scene
 

@@ -13,9 +13,10 @@ from random import Random
 
 from rl_vlm.types import Split
 from rl_vlm.zoo.caption.reward import grade_caption
+from rl_vlm.zoo.drawing import COLOURS, CORNERS, KINDS, Shape, render
 from rl_vlm.zoo.scenes import lesson as sights
 from rl_vlm.zoo.scenes.data import LOOKS, MAX_CAPTIONED, Scene, caption_of, joined, random_scene
-from rl_vlm.zoo.shapes.data import COLOURS, CORNERS, KINDS, Shape, render
+from rl_vlm.zoo.tiny.dialogues import Draw
 
 QUESTION = "1 {first} 2 {second} Which fits?"
 CHOICES = ("1", "2")
@@ -121,3 +122,9 @@ def _phrase(rng: Random, shape: Shape, left_out: float) -> str:
 
 def _scene(rng: Random, split: Split) -> Scene:
     return random_scene(rng, [rng.choice(LOOKS) for _ in range(rng.randint(1, MAX_CAPTIONED))], split)
+
+
+def drawer(seed: int) -> Draw:
+    """Draws conversations for one warm start."""
+    rng = Random(f"judge {seed}")
+    return lambda: [("user", *draw_lesson(rng))]

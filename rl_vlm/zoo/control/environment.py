@@ -21,11 +21,11 @@ from rl_vlm.envs.one_shot import check_integers
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import Observation, Split, UserInputError
 from rl_vlm.zoo.control.action_words import METAWORLD, choose_words, read_word
+from rl_vlm.zoo.drawing import split_of_hash
 
 # Packages that register their ids with gymnasium when they are imported.
 _PACKAGES = {"MiniGrid-": "minigrid", "BabyAI-": "minigrid", "ALE/": "ale_py"}
 MAX_HISTORY, MAX_SKIP = 16, 1000
-_TEST_BUCKET = 64  # of 256 first bytes of a hash
 _MAX_DRAWS = 64  # all of them belong to the other split once in 10^8
 _FULL = "{task}In each of at most {turns} turns end your answer with one of these words: {words}."
 
@@ -202,7 +202,7 @@ class PlayedEnv(MadeItemsEnv):
 
 def split_of_start(picture: Image.Image) -> Split:
     """The split that a first picture belongs to (`disjoint`), by its hash: a quarter of all pictures is for testing."""
-    return "test" if hashlib.sha256(picture.tobytes()).digest()[0] < _TEST_BUCKET else "train"
+    return split_of_hash(hashlib.sha256(picture.tobytes()).digest()[0])
 
 
 def question_of(words: Iterable[str]) -> str:

@@ -14,10 +14,9 @@ import numpy as np
 from rl_vlm.envs.data import Question
 from rl_vlm.envs.one_shot import MAX_IMAGE_SIZE, check_integers
 from rl_vlm.types import EncodedImage, Split, UserInputError
+from rl_vlm.zoo.drawing import split_of, stable_random
 from rl_vlm.zoo.geo3k.figures import draw_figure
 from rl_vlm.zoo.geo3k.problems import ANGLE_STEPS, LEAST_SIZE, LEVELS, Problem
-from rl_vlm.zoo.scenes.data import stable_random
-from rl_vlm.zoo.shapes.data import split_of
 
 NAME = "Geo3k-v0"
 IMAGE_SIZE = 256

@@ -16,7 +16,7 @@ from rl_vlm.zoo.geo3k.drawn import drawn_problem
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
 from rl_vlm.zoo.geo3k.problems import Problem
 from rl_vlm.zoo.shapes.data import format_call
-from rl_vlm.zoo.shapes.lesson import Dialogue, Exchange
+from rl_vlm.zoo.tiny.dialogues import Dialogue, Draw, Exchange
 
 LEVEL, ANGLE_STEP, IMAGE_SIZE = 1, 20, 64
 GUESSES = tuple(range(20, 141, 20))  # the third angles of triangles whose angles are multiples of 20 degrees
@@ -93,3 +93,9 @@ def boxed(answer: str) -> str:
 def pixels_of(picture: EncodedImage) -> np.ndarray:
     """uint8 [height, width, 3]."""
     return np.asarray(picture.to_pil())
+
+
+def drawer(seed: int) -> Draw:
+    """Draws conversations for one warm start."""
+    rng, dialogues = Random(f"geometer {seed}"), FigureDialogues(seed)
+    return lambda: dialogues.draw(rng).turns

@@ -15,6 +15,7 @@ import numpy as np
 from rl_vlm.types import Role
 from rl_vlm.zoo.gridwalk import data
 from rl_vlm.zoo.gridwalk.data import MOVES, Grid
+from rl_vlm.zoo.tiny.dialogues import Draw
 
 SIZES = (3, 4)  # of the grids, in cells per side
 MAX_TURNS = 8  # as many as episodes of configs/gridwalk_tiny.yaml have: the model sees nothing in later ones
@@ -117,3 +118,9 @@ def _fresh(rng: np.random.Generator, sizes: tuple[int, ...]) -> Grid:
         grid = data.random_grid(rng, size, int(rng.integers(most + 1)), int(rng.integers(most + 1)))
         if grid.split() == "train":
             return grid
+
+
+def drawer(seed: int) -> Draw:
+    """Draws conversations for one warm start."""
+    rng = np.random.default_rng([seed, 3])
+    return lambda: draw_walk(rng)

@@ -12,6 +12,7 @@ from random import Random
 
 import numpy as np
 
+from rl_vlm.zoo.drawing import CORNERS, Shape, render
 from rl_vlm.zoo.scenes.data import (
     EVERY,
     LOOKS,
@@ -24,7 +25,7 @@ from rl_vlm.zoo.scenes.data import (
     random_scene,
     stated_pair,
 )  # fmt: skip
-from rl_vlm.zoo.shapes.data import CORNERS, Shape, render
+from rl_vlm.zoo.tiny.dialogues import Draw
 
 # Of the dialogues; the rest are captions. Single shapes, without which it saw colours and no kinds, teach both within 50 steps.
 STATEMENT_SHARE, COUNT_SHARE, CORNER_SHARE, SINGLE_SHARE = 0.4, 0.08, 0.22, 0.1
@@ -116,3 +117,9 @@ def vague_caption(rng: Random, scene: Scene) -> str:
 
 def _look(shape: Shape) -> str:
     return f"a {shape.colour} {shape.kind}"
+
+
+def drawer(seed: int) -> Draw:
+    """Draws conversations for one warm start."""
+    rng = Random(f"observer {seed}")
+    return lambda: [("user", *draw_lesson(rng))]

@@ -15,7 +15,7 @@ from rl_vlm.envs.rows import BadRowError
 from rl_vlm.envs.tables import DataSource, RowTable, cell_text
 from rl_vlm.envs.tools import ToolCallError
 from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
-from rl_vlm.zoo.shapes.data import IMAGE_SIZE
+from rl_vlm.zoo.drawing import IMAGE_SIZE
 from rl_vlm.zoo.zoom.answer import normalized, read_answer
 from rl_vlm.zoo.zoom.crops import TOOL, cut, overview, read_crop
 from rl_vlm.zoo.zoom.data import EASY, HARD, QUESTION, FlagScene, flag_item, render_scene

@@ -13,7 +13,8 @@ import numpy as np
 from PIL import Image
 
 from rl_vlm.types import Role
-from rl_vlm.zoo.shapes.data import CORNERS
+from rl_vlm.zoo.drawing import CORNERS
+from rl_vlm.zoo.tiny.dialogues import Draw
 from rl_vlm.zoo.zoom.crops import QUADRANTS, cut, overview
 from rl_vlm.zoo.zoom.data import PATTERNS, FlagScene, random_scene, render_scene
 from rl_vlm.zoo.zoom.environment import BRIEF
@@ -75,3 +76,9 @@ def random_action(rng: Random) -> tuple[str, str | None]:
         corner = rng.choice(CORNERS)
         return f"zoom {corner}", corner
     return f"Answer: {rng.choice(PATTERNS)}", None
+
+
+def drawer(seed: int) -> Draw:
+    """Draws conversations for one warm start."""
+    rng = Random(f"inspector {seed}")
+    return lambda: draw_glances(rng)
