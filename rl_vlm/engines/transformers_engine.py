@@ -238,7 +238,7 @@ class TransformersEngine:
         before, self._newest = self._newest, version
         self._retire(before)
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         """Does nothing: keys and values are freed with their samples."""
 
     async def wake(self) -> None:

@@ -14,7 +14,7 @@ from rl_vlm.preference.feedback import Feedback
 from rl_vlm.seeding import derive_seed
 
 if TYPE_CHECKING:
-    from rl_vlm.serving.publisher import Service
+    from rl_vlm.serving.service import PolicyService
 
 
 class LabellingSide:
@@ -22,11 +22,11 @@ class LabellingSide:
 
     def __init__(self, run: RunConfig, folder: Path) -> None:
         self._run = run
-        self._service: Service | None = None
+        self._service: PolicyService | None = None
         if run.preference.asks_served_model:
-            from rl_vlm.serving.publisher import start_service
+            from rl_vlm.serving.service import start_service
 
-            self._service = start_service(run, folder / "serving")
+            self._service = start_service(run, folder)
 
     def client_and_text(self) -> tuple[Any, Any]:
         """A client of the served model and its text side, once it is ready; (None, None) where nothing is served."""

@@ -21,7 +21,7 @@ from rl_vlm.engines.rows import Job
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.rollout.turns import SampledTurn, sample_turns
-from rl_vlm.serving.server import build_engine
+from rl_vlm.serving.replica import build_engine
 from rl_vlm.types import Completion, GenerationRequest, InFlightUpdates, SampleChunk, UserInputError
 
 VERSIONS, TOKENS = (1, 2, 3, 4), 30
