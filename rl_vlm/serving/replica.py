@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import threading
 import time
@@ -96,11 +97,8 @@ def build_engine(model: Path, run: RunConfig) -> Engine:
         "head_dtype": run.model.head_dtype,
         "image_cache_bytes": run.model.image_cache_bytes,
         "image_by_image": run.deterministic,
+        "merged_bytes": serving.sharing.merged_gib * 2**30 if serving.shared else math.inf,
     }
-    if serving.shared:
-        from rl_vlm.engines.many_policies import ManyPoliciesEngine
-
-        return ManyPoliciesEngine(model, merged_bytes=int(serving.sharing.merged_gib * 2**30), **settings)
     from rl_vlm.engines.transformers_engine import TransformersEngine
 
     return TransformersEngine(model, **settings)
