@@ -29,7 +29,7 @@ from rl_vlm.algorithms.learners import (
 )
 from rl_vlm.algorithms.ray_tracing import ray_spans_join
 from rl_vlm.algorithms.runner_group import light_env_runners
-from rl_vlm.config import RunConfig
+from rl_vlm.config import CommonConfig
 from rl_vlm.tracing import Span
 
 
@@ -40,6 +40,7 @@ class RunAlgorithm(Algorithm):
     learners get their state back (`restore_learners`).
     """
 
+    run: CommonConfig
     config_class: ClassVar[type[RunAlgorithmConfig]]
     learner_group: Any
     env_runner_group: Any
@@ -58,7 +59,7 @@ class RunAlgorithm(Algorithm):
     def setup(self, config: AlgorithmConfig) -> None:
         """Start services, env runners and learners."""
         config = self.get_default_config().own_copy(config)
-        self.run: RunConfig = config.run_config
+        self.run = config.run_config
         self.folder: Path = config.scratch_folder or Path(self.logdir)
         self.restarts: Counter[str] = Counter()
         self.last_metrics: dict[str, float] = {}
@@ -138,7 +139,7 @@ class RunAlgorithm(Algorithm):
         every, done = self.run.logging.traces, self.progress()[0]
         if not every or (self.iteration + 1) % every:
             return nullcontext([])
-        return tracing.trace("driver", "iteration", run=self.run.name, algorithm=self.run.algorithm.name, done=done)
+        return tracing.trace("driver", "iteration", run=self.run.name, algorithm=self.run.algorithm_name, done=done)
 
     # Learners.
 

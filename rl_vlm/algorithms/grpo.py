@@ -17,6 +17,7 @@ from ray.rllib.algorithms.algorithm import Algorithm
 
 from rl_vlm.algorithms.policy import PolicyAlgorithmConfig
 from rl_vlm.algorithms.scored import ScoredAlgorithm
+from rl_vlm.config import AlgorithmSection
 from rl_vlm.learning.plan import plan_update
 from rl_vlm.types import TrajectoryGroup
 
@@ -25,7 +26,7 @@ class GRPOConfig(PolicyAlgorithmConfig):
     """RLlib's configuration of GRPO."""
 
     def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
-        super().__init__(algo_class or GRPO)
+        super().__init__(algo_class or GRPO, AlgorithmSection())
 
 
 class GRPO(ScoredAlgorithm):

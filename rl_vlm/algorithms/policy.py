@@ -22,6 +22,7 @@ from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_chec
 from rl_vlm.algorithms.config import RunAlgorithmConfig
 from rl_vlm.algorithms.learners import on_all_learners, on_every_learner
 from rl_vlm.algorithms.sight import SightProbe
+from rl_vlm.config import AlgorithmSection, PolicyConfig
 from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.envs.parts import survey
 from rl_vlm.evaluation.heldout import evaluation_tasks, summarize, viewed_tasks
@@ -53,11 +54,13 @@ from rl_vlm.types import RLVLMError, TrajectoryGroup
 class PolicyAlgorithmConfig(RunAlgorithmConfig):
     """RLlib's configuration of an algorithm that trains the served policy."""
 
-    def __init__(self, algo_class: type[Algorithm]) -> None:
+    run_config: PolicyConfig
+
+    def __init__(self, algo_class: type[Algorithm], algorithm: AlgorithmSection) -> None:
         self.run_id = ""
         self.policy_key = OWN
         self.served_model: ModelReference | None = None  # RLlib has a field `model`
-        super().__init__(algo_class)
+        super().__init__(algo_class, PolicyConfig(algorithm=algorithm))
 
     def _apply_run_config(self) -> None:
         super()._apply_run_config()
@@ -90,6 +93,7 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
 class PolicyAlgorithm(RunAlgorithm):
     """The policy loop. A subclass says what is learned from the groups of an iteration (`learn_from`)."""
 
+    run: PolicyConfig
     _earlier_restarts = 0  # of env runners, in processes before this one
 
     def start_services(self, config: PolicyAlgorithmConfig) -> None:

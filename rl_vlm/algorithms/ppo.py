@@ -18,6 +18,7 @@ from ray.rllib.algorithms.algorithm import Algorithm
 
 from rl_vlm.algorithms.policy import PolicyAlgorithmConfig
 from rl_vlm.algorithms.scored import ScoredAlgorithm
+from rl_vlm.config import AlgorithmSection
 from rl_vlm.types import TrajectoryGroup
 
 
@@ -25,7 +26,7 @@ class PPOConfig(PolicyAlgorithmConfig):
     """RLlib's configuration of PPO."""
 
     def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
-        super().__init__(algo_class or PPO)
+        super().__init__(algo_class or PPO, AlgorithmSection(name="ppo"))
 
 
 class PPO(ScoredAlgorithm):
@@ -35,4 +36,5 @@ class PPO(ScoredAlgorithm):
 
     def learn_from(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         """Score, estimate advantages, learn, publish."""
+        assert self.run.critic is not None
         return self.learn_scored(groups, learn_policy=self.updates >= self.run.critic.warmup_iterations)

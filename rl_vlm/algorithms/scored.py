@@ -77,7 +77,7 @@ class ScoredAlgorithm(PolicyAlgorithm):
                 returns, values = flat(credit.estimate.returns), flat(experience.values)
                 figures["value/return"] = float(np.nanmean(returns)) if np.isfinite(returns).any() else 0.0
                 figures["value/explained_variance"] = explained_variance(values, returns)
-                if run.critic.normalize_returns:
+                if run.critic is not None and run.critic.normalize_returns:
                     self.return_scale = scale.observe(returns)
             targets = targets_of(experience, credit, shards, self.return_scale)
         if self.iterations_left:

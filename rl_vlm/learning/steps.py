@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rl_vlm.config import LearnerSection, RunConfig
+from rl_vlm.config import OptimizerSection, RunConfig
 from rl_vlm.learning.batching import BatchBuilder
 from rl_vlm.learning.padding import padding_batch
 from rl_vlm.learning.stats import UpdateStats
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
 
 
-def make_builder(policy: PolicyModel, learner: LearnerSection) -> BatchBuilder:
+def make_builder(policy: PolicyModel, learner: OptimizerSection) -> BatchBuilder:
     """What packs trajectories for a policy."""
     return BatchBuilder(
         image_token_id=policy.text.codec.image_token_id,

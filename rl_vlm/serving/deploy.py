@@ -16,7 +16,7 @@ from ray.serve.context import _get_global_client as get_global_client
 from ray.serve.context import _set_global_client as set_global_client
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ReplicaState
 
-from rl_vlm.config import RunConfig, ServingSection
+from rl_vlm.config import CommonConfig, ServingSection
 from rl_vlm.config.resources import claim
 from rl_vlm.hung_threads import within
 from rl_vlm.models.reference import ModelReference
@@ -51,7 +51,7 @@ def _replicas(serving: ServingSection, wanted: int | None) -> dict[str, Any]:
 
 
 def build_app(
-    model: ModelReference, run: RunConfig, run_id: str, namespace: str, replicas: int | None = None
+    model: ModelReference, run: CommonConfig, run_id: str, namespace: str, replicas: int | None = None
 ) -> serve.Application:
     """The application of a run, or of runs that share it: one deployment, no HTTP route. `replicas` in place of the
     configuration's number."""
@@ -140,7 +140,7 @@ def wait_for_replicas(
 
 
 def deploy_shared(
-    model: ModelReference, run: RunConfig, name: str, replicas: int, if_found: IfFound = "resize"
+    model: ModelReference, run: CommonConfig, name: str, replicas: int, if_found: IfFound = "resize"
 ) -> None:
     """Start the application of a shared service; of one that is there change the number of its replicas (those that run stay), keep it
     as it is, or delete it first."""

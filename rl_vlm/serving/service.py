@@ -29,7 +29,7 @@ from ray.exceptions import (
 from ray.serve.exceptions import RayServeException
 from ray.util.placement_group import get_current_placement_group
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import CommonConfig
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.deploy import (
@@ -71,7 +71,7 @@ class PolicyService:
     Raises UserInputError where the run does not fit the shared service that is there, before anything of the run has started.
     """
 
-    def __init__(self, run: RunConfig, name: str, model: ModelReference, *, keeper: bool = False) -> None:
+    def __init__(self, run: CommonConfig, name: str, model: ModelReference, *, keeper: bool = False) -> None:
         self.model, self._run, self._serving = model, run, run.serving
         self._shared, self._keeper = run.serving.shared, keeper
         self.run_id = shared_id(self._shared) if self._shared else name
@@ -252,7 +252,7 @@ class PolicyService:
 
 
 @contextmanager
-def kept_up(run: RunConfig) -> Iterator[None]:
+def kept_up(run: CommonConfig) -> Iterator[None]:
     """Inside this context the run's shared service, if it names one, does not end for want of tenants: for a sweep's trials."""
     if not run.serving.shared:
         yield
@@ -269,7 +269,7 @@ _started_early: dict[Path, PolicyService] = {}
 
 
 @contextmanager
-def serving_ahead(run: RunConfig, folder: Path) -> Iterator[None]:
+def serving_ahead(run: CommonConfig, folder: Path) -> Iterator[None]:
     """Start serving before the rest of a run is imported: RLlib takes ten seconds, in which the replicas load.
 
     The algorithm that asks `start_service` for the same run folder takes the service over; else it ends with this context.
@@ -283,11 +283,11 @@ def serving_ahead(run: RunConfig, folder: Path) -> Iterator[None]:
             left.stop()
 
 
-def start_service(run: RunConfig, folder: Path | None = None) -> PolicyService:
+def start_service(run: CommonConfig, folder: Path | None = None) -> PolicyService:
     """The served policy of a run, which may have been started ahead for its folder."""
     early = _started_early.pop(folder, None) if folder is not None else None
     return early or _new_service(run)
 
 
-def _new_service(run: RunConfig) -> PolicyService:
+def _new_service(run: CommonConfig) -> PolicyService:
     return PolicyService(run, f"{run.name}-{uuid.uuid4().hex[:8]}", ModelReference.of(run.model.path))

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_vlm.config import RunConfig, ServingSection
+from rl_vlm.config import CommonConfig, ServingSection
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving import deploy
 from rl_vlm.serving.registry import MOST_CALLS, SHARED_NAMESPACE, Registry, Revision, registry_name, shared_id
@@ -49,7 +49,7 @@ class Requirements:
     lora_rank: int
 
     @classmethod
-    def of(cls, run: RunConfig, digest: str) -> Requirements:
+    def of(cls, run: CommonConfig, digest: str) -> Requirements:
         """The requirements of a run; `digest` is its model's."""
         serving = run.serving
         engine = serving.expected_engine
@@ -64,8 +64,8 @@ class Requirements:
             "serving.gpus_per_replica": f"{serving.gpus_per_replica:g}",
         }
         # Merged weights have the model's own shape, whatever the rank was.
-        ranks = serving.sharing.max_lora_rank or run.model.lora.rank
-        return cls(equal, serving.max_context, ranks if engine == "vllm" else None, run.model.lora.rank)
+        ranks = serving.sharing.max_lora_rank or run.lora_rank
+        return cls(equal, serving.max_context, ranks if engine == "vllm" else None, run.lora_rank)
 
     def mismatch(self, wanted: Requirements, name: str) -> str:
         """Why a run cannot join the service `name`, which was started for these requirements; empty if it can."""
@@ -110,7 +110,7 @@ def wanted_replicas(serving: ServingSection, policies: int) -> int:
 class SharedRegistry(Registry):
     """The actor's class; `find_or_start` makes the actor."""
 
-    def __init__(self, name: str, run: RunConfig, model: ModelReference) -> None:
+    def __init__(self, name: str, run: CommonConfig, model: ModelReference) -> None:
         super().__init__(str(model.folder), run.serving.sharing.lease_s)
         self._name, self._run, self._reference = name, run, model
         self._requirements = Requirements.of(run, model.digest)
@@ -256,7 +256,7 @@ def _was_restarted() -> bool:
     return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
-def find_or_start(name: str, run: RunConfig, model: ModelReference) -> ray.actor.ActorHandle:
+def find_or_start(name: str, run: CommonConfig, model: ModelReference) -> ray.actor.ActorHandle:
     """The registry of this name on the cluster, or a new one on this node."""
     actor = ray.remote(SharedRegistry).options(
         name=registry_name(shared_id(name)),

@@ -8,11 +8,11 @@ import gymnasium
 import pytest
 
 from rl_vlm.envs.errors import check_reset, check_step
-from rl_vlm.envs.geospot import BRIEF, GeoSpotEnv
 from rl_vlm.envs.registry import make
-from rl_vlm.rewards.geo import FARTHEST_KM, haversine_km
 from rl_vlm.rollout.env_metrics import declared_figures
 from rl_vlm.types import EncodedImage, Trajectory, TrajectoryStatus, UserInputError
+from rl_vlm.zoo.geospot.environment import BRIEF, GeoSpotEnv
+from rl_vlm.zoo.geospot.reward import FARTHEST_KM, haversine_km
 
 RIGHT = "City: {city}\nRegion: {region}\nCountry: {country}\nLatitude: {latitude}\nLongitude: {longitude}"
 

@@ -22,12 +22,12 @@ from PIL import Image
 import rl_vlm
 from rl_vlm.envs.base import StepResult, VisionEnv
 from rl_vlm.envs.rows import BadRowError
-from rl_vlm.envs.shapes_data import COLOURS, CORNERS
 from rl_vlm.envs.tools import ToolCallError
-from rl_vlm.envs.zoom_crops import QUADRANTS, Crop, cut, overview, read_crop
-from rl_vlm.envs.zoom_data import PATTERNS, RED, WHITE, FlagScene, flag_item, random_scene, render_scene
 from rl_vlm.rollout.env_metrics import declared_figures
 from rl_vlm.types import EncodedImage, Message, Observation, UserInputError
+from rl_vlm.zoo.drawing import COLOURS, CORNERS
+from rl_vlm.zoo.zoom.crops import QUADRANTS, Crop, cut, overview, read_crop
+from rl_vlm.zoo.zoom.data import PATTERNS, RED, WHITE, FlagScene, flag_item, random_scene, render_scene
 
 
 def painted(scene: FlagScene, zoom: int = 4) -> Image.Image:
