@@ -224,13 +224,13 @@ class RunLifecycle(BaseRun):
         serves = self.run.serves
         import_meanwhile("torch", *(("transformers.modeling_utils", "peft") if serves else ()))
         from rl_vlm.runs.cluster import ray_cluster
-        from rl_vlm.serving.publisher import serving_ahead
+        from rl_vlm.serving.service import serving_ahead
 
         self._announce(serves)
         with (
             ray_cluster(self.run),
             self._ray_metrics(),
-            serving_ahead(self.run, self.folder / "serving") if serves else nullcontext(),
+            serving_ahead(self.run, self.folder) if serves else nullcontext(),
         ):
             imports_done()
             config = self._rllib_config().from_run_config(self.run, self.folder)
