@@ -15,7 +15,6 @@ from core_support import request, text_side
 
 from rl_vlm.engines.base import RequestTooLargeError
 from rl_vlm.engines.kv_cache import RowCache, reserved_tokens
-from rl_vlm.engines.many_policies import ManyPoliciesEngine
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import GenerationRequest
@@ -61,12 +60,7 @@ def requests(text: TextSide, count: int, policies: tuple[str, ...]) -> list[Gene
 def test_the_limit_holds_and_every_request_is_answered(
     tiny_folder: Path, text: TextSide, held: list[int], policies: tuple[str, ...]
 ) -> None:
-    settings = {"max_context": 512, "max_kv_tokens": LIMIT}
-    engine = (
-        TransformersEngine(tiny_folder, **settings)
-        if len(policies) == 1
-        else ManyPoliciesEngine(tiny_folder, merged_bytes=0, **settings)
-    )
+    engine = TransformersEngine(tiny_folder, max_context=512, max_kv_tokens=LIMIT)
     asked = requests(text, 30, policies)
 
     async def live() -> None:

@@ -13,7 +13,7 @@ from rl_vlm.models.memory.parts import GIB
 from rl_vlm.models.memory.replica import max_kv_tokens
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.runs import serve as module
-from rl_vlm.serving.server import _replicas
+from rl_vlm.serving.deploy import _replicas
 
 FEWER = ["serving.num_replicas=3", "serving.autoscaling={min_replicas: 1, max_replicas: 2}"]
 
