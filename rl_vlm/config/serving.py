@@ -113,6 +113,12 @@ class ServingSection(Section):
     gpus_per_replica: float = Field(0.0, ge=0)
     max_context: int = Field(4096, ge=16, description="Prompt and new tokens of one sample.")
     max_rows: int = Field(512, ge=1, description="Samples that the transformers engine runs at once.")
+    max_kv_gib: float | None = Field(
+        None,
+        gt=0,
+        description="Keys and values of a replica with the transformers engine; requests beyond it wait. Null: what its share of the "
+        "GPU leaves, or 80 % of the free memory of a machine without one, over all replicas.",
+    )
     num_threads: int = Field(1, ge=1, description="torch threads of a replica on a CPU.")
     quantization: Literal["none", "nf4", "fp8"] = Field(
         "none",
@@ -174,7 +180,7 @@ class ServingSection(Section):
         engine = self.expected_engine
         keys = {
             "vllm": [f"vllm.{key}" for key in self.vllm.changed(*VLLMSection.model_fields)],
-            "transformers": list(self.changed("max_rows", "num_threads")),
+            "transformers": list(self.changed("max_rows", "max_kv_gib", "num_threads")),
         }
         for other, changed in keys.items():
             for key in changed if other != engine else ():

@@ -16,6 +16,10 @@ class EngineError(RLVLMError):
     """The engine could not answer a request."""
 
 
+class RequestTooLargeError(EngineError):
+    """No replica has memory for this request, now or later: the caller must ask for less."""
+
+
 def check_version(request: GenerationRequest, version: int) -> None:
     """Raise EngineError where `version`, which would answer, is older than the request allows."""
     if request.min_version > version:

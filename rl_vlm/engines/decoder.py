@@ -83,6 +83,21 @@ class Decoder:
         return len(self._rows)
 
     @property
+    def row_length(self) -> int:
+        """Tokens that each running sample has memory for; 0 while none runs."""
+        return self._cache.length
+
+    def longest(self, request: GenerationRequest) -> int:
+        """Tokens that a sample of the request may have at its end, prompt and images included."""
+        spec = self._backbone.images
+        try:
+            grids = [spec.grid_thw(image.width, image.height) for image in request.images]
+        except UserInputError:
+            return self._max_context  # `prepare` refuses it
+        prompt = len(request.prompt_ids) + sum(spec.num_image_tokens(grid) - 1 for grid in grids)
+        return min(prompt + request.sampling.max_new_tokens, self._max_context)
+
+    @property
     def progress(self) -> int:
         """Grows while a forward pass of the language model is under way, too."""
         return self.counts.passes + self._text.parts_done

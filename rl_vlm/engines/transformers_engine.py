@@ -13,16 +13,17 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats, check_version
+from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats, RequestTooLargeError, check_version
 from rl_vlm.engines.calls import Call, end_call, resolve
 from rl_vlm.engines.decoder import Decoder
+from rl_vlm.engines.kv_cache import reserved_tokens, whole_blocks
 from rl_vlm.engines.rows import Job
 from rl_vlm.engines.streams import TokenStream, notify
 from rl_vlm.engines.weights import Formed, FullWeights, MergedWeights, UnmergedWeights, Version, Weights
@@ -60,6 +61,7 @@ class TransformersEngine:
         device: "cpu" or "cuda".
         max_context: prompt plus new tokens of a sample.
         max_rows: samples of each policy that run at once.
+        max_kv_tokens: keys and values of so many tokens have memory, of all policies together; requests beyond it wait. None: no limit.
         lockstep: run each call as one batch that nobody joins, so that the batch, and with it every bit of the result,
             depends on the call alone.
         num_threads: torch threads of this process; None leaves torch's setting.
@@ -80,6 +82,7 @@ class TransformersEngine:
         device: str = "cpu",
         max_context: int = 4096,
         max_rows: int = 512,
+        max_kv_tokens: int | None = None,
         lockstep: bool = False,
         num_threads: int | None = 1,
         quantization: Quantization = "none",
@@ -114,7 +117,7 @@ class TransformersEngine:
             self._weights = UnmergedWeights(loaded)
         if product == "onednn":
             use_onednn(loaded, _SMALLEST_LAYER)
-        self._max_rows = max_rows
+        self._max_rows, self._max_kv_tokens = max_rows, max_kv_tokens
         self._lockstep = lockstep
         self._in_flight = in_flight
         self._base = Version(BASE_MODEL)
@@ -125,6 +128,7 @@ class TransformersEngine:
         self._tower: Version | None = (
             None  # the version whose vision tower cached features are of; None: the base model's
         )
+        self._short_of_memory: str | None = None  # the policy whose next request found none
         self._loading = False
         self._open: set[Call] = set()  # calls that are not answered yet
         self._upcoming: deque[EncodedImage] = deque(maxlen=_MAX_UPCOMING_IMAGES)  # of later requests
@@ -191,6 +195,8 @@ class TransformersEngine:
                 self._wake.notify()
 
     def _enqueue(self, requests: Sequence[GenerationRequest], stream: TokenStream | None = None) -> Call:
+        for request in requests:
+            self._check_size(request)
         loop = asyncio.get_running_loop()
         call = Call(list(requests), loop.create_future(), loop, stream=stream)
         with self._wake:
@@ -201,6 +207,14 @@ class TransformersEngine:
             self._waiting[call.policy].append(call)
             self._wake.notify()
         return call
+
+    def _check_size(self, request: GenerationRequest) -> None:
+        samples, length, limit = request.sampling.n, self._decoder.longest(request), self._max_kv_tokens
+        if limit is not None and samples * whole_blocks(length) > limit:
+            raise RequestTooLargeError(
+                f"Request {request.request_id}: {samples} samples of up to {length} tokens are more than the {limit} tokens "
+                "that this replica has memory for: ask for fewer samples or fewer tokens, or raise serving.max_kv_gib."
+            )
 
     @property
     def _num_rows(self) -> int:
@@ -394,11 +408,17 @@ class TransformersEngine:
             batch.decoder.change_version(newest.number, recompute=self._in_flight == "recompute")
 
     def _admit(self) -> None:
-        """Start waiting requests, in the order of their policy's calls, while their policy has room."""
+        """Start waiting requests, in the order of their policy's calls, while there is room for them.
+
+        The policy that has found no memory comes first the next time, and no other passes it, so that large requests get in.
+        """
         admitted: dict[RunningBatch, list[tuple[Call, int, GenerationRequest]]] = defaultdict(list)
         refused: list[tuple[Call, EngineError]] = []
         with self._wake:
-            for policy, calls in self._waiting.items():
+            short_of_memory: str | None = None
+            sizes = {batch: (batch.decoder.num_rows, batch.decoder.row_length) for batch in self._batches}
+            for policy in sorted(self._waiting, key=lambda policy: policy != self._short_of_memory):
+                calls = self._waiting[policy]
                 rows = sum(batch.decoder.num_rows for batch in self._batches if batch.policy == policy)
                 while calls and not (self._lockstep and (rows or admitted)):
                     call = calls[0]
@@ -414,12 +434,20 @@ class TransformersEngine:
                         request = call.requests[call.admitted]
                         if rows and rows + request.sampling.n > self._max_rows and not self._lockstep:
                             break
+                        size = self._size_with(request, *sizes.get(batch, (0, 0)))
+                        if any(count for count, _ in sizes.values()) and not self._has_memory({**sizes, batch: size}):
+                            short_of_memory = policy
+                            break
+                        sizes[batch] = size
                         admitted[batch].append((call, call.admitted, request))
                         rows += request.sampling.n
                         call.admitted += 1
                     if call.admitted < len(call.requests):
                         break
                     calls.popleft()
+                if short_of_memory is not None:
+                    break
+            self._short_of_memory = short_of_memory
         for call, reason in refused:
             self._refuse(call, reason)
         for batch, entries in admitted.items():
@@ -433,6 +461,17 @@ class TransformersEngine:
                 return batch
         self._batches.append(RunningBatch(policy, version, self._decoder.sibling()))
         return self._batches[-1]
+
+    def _size_with(self, request: GenerationRequest, rows: int, length: int) -> tuple[int, int]:
+        """Rows of a batch and the length that they may reach, once this request has joined."""
+        return rows + request.sampling.n, max(length, self._decoder.longest(request))
+
+    def _has_memory(self, sizes: Mapping[RunningBatch, tuple[int, int]]) -> bool:
+        """Whether there is memory for the keys and values of batches of these sizes."""
+        limit = self._max_kv_tokens
+        if limit is None or self._lockstep:
+            return True
+        return sum(reserved_tokens(*size) for size in sizes.values()) <= limit
 
     def _start(self, batch: Sequence[tuple[Call, int, GenerationRequest]], decoder: Decoder, version: int) -> None:
         """Prefill requests, with their calls and places in these, whose `version` is in place."""

@@ -50,7 +50,7 @@ class ServeBackend:
         self._client = PolicyClient(run_id, deadline_s=deadline_s, homes=(), coalesce=False, handle=handle)
         self._known: dict[str, Any] | None = None  # the registry's last status
         self._asked = -_REFRESH_S
-        self._first: asyncio.Task[None] | None = None  # the question that nothing is known before
+        self._first: asyncio.Task[None] | None = None  # asks for the first status
 
     async def models(self) -> Sequence[ServedModel]:
         """The newest version, if there is one, and the model without one where replicas have that, too."""
@@ -69,7 +69,7 @@ class ServeBackend:
         if self._known is None:
             if self._first is None or self._first.done():
                 self._first = asyncio.create_task(self._ask())
-            await asyncio.shield(self._first)  # all wait for it, whoever goes away
+            await asyncio.shield(self._first)  # a client that goes away does not cancel it for the others
         elif time.monotonic() - self._asked >= _REFRESH_S:
             await self._ask()
         if self._known is None:
@@ -128,7 +128,7 @@ class ServeBackend:
                 await response
         except (RayError, RayServeException, TimeoutError) as error:
             if response is not None:
-                response.cancel()  # it would wait for a replica, as would those of every probe to come
+                response.cancel()  # or one more call with each probe would wait for a replica
             raise GenerationFailedError(f"No replica answers: {_sentence(error) or 'they may be starting'}.") from error
         states = {report["state"] for report in (await self._status())["reports"].values()}
         if states and states <= {ReplicaState.SUSPECT, ReplicaState.DEAD}:

@@ -14,8 +14,6 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 
 from rl_vlm.asking.http_endpoints import url_host
 from rl_vlm.config import LearnerSection, RunConfig, load_policy_config, load_served_config
@@ -29,7 +27,6 @@ from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.trained import read_payload, trained_folder
 from rl_vlm.runs.cluster import ray_cluster
-from rl_vlm.runs.kv_memory import ANSWER_S, depends_on_gpu, kv_room
 from rl_vlm.runs.served import run_for
 from rl_vlm.runs.signals import leave_on_signals
 from rl_vlm.serving.deploy import initial_replicas
@@ -39,7 +36,7 @@ from rl_vlm.types import UserInputError
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServeTarget:
     """What is served, and how; everything in it has been checked."""
 
     run: RunConfig
@@ -57,7 +54,7 @@ def plan(
     adapter: Path | None = None,
     host: str | None = None,
     port: int | None = None,
-) -> Plan:
+) -> ServeTarget:
     """Read arguments and environment. Raises UserInputError.
 
     `target` is a model (`tiny`, a folder, a hub name), a YAML configuration, or a run folder, which brings its adapter.
@@ -96,7 +93,7 @@ def plan(
             raise UserInputError(
                 "The adapter changes the vision tower, which vLLM would ignore: set serving.engine=transformers."
             )
-    return Plan(_for_serving(run), model, payload, adapter, name, token)
+    return ServeTarget(_for_serving(run), model, payload, adapter, name, token)
 
 
 def _machine_defaults() -> list[str]:
@@ -132,7 +129,7 @@ def keeps_base_model(run: RunConfig) -> bool:
     return run.model.train != "full" or run.serving.expected_engine != "vllm"
 
 
-def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
+def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> int:
     """Serve until SIGINT or SIGTERM, whose number is returned. Raises RLVLMError when the model cannot be served.
 
     For use inside `leaving_on_signals`: before the server runs a signal ends the command, and what has been started with it.
@@ -160,28 +157,13 @@ def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
                     deadline_s=limits.deadline_s,
                     keeps_base=keeps_base_model(run),
                 )
-                app = build_http_app(
-                    backend,
-                    text,
-                    limits,
-                    max_context=run.serving.max_context,
-                    token=plan.token,
-                    kv_room=kv_room(run, plan.model, _gpu_bytes(handle) if depends_on_gpu(run) else 0),
-                )
+                app = build_http_app(backend, text, limits, max_context=run.serving.max_context, token=plan.token)
                 port = sock.getsockname()[1]
                 server = HTTPServer(app, sock, limits, lambda: announce(banner(plan, port)))
                 return server.run_until_signal()
             finally:
                 leave_on_signals()  # the server has put its own in place
                 service.stop()
-
-
-def _gpu_bytes(handle: Any) -> int:
-    """The memory of a replica's GPU, 0 where it sees none. Raises ServingError."""
-    try:
-        return int(handle.gpu_bytes.remote().result(timeout_s=ANSWER_S))
-    except (RayError, RayServeException, TimeoutError) as error:
-        raise ServingError(f"No replica says how much memory its GPU has ({error}): set http.max_kv_gib.") from error
 
 
 def _wait_for_adapter(registry: Any, run: RunConfig) -> None:
@@ -194,7 +176,7 @@ def _wait_for_adapter(registry: Any, run: RunConfig) -> None:
         )
 
 
-def banner(plan: Plan, port: int) -> str:
+def banner(plan: ServeTarget, port: int) -> str:
     """Where it listens, under which names, within which limits."""
     run, limits = plan.run, plan.run.http
     device = "GPU" if run.serving.gpus_per_replica else "CPU"

@@ -26,7 +26,6 @@ from rl_vlm.http.server import TOKEN_VARIABLE, check_exposure
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.trained import read_payload
-from rl_vlm.runs.kv_memory import depends_on_gpu, kv_room
 from rl_vlm.runs.serve import keeps_base_model, plan
 from rl_vlm.serving.deploy import build_app
 from rl_vlm.serving.registry import start_registry
@@ -77,7 +76,6 @@ def build(args: dict[str, Any]) -> serve.Application:
         planned.model,
         planned.name,
         run_id,
-        given.ingress_replicas,
     )
 
 
@@ -110,17 +108,12 @@ class HTTPIngress:
     """A deployment that answers HTTP requests with the application of `rl-vlm serve`."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, policy: Any, registry: Any, run: RunConfig, model: Path, name: str, run_id: str, servers: int = 1
+        self, policy: Any, registry: Any, run: RunConfig, model: Path, name: str, run_id: str
     ) -> None:
         self._token = os.environ.get(TOKEN_VARIABLE) or None
         check_exposure(_EVERY_ADDRESS, self._token)
         self._policy, self._registry, self._run, self._name, self._run_id = policy, registry, run, name, run_id
-        self._model, self._servers = model, servers
         self._text = load_text_side(model, run.model.pixels)
-        self._gpu_bytes = 0
-        if depends_on_gpu(run):  # this process has none
-            async with asyncio.timeout(run.serving.startup_timeout_s):
-                self._gpu_bytes = await policy.gpu_bytes.remote()
         # Once it answers, the adapter is published, and requests wait for replicas that have it.
         await registry.status.remote()
 
@@ -135,11 +128,5 @@ class HTTPIngress:
             deadline_s=limits.deadline_s,
             keeps_base=keeps_base_model(self._run),
         )
-        return build_http_app(
-            backend,
-            self._text,
-            limits,
-            max_context=self._run.serving.max_context,
-            token=self._token,
-            kv_room=kv_room(self._run, self._model, self._gpu_bytes, self._servers),
-        )
+        max_context = self._run.serving.max_context
+        return build_http_app(backend, self._text, limits, max_context=max_context, token=self._token)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray import serve
 
@@ -22,7 +23,7 @@ from rl_vlm.config import CommonConfig
 from rl_vlm.coroutines import all_or_none
 from rl_vlm.engines.base import BASE_MODEL, Engine, EngineError
 from rl_vlm.models.loading import load_text_side
-from rl_vlm.models.memory.replica import kv_cache_bytes
+from rl_vlm.models.memory.replica import kv_cache_bytes, max_kv_tokens
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.fair_queue import QUANTUM, Gate, cost_of
@@ -87,6 +88,13 @@ def build_engine(model: Path, run: CommonConfig) -> Engine:
         "device": "cuda" if on_gpu else "cpu",
         "max_context": serving.max_context,
         "max_rows": serving.max_rows,
+        "max_kv_tokens": max_kv_tokens(
+            run,
+            ModelShape.read(model),
+            card=torch.cuda.get_device_properties(0).total_memory if on_gpu else 0,
+            # All replicas are taken to be on this machine.
+            free=psutil.virtual_memory().available // serving.num_replicas,
+        ),
         "lockstep": run.deterministic,
         "num_threads": None if on_gpu else serving.num_threads,
         "quantization": "nf4" if serving.quantization == "nf4" else "none",
@@ -338,13 +346,6 @@ class VLMServer:
         for task in self._tasks:
             task.cancel()
         await self._engine.close()
-
-    async def gpu_bytes(self) -> int:
-        """The memory of the GPU that this replica computes on; 0 where it computes on none."""
-        import torch
-
-        on_gpu = self._serving.gpus_per_replica > 0 and torch.cuda.is_available()
-        return torch.cuda.get_device_properties(0).total_memory if on_gpu else 0
 
     async def status(self) -> dict[str, Any]:
         """This replica's id and report, and per policy the loaded version and how many parts of calls wait."""

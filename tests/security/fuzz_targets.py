@@ -17,8 +17,6 @@ from torch import zeros
 from rl_vlm import frames
 from rl_vlm.config.yaml_text import load_yaml
 from rl_vlm.envs import images, wire
-from rl_vlm.http.errors import RequestError
-from rl_vlm.http.json_bounds import JSONBounds
 from rl_vlm.labelling.answers import read_label, read_score, strip_thoughts
 from rl_vlm.labelling.query_log import text_cell
 from rl_vlm.models.adapter import check_adapter
@@ -119,35 +117,6 @@ def answer(data: bytes) -> None:
     read_verdict(text)
 
 
-def json_bounds(data: bytes) -> None:
-    """The count of a JSON text's values is never too low, and pieces of any size count as the whole."""
-    limits = (30, 40)
-    whole = _refused(limits, [data])
-    assert whole == _refused(limits, [data[k : k + 3] for k in range(0, len(data), 3)])
-    try:
-        parsed = json.loads(data)
-    except (ValueError, RecursionError):
-        return
-    if not whole:
-        assert _values(parsed) <= limits[0] + 1
-
-
-def _refused(limits: tuple[int, int], pieces: Sequence[bytes]) -> bool:
-    bounds = JSONBounds(*limits)
-    try:
-        for piece in pieces:
-            bounds.feed(piece)
-    except RequestError:
-        return True
-    return False
-
-
-def _values(parsed: object) -> int:
-    if isinstance(parsed, dict):
-        return 1 + sum(map(_values, parsed.values()))
-    return 1 + sum(map(_values, parsed)) if isinstance(parsed, list) else 1
-
-
 IMAGES = [
     encoded("PNG", 24),
     encoded("PNG", 24, "P"),
@@ -177,11 +146,6 @@ ANSWERS = [
     rb"\boxed{\frac{1}{2}\text{ cm}^2}",
     b"Verdict: the first is better. <answer>true</answer>",
 ]
-BODIES = [
-    b'{"model": "m", "messages": [{"role": "user", "content": "a\\"b,{["}], "n": 2}',
-    json.dumps({"a": list(range(40))}).encode(),
-    json.dumps([[[["\\\\", '"', {"k": None}]]]]).encode(),
-]
 TARGETS = {
     "images": Target(image, IMAGES),
     "frames": Target(frame, [FRAME]),
@@ -190,5 +154,4 @@ TARGETS = {
     "yaml": Target(yaml_text, YAML, ["&a ", "*a", "<<: ", "!!", "---"]),
     "labels": Target(label, [b"Image 1 is better.", b"The answer is -1.", "1 – nicht".encode()], WORDS),
     "answers": Target(answer, ANSWERS, ["Latitude", "Longitude", "\\frac", "°", "<answer>", "Score", "not", "true"]),
-    "json_bounds": Target(json_bounds, BODIES, ['\\"', "\\\\", '"', "[", "{", ","]),
 }  # fmt: skip

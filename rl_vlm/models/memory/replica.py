@@ -19,6 +19,7 @@ from rl_vlm.models.memory.shape import ModelShape
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of LoRA: what vLLM has kernels for
 KV = "keys and values"
+_FREE_SHARE = 0.8  # of free memory that keys and values may take without a GPU
 _TAKEN = 0.92  # of a GPU on which replica and learner take turns: their other parts are estimates
 _GRAPHS = int(0.6 * GIB)  # CUDA graphs of vLLM, with LoRA: an estimate
 _LOGIT_COPIES = {
@@ -45,6 +46,22 @@ def kv_cache_bytes(run: CommonConfig, shape: ModelShape, card: int) -> int | Non
         return None
     used = sum(part.bytes for part in _vllm_fixed(run, shape))
     return max(_share(run, shape, card) - used, shape.kv_bytes_per_token(ELEMENT[run.model.dtype]))
+
+
+def max_kv_tokens(run: CommonConfig, shape: ModelShape, card: int, free: int) -> int:
+    """Tokens whose keys and values a replica with the transformers engine has memory for: one full context at least.
+
+    card: bytes of its GPU, 0 without one; free: the replica's part of its machine's free memory, which counts without a GPU.
+    """
+    serving, per_token = run.serving, shape.kv_bytes_per_token(ELEMENT[run.model.dtype])
+    if serving.max_kv_gib is not None:
+        size = int(serving.max_kv_gib * GIB)
+    elif card:
+        other = sum(part.bytes for part in _transformers(run, shape) if part.name != KV)
+        size = int(serving.memory_utilization * card) - other
+    else:
+        size = int(_FREE_SHARE * free)
+    return max(size // per_token, serving.max_context)
 
 
 def _share(run: CommonConfig, shape: ModelShape, card: int) -> int:
@@ -171,6 +188,9 @@ def _transformers(run: CommonConfig, shape: ModelShape) -> list[Part]:
         parts.append(
             Part("adapters", 2 * factors, "in float32: the newest, and the one that running samples finish with")
         )
+    keys_and_values = rows * serving.max_context * per_token
+    if serving.max_kv_gib is not None:
+        keys_and_values = min(keys_and_values, int(serving.max_kv_gib * GIB))
     return [
         *parts,
         Part(
@@ -185,7 +205,7 @@ def _transformers(run: CommonConfig, shape: ModelShape) -> list[Part]:
         ),
         Part(
             KV,
-            rows * serving.max_context * per_token,
+            keys_and_values,
             f"{rows} samples of {serving.max_context} at most, {text(serving.max_context * per_token)} each",
         ),
         Part("CUDA context", CUDA_CONTEXT, "an estimate"),
