@@ -260,7 +260,8 @@ def _serve(settings: dict[str, Any]) -> None:
             return
         # The parent kills a child that takes too long. If the parent is gone as well, the kernel does it: the default action of
         # SIGALRM ends the process even inside one long call of native code.
-        signal.setitimer(signal.ITIMER_REAL, content["limit_s"] or 0)
+        if content["limit_s"]:
+            signal.setitimer(signal.ITIMER_REAL, content["limit_s"])
         reply = answer(content["request"], blobs)
         if content["limit_s"]:
             signal.setitimer(signal.ITIMER_REAL, 0)

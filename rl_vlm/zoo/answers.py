@@ -1,4 +1,4 @@
-"""What the answers of several environments share: the part of a text that is graded."""
+"""Finds the part of a text that is graded, for the environments that grade short texts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ _MAX_THOUGHT = 100_000  # characters
 
 
 def behind_thought(text: str, max_chars: int) -> tuple[str, str]:
-    """What a text says behind its thought, and why it must not be graded; "" if it may be.
+    """The text after its thought, and the reason why it must not be graded, or "".
 
-    The reasons are those of `refusal`, with `max_chars` of what is said, and "misplaced": a thought that does not end, or another.
+    The reasons are those of `refusal`, where `max_chars` bounds the text after the thought, and "misplaced": the thought does not end, or
+    a second one follows.
     """
     said = without_thought(text)
     if len(said) > max_chars:

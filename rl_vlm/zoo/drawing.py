@@ -1,7 +1,7 @@
-"""What the drawn environments share: plain shapes on mid-grey, random numbers by key, and which split a drawing belongs to.
+"""Shared by the drawn environments: plain shapes on mid-grey, random numbers by key, and the split of a drawing.
 
-Train and test drawings are disjoint by construction: the hash of a drawing, or of what decides its pixels, is its split, and what
-falls into the other split is drawn again.
+Train and test drawings are disjoint by construction: a hash of the drawing, or of the values that decide its pixels, decides its split,
+and a drawing of the wrong split is drawn again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COLOURS: dict[str, tuple[int, int, int]] = {
 }
 KINDS = ("circle", "square", "triangle")
 CORNERS = ("top left", "top right", "bottom left", "bottom right")  # quadrant number = 2 * row + column
-TEST_BUCKET = 64  # the first bytes of hashes below this, out of 256, belong to the test split
+TEST_BUCKET = 64  # a hash whose first byte is below this belongs to the test split: a quarter of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +83,15 @@ def pixel_hash(pixels: np.ndarray) -> str:
 
 
 def split_of_hash(first_byte: int) -> Split:
-    """Which split something belongs to whose hash begins with this byte."""
+    """The split of something whose hash begins with this byte."""
     return "test" if first_byte < TEST_BUCKET else "train"
 
 
 def split_of(pixels: np.ndarray) -> Split:
-    """Which split a drawing belongs to, by its pixels."""
+    """The split of a drawing, by its pixels."""
     return split_of_hash(bytes.fromhex(pixel_hash(pixels))[0])
 
 
 def split_of_content(content: Sequence[object]) -> Split:
-    """Which split a drawing belongs to, by the plain values that decide its pixels."""
+    """The split of a drawing, by the plain values that decide its pixels."""
     return split_of_hash(hashlib.blake2b(repr(content).encode(), digest_size=1).digest()[0])

@@ -12,11 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl_vlm.chat import ChatCodec
 from rl_vlm.config import load_config
-from rl_vlm.envs.registry import make
 from rl_vlm.envs.tools import parse_tool_call
-from rl_vlm.models.supervised import DialogueEncoder
 from rl_vlm.rewards.math import extract_boxed
 from rl_vlm.zoo.geo3k.drawn import drawn_problem
 from rl_vlm.zoo.geo3k.lesson import GUESSES, FigureDialogues, boxed, pixels_of, written
@@ -84,22 +81,6 @@ def test_no_test_picture_is_shown(dialogues: list[Dialogue]) -> None:
 
 
 # --- how it is asked
-
-
-def test_the_recipe_asks_as_the_lessons_do(processor: Any, encoder: DialogueEncoder) -> None:
-    run = load_config(ROOT / "configs/geo3k_offline_tiny.yaml")
-    observation, _ = make(run.env.id, **run.env.make_kwargs(), scoring_tool=False).reset(options={"index": 2})
-    (message,) = observation.messages
-    assert message.text == QUESTION
-    codec = ChatCodec(processor.tokenizer, processor.chat_template, processor.image_token)
-    example = encoder.encode_turn((pixels_of(message.images[0]), QUESTION), "20 60: 100 " + boxed("100"))  # type: ignore[arg-type]
-    ids = example.token_ids.tolist()
-    single = [ids[0], *(b for a, b in pairwise(ids) if (a, b) != (codec.image_token_id,) * 2)]
-    asked = codec.encode_prompt(observation.messages).token_ids.tolist()
-    assert single[: len(asked)] == asked
-    with_tool, _ = make(run.env.id, **run.env.make_kwargs()).reset(options={"index": 2})
-    teacher, rng = FigureDialogues(0), Random(3)
-    assert with_tool.messages[0].text in {teacher.draw(rng).exchanges[0].text for _ in range(20)}
 
 
 def test_the_longest_reply_fits_into_a_turn_of_the_recipe(processor: Any, dialogues: list[Dialogue]) -> None:

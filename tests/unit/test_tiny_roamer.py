@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 import rl_vlm
-from rl_vlm.chat import ChatCodec
 from rl_vlm.config import load_config
-from rl_vlm.models.supervised import DialogueEncoder
 from rl_vlm.types import UserInputError
 from rl_vlm.zoo.control import lesson as rooms
 from rl_vlm.zoo.control.action_words import read_word
@@ -117,26 +115,6 @@ def test_rooms_of_the_splits_are_different_ones() -> None:
 
 
 # --- how it is asked
-
-
-def test_a_tour_is_encoded_as_the_environment_asks(processor: Any, encoder: DialogueEncoder, env: Any) -> None:
-    codec = ChatCodec(processor.tokenizer, processor.chat_template, processor.image_token)
-    observation, _ = env.reset(options={"index": 1, "split": "train"})
-    ids, turns = codec.encode_prompt(observation.messages).token_ids, []
-    replies = ["nothing", "north: south: behind: left", "right"]
-    for number, reply in enumerate(replies):
-        (message,) = observation.messages
-        turns.append((message.role, (np.asarray(message.images[0]), message.text), reply))
-        ids = np.concatenate([ids, [*processor.tokenizer(reply)["input_ids"], codec.end_of_turn_id]])
-        observation = env.step(reply)[0]
-        if number + 1 < len(replies):
-            ids = np.concatenate([ids, codec.encode_continuation(observation.messages, ended=True).token_ids])
-    assert [text for _, (_, text), _ in turns] == [rooms.QUESTION, rooms.REMINDER, rooms.QUESTION]
-    example = encoder.encode_chat(turns)
-    image = codec.image_token_id
-    single = [token for k, token in enumerate(example.token_ids) if token != image or example.token_ids[k - 1] != image]
-    assert single == ids.tolist()
-    assert example.grids == ((1, 4, 4),) * 3
 
 
 def test_a_turn_is_short_and_fits_the_budgets(processor: Any) -> None:

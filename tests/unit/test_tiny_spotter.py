@@ -8,12 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl_vlm.chat import ChatCodec
-from rl_vlm.models.supervised import DialogueEncoder
-from rl_vlm.types import EncodedImage
 from rl_vlm.zoo.geospot import world
 from rl_vlm.zoo.geospot.answer import parse_answer
-from rl_vlm.zoo.geospot.environment import BRIEF, GeoSpotEnv
+from rl_vlm.zoo.geospot.environment import BRIEF
 from rl_vlm.zoo.geospot.lesson import GRID, cell, draw_spot, random_answer, vocabulary
 from rl_vlm.zoo.tiny import model as tiny
 
@@ -78,22 +75,6 @@ def test_no_test_map_is_shown() -> None:
     shown = {draw_spot(rng)[0].tobytes() for _ in range(3000)}
     test = {np.asarray(world.pin_item(8, 1, 1, 64, "test", k, 0).image.to_pil()).tobytes() for k in range(256)}
     assert len(shown) > 1000 and len(test) > 50 and not shown & test
-
-
-def test_it_is_asked_as_it_was_taught(processor: Any) -> None:
-    observation, _ = GeoSpotEnv(prompt="brief", countries=8, cities=1).reset(options={"index": 0})
-    image, question = observation.messages[0].parts
-    assert isinstance(image, EncodedImage)
-    codec = ChatCodec(processor.tokenizer, processor.chat_template, processor.image_token)
-    prompt = codec.encode_prompt(observation.messages).token_ids
-    encoder = DialogueEncoder.from_processor(processor)
-    example = encoder.encode_turn((np.asarray(image.to_pil()), str(question)), "5 3")
-    ids = [
-        token
-        for k, token in enumerate(example.token_ids)
-        if token != codec.image_token_id or example.token_ids[k - 1] != codec.image_token_id
-    ]
-    assert ids[: len(prompt)] == prompt.tolist()
 
 
 def test_an_answer_is_short(processor: Any) -> None:

@@ -1,7 +1,7 @@
-"""Lessons of the tiny judge: which of two captions fits a drawn scene better, beside what scenes hold and vague captions.
+"""Lessons of the tiny judge: to say which of two captions fits a drawn scene better, to describe scenes, and to caption them vaguely.
 
-The right choice is the caption with the higher score of `zoo/caption/reward.py`, whose reference the judge is never shown: it has to
-look. So it first says what it sees, and then which caption fits; to choose at once, without having said anything, it did not learn.
+The right choice is the caption with the higher score in `zoo/caption/reward.py`. The judge never sees the reference and has to look at
+the picture: it first writes what it sees, and then its choice. It did not learn to choose without writing first.
 Captions leave out, confuse, invent and repeat things, so that no surface of a caption (its length, its words) gives the answer away.
 """
 
@@ -67,15 +67,15 @@ def draw_lesson(rng: Random) -> sights.Lesson:
 
 
 def judge_lesson(comparison: Comparison, choice: str = "") -> sights.Lesson:
-    """The question that a judge is asked; it says what it sees, and then which caption fits: the better one, or `choice`."""
+    """The judge's question, and a reply that describes the scene and then names the better caption, or `choice`."""
     first, second = (f'"{caption}"' for caption in comparison.captions)
     question = QUESTION.replace("{first}", first).replace("{second}", second)
     return (render(comparison.scene), question), f"{caption_of(comparison.scene)}: {choice or comparison.better}"
 
 
 def random_comparison(rng: Random, split: Split) -> Comparison:
-    """Two random captions of a random scene whose scores differ clearly; half the time they have one form, so that who does not look
-    cannot tell them apart.
+    """Two random captions of a random scene whose scores differ clearly; half of the pairs differ in facts alone, so that a judge cannot tell
+    them apart without looking.
     """
     scene = _scene(rng, split)
     truth = caption_of(scene)
@@ -125,6 +125,6 @@ def _scene(rng: Random, split: Split) -> Scene:
 
 
 def drawer(seed: int) -> Draw:
-    """Draws conversations for one warm start."""
+    """A function that draws conversations for one warm start."""
     rng = Random(f"judge {seed}")
     return lambda: [("user", *draw_lesson(rng))]

@@ -1,7 +1,7 @@
 """How well a caption agrees with its references: precision and recall of content words and of the pairs that they form.
 
 Words are compared by their Snowball stems (Porter, http://snowball.tartarus.org) and known synonyms; function words do not count.
-Words alone would pay for lists of keywords, so the score is the geometric mean of two F figures: of the words, and of the pairs
+Words alone would reward lists of keywords, so the score is the geometric mean of two F scores: of the words, and of the pairs
 of words that stand near each other in one clause, in any order (skip-bigrams, as in ROUGE-S, Lin 2004). The pairs say which
 colour belongs to which thing, and a list of single words has none that are right.
 """
@@ -97,7 +97,7 @@ class Content:
 def grade_caption(text: str, references: Sequence[str], synonyms: Sequence[Sequence[str]] = ()) -> CaptionGrade:
     """Grade a caption against the reference that it agrees with best; `synonyms` are further groups beside SYNONYMS.
 
-    Refused texts pay nothing; repeated and added words cost precision, missing ones recall.
+    A rejected text scores 0. Repeated and added words cost precision, missing words cost recall.
     """
     said, reason = behind_thought(text, MAX_CHARS)
     if reason:
@@ -130,7 +130,7 @@ def _grade(given: Content, truth: Content) -> CaptionGrade:
 
 
 def agreement(given: Counter[Unit], truth: Counter[Unit]) -> tuple[float, float, float]:
-    """(precision, recall, F_beta) of what was counted, with BETA; an occurrence too many is a mistake."""
+    """(precision, recall, F_beta) of two counts, with BETA. An extra occurrence counts as a mistake."""
     hits = sum(min(count, truth[what]) for what, count in given.items())
     if not hits:
         return 0.0, 0.0, 0.0

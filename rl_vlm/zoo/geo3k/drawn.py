@@ -27,7 +27,7 @@ Levels = int | list[int] | tuple[int, ...]
 class DrawnQuestions:
     """Problems with figures that depend on (split, index, seed) and these arguments alone.
 
-    level: from 1 (the third angle of a triangle) to 5 (areas), see `geo3k_problems.py`; of several, each comes equally often.
+    level: from 1 (the third angle of a triangle) to 5 (areas), see `problems.py`; of several, each comes equally often.
     angle_step: angles are multiples of so many degrees: with 20 there are few answers, for a first try or a tiny model.
     image_size: pixels per side; None for 256.
     seed, num_train, num_test: which set of problems, and how many.

@@ -1,8 +1,8 @@
-"""Training dialogues of the tiny geometer's warm start: the numbers in a drawn figure, and the form of guesses, calls and answers.
+"""Lessons of the tiny model for Geo3k-v0: the numbers in a drawn figure, and the form of guesses, calls and answers.
 
-They are played in `Geo3k-v0` itself. Each reply writes down the numbers that the figure holds, which is right, and then a random
-guess, as a call of the scoring tool or in a box: "20 60: 40 Answer: \\boxed{40}". What follows from the numbers, and that a call is worth
-its turn, is left to reinforcement learning.
+The dialogues are played in the environment itself. Each reply gives the right numbers of the figure and then a random guess, as a call of
+the scoring tool or in a box: "20 60: 40 Answer: \\boxed{40}". Reinforcement learning has to find out what follows from the numbers, and that
+a call is worth its turn.
 """
 
 from __future__ import annotations
@@ -96,6 +96,6 @@ def pixels_of(picture: EncodedImage) -> np.ndarray:
 
 
 def drawer(seed: int) -> Draw:
-    """Draws conversations for one warm start."""
+    """A function that draws conversations for one warm start."""
     rng, dialogues = Random(f"geometer {seed}"), FigureDialogues(seed)
     return lambda: dialogues.draw(rng).turns

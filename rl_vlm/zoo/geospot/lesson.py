@@ -1,7 +1,7 @@
-"""Training dialogues of the tiny spotter's warm start: maps with a pin, and questions about the cell of the picture that it is in.
+"""Lessons of the tiny model for GeoSpot-v0: maps with a pin, and questions about the cell of the picture that holds the pin.
 
-"Where is it?" is answered with that cell and then with five lines whose names and numbers are random: what there is to see and the
-form of an answer are taught, and which place is where is left to reinforcement learning.
+The reply to "Where is it?" is the right cell and then five lines with random names and numbers. Reinforcement learning has to find out
+which place is where.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def random_answer(rng: np.random.Generator) -> str:
 
 
 def drawer(seed: int) -> Draw:
-    """Draws conversations for one warm start."""
+    """A function that draws conversations for one warm start."""
     rng = np.random.default_rng([seed, 4])
 
     def draw() -> Turns:

@@ -1,8 +1,8 @@
-"""Training dialogues of the tiny walker's warm start: walks over grids, with questions about what is where.
+"""Lessons of the tiny model for GridWalk-v0: walks over grids, with questions about the cells.
 
-Each turn shows a picture. Questions about perception (rows, columns, what a cell holds) have right answers. "Which way?" is
-answered with what lies around the agent and on which side the goal is, and then with a random move: what there is to see is
-written down, and where to go is left to reinforcement learning.
+Each turn shows a picture. Questions about perception (rows, columns, the content of a cell) have right answers. The reply to
+"Which way?" describes rightly the cells around the agent and the side of the goal. A random move follows: reinforcement learning has to
+find out which move is good.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def random_question(rng: np.random.Generator, grid: Grid) -> tuple[str, str]:
 
 
 def described(grid: Grid) -> str:
-    """What the walker writes before its move: "floor wall floor hole: up right"."""
+    """The description before a move: "floor wall floor hole: up right"."""
     return f"{' '.join(neighbours(grid).values())}: {bearing(grid)}"
 
 
@@ -121,6 +121,6 @@ def _fresh(rng: np.random.Generator, sizes: tuple[int, ...]) -> Grid:
 
 
 def drawer(seed: int) -> Draw:
-    """Draws conversations for one warm start."""
+    """A function that draws conversations for one warm start."""
     rng = np.random.default_rng([seed, 3])
     return lambda: draw_walk(rng)

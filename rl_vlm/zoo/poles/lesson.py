@@ -1,4 +1,4 @@
-"""Lessons of the tiny labeller: which of two drawn poles is nearer to upright.
+"""Lessons of the tiny labeller: to say which of two drawn poles is nearer to upright.
 
 Angles are in degrees, drawn from a mixture of those in runs: any angle, nearly upright, and at the limits.
 """
@@ -78,7 +78,7 @@ def pole(angle: float) -> np.ndarray:
 
 
 def drawer(seed: int) -> Draw:
-    """Draws conversations for one warm start."""
+    """A function that draws conversations for one warm start."""
     rng = np.random.default_rng([seed, 2])
 
     def draw() -> Turns:

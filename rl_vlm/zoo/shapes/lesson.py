@@ -51,7 +51,7 @@ def target_dialogue(rng: np.random.Generator) -> Dialogue:
 
 
 def drawer(seed: int) -> Draw:
-    """Draws conversations for one warm start."""
+    """A function that draws conversations for one warm start."""
     rng, geometry = np.random.default_rng([seed, 1]), GeometryDialogues(seed)
 
     def draw() -> Turns:

@@ -1,4 +1,4 @@
-"""What lessons of the tiny models consist of: conversations with the replies that the policy is taught."""
+"""The form of lessons: conversations, with the replies that a tiny model is taught."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Dialogue:
 
     @property
     def turns(self) -> Turns:
-        """As they are encoded."""
+        """The conversation as the encoder takes it."""
         return [
             (role, (text,) if number else (*self.images, text), reply)
             for number, (role, text, reply) in enumerate(self.exchanges)

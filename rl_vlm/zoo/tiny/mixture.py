@@ -1,4 +1,4 @@
-"""Lessons of the tiny model for mixtures: those of three tiny models mixed."""
+"""Lessons of the tiny model for mixtures of environments: those of three tiny models, mixed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CORPUS = (*scenes.CORPUS, *zoom.CORPUS)
 
 
 def drawer(seed: int) -> Draw:
-    """Draws conversations for one warm start."""
+    """A function that draws conversations for one warm start."""
     rng, numbers = Random(f"allrounder {seed}"), np.random.default_rng([seed, 8])
 
     def draw() -> Turns:

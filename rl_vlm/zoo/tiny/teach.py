@@ -1,7 +1,7 @@
 """The tiny models' warm start: supervised learning of form and perception, not of the task, in a minute.
 
-A lesson module (`zoo/*/lesson.py`) gives `drawer(seed)`, whose calls return random conversations with the right replies of the
-policy, and `CORPUS`, the texts whose words become single tokens.
+A lesson module (`zoo/*/lesson.py`) has `drawer(seed)`, which returns a function that draws random conversations with the replies to be
+learned, and `CORPUS`, the texts whose words become single tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The answer in a few words that ends a text: read strictly enough that hedging never pays, tolerantly enough for honest forms."""
+"""Reads the answer of a few words that ends a text: strictly enough that hedging never pays off, and tolerant of honest forms."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ShortAnswer:
     """value: the normalised answer, None where there is none. reason: why not; "" if there is one.
 
     Reasons: too_long, hidden, special, look_alike (see `plain_text`), empty, several (marked answers that differ), misplaced (text
-    behind the marked answer, or a thought that does not end), unmarked (many lines, none of which is marked as the answer).
+    follows the marked answer, or a thought does not end), unmarked (many lines, none of which is marked as the answer).
     """
 
     value: str | None

@@ -1,4 +1,4 @@
-"""Drawings for Zoom-v0: a red and white flag whose pattern a small view shows, or does not, among plain shapes.
+"""Drawings for Zoom-v0: a red and white flag among plain shapes; a small view may or may not show its pattern.
 
 A drawing is `zoom` times as wide and high as its overview. The cloth of a hard flag has fields of half a pixel of the overview:
 each pixel there is the mean of two red and two white fields, so the overviews of all patterns are equal in every byte. The

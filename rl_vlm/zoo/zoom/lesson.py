@@ -1,8 +1,8 @@
-"""Training dialogues of the tiny inspector's warm start: pictures with a flag, of which parts are shown enlarged.
+"""Lessons of the tiny model for Zoom-v0: pictures with a flag, and enlarged parts of them.
 
-Each turn is answered with what there is to see, rightly: the pattern where it can be read, the flag's corner where it is too small,
-nothing where there is no flag. Then comes a random call or a random answer: whether to call, for which part, and what to
-answer, is left to reinforcement learning.
+Each reply first describes the view rightly: the pattern if it can be read, the flag's corner if the flag is too small, nothing if there
+is no flag. A random call or a random answer follows: reinforcement learning has to find out when to call, for which part, and what to
+answer.
 """
 
 from __future__ import annotations
@@ -79,6 +79,6 @@ def random_action(rng: Random) -> tuple[str, str | None]:
 
 
 def drawer(seed: int) -> Draw:
-    """Draws conversations for one warm start."""
+    """A function that draws conversations for one warm start."""
     rng = Random(f"inspector {seed}")
     return lambda: draw_glances(rng)
