@@ -211,7 +211,7 @@ def configuration(folder: Path, options: Sequence[str]) -> RunConfig:
 @contextlib.contextmanager
 def served(folder: Path, run: RunConfig) -> Iterator[str]:
     """A Serve application; gives its run id."""
-    from rl_vlm.runs.cluster import ray_cluster
+    from rl_vlm.runs.ray_session import ray_cluster
     from rl_vlm.serving.publisher import PolicyService
 
     with tempfile.TemporaryDirectory() as scratch, ray_cluster(run):

@@ -29,8 +29,8 @@ from rl_vlm.models.loading import check_quantization, load_text_side, quiet_libr
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.trained import read_payload, trained_folder
-from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.runs.kv_memory import ANSWER_S, depends_on_gpu, kv_room
+from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.runs.served import run_for
 from rl_vlm.runs.signals import leave_on_signals
 from rl_vlm.serving.publisher import PolicyService, ServingError
@@ -40,7 +40,7 @@ from rl_vlm.types import UserInputError
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServeTarget:
     """What is served, and how; everything in it has been checked."""
 
     run: RunConfig
@@ -58,7 +58,7 @@ def plan(
     adapter: Path | None = None,
     host: str | None = None,
     port: int | None = None,
-) -> Plan:
+) -> ServeTarget:
     """Read arguments and environment. Raises UserInputError.
 
     `target` is a model (`tiny`, a folder, a hub name), a YAML configuration, or a run folder, which brings its adapter.
@@ -97,7 +97,7 @@ def plan(
             raise UserInputError(
                 "The adapter changes the vision tower, which vLLM would ignore: set serving.engine=transformers."
             )
-    return Plan(_for_serving(run), model, payload, adapter, name, token)
+    return ServeTarget(_for_serving(run), model, payload, adapter, name, token)
 
 
 def _machine_defaults() -> list[str]:
@@ -133,7 +133,7 @@ def keeps_base_model(run: RunConfig) -> bool:
     return run.model.train != "full" or run.serving.expected_engine != "vllm"
 
 
-def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
+def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> int:
     """Serve until SIGINT or SIGTERM, whose number is returned. Raises RLVLMError when the model cannot be served.
 
     For use inside `leaving_on_signals`: before the server runs a signal ends the command, and what has been started with it.
@@ -195,7 +195,7 @@ def _wait_for_adapter(registry: Any, run: RunConfig) -> None:
         )
 
 
-def banner(plan: Plan, port: int) -> str:
+def banner(plan: ServeTarget, port: int) -> str:
     """Where it listens, under which names, within which limits."""
     run, limits = plan.run, plan.run.http
     device = "GPU" if run.serving.gpus_per_replica else "CPU"
