@@ -117,8 +117,11 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def restore_labels(saved: Path, store: SessionFiles) -> None:
-    """Bring the sessions of a checkpoint into the run's store, where it lacks them (another folder) or has others: a Tune trial
-    that goes on from another's checkpoint. Those that it has in their place are moved aside."""
+    """Copy the sessions of a checkpoint into the run's store.
+
+    A run in another folder lacks them. A Tune trial that goes on from another trial's checkpoint has sessions of its own, which
+    are moved aside.
+    """
     if not saved.is_dir():
         return
     for session in sorted(saved.glob("session-*.parquet")):

@@ -41,8 +41,6 @@ class WeightPayload:
     FOLDER: ClassVar[str]
     TENSORS: ClassVar[str]
     CONFIG: ClassVar[str]
-    # Whether the registry keeps a copy on disk, which it reads when it is restarted.
-    KEPT_ON_DISK: ClassVar[bool] = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Out of band from pickle protocol 5 on: Ray then lets all processes of a node read the same bytes in place."""

@@ -226,13 +226,13 @@ class RunLifecycle(BaseRun):
         serves = self.config.serves
         import_meanwhile("torch", *(("transformers.modeling_utils", "peft") if serves else ()))
         from rl_vlm.runs.ray_session import ray_cluster
-        from rl_vlm.serving.publisher import serving_ahead
+        from rl_vlm.serving.service import serving_ahead
 
         self._announce(serves)
         with (
             ray_cluster(self.config),
             self._ray_metrics(),
-            serving_ahead(self.config, self.folder / "serving") if serves else nullcontext(),
+            serving_ahead(self.config, self.folder) if serves else nullcontext(),
         ):
             imports_done()
             config = self._rllib_config().from_run_config(self.config, self.folder)
