@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.config import SFTConfig, TrainConfig, save_config
-from rl_vlm.files import open_own, write_atomic
+from rl_vlm.files import clean_leftovers, open_own, write_atomic
 from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.monitoring.display import ProgressDisplay
@@ -84,6 +84,7 @@ class BaseRun(ABC):
     ) -> None:
         self.folder, self.display = folder, display
         self.config = config
+        clean_leftovers(folder)
         self.saved_at = -1  # iterations or steps that are in the newest checkpoint; -1 without one
         self._found = _contents(folder, ("config.yaml", "result.json")) if resume else {}
         save_config(config, folder / "config.yaml")
