@@ -25,7 +25,7 @@ from rl_vlm.learning.module import PolicyModel
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.serving.client import PolicyClient
 from rl_vlm.serving.registry import registry_name
 from rl_vlm.serving.service import PolicyService

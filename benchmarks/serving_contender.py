@@ -210,7 +210,7 @@ def configuration(folder: Path, options: Sequence[str]) -> RunConfig:
 @contextlib.contextmanager
 def served(folder: Path, run: RunConfig) -> Iterator[str]:
     """A Serve application; gives its run id."""
-    from rl_vlm.runs.cluster import ray_cluster
+    from rl_vlm.runs.ray_session import ray_cluster
     from rl_vlm.serving.service import PolicyService
 
     with ray_cluster(run):

@@ -27,7 +27,7 @@ from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.envs.parts import survey
 from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
 from rl_vlm.evaluation.outcomes import outcomes_of_groups
-from rl_vlm.evaluation.sight import Fault
+from rl_vlm.evaluation.sight_faults import Fault
 from rl_vlm.evaluation.summary import summarize
 from rl_vlm.learning.learner import UpdateBatch, UpdateResult, VLMLearner
 from rl_vlm.learning.plan import Shards

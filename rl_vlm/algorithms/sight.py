@@ -10,7 +10,7 @@ import numpy as np
 
 from rl_vlm.algorithms.learners import LearnerLostError
 from rl_vlm.evaluation.heldout import evaluation_tasks
-from rl_vlm.evaluation.sight import (
+from rl_vlm.evaluation.sight_faults import (
     EXACT,
     ROUNDED,
     Fault,

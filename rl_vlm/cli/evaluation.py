@@ -144,8 +144,10 @@ def rollout(
     out: Out = None,
 ) -> None:
     """Play episodes and print one JSON line for each, and a summary at the end."""
+    from rl_vlm.config import of_policy
+
     changes = {"model.path": model, "env.id": env, "model.min_pixels": min_pixels, "model.max_pixels": max_pixels}
-    run = _load(config, overrides, changes, needs=("model", "env"))
+    run = of_policy(_load(config, overrides, changes, needs=("model", "env")))
     _check_out(out)
     from rl_vlm.models.trained import find_trained
     from rl_vlm.runs import play

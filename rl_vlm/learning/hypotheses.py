@@ -36,7 +36,7 @@ def sight_logprobs(
 ) -> dict[str, list[np.ndarray]]:
     """Log-probabilities float32 [T] of the sampled tokens of each trajectory, "true", "blank" and by hypothesis.
 
-    The names are those of evaluation/sight.py; a hypothesis that changes nothing is left out. Raises UnfitImagesError.
+    The names are those of evaluation/sight_faults.py; a hypothesis that changes nothing is left out. Raises UnfitImagesError.
     """
     _check_tokens(trajectories, text)
     found = {"true": recompute(trajectories), "blank": recompute(_with_images(trajectories, blanked))}

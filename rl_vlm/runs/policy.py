@@ -17,7 +17,7 @@ from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.parts import make_part, survey, train_size
 from rl_vlm.envs.registry import portable_id
 from rl_vlm.envs.wire import check_plain
-from rl_vlm.evaluation.sight import Fault, SightError, raise_or_tell
+from rl_vlm.evaluation.sight_faults import Fault, SightError, raise_or_tell
 from rl_vlm.files import clean_leftovers
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.learning.strategies.needs import check_strategy
@@ -27,59 +27,63 @@ from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.rollout.curriculum import make_task_source
 from rl_vlm.rollout.stages import Stages
 from rl_vlm.runs.env_demand import check_places
-from rl_vlm.runs.hints import UnpaidStart, blind
 from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.runs.preflight import memory_needs
 from rl_vlm.runs.reward_names import check_reward_names
 from rl_vlm.runs.run_kind import RunKind
+from rl_vlm.runs.training_warnings import UnpaidStart, blind
 from rl_vlm.types import RLVLMError, Split, UserInputError
 
 if TYPE_CHECKING:
     from rl_vlm.algorithms.config import RunAlgorithmConfig
 
 
-def inspect_policy_run(run: PolicyConfig) -> dict[str, Any]:
+def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
     """Open one item of each split and encode it, and look up what learns from it."""
-    if run.model.train == "lora" and run.model.lora.target_modules == "none":
+    if config.model.train == "lora" and config.model.lora.target_modules == "none":
         raise UserInputError(
             "model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision; `rl-vlm eval` and `rl-vlm "
             "serve` take it."
         )
-    if run.model.dtype == "float16":
+    if config.model.dtype == "float16":
         raise UserInputError(f"{FLOAT16_UNTRAINABLE}.")
-    check_strategy(run.learner)
-    ESTIMATORS.get(run.algorithm.estimator)
-    if run.algorithm.loss not in BUILTIN_LOSSES:
+    check_strategy(config.learner)
+    ESTIMATORS.get(config.algorithm.estimator)
+    if config.algorithm.loss not in BUILTIN_LOSSES:
         from rl_vlm.learning.losses import LOSSES  # imports torch
 
-        LOSSES.get(run.algorithm.loss)
+        LOSSES.get(config.algorithm.loss)
     quiet_libraries()
-    folder = resolve_model(run.model.path)
-    text = load_text_side(folder, run.model.pixels)
-    found: dict[str, Any] = {"model": str(folder), "env": run.env.title} | check_initial_adapter(run.model)
+    folder = resolve_model(config.model.path)
+    text = load_text_side(folder, config.model.pixels)
+    found: dict[str, Any] = {"model": str(folder), "env": config.env.title} | check_initial_adapter(config.model)
     sizes: dict[str, int | None] = {}
-    for name, part in run.env.parts.items():
-        figures = _inspect_part(run, name, text)
+    for name, part in config.env.parts.items():
+        figures = _inspect_part(config, name, text)
         sizes[name] = train_size(part, figures["train_items"])
         found |= {f"{name}_{key}" if name else key: value for key, value in figures.items()}
-        for variant in run.evaluation.variants:
+        for variant in config.evaluation.variants:
             _open_changed(
-                run, name, f"evaluation.variants.{variant}", run.evaluation.split, run.variant_arguments(variant, name)
+                config,
+                name,
+                f"evaluation.variants.{variant}",
+                config.evaluation.split,
+                config.variant_arguments(variant, name),
             )
-    if run.curriculum.stages:
-        for where, name, arguments in Stages(run.curriculum, run.env).all_arguments():
-            _open_changed(run, name, where, "train", arguments, sizes[name])
-        found["stages"] = ", ".join(run.curriculum.names)
-    return found | memory_needs(run, folder)
+    if config.curriculum.stages:
+        for where, name, arguments in Stages(config.curriculum, config.env).all_arguments():
+            _open_changed(config, name, where, "train", arguments, sizes[name])
+        found["stages"] = ", ".join(config.curriculum.names)
+    return found | memory_needs(config, folder)
 
 
-def _inspect_part(run: PolicyConfig, name: str, text: TextSide) -> dict[str, Any]:
+def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, Any]:
     """Open one item of each split of an environment and encode it."""
-    env_id = run.env.parts[name].id
-    env = _make_part(run, name)
+    env_id = config.env.parts[name].id
+    env = _make_part(config, name)
     found: dict[str, Any] = {}
     try:
-        for split in ("train", run.evaluation.split):
+        for split in ("train", config.evaluation.split):
             validate = getattr(env, "validate", None)
             if callable(validate):
                 validate(split)
@@ -90,15 +94,15 @@ def _inspect_part(run: PolicyConfig, name: str, text: TextSide) -> dict[str, Any
             span = text.codec.encode_prompt(observation.messages)
             counts = [text.count_image_tokens(image.width, image.height) for image in span.images]
             length = len(expand_image_tokens(span.token_ids, text.codec.image_token_id, counts))
-            if length >= run.serving.max_context:
+            if length >= config.serving.max_context:
                 raise UserInputError(
                     f"The first {split} prompt has {length} tokens and serving.max_context is "
-                    f"{run.serving.max_context}: raise it, or shrink the images."
+                    f"{config.serving.max_context}: raise it, or shrink the images."
                 )
-            if split == run.evaluation.split:
-                check_places(run, name, size, getattr(env, "max_sessions", None))
+            if split == config.evaluation.split:
+                check_places(config, name, size, getattr(env, "max_sessions", None))
             if split == "train":
-                check_reward_names(list(run.env.parts[name].reward.weights), env, run.rollout.max_turns)
+                check_reward_names(list(config.env.parts[name].reward.weights), env, config.rollout.max_turns)
             found |= {f"{split}_items": size, f"{split}_prompt_tokens": length, f"{split}_image_tokens": sum(counts)}
     except UserInputError:
         raise
@@ -109,21 +113,21 @@ def _inspect_part(run: PolicyConfig, name: str, text: TextSide) -> dict[str, Any
     return found
 
 
-def _make_part(run: PolicyConfig, name: str, changes: Mapping[str, Any] | None = None) -> VisionEnv:
+def _make_part(config: PolicyConfig, name: str, changes: Mapping[str, Any] | None = None) -> VisionEnv:
     """As `make_part`. Raises UserInputError for what the child process that will make it could not be told."""
-    if run.env.isolation == "process":
-        part = run.env.parts[name]
+    if config.env.isolation == "process":
+        part = config.env.parts[name]
         portable_id(part.id)
         check_plain(part.id, part.make_kwargs(changes))
-    return make_part(run.env, name, changes)
+    return make_part(config.env, name, changes)
 
 
 def _open_changed(
-    run: PolicyConfig, name: str, where: str, split: Split, changes: Mapping[str, Any], items: int | None = None
+    config: PolicyConfig, name: str, where: str, split: Split, changes: Mapping[str, Any], items: int | None = None
 ) -> None:
     """Open an environment with the changed arguments that the key `where` names; it must have the `items` that are drawn from."""
     try:
-        env = _make_part(run, name, changes)
+        env = _make_part(config, name, changes)
         try:
             size = env.num_items(split)
             if items is not None and size is not None and size < items:
@@ -137,23 +141,25 @@ def _open_changed(
         raise UserInputError(f"{where}: {error}") from error
 
 
-def _check_tasks(run: PolicyConfig, checkpoint: Path) -> None:
+def _check_tasks(config: PolicyConfig, checkpoint: Path) -> None:
     """Raise UserInputError where the configuration's tasks are not the checkpoint's: a minute before the algorithm would."""
     tasks = json.loads((checkpoint / "state.json").read_text())["rollouts"]["tasks"]
-    make_task_source(run, survey(run.env, "train").sizes["train"]).restore(tasks["source"])
+    make_task_source(config, survey(config.env, "train").sizes["train"]).restore(tasks["source"])
 
 
 class PolicyRun(RunLifecycle):
     """A run that trains the served policy."""
 
-    def __init__(self, run: PolicyConfig, folder: Path, resume: bool) -> None:
+    config: PolicyConfig
+
+    def __init__(self, config: PolicyConfig, folder: Path, resume: bool) -> None:
         self.checkpoints = folder / "checkpoints"
         clean_leftovers(self.checkpoints)
         self.start_from = latest_checkpoint(self.checkpoints) if resume else None
         if self.start_from is not None:
-            _check_tasks(run, self.start_from)
+            _check_tasks(config, self.start_from)
         start = int(self.start_from.name.removeprefix("iteration-")) if self.start_from else 0
-        super().__init__(run, folder, start, resume, ProgressDisplay(run.algorithm.iterations, start))
+        super().__init__(config, folder, start, resume, ProgressDisplay(config.algorithm.iterations, start))
         self.evaluations: list[dict[str, Any]] = []
         self.saved_at = start if self.start_from else -1
         self.last_iteration = self.start_iteration = start
@@ -189,7 +195,7 @@ class PolicyRun(RunLifecycle):
                 if not self.recorder.has_evaluation(algorithm.updates):
                     self._evaluate()
                 with self._timed():
-                    while algorithm.updates < self.run.algorithm.iterations and not self.stop:
+                    while algorithm.updates < self.config.algorithm.iterations and not self.stop:
                         self._iterate()
         except (SamplingError, TooManyFailuresError, SightError):
             # The learners are there: a resume, with `sight.gate: warn` perhaps, need not repeat what these have learned.
@@ -199,12 +205,12 @@ class PolicyRun(RunLifecycle):
             raise
         self._checkpoint()
         self._save_trained(self.algorithm.checkpoint().adapter)
-        if self.run.learner.ema_decay is not None:
+        if self.config.learner.ema_decay is not None:
             self._save_trained(self.algorithm.averaged_adapter(), "-ema")
 
     def _check_sight(self) -> None:
         """Ask engine and learner about some images. Raises SightError, unless `sight.gate` says otherwise."""
-        if self.run.sight.gate == "off":
+        if self.config.sight.gate == "off":
             return
         self._tell_faults(self.algorithm.sight.gate())
         if self.algorithm.sight.needed:
@@ -214,11 +220,11 @@ class PolicyRun(RunLifecycle):
             )
 
     def _tell_faults(self, faults: Sequence[Fault]) -> None:
-        for sentence in raise_or_tell(faults, self.run.sight.gate):
+        for sentence in raise_or_tell(faults, self.config.sight.gate):
             self.display.message(sentence)
 
     def _iterate(self) -> None:
-        algorithm, run = self.algorithm, self.run
+        algorithm, config = self.algorithm, self.config
         algorithm.train()
         iteration, metrics = algorithm.updates, algorithm.last_metrics
         if iteration <= self.last_iteration:
@@ -231,7 +237,7 @@ class PolicyRun(RunLifecycle):
         self.recorder.log_iteration(iteration, metrics)
         self.recorder.log_spans(iteration, algorithm.last_spans)
         self.display.update(iteration, metrics)
-        if run.sight.gate != "off":
+        if config.sight.gate != "off":
             self._tell_faults(algorithm.sight_faults)
         if hint := self._unpaid_start.look(iteration, metrics):
             self.display.message(hint)
@@ -242,10 +248,10 @@ class PolicyRun(RunLifecycle):
             self.recorder.dump_trajectories(
                 iteration, [groups[k] for k in recorded], [advantages[k] for k in recorded], algorithm.decode
             )
-        if iteration % run.logging.checkpoint_every == 0:
+        if iteration % config.logging.checkpoint_every == 0:
             self._checkpoint()
-        last = iteration >= run.algorithm.iterations
-        if last or (run.evaluation.every and iteration % run.evaluation.every == 0):
+        last = iteration >= config.algorithm.iterations
+        if last or (config.evaluation.every and iteration % config.evaluation.every == 0):
             self._evaluate()
 
     def _forget_after(self, iteration: int) -> None:
@@ -264,20 +270,20 @@ class PolicyRun(RunLifecycle):
             self.display.message(hint)
 
     def _save(self, position: int) -> None:
-        keep = self.run.logging.keep_checkpoints
+        keep = self.config.logging.keep_checkpoints
         self.algorithm.remember_checkpoint(
             save_checkpoint(self.checkpoints, position, self.algorithm.checkpoint(), keep)
         )
 
     def _rllib_config(self) -> type[RunAlgorithmConfig]:
-        return _rllib_config(self.run)
+        return _rllib_config(self.config)
 
     def _position(self) -> int:
         return self.algorithm.updates if self.algorithm is not None else self.start_iteration
 
     def _outcome(self) -> dict[str, Any]:
         evaluations = self.recorder.evaluations() or self.evaluations
-        variant = next(iter(self.run.evaluation.variants))
+        variant = next(iter(self.config.evaluation.variants))
         accuracy = [e[f"accuracy/{variant}"] for e in evaluations if f"accuracy/{variant}" in e]
         counts = _counts(self.algorithm) if self.algorithm is not None else {}
         return {

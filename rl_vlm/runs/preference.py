@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rl_vlm.algorithms.config import RunAlgorithmConfig
 
 
-def inspect_preference_run(run: PreferenceConfig) -> dict[str, Any]:
+def inspect_preference_run(config: PreferenceConfig) -> dict[str, Any]:
     """Step the control environment once, look at its picture, and find the labeller. Raises UserInputError."""
     from rl_vlm.labelling.build import prompts_of
     from rl_vlm.labelling.store import label_cache
@@ -38,14 +38,14 @@ def inspect_preference_run(run: PreferenceConfig) -> dict[str, Any]:
     from rl_vlm.preference.feedback.cached_labels import check_cache
     from rl_vlm.preference.schedule import check_segments
 
-    settings = run.preference
-    env = make_run_env(run)
+    settings = config.preference
+    env = make_run_env(config)
     try:
         check_segments(settings, env.horizon)
         env.reset(seed=0)
         env.step(env.action_space.sample())
         found: dict[str, Any] = {
-            "env": run.env.id,
+            "env": config.env.id,
             "observation_size": env.observation_space.shape[0],
             "action_size": env.action_space.shape[0],
             "horizon": env.horizon,
@@ -61,25 +61,27 @@ def inspect_preference_run(run: PreferenceConfig) -> dict[str, Any]:
             check_cache(cache, settings, (found["observation_size"], found["action_size"]))
         found["labels"] = settings.labels.source
     if settings.learns_reward and settings.labels.source in ("vlm", "endpoint", "generate", "clip", "itm"):
-        found["goal"] = prompts_of(settings.labels, run.env.id).goal
+        found["goal"] = prompts_of(settings.labels, config.env.id).goal
     if settings.asks_served_model:
-        folder = resolve_model(run.model.path)
-        found |= {"model": str(folder)} | memory_needs(run, folder)
+        folder = resolve_model(config.model.path)
+        found |= {"model": str(folder)} | memory_needs(config, folder)
     return found
 
 
 class PreferenceRun(RunLifecycle):
     """A preference run. `iteration` of the recorded files counts environment steps."""
 
+    config: PreferenceConfig
+
     _unit = "step"
 
-    def __init__(self, run: PreferenceConfig, folder: Path, resume: bool) -> None:
-        self.settings = run.preference
-        self.checkpoints = CheckpointFolders(folder, run.name, run.logging.keep_checkpoints)
+    def __init__(self, config: PreferenceConfig, folder: Path, resume: bool) -> None:
+        self.settings = config.preference
+        self.checkpoints = CheckpointFolders(folder, config.name, config.logging.keep_checkpoints)
         self.start_from = self.checkpoints.latest() if resume else None
         state = read_state(self.start_from) if self.start_from else None
         start = int(state["step"]) if state else 0
-        super().__init__(run, folder, start, resume, PreferenceDisplay(self.settings.total_steps, start))
+        super().__init__(config, folder, start, resume, PreferenceDisplay(self.settings.total_steps, start))
         keep_until = start if state else -1
         self.train_csv = StepCsv(folder / "train.csv", TRAIN_COLUMNS, keep_until)
         self.eval_csv = StepCsv(folder / "eval.csv", EVAL_COLUMNS, keep_until)
@@ -106,7 +108,7 @@ class PreferenceRun(RunLifecycle):
 
     def _iterate(self) -> None:
         algorithm, settings = self.algorithm, self.settings
-        every, evaluations = self.run.logging.checkpoint_every, settings.evaluation.every
+        every, evaluations = self.config.logging.checkpoint_every, settings.evaluation.every
         if self._evaluation_is_missing():
             self._evaluate()
         while algorithm.env_steps < settings.total_steps and not self.stop:
@@ -204,7 +206,7 @@ class PreferenceRun(RunLifecycle):
         self.checkpoints.save(position, lambda folder: self.algorithm.save_checkpoint(str(folder)))
 
     def _rllib_config(self) -> type[RunAlgorithmConfig]:
-        return _rllib_config(self.run)
+        return _rllib_config(self.config)
 
     def _position(self) -> int:
         return self.algorithm.env_steps if self.algorithm is not None else -1

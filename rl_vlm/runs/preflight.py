@@ -17,18 +17,18 @@ from rl_vlm.types import UserInputError
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def memory_needs(run: TrainConfig, folder: Path) -> dict[str, Any]:
+def memory_needs(config: TrainConfig, folder: Path) -> dict[str, Any]:
     """What the model weighs in the run's precision, and the GPU memory that the recipe states."""
-    found = weights_size(count_parameters(folder), run.model.dtype)
-    if run.needed_gpus:
+    found = weights_size(count_parameters(folder), config.model.dtype)
+    if config.needed_gpus:
         import torch
 
         here = torch.cuda.device_count()
-        found["gpus"] = f"{run.needed_gpus:g} needed, {here} here"
-        if run.model.gpu_memory_gib:
-            found["gpu_memory_gib"] = f"{run.model.gpu_memory_gib:g} needed per GPU"
-    object_store_mib(run)  # raises where it is too small
-    return found | short_form(make_plan(run, folder=folder))
+        found["gpus"] = f"{config.needed_gpus:g} needed, {here} here"
+        if config.model.gpu_memory_gib:
+            found["gpu_memory_gib"] = f"{config.model.gpu_memory_gib:g} needed per GPU"
+    object_store_mib(config)  # raises where it is too small
+    return found | short_form(make_plan(config, folder=folder))
 
 
 def weights_size(parameters: int, dtype: DType) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from rl_vlm.models.loading import check_quantization, load_text_side, quiet_libr
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.trained import read_payload, trained_folder
-from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.runs.served import run_for
 from rl_vlm.runs.signals import leave_on_signals
 from rl_vlm.serving.deploy import initial_replicas

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rl_vlm.algorithms.base import RunAlgorithm
 from rl_vlm.config import TrainConfig
 from rl_vlm.config.sweep import SweepConfig, changed
-from rl_vlm.runs.cluster import available_cpus
+from rl_vlm.runs.ray_session import available_cpus
 from rl_vlm.types import UserInputError
 
 SLOT = "rl_vlm_trial"  # of a private cluster: a place for a trial with its replicas

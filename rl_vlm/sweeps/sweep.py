@@ -16,9 +16,9 @@ import yaml
 from rl_vlm.config import TrainConfig, load_config, save_config
 from rl_vlm.config.sweep import SweepConfig, Values, changed
 from rl_vlm.files import write_atomic
-from rl_vlm.runs.cluster import prepare_environment, quiet_ray, ray_cluster, starts_own_cluster
 from rl_vlm.runs.kinds import inspect_run, kind_of
 from rl_vlm.runs.lifecycle import InterruptedRun, StopRequest
+from rl_vlm.runs.ray_session import prepare_environment, quiet_ray, ray_cluster, starts_own_cluster
 from rl_vlm.runs.remote_folder import is_remote
 from rl_vlm.runs.run_folder import check_is_kept, held
 from rl_vlm.serving.service import kept_up

@@ -17,7 +17,7 @@ from rl_vlm.learning.learner import UpdateBatch, UpdateResult
 from rl_vlm.learning.plan import plan_update
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.types import Message, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 from rl_vlm.zoo.shapes.environment import shapes_item
 

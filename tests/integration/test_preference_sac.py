@@ -20,7 +20,7 @@ from rl_vlm.config import RunConfig
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
 from rl_vlm.labelling.store import LabelStore
 from rl_vlm.preference.collection.collector import evaluation_seeds
-from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.types import UserInputError
 
 # While acting at random, while exploring, after the first session, after relabelling with an overwritten ring, at the end.

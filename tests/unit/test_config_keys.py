@@ -235,7 +235,7 @@ def test_a_saved_configuration_of_supervised_fine_tuning_is_read_again(tmp_path:
 
 def test_a_key_whose_reader_is_gone_is_found() -> None:
     """Also one whose name other sections have."""
-    edits = {"run.rollout.timeout_s": "60.0", "run.resources.dashboard": "False"}
+    edits = {"run.rollout.timeout_s": "60.0", "config.resources.dashboard": "False"}
     texts = dict(sources())
     for path in texts:
         for read, constant in edits.items():

@@ -12,7 +12,7 @@ import pytest
 from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import parse_config
 from rl_vlm.envs.parts import survey
-from rl_vlm.evaluation.sight import Fault, SightError
+from rl_vlm.evaluation.sight_faults import Fault, SightError
 from rl_vlm.rollout.curriculum import make_task_source
 from rl_vlm.rollout.retry import TooManyFailuresError
 from rl_vlm.rollout.sampler import SamplingError
@@ -56,7 +56,7 @@ def test_an_iteration_that_shows_a_fault_is_recorded_before_the_run_ends() -> No
     """Its update is in the checkpoint, so a resume goes on behind its row."""
     recorded: list[int] = []
     run = PolicyRun.__new__(PolicyRun)
-    run.run, run.last_iteration = parse_config({}), 4
+    run.config, run.last_iteration = parse_config({}), 4
     run.algorithm = SimpleNamespace(
         train=lambda: None,
         updates=5,

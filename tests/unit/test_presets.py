@@ -214,7 +214,9 @@ def test_a_dry_run_and_a_start_tell_what_has_no_effect(tiny_folder: Path) -> Non
     result = CliRunner().invoke(app, ["train", str(QUICKSTART), *overrides, "--dry-run"])
     assert result.exit_code == 0 and sentence in result.output
     said: list[str] = []
-    start: Any = SimpleNamespace(run=load_config(QUICKSTART, overrides), display=SimpleNamespace(message=said.append))
+    start: Any = SimpleNamespace(
+        config=load_config(QUICKSTART, overrides), display=SimpleNamespace(message=said.append)
+    )
     RunLifecycle._announce(start, serves=True)
     assert said[0] == sentence and said[-1].startswith("Starting Ray")
 

