@@ -25,8 +25,10 @@ from rl_vlm.algorithms.sight import SightProbe
 from rl_vlm.config import AlgorithmSection, PolicyConfig
 from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.envs.parts import survey
-from rl_vlm.evaluation.heldout import evaluation_tasks, summarize, viewed_tasks
+from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
+from rl_vlm.evaluation.outcomes import outcomes_of_groups
 from rl_vlm.evaluation.sight import Fault
+from rl_vlm.evaluation.summary import summarize
 from rl_vlm.learning.learner import UpdateBatch, UpdateResult, VLMLearner
 from rl_vlm.learning.plan import Shards
 from rl_vlm.learning.returns import Rescaling
@@ -47,7 +49,7 @@ from rl_vlm.rollout.runners import EnvRunners
 from rl_vlm.rollout.task_stream import TaskStream
 from rl_vlm.seeding import derive_seed
 from rl_vlm.serving.policy_key import OWN
-from rl_vlm.serving.publisher import Service, start_service
+from rl_vlm.serving.service import PolicyService, start_service
 from rl_vlm.types import RLVLMError, TrajectoryGroup
 
 
@@ -75,7 +77,7 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
         self.learners(learner_class=VLMLearner)
         self.training(lr=run.learner.lr)
 
-    def prepare(self, service: Service) -> None:
+    def prepare(self, service: PolicyService) -> None:
         """Set the served policy's run id, key and model, which are known once it is started."""
         self.run_id, self.policy_key, self.served_model = service.run_id, service.key, service.model
         self._apply_run_config()
@@ -99,7 +101,7 @@ class PolicyAlgorithm(RunAlgorithm):
     def start_services(self, config: PolicyAlgorithmConfig) -> None:
         """Start the served policy."""
         load_plugins(self.run.plugins)
-        self._service: Service | None = start_service(self.run, self.folder / "serving")
+        self._service: PolicyService | None = start_service(self.run, self.folder)
         config.prepare(self._service)
         if shares_gpu(self.run):
             # vLLM refuses a GPU on which less is free than it was promised.
@@ -113,7 +115,7 @@ class PolicyAlgorithm(RunAlgorithm):
             service.stop()
 
     @property
-    def service(self) -> Service:
+    def service(self) -> PolicyService:
         """The served policy."""
         assert self._service is not None
         return self._service
@@ -125,7 +127,7 @@ class PolicyAlgorithm(RunAlgorithm):
         self.test_sizes, self._env_metrics = found.sizes[run.evaluation.split], found.metrics
         stream = TaskStream(make_task_source(run, found.sizes["train"]), run)
         self.rollouts = make_rollouts(EnvRunners(self.env_runner_group), stream, run)
-        self.rollouts.stop_requested = self._asked_while_waiting
+        self.rollouts.stop_requested = lambda: self.stop_requested()  # which is set later
         self.rng = np.random.default_rng(derive_seed(run.seed, 1))
         self.version = 0
         self.last_groups: list[TrajectoryGroup] = []
@@ -142,11 +144,6 @@ class PolicyAlgorithm(RunAlgorithm):
         self._first_version = self.version
         self.sight = SightProbe(self)
         self.sight_faults: list[Fault] = []  # of the last iteration
-
-    def _asked_while_waiting(self) -> bool:
-        """Whether to stop waiting for rollouts; asked several times a second meanwhile."""
-        self.service.offer_again()
-        return self.stop_requested()
 
     @abstractmethod
     def learn_from(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
@@ -193,7 +190,7 @@ class PolicyAlgorithm(RunAlgorithm):
             return
         version = self.version
         with self.timed("rest"):
-            self.service.rest()
+            self.service.sleep()
         try:
             yield
         finally:
@@ -301,7 +298,7 @@ class PolicyAlgorithm(RunAlgorithm):
             groups, result = self.rollouts.evaluate(tasks, self.run.evaluation.timeout_s)
         self._count_env_runners()
         return {
-            **summarize(self.run, tasks, groups, self._env_metrics),
+            **summarize(self.run, tasks, outcomes_of_groups(self.run, tasks, groups), self._env_metrics),
             "lost": len(result.lost),
             "policy_version": self.version,
             "seconds": time.perf_counter() - started,

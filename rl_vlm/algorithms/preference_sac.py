@@ -26,6 +26,7 @@ from rl_vlm.algorithms import preference_checkpoint as checkpoints
 from rl_vlm.algorithms.base import RunAlgorithm
 from rl_vlm.algorithms.config import RunAlgorithmConfig
 from rl_vlm.config import PreferenceConfig
+from rl_vlm.files import link_tree
 from rl_vlm.learning.device import driver_device
 from rl_vlm.plugins import load_plugins
 from rl_vlm.preference.agent_reward import AgentReward
@@ -356,7 +357,7 @@ class PreferenceSAC(RunAlgorithm):
         save_arrays(self.replay.state(), folder / checkpoints.REPLAY)
         if self.feedback is not None:
             self.feedback.trainer.save(folder / checkpoints.REWARD_MODEL)
-            checkpoints.link_tree(self.feedback.store.folder, folder / checkpoints.LABELS)
+            link_tree(self.feedback.store.folder, folder / checkpoints.LABELS)
         checkpoints.write_state(
             folder,
             {

@@ -18,7 +18,7 @@ from rl_vlm.preference.reward_model.training import RewardTrainer
 from rl_vlm.seeding import derive_seed
 
 if TYPE_CHECKING:
-    from rl_vlm.serving.publisher import Service
+    from rl_vlm.serving.service import PolicyService
 
 
 class LabellerService:
@@ -26,11 +26,11 @@ class LabellerService:
 
     def __init__(self, run: PreferenceConfig, folder: Path) -> None:
         self._run = run
-        self._service: Service | None = None
+        self._service: PolicyService | None = None
         if run.preference.asks_served_model:
-            from rl_vlm.serving.publisher import start_service
+            from rl_vlm.serving.service import start_service
 
-            self._service = start_service(run, folder / "serving")
+            self._service = start_service(run, folder)
 
     def client_and_text(self) -> tuple[Any, Any]:
         """A client of the served model and its text side, once it is ready; (None, None) where nothing is served."""
