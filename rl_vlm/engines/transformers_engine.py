@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats, check_version
-from rl_vlm.engines.calls import Call, end_call, resolve
+from rl_vlm.engines.calls import EngineCall, end_call, resolve
 from rl_vlm.engines.decoder import Decoder
-from rl_vlm.engines.rows import Job
+from rl_vlm.engines.rows import PreparedRequest
 from rl_vlm.engines.streams import TokenStream, notify
 from rl_vlm.engines.weights import Formed, FullWeights, MergedWeights, UnmergedWeights, Version, Weights
 from rl_vlm.models.backbone import CACHE_BYTES, Backbone
@@ -126,10 +126,10 @@ class TransformersEngine:
             None  # the version whose vision tower cached features are of; None: the base model's
         )
         self._loading = False
-        self._open: set[Call] = set()  # calls that are not answered yet
+        self._open: set[EngineCall] = set()  # calls that are not answered yet
         self._upcoming: deque[EncodedImage] = deque(maxlen=_MAX_UPCOMING_IMAGES)  # of later requests
-        self._waiting: defaultdict[str, deque[Call]] = defaultdict(deque)  # policy -> calls not admitted entirely
-        self._owners: dict[int, tuple[Call, int]] = {}  # id(job) -> its call and place in it
+        self._waiting: defaultdict[str, deque[EngineCall]] = defaultdict(deque)  # policy -> calls not admitted entirely
+        self._owners: dict[int, tuple[EngineCall, int]] = {}  # id(PreparedRequest) -> its call and place in it
         self._streams: set[TokenStream] = set()  # of running calls
         self._requests = self._swaps = 0
         self._last_swap_s = 0.0
@@ -190,9 +190,9 @@ class TransformersEngine:
                 self._upcoming.extend(images)
                 self._wake.notify()
 
-    def _enqueue(self, requests: Sequence[GenerationRequest], stream: TokenStream | None = None) -> Call:
+    def _enqueue(self, requests: Sequence[GenerationRequest], stream: TokenStream | None = None) -> EngineCall:
         loop = asyncio.get_running_loop()
-        call = Call(list(requests), loop.create_future(), loop, stream=stream)
+        call = EngineCall(list(requests), loop.create_future(), loop, stream=stream)
         with self._wake:
             if self._closed:
                 raise EngineError("The engine is closed.")
@@ -207,7 +207,7 @@ class TransformersEngine:
         """Samples that are running."""
         return sum(batch.decoder.num_rows for batch in self._batches)
 
-    def _waiting_calls(self) -> Iterator[Call]:
+    def _waiting_calls(self) -> Iterator[EngineCall]:
         return (call for calls in self._waiting.values() for call in calls)
 
     def stats(self) -> EngineStats:
@@ -290,15 +290,15 @@ class TransformersEngine:
             self._wake.notify()
         await asyncio.to_thread(self._thread.join, 30.0)
 
-    def _drop(self, call: Call) -> None:
+    def _drop(self, call: EngineCall) -> None:
         """Stop working on a call; its rows are freed at the next step."""
         with self._wake:
             call.over = True
             self._open.discard(call)
             if call in (calls := self._waiting[call.policy]):
                 calls.remove(call)
-            for job in call.jobs:
-                job.cancelled = True
+            for item in call.prepared:
+                item.cancelled = True
             if call.stream is not None:
                 self._streams.discard(call.stream)
 
@@ -395,8 +395,8 @@ class TransformersEngine:
 
     def _admit(self) -> None:
         """Start waiting requests, in the order of their policy's calls, while their policy has room."""
-        admitted: dict[RunningBatch, list[tuple[Call, int, GenerationRequest]]] = defaultdict(list)
-        refused: list[tuple[Call, EngineError]] = []
+        admitted: dict[RunningBatch, list[tuple[EngineCall, int, GenerationRequest]]] = defaultdict(list)
+        refused: list[tuple[EngineCall, EngineError]] = []
         with self._wake:
             for policy, calls in self._waiting.items():
                 rows = sum(batch.decoder.num_rows for batch in self._batches if batch.policy == policy)
@@ -434,31 +434,33 @@ class TransformersEngine:
         self._batches.append(RunningBatch(policy, version, self._decoder.sibling()))
         return self._batches[-1]
 
-    def _start(self, batch: Sequence[tuple[Call, int, GenerationRequest]], decoder: Decoder, version: int) -> None:
+    def _start(
+        self, batch: Sequence[tuple[EngineCall, int, GenerationRequest]], decoder: Decoder, version: int
+    ) -> None:
         """Prefill requests, with their calls and places in these, whose `version` is in place."""
         prepared = decoder.prepare([request for _, _, request in batch])
-        for (call, _, _), job in zip(batch, prepared, strict=True):
-            if isinstance(job, EngineError):
-                self._refuse(call, job)
-        live: list[Job] = []
+        for (call, _, _), item in zip(batch, prepared, strict=True):
+            if isinstance(item, EngineError):
+                self._refuse(call, item)
+        live: list[PreparedRequest] = []
         with self._wake:  # a call may be cancelled while its images are encoded
-            for (call, place, _), job in zip(batch, prepared, strict=True):
-                if isinstance(job, Job) and not call.over:
-                    call.jobs.append(job)
-                    job.version = version
+            for (call, place, _), item in zip(batch, prepared, strict=True):
+                if isinstance(item, PreparedRequest) and not call.over:
+                    call.prepared.append(item)
+                    item.version = version
                     if call.stream is not None:
                         call.stream.policy_version = version
-                        job.stream = call.stream
+                        item.stream = call.stream
                         self._streams.add(call.stream)
-                    self._owners[id(job)] = (call, place)
-                    live.append(job)
+                    self._owners[id(item)] = (call, place)
+                    live.append(item)
         if live:
             self._finish(decoder.admit(live))
 
-    def _finish(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            call, place = self._owners.pop(id(job))
-            call.answers[place] = self._decoder.completion(job)
+    def _finish(self, prepared: Sequence[PreparedRequest]) -> None:
+        for item in prepared:
+            call, place = self._owners.pop(id(item))
+            call.answers[place] = self._decoder.completion(item)
             if len(call.answers) == len(call.requests):
                 with self._wake:
                     self._open.discard(call)
@@ -466,7 +468,7 @@ class TransformersEngine:
                     continue  # the stream has delivered the tokens
                 resolve(call.loop, call.future, [call.answers[k] for k in range(len(call.requests))])
 
-    def _refuse(self, call: Call, error: Exception) -> None:
+    def _refuse(self, call: EngineCall, error: Exception) -> None:
         self._drop(call)
         end_call(call, error)
 

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rl_vlm.chat import ChatCodec
-from rl_vlm.engines.alternatives import TopLogprobs
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.http.schema import AssistantMessage, ChatChunk, ChatCompletion, Choice, ChunkChoice, FinishReason, Usage
 from rl_vlm.http.text import ReplyText
-from rl_vlm.types import Completion, Sample, SampleChunk, SamplingParams, StopReason
+from rl_vlm.types import Completion, Sample, SampleChunk, SamplingParams, StopReason, TopLogprobs
 
 _NO_CHOICES = '"choices":[]'  # inside a JSON string its quotes would be escaped
 _NO_LOGPROBS = '"logprobs":null'
