@@ -198,16 +198,16 @@ class RunLifecycle(BaseRun):
         serves = self.run.serves
         import_meanwhile("torch", *(("transformers.modeling_utils", "peft") if serves else ()))
         from rl_vlm.runs.cluster import ray_cluster
-        from rl_vlm.serving.service import serving_ahead
+        from rl_vlm.serving.service import started_service
 
         self._announce(serves)
         with (
             ray_cluster(self.run),
             self._ray_metrics(),
-            serving_ahead(self.run, self.folder) if serves else nullcontext(),
+            started_service(self.run) if serves else nullcontext() as service,
         ):
             imports_done()
-            config = self._rllib_config().from_run_config(self.run, self.folder)
+            config = self._rllib_config().from_run_config(self.run, self.folder, service)
             with self._algorithm(config):
                 self._train()
 
