@@ -25,8 +25,10 @@ from rl_vlm.algorithms.sight import SightProbe
 from rl_vlm.config import AlgorithmSection, PolicyConfig
 from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.envs.parts import survey
-from rl_vlm.evaluation.heldout import evaluation_tasks, summarize, viewed_tasks
+from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
+from rl_vlm.evaluation.outcomes import outcomes_of_groups
 from rl_vlm.evaluation.sight import Fault
+from rl_vlm.evaluation.summary import summarize
 from rl_vlm.learning.learner import UpdateBatch, UpdateResult, VLMLearner
 from rl_vlm.learning.plan import Shards
 from rl_vlm.learning.returns import Rescaling
@@ -296,7 +298,7 @@ class PolicyAlgorithm(RunAlgorithm):
             groups, result = self.rollouts.evaluate(tasks, self.run.evaluation.timeout_s)
         self._count_env_runners()
         return {
-            **summarize(self.run, tasks, groups, self._env_metrics),
+            **summarize(self.run, tasks, outcomes_of_groups(self.run, tasks, groups), self._env_metrics),
             "lost": len(result.lost),
             "policy_version": self.version,
             "seconds": time.perf_counter() - started,

@@ -19,12 +19,12 @@ from core_support import adapted_policy, conversation, picture, run_config, text
 from rl_vlm.algorithms import checkpoint as module
 from rl_vlm.algorithms.checkpoint import (
     Checkpoint,
-    clean_leftovers,
     latest_checkpoint,
     list_checkpoints,
     read_checkpoint,
     save_checkpoint,
 )
+from rl_vlm.files import clean_leftovers
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.learner import VLMLearner, make_optimizer, make_updater, optimizer_step
 from rl_vlm.learning.module import PolicyModel

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rl_vlm.config import PreferenceConfig
-from rl_vlm.labelling.store import LabelReplay, label_cache
+from rl_vlm.labelling.store import LabelStore, label_cache
 from rl_vlm.labelling.types import Scorer
 from rl_vlm.learning.device import driver_device
 from rl_vlm.preference.feedback.cached_labels import check_cache
@@ -90,4 +90,4 @@ def build_feedback(
         trainer.load(Path(settings.reward_model.load))
     if settings.reward == "learn_from_score":
         return ScoreFeedback(settings, trainer, cast(Scorer, labeller), folder)
-    return PairFeedback(settings, trainer, labeller, folder, LabelReplay(cache) if cache is not None else None)
+    return PairFeedback(settings, trainer, labeller, folder, LabelStore(cache) if cache is not None else None)
