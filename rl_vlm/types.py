@@ -23,6 +23,9 @@ from rl_vlm.safe_text import safe
 from rl_vlm.tracing import Span
 
 # The policy of a run that has its own replicas. Runs that share replicas have a name each.
+TopLogprobs = tuple[
+    tuple[int, float], ...
+]  # (token id, log-probability) of the most likely tokens of a place, best first
 POLICY = "policy"
 # How many alternatives per position a request may ask for (the limit of OpenAI's interface).
 MAX_TOP_LOGPROBS = 20
@@ -265,7 +268,7 @@ class Sample:
     token_ids: np.ndarray
     logprobs: np.ndarray
     stop_reason: StopReason
-    top_logprobs: Sequence[tuple[tuple[int, float], ...]] = ()
+    top_logprobs: Sequence[TopLogprobs] = ()
     pieces: tuple[tuple[int, int], ...] = ()
 
 
@@ -281,7 +284,7 @@ class SampleChunk:
     logprobs: np.ndarray
     policy_version: int
     stop_reason: StopReason | None = None
-    top_logprobs: Sequence[tuple[tuple[int, float], ...]] = ()
+    top_logprobs: Sequence[TopLogprobs] = ()
     replica_id: str = ""
 
 

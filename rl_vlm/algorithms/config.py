@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
@@ -12,6 +12,9 @@ from rl_vlm.config import CommonConfig, TrainConfig, apply_overrides
 from rl_vlm.config.loading import validated
 from rl_vlm.config.resources import claim
 from rl_vlm.models.memory.cards import driver_gpu
+
+if TYPE_CHECKING:
+    from rl_vlm.serving.service import PolicyService
 
 
 class RunAlgorithmConfig(AlgorithmConfig):
@@ -23,14 +26,18 @@ class RunAlgorithmConfig(AlgorithmConfig):
         super().__init__(algo_class=algo_class)
         self.run_config = run_config
         self.scratch_folder: Path | None = None
+        self.service: PolicyService | None = None  # started before the algorithm
         self._apply_run_config()
 
     @classmethod
-    def from_run_config(cls, run: TrainConfig, scratch_folder: Path | None = None) -> Self:
-        """The RLlib configuration of a run. `scratch_folder` keeps what the run needs on disk."""
+    def from_run_config(
+        cls, run: TrainConfig, scratch_folder: Path | None = None, service: PolicyService | None = None
+    ) -> Self:
+        """The RLlib configuration of a run. `scratch_folder` keeps what the run needs on disk; `service` is the run's, if it has been
+        started already."""
         config = cls()  # type: ignore[call-arg]  # the algorithms' configurations know their class
         config.run_config = run
-        config.scratch_folder = scratch_folder
+        config.scratch_folder, config.service = scratch_folder, service
         config._apply_run_config()
         return config
 

@@ -101,7 +101,7 @@ class PolicyAlgorithm(RunAlgorithm):
     def start_services(self, config: PolicyAlgorithmConfig) -> None:
         """Start the served policy."""
         load_plugins(self.run.plugins)
-        self._service: PolicyService | None = start_service(self.run, self.folder)
+        self._service: PolicyService | None = config.service or start_service(self.run)
         config.prepare(self._service)
         if shares_gpu(self.run):
             # vLLM refuses a GPU on which less is free than it was promised.

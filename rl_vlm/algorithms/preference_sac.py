@@ -112,7 +112,7 @@ class PreferenceSAC(RunAlgorithm):
         """Start what the labeller needs."""
         load_plugins(self.run.plugins)
         config.prepare()
-        self._labeller_service = LabellerService(self.run, self.folder)
+        self._labeller_service = LabellerService(self.run, config.service)
 
     def stop_services(self) -> None:
         """Stop the labeller and what it needs. A second call does nothing."""

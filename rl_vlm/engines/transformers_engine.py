@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats, RequestTooLargeError, check_version
-from rl_vlm.engines.calls import Call, end_call, resolve
+from rl_vlm.engines.calls import EngineCall, end_call, resolve
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.kv_cache import reserved_tokens, whole_blocks
-from rl_vlm.engines.rows import Job
+from rl_vlm.engines.rows import PreparedRequest
 from rl_vlm.engines.streams import TokenStream, notify
 from rl_vlm.engines.weights import Formed, FullWeights, MergedWeights, UnmergedWeights, Version, Weights
 from rl_vlm.models.backbone import CACHE_BYTES, Backbone
@@ -130,10 +130,10 @@ class TransformersEngine:
         )
         self._short_of_memory: str | None = None  # the policy whose next request found none
         self._loading = False
-        self._open: set[Call] = set()  # calls that are not answered yet
+        self._open: set[EngineCall] = set()  # calls that are not answered yet
         self._upcoming: deque[EncodedImage] = deque(maxlen=_MAX_UPCOMING_IMAGES)  # of later requests
-        self._waiting: defaultdict[str, deque[Call]] = defaultdict(deque)  # policy -> calls not admitted entirely
-        self._owners: dict[int, tuple[Call, int]] = {}  # id(job) -> its call and place in it
+        self._waiting: defaultdict[str, deque[EngineCall]] = defaultdict(deque)  # policy -> calls not admitted entirely
+        self._owners: dict[int, tuple[EngineCall, int]] = {}  # id(PreparedRequest) -> its call and place in it
         self._streams: set[TokenStream] = set()  # of running calls
         self._requests = self._swaps = 0
         self._last_swap_s = 0.0
@@ -194,11 +194,11 @@ class TransformersEngine:
                 self._upcoming.extend(images)
                 self._wake.notify()
 
-    def _enqueue(self, requests: Sequence[GenerationRequest], stream: TokenStream | None = None) -> Call:
+    def _enqueue(self, requests: Sequence[GenerationRequest], stream: TokenStream | None = None) -> EngineCall:
         for request in requests:
             self._check_size(request)
         loop = asyncio.get_running_loop()
-        call = Call(list(requests), loop.create_future(), loop, stream=stream)
+        call = EngineCall(list(requests), loop.create_future(), loop, stream=stream)
         with self._wake:
             if self._closed:
                 raise EngineError("The engine is closed.")
@@ -221,7 +221,7 @@ class TransformersEngine:
         """Samples that are running."""
         return sum(batch.decoder.num_rows for batch in self._batches)
 
-    def _waiting_calls(self) -> Iterator[Call]:
+    def _waiting_calls(self) -> Iterator[EngineCall]:
         return (call for calls in self._waiting.values() for call in calls)
 
     def stats(self) -> EngineStats:
@@ -304,15 +304,15 @@ class TransformersEngine:
             self._wake.notify()
         await asyncio.to_thread(self._thread.join, 30.0)
 
-    def _drop(self, call: Call) -> None:
+    def _drop(self, call: EngineCall) -> None:
         """Stop working on a call; its rows are freed at the next step."""
         with self._wake:
             call.over = True
             self._open.discard(call)
             if call in (calls := self._waiting[call.policy]):
                 calls.remove(call)
-            for job in call.jobs:
-                job.cancelled = True
+            for item in call.prepared:
+                item.cancelled = True
             if call.stream is not None:
                 self._streams.discard(call.stream)
 
@@ -412,8 +412,8 @@ class TransformersEngine:
 
         The policy that has found no memory comes first the next time, and no other passes it, so that large requests get in.
         """
-        admitted: dict[RunningBatch, list[tuple[Call, int, GenerationRequest]]] = defaultdict(list)
-        refused: list[tuple[Call, EngineError]] = []
+        admitted: dict[RunningBatch, list[tuple[EngineCall, int, GenerationRequest]]] = defaultdict(list)
+        refused: list[tuple[EngineCall, EngineError]] = []
         with self._wake:
             short_of_memory: str | None = None
             sizes = {batch: (batch.decoder.num_rows, batch.decoder.row_length) for batch in self._batches}
@@ -473,31 +473,33 @@ class TransformersEngine:
             return True
         return sum(reserved_tokens(*size) for size in sizes.values()) <= limit
 
-    def _start(self, batch: Sequence[tuple[Call, int, GenerationRequest]], decoder: Decoder, version: int) -> None:
+    def _start(
+        self, batch: Sequence[tuple[EngineCall, int, GenerationRequest]], decoder: Decoder, version: int
+    ) -> None:
         """Prefill requests, with their calls and places in these, whose `version` is in place."""
         prepared = decoder.prepare([request for _, _, request in batch])
-        for (call, _, _), job in zip(batch, prepared, strict=True):
-            if isinstance(job, EngineError):
-                self._refuse(call, job)
-        live: list[Job] = []
+        for (call, _, _), item in zip(batch, prepared, strict=True):
+            if isinstance(item, EngineError):
+                self._refuse(call, item)
+        live: list[PreparedRequest] = []
         with self._wake:  # a call may be cancelled while its images are encoded
-            for (call, place, _), job in zip(batch, prepared, strict=True):
-                if isinstance(job, Job) and not call.over:
-                    call.jobs.append(job)
-                    job.version = version
+            for (call, place, _), item in zip(batch, prepared, strict=True):
+                if isinstance(item, PreparedRequest) and not call.over:
+                    call.prepared.append(item)
+                    item.version = version
                     if call.stream is not None:
                         call.stream.policy_version = version
-                        job.stream = call.stream
+                        item.stream = call.stream
                         self._streams.add(call.stream)
-                    self._owners[id(job)] = (call, place)
-                    live.append(job)
+                    self._owners[id(item)] = (call, place)
+                    live.append(item)
         if live:
             self._finish(decoder.admit(live))
 
-    def _finish(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            call, place = self._owners.pop(id(job))
-            call.answers[place] = self._decoder.completion(job)
+    def _finish(self, prepared: Sequence[PreparedRequest]) -> None:
+        for item in prepared:
+            call, place = self._owners.pop(id(item))
+            call.answers[place] = self._decoder.completion(item)
             if len(call.answers) == len(call.requests):
                 with self._wake:
                     self._open.discard(call)
@@ -505,7 +507,7 @@ class TransformersEngine:
                     continue  # the stream has delivered the tokens
                 resolve(call.loop, call.future, [call.answers[k] for k in range(len(call.requests))])
 
-    def _refuse(self, call: Call, error: Exception) -> None:
+    def _refuse(self, call: EngineCall, error: Exception) -> None:
         self._drop(call)
         end_call(call, error)
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_vlm.chat import ChatCodec
-from rl_vlm.engines.alternatives import TopLogprobs
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.http.text import ReplyText
-from rl_vlm.types import Completion, Sample, SampleChunk, SamplingParams, StopReason
+from rl_vlm.types import Completion, Sample, SampleChunk, SamplingParams, StopReason, TopLogprobs
 
 Content = dict[str, Any]
 

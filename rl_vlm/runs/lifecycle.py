@@ -227,16 +227,16 @@ class RunLifecycle(BaseRun):
         serves = self.config.serves
         import_meanwhile("torch", *(("transformers.modeling_utils", "peft") if serves else ()))
         from rl_vlm.runs.ray_session import ray_cluster
-        from rl_vlm.serving.service import serving_ahead
+        from rl_vlm.serving.service import started_service
 
         self._announce(serves)
         with (
             ray_cluster(self.config),
             self._ray_metrics(),
-            serving_ahead(self.config, self.folder) if serves else nullcontext(),
+            started_service(self.config) if serves else nullcontext() as service,
         ):
             imports_done()
-            config = self._rllib_config().from_run_config(self.config, self.folder)
+            config = self._rllib_config().from_run_config(self.config, self.folder, service)
             with self._algorithm(config):
                 self._train()
 

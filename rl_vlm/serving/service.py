@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -88,6 +87,14 @@ class PolicyService:
             self._deploy()
         self.key = replace(self.key, home=self._join(self._serving.startup_timeout_s))
         threading.Thread(target=self._keep_lease, name="policy-lease", daemon=True).start()
+
+    def __deepcopy__(self, memo: Any) -> PolicyService:
+        """RLlib copies configurations; the service stays the same."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Other processes, which get the configuration too, get None: the service belongs to the process that started it."""
+        return type(None), ()
 
     def _deploy(self) -> None:
         """Start the application of a run's own service, without waiting for its replicas."""
@@ -234,7 +241,12 @@ class PolicyService:
         return self._newest.version if self._newest is not None else 0
 
     def stop(self) -> None:
-        """Leave a shared service, whose last tenant ends it; end a run's own. The cluster's Serve itself stays."""
+        """Leave a shared service, whose last tenant ends it; end a run's own. The cluster's Serve itself stays.
+
+        A second call does nothing.
+        """
+        if self._stopped.is_set():
+            return
         self._stopped.set()
         if self._shared:
             self._leave()
@@ -265,29 +277,19 @@ def kept_up(run: CommonConfig) -> Iterator[None]:
         service.stop()
 
 
-_started_early: dict[Path, PolicyService] = {}
+def start_service(run: CommonConfig) -> PolicyService:
+    """Start or join the service of a run."""
+    return PolicyService(run, f"{run.name}-{uuid.uuid4().hex[:8]}", ModelReference.of(run.model.path))
 
 
 @contextmanager
-def serving_ahead(run: CommonConfig, folder: Path) -> Iterator[None]:
-    """Start serving before the rest of a run is imported: RLlib takes ten seconds, in which the replicas load.
+def started_service(run: CommonConfig) -> Iterator[PolicyService]:
+    """A service that ends with the context.
 
-    The algorithm that asks `start_service` for the same run folder takes the service over; else it ends with this context.
+    A run enters it before it imports RLlib, which takes ten seconds, in which the replicas load.
     """
-    _started_early[folder] = _new_service(run)
+    service = start_service(run)
     try:
-        yield
+        yield service
     finally:
-        left = _started_early.pop(folder, None)
-        if left is not None:
-            left.stop()
-
-
-def start_service(run: CommonConfig, folder: Path | None = None) -> PolicyService:
-    """The served policy of a run, which may have been started ahead for its folder."""
-    early = _started_early.pop(folder, None) if folder is not None else None
-    return early or _new_service(run)
-
-
-def _new_service(run: CommonConfig) -> PolicyService:
-    return PolicyService(run, f"{run.name}-{uuid.uuid4().hex[:8]}", ModelReference.of(run.model.path))
+        service.stop()

@@ -131,35 +131,6 @@ def test_a_modest_policy_is_answered_beside_a_greedy_one(engine: TransformersEng
         asyncio.run(live())
 
 
-def test_samples_finish_with_their_version_while_the_next_one_starts(
-    tiny_folder: Path,
-    engine: TransformersEngine,
-    text: TextSide,
-    payloads: dict[tuple[str, int], AdapterPayload],
-    tmp_path: Path,
-) -> None:
-    long = ask(text, "a", "old", max_new_tokens=300, ignore_eos=True, min_version=1)
-    short = ask(text, "a", "new", max_new_tokens=4, min_version=2)
-
-    async def live() -> tuple[Completion, Completion]:
-        await engine.load_adapter(payloads["a", 1])
-        running = asyncio.ensure_future(engine.generate([long]))
-        await until(lambda: engine.stats().generated_tokens > 2)
-        await engine.load_adapter(payloads["a", 2])
-        (new,) = await engine.generate([short])
-        (old,) = await running
-        return old, new
-
-    old, new = asyncio.run(live())
-    assert (old.policy_version, new.policy_version) == (1, 2)
-    assert distance(tiny_folder, model_of(tiny_folder, payloads["a", 2], tmp_path / "new"), short, new) < 1e-4
-    model = model_of(tiny_folder, payloads["a", 1], tmp_path / "old")
-    ids = np.concatenate([old.prompt_ids, old.samples[0].token_ids])
-    with torch.no_grad():
-        found = reference_logprobs(tiny_folder, model, ids, long.images, 1.0).numpy()[len(old.prompt_ids) - 1 :]
-    assert np.abs(found - old.samples[0].logprobs).max() < 1e-4
-
-
 def test_a_dropped_policy_is_refused_and_its_name_comes_again_with_other_weights(
     tiny_folder: Path,
     engine: TransformersEngine,

@@ -19,7 +19,7 @@ from version_support import distances, model_of, random_payload
 from rl_vlm.config import RolloutSection, RunConfig, parse_config
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.decoder import Decoder
-from rl_vlm.engines.rows import Job
+from rl_vlm.engines.rows import PreparedRequest
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.rollout.turns import SampledTurn, sample_turns
@@ -57,7 +57,7 @@ async def changing_engine(
     first, *later = payloads or [random_payload(folder, version) for version in VERSIONS]
     loop, step = asyncio.get_running_loop(), Decoder.step
 
-    def step_and_load(self: Decoder) -> list[Job]:  # on the engine's thread
+    def step_and_load(self: Decoder) -> list[PreparedRequest]:  # on the engine's thread
         finished = step(self)
         if later and self.counts.steps == CHANGES[-len(later)]:
             asyncio.run_coroutine_threadsafe(engine.load_adapter(later.pop(0)), loop).result(timeout=60)

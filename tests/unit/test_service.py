@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -188,3 +190,10 @@ def test_a_controller_that_restarts_does_not_end_a_start(monkeypatch: pytest.Mon
     monkeypatch.setattr(deploy, "serve", SimpleNamespace(status=status))
     deploy.wait_for_replicas("run", 60.0)
     assert not answers
+
+
+def test_a_service_stays_in_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RLlib copies its configuration, which holds the service, and sends it to other processes."""
+    service = made({}, monkeypatch)
+    assert copy.deepcopy({"service": service})["service"] is service
+    assert pickle.loads(pickle.dumps({"service": service})) == {"service": None}

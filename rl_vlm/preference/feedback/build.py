@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 class LabellerService:
     """The served model that labels, where the run asks for one. It starts in parallel with the rest of the run."""
 
-    def __init__(self, run: PreferenceConfig, folder: Path) -> None:
+    def __init__(self, run: PreferenceConfig, service: PolicyService | None = None) -> None:
         self._run = run
-        self._service: PolicyService | None = None
-        if run.preference.asks_served_model:
+        self._service = service
+        if service is None and run.preference.asks_served_model:
             from rl_vlm.serving.service import start_service
 
-            self._service = start_service(run, folder)
+            self._service = start_service(run)
 
     def client_and_text(self) -> tuple[Any, Any]:
         """A client of the served model and its text side, once it is ready; (None, None) where nothing is served."""
