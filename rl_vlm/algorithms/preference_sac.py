@@ -221,9 +221,9 @@ class PreferenceSAC(RunAlgorithm):
             exploration_k=settings.exploration_k,
             reset_critics=reset,
         )
-        results = self.update_learners([batch])
+        results = self.learners.update([batch])
         while results is None and reset:  # a replaced learner has the critics that must go; `max_restarts` bounds it
-            results = self.update_learners([batch])
+            results = self.learners.update([batch])
         if results is None:
             return  # the learner was replaced; these updates are lost
         (result,) = results

@@ -78,7 +78,7 @@ class SightProbe:
         """The faults that the learner's log-probabilities of these trajectories show."""
         chosen = list(trajectories)
         try:
-            learner = self._algorithm.on_learner(lambda one: one.sight_logprobs(chosen, hypotheses))
+            learner = self._algorithm.learners.call(lambda one: one.sight_logprobs(chosen, hypotheses))
         except LearnerLostError:  # the next update replaces it
             return []
         except UnfitImagesError as error:

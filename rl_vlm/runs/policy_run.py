@@ -55,7 +55,7 @@ class PolicyRun(RunLifecycle):
                 return
             except LearnerLostError as error:  # beside an update, which replaces learners itself
                 self.display.message(f"{error} Going on from the newest checkpoint.")
-                algorithm.replace_lost_learners(error)
+                algorithm.recovery.replace_lost_learners(error)
                 self._forget_after(algorithm.updates)
 
     def _to_the_end(self) -> None:
@@ -136,7 +136,7 @@ class PolicyRun(RunLifecycle):
         self.saved_at = min(self.saved_at, iteration)
 
     def _evaluate(self) -> None:
-        results = self.algorithm.evaluate_policy()
+        results = self.algorithm.evaluation.evaluate()
         self.evaluations.append({"iteration": self.algorithm.updates, **results})
         self.recorder.log_evaluation(self.algorithm.updates, results)
         self.display.evaluation(self.algorithm.updates, results)
@@ -152,7 +152,7 @@ class PolicyRun(RunLifecycle):
             return
         try:
             path = save_checkpoint(
-                self.checkpoints, iteration, self.algorithm.checkpoint(), self.run.logging.keep_checkpoints
+                self.checkpoints, iteration, self.algorithm.recovery.checkpoint(), self.run.logging.keep_checkpoints
             )
         except OSError as error:
             self._cannot_write("a checkpoint", error)
@@ -161,14 +161,14 @@ class PolicyRun(RunLifecycle):
             self.display.message(f"No checkpoint at iteration {iteration}. {error}")
             return
         self.saved_at = iteration
-        self.algorithm.remember_checkpoint(path)
+        self.algorithm.recovery.last_checkpoint = path
 
     def _save_adapter(self) -> None:
         try:
-            trained = self.algorithm.checkpoint().adapter
+            trained = self.algorithm.recovery.checkpoint().adapter
             trained.write(self.folder / trained.FOLDER)
             if self.run.learner.ema_decay is not None:
-                self.algorithm.averaged_adapter().write(self.folder / f"{trained.FOLDER}-ema")
+                self.algorithm.evaluation.averaged_adapter().write(self.folder / f"{trained.FOLDER}-ema")
         except OSError as error:
             raise RLVLMError(
                 f"Could not write the adapter to {self.folder} ({error.strerror or error}): free some space and --resume."

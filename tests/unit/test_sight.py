@@ -71,7 +71,7 @@ class InProcess:
         self.pool = EnvPool(TwoPictures, timeout_s=30.0, inline=True)
         self.text = self.loop.policy.text
         self.rollouts = SimpleNamespace(evaluate=self.evaluate)
-        self.updates = 0
+        self.updates, self.learners = 0, self
 
     @property
     def version(self) -> int:
@@ -86,7 +86,7 @@ class InProcess:
 
         return asyncio.run(gather()), RolloutResult()
 
-    def on_learner(self, function: Any) -> Any:
+    def call(self, function: Any) -> Any:
         def logprobs(trajectories: Sequence[Trajectory], hypotheses: bool) -> dict[str, list[np.ndarray]]:
             return sight_logprobs(trajectories, self.loop.updater.recompute, self.text, hypotheses)
 
