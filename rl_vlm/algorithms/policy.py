@@ -344,8 +344,8 @@ class PolicyAlgorithm(RunAlgorithm):
             "weights/version": float(self.version),
             **self._publication,
             **{f"time/{name}": seconds for name, seconds in self.rollouts.timings.items()},
-            **self.rollouts.figures,
-            **self.rollouts.task_figures,
+            **self.rollouts.metrics,
+            **self.rollouts.task_metrics,
             **{f"dropped/{reason}": float(count) for reason, count in self.rollouts.dropped.items()},
         }
 

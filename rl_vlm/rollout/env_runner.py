@@ -57,9 +57,9 @@ class VLMEnvRunner(RunEnvRunner):
         """Sample all tasks, held-out ones `at_once` at a time. Failures are data in the result, never exceptions."""
         return self._wait_for(self._worker.run(tasks, at_once))
 
-    def prepare(self, *, tasks: list[RolloutTask]) -> None:
+    def open_ahead(self, *, tasks: list[RolloutTask]) -> None:
         """Open the episodes that the next `sample` will be asked for."""
-        self._wait_for(self._worker.prepare(tasks))
+        self._wait_for(self._worker.open_ahead(tasks))
 
     def stop(self) -> None:
         """Close the environments."""

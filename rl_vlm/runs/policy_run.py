@@ -60,7 +60,7 @@ class PolicyRun(RunLifecycle):
 
     def _to_the_end(self) -> None:
         """What is left of the run. Raises LearnerLostError."""
-        from rl_vlm.rollout.retry import TooManyFailuresError
+        from rl_vlm.rollout.failures import TooManyFailuresError
         from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
 
         algorithm = self.algorithm

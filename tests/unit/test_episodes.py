@@ -26,8 +26,7 @@ from rl_vlm.models.loading import TextSide
 from rl_vlm.rollout.env_metrics import declared_figures
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group, state_id
-from rl_vlm.rollout.failures import GroupFailedError
-from rl_vlm.rollout.retry import FailureBudget, TooManyFailuresError
+from rl_vlm.rollout.failures import FailureBudget, GroupFailedError, TooManyFailuresError
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import (

@@ -55,7 +55,7 @@ def test_each_environment_has_an_order_and_seeds_of_its_own() -> None:
 def test_a_change_of_weights_counts_from_now_on() -> None:
     source = mixture({"a": 1.0, "b": 1.0})
     source.take(10)
-    source.set_weights({"a": 1.0, "b": 3.0})
+    source.weights = {"a": 1.0, "b": 3.0}
     assert Counter(names(source, 40)) == {"a": 10, "b": 30}
 
 
@@ -164,7 +164,7 @@ def test_environments_near_one_half_come_first_and_none_starves() -> None:
         )
     found = Counter(names(source, 1200))
     assert found["half"] > 0.7 * 1200 and min(found["easy"], found["hopeless"]) > 0.08 * 1200
-    figures = source.figures()
+    figures = source.metrics()
     assert figures["mixture/solve_rate/half"] == pytest.approx(0.5)
     assert figures["mixture/taken/half"] == found["half"]
     assert sum(figures[f"mixture/share/{name}"] for name in found) == pytest.approx(1.0)

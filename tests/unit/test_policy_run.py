@@ -14,7 +14,7 @@ from rl_vlm.config import parse_config
 from rl_vlm.envs.parts import survey
 from rl_vlm.evaluation.sight import Fault, SightError
 from rl_vlm.rollout.curriculum import make_task_source
-from rl_vlm.rollout.retry import TooManyFailuresError
+from rl_vlm.rollout.failures import TooManyFailuresError
 from rl_vlm.rollout.sampler import SamplingError
 from rl_vlm.runs import policy_run
 from rl_vlm.runs.policy_run import PolicyRun
@@ -87,5 +87,5 @@ def test_a_resume_with_other_tasks_is_refused_before_anything_starts(tmp_path: P
     )
     with pytest.raises(UserInputError, match="has the stages easy, hard"):
         policy_run._check_tasks(other, checkpoint)
-    with pytest.raises(UserInputError, match="mixture or a curriculum"):
+    with pytest.raises(UserInputError, match="curriculum.stages"):
         policy_run._check_tasks(parse_config({"env": {"id": "Shapes-v0"}}), checkpoint)
