@@ -7,7 +7,6 @@ all pictures have sizes that are not changed.
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import json
 import platform
@@ -33,13 +32,14 @@ from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.messages import UpdateBatch
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.loading import TextSide, quiet_libraries
-from rl_vlm.models.memory.published import PUBLISHED
-from rl_vlm.models.tiny import model as tiny
-from rl_vlm.models.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
-from rl_vlm.models.tiny.variants import variant_named
 from rl_vlm.types import EncodedImage, Message, StopReason, Trajectory, TrajectoryStatus, Turn
+from rl_vlm.zoo.tiny import model as tiny
+from rl_vlm.zoo.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from rl_vlm.zoo.tiny.variants import variant_named
 
 SIZES = ("2b", "4b", "8b")
+# The configurations of the published Qwen3-VL models, by size.
+_PUBLISHED = Path(__file__).parents[2] / "tests/fixtures/qwen3_vl.json"
 _MAX_PIXELS = 1024 * 1024
 
 
@@ -131,7 +131,7 @@ def write_folder(folder: Path, size: str) -> Path:
     like = tiny.build_model(0, tokenizer, "wide").config
     config = like
     if size != "tiny":
-        data = copy.deepcopy(PUBLISHED[size])
+        data = json.loads(_PUBLISHED.read_text())[size]
         for section in ("text_config", "vision_config"):
             data[section] = {**like.to_dict()[section], **data[section]}
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):

@@ -18,7 +18,7 @@ from rl_vlm.algorithms.config import RunAlgorithmConfig
 from rl_vlm.algorithms.learners import Learners
 from rl_vlm.algorithms.ray_tracing import ray_spans_join
 from rl_vlm.algorithms.runner_group import light_env_runners
-from rl_vlm.config import RunConfig
+from rl_vlm.config import CommonConfig
 from rl_vlm.tracing import Span
 
 
@@ -29,6 +29,7 @@ class RunAlgorithm(Algorithm):
     learners get their state back (`restore_learners`).
     """
 
+    run: CommonConfig
     config_class: ClassVar[type[RunAlgorithmConfig]]
     learner_group: Any
     env_runner_group: Any
@@ -46,7 +47,7 @@ class RunAlgorithm(Algorithm):
     def setup(self, config: AlgorithmConfig) -> None:
         """Start services, env runners and learners."""
         config = self.get_default_config().own_copy(config)
-        self.run: RunConfig = config.run_config
+        self.run = config.run_config
         self.folder: Path = config.scratch_folder or Path(self.logdir)
         self.restarts: Counter[str] = Counter()
         self.last_metrics: dict[str, float] = {}
@@ -63,7 +64,7 @@ class RunAlgorithm(Algorithm):
             self.learners = Learners(
                 self.learner_group, self.run.learner, self._rebuild_learners, self.restore_learners, self.restarts
             )
-            self.prepare()
+            self.make_state()
         except BaseException:
             # On a cluster that was joined, services would outlive a failed start.
             self.stop_services()
@@ -78,7 +79,7 @@ class RunAlgorithm(Algorithm):
         """Stop what `start_services` started, also if it failed halfway."""
 
     @abstractmethod
-    def prepare(self) -> None:
+    def make_state(self) -> None:
         """Make the algorithm's own state; env runners and learners have started."""
 
     @abstractmethod
@@ -128,7 +129,7 @@ class RunAlgorithm(Algorithm):
         every, done = self.run.logging.traces, self.progress()[0]
         if not every or (self.iteration + 1) % every:
             return nullcontext([])
-        return tracing.trace("driver", "iteration", run=self.run.name, algorithm=self.run.algorithm.name, done=done)
+        return tracing.trace("driver", "iteration", run=self.run.name, algorithm=self.run.algorithm_name, done=done)
 
     def on_learner(self, function: Callable[[Any], Any]) -> Any:
         """See `Learners.call`."""

@@ -14,13 +14,14 @@ from __future__ import annotations
 from ray.rllib.algorithms.algorithm import Algorithm
 
 from rl_vlm.algorithms.policy import PolicyAlgorithm, PolicyAlgorithmConfig
+from rl_vlm.config import AlgorithmSection
 
 
 class GRPOConfig(PolicyAlgorithmConfig):
     """RLlib's configuration of GRPO."""
 
     def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
-        super().__init__(algo_class or GRPO)
+        super().__init__(algo_class or GRPO, AlgorithmSection())
 
 
 class GRPO(PolicyAlgorithm):

@@ -15,7 +15,7 @@ from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
 from ray.exceptions import RayActorError, RayError
 from ray.rllib.core.learner.training_data import TrainingData
 
-from rl_vlm.config import LearnerSection
+from rl_vlm.config.learner import LearnerActors
 from rl_vlm.types import RLVLMError
 
 _TIMEOUT_S = 300.0
@@ -96,7 +96,7 @@ class Learners:
     def __init__(
         self,
         group: Any,
-        settings: LearnerSection,
+        settings: LearnerActors,
         rebuild: Callable[[], Any],
         restore: Callable[[], None],
         restarts: Counter[str],

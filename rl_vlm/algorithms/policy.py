@@ -20,8 +20,8 @@ from rl_vlm.algorithms.checkpoint import read_checkpoint, write_checkpoint
 from rl_vlm.algorithms.config import RunAlgorithmConfig
 from rl_vlm.algorithms.evaluation import HeldOut
 from rl_vlm.algorithms.recovery import Recovery
-from rl_vlm.algorithms.sight import SightProbe
-from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.algorithms.sight_probe import SightProbe
+from rl_vlm.config import AlgorithmSection, PolicyConfig
 from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.envs.parts import survey
 from rl_vlm.evaluation.sight import Fault
@@ -39,9 +39,9 @@ from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.plugins import load_plugins
 from rl_vlm.rollout.curriculum import make_task_source
-from rl_vlm.rollout.env_metrics import group_figures
+from rl_vlm.rollout.env_metrics import group_metrics
 from rl_vlm.rollout.env_runner import VLMEnvRunner
-from rl_vlm.rollout.figures import sampling_figures
+from rl_vlm.rollout.metrics import sampling_metrics
 from rl_vlm.rollout.rollouts import make_rollouts
 from rl_vlm.rollout.runners import EnvRunners
 from rl_vlm.rollout.task_stream import TaskStream
@@ -55,11 +55,13 @@ from rl_vlm.types import RLVLMError, TrajectoryGroup
 class PolicyAlgorithmConfig(RunAlgorithmConfig):
     """RLlib's configuration of an algorithm that trains the served policy."""
 
-    def __init__(self, algo_class: type[Algorithm]) -> None:
+    run_config: PolicyConfig
+
+    def __init__(self, algo_class: type[Algorithm], algorithm: AlgorithmSection) -> None:
         self.run_id = ""
         self.policy_key = OWN
         self.served_model: ModelReference | None = None  # RLlib has a field `model`
-        super().__init__(algo_class)
+        super().__init__(algo_class, PolicyConfig(algorithm=algorithm))
 
     def _apply_run_config(self) -> None:
         super()._apply_run_config()
@@ -74,7 +76,7 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
         self.learners(learner_class=VLMLearner)
         self.training(lr=run.learner.lr)
 
-    def prepare(self, service: Service) -> None:
+    def serve_from(self, service: Service) -> None:
         """Set the served policy's run id, key and model, which are known once it is started."""
         self.run_id, self.policy_key, self.served_model = service.run_id, service.key, service.model
         self._apply_run_config()
@@ -100,11 +102,13 @@ class PolicyAlgorithm(RunAlgorithm):
     (checkpoints and the way back to one), `sight` (what the policy does with images) and `evaluation` (held-out accuracy).
     """
 
+    run: PolicyConfig
+
     def start_services(self, config: PolicyAlgorithmConfig) -> None:
         """Start the served policy."""
         load_plugins(self.run.plugins)
         self._service: Service | None = start_service(self.run, self.folder / "serving")
-        config.prepare(self._service)
+        config.serve_from(self._service)
         if shares_gpu(self.run):
             # vLLM rejects a GPU on which less is free than it was promised.
             self._service.wait_until_ready()
@@ -122,7 +126,7 @@ class PolicyAlgorithm(RunAlgorithm):
         assert self._service is not None
         return self._service
 
-    def prepare(self) -> None:
+    def make_state(self) -> None:
         """Make the rollouts, the state that checkpoints keep, and the collaborators."""
         run = self.run
         splits = survey(run.env, "train", run.evaluation.split)
@@ -194,10 +198,10 @@ class PolicyAlgorithm(RunAlgorithm):
         run = self.run
         with self.timed("sample"):
             groups = self.rollouts.next_groups(self.version, self.iterations_left)
-        self._recorded |= sampling_figures(
+        self._recorded |= sampling_metrics(
             groups, self.version, self._clock["sample"], run.rollout.max_turns, run.rollout.crosses_versions
         )
-        self._recorded |= group_figures(self.env_metrics, groups)
+        self._recorded |= group_metrics(self.env_metrics, groups)
         if groups:
             with self.timed("sight"):
                 metrics, self.sight_faults = self.sight.measure(groups)
@@ -267,7 +271,8 @@ class PolicyAlgorithm(RunAlgorithm):
         if learner.lr_schedule == "linear":
             factor = linear_schedule(self.updates, algorithm.iterations - 1, learner.lr_final_fraction)
         before = self.return_scale
-        if estimate.returns is not None and self.run.critic.normalize_returns:
+        critic = self.run.critic
+        if estimate.returns is not None and critic is not None and critic.normalize_returns:
             self.return_scale = before.observe(flat(estimate.returns))
         if self.iterations_left:
             self.rollouts.open_next()

@@ -15,13 +15,14 @@ from __future__ import annotations
 from ray.rllib.algorithms.algorithm import Algorithm
 
 from rl_vlm.algorithms.policy import PolicyAlgorithm, PolicyAlgorithmConfig
+from rl_vlm.config import AlgorithmSection
 
 
 class PPOConfig(PolicyAlgorithmConfig):
     """RLlib's configuration of PPO."""
 
     def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
-        super().__init__(algo_class or PPO)
+        super().__init__(algo_class or PPO, AlgorithmSection(name="ppo"))
 
 
 class PPO(PolicyAlgorithm):
@@ -34,6 +35,7 @@ class PPO(PolicyAlgorithm):
         groups = self.sample()
         if not groups:
             return
+        assert self.run.critic is not None
         learn_policy = self.updates >= self.run.critic.warmup_iterations
         with self.replicas_at_rest():
             minibatches = self.divide(groups)

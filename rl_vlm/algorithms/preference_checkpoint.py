@@ -27,7 +27,7 @@ from rl_vlm.algorithms.checkpoint import (
 )
 from rl_vlm.algorithms.checkpoint import list_checkpoints as list_folders
 from rl_vlm.files import write_atomic
-from rl_vlm.labelling.store import LabelStore
+from rl_vlm.labelling.session_files import SessionFiles
 from rl_vlm.types import UserInputError
 
 AGENT, REPLAY, REWARD_MODEL, LABELS, STATE = (
@@ -122,7 +122,7 @@ def link_tree(source: Path, target: Path) -> None:
         shutil.copytree(source, target, copy_function=_link, dirs_exist_ok=True)
 
 
-def restore_labels(saved: Path, store: LabelStore) -> None:
+def restore_labels(saved: Path, store: SessionFiles) -> None:
     """Bring the sessions of a checkpoint into the run's store, where it lacks them (another folder) or has others: a Tune trial
     that goes on from another's checkpoint. Those that it has in their place are moved aside."""
     if not saved.is_dir():

@@ -102,6 +102,7 @@ def evaluate(
     source = run_dir if endpoint else _source(config, adapter, run_dir)
     _check_out(out, needed=resume)
     from rl_vlm.evaluation.options import EvaluationOptions
+    from rl_vlm.runs.kinds import kind_of
 
     options = EvaluationOptions(
         blind=blind,
@@ -115,7 +116,7 @@ def evaluate(
         endpoint_token_env=endpoint_token_env,
         endpoint_timeout_s=endpoint_timeout_s,
     )
-    results = run.spec.load("evaluate")(run, adapter=adapter, run_dir=source, out=out, options=options)
+    results = kind_of(run).evaluate(run, adapter=adapter, run_dir=source, out=out, options=options)
     say(json.dumps(results, indent=2))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from collections.abc import Iterator
+
+from pydantic import Field
 
 from rl_vlm.config.section import Section
 
@@ -55,11 +57,8 @@ class HTTPSection(Section):
     )
     resize_max_pixels: int | None = Field(None, ge=1, description="Images are shrunk to this; null: as the model does.")
 
-    @model_validator(mode="after")
-    def _resizes_one_way(self) -> HTTPSection:
+    def problems(self) -> Iterator[str]:
+        """Images that would be enlarged beyond what they are shrunk to."""
         low, high = self.resize_min_pixels, self.resize_max_pixels
         if low and high and low > high:
-            raise ValueError(
-                f"http.resize_min_pixels ({low}) exceeds http.resize_max_pixels ({high}): change one of them"
-            )
-        return self
+            yield f"http.resize_min_pixels ({low}) exceeds http.resize_max_pixels ({high}): change one of them"

@@ -6,13 +6,14 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import gymnasium
 
 from rl_vlm.control_envs.base import ControlEnv
 from rl_vlm.envs.loading import is_spec, load_object
+from rl_vlm.registry import provided
 from rl_vlm.types import UserInputError
 
 ENTRY_POINT_GROUP = "rl_vlm.control_envs"
@@ -91,7 +92,7 @@ def known_control_envs() -> list[str]:
         tasks = [f"metaworld/{task}-v3" for task in list_tasks()]
     except UserInputError:
         tasks = []
-    return sorted({*_REGISTRY, *_entry_points(), *tasks})
+    return sorted({*_REGISTRY, *provided(ENTRY_POINT_GROUP), *tasks})
 
 
 def _find(env_id: str) -> ControlEnvFactory:
@@ -103,9 +104,9 @@ def _find(env_id: str) -> ControlEnvFactory:
     task = task_name(env_id)
     if task is not None:
         return functools.partial(MetaWorldEnv, task)
-    provided = _entry_points().get(env_id)
-    if provided is not None:
-        return _callable(_load(provided), env_id)
+    point = provided(ENTRY_POINT_GROUP).get(env_id)
+    if point is not None:
+        return _callable(_load(point), env_id)
     if env_id in gymnasium.registry:
         from rl_vlm.control_envs.gymnasium_env import GymnasiumControlEnv
 
@@ -113,10 +114,6 @@ def _find(env_id: str) -> ControlEnvFactory:
     if is_spec(env_id):
         return _callable(load_object(env_id), env_id)
     raise UserInputError(_unknown(env_id))
-
-
-def _entry_points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
 def _load(point: EntryPoint) -> Any:

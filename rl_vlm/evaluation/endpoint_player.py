@@ -51,7 +51,7 @@ class EndpointPlayer:
         pool = self._pools.of(task)
         envs: list[VisionEnv] = []
         try:
-            envs += await pool.take(task.size)
+            envs += await pool.borrow(task.size)
             openings = await pool.reset(envs, task.seed, {"index": task.index, "split": task.split})
             shown = await self._opening_images(task, pool, openings[0][0].messages)
             episodes = [
@@ -128,7 +128,7 @@ class EndpointPlayer:
             return [blank(image.width, image.height) for image in own]
         if task.view == "true":
             return own
-        envs = await pool.take(1)
+        envs = await pool.borrow(1)
         with discard_on_failure(pool, envs):
             ((other, _),) = await pool.reset(envs, task.seed, {"index": task.other_index, "split": task.split})
         pool.give_back(envs)

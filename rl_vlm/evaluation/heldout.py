@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from rl_vlm.config import RunConfig
-from rl_vlm.rollout.env_metrics import Metrics, declared_figures
-from rl_vlm.rollout.judge_figures import judge_figures
+from rl_vlm.rollout.env_metrics import Metrics, declared_metrics
+from rl_vlm.rollout.judge_metrics import judge_metrics
 from rl_vlm.rollout.tasks import RolloutTask, View
 from rl_vlm.seeding import derive_seed
 from rl_vlm.statistics import bootstrap_interval, pass_at_k, wilson_interval
@@ -129,7 +129,7 @@ def _summary(
         f"items/{name}": len(greedy),
         **{
             f"{key}/{name}": value
-            for key, value in (declared_figures(metrics, answered) | judge_figures(answered)).items()
+            for key, value in (declared_metrics(metrics, answered) | judge_metrics(answered)).items()
         },
     }
     sampled = [task for task in tasks if task.temperature > 0]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rl_vlm.chat import expand_image_tokens
-from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.config import RunConfig, of_policy, parse_config
 from rl_vlm.evaluation.prompts import ItemPrompts
 from rl_vlm.models.full_weights import put_weights
 from rl_vlm.models.loading import from_folder, load_model, load_text_side, quiet_libraries, resolve_model
@@ -47,7 +47,7 @@ class PlainGenerate:
             from rl_vlm.models.adapter import AdapterPayload
             from rl_vlm.models.export import lora_config
 
-            config = lora_config(AdapterPayload.read(Path(adapter), 0), self._model)
+            config = lora_config(AdapterPayload.read(Path(adapter), 0))
             self._model = PeftModel.from_pretrained(self._model, adapter, config=config).merge_and_unload()
         self._model.generation_config.eos_token_id = None  # every answer has its full length
         self._processor: Any = from_folder(AutoProcessor, folder).image_processor
@@ -95,7 +95,7 @@ class PlainGenerate:
 def main() -> None:
     """Answer the lines of stdin until it ends."""
     settings = json.loads(sys.stdin.readline())
-    run = parse_config(settings["config"])
+    run = of_policy(parse_config(settings["config"]))
     prompts = ItemPrompts(run)
     plain = PlainGenerate(run, settings["adapter"], settings["new_tokens"])
     print(json.dumps("ready"), flush=True)

@@ -1,6 +1,6 @@
 """Serves an environment over HTTP, for `RemoteEnv`: sessions, each with an environment of its own.
 
-POST /env takes and returns a frame (see `envs/wire.py`): {"op": "open"} → {"session", "num_items", "metrics", "max_sessions"};
+POST /env takes and returns a frame (see `frames.py`): {"op": "open"} → {"session", "num_items", "metrics", "max_sessions"};
 then `reset`, `step` and `close` with the session, and a number that grows by one. A request whose number was answered gets the same answer.
 """
 
@@ -23,12 +23,12 @@ from starlette.routing import Route
 
 from rl_vlm.asking.http_endpoints import url_host
 from rl_vlm.config import HTTPSection
-from rl_vlm.envs import wire
 from rl_vlm.envs.adapters.remote import FRAME
+from rl_vlm.envs.apart import EnvWorker, short_line
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.isolation import ProcessEnv
 from rl_vlm.envs.registry import make
-from rl_vlm.envs.worker import EnvWorker, Reply, short_line
+from rl_vlm.frames import Frame, FrameError, pack_frame, unpack_frame
 from rl_vlm.http.deadlines import Deadlines
 from rl_vlm.http.errors import RequestError, error_response
 from rl_vlm.http.gate import Gate
@@ -58,14 +58,14 @@ class _Session:
         self._answer = b""
         self.used = clock()
 
-    def open(self) -> Reply:
+    def open(self) -> Frame:
         """Make the environment; its metrics and its splits' sizes."""
         try:
             return self._open()
         finally:
             self._close_if_ended()
 
-    def _open(self) -> Reply:
+    def _open(self) -> Frame:
         with self._lock:
             if self._closed:  # before its turn came
                 return {"kind": "crash", "error": "the client is gone"}, []
@@ -99,10 +99,10 @@ class _Session:
             raise RequestError(409, f"Request {number} does not follow request {self._number}.")
         reply, blobs = self._worker.answer(request)
         try:
-            self._answer = wire.pack_frame(reply, blobs)
-        except (wire.FrameError, ValueError, TypeError, RecursionError) as error:  # info that JSON cannot hold
+            self._answer = pack_frame(reply, blobs)
+        except (FrameError, ValueError, TypeError, RecursionError) as error:  # info that JSON cannot hold
             text = f"the reply cannot be sent ({short_line(error)})"
-            self._answer = wire.pack_frame({"kind": "env", "error": text}, [])
+            self._answer = pack_frame({"kind": "env", "error": text}, [])
         self._number, self.used = number, self._clock()
         return self._answer
 
@@ -169,7 +169,7 @@ class EnvServer:
             raise RequestError(410, "There is no such session: open another one.")
         if op == "close":
             await self._in_thread(session.end)
-            return wire.pack_frame({}, [])
+            return pack_frame({}, [])
         if op not in ("reset", "step"):
             raise RequestError(400, "op must be open, reset, step or close.")
         return await self._in_thread(lambda: session.carry_out(request))
@@ -196,7 +196,7 @@ class EnvServer:
             raise
         if "error" in reply:
             self._end(name)  # it may be made, and its splits not counted
-        return wire.pack_frame({**reply, "session": name, "max_sessions": self._max_sessions}, [])
+        return pack_frame({**reply, "session": name, "max_sessions": self._max_sessions}, [])
 
     def _end(self, name: str) -> None:
         session = self._sessions.get(name)
@@ -220,11 +220,11 @@ def build_env_app(server: EnvServer, limits: HTTPSection, token: str | None) -> 
 
     async def env(request: Request) -> Response:
         try:
-            content, blobs = wire.unpack_frame(await request.body())
+            content, blobs = unpack_frame(await request.body())
             if blobs or not isinstance(content, dict):
                 raise RequestError(400, "A request has no images.")
             return Response(await server.answer(content), media_type=FRAME)
-        except wire.FrameError as error:
+        except FrameError as error:
             return error_response("/env", RequestError(400, f"The body is not a frame: {error}."))
         except RequestError as error:
             return error_response("/env", error)

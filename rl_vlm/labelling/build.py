@@ -44,10 +44,11 @@ def prompts_of(section: LabelsSection, env_id: str = "") -> TaskPrompts:
         if not section.goal or section.task:
             raise
         # A goal is enough for a task that nobody has written prompts for.
-        prompts = TaskPrompts(task or "task", section.goal)
+        prompts = TaskPrompts(name=task or "task", goal=section.goal)
     if section.goal and section.goal != prompts.goal:
-        prompts = replace(prompts, goal=section.goal, description="")  # which described the other goal
-    return replace(prompts, description=section.description or prompts.description)
+        # The description was of the other goal.
+        prompts = prompts.model_copy(update={"goal": section.goal, "description": ""})
+    return prompts.model_copy(update={"description": section.description or prompts.description})
 
 
 def build_labeller(
@@ -57,7 +58,6 @@ def build_labeller(
     seed: int = 0,
     client: Client | None = None,
     text: TextSide | None = None,
-    min_version: int = -1,
     device: str = "cpu",
 ) -> Labeller:
     """The labeller that a configuration names. Raises UserInputError.
@@ -74,7 +74,7 @@ def build_labeller(
     elif section.source in ("clip", "itm"):
         labeller = SimilarityLabeller(build_similarity(section, env_id, device), section.frames)
     else:
-        endpoint = _endpoint(section, client, text, min_version)
+        endpoint = _endpoint(section, client, text)
         labeller = VLMLabeller(endpoint, prompts_of(section, env_id), section, seed)
     if section.coin_flips:
         return CoinFlippedLabels(labeller, seed)
@@ -89,14 +89,14 @@ def build_similarity(
     return kind(section.similarity_model, prompts_of(section, env_id).description, device)
 
 
-def _endpoint(section: LabelsSection, client: Client | None, text: TextSide | None, min_version: int) -> Endpoint:
+def _endpoint(section: LabelsSection, client: Client | None, text: TextSide | None) -> Endpoint:
     if section.source == "endpoint":
         return OpenAIEndpoint(section.endpoint)
     if section.source == "generate":
         return GenerateEndpoint(section.endpoint)
     if client is None or text is None:
         raise UserInputError("Labels of the served model need a served model: start one, or choose another source.")
-    return ServedEndpoint(client, text, min_version)
+    return ServedEndpoint(client, text)
 
 
 class FlippedLabels:

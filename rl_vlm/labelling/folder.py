@@ -143,6 +143,7 @@ def _statistics(labeller: Labeller) -> dict[str, Any]:
     stats = labeller.stats
     return {
         "contradictions": stats.disagreements,
+        "not_understood": stats.not_understood,
         "position_bias": round(stats.position_bias, 4),
         "questions": stats.questions,
         "prompt_tokens": stats.prompt_tokens,

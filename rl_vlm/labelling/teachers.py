@@ -8,13 +8,13 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from rl_vlm.config import TeacherSection
-from rl_vlm.labelling.labeller import picture_of
-from rl_vlm.labelling.types import SKIPPED, Label, LabelValue, Score, SegmentPair
+from rl_vlm.labelling.pictures import picture_of
+from rl_vlm.labelling.types import SKIPPED, InputKind, Label, LabelValue, Score, SegmentPair
 from rl_vlm.models.loading import from_folder, resolve_model
 from rl_vlm.types import UserInputError
 
@@ -225,7 +225,7 @@ class SimilarityReward:
         self._similarity = similarity
 
     @property
-    def input_kind(self) -> Literal["image", "state_action"]:
+    def input_kind(self) -> InputKind:
         """Its inputs are pictures."""
         return "image"
 

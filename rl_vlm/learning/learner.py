@@ -13,8 +13,8 @@ from ray.rllib.core.learner.training_data import TrainingData
 
 from rl_vlm.config import RunConfig
 from rl_vlm.learning.averaging import WeightAverage
+from rl_vlm.learning.counterfactuals import sight_logprobs
 from rl_vlm.learning.device import give_back
-from rl_vlm.learning.hypotheses import sight_logprobs
 from rl_vlm.learning.messages import Scores, UpdateBatch, UpdateResult
 from rl_vlm.learning.optimizer import make_optimizer, scale_lr
 from rl_vlm.learning.stats import UpdateStats
@@ -110,10 +110,10 @@ class VLMLearner(TorchLearner):
         return result
 
     def sight_logprobs(
-        self, trajectories: Sequence[Trajectory], hypotheses: bool = True
+        self, trajectories: Sequence[Trajectory], counterfactuals: bool = True
     ) -> dict[str, list[np.ndarray]]:
-        """See learning/hypotheses.py."""
-        return sight_logprobs(trajectories, self._updater.recompute, self.vlm.policy.text, hypotheses)
+        """See learning/counterfactuals.py."""
+        return sight_logprobs(trajectories, self._updater.recompute, self.vlm.policy.text, counterfactuals)
 
     def adapter(self, version: int) -> WeightPayload:
         """The adapter as it is."""

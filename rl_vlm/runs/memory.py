@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import CommonConfig, PolicyConfig
+from rl_vlm.models.builtin import builtin_models
+from rl_vlm.models.hub import fetch_config
 from rl_vlm.models.loading import SUPPORTED_FAMILIES, resolve_model
 from rl_vlm.models.memory.cards import Card, MemoryPlan, gib, plan_memory, published_bytes
 from rl_vlm.models.memory.parts import GIB, amount, text
-from rl_vlm.models.memory.published import published_config
 from rl_vlm.models.memory.shape import ModelShape
-from rl_vlm.models.tiny.model import tiny_config, tiny_folder
-from rl_vlm.models.tiny.variants import VARIANT_OF
 from rl_vlm.types import UserInputError
 
 _VERSIONS = 3  # of the adapter, in the object store at one time
@@ -23,22 +22,21 @@ _STORE_MIB = 256  # of the object store of a small run
 
 
 def shape_of(model: str) -> ModelShape:
-    """The shapes of `model.path`; those of Qwen's own models and the tiny ones are known without their files.
+    """The shapes of `model.path`. Of a name of the hub that is not on this machine, only config.json is fetched.
 
-    Raises UserInputError.
+    Raises UserInputError for a model that is nowhere, and FetchError where the hub cannot be reached.
     """
-    if model in VARIANT_OF and not tiny_folder(variant=VARIANT_OF[model]).is_dir():  # building it takes minutes
-        return ModelShape.from_config(tiny_config(VARIANT_OF[model]))
+    if model in builtin_models():  # building it takes minutes
+        return ModelShape.from_config(builtin_models()[model].config())
     try:
         return ModelShape.read(resolve_model(model))
     except UserInputError:
-        published = published_config(model)
-        if published is None:
+        if model.count("/") != 1 or model.startswith((".", "/", "~")):
             raise
-        return ModelShape.from_config(published)
+        return ModelShape.read(fetch_config(model))
 
 
-def make_plan(run: RunConfig, gpu_gib: float | None = None, folder: Path | None = None) -> MemoryPlan:
+def make_plan(run: CommonConfig, gpu_gib: float | None = None, folder: Path | None = None) -> MemoryPlan:
     """The memory plan for GPUs of `gpu_gib` GiB; else for the smallest of this machine, else for the recipe's card.
 
     `folder`: of the model, where it is known. Raises UserInputError.
@@ -48,7 +46,7 @@ def make_plan(run: RunConfig, gpu_gib: float | None = None, folder: Path | None 
     return plan_memory(run, shape, None if card is None else gib(card))
 
 
-def smallest_gpu_gib(run: RunConfig) -> float | None:
+def smallest_gpu_gib(run: CommonConfig) -> float | None:
     """Memory of this machine's smallest GPU, where the run asks for one and there is one. torch is imported only then."""
     if not run.needed_gpus or not _has_nvidia():
         return None
@@ -58,20 +56,20 @@ def smallest_gpu_gib(run: RunConfig) -> float | None:
     return min((torch.cuda.get_device_properties(k).total_memory / GIB for k in found), default=None)
 
 
-def adapters_mib(run: RunConfig) -> int:
+def adapters_mib(run: CommonConfig) -> int:
     """What versions take in the object store: the newest, the one that replicas still load, and one that is made."""
-    if not run.spec.publishes_adapters or run.model.path in VARIANT_OF:  # the tiny ones' are small
+    if not isinstance(run, PolicyConfig) or run.model.path in builtin_models():  # theirs are small
         return 0
     return math.ceil(_versions(run) * published_bytes(run, shape_of(run.model.path)) / 2**20)
 
 
-def _versions(run: RunConfig) -> int:
-    if run.model.train == "lora":
+def _versions(run: CommonConfig) -> int:
+    if not run.trains_full:
         return _VERSIONS
     return _FULL_VERSIONS + (run.learner.num_learners > 0)  # and the learner's own answer, where it is another process
 
 
-def object_store_mib(run: RunConfig) -> int:
+def object_store_mib(run: CommonConfig) -> int:
     """The object store of a private cluster. Raises UserInputError where the configuration's is too small for the adapter."""
     needed, given = adapters_mib(run), run.resources.object_store_mib
     if given is None:
@@ -84,15 +82,15 @@ def object_store_mib(run: RunConfig) -> int:
     return given
 
 
-def _published(run: RunConfig) -> str:
-    return "weights" if run.model.train == "full" else f"adapter, of rank {run.model.lora.rank}"
+def _published(run: CommonConfig) -> str:
+    return "weights" if run.trains_full else f"adapter, of rank {run.lora_rank}"
 
 
 def _has_nvidia() -> bool:
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
 
 
-def describe(run: RunConfig, plan: MemoryPlan) -> Iterator[str]:
+def describe(run: CommonConfig, plan: MemoryPlan) -> Iterator[str]:
     """The plan as lines for people."""
     yield f"{run.name}: {run.model.path}, {amount(plan.shape.parameters)} parameters"
     if plan.shape.family not in SUPPORTED_FAMILIES:
@@ -122,14 +120,14 @@ def _card(card: Card, gpus: int) -> Iterator[str]:
         yield f"  {'left':<26}{text(card.left):>12}{turns}"
 
 
-def advice(run: RunConfig) -> str:
+def advice(run: CommonConfig) -> str:
     """What makes a run smaller, one sentence."""
     steps = []
-    if run.spec.publishes_adapters:
+    if isinstance(run, PolicyConfig):
         if not run.learner.gradient_checkpointing:
             steps.append("set learner.gradient_checkpointing=true")
         steps.append(f"lower learner.micro_batch_tokens ({run.learner.micro_batch_tokens})")
-    if run.spec.serves(run):
+    if run.serves:
         if run.serving.expected_engine == "vllm" and not run.serving.vllm.rest_while_learning:
             steps.append(f"lower serving.vllm.gpu_memory_utilization ({run.serving.memory_utilization:g})")
         elif run.serving.expected_engine != "vllm":

@@ -12,16 +12,22 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from rl_vlm.algorithms.preference_checkpoint import AGENT, STATE, latest_checkpoint, read_state
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PreferenceConfig
 from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.files import write_atomic
-from rl_vlm.preference.collector import Evaluator, NumpyActor, environment_errors, evaluation_seeds, make_run_env
-from rl_vlm.preference.episode_log import evaluation_figures
+from rl_vlm.preference.collection.collector import (
+    Evaluator,
+    NumpyActor,
+    environment_errors,
+    evaluation_seeds,
+    make_run_env,
+)
+from rl_vlm.preference.collection.episode_log import evaluation_metrics
 from rl_vlm.types import UserInputError
 
 
 def evaluate_preference_run(
-    run: RunConfig,
+    run: PreferenceConfig,
     *,
     adapter: Path | None = None,
     run_dir: Path | None = None,
@@ -57,7 +63,7 @@ def evaluate_preference_run(
         "env": run.env.id,
         "checkpoint": str(checkpoint),
         "step": step,
-        **evaluation_figures(results),
+        **evaluation_metrics(results),
         "seconds": round(time.monotonic() - started, 2),
         "episodes": episodes,
     }
@@ -77,7 +83,7 @@ def _find_checkpoint(folder: Path) -> Path:
     return found
 
 
-def _load_actor(run: RunConfig, checkpoint: Path) -> NumpyActor:
+def _load_actor(run: PreferenceConfig, checkpoint: Path) -> NumpyActor:
     """The policy alone, in the shape that the checkpoint has; it must fit the environment."""
     try:
         arrays = load_file(checkpoint / AGENT)

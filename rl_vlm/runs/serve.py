@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from rl_vlm.asking.http_endpoints import url_host
-from rl_vlm.config import LearnerSection, RunConfig, load_config, load_served_config
+from rl_vlm.config import LearnerSection, RunConfig, load_policy_config, load_served_config
 from rl_vlm.http.app import build_http_app
 from rl_vlm.http.backend import ServeBackend
 from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
@@ -76,9 +76,9 @@ def plan(
         run = load_served_config(path / "config.yaml", settings)
         adapter = adapter or trained_folder(path)
     elif path.suffix in (".yaml", ".yml"):
-        run = load_config(path, settings)
+        run = load_policy_config(path, settings)
     else:
-        run = load_config(None, [f"model.path={json.dumps(target)}", *_machine_defaults(), *settings])
+        run = load_policy_config(None, [f"model.path={json.dumps(target)}", *_machine_defaults(), *settings])
     token = os.environ.get(TOKEN_VARIABLE) or None
     check_exposure(run.http.host, token)
     check_quantization(run.serving.quantization)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from pydantic import Field, ValidationError
+from pydantic import Field
 from ray import serve
 
 from rl_vlm.config import RunConfig, Section
-from rl_vlm.config.hints import explain
+from rl_vlm.config.loading import validated
 from rl_vlm.http.app import build_http_app
 from rl_vlm.http.backend import ServeBackend
 from rl_vlm.http.gate import Gate
@@ -31,7 +31,6 @@ from rl_vlm.runs.kv_memory import depends_on_gpu, kv_room
 from rl_vlm.runs.serve import keeps_base_model, plan
 from rl_vlm.serving.registry import Published, start_registry
 from rl_vlm.serving.server import build_app
-from rl_vlm.types import UserInputError
 
 _NAMESPACE = "rl_vlm"  # of the registry
 _EVERY_ADDRESS = "0.0.0.0"  # where Serve's proxies listen on a cluster: a token is needed, whatever http.host says
@@ -54,10 +53,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     Every node must find the model and the adapter under the same path. Clients must send the token that RL_VLM_API_TOKEN
     holds where the ingress runs. Raises UserInputError.
     """
-    try:
-        given = ServeArguments.model_validate(args)
-    except ValidationError as error:
-        raise UserInputError(explain(error, ServeArguments)) from error
+    given = validated(ServeArguments, args)
     planned = plan(given.model, given.overrides, adapter=given.adapter)
     run, run_id = planned.run, f"serve-{uuid.uuid4().hex[:8]}"
     model = ModelReference.of(str(planned.model))

@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.config import RunConfig
-from rl_vlm.runs.preflight import inspect_run
+from rl_vlm.config import TrainConfig
+from rl_vlm.runs.kinds import inspect_run, kind_of
 from rl_vlm.runs.run_folder import RunDir, opened_run_folder
 
 
-def default_run_dir(run: RunConfig) -> Path:
+def default_run_dir(run: TrainConfig) -> Path:
     """`runs/<name>`."""
     return Path("runs") / run.name
 
 
 def train(
-    run: RunConfig, run_dir: RunDir | None = None, *, resume: bool = False, overwrite: bool = False
+    run: TrainConfig, run_dir: RunDir | None = None, *, resume: bool = False, overwrite: bool = False
 ) -> dict[str, Any]:
     """Run to the end and return the content of `result.json`. `run_dir` may be a URL of remote storage.
 
@@ -28,4 +28,4 @@ def train(
     if not joins_cluster():
         check_resources(run)
     with opened_run_folder(run_dir or default_run_dir(run), resume=resume, overwrite=overwrite) as folder:
-        return run.spec.load("run")(run, folder, resume).execute()  # type: ignore[no-any-return]
+        return kind_of(run).run(run, folder, resume).execute()

@@ -21,7 +21,7 @@ from ray.serve.context import _get_global_client as get_global_client
 from ray.serve.context import _set_global_client as set_global_client
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ReplicaState
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import CommonConfig
 from rl_vlm.hung_threads import within
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
@@ -138,7 +138,7 @@ def wait_for_replicas(
 
 
 def deploy_shared(
-    model: ModelReference, run: RunConfig, name: str, replicas: int, if_found: IfFound = "resize"
+    model: ModelReference, run: CommonConfig, name: str, replicas: int, if_found: IfFound = "resize"
 ) -> None:
     """Start the application of a shared service; of one that is there change the number of its replicas (those that run stay), keep it
     as it is, or delete it first."""

@@ -17,7 +17,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from ray.serve.exceptions import RayServeException
 from ray.util.placement_group import get_current_placement_group
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import CommonConfig
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.deploying import (
@@ -81,7 +81,7 @@ class PolicyService:
 
     key = OWN
 
-    def __init__(self, run: RunConfig, run_id: str, model: ModelReference, folder: Path) -> None:
+    def __init__(self, run: CommonConfig, run_id: str, model: ModelReference, folder: Path) -> None:
         self.run_id, self.model = run_id, model
         self._serving = run.serving
         self._namespace = ray.get_runtime_context().namespace
@@ -179,7 +179,7 @@ _started_early: dict[Path, Service] = {}
 
 
 @contextmanager
-def serving_ahead(run: RunConfig, folder: Path) -> Iterator[None]:
+def serving_ahead(run: CommonConfig, folder: Path) -> Iterator[None]:
     """Start serving before the rest of a run is imported: RLlib takes ten seconds, in which the replicas load.
 
     The algorithm that asks `start_service` for the same folder takes it over; else it ends with this context.
@@ -193,11 +193,11 @@ def serving_ahead(run: RunConfig, folder: Path) -> Iterator[None]:
             left.stop()
 
 
-def start_service(run: RunConfig, folder: Path) -> Service:
+def start_service(run: CommonConfig, folder: Path) -> Service:
     """The served policy of a run, which may have been started ahead; `folder` is the registry's."""
     return _started_early.pop(folder, None) or _new_service(run, folder)
 
 
-def _new_service(run: RunConfig, folder: Path) -> Service:
+def _new_service(run: CommonConfig, folder: Path) -> Service:
     model, run_id = ModelReference.of(run.model.path), f"{run.name}-{uuid.uuid4().hex[:8]}"
     return SharedService(run, run_id, model) if run.serving.shared else PolicyService(run, run_id, model, folder)

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from rl_vlm.config import ModelSection
+from rl_vlm.config import ServedModelSection
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError
 
 _LEAST = 4 << 20  # bytes of a shelf: a client leaves images out in any case
@@ -32,7 +32,7 @@ class ImageShelf:
         self._bytes = 0
 
     @classmethod
-    def of(cls, model: ModelSection) -> ImageShelf:
+    def of(cls, model: ServedModelSection) -> ImageShelf:
         """That of a replica: a quarter of what it may keep of the images' features."""
         return cls(max(model.image_cache_bytes // 4, _LEAST))
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import ray
 from ray import serve
 
-from rl_vlm.config import RunConfig, ServingSection
+from rl_vlm.config import CommonConfig, ServingSection
 from rl_vlm.config.resources import claim
 from rl_vlm.engines.base import BASE_MODEL, Engine, EngineError
 from rl_vlm.models.loading import load_text_side
@@ -57,9 +57,9 @@ class StaleReplicaError(ReplicaUnavailableError):
     """The replica did not get the adapter version that a request asks for in time."""
 
 
-def build_engine(model: Path, run: RunConfig) -> Engine:
+def build_engine(model: Path, run: CommonConfig) -> Engine:
     """The engine that the configuration names; `auto` is vLLM on a GPU and transformers without one."""
-    serving, in_flight = run.serving, run.rollout.in_flight_updates
+    serving, in_flight = run.serving, run.in_flight_updates
     import torch
 
     on_gpu = serving.gpus_per_replica > 0 and torch.cuda.is_available()
@@ -77,7 +77,7 @@ def build_engine(model: Path, run: RunConfig) -> Engine:
             pixels=run.model.pixels,
             in_flight=in_flight,
             kv_cache=partial(kv_cache_bytes, run, ModelShape.read(model)),
-            full=run.model.train == "full",
+            full=run.trains_full,
         )
     from rl_vlm.models.products import choose_product
 
@@ -92,7 +92,7 @@ def build_engine(model: Path, run: RunConfig) -> Engine:
         "pixels": run.model.pixels,
         "in_flight": in_flight,
         "product": "torch" if on_gpu else choose_product(run.learner.cpu_product, run.deterministic),
-        "full": run.model.train == "full",
+        "full": run.trains_full,
         "head_dtype": run.model.head_dtype,
         "image_cache_bytes": run.model.image_cache_bytes,
         "image_by_image": run.deterministic,
@@ -121,7 +121,7 @@ class VLMServer:
     holds a request whose `min_version` it does not have yet. `Lifecycle` decides about requests and health checks.
     """
 
-    def __init__(self, model: ModelReference, run: RunConfig, run_id: str, namespace: str) -> None:
+    def __init__(self, model: ModelReference, run: CommonConfig, run_id: str, namespace: str) -> None:
         keep_to_loopback()
         folder = model.on_this_node(lambda: fetch_model_files(run_id, namespace))
         self._engine = build_engine(folder, run)
@@ -348,7 +348,7 @@ def _replicas(serving: ServingSection, wanted: int | None) -> dict[str, Any]:
 
 
 def build_app(
-    model: ModelReference, run: RunConfig, run_id: str, namespace: str, replicas: int | None = None
+    model: ModelReference, run: CommonConfig, run_id: str, namespace: str, replicas: int | None = None
 ) -> serve.Application:
     """The application of a run, or of runs that share it: one deployment, no HTTP route. `replicas` in place of the
     configuration's number."""

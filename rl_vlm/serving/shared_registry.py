@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import CommonConfig
 from rl_vlm.models.reference import ModelReference, travelling_files
 from rl_vlm.serving.members import Member, Members, wanted_replicas
 from rl_vlm.serving.registry import LIVE_WINDOW_S, POLL_S, registry_name
@@ -46,7 +46,7 @@ class SharedRegistry:
     def __init__(
         self,
         name: str,
-        run: RunConfig,
+        run: CommonConfig,
         model: ModelReference,
         folder: str,
         make_line: Callable[[Path, str], VersionLine] = VersionLine,
@@ -288,7 +288,7 @@ def _was_restarted() -> bool:
     return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
-def find_or_start(name: str, run: RunConfig, model: ModelReference, folder: Path) -> ray.actor.ActorHandle:
+def find_or_start(name: str, run: CommonConfig, model: ModelReference, folder: Path) -> ray.actor.ActorHandle:
     """The registry of this name on the cluster, or a new one on this node; `folder` is then its own, for its restarts."""
     actor = ray.remote(SharedRegistry).options(
         name=registry_name(shared_id(name)),

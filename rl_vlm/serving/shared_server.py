@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import CommonConfig
 from rl_vlm.coroutines import all_or_none
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.turns import QUANTUM
@@ -22,7 +22,7 @@ from rl_vlm.types import Completion, EncodedImage, GenerationRequest, SampleChun
 class SharedVLMServer(VLMServer):
     """One replica of a shared service. Every call names its policy and brings its token; requests enter the engine in fair turns."""
 
-    def __init__(self, model: ModelReference, run: RunConfig, run_id: str, namespace: str) -> None:
+    def __init__(self, model: ModelReference, run: CommonConfig, run_id: str, namespace: str) -> None:
         super().__init__(model, run, run_id, namespace)
         self._gate = Gate(run.serving.sharing.queue_tokens, QUANTUM)
 

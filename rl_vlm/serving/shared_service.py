@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import CommonConfig
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.deploying import (
@@ -46,7 +46,7 @@ class SharedService:
     Raises UserInputError where the run does not fit the service that is there, before anything of the run has started.
     """
 
-    def __init__(self, run: RunConfig, policy: str, model: ModelReference, *, keeper: bool = False) -> None:
+    def __init__(self, run: CommonConfig, policy: str, model: ModelReference, *, keeper: bool = False) -> None:
         assert run.serving.shared is not None
         self.name, self.model = run.serving.shared, model
         self.run_id = shared_id(self.name)
@@ -178,7 +178,7 @@ class SharedService:
 
 
 @contextmanager
-def kept_up(run: RunConfig) -> Iterator[None]:
+def kept_up(run: CommonConfig) -> Iterator[None]:
     """Inside this context the run's shared service, if it names one, does not end for want of users: for a sweep's trials."""
     if not run.serving.shared:
         yield

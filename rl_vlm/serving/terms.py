@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import CommonConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Terms:
     lora_rank: int  # of the run's own adapter
 
     @classmethod
-    def of(cls, run: RunConfig, digest: str) -> Terms:
+    def of(cls, run: CommonConfig, digest: str) -> Terms:
         """Those of a service that this run starts; `digest` is its model's."""
         serving = run.serving
         engine = serving.expected_engine
@@ -34,8 +34,8 @@ class Terms:
             "serving.gpus_per_replica": f"{serving.gpus_per_replica:g}",
         }
         # Merged weights have the model's own shape, whatever the rank was.
-        ranks = serving.sharing.max_lora_rank or run.model.lora.rank
-        return cls(equal, serving.max_context, ranks if engine == "vllm" else None, run.model.lora.rank)
+        ranks = serving.sharing.max_lora_rank or run.lora_rank
+        return cls(equal, serving.max_context, ranks if engine == "vllm" else None, run.lora_rank)
 
     def refusal(self, wanted: Terms, name: str) -> str:
         """Why a run of these terms cannot join the service of this name; empty if it can."""

@@ -11,6 +11,7 @@ import pytest
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from rl_vlm.config import RunConfig, load_config
 from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.runs.kinds import kind_of
 
 ROOT = Path(__file__).resolve().parents[2]
 HALF = 3
@@ -55,7 +56,7 @@ def run_config(folder: Path, *changes: str) -> RunConfig:
 
 
 def build(run: RunConfig, folder: Path) -> Any:
-    return run.spec.load("config").from_run_config(run, folder).build_algo()
+    return kind_of(run).rllib_config(run).from_run_config(run, folder).build_algo()
 
 
 def same(one: Checkpoint, other: Checkpoint, counts: bool = True) -> None:

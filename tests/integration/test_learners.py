@@ -15,12 +15,12 @@ from ray.rllib.core.learner.training_data import TrainingData
 from rl_vlm.algorithms.grpo import GRPOConfig
 from rl_vlm.config import RunConfig, apply_overrides, parse_config
 from rl_vlm.config.algorithm import AlgorithmSection
-from rl_vlm.envs.shapes import shapes_item
 from rl_vlm.learning.messages import UpdateResult
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.types import Message, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
+from rl_vlm.zoo.shapes.environment import shapes_item
 
 LR = 1e-3
 

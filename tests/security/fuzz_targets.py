@@ -14,22 +14,22 @@ from image_corpus import chunk, encoded, png, scan_bomb, sequential_bomb
 from safetensors.torch import save
 from torch import zeros
 
+from rl_vlm import frames
 from rl_vlm.config.yaml_text import load_yaml
 from rl_vlm.envs import images, wire
 from rl_vlm.http.errors import RequestError
 from rl_vlm.http.json_bounds import JSONBounds
-from rl_vlm.labelling.answer_text import strip_thoughts
-from rl_vlm.labelling.parsing import parse_label, parse_score
+from rl_vlm.labelling.answers import read_label, read_score, strip_thoughts
 from rl_vlm.labelling.query_log import text_cell
 from rl_vlm.models.adapter import check_adapter
-from rl_vlm.rewards.caption import grade_caption
-from rl_vlm.rewards.geo_answer import parse_answer
 from rl_vlm.rewards.judged_text import judged_refusal, quoted
 from rl_vlm.rewards.math import normalize_answer
-from rl_vlm.rewards.short_answer import read_answer
-from rl_vlm.rewards.verdict import read_verdict
 from rl_vlm.safe_text import printable, safe
 from rl_vlm.types import EncodedImage, UserInputError
+from rl_vlm.zoo.caption.reward import grade_caption
+from rl_vlm.zoo.geospot.answer import parse_answer
+from rl_vlm.zoo.nlvr2.answer import read_verdict
+from rl_vlm.zoo.zoom.answer import read_answer
 
 _LONGEST = 700  # of a message
 
@@ -58,10 +58,10 @@ def image(data: bytes) -> None:
 def frame(data: bytes) -> None:
     """A frame of an environment's observations."""
     try:
-        content, blobs = wire.unpack_frame(data)
+        content, blobs = frames.unpack_frame(data)
         shown = wire.unpack_observation(content.get("messages"), blobs)
         assert all(part.width > 0 for one in shown.messages for part in one.parts if not isinstance(part, str))
-    except wire.FrameError:
+    except frames.FrameError:
         pass
 
 
@@ -97,11 +97,10 @@ def label(data: bytes) -> None:
 
 def check_label(text: str) -> None:
     """The same of its text."""
-    for goal in ("", "open the drawer"):
-        assert parse_label(text, goal) in (0, 1, -1, None)
-    score = parse_score(text)
+    assert read_label(text) in (0, 1, -1, None)
+    score = read_score(text)
     assert score is None or -1 <= score <= 1
-    assert len(strip_thoughts(text)) <= len(text) + 1
+    assert len(strip_thoughts(text)) <= len(text)
     assert printable(text_cell(text)) == text_cell(text)
     assert safe(safe(text)) == safe(text)
 
@@ -164,7 +163,7 @@ IMAGES = [
     png(8, 8, bytes(72), chunk(b"eXIf", b"II*\0" + bytes(40))),
 ]
 MESSAGES = [{"role": "user", "parts": ["hello", {"width": 24, "height": 24}]}]
-FRAME = wire.pack_frame({"messages": MESSAGES, "info": {}}, [IMAGES[0]])
+FRAME = frames.pack_frame({"messages": MESSAGES, "info": {}}, [IMAGES[0]])
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj"]}
 TENSORS = save({"base_model.model.a.lora_A.weight": zeros(4, 8)})
 YAML = [b"a: &x {b: [1, 2.5, null]}\nc: *x\nd: '2020-01-01'\ne: 2020-01-01\n<<: *x\n", b"- [a, {b: c}]\n- |\n  text\n"]

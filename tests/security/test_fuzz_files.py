@@ -15,6 +15,7 @@ from fuzzing import SECONDS, damaged, fuzz
 from hypothesis import strategies as st
 from image_corpus import jpeg_in_tiff
 
+from rl_vlm import frames
 from rl_vlm.envs import images, wire
 from rl_vlm.envs.rows import ParquetRows
 from rl_vlm.types import UserInputError
@@ -73,7 +74,7 @@ def test_wire():
     def values(value):
         try:
             wire.unpack_observation(value, [IMAGES[0]] * 3)
-        except wire.FrameError:
+        except frames.FrameError:
             pass
 
     assert fuzz(damaged([FRAME]), TARGETS["frames"].check, 0.5) > 10

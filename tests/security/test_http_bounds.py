@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from test_http_doors import connect
 
-from rl_vlm.chat_template import ChatTemplate
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.http import gate as gates
@@ -37,9 +36,11 @@ from rl_vlm.http.reader import RequestReader
 from rl_vlm.http.replies import ChatReply
 from rl_vlm.http.schema import ChatChunk, ChatCompletion, GenerateRequest
 from rl_vlm.models.images import ImageProcessorSpec, patchify, shrunk
-from rl_vlm.models.memory.published import PUBLISHED
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.types import Completion, EncodedImage, Sample, SampleChunk, SamplingParams, StopReason
+
+# The configurations of the published Qwen3-VL models, by size.
+PUBLISHED = json.loads((Path(__file__).parents[1] / "fixtures/qwen3_vl.json").read_text())
 
 JSON = {"Content-Type": "application/json"}
 
@@ -411,39 +412,3 @@ def test_what_the_client_did_wrong_is_no_error_of_the_server(
 ) -> None:
     assert words in refusal(server, chat_body(**fields))
     assert words in refusal(server, chat_body(stream=True, **fields))
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
-        "{% for i in range(99999) %}{% set x = range(99999) | list %}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-        "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
-    ],
-)
-def test_a_chat_template_ends(source: str) -> None:
-    from jinja2 import TemplateError
-
-    with pytest.raises(TemplateError, match="takes more than|calls itself"):
-        ChatTemplate(source, {}).render([{"role": "user", "content": "x"}])
-
-
-def test_a_chat_template_is_rendered_as_transformers_does(tiny_folder: Path) -> None:
-    codec = text_side(tiny_folder).codec
-    source = (
-        "{%- macro shout(x) -%}{{ x | upper }}{%- endmacro -%}{% for m in messages if m.role != 'tool' %}{{ loop.index }}/{{ loop.length }}"
-        "{{ shout(m.role) }}{% if loop.last %}!{% endif %}{% for p in m.content %}{% if p.type == 'x' %}{% break %}{% endif %}{{ p | tojson }}"
-        "{% else %}none{% endfor %}{% endfor %}{{ eos_token }}{% if add_generation_prompt %}>{% endif %}{{ tools is none }}"
-        "{% generation %}g{% endgeneration %}{% for k in {'a': 1} %}{{ k }}{% endfor %}{% for i in range(2, 9, 3) %}{{ i }}{% endfor %}"
-    )
-    conversation = [
-        {"role": role, "content": [{"type": "text", "text": "é<"}] * k}
-        for k, role in enumerate(("user", "tool", "user"))
-    ]
-    tokenizer = codec._tokenizer
-    theirs = tokenizer.apply_chat_template(
-        conversation, chat_template=source, tokenize=False, add_generation_prompt=True
-    )
-    assert ChatTemplate(source, tokenizer.special_tokens_map).render(conversation) == theirs

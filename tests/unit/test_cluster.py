@@ -14,10 +14,10 @@ from ray._private import utils as ray_utils
 from ray.exceptions import AuthenticationError
 
 from rl_vlm.cli.errors import log_to_stderr
-from rl_vlm.cluster.drain import RUNNING, STOPPING
 from rl_vlm.config import parse_config
 from rl_vlm.runs import cluster
 from rl_vlm.runs.cluster import check_resources, ray_cluster
+from rl_vlm.runs.drain import RUNNING, STOPPING
 from rl_vlm.runs.lifecycle import StopRequest
 from rl_vlm.types import UserInputError
 

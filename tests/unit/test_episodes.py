@@ -23,7 +23,7 @@ from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError
 from rl_vlm.envs.images import blank, resized
 from rl_vlm.models.loading import TextSide
-from rl_vlm.rollout.env_metrics import declared_figures
+from rl_vlm.rollout.env_metrics import declared_metrics
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group, state_id
 from rl_vlm.rollout.failures import FailureBudget, GroupFailedError, TooManyFailuresError
@@ -328,7 +328,7 @@ def test_a_number_that_no_figure_can_hold_is_not_kept(speaker: Speaker) -> None:
     info = {"guess": 10**400, "inside": [1, -(10**400)], "large": 10**300}
     (trajectory,) = play(pool_of((Observation(), 1.0, True, False, info)), speaker, size=1).trajectories
     assert trajectory.info == {"opened": True, "large": 10**300}
-    assert declared_figures({"guess": (0.5,), "large": ()}, [trajectory]) == {"env/large": 1e300}
+    assert declared_metrics({"guess": (0.5,), "large": ()}, [trajectory]) == {"env/large": 1e300}
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from gymnasium.utils.env_checker import check_env
 import rl_vlm
 from rl_vlm.envs.data import BadRowError, open_dataset
 from rl_vlm.envs.errors import EnvError, check_step
-from rl_vlm.envs.geo3k import Geo3kEnv
 from rl_vlm.types import UserInputError
+from rl_vlm.zoo.geo3k.environment import Geo3kEnv
 
 GEO3K = str(Path(__file__).parents[1] / "fixtures" / "geo3k")
 

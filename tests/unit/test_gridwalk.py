@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_vlm.envs import gridwalk_data as data
-from rl_vlm.envs.gridwalk import GridWalkEnv, parse_move, picture_of
-from rl_vlm.envs.gridwalk_data import MOVES, Difficulty, Grid, grid_item
 from rl_vlm.envs.registry import make
 from rl_vlm.types import EncodedImage, Observation, UserInputError
+from rl_vlm.zoo.gridwalk import data
+from rl_vlm.zoo.gridwalk.data import MOVES, Difficulty, Grid, grid_item
+from rl_vlm.zoo.gridwalk.environment import GridWalkEnv, parse_move, picture_of
 
 HAND_MADE = Grid.parse(
     "A.#",

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import json
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -23,7 +22,7 @@ from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.teachers import CoinFlips, ScriptedTeacher
 from rl_vlm.labelling.types import HasState, KnowsMargin, Label, Score
 from rl_vlm.preference.agent_reward import AgentReward
-from rl_vlm.preference.feedback_builder import build_feedback
+from rl_vlm.preference.feedback.build import build_feedback
 from rl_vlm.types import UserInputError
 
 
@@ -66,7 +65,9 @@ def test_prompts_follow_the_section() -> None:
     assert prompts_of(LabelsSection(goal="to win"), "Unknown-v0").goal == "to win"
     known = prompts_of(LabelsSection(goal="to win"), "metaworld_drawer-open-v2")
     whole = prompts_of(LabelsSection(), "metaworld_drawer-open-v2")
-    assert known == replace(whole, goal="to win", description="") and whole.description  # which is of the other goal
+    assert (
+        known == whole.model_copy(update={"goal": "to win", "description": ""}) and whole.description
+    )  # which is of the other goal
     assert prompts_of(LabelsSection(goal=whole.goal), "metaworld_drawer-open-v2") == whole
     changed = prompts_of(LabelsSection(task="soccer", goal="to win", description="Won."))
     assert (changed.name, changed.goal, changed.description) == ("soccer", "to win", "Won.")
@@ -134,11 +135,12 @@ def test_models_of_picture_and_text_compute_where_the_run_says(
 
 def test_a_run_gives_the_labeller_the_device_of_its_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
-    monkeypatch.setattr("rl_vlm.preference.feedback_builder.driver_device", lambda run: "meta")
+    monkeypatch.setattr("rl_vlm.preference.feedback.build.driver_device", lambda run: "meta")
     monkeypatch.setattr(
-        "rl_vlm.preference.feedback_builder.RewardEnsemble", lambda *_, device, **__: found.append(device)
+        "rl_vlm.preference.feedback.build.RewardEnsemble", lambda *_, device, **__: found.append(device)
     )
-    monkeypatch.setattr("rl_vlm.preference.feedback_builder.Feedback", lambda *_: None)
+    monkeypatch.setattr("rl_vlm.preference.feedback.build.RewardTrainer", lambda *_: None)
+    monkeypatch.setattr("rl_vlm.preference.feedback.build.PairFeedback", lambda *_: None)
     monkeypatch.setattr("rl_vlm.labelling.build.build_labeller", lambda *_, device, **__: found.append(device))
     preference = {"reward": "learn_from_preference", "labels": {"source": "clip"}}
     run = parse_config(

@@ -20,10 +20,10 @@ from PIL import Image
 
 from rl_vlm.config import PreferenceSection, parse_config
 from rl_vlm.labelling.query_log import COLUMNS, QueryLog
-from rl_vlm.labelling.store import SCHEMA, LabelReplay, LabelStore, label_cache
+from rl_vlm.labelling.store import LabelReplay, LabelStore, label_cache
 from rl_vlm.labelling.types import SKIPPED, Label, Segment, SegmentPair
-from rl_vlm.preference.cached_labels import check_cache
-from rl_vlm.runs.preflight import inspect_preference_run
+from rl_vlm.preference.feedback.cached_labels import check_cache
+from rl_vlm.runs.preference import inspect_preference_run
 from rl_vlm.types import UserInputError
 
 LABELS = [
@@ -258,7 +258,7 @@ def test_a_session_cannot_name_a_picture_outside_of_the_store(tmp_path: Path) ->
     rows = pq.ParquetFile(session).read().to_pylist()
     for name in ("../../private/passport", str(tmp_path / "private" / "passport")):
         rows[0]["first"]["frames"][0] = name
-        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), session)
+        pq.write_table(pa.Table.from_pylist(rows, schema=LabelStore.schema), session)
         with pytest.raises(UserInputError, match=r"Cannot read the labels in .* (leaves the folder|no such file)"):
             store.read(1)
 

@@ -34,9 +34,9 @@ from rl_vlm.algorithms.learners import (
 )
 from rl_vlm.algorithms.policy import PolicyAlgorithm
 from rl_vlm.algorithms.preference_sac import PreferenceSAC
-from rl_vlm.algorithms.sight import SightProbe
+from rl_vlm.algorithms.sight_probe import SightProbe
 from rl_vlm.config import LearnerSection, RunConfig
-from rl_vlm.learning.hypotheses import UnfitImagesError
+from rl_vlm.learning.counterfactuals import UnfitImagesError
 from rl_vlm.learning.messages import UpdateBatch
 from rl_vlm.learning.returns import ReturnScale
 from rl_vlm.models.adapter import AdapterPayload
@@ -417,8 +417,8 @@ class Sampling(PolicyAlgorithm):
         self.rollouts: Any = SimpleNamespace(
             next_groups=lambda version, left_over: next(left),
             timings={},
-            figures={},
-            task_figures={},
+            metrics={},
+            task_metrics={},
             dropped={},
             restarts=0,
         )

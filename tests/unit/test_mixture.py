@@ -14,7 +14,7 @@ from task_support import solved_group
 
 from rl_vlm.config import CurriculumSection, parse_config
 from rl_vlm.evaluation.heldout import evaluation_tasks, summarize, viewed_tasks
-from rl_vlm.rollout.figures import sampling_figures
+from rl_vlm.rollout.metrics import sampling_metrics
 from rl_vlm.rollout.mixture import Mixture
 from rl_vlm.rollout.solve_rate import MAX_KNOWN, SolveRateItems, SolveRates
 from rl_vlm.types import UserInputError
@@ -182,10 +182,10 @@ def test_a_state_is_plain_json() -> None:
 
 def test_training_figures_are_also_given_per_environment() -> None:
     groups = [solved_group([1, 0], "a"), solved_group([1, 1], "b", 1), solved_group([0.5, 0], "b", 2)]
-    figures = sampling_figures(groups, version=1, seconds=1.0, max_turns=1)
+    figures = sampling_metrics(groups, version=1, seconds=1.0, max_turns=1)
     assert (figures["reward/a"], figures["accuracy/a"]) == (0.5, 0.5)
     assert (figures["reward/b"], figures["accuracy/b"]) == (0.625, 0.5)
-    assert not any(name.endswith("/") for name in sampling_figures([solved_group([1])], 1, 1.0, 1))
+    assert not any(name.endswith("/") for name in sampling_metrics([solved_group([1])], 1, 1.0, 1))
 
 
 def test_an_evaluation_has_results_of_the_whole_and_of_each_environment() -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from rl_vlm.config import RunConfig, load_config
 from rl_vlm.config.section import keys_of
-from rl_vlm.envs.geo3k import Geo3kEnv
 from rl_vlm.envs.interactive import InteractiveEnvAdapter
+from rl_vlm.zoo.geo3k.environment import Geo3kEnv
 
 ROOT = Path(__file__).resolve().parents[2]
 SLIME = ROOT / "docs" / "slime.md"

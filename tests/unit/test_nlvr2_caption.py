@@ -17,8 +17,8 @@ from PIL import Image
 import rl_vlm
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.rows import BadRowError
-from rl_vlm.envs.scenes import caption_item, caption_of, pair_item, picture_of
 from rl_vlm.types import Message, UserInputError
+from rl_vlm.zoo.scenes.data import caption_item, caption_of, pair_item, picture_of
 
 IDS = ("NLVR2-v0", "Caption-v0")
 

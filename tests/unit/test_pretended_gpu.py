@@ -21,7 +21,7 @@ from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.labelling.types import Label
 from rl_vlm.learning.averaging import WeightAverage
-from rl_vlm.learning.hypotheses import sight_logprobs
+from rl_vlm.learning.counterfactuals import sight_logprobs
 from rl_vlm.learning.messages import Scores
 from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.plan import divide, estimate_advantages, make_experience, update_batches
@@ -31,8 +31,10 @@ from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.strategies.replicated import SingleProcess
 from rl_vlm.learning.update import make_updater
 from rl_vlm.models.payload import WeightPayload
-from rl_vlm.preference.ensemble import RewardEnsemble
 from rl_vlm.preference.networks import SACNetworks
+from rl_vlm.preference.reward_model.ensemble import RewardEnsemble
+from rl_vlm.preference.reward_model.examples import Examples, add_pairs
+from rl_vlm.preference.reward_model.training import RewardTrainer
 from rl_vlm.preference.sac import SACUpdater
 from rl_vlm.preference.sac_losses import Batch
 from rl_vlm.supervised.trainer import SFTTrainer
@@ -301,9 +303,10 @@ def test_a_reward_model_on_a_gpu_learns_what_one_on_a_cpu_learns(kind: Any, tmp_
                 architecture=kind, size=2, channels=(4, 8, 8, 8), hidden=8, epochs=1, min_gradient_steps=2
             )
             ensemble = RewardEnsemble((5,) if kind == "mlp" else (48, 48, 3), settings, seed=1, device=where)
-            ensemble.add_pairs(pairs, labels)
-            ensemble.fit()
-            ensemble.save(tmp_path / where)
-            ensemble.load(tmp_path / where)
+            examples, trainer = Examples(2, capacity=8), RewardTrainer(ensemble, seed=1)
+            add_pairs(examples, ensemble, pairs, labels)
+            trainer.fit(examples)
+            trainer.save(tmp_path / where)
+            trainer.load(tmp_path / where)
             found[where] = ensemble.preferences(pairs)
     np.testing.assert_allclose(found["cuda"], found["cpu"], atol=1e-4)

@@ -4,6 +4,7 @@ memory plan, without Ray and without a GPU."""
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.memory import replica
 from rl_vlm.models.memory.cards import gib, learner_fraction, plan_memory
 from rl_vlm.models.memory.learner import kept_between_updates
-from rl_vlm.models.memory.published import PUBLISHED
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.runs.memory import describe
 from rl_vlm.serving import registry as module
@@ -27,6 +27,9 @@ from rl_vlm.serving.lifecycle import Admission, Lifecycle
 from rl_vlm.serving.metrics import ReplicaTally
 from rl_vlm.serving.registry import AdapterRegistry
 from rl_vlm.types import UserInputError
+
+# The configurations of the published Qwen3-VL models, by size.
+PUBLISHED = json.loads((Path(__file__).parents[1] / "fixtures/qwen3_vl.json").read_text())
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

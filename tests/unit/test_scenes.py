@@ -8,7 +8,8 @@ from collections.abc import Callable, Hashable
 import numpy as np
 import pytest
 
-from rl_vlm.envs.scenes import (
+from rl_vlm.zoo.drawing import BACKGROUND, COLOURS, CORNERS, MAX_SHAPES, Shape, stable_random
+from rl_vlm.zoo.scenes.data import (
     EVERY,
     LOOKS,
     SOME,
@@ -24,9 +25,7 @@ from rl_vlm.envs.scenes import (
     joined,
     pair_item,
     picture_of,
-    stable_random,
-)  # fmt: skip
-from rl_vlm.envs.shapes_data import BACKGROUND, COLOURS, CORNERS, MAX_SHAPES, Shape
+)
 
 STATEMENTS = [
     *(Statement("equal", noun) for noun in (*SOME, EVERY)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -12,14 +11,12 @@ import pytest
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.envs.registry import make
-from rl_vlm.envs.shapes_data import CORNERS
-from rl_vlm.envs.zoom_data import PATTERNS, flag_item, random_scene
-from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.supervised import DialogueEncoder
-from rl_vlm.models.tiny import inspector
-from rl_vlm.models.tiny import model as tiny
-from rl_vlm.models.tiny.glances import CALL_ODDS, draw_glances, seen
 from rl_vlm.types import EncodedImage
+from rl_vlm.zoo.drawing import CORNERS
+from rl_vlm.zoo.tiny import model as tiny
+from rl_vlm.zoo.zoom.data import PATTERNS, random_scene
+from rl_vlm.zoo.zoom.lesson import CALL_ODDS, draw_glances, seen
 
 
 @pytest.fixture(scope="module")
@@ -104,27 +101,3 @@ def test_replies_are_short(processor: Any) -> None:
         )
     )
     assert longest <= 8  # of 10 in configs/zoom_tiny.yaml
-
-
-# --- the warm start
-
-
-def test_the_warm_start_depends_on_its_seed_alone(processor: Any, encoder: DialogueEncoder) -> None:
-    losses = []
-    for seed in (0, 0, 1):
-        model = tiny.build_model(0, processor.tokenizer, "zoom")
-        losses.append(inspector.warm_start(model, encoder, seed, steps=2, batch=6))
-    assert losses[0] == losses[1] != losses[2]
-    scenes = [flag_item("test", index) for index in range(5)]
-    odds = inspector.action_odds(model, encoder, scenes)
-    assert odds.shape == (5, 9) and odds.sum(1) == pytest.approx(1)
-    assert 0 <= inspector.perception_accuracy(model, encoder, scenes, enlarged=True) <= 1
-
-
-def test_the_variant_is_built_and_cached_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RL_VLM_CACHE", str(tmp_path))
-    monkeypatch.setattr(inspector, "STEPS", 1)
-    monkeypatch.setattr(inspector, "log_accuracy", lambda *_: None)
-    folder = resolve_model("tiny-zoom")
-    assert folder.name.startswith("tiny-zoom-0-") and (folder / "model.safetensors").is_file()
-    assert resolve_model("tiny-zoom") == folder

@@ -12,13 +12,12 @@ import pytest
 import rl_vlm
 from rl_vlm.chat import ChatCodec
 from rl_vlm.config import load_config
-from rl_vlm.control_envs.action_words import read_word
-from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.supervised import DialogueEncoder
-from rl_vlm.models.tiny import model as tiny
-from rl_vlm.models.tiny import roamer, rooms
-from rl_vlm.models.tiny.rooms import HEADINGS, WORDS, Room, bearing, described, draw_tour, random_room, render, side
 from rl_vlm.types import UserInputError
+from rl_vlm.zoo.control import lesson as rooms
+from rl_vlm.zoo.control.action_words import read_word
+from rl_vlm.zoo.control.lesson import HEADINGS, WORDS, Room, bearing, described, draw_tour, random_room, render, side
+from rl_vlm.zoo.tiny import model as tiny
 
 CONFIG = Path(__file__).parents[2] / "configs" / "minigrid_tiny.yaml"
 ROOM = Room(6, agent=(1, 2), heading="north", goal=(3, 3))
@@ -150,26 +149,6 @@ def test_a_turn_is_short_and_fits_the_budgets(processor: Any) -> None:
 
 
 # --- the warm start
-
-
-def test_the_warm_start_depends_on_its_seed_alone(processor: Any, encoder: DialogueEncoder) -> None:
-    losses = []
-    for seed in (0, 0, 1):
-        model = tiny.build_model(0, processor.tokenizer, "minigrid")
-        losses.append(roamer.warm_start(model, encoder, seed, steps=2, batch=8))
-    assert losses[0] == losses[1] != losses[2]
-    assert 0 <= roamer.perception_accuracy(model, encoder, 20) < 0.6
-    probabilities = roamer.word_probabilities(model, encoder, [ROOM])
-    assert probabilities.shape == (1, 3) and (probabilities > 0).all() and probabilities.sum() == pytest.approx(1)
-
-
-def test_the_variant_is_built_and_cached_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RL_VLM_CACHE", str(tmp_path))
-    monkeypatch.setattr(roamer, "STEPS", 1)
-    monkeypatch.setattr(roamer, "log_accuracy", lambda *_: None)
-    folder = resolve_model("tiny-minigrid")
-    assert folder.name.startswith("tiny-minigrid-0-") and (folder / "model.safetensors").is_file()
-    assert resolve_model("tiny-minigrid") == folder
 
 
 def test_without_minigrid_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rl_vlm.chat import ChatCodec
-from rl_vlm.envs import gridwalk_data as data
-from rl_vlm.envs.gridwalk import GridWalkEnv, parse_move
-from rl_vlm.envs.gridwalk_data import MOVES, Difficulty, Grid, grid_item
-from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.supervised import DialogueEncoder
-from rl_vlm.models.tiny import model as tiny
-from rl_vlm.models.tiny import walker
-from rl_vlm.models.tiny.walker import move_probabilities, perception_accuracy, warm_start
-from rl_vlm.models.tiny.walks import described, draw_walk, kind_of, random_question
 from rl_vlm.types import EncodedImage, Message
+from rl_vlm.zoo.gridwalk import data
+from rl_vlm.zoo.gridwalk.data import MOVES, Difficulty, Grid, grid_item
+from rl_vlm.zoo.gridwalk.environment import GridWalkEnv, parse_move
+from rl_vlm.zoo.gridwalk.lesson import described, draw_walk, kind_of, random_question
+from rl_vlm.zoo.tiny import model as tiny
 
 GRID = Grid.parse("..#.", ".A.O", "#O.G", "....")
 
@@ -164,26 +160,3 @@ def test_other_variants_keep_their_tokenizer(processor: Any) -> None:
     assert (
         plain.get_vocab() == tiny.build_processor("labeller").tokenizer.get_vocab() != processor.tokenizer.get_vocab()
     )
-
-
-# --- the warm start
-
-
-def test_the_warm_start_depends_on_its_seed_alone(processor: Any, encoder: DialogueEncoder) -> None:
-    losses = []
-    for seed in (0, 0, 1):
-        model = tiny.build_model(0, processor.tokenizer, "gridwalk")
-        losses.append(warm_start(model, encoder, seed, steps=3, batch=8))
-    assert losses[0] == losses[1] != losses[2]
-    assert 0 <= perception_accuracy(model, encoder, 20) < 0.6
-    probabilities = move_probabilities(model, encoder, [GRID])
-    assert probabilities.shape == (1, 4) and (probabilities > 0).all() and probabilities.sum() == pytest.approx(1)
-
-
-def test_the_variant_is_built_and_cached_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RL_VLM_CACHE", str(tmp_path))
-    monkeypatch.setattr(walker, "STEPS", 1)
-    monkeypatch.setattr(walker, "log_accuracy", lambda *_: None)
-    folder = resolve_model("tiny-gridwalk")
-    assert folder.name.startswith("tiny-gridwalk-0-") and (folder / "model.safetensors").is_file()
-    assert resolve_model("tiny-gridwalk") == folder
