@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import itertools
 import random
-import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,9 +29,10 @@ from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.rollout.group_buffer import GroupBuffer
 from rl_vlm.rollout.sampler import Sampler
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.serving.registry import AdapterRegistry, start_registry
+from rl_vlm.serving.registry import Registry, start_registry
 from rl_vlm.serving.router import AffinityRouter, home_session
-from rl_vlm.serving.version_line import Published
+from rl_vlm.serving.tenants import Published
+from rl_vlm.types import POLICY
 
 GROUP_S, LAG = 2.0, 2
 
@@ -81,37 +81,34 @@ def versions(count: int) -> list[Published]:
 
 def registry(report: Report, replicas: int, count: int) -> None:
     """Publication latency, in the registry's process and over Ray."""
-    with tempfile.TemporaryDirectory() as folder:
-        own = AdapterRegistry(folder, folder)
-        report.add(
-            f"registry, {replicas} replicas, in process",
-            asyncio.run(publish_locally(own, replicas, versions(count), 0.0)),
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        actor = start_registry(f"scale-{replicas}", "scale", Path(folder), Path(folder))
-        hosts = [ReplicaHost.remote() for _ in range(HOSTS)]
-        names = [f"replica{k}" for k in range(replicas)]
-        running = [host.run.remote(actor, names[k::HOSTS], 0.0) for k, host in enumerate(hosts)]
-        seconds = []
-        try:
-            deadline = time.monotonic() + 60
-            while (
-                len(ray.get(actor.status.remote(), timeout=60)["replicas"]) < replicas and time.monotonic() < deadline
-            ):
-                time.sleep(0.2)
-            for published in versions(count):
-                started = time.perf_counter()
-                ray.get(actor.publish.remote(published), timeout=60)
-                done = ray.get(actor.report.remote(published.version, replicas, 60.0), timeout=90)
-                seconds.append(time.perf_counter() - started)
-                if len(done.acked) < replicas:
-                    report.notes.append(f"registry, {replicas} replicas: {len(done.acked)} acknowledged within 60 s.")
-            ray.get([host.stop.remote() for host in hosts], timeout=60)
-            ray.get(running, timeout=60)
-        finally:
-            for one in (actor, *hosts):
-                ray.kill(one)
-        report.add(f"registry, {replicas} replicas, over Ray", seconds)
+    own = Registry("model")
+    report.add(
+        f"registry, {replicas} replicas, in process",
+        asyncio.run(publish_locally(own, replicas, versions(count), 0.0)),
+    )
+    actor = start_registry(f"scale-{replicas}", "scale", Path("model"))
+    ray.get(actor.join.remote(POLICY), timeout=60)
+    hosts = [ReplicaHost.remote() for _ in range(HOSTS)]
+    names = [f"replica{k}" for k in range(replicas)]
+    running = [host.run.remote(actor, names[k::HOSTS], 0.0) for k, host in enumerate(hosts)]
+    seconds = []
+    try:
+        deadline = time.monotonic() + 60
+        while len(ray.get(actor.status.remote(), timeout=60)["replicas"]) < replicas and time.monotonic() < deadline:
+            time.sleep(0.2)
+        for published in versions(count):
+            started = time.perf_counter()
+            ray.get(actor.publish.remote(published), timeout=60)
+            done = ray.get(actor.report.remote(published.version, replicas, 60.0), timeout=90)
+            seconds.append(time.perf_counter() - started)
+            if len(done.acked) < replicas:
+                report.notes.append(f"registry, {replicas} replicas: {len(done.acked)} acknowledged within 60 s.")
+        ray.get([host.stop.remote() for host in hosts], timeout=60)
+        ray.get(running, timeout=60)
+    finally:
+        for one in (actor, *hosts):
+            ray.kill(one)
+    report.add(f"registry, {replicas} replicas, over Ray", seconds)
 
 
 def rounds(report: Report, count: int, repeats: int) -> None:

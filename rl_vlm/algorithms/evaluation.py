@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.evaluation.heldout import evaluation_tasks, summarize, viewed_tasks
+from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
+from rl_vlm.evaluation.outcomes import outcomes_of_groups
+from rl_vlm.evaluation.summary import summarize
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.types import RLVLMError
 
@@ -32,7 +34,7 @@ class HeldOut:
             groups, result = algorithm.rollouts.evaluate(tasks, run.evaluation.timeout_s)
         algorithm.count_env_runners()
         return {
-            **summarize(run, tasks, groups, algorithm.env_metrics),
+            **summarize(run, tasks, outcomes_of_groups(run, tasks, groups), algorithm.env_metrics),
             "lost": len(result.lost),
             "policy_version": algorithm.version,
             "seconds": time.perf_counter() - started,

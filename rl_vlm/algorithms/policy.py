@@ -47,7 +47,7 @@ from rl_vlm.rollout.runners import EnvRunners
 from rl_vlm.rollout.task_stream import TaskStream
 from rl_vlm.seeding import derive_seed
 from rl_vlm.serving.policy_key import OWN
-from rl_vlm.serving.publisher import Service, start_service
+from rl_vlm.serving.service import PolicyService, start_service
 from rl_vlm.statistics import mean_kl
 from rl_vlm.types import RLVLMError, TrajectoryGroup
 
@@ -76,7 +76,7 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
         self.learners(learner_class=VLMLearner)
         self.training(lr=run.learner.lr)
 
-    def serve_from(self, service: Service) -> None:
+    def serve_from(self, service: PolicyService) -> None:
         """Set the served policy's run id, key and model, which are known once it is started."""
         self.run_id, self.policy_key, self.served_model = service.run_id, service.key, service.model
         self._apply_run_config()
@@ -107,7 +107,7 @@ class PolicyAlgorithm(RunAlgorithm):
     def start_services(self, config: PolicyAlgorithmConfig) -> None:
         """Start the served policy."""
         load_plugins(self.run.plugins)
-        self._service: Service | None = start_service(self.run, self.folder / "serving")
+        self._service: PolicyService | None = start_service(self.run, self.folder)
         config.serve_from(self._service)
         if shares_gpu(self.run):
             # vLLM rejects a GPU on which less is free than it was promised.
@@ -121,7 +121,7 @@ class PolicyAlgorithm(RunAlgorithm):
             service.stop()
 
     @property
-    def service(self) -> Service:
+    def service(self) -> PolicyService:
         """The served policy."""
         assert self._service is not None
         return self._service
@@ -133,7 +133,7 @@ class PolicyAlgorithm(RunAlgorithm):
         self.test_sizes, self.env_metrics = splits.sizes[run.evaluation.split], splits.metrics
         stream = TaskStream(make_task_source(run, splits.sizes["train"]), run)
         self.rollouts = make_rollouts(EnvRunners(self.env_runner_group), stream, run)
-        self.rollouts.stop_requested = self._asked_while_waiting
+        self.rollouts.stop_requested = lambda: self.stop_requested()  # which is set later
         self.rng = np.random.default_rng(derive_seed(run.seed, 1))
         self.version = 0
         self.updates = 0  # iterations that are in the weights
@@ -155,11 +155,6 @@ class PolicyAlgorithm(RunAlgorithm):
         self.first_version = self.version
         self.sight = SightProbe(self)
         self.sight_faults: list[Fault] = []  # of the last iteration
-
-    def _asked_while_waiting(self) -> bool:
-        """Whether to stop waiting for rollouts; asked several times a second meanwhile."""
-        self.service.offer_again()
-        return self.stop_requested()
 
     # One iteration.
 
@@ -333,7 +328,7 @@ class PolicyAlgorithm(RunAlgorithm):
             return
         version = self.version
         with self.timed("rest"):
-            self.service.rest()
+            self.service.sleep()
         try:
             yield
         finally:

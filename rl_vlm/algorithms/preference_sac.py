@@ -26,13 +26,14 @@ from rl_vlm.algorithms import preference_checkpoint as checkpoints
 from rl_vlm.algorithms.base import RunAlgorithm
 from rl_vlm.algorithms.config import RunAlgorithmConfig
 from rl_vlm.config import PreferenceConfig
+from rl_vlm.files import link_tree
 from rl_vlm.learning.device import driver_device
 from rl_vlm.plugins import load_plugins
 from rl_vlm.preference.agent_reward import AgentReward
 from rl_vlm.preference.collection.collector import EpisodeResult, NumpyActor, evaluation_seeds, make_run_env
 from rl_vlm.preference.collection.env_runner import ControlEnvRunner
 from rl_vlm.preference.collection.episode_log import EpisodeTracker, FinishedEpisode, evaluation_metrics
-from rl_vlm.preference.collection.sampler import ControlSampler, saved_episode_counts
+from rl_vlm.preference.collection.sampler import ControlSampler
 from rl_vlm.preference.feedback.build import LabellerService, build_feedback
 from rl_vlm.preference.feedback.feedback import Feedback
 from rl_vlm.preference.replay.buffer import ReplayBuffer
@@ -356,7 +357,7 @@ class PreferenceSAC(RunAlgorithm):
         save_arrays(self.replay.state(), folder / checkpoints.REPLAY)
         if self.feedback is not None:
             self.feedback.trainer.save(folder / checkpoints.REWARD_MODEL)
-            checkpoints.link_tree(self.feedback.store.folder, folder / checkpoints.LABELS)
+            link_tree(self.feedback.store.folder, folder / checkpoints.LABELS)
         checkpoints.write_state(
             folder,
             {
@@ -390,4 +391,4 @@ class PreferenceSAC(RunAlgorithm):
         self.env_steps, self.last_session = int(state["step"]), int(state["last_session"])
         self._rng.bit_generator.state = state["rng"]
         self.tracker.load(state["tracker"])
-        self.sampler.load_states(state["collectors"], saved_episode_counts(state))
+        self.sampler.load_states(state["collectors"], state["episode_counts"])

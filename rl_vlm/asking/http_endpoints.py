@@ -71,7 +71,7 @@ class OpenAIEndpoint(_HTTPEndpoint):
             else:
                 answer = _read_completion(reply, question)
                 if unguided or answer.text.strip() in question.choices:
-                    # Not before: a question that is refused in every form, such as one that is too long, says nothing about forms.
+                    # Only an answer tells that this form works: a question that is too long is refused in every form.
                     self._form = max(self._form, form)
                     return answer
             # Refused or ignored. Other questions in flight may have found a later form.

@@ -81,13 +81,13 @@ class Engine(Protocol):
         """Forget a policy that nobody will ask for again, and free its memory once its running samples are finished."""
         ...
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         """Finish what is running and give back the memory that sampling alone needs, until `wake`; requests that come wait. A second
         call does nothing. Raises EngineError."""
         ...
 
     async def wake(self) -> None:
-        """Take that memory again and go on. Does nothing to an engine that does not rest. Raises EngineError."""
+        """Take that memory again and go on. Does nothing to an engine that is awake. Raises EngineError."""
         ...
 
     def stats(self) -> EngineStats:

@@ -191,6 +191,8 @@ class Decoder:
         """
         for slot, produced in zip(self._rows.slots, self._rows.produced.tolist(), strict=True):
             slot.changes.append((produced, version))
+            if slot.job.stream is not None:
+                slot.job.stream.policy_version = version
         if recompute:
             self._recompute()
 

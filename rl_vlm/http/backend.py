@@ -17,7 +17,7 @@ from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.http.service import ServedModel
 from rl_vlm.serving.client import GenerationFailedError, PolicyClient
 from rl_vlm.serving.lifecycle import ReplicaState
-from rl_vlm.serving.server import ReplicaUnavailableError
+from rl_vlm.serving.replica import ReplicaUnavailableError
 from rl_vlm.types import Completion, GenerationRequest, RLVLMError, SampleChunk
 
 logger = logging.getLogger("rl_vlm.http")
@@ -81,7 +81,7 @@ class ServeBackend:
         try:
             async with asyncio.timeout(_PROBE_S):
                 status = await self._registry.status.remote()
-            # A registry that has just been restarted may not have read its disk yet: versions only grow.
+            # A registry that has just been restarted may not have its version again yet: versions only grow.
             if self._known is None or status["version"] >= self._known["version"]:
                 self._known = status
         except (RayError, RayServeException, TimeoutError) as error:

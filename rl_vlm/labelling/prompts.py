@@ -129,9 +129,9 @@ def task_prompts(task: str, file: str | Path | None = None) -> TaskPrompts:
     own = load_prompts(file) if file is not None else {}
     short = _short_name(task)
     for named in (own, _REGISTRY):
-        found = named.get(task) or {_short_name(name): prompts for name, prompts in named.items()}.get(short)
-        if found is not None:
-            return found
+        known = named.get(task) or {_short_name(name): prompts for name, prompts in named.items()}.get(short)
+        if known is not None:
+            return known
     names = [*own, *known_tasks()]
     near = difflib.get_close_matches(short, names, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]}?" if near else f"Known are {', '.join(names)}."

@@ -148,30 +148,3 @@ def label_cache(value: str | Path | None) -> Path | None:
     if not len(LabelStore(folder)):
         raise UserInputError(f"The label cache {folder} holds no sessions: give the `labels` folder of a run, or null.")
     return folder
-
-
-class LabelReplay:
-    """Returns the sessions of a store one after the other, in place of a labeller.
-
-    As in the original, the cached pairs replace those of the policy: a replayed session is trained on as it was labelled.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        self._store = LabelStore(folder)
-        self._next = 1
-
-    def next_session(self) -> StoredSession | None:
-        """The next session, or None after the last one."""
-        if self._next > len(self._store):
-            return None
-        session = self._store.read(self._next)
-        self._next += 1
-        return session
-
-    def state(self) -> dict[str, int]:
-        """The number of the next session, as JSON."""
-        return {"next": self._next}
-
-    def set_state(self, state: dict[str, int]) -> None:
-        """Go on from `state`."""
-        self._next = int(state["next"])

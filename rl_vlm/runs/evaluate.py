@@ -17,7 +17,7 @@ from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.evaluation.outcome_log import OutcomeLog, items_path
 from rl_vlm.evaluation.outcomes import Outcome, Side
 from rl_vlm.evaluation.play import EpisodesLostError, losses, play_tasks
-from rl_vlm.evaluation.tables import by_category, compared, info_numbers, summary_of
+from rl_vlm.evaluation.summary import by_category, compared, info_numbers, summarize
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.models.trained import find_trained, is_full, trained_folder
 from rl_vlm.rollout.tasks import RolloutTask
@@ -213,7 +213,7 @@ def _split_results(
     found = [one for one in log.outcomes if one.id in asked]
     ours = [one for one in found if one.side == "policy"]
     key = run.evaluation.category
-    results = summary_of(run, own, found, envs.metrics)
+    results = summarize(run, own, found, envs.metrics)
     tables, unnamed = by_category(own, found, key)
     more: dict[str, Any] = {"categories": tables, "categories_lost": unnamed, "info": info_numbers(ours, key)}
     if "against" in adapters:

@@ -10,7 +10,7 @@ from rl_vlm.config import RunConfig
 from rl_vlm.http.kv_room import KVRoom
 from rl_vlm.models.memory.parts import ELEMENT, GIB
 from rl_vlm.models.memory.shape import ModelShape
-from rl_vlm.serving.server import initial_replicas
+from rl_vlm.serving.deploy import initial_replicas
 from rl_vlm.types import UserInputError
 
 ANSWER_S = 30.0  # how long a replica that runs may take to say how much memory its GPU has

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rl_vlm.config import SFTConfig, TrainConfig, save_config
 from rl_vlm.files import open_own, write_atomic
 from rl_vlm.imports import import_meanwhile, imports_done
+from rl_vlm.models.payload import WeightPayload
 from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.runs.drain import RUNNING, STOPPING, call_this_process
@@ -147,6 +148,31 @@ class BaseRun(ABC):
         """How far training is."""
 
     @abstractmethod
+    def _save(self, position: int) -> None:
+        """Write a checkpoint. Raises OSError."""
+
+    def _checkpoint(self) -> None:
+        """Save a checkpoint. A full disk costs this checkpoint, not the run; the older ones stay."""
+        position = self._position()
+        if position == self.saved_at:
+            return
+        try:
+            self._save(position)
+        except OSError as error:
+            self._cannot_write("a checkpoint", error)
+            return
+        self.saved_at = position
+
+    def _save_trained(self, payload: WeightPayload, suffix: str = "") -> None:
+        """Write what was trained into the run folder. Raises RLVLMError."""
+        try:
+            payload.write(self.folder / f"{payload.FOLDER}{suffix}")
+        except OSError as error:
+            raise RLVLMError(
+                f"Could not write the adapter to {self.folder} ({error.strerror or error}): free some space and --resume."
+            ) from error
+
+    @abstractmethod
     def _loop(self) -> None:
         """Start everything, train, stop everything."""
 
@@ -198,13 +224,13 @@ class RunLifecycle(BaseRun):
         serves = self.run.serves
         import_meanwhile("torch", *(("transformers.modeling_utils", "peft") if serves else ()))
         from rl_vlm.runs.cluster import ray_cluster
-        from rl_vlm.serving.publisher import serving_ahead
+        from rl_vlm.serving.service import serving_ahead
 
         self._announce(serves)
         with (
             ray_cluster(self.run),
             self._ray_metrics(),
-            serving_ahead(self.run, self.folder / "serving") if serves else nullcontext(),
+            serving_ahead(self.run, self.folder) if serves else nullcontext(),
         ):
             imports_done()
             config = self._rllib_config().from_run_config(self.run, self.folder)
@@ -242,6 +268,14 @@ class RunLifecycle(BaseRun):
             yield
         finally:
             self._figures.close()
+
+    def _checkpoint(self) -> None:
+        from rl_vlm.algorithms.learners import LearnerLostError  # imports Ray
+
+        try:
+            super()._checkpoint()
+        except LearnerLostError as error:  # the next update replaces it, from the checkpoint before this one
+            self.display.message(f"No checkpoint at {self._unit} {self._position()}. {error}")
 
     @abstractmethod
     def _rllib_config(self) -> type[RunAlgorithmConfig]:

@@ -52,7 +52,7 @@ def _served_player(run: RunConfig, served: Served, adapters: dict[Side, Path | N
         result = await served.worker.run([replace(task, min_version=oldest)])
         if not result.groups:
             return next(iter(result.lost.values()))
-        return outcomes_of(result.groups[0], task, side, env=task.env or run.env.id, category=run.evaluation.category)
+        return outcomes_of(run, task, result.groups[0].trajectories, side)
 
     return play
 

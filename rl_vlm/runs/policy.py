@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.algorithms.checkpoint import clean_leftovers, latest_checkpoint, save_checkpoint
+from rl_vlm.algorithms.checkpoint import latest_checkpoint, save_checkpoint
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import PolicyConfig
 from rl_vlm.config.algorithm import BUILTIN_LOSSES
@@ -18,6 +18,7 @@ from rl_vlm.envs.parts import make_part, survey, train_size
 from rl_vlm.envs.registry import portable_id
 from rl_vlm.envs.wire import check_plain
 from rl_vlm.evaluation.sight import Fault, SightError, raise_or_tell
+from rl_vlm.files import clean_leftovers
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.learning.strategies.needs import check_strategy
 from rl_vlm.models.initial_adapter import check_initial_adapter
@@ -197,7 +198,9 @@ class PolicyRun(RunLifecycle):
                     self._checkpoint()
             raise
         self._checkpoint()
-        self._save_adapter()
+        self._save_trained(self.algorithm.recovery.checkpoint().adapter)
+        if self.run.learner.ema_decay is not None:
+            self._save_trained(self.algorithm.evaluation.averaged_adapter(), "-ema")
 
     def _check_sight(self) -> None:
         """Ask engine and learner about some images. Raises SightError, unless `sight.gate` says otherwise."""
@@ -260,36 +263,9 @@ class PolicyRun(RunLifecycle):
         if self.algorithm.updates > self.start_iteration and (hint := blind(results)):
             self.display.message(hint)
 
-    def _checkpoint(self) -> None:
-        """Save a checkpoint. A full disk costs this checkpoint, not the run; the older ones stay."""
-        from rl_vlm.algorithms.learners import LearnerLostError
-
-        iteration = self.algorithm.updates
-        if iteration == self.saved_at:
-            return
-        try:
-            path = save_checkpoint(
-                self.checkpoints, iteration, self.algorithm.recovery.checkpoint(), self.run.logging.keep_checkpoints
-            )
-        except OSError as error:
-            self._cannot_write("a checkpoint", error)
-            return
-        except LearnerLostError as error:  # the next update replaces it, from the checkpoint before this one
-            self.display.message(f"No checkpoint at iteration {iteration}. {error}")
-            return
-        self.saved_at = iteration
-        self.algorithm.recovery.last_checkpoint = path
-
-    def _save_adapter(self) -> None:
-        try:
-            trained = self.algorithm.recovery.checkpoint().adapter
-            trained.write(self.folder / trained.FOLDER)
-            if self.run.learner.ema_decay is not None:
-                self.algorithm.evaluation.averaged_adapter().write(self.folder / f"{trained.FOLDER}-ema")
-        except OSError as error:
-            raise RLVLMError(
-                f"Could not write the adapter to {self.folder} ({error.strerror or error}): free some space and --resume."
-            ) from error
+    def _save(self, position: int) -> None:
+        recovery, keep = self.algorithm.recovery, self.run.logging.keep_checkpoints
+        recovery.last_checkpoint = save_checkpoint(self.checkpoints, position, recovery.checkpoint(), keep)
 
     def _rllib_config(self) -> type[RunAlgorithmConfig]:
         return _rllib_config(self.run)

@@ -200,22 +200,8 @@ class PreferenceRun(RunLifecycle):
         except OSError as error:
             self._cannot_write("train.csv", error)
 
-    def _checkpoint(self) -> None:
-        """Save a checkpoint. A full disk costs this checkpoint, not the run; the older ones stay."""
-        step = self.algorithm.env_steps
-        if step == self.saved_at:
-            return
-        from rl_vlm.algorithms.learners import LearnerLostError
-
-        try:
-            self.checkpoints.save(step, lambda folder: self.algorithm.save_checkpoint(str(folder)))
-        except OSError as error:
-            self._cannot_write("a checkpoint", error)
-            return
-        except LearnerLostError as error:  # the next update replaces it
-            self.display.message(f"No checkpoint at step {step}. {error}")
-            return
-        self.saved_at = step
+    def _save(self, position: int) -> None:
+        self.checkpoints.save(position, lambda folder: self.algorithm.save_checkpoint(str(folder)))
 
     def _rllib_config(self) -> type[RunAlgorithmConfig]:
         return _rllib_config(self.run)

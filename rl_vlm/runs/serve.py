@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,9 +32,9 @@ from rl_vlm.runs.cluster import ray_cluster
 from rl_vlm.runs.kv_memory import ANSWER_S, depends_on_gpu, kv_room
 from rl_vlm.runs.served import run_for
 from rl_vlm.runs.signals import leave_on_signals
-from rl_vlm.serving.publisher import PolicyService, ServingError
-from rl_vlm.serving.registry import registry_name
-from rl_vlm.serving.server import app_name, initial_replicas
+from rl_vlm.serving.deploy import initial_replicas
+from rl_vlm.serving.registry import app_name, registry_name
+from rl_vlm.serving.service import PolicyService, ServingError
 from rl_vlm.types import UserInputError
 
 
@@ -142,15 +141,15 @@ def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
     quiet_libraries()
     text = load_text_side(plan.model, run.model.pixels)
     run_id = f"serve-{uuid.uuid4().hex[:8]}"
-    with bind(limits.host, limits.port) as sock, tempfile.TemporaryDirectory(prefix="rl-vlm-serve-") as folder:
+    with bind(limits.host, limits.port) as sock:
         announce(f"Loading {plan.name} ...")
         with ray_cluster(run):
-            service = PolicyService(run, run_id, ModelReference.of(str(plan.model)), Path(folder) / "registry")
+            service = PolicyService(run, run_id, ModelReference.of(str(plan.model)))
             try:
                 service.wait_until_ready()
                 registry = ray.get_actor(registry_name(run_id))
                 if plan.adapter is not None:
-                    service.publish(plan.adapter, on_disk=True)
+                    service.publish(plan.adapter)
                     _wait_for_adapter(registry, run)
                 handle = serve.get_deployment_handle("policy", app_name(run_id))
                 backend = ServeBackend(

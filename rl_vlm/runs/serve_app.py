@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 import uuid
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,15 @@ from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.trained import read_payload
 from rl_vlm.runs.kv_memory import depends_on_gpu, kv_room
 from rl_vlm.runs.serve import keeps_base_model, plan
-from rl_vlm.serving.registry import Published, start_registry
-from rl_vlm.serving.server import build_app
+from rl_vlm.serving.deploy import build_app
+from rl_vlm.serving.registry import start_registry
+from rl_vlm.serving.tenants import Published
+from rl_vlm.types import POLICY
 
 _NAMESPACE = "rl_vlm"  # of the registry
 _EVERY_ADDRESS = "0.0.0.0"  # where Serve's proxies listen on a cluster: a token is needed, whatever http.host says
 _ANSWER_S = 15.0  # how long the registry may take for a call
+_START_S = 60.0  # for the registry to start
 _HEALTH_CHECK_S = 5.0
 
 
@@ -83,12 +85,12 @@ class RegistryOwner:
     """A deployment that owns the adapter registry and publishes one adapter: replicas that start later get it there."""
 
     def __init__(self, run_id: str, model: ModelReference, adapter: Path | None) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="rl-vlm-serve-")
-        self._registry = start_registry(run_id, _NAMESPACE, Path(self._folder.name), model.folder)
+        self._registry = start_registry(run_id, _NAMESPACE, model.folder)
         self._published: Published | None = None
         if adapter is not None:
-            self._published = Published.of(read_payload(adapter, version=1))
-            ray.get(self._registry.publish.remote(self._published), timeout=_ANSWER_S)
+            payload = read_payload(adapter, version=1)
+            self._published = Published(payload.version, payload.sha256, ray.put(payload))
+        ray.get(self._registry.join.remote(POLICY, self._published), timeout=_START_S)
 
     async def status(self) -> dict[str, Any]:
         """The registry's status."""
@@ -96,13 +98,12 @@ class RegistryOwner:
             return await self._registry.status.remote()  # type: ignore[no-any-return]
 
     async def check_health(self) -> None:
-        """Publish again where the registry was restarted on a node without its file.
+        """Join again, which changes nothing unless the registry was restarted.
 
         Serve replaces this deployment when the registry does not answer; replicas keep what they have.
         """
-        if (await self.status())["version"] == 0 and self._published is not None:
-            async with asyncio.timeout(_ANSWER_S):
-                await self._registry.publish.remote(self._published)
+        async with asyncio.timeout(_ANSWER_S):
+            await self._registry.join.remote(POLICY, self._published)
 
 
 class HTTPIngress:

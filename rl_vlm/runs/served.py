@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from rl_vlm.models.trained import is_full, read_payload
 
 if TYPE_CHECKING:
     from rl_vlm.rollout.worker import RolloutWorker
-    from rl_vlm.serving.publisher import Service
+    from rl_vlm.serving.service import PolicyService
 
 
 def starting_adapter(run: RunConfig) -> Path | None:
@@ -35,7 +34,7 @@ class Served:
 
     run_id: str
     worker: RolloutWorker
-    service: Service
+    service: PolicyService
 
     def publish(self, adapter: Path | None, version: int) -> None:
         """Serve an adapter folder, or one of full weights, as this version; None changes nothing."""
@@ -48,10 +47,10 @@ def served_worker(run: RunConfig) -> Iterator[Served]:
     """Start Ray, the replicas and a worker; all end with the context."""
     from rl_vlm.rollout.worker import RolloutWorker
     from rl_vlm.runs.cluster import ray_cluster
-    from rl_vlm.serving.publisher import start_service
+    from rl_vlm.serving.service import start_service
 
-    with tempfile.TemporaryDirectory(prefix="rl-vlm-") as scratch, ray_cluster(run):
-        service = start_service(run, Path(scratch))
+    with ray_cluster(run):
+        service = start_service(run)
         worker = RolloutWorker(run, service.run_id, service.model.folder, key=service.key)
         try:
             service.wait_until_ready()

@@ -106,8 +106,8 @@ class _ServedModel:
         from ray import serve
 
         from rl_vlm.serving.client import PolicyClient
+        from rl_vlm.serving.registry import app_name
         from rl_vlm.serving.router import home_session
-        from rl_vlm.serving.server import app_name
 
         self._handle = serve.get_deployment_handle("policy", app_name(run_id))
         self._client = PolicyClient(

@@ -21,7 +21,7 @@ from rl_vlm.runs.kinds import inspect_run, kind_of
 from rl_vlm.runs.lifecycle import InterruptedRun, StopRequest
 from rl_vlm.runs.remote_folder import is_remote
 from rl_vlm.runs.run_folder import check_is_kept, held
-from rl_vlm.serving.shared_service import kept_up
+from rl_vlm.serving.service import kept_up
 from rl_vlm.sweeps.results import ERRORS, TrialResult, read_results, write_results
 from rl_vlm.types import RLVLMError, UserInputError
 

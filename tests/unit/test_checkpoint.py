@@ -19,12 +19,12 @@ from core_support import adapted_policy, batch_of, conversation, picture, run_co
 from rl_vlm.algorithms import checkpoint as module
 from rl_vlm.algorithms.checkpoint import (
     Checkpoint,
-    clean_leftovers,
     latest_checkpoint,
     list_checkpoints,
     read_checkpoint,
     save_checkpoint,
 )
+from rl_vlm.files import clean_leftovers
 from rl_vlm.learning.learner import VLMLearner
 from rl_vlm.learning.messages import UpdateBatch
 from rl_vlm.learning.module import PolicyModel

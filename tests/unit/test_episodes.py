@@ -132,8 +132,8 @@ class RememberingPool(EnvPool):
 
     made: list[Scripted]
 
-    async def take(self, count: int) -> list[Any]:
-        envs = await super().take(count)
+    async def borrow(self, count: int) -> list[Any]:
+        envs = await super().borrow(count)
         self.made += [env for env in envs if env not in self.made]
         return envs
 

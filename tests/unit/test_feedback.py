@@ -17,7 +17,7 @@ from control_support import steps
 
 from rl_vlm.config import PreferenceSection, RewardModelSection, TeacherSection
 from rl_vlm.labelling.session import LabellerDownError
-from rl_vlm.labelling.store import LabelReplay, LabelStore
+from rl_vlm.labelling.store import LabelStore
 from rl_vlm.labelling.teachers import CoinFlips, ScriptedTeacher
 from rl_vlm.labelling.types import Label, Labeller, Score, Segment, SegmentPair
 from rl_vlm.preference.feedback.pairs import PairFeedback, label_accuracy
@@ -190,9 +190,7 @@ def test_rounds_that_replace_undecided_pairs_stay_within_max_feedback(tmp_path: 
 
 def test_a_cache_with_segments_of_another_length_is_refused(tmp_path: Path) -> None:
     run(feedback(tmp_path / "old", ScriptedTeacher()))
-    one = feedback(
-        tmp_path / "new", ScriptedTeacher(), segment_length=3, cache=LabelReplay(tmp_path / "old" / "labels")
-    )
+    one = feedback(tmp_path / "new", ScriptedTeacher(), segment_length=3, cache=LabelStore(tmp_path / "old" / "labels"))
     with pytest.raises(UserInputError, match="segments of 1 steps, and preference.segment_length is 3: set it to 1"):
         run(one)
 
@@ -200,12 +198,12 @@ def test_a_cache_with_segments_of_another_length_is_refused(tmp_path: Path) -> N
 def test_a_cache_is_replayed_first_and_then_the_labeller_is_asked(tmp_path: Path) -> None:
     run(feedback(tmp_path / "old", ScriptedTeacher()), seed=3)
     labeller = Flaky(down=0)
-    one = feedback(tmp_path / "new", labeller, cache=LabelReplay(tmp_path / "old" / "labels"))
+    one = feedback(tmp_path / "new", labeller, cache=LabelStore(tmp_path / "old" / "labels"))
     run(one)
     assert labeller.asked == [] and len(one.examples) == 10
     run(one)
     assert len(labeller.asked) == 1
-    alone = feedback(tmp_path / "alone", None, cache=LabelReplay(tmp_path / "old" / "labels"))
+    alone = feedback(tmp_path / "alone", None, cache=LabelStore(tmp_path / "old" / "labels"))
     assert not alone.exhausted
     run(alone)
     assert run(alone) is None and alone.exhausted

@@ -39,7 +39,7 @@ def never_ending(engine: TransformersEngine, tiny_folder: Path) -> Iterator[Engi
     backend = EngineBackend(engine)
     with endless(engine, text_side(tiny_folder)):
         yield backend
-        wait_until(lambda: backend.running == 0 and engine._decoder.num_rows == 0)
+        wait_until(lambda: backend.running == 0 and engine.stats().running == 0)
 
 
 def body_of(size: int) -> bytes:
@@ -179,9 +179,9 @@ def test_a_client_that_goes_away_frees_its_rows(
             httpx.stream("POST", server.url + CHAT, json=body, timeout=0.15) as reply,
         ):
             next(reply.iter_lines())
-            wait_until(lambda: engine._decoder.num_rows > 0)
+            wait_until(lambda: engine.stats().running > 0)
             raise httpx.ReadTimeout("seen enough")
-        wait_until(lambda: never_ending.running == 0 and engine._decoder.num_rows == 0, seconds=2)
+        wait_until(lambda: never_ending.running == 0 and engine.stats().running == 0, seconds=2)
         wait_until(lambda: server.gate.in_flight == 0)
 
 

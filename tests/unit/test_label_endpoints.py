@@ -230,12 +230,6 @@ def test_a_server_that_goes_away_is_waited_for_and_one_that_never_was_there_is_n
     assert len(there) == 7
 
 
-def test_a_server_that_is_not_there_is_an_error() -> None:
-    endpoint = OpenAIEndpoint(EndpointSection(url="http://127.0.0.1:9/v1", timeout_s=1))
-    label, _ = asked(endpoint, LabelsSection(steps=1, both_orders=False, attempts=1))
-    assert "127.0.0.1:9" in label.error
-
-
 @pytest.mark.parametrize("kind", [OpenAIEndpoint, GenerateEndpoint])
 @pytest.mark.parametrize(("limit", "expected"), [(None, 40), (7, 7)])
 def test_all_pairs_go_out_at_once_unless_that_is_limited(kind: Any, limit: int | None, expected: int) -> None:

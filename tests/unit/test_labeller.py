@@ -118,14 +118,6 @@ def test_both_orders_are_asked_and_averaged(endpoint: ServedEndpoint) -> None:
     assert labeller.stats.prompt_tokens > 100 and labeller.stats.sampled_tokens >= 4
 
 
-def test_two_steps_describe_and_then_summarise(endpoint: ServedEndpoint) -> None:
-    labeller = VLMLabeller(endpoint, PROMPTS, LabelsSection(both_orders=False, describe_tokens=12))
-    (label,) = asked(labeller, pair(3, 20))
-    assert labeller.stats.questions == 2
-    if not label.error:  # the tiny model may describe with an empty text
-        assert label.value in (0, 1, -1) and " => " in label.text and label.probabilities is not None
-
-
 def test_scores_come_from_the_same_model(endpoint: ServedEndpoint) -> None:
     labeller = VLMLabeller(endpoint, PROMPTS, one_step())
     scores = asyncio.run(labeller.score([segment([angle]).frames[0] for angle in (0, 15, 30)]))  # type: ignore[index]
@@ -254,15 +246,6 @@ def test_a_deadline_ends_a_question() -> None:
 
     (label,) = asked(VLMLabeller(Scripted(never), PROMPTS, one_step(deadline_s=0.05)), pair(3, 20))
     assert "no answer within 0.05 s" in label.error and label.seconds < 5
-
-
-def test_a_labeller_that_is_down_stops_the_session() -> None:
-    def down(question: Question) -> str:
-        raise EndpointError("connection refused", retryable=False)
-
-    labeller = VLMLabeller(Scripted(down), PROMPTS, one_step())
-    with pytest.raises(LabellerDownError, match="None of 3 pairs could be labelled: connection refused"):
-        asyncio.run(label_session(labeller, lambda count: random_pairs(count), 3))
 
 
 def test_pairs_that_nobody_is_asked_about_do_not_hide_a_labeller_that_is_down() -> None:

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from task_support import solved_group
 
 from rl_vlm.config import CurriculumSection, parse_config
-from rl_vlm.evaluation.heldout import evaluation_tasks, summarize, viewed_tasks
+from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
+from rl_vlm.evaluation.outcomes import outcomes_of_groups
+from rl_vlm.evaluation.summary import summarize
 from rl_vlm.rollout.metrics import sampling_metrics
 from rl_vlm.rollout.mixture import Mixture
 from rl_vlm.rollout.solve_rate import MAX_KNOWN, SolveRateItems, SolveRates
@@ -203,7 +205,7 @@ def test_an_evaluation_has_results_of_the_whole_and_of_each_environment() -> Non
         )
         group.group_id = task.group_id
         groups.append(group)
-    results = summarize(run, tasks, groups)
+    results = summarize(run, tasks, outcomes_of_groups(run, tasks, groups))
     assert (results["accuracy/default"], results["items/default"]) == (pytest.approx(2 / 6), 6)
     assert (results["accuracy/a"], results["accuracy/b"], results["accuracy/b/two"]) == (1.0, 0.0, 0.25)
     assert (results["items/a"], results["items/b"], results["accuracy/two"]) == (2, 4, 0.5)

@@ -11,7 +11,7 @@ from rl_vlm.algorithms.grpo import GRPOConfig
 from rl_vlm.config import RunConfig, parse_config
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.runs import cluster
-from rl_vlm.serving.server import build_app
+from rl_vlm.serving.deploy import build_app
 from rl_vlm.types import UserInputError
 
 PLACEMENT = {"replicas_on": "gpu_serving", "learners_on": "gpu_learner", "env_runners_on": "cpu_env_runner"}

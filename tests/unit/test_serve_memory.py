@@ -15,8 +15,8 @@ from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.runs import serve as module
 from rl_vlm.runs.kv_memory import depends_on_gpu, kv_room
 from rl_vlm.runs.serve_app import HTTPIngress
-from rl_vlm.serving.publisher import ServingError
-from rl_vlm.serving.server import _replicas
+from rl_vlm.serving.deploy import _replicas
+from rl_vlm.serving.service import ServingError
 from rl_vlm.types import UserInputError
 
 ON_GPU = ["serving.engine=transformers", "serving.gpus_per_replica=0.5", "serving.num_replicas=2"]

@@ -102,19 +102,6 @@ def test_the_pixels_decide_the_split() -> None:
             assert drawing.split_of(data.draw(rng, count, split)[1]) == split  # type: ignore[arg-type]
 
 
-def test_an_item_depends_on_its_index_split_and_seed_alone() -> None:
-    first = shapes_item("count", "train", 7)
-    shapes_item.cache_clear()
-    again = shapes_item("count", "train", 7)
-    assert first == again and first is not again
-    others = [
-        shapes_item("count", "train", 11),
-        shapes_item("count", "test", 7),
-        shapes_item("count", "train", 7, seed=1),
-    ]
-    assert len({first.image.sha256, *(item.image.sha256 for item in others)}) == 4
-
-
 def test_copies_of_a_group_share_one_encoded_image() -> None:
     images = [ShapesEnv().reset(options={"index": 5})[0].messages[0].images[0] for _ in range(3)]
     assert images[0] is images[1] is images[2]
@@ -209,53 +196,6 @@ def test_the_observation_is_one_image_and_the_question() -> None:
     assert (message.role, message.text, len(message.images)) == ("user", "How many shapes?", 1)
     assert (message.images[0].width, message.images[0].height) == (64, 64)
     assert info == {"index": 9, "split": "test"}
-
-
-def test_without_an_index_the_seed_chooses() -> None:
-    env = ShapesEnv(num_train=50)
-    indices = [env.reset(seed=seed)[1]["index"] for seed in range(20)]
-    assert indices == [env.reset(seed=seed)[1]["index"] for seed in range(20)]
-    assert len(set(indices)) > 5 and max(indices) < 50
-
-
-def test_numbers_of_items_can_be_chosen() -> None:
-    env = ShapesEnv(num_train=10, num_test=3)
-    assert (env.num_items("train"), env.num_items("test")) == (10, 3)
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"task": "sum"},
-        {"turns": 3},
-        {"turns": True},
-        {"image_size": 32},
-        {"image_size": 64.0},
-        {"num_train": 0},
-        {"num_test": "all"},
-        {"seed": "a"},
-        {"colour": "red"},
-    ],
-)
-def test_a_wrong_argument_is_a_user_error_that_names_it(kwargs: dict[str, object]) -> None:
-    with pytest.raises(UserInputError, match=next(iter(kwargs))):
-        make("Shapes-v0", **kwargs)
-
-
-@pytest.mark.parametrize("options", [{"index": 4096}, {"index": -1}, {"index": 512, "split": "test"}, {"split": "dev"}])
-def test_an_item_that_does_not_exist_is_a_user_error(options: dict[str, object]) -> None:
-    with pytest.raises(UserInputError):
-        ShapesEnv().reset(options=options)
-
-
-def test_a_step_needs_an_open_episode() -> None:
-    env = ShapesEnv()
-    with pytest.raises(UserInputError, match="reset"):
-        env.step("<answer>1</answer>")
-    env.reset(options={"index": 0})
-    env.step("<answer>1</answer>")
-    with pytest.raises(UserInputError, match="reset"):
-        env.step("<answer>1</answer>")
 
 
 def test_the_rule_question_needs_a_single_shape() -> None:

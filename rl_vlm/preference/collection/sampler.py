@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,27 +74,27 @@ class ControlSampler:
             with environment_errors():
                 return self._counted(self._local.sample(actor=actor, steps=steps, episode_counts=self.episode_counts))
         actor_ref = ray.put(actor)
-        found = self._gather(
+        batches = self._gather(
             self._running,
             lambda runner: self._ask(runner, actor_ref),
             self._timeout_s,
             "preference.collection.timeout_s",
         )
-        return self._counted(StepBatch.concatenate([found[runner] for runner in sorted(found)]))
+        return self._counted(StepBatch.concatenate([batches[runner] for runner in sorted(batches)]))
 
     def _gather(
         self, running: dict[ray.ObjectRef, int], ask: Callable[[int], ray.ObjectRef], timeout_s: float, setting: str
     ) -> dict[int, Any]:
         """The results of the calls `running` by runner; `ask` calls a runner that died again. Raises CollectionError."""
         deadline = time.monotonic() + timeout_s
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         died: set[int] = set()  # calls to these fail until Ray has restarted them
         while running:
             ready, _ = ray.wait(list(running), timeout=_POLL_S)
             for reference in ready:
                 runner = running.pop(reference)
                 try:
-                    found[runner] = ray.get(reference, timeout=30)
+                    results[runner] = ray.get(reference, timeout=30)
                 except RayTaskError as error:
                     raise CollectionError(f"An environment failed: {error.cause}.") from error
                 except RayError as error:  # GetTimeoutError included: it is asked again
@@ -109,7 +109,7 @@ class ControlSampler:
                 raise CollectionError(
                     f"{len(running)} env runners did not answer within {timeout_s:g} s: see the Ray logs, or raise {setting}."
                 )
-        return found
+        return results
 
     def _counted(self, batch: StepBatch) -> StepBatch:
         """Note the episode after each environment's current one, where the replacement of a dead runner starts."""
@@ -133,8 +133,8 @@ class ControlSampler:
             return reference
 
         parts = self._gather({ask(runner): runner for runner in runners}, ask, timeout_s, "evaluation.timeout_s")
-        found = {result.seed: result for part in parts.values() for result in part}
-        return [found[seed] for seed in seeds]
+        by_seed = {result.seed: result for part in parts.values() for result in part}
+        return [by_seed[seed] for seed in seeds]
 
     def states(self) -> list[dict[str, Any]]:
         """The state of every runner's collector, in order; a runner that is dead, or does not answer, has no open episodes."""
@@ -151,7 +151,7 @@ class ControlSampler:
                 f"The checkpoint has {len(states)} env runners and this run {self.runners}: keep "
                 "preference.collection.num_env_runners."
             )
-        counts = list(episode_counts) or [0] * self.num_envs
+        counts = list(episode_counts)
         if len(counts) != self.num_envs:
             raise UserInputError(
                 f"The checkpoint has {len(counts)} environments and this run {self.num_envs}: keep "
@@ -177,10 +177,3 @@ def _state_of(reference: ray.ObjectRef) -> dict[str, Any]:
     except RayError as error:
         logger.warning("An env runner's episodes are not in the checkpoint: %s", str(error).splitlines()[0])
         return {"episodes": []}
-
-
-def saved_episode_counts(state: Mapping[str, Any]) -> list[int]:
-    """The `episode_counts` of a checkpoint; older ones do not have them, and count as many as there are open episodes."""
-    if "episode_counts" in state:
-        return [int(count) for count in state["episode_counts"]]
-    return [int(entry["number"]) + 1 for one in state["collectors"] for entry in one["episodes"]]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rl_vlm.config import PreferenceConfig
-from rl_vlm.labelling.store import LabelReplay, label_cache
+from rl_vlm.labelling.store import LabelStore, label_cache
 from rl_vlm.labelling.types import Scorer
 from rl_vlm.learning.device import driver_device
 from rl_vlm.preference.feedback.cached_labels import check_cache
@@ -18,7 +18,7 @@ from rl_vlm.preference.reward_model.training import RewardTrainer
 from rl_vlm.seeding import derive_seed
 
 if TYPE_CHECKING:
-    from rl_vlm.serving.publisher import Service
+    from rl_vlm.serving.service import PolicyService
 
 
 class LabellerService:
@@ -26,11 +26,11 @@ class LabellerService:
 
     def __init__(self, run: PreferenceConfig, folder: Path) -> None:
         self._run = run
-        self._service: Service | None = None
+        self._service: PolicyService | None = None
         if run.preference.asks_served_model:
-            from rl_vlm.serving.publisher import start_service
+            from rl_vlm.serving.service import start_service
 
-            self._service = start_service(run, folder / "serving")
+            self._service = start_service(run, folder)
 
     def client_and_text(self) -> tuple[Any, Any]:
         """A client of the served model and its text side, once it is ready; (None, None) where nothing is served."""
@@ -90,4 +90,4 @@ def build_feedback(
         trainer.load(Path(settings.reward_model.load))
     if settings.reward == "learn_from_score":
         return ScoreFeedback(settings, trainer, cast(Scorer, labeller), folder)
-    return PairFeedback(settings, trainer, labeller, folder, LabelReplay(cache) if cache is not None else None)
+    return PairFeedback(settings, trainer, labeller, folder, LabelStore(cache) if cache is not None else None)

@@ -35,10 +35,10 @@ def check_length(pairs: Sequence[SegmentPair], wanted: int) -> None:
 
 def _check_inputs(segment: Segment, settings: PreferenceSection, sizes: tuple[int, int]) -> None:
     if not settings.rewards_images:
-        found = segment.observations.shape[1] + segment.actions.shape[1]
-        if found != sum(sizes):
+        size = segment.observations.shape[1] + segment.actions.shape[1]
+        if size != sum(sizes):
             raise UserInputError(
-                f"The label cache has states and actions of {found} numbers together, and those of env.id have {sum(sizes)}: give the "
+                f"The label cache has states and actions of {size} numbers together, and those of env.id have {sum(sizes)}: give the "
                 "cache of a run in this environment, or leave preference.labels.cache out."
             )
         return
@@ -49,7 +49,7 @@ def _check_inputs(segment: Segment, settings: PreferenceSection, sizes: tuple[in
             "or leave preference.labels.cache out."
         )
     height, width = segment.frames.shape[1:3]
-    # The reward model takes pictures that have been thinned out by its stride already, too.
+    # The reward model also takes pictures that its stride has thinned out already.
     seen = -(-settings.image_size // stride)
     if any((-(-height // step), -(-width // step)) == (seen, seen) for step in (1, stride)):
         return

@@ -13,7 +13,7 @@ import numpy as np
 from rl_vlm.config import PreferenceSection
 from rl_vlm.labelling.query_log import FILE_NAME, QueryLog, true_return
 from rl_vlm.labelling.session import LabelledSession, is_answer, is_decided, label_session
-from rl_vlm.labelling.store import LabelReplay, LabelStore
+from rl_vlm.labelling.store import LabelStore
 from rl_vlm.labelling.types import SKIPPED, Label, Labeller, SegmentPair
 from rl_vlm.preference.feedback.cached_labels import check_length
 from rl_vlm.preference.feedback.feedback import Feedback, SessionReport
@@ -26,9 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class PairFeedback(Feedback):
-    """Asks which segment of a pair is better. The sessions of `cache`, labels of an earlier run, are replayed first.
+    """Asks which segment of a pair is better. `folder` holds `labels/` and the query log.
 
-    `folder` holds `labels/` and the query log.
+    The sessions of `cache`, labels of an earlier run, are replayed first. As in the original, their pairs replace those of the
+    policy, and are trained on as they were labelled.
     """
 
     store: LabelStore
@@ -39,11 +40,11 @@ class PairFeedback(Feedback):
         trainer: RewardTrainer,
         labeller: Labeller | None,
         folder: Path,
-        cache: LabelReplay | None = None,
+        cache: LabelStore | None = None,
     ) -> None:
         super().__init__(settings, trainer, labeller, LabelStore(folder / "labels"), segments_per_example=2)
         self._pair_labeller, self._cache = labeller, cache
-        self._cache_is_used_up = False
+        self._next_cached = 1
         self._log_path = folder / FILE_NAME
         # Features, not pairs, for rules that select pairs far from earlier ones: pictures of 20,000 pairs take 10 GiB.
         self._asked_features = pair_features([], self.model.input_kind)
@@ -51,7 +52,7 @@ class PairFeedback(Feedback):
     @property
     def exhausted(self) -> bool:
         """Whether there is no labeller, and the cache is replayed."""
-        return super().exhausted and (self._cache is None or self._cache_is_used_up)
+        return super().exhausted and (self._cache is None or self._next_cached > len(self._cache))
 
     def _ask(
         self, replay: ReplayBuffer, count: int, step: int, rng: np.random.Generator, horizon: int
@@ -97,12 +98,10 @@ class PairFeedback(Feedback):
         )
 
     def _cached_session(self) -> LabelledSession | None:
-        if self._cache is None or self._cache_is_used_up:
+        if self._cache is None or self._next_cached > len(self._cache):
             return None
-        stored = self._cache.next_session()
-        self._cache_is_used_up = stored is None
-        if stored is None:
-            return None
+        stored = self._cache.read(self._next_cached)
+        self._next_cached += 1
         check_length(stored.pairs, self.settings.segment_length)
         return LabelledSession(stored.pairs, stored.labels)
 
@@ -123,19 +122,13 @@ class PairFeedback(Feedback):
             self._learn_from(stored.pairs, stored.labels)
 
     def state(self) -> dict[str, Any]:
-        """As in the base class, and how far the cache is replayed."""
-        return {
-            **super().state(),
-            "cache": self._cache.state() if self._cache is not None else None,
-            "cache_used_up": self._cache_is_used_up,
-        }
+        """As in the base class, and which session of the cache comes next."""
+        return {**super().state(), "next_cached": self._next_cached}
 
     def load(self, state: Mapping[str, Any], model_file: Path) -> None:
         """See the base class."""
         super().load(state, model_file)
-        if self._cache is not None and state["cache"] is not None:
-            self._cache.set_state(state["cache"])
-        self._cache_is_used_up = bool(state["cache_used_up"])
+        self._next_cached = int(state["next_cached"])
 
 
 def label_accuracy(pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> float:

@@ -95,15 +95,9 @@ def pair_features(pairs: Sequence[SegmentPair], kind: InputKind) -> np.ndarray:
     """float32 [N, D]: observations of both segments, or thumbnails of their pictures, one after the other."""
     if not pairs:
         return _NONE
-    cache: dict[int, np.ndarray] = {}
-
-    def of(segment: Segment) -> np.ndarray:
-        found = cache.get(id(segment))
-        if found is None:
-            found = cache[id(segment)] = _segment_features(segment, kind)
-        return found
-
-    return np.stack([np.concatenate([of(pair.first), of(pair.second)]) for pair in pairs])
+    return np.stack(
+        [np.concatenate([_segment_features(part, kind) for part in (pair.first, pair.second)]) for pair in pairs]
+    )
 
 
 def _segment_features(segment: Segment, kind: InputKind) -> np.ndarray:

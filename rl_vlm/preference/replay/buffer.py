@@ -138,9 +138,9 @@ class ReplayBuffer:
                 inputs = self.frames_of(rows)
             else:
                 inputs = np.concatenate([self.observations[rows], self.actions[rows]], axis=1)
-            found = rewards(inputs)
-            _check_finite("A reward of the reward model", found)
-            self.rewards[rows] = found
+            relabelled = rewards(inputs)
+            _check_finite("A reward of the reward model", relabelled)
+            self.rewards[rows] = relabelled
 
     def frames_of(self, rows: np.ndarray) -> np.ndarray:
         """uint8 [n, S, S, 3]. Raises IndexError for rows whose frame has been overwritten."""
@@ -228,6 +228,6 @@ class ReplayBuffer:
 
 
 def _check_finite(what: str, values: np.ndarray) -> None:
-    """One such number in a batch turns all weights of the agent into nan, and the next checkpoint would keep them."""
+    """Raise NotFiniteError: a single nan in a batch turns all weights of the agent into nan, and the checkpoint keeps them."""
     if not np.isfinite(values).all():
         raise NotFiniteError(f"{what} is nan or infinite: the agent would learn nothing any more. Mend what gave it.")

@@ -125,13 +125,13 @@ class FrameRing:
         self._payloads[slot], self._episodes[slot] = b"", -1
 
     def _key(self, episode: int) -> np.ndarray:
-        found = self._decoded.get(episode)
-        if found is None:
-            found = unpack(self._keys[episode], self._black, self._black.shape)
-            self._cache_key(episode, found)
+        key = self._decoded.get(episode)
+        if key is None:
+            key = unpack(self._keys[episode], self._black, self._black.shape)
+            self._cache_key(episode, key)
         else:
             self._decoded.move_to_end(episode)
-        return found
+        return key
 
     def _cache_key(self, episode: int, frame: np.ndarray) -> None:
         self._decoded[episode] = frame

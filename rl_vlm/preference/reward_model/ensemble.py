@@ -54,12 +54,12 @@ class RewardEnsemble:
         inputs = self._subsampled(inputs)
         rows = _INFERENCE_ROWS[self.input_kind]
         self.members.eval()
-        found = []
+        rewards = []
         with torch.inference_mode():
             for start in range(0, len(inputs), rows):
                 batch = self._tensor(inputs[start : start + rows])
-                found.append(self.members([batch] * self.settings.size).float().cpu())
-        return torch.cat(found, 1).numpy() if found else np.empty((self.settings.size, 0), np.float32)
+                rewards.append(self.members([batch] * self.settings.size).float().cpu())
+        return torch.cat(rewards, 1).numpy() if rewards else np.empty((self.settings.size, 0), np.float32)
 
     def returns(self, batches: Sequence[np.ndarray]) -> Tensor:
         """[E, B, parts], with gradients: each member's returns of its own batch of segments [B, parts, T, ...]."""

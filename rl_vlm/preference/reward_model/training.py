@@ -125,8 +125,8 @@ def score_loss(returns: Tensor, targets: Tensor) -> Tensor:
 def _hits(returns: Tensor, targets: Tensor) -> tuple[int, int]:
     """Over all members: pairs whose preferred segment has the higher return, and pairs that have a preferred segment."""
     wanted = (targets[..., 1] - targets[..., 0]).sign()
-    found = (returns[..., 1] - returns[..., 0]).sign()
-    return int(((wanted == found) & (wanted != 0)).sum()), int((wanted != 0).sum())
+    predicted = (returns[..., 1] - returns[..., 0]).sign()
+    return int(((wanted == predicted) & (wanted != 0)).sum()), int((wanted != 0).sum())
 
 
 def _adam_state(tensors: dict[str, Tensor]) -> dict[int, dict[str, Any]]:

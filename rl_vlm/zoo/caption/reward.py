@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import snowballstemmer
 
-from rl_vlm.rewards.plain_text import spoken
+from rl_vlm.zoo.answers import behind_thought
 
 MAX_CHARS = 2000
 REACH = 3  # words of a pair are at most so many content words apart
@@ -59,7 +59,7 @@ class CaptionGrade:
     """score, in [0, 1]: the geometric mean of F0.5 of words and of pairs, times `length`; 0 with a `reason`.
 
     precision, recall and f1 are those of words. length: 1, or less where the caption is much longer than every reference.
-    Reasons: those of `plain_text.spoken`, empty, list (a clause of far too many content words), repetition (a clause that comes more
+    Reasons: those of `behind_thought`, empty, list (a clause of far too many content words), repetition (a clause that comes more
     than twice, and more often than in the reference).
     """
 
@@ -99,7 +99,7 @@ def grade_caption(text: str, references: Sequence[str], synonyms: Sequence[Seque
 
     Refused texts pay nothing; repeated and added words cost precision, missing ones recall.
     """
-    said, reason = spoken(text, MAX_CHARS)
+    said, reason = behind_thought(text, MAX_CHARS)
     if reason:
         return CaptionGrade(reason=reason)
     groups = _groups(tuple(map(tuple, synonyms)))

@@ -60,9 +60,9 @@ def read_word(text: str, words: Words) -> str | None:
 
     What stands before it is the policy's thinking. Where one word is the end of another, the longer one counts.
     """
-    spoken = clean(text.rpartition(THOUGHT_END)[2][-200:])
+    answer = clean(text.rpartition(THOUGHT_END)[2][-200:])
     for word in sorted(words, key=len, reverse=True):
-        if spoken == word or spoken.endswith(f" {word}"):
+        if answer == word or answer.endswith(f" {word}"):
             return word
     return None
 

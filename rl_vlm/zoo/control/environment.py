@@ -30,7 +30,7 @@ _MAX_DRAWS = 64  # all of them belong to the other split once in 10^8
 _FULL = "{task}In each of at most {turns} turns end your answer with one of these words: {words}."
 
 
-class PlayedEnv(MadeItemsEnv):
+class ControlWordsEnv(MadeItemsEnv):
     """Play a Gymnasium environment that draws itself (`rgb_array`) and has discrete or named actions.
 
     env: a gymnasium id such as MiniGrid-Empty-5x5-v0 or `module:id`, or metaworld/TASK.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rl_vlm.rewards.plain_text import spoken
+from rl_vlm.zoo.answers import behind_thought
 
 MAX_CHARS = 8000
 # `Answer: x` to the end of its line or on the line below, `<answer>x</answer>`, `\boxed{x}`, and a heading `# Answer` above x.
@@ -61,7 +61,7 @@ def read_answer(text: str) -> ShortAnswer:
     text; marks that name different answers name none. Without a mark a last line "The answer is x" says x, and a text of one line is the
     answer itself.
     """
-    said, reason = spoken(text, MAX_CHARS)
+    said, reason = behind_thought(text, MAX_CHARS)
     if reason:
         return ShortAnswer(None, reason)
     said = _FONT.sub(r"\1", said)

@@ -17,8 +17,8 @@ from engine_support import endless, until
 from version_support import model_of
 
 from rl_vlm.engines.base import BASE_MODEL, EngineError
-from rl_vlm.engines.many_policies import ManyPoliciesEngine
-from rl_vlm.engines.weights import BoundedWeights, Factors
+from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.engines.weights import Factors, MergedWeights
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide
 from rl_vlm.models.lora import language_linears
@@ -45,12 +45,12 @@ def payloads(tiny_folder: Path) -> dict[tuple[str, int], AdapterPayload]:
     }
 
 
-def make(folder: Path, merged_bytes: int = PLENTY, **settings: Any) -> ManyPoliciesEngine:
-    return ManyPoliciesEngine(folder, max_context=512, merged_bytes=merged_bytes, **settings)
+def make(folder: Path, merged_bytes: int = PLENTY, **settings: Any) -> TransformersEngine:
+    return TransformersEngine(folder, max_context=512, merged_bytes=merged_bytes, **settings)
 
 
 @pytest.fixture
-def engine(tiny_folder: Path) -> Iterator[ManyPoliciesEngine]:
+def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
     engine = make(tiny_folder)
     yield engine
     asyncio.run(engine.close())
@@ -73,7 +73,7 @@ def distance(folder: Path, model: Any, asked: GenerationRequest, answer: Complet
     return worst
 
 
-def size_of_sum(engine: ManyPoliciesEngine) -> int:
+def size_of_sum(engine: TransformersEngine) -> int:
     """Bytes of the language model's linear weights, which the adapters here change."""
     return sum(linear.weight.nbytes for linear in language_linears(engine.backbone.model).values())
 
@@ -86,8 +86,8 @@ def test_each_policy_answers_with_its_own_weights(
     tmp_path: Path,
     room: float,
 ) -> None:
-    engine = make(tiny_folder, quantum=64)
-    engine._weights = BoundedWeights(engine.backbone.model, int(min(room * size_of_sum(engine), PLENTY)))
+    engine = make(tiny_folder)
+    engine._weights = MergedWeights(engine.backbone.model, int(min(room * size_of_sum(engine), PLENTY)))
     asked = [
         ask(text, name, f"{name}{k}", n=2, seeds=(k, k + 50), min_version=1) for k in range(4) for name in POLICIES
     ]
@@ -101,7 +101,7 @@ def test_each_policy_answers_with_its_own_weights(
         return [answer for (answer,) in found]
 
     answers = asyncio.run(live())
-    beside = [isinstance(version.formed, Factors) for version in engine._newest_of.values()]
+    beside = [isinstance(version.formed, Factors) for version in engine._newest.values()]
     assert sum(beside) == {PLENTY: 0, 0: 3, 1.5: 2}[room]
     models = {name: model_of(tiny_folder, payloads[name, 1], tmp_path / name) for name in POLICIES}
     for one, answer in zip(asked, answers, strict=True):
@@ -111,7 +111,7 @@ def test_each_policy_answers_with_its_own_weights(
     assert distance(tiny_folder, models["b"], asked[0], answers[0]) > 0.1  # which tells policies apart
 
 
-def test_a_modest_policy_is_answered_beside_a_greedy_one(engine: ManyPoliciesEngine, text: TextSide) -> None:
+def test_a_modest_policy_is_answered_beside_a_greedy_one(engine: TransformersEngine, text: TextSide) -> None:
     """Samples that would run for ever fill a policy's rows; another policy's call ends, and they go on."""
     endless_one = [ask(text, "greedy", f"g{k}", n=64, max_new_tokens=400) for k in range(12)]  # more than `max_rows`
     modest = [ask(text, "modest", f"m{k}", max_new_tokens=3) for k in range(4)]
@@ -133,7 +133,7 @@ def test_a_modest_policy_is_answered_beside_a_greedy_one(engine: ManyPoliciesEng
 
 def test_samples_finish_with_their_version_while_the_next_one_starts(
     tiny_folder: Path,
-    engine: ManyPoliciesEngine,
+    engine: TransformersEngine,
     text: TextSide,
     payloads: dict[tuple[str, int], AdapterPayload],
     tmp_path: Path,
@@ -162,7 +162,7 @@ def test_samples_finish_with_their_version_while_the_next_one_starts(
 
 def test_a_dropped_policy_is_refused_and_its_name_comes_again_with_other_weights(
     tiny_folder: Path,
-    engine: ManyPoliciesEngine,
+    engine: TransformersEngine,
     text: TextSide,
     payloads: dict[tuple[str, int], AdapterPayload],
     tmp_path: Path,
@@ -184,9 +184,9 @@ def test_a_dropped_policy_is_refused_and_its_name_comes_again_with_other_weights
 
 
 def test_a_load_that_is_given_up_gives_its_room_back(
-    engine: ManyPoliciesEngine, payloads: dict[tuple[str, int], AdapterPayload], monkeypatch: pytest.MonkeyPatch
+    engine: TransformersEngine, payloads: dict[tuple[str, int], AdapterPayload], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = BoundedWeights(engine.backbone.model, max_bytes=int(1.5 * size_of_sum(engine)))
+    weights = MergedWeights(engine.backbone.model, max_bytes=int(1.5 * size_of_sum(engine)))
     monkeypatch.setattr(engine, "_weights", weights)
     form, began, free, formed = weights.form, threading.Event(), threading.Event(), threading.Event()
 
@@ -216,9 +216,9 @@ def test_a_load_that_is_given_up_gives_its_room_back(
 
 
 def test_memory_for_merged_weights_is_bounded_and_given_back(
-    engine: ManyPoliciesEngine, payloads: dict[tuple[str, int], AdapterPayload]
+    engine: TransformersEngine, payloads: dict[tuple[str, int], AdapterPayload]
 ) -> None:
-    weights = BoundedWeights(engine.backbone.model, max_bytes=int(1.5 * size_of_sum(engine)))
+    weights = MergedWeights(engine.backbone.model, max_bytes=int(1.5 * size_of_sum(engine)))
     first = weights.form(payloads["a", 1])
     second = weights.form(payloads["b", 1])
     assert not isinstance(first, Factors) and isinstance(second, Factors)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from engine_support import until
 from memory_support import gpus, sizes
-from registry_support import Direct, publish
+from registry_support import Direct, own_registry, publish
 
 from rl_vlm.config import load_config, parse_config
 from rl_vlm.engines.base import EngineError, EngineStats
@@ -22,11 +22,11 @@ from rl_vlm.models.memory.learner import kept_between_updates
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.runs.memory import describe
 from rl_vlm.serving import registry as module
-from rl_vlm.serving.follower import AdapterFollower
+from rl_vlm.serving.follower import Follower
 from rl_vlm.serving.lifecycle import Admission, Lifecycle
 from rl_vlm.serving.metrics import ReplicaTally
-from rl_vlm.serving.registry import AdapterRegistry
-from rl_vlm.types import UserInputError
+from rl_vlm.serving.registry import Registry
+from rl_vlm.types import POLICY, UserInputError
 
 # The configurations of the published Qwen3-VL models, by size.
 PUBLISHED = json.loads((Path(__file__).parents[1] / "fixtures/qwen3_vl.json").read_text())
@@ -40,10 +40,10 @@ class Engine:
     def __init__(self, *failures: Exception) -> None:
         self.version, self.did, self.failures = 0, list[str](), list(failures)
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         if self.failures:
             raise self.failures.pop(0)
-        self.did.append("rest")
+        self.did.append("sleep")
 
     async def wake(self) -> None:
         self.did.append("wake")
@@ -59,9 +59,9 @@ class Engine:
 class Replica:
     """A follower at work."""
 
-    def __init__(self, registry: AdapterRegistry, name: str, *failures: Exception) -> None:
+    def __init__(self, registry: Registry, name: str, *failures: Exception) -> None:
         self.engine, self.life = Engine(*failures), Lifecycle(probe_after_s=10.0)
-        follower = AdapterFollower(
+        self.follower = Follower(
             name,
             self.engine,  # type: ignore[arg-type]
             self.life,
@@ -69,71 +69,72 @@ class Replica:
             find_registry=lambda: Direct(registry),
             abandoned=lambda: None,
             load_timeout_s=20.0,
-            notify=lambda: asyncio.sleep(0),
+            changed=asyncio.Condition(),
+            eager=True,
         )
-        self.task = asyncio.create_task(follower.run())
+        self.task = asyncio.create_task(self.follower.run())
 
 
-def test_replicas_rest_until_the_next_version(tmp_path: Path) -> None:
-    async def turn(registry: AdapterRegistry, replicas: list[Replica], version: int) -> None:
-        assert await registry.let_rest(True, 10.0) == []
+def test_replicas_rest_until_the_next_version() -> None:
+    async def turn(registry: Registry, replicas: list[Replica], version: int) -> None:
+        assert await registry.let_sleep(True, 10.0) == []
         for one in replicas:
-            assert one.life.resting and one.life.admission(0) is Admission.WAIT
+            assert one.life.asleep and one.life.admission is Admission.WAIT
         await publish(registry, version)
-        await until(lambda: all(one.life.loaded == version for one in replicas))
-        assert all(one.life.admission(version) is Admission.NOW for one in replicas)
+        await until(lambda: all(one.follower.serves(POLICY, version) for one in replicas))
+        assert all(one.life.admission is Admission.NOW for one in replicas)
 
     async def story() -> None:
-        registry = AdapterRegistry(str(tmp_path), str(tmp_path))
+        registry = await own_registry()
         replicas = [Replica(registry, name) for name in ("one", "two")]
         await until(lambda: len(registry._seen) == 2)
         for version in (1, 2):
             await turn(registry, replicas, version)
         for one in replicas:
-            assert one.engine.did == ["rest", "wake", "load 1", "rest", "wake", "load 2"]
+            assert one.engine.did == ["sleep", "wake", "load 1", "sleep", "wake", "load 2"]
             one.task.cancel()
 
     asyncio.run(story())
 
 
-def test_replicas_wake_without_a_version_when_they_are_told(tmp_path: Path) -> None:
+def test_replicas_wake_without_a_version_when_they_are_told() -> None:
     async def story() -> None:
-        registry = AdapterRegistry(str(tmp_path), str(tmp_path))
+        registry = await own_registry()
         one = Replica(registry, "one")
         await until(lambda: one.life.started)
         await until(lambda: "one" in registry._seen)
-        assert await registry.let_rest(True, 10.0) == []
-        assert await registry.let_rest(False, 10.0) == []
-        assert not one.life.resting and one.engine.did == ["rest", "wake"]
+        assert await registry.let_sleep(True, 10.0) == []
+        assert await registry.let_sleep(False, 10.0) == []
+        assert not one.life.asleep and one.engine.did == ["sleep", "wake"]
         one.task.cancel()
 
     asyncio.run(story())
 
 
-def test_a_replica_that_cannot_rest_goes_on_and_tries_again(tmp_path: Path) -> None:
+def test_a_replica_that_cannot_rest_goes_on_and_tries_again() -> None:
     async def story() -> None:
-        registry = AdapterRegistry(str(tmp_path), str(tmp_path))
+        registry = await own_registry()
         one = Replica(registry, "one", EngineError("no memory given back"))
         await until(lambda: one.life.started)
         await until(lambda: "one" in registry._seen)
-        assert await registry.let_rest(True, 10.0) == []
-        assert not one.engine.failures and one.engine.did == ["rest"]
+        assert await registry.let_sleep(True, 10.0) == []
+        assert not one.engine.failures and one.engine.did == ["sleep"]
         one.task.cancel()
 
     asyncio.run(story())
 
 
 def test_replicas_that_do_not_rest_in_time_are_named_and_dead_ones_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def story() -> None:
-        registry = AdapterRegistry(str(tmp_path), str(tmp_path))
+        registry = await own_registry()
         await publish(registry, 1)
         for name in ("slow", "dead"):
-            await registry.wait_newer(name, 0)
-        assert await registry.let_rest(True, 0.05) == ["dead", "slow"]
+            await registry.watch(name, None)
+        assert await registry.let_sleep(True, 0.05) == ["dead", "slow"]
         monkeypatch.setattr(module, "LIVE_WINDOW_S", 0.2)
-        assert await registry.let_rest(True, 10.0) == []
+        assert await registry.let_sleep(True, 10.0) == []
 
     monkeypatch.setattr(module, "_LOOK_S", 0.05)
     asyncio.run(story())
@@ -142,13 +143,13 @@ def test_replicas_that_do_not_rest_in_time_are_named_and_dead_ones_not_waited_fo
 def test_a_resting_replica_is_not_probed() -> None:
     life = Lifecycle(probe_after_s=10.0)
     life.start()
-    life.resting = True
-    assert not life.probe_due(1e9) and life.admission(-1) is Admission.WAIT
-    life.resting = False
-    assert life.probe_due(1e9) and life.admission(-1) is Admission.NOW
-    life.resting = True
+    life.asleep = True
+    assert not life.probe_due(1e9) and life.admission is Admission.WAIT
+    life.asleep = False
+    assert life.probe_due(1e9) and life.admission is Admission.NOW
+    life.asleep = True
     life.die("its engine has died")
-    assert life.admission(0) is Admission.ELSEWHERE
+    assert life.admission is Admission.ELSEWHERE
 
 
 @pytest.mark.parametrize(

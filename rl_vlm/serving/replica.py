@@ -1,35 +1,37 @@
-"""VLMServer: the Serve deployment around one engine."""
+"""VLMServer: one replica of the Serve deployment, with one engine."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray import serve
 
-from rl_vlm.config import CommonConfig, ServingSection
-from rl_vlm.config.resources import claim
+from rl_vlm.config import CommonConfig
+from rl_vlm.coroutines import all_or_none
 from rl_vlm.engines.base import BASE_MODEL, Engine, EngineError
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.memory.replica import kv_cache_bytes
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.serving.follower import AdapterFollower
+from rl_vlm.serving.fair_queue import QUANTUM, Gate, cost_of
+from rl_vlm.serving.follower import Follower, NotLoadedError
 from rl_vlm.serving.lifecycle import Admission, Lifecycle, ReplicaState
 from rl_vlm.serving.metrics import PolicyTally, RayMetrics, ReplicaTally
-from rl_vlm.serving.registry import fetch_model_files, registry_name
+from rl_vlm.serving.registry import app_name, fetch_model_files, registry_name
 from rl_vlm.serving.replica_port import keep_to_loopback
-from rl_vlm.serving.sent_images import ImageShelf
+from rl_vlm.serving.sent_images import ImageCache
 from rl_vlm.serving.spans import engine_spans
 from rl_vlm.types import (
     Completion,
@@ -43,7 +45,6 @@ from rl_vlm.types import (
 
 logger = logging.getLogger("ray.serve")
 
-_HEALTH_CHECK_S = 5.0
 _EXIT_DELAY_S = 0.5  # so that the reason reaches Serve's log
 _STEP_POLL_S = 0.1  # how often a probe checks whether the engine has done a step
 _REPORT_S = 2.0  # how often counts go to Ray's metrics
@@ -54,7 +55,7 @@ class ReplicaUnavailableError(RLVLMError):
 
 
 class StaleReplicaError(ReplicaUnavailableError):
-    """The replica did not get the adapter version that a request asks for in time."""
+    """The replica did not get the version that a request asks for in time."""
 
 
 def build_engine(model: Path, run: CommonConfig) -> Engine:
@@ -96,29 +97,19 @@ def build_engine(model: Path, run: CommonConfig) -> Engine:
         "head_dtype": run.model.head_dtype,
         "image_cache_bytes": run.model.image_cache_bytes,
         "image_by_image": run.deterministic,
+        "merged_bytes": serving.sharing.merged_gib * 2**30 if serving.shared else math.inf,
     }
-    if serving.shared:
-        from rl_vlm.engines.many_policies import ManyPoliciesEngine
-
-        return ManyPoliciesEngine(model, merged_bytes=int(serving.sharing.merged_gib * 2**30), **settings)
     from rl_vlm.engines.transformers_engine import TransformersEngine
 
     return TransformersEngine(model, **settings)
 
 
-class Follower(Protocol):
-    """Keeps a replica's engine at what the registry publishes."""
-
-    async def run(self) -> None:
-        """Follow until cancelled. No failure ends it."""
-        ...
-
-
 class VLMServer:
-    """One replica: an engine that follows the adapter registry of its run.
+    """One replica: an engine that follows the registry of its service.
 
-    It loads the newest adapter before it takes its first request, keeps a call to the registry open from then on, and
-    holds a request whose `min_version` it does not have yet. `Lifecycle` decides about requests and health checks.
+    It starts when the registry has answered and what must be loaded is loaded (`Follower`), keeps a call to the registry open from
+    then on, and holds a request until it has the version that the request asks for. `Lifecycle` decides about requests and health
+    checks. Where several runs share the replica, their requests enter the engine in fair turns.
     """
 
     def __init__(self, model: ModelReference, run: CommonConfig, run_id: str, namespace: str) -> None:
@@ -129,40 +120,41 @@ class VLMServer:
         self.replica_id: str = serve.get_replica_context().replica_id.unique_id
         self._life = Lifecycle(run.serving.probe_after_s, load_patience_s=run.serving.publish_timeout_s)
         self._tally = ReplicaTally()
-        self._images = ImageShelf.of(run.model)
+        self._images = ImageCache.of(run.model)
         self._metrics = RayMetrics(run.name, app_name(run_id), self.replica_id)
         text = load_text_side(folder, run.model.pixels)
         self._count_image_tokens = text.count_image_tokens
         self._probe_ids = text.codec.encode_prompt([Message.of("user", "1")]).token_ids
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
-        self._follower = self._make_follower(lambda: ray.get_actor(registry_name(run_id), namespace=namespace))
-
-    def _make_follower(self, find_registry: Callable[[], Any]) -> Follower:
-        return AdapterFollower(
+        self._gate = Gate(run.serving.sharing.queue_tokens, QUANTUM) if run.serving.shared else None
+        self._follower = Follower(
             self.replica_id,
             self._engine,
             self._life,
             self._tally,
-            find_registry=find_registry,
+            find_registry=lambda: ray.get_actor(registry_name(run_id), namespace=namespace),
             abandoned=self._end_application,
-            load_timeout_s=self._serving.publish_timeout_s,
-            notify=self._notify,
+            load_timeout_s=run.serving.publish_timeout_s,
+            changed=self._changed,
+            eager=not run.serving.shared,
+            forget=self._forget,
         )
 
     def _ensure_started(self) -> None:
         """Start the background tasks; called by every method, because there is no event loop before the first call."""
         if not self._tasks:
-            work = {"following the registry": self._follower.run(), "reporting figures": self._report()}
+            work = {"following the registry": self._follower.run(), "reporting metrics": self._report()}
             self._tasks = [asyncio.create_task(coroutine, name=name) for name, coroutine in work.items()]
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _forget(self, policy: str) -> None:
+        if self._gate is not None:
+            self._gate.queue.forget(policy)
+        self._tally.by_policy.pop(policy, None)
 
     def _end_application(self) -> None:
         """Delete the application of a run that was killed: its replicas would hold their GPUs for ever."""
-        logger.error("replica %s: the registry of run %s is gone; its application ends", self.replica_id, self._run_id)
+        logger.error("replica %s: the registry of %s is gone; its application ends", self.replica_id, self._run_id)
         # Asking Serve's controller blocks.
         threading.Thread(target=lambda: serve.delete(app_name(self._run_id), _blocking=False), daemon=True).start()
 
@@ -172,18 +164,37 @@ class VLMServer:
             try:
                 self._metrics.send(self._tally, self._engine.stats(), self._engine.version)
             except Exception as error:  # a replica goes on without metrics
-                logger.warning("replica %s cannot report its figures: %r", self.replica_id, error)
+                logger.warning("replica %s cannot report its metrics: %r", self.replica_id, error)
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """Answer a batch; every completion names this replica. Raises ReplicaUnavailableError, ImagesMissingError or EngineError."""
+        """Answer a batch of one policy; every completion names this replica.
+
+        Raises ReplicaUnavailableError, ImagesMissingError or EngineError.
+        """
         arrived, arrived_ns = time.monotonic(), time.time_ns()
         requests = self._images.whole(requests)
-        await self._admit(max(request.min_version for request in requests))
+        policy = await self._admit(requests)
         admitted = time.monotonic()
         with self._counting_errors():
-            completions = await self._engine.generate(requests)
+            completions = await self._in_turns(policy, requests)
         self._sign(requests, completions, arrived_ns, admitted - arrived, time.monotonic() - arrived)
+        self._forget_if_gone(policy)
         return completions
+
+    async def _in_turns(self, policy: str, requests: list[GenerationRequest]) -> list[Completion]:
+        if (gate := self._gate) is None:
+            return await self._engine.generate(requests)
+
+        async def enter(part: list[GenerationRequest]) -> list[Completion]:
+            async with gate.entered(policy, sum(map(cost_of, part))):
+                return await self._engine.generate(part)
+
+        answers = await all_or_none([enter(part) for part in _parts(requests)])
+        return [completion for part in answers for completion in part]
+
+    def _forget_if_gone(self, policy: str) -> None:
+        if policy not in self._follower.policies:
+            self._forget(policy)  # it went while the request ran, which has counted it anew
 
     def _sign(
         self,
@@ -205,10 +216,14 @@ class VLMServer:
         """Answer one request piece by piece. Raises what `generate` raises, also between two pieces."""
         arrived = time.monotonic()
         (request,) = self._images.whole([request])
-        await self._admit(request.min_version)
-        async with aclosing(self._pieces(request, arrived)) as pieces:  # type: ignore[type-var]
+        policy = await self._admit([request])
+        async with AsyncExitStack() as stack:
+            if self._gate is not None:
+                await stack.enter_async_context(self._gate.entered(policy, cost_of(request)))
+            pieces = await stack.enter_async_context(aclosing(self._pieces(request, arrived)))  # type: ignore[type-var]
             async for piece in pieces:
                 yield piece
+        self._forget_if_gone(policy)
 
     async def _pieces(self, request: GenerationRequest, arrived: float) -> AsyncIterator[SampleChunk]:
         """What the engine streams, signed and, at its end, counted."""
@@ -230,30 +245,39 @@ class VLMServer:
         Returns this replica's id. Raises ImagesMissingError.
         """
         self._ensure_started()
-        return self._note(images)
-
-    def _note(self, images: list[EncodedImage]) -> str:
         self._engine.encode_images(list(self._images.images(images).values()))
         return self.replica_id
 
-    async def _admit(self, wanted: int) -> None:
-        """Return once a request for version `wanted` may start."""
+    async def _admit(self, requests: Sequence[GenerationRequest]) -> str:
+        """Return once these requests may start, and the policy that they ask for."""
         self._ensure_started()
-        admission = self._life.admission(wanted)
-        if admission is Admission.WAIT:
-            try:
-                async with asyncio.timeout(self._serving.publish_timeout_s), self._changed:
-                    await self._changed.wait_for(lambda: self._life.admission(wanted) is not Admission.WAIT)
-            except TimeoutError as error:
-                raise StaleReplicaError(
-                    f"Replica {self.replica_id} serves version {self._life.loaded} and did not get version {wanted} "
-                    f"within {self._serving.publish_timeout_s:g} s."
-                ) from error
-            admission = self._life.admission(wanted)
+        policies = {request.policy for request in requests}
+        if len(policies) != 1:
+            raise EngineError("Requests for two policies cannot share a call: send two calls.")
+        (policy,), wanted = policies, max(request.min_version for request in requests)
+        if self._may_start(policy, wanted):
+            return policy
+        try:
+            async with asyncio.timeout(self._serving.publish_timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self._may_start(policy, wanted))
+        except TimeoutError as error:
+            raise StaleReplicaError(
+                f"Replica {self.replica_id} is {self._life.state} and did not get version {wanted} of policy {policy} within "
+                f"{self._serving.publish_timeout_s:g} s."
+            ) from error
+        return policy
+
+    def _may_start(self, policy: str, wanted: int) -> bool:
+        """Whether a request may start now. Raises ReplicaUnavailableError when it must go elsewhere."""
+        admission = self._life.admission
         if admission is Admission.ELSEWHERE:
             raise ReplicaUnavailableError(
                 f"Replica {self.replica_id} is {self._life.state}. {self._life.death or self._life.load_error}".strip()
             )
+        try:
+            return self._follower.serves(policy, wanted) and admission is Admission.NOW
+        except NotLoadedError as error:
+            raise ReplicaUnavailableError(f"Replica {self.replica_id}: {error}") from error
 
     @contextmanager
     def _counting_errors(self) -> Iterator[None]:
@@ -279,7 +303,8 @@ class VLMServer:
         self._life.observe(self._engine.stats().progress, time.monotonic())
         if self._life.probe_due(time.monotonic()):
             await self._probe()
-            await self._notify()  # a request that waits for its version goes elsewhere
+            async with self._changed:
+                self._changed.notify_all()  # a request that waits for its version goes elsewhere
         if self._life.state is ReplicaState.DEAD:
             # Serve would ask twice more before it replaces the replica; a process that has ended it replaces at once.
             logger.error("replica %s ends itself. %s", self.replica_id, self._life.death)
@@ -322,55 +347,26 @@ class VLMServer:
         return torch.cuda.get_device_properties(0).total_memory if on_gpu else 0
 
     async def status(self) -> dict[str, Any]:
-        """This replica's id and report."""
+        """This replica's id and report, and per policy the loaded version and how many parts of calls wait."""
         report = self._tally.report(self._engine.stats(), self._engine.version, self._life.state)
-        return {"replica_id": self.replica_id, **report}
+        waiting = self._gate.queue.waiting() if self._gate is not None else {}
+        policies = {
+            name: {"version": policy.loaded, "waiting": waiting.get(name, 0), "error": policy.error}
+            for name, policy in self._follower.policies.items()
+        }
+        return {"replica_id": self.replica_id, **report, "policies": policies}
 
 
-def app_name(run_id: str) -> str:
-    """The Serve application of a run."""
-    return f"rl-vlm-{run_id}"
-
-
-def initial_replicas(serving: ServingSection) -> int:
-    """How many replicas an application begins with."""
-    autoscaling = serving.autoscaling
-    if autoscaling is None:
-        return serving.num_replicas
-    return min(max(serving.num_replicas, autoscaling.min_replicas), autoscaling.max_replicas)
-
-
-def _replicas(serving: ServingSection, wanted: int | None) -> dict[str, Any]:
-    initial, autoscaling = initial_replicas(serving), serving.autoscaling
-    if autoscaling is None:
-        return {"num_replicas": wanted or initial}
-    return {"autoscaling_config": {**autoscaling.model_dump(), "initial_replicas": initial}}
-
-
-def build_app(
-    model: ModelReference, run: CommonConfig, run_id: str, namespace: str, replicas: int | None = None
-) -> serve.Application:
-    """The application of a run, or of runs that share it: one deployment, no HTTP route. `replicas` in place of the
-    configuration's number."""
-    from ray.serve.config import RequestRouterConfig
-
-    serving, server = run.serving, VLMServer
-    if serving.shared:
-        from rl_vlm.serving.shared_server import SharedVLMServer
-
-        server = SharedVLMServer
-    deployment = serve.deployment(server).options(
-        name="policy",
-        **_replicas(serving, replicas),
-        max_ongoing_requests=1024,
-        health_check_period_s=_HEALTH_CHECK_S,
-        health_check_timeout_s=serving.probe_timeout_s + 10.0,
-        graceful_shutdown_timeout_s=2.0,
-        ray_actor_options={
-            "num_cpus": serving.cpus_per_replica,
-            "num_gpus": serving.gpus_per_replica,
-            "resources": claim(run.resources.replicas_on),
-        },
-        request_router_config=RequestRouterConfig(request_router_class="rl_vlm.serving.router:AffinityRouter"),
-    )
-    return deployment.bind(model, run, run_id, namespace)  # type: ignore[no-any-return]
+def _parts(requests: Sequence[GenerationRequest]) -> Iterator[list[GenerationRequest]]:
+    """Requests in order, in parts of about one turn each, so that a large call cannot hold the engine for long."""
+    part: list[GenerationRequest] = []
+    cost = 0
+    for request in requests:
+        own = cost_of(request)
+        if part and cost + own > QUANTUM:
+            yield part
+            part, cost = [], 0
+        part.append(request)
+        cost += own
+    if part:
+        yield part

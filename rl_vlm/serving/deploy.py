@@ -1,4 +1,4 @@
-"""Starting Serve, and the application of a shared service on it."""
+"""The Serve application of a service: started, resized, waited for, deleted."""
 
 from __future__ import annotations
 
@@ -9,33 +9,24 @@ from typing import Any, Literal
 
 import ray
 from ray import serve
-from ray.exceptions import (
-    ActorAlreadyExistsError,
-    GetTimeoutError,
-    ObjectStoreFullError,
-    OutOfDiskError,
-    RayActorError,
-)
+from ray.exceptions import ActorAlreadyExistsError, RayActorError
 from ray.serve._private.common import DeploymentID
+from ray.serve.config import RequestRouterConfig
 from ray.serve.context import _get_global_client as get_global_client
 from ray.serve.context import _set_global_client as set_global_client
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ReplicaState
 
-from rl_vlm.config import CommonConfig
+from rl_vlm.config import CommonConfig, ServingSection
+from rl_vlm.config.resources import claim
 from rl_vlm.hung_threads import within
-from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.serving.server import app_name, build_app
-from rl_vlm.serving.shared_types import SHARED_NAMESPACE, shared_id
-from rl_vlm.serving.version_line import Published
+from rl_vlm.serving.registry import SHARED_NAMESPACE, app_name, shared_id
+from rl_vlm.serving.replica import VLMServer
 from rl_vlm.types import RLVLMError
 
 _ANSWER_S = 30.0
 _DELETE_S = 90.0  # Serve itself waits for 60
-ATTEMPT_S = (
-    15.0  # for an answer of a registry, which may be dying, before it is asked again; repeated calls change nothing
-)
-_PAUSE_S = 0.2
+_HEALTH_CHECK_S = 5.0
 
 IfFound = Literal["resize", "keep", "replace"]  # what becomes of an application that is there
 
@@ -44,31 +35,42 @@ class ServingError(RLVLMError):
     """The served policy could not be started, or a version could not be published."""
 
 
-def answer_of(ask: Callable[[], ray.ObjectRef], timeout_s: float) -> Any:
-    """The answer of a registry, which may be restarting: asked again for `timeout_s`. Raises ServingError."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            return ray.get(ask(), timeout=ATTEMPT_S)
-        except (RayActorError, GetTimeoutError) as error:
-            if time.monotonic() > deadline:
-                raise ServingError(f"The registry did not answer for {timeout_s:g} s: {error}") from error
-            time.sleep(_PAUSE_S)
+def initial_replicas(serving: ServingSection) -> int:
+    """How many replicas an application begins with."""
+    autoscaling = serving.autoscaling
+    if autoscaling is None:
+        return serving.num_replicas
+    return min(max(serving.num_replicas, autoscaling.min_replicas), autoscaling.max_replicas)
 
 
-def into_object_store(payload: WeightPayload, on_disk: bool, timeout_s: float) -> Published:
-    """A version that can be published; where the object store is full it waits for room, for `timeout_s`. Raises ServingError."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            return Published.of(payload, on_disk)
-        except (ObjectStoreFullError, OutOfDiskError) as error:
-            if time.monotonic() > deadline:
-                raise ServingError(
-                    f"Version {payload.version} does not fit into the object store of this node, nor on its disk: start the node "
-                    "with a larger --object-store-memory, or free some space."
-                ) from error
-            time.sleep(_PAUSE_S)
+def _replicas(serving: ServingSection, wanted: int | None) -> dict[str, Any]:
+    initial, autoscaling = initial_replicas(serving), serving.autoscaling
+    if autoscaling is None:
+        return {"num_replicas": wanted or initial}
+    return {"autoscaling_config": {**autoscaling.model_dump(), "initial_replicas": initial}}
+
+
+def build_app(
+    model: ModelReference, run: CommonConfig, run_id: str, namespace: str, replicas: int | None = None
+) -> serve.Application:
+    """The application of a run, or of runs that share it: one deployment, no HTTP route. `replicas` in place of the
+    configuration's number."""
+    serving = run.serving
+    deployment = serve.deployment(VLMServer).options(
+        name="policy",
+        **_replicas(serving, replicas),
+        max_ongoing_requests=1024,
+        health_check_period_s=_HEALTH_CHECK_S,
+        health_check_timeout_s=serving.probe_timeout_s + 10.0,
+        graceful_shutdown_timeout_s=2.0,
+        ray_actor_options={
+            "num_cpus": serving.cpus_per_replica,
+            "num_gpus": serving.gpus_per_replica,
+            "resources": claim(run.resources.replicas_on),
+        },
+        request_router_config=RequestRouterConfig(request_router_class="rl_vlm.serving.router:AffinityRouter"),
+    )
+    return deployment.bind(model, run, run_id, namespace)  # type: ignore[no-any-return]
 
 
 def start_serve(timeout_s: float) -> None:
