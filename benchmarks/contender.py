@@ -87,7 +87,7 @@ class Ours:
         algorithm = self._algorithm
         version, updates = algorithm.version, algorithm.updates
         algorithm.run = _with_prompts(algorithm.run, prompts)
-        algorithm.prepare()
+        algorithm.make_state()
         algorithm.version, algorithm.updates = version, updates
 
     def close(self) -> None:

@@ -5,7 +5,7 @@
 - router: decisions per second of `AffinityRouter` over N replicas, of new work and of conversations (one process).
 - registry: seconds from a publication until N replicas have acknowledged it. Replicas load in no time; the payload's bytes travel by Ray's
   object store and are not counted. `in process` is the registry's own work, `over Ray` has real calls of an actor.
-- rounds, groups: CPU seconds of the driver per group, and groups per second, of `RolloutSampler` and of `ContinuousSampler` with `GroupBuffer`,
+- rounds, groups: CPU seconds of the driver per group, and groups per second, of `Sampler` with shards and with single tasks, with `GroupBuffer`,
   with N env runners whose groups take 2 s (log-normal). Groups have 8 episodes of 512 tokens. The driver only receives here: its
   limit in groups per second is 1 / CPU seconds.
 """
@@ -26,9 +26,8 @@ from report import Report
 from simulated import HOSTS, ReplicaHost, publish_locally, runners
 
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.rollout.continuous import ContinuousSampler
 from rl_vlm.rollout.group_buffer import GroupBuffer
-from rl_vlm.rollout.sampler import RolloutSampler
+from rl_vlm.rollout.sampler import Sampler
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.serving.registry import Registry, start_registry
 from rl_vlm.serving.router import AffinityRouter, home_session
@@ -115,12 +114,12 @@ def registry(report: Report, replicas: int, count: int) -> None:
 def rounds(report: Report, count: int, repeats: int) -> None:
     """Whole rounds of one group per runner."""
     env_runners, hosts = runners(count, GROUP_S)
-    sampler = RolloutSampler(env_runners, 600.0)
+    sampler = Sampler(env_runners, sharded=True)
     cpu, rates = [], []
     for _ in range(repeats):
         wall, used = time.perf_counter(), time.process_time()
-        groups, _ = sampler.collect(sampler.start(tasks(count)))
-        assert len(groups) == count
+        sampler.give(tasks(count), 600.0)
+        assert len(sampler.finish().groups) == count
         cpu.append((time.process_time() - used) / count)
         rates.append(count / (time.perf_counter() - wall))
     _tell(report, "rounds", count, cpu, rates, hosts)
@@ -129,17 +128,17 @@ def rounds(report: Report, count: int, repeats: int) -> None:
 def continuous(report: Report, count: int, repeats: int) -> None:
     """Groups as they come, at lag 2: every runner has one under way, the learner takes batches of a sixteenth of them."""
     env_runners, hosts = runners(count, GROUP_S)
-    sampler, buffer = ContinuousSampler(env_runners, 600.0, places=1), GroupBuffer(LAG)
+    sampler, buffer = Sampler(env_runners, sharded=False), GroupBuffer(LAG)
     batch = max(count // 16, 1)
     cpu, rates, given = [], [], itertools.count(0, count)
-    sampler.give(tasks(count, next(given)), 0)
+    sampler.give(tasks(count, next(given)), 600.0, 0)
     version = 0
     for _ in range(repeats):
         wall, used, learned = time.perf_counter(), time.process_time(), 0
         while learned < count:
             found = sampler.collect(version, 0.5)
             buffer.add(found.groups)
-            sampler.give(tasks(len(found.groups), next(given), version), version)
+            sampler.give(tasks(len(found.groups), next(given), version), 600.0, version)
             while buffer.has_batch(batch, version) and learned < count:
                 # Versions of a learner that is never late: an age is not what is measured here.
                 learned += len(buffer.take(batch, version)[0])

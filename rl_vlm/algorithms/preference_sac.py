@@ -120,7 +120,7 @@ class PreferenceSAC(RunAlgorithm):
             if part is not None:
                 part.close()
 
-    def prepare(self) -> None:
+    def make_state(self) -> None:
         """Replay buffer, labels, reward model, env runners' sampler, and counters."""
         # The matrices are small: more threads gain little, and cost much where other processes use the same cores.
         torch.set_num_threads(self.run.learner.num_threads)
@@ -228,9 +228,9 @@ class PreferenceSAC(RunAlgorithm):
             exploration_k=settings.exploration_k,
             reset_critics=reset,
         )
-        results = self.update_learners([batch])
+        results = self.learners.update([batch])
         while results is None and reset:  # a replaced learner has the critics that must go; `max_restarts` bounds it
-            results = self.update_learners([batch])
+            results = self.learners.update([batch])
         if results is None:
             return  # the learner was replaced; these updates are lost
         (result,) = results

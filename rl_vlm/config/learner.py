@@ -46,6 +46,11 @@ class LearnerActors(ComputeSection):
                 'one GPU, which NCCL refuses ("Duplicate GPU detected"); set gpus_per_learner to 1, or num_learners to 1'
             )
 
+    @property
+    def in_step(self) -> bool:
+        """Whether passes wait for those of the other learners, so that all make as many, and all read and restore state together."""
+        return False
+
 
 class OptimizerSection(ComputeSection):
     """How the model is optimised: of reinforcement learning and of supervised fine-tuning."""
@@ -137,5 +142,5 @@ class LearnerSection(LearnerActors, OptimizerSection):
 
     @property
     def in_step(self) -> bool:
-        """Whether passes wait for those of the other learners, so that all make as many, and all read and restore state together."""
+        """See LearnerActors."""
         return self.strategy == "fsdp2" or bool(self.zero_stage)

@@ -52,7 +52,7 @@ class EndpointPlayer:
         envs: list[VisionEnv] = []
         try:
             with discard_on_failure(pool, envs):
-                envs += await pool.take(task.size)
+                envs += await pool.borrow(task.size)
                 openings = await pool.reset(envs, task.seed, {"index": task.index, "split": task.split})
                 first = openings[0][0].messages
                 shown = _with_images(first, await viewed_opening(_images(first), task, pool))

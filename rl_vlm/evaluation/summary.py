@@ -13,8 +13,8 @@ import numpy as np
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.evaluation.outcomes import LOST, Outcome, Side, label, outcome
-from rl_vlm.rollout.env_metrics import Metrics, declared_figures
-from rl_vlm.rollout.judge_figures import judge_figures
+from rl_vlm.rollout.env_metrics import Metrics, declared_metrics
+from rl_vlm.rollout.judge_metrics import judge_metrics
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.statistics import bootstrap_interval, mcnemar_p_value, pass_at_k, wilson_interval
 
@@ -60,8 +60,8 @@ def _summary(
         **_mean("reward", rewards, config.seed),
         "turns": float(np.mean([one.turns for one in answered])) if answered else 0.0,
         "items": len(greedy),
-        **declared_figures(metrics, answered),
-        **judge_figures(answered),
+        **declared_metrics(metrics, answered),
+        **judge_metrics(answered),
     }
     sampled = [task for task in tasks if task.temperature > 0]
     if sampled:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rl_vlm.config import CriticSection, RunConfig, SFTConfig
 from rl_vlm.learning.critic import Critic
-from rl_vlm.learning.trained import FullTraining, LoraTraining, Trained
+from rl_vlm.learning.trainable import FullTraining, LoraTraining, Trainable
 from rl_vlm.models.backbone import CACHE_BYTES, Backbone
 from rl_vlm.models.initial_adapter import initial_adapter
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
@@ -77,7 +77,7 @@ class PolicyModel:
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.to(device) if parameter.requires_grad else parameter.data
 
-    def _train(self, folder: Path, run: RunConfig | SFTConfig) -> Trained:
+    def _train(self, folder: Path, run: RunConfig | SFTConfig) -> Trainable:
         if run.model.train == "full":
             dtype, device = run.model.dtype, str(next(self.model.parameters()).device)
             return FullTraining(

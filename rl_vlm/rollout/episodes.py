@@ -71,7 +71,7 @@ async def open_group(task: RolloutTask, pool: EnvPool, text: TextSide) -> OpenGr
     """Reset the environments of a group and encode what they show. Raises GroupFailedError."""
     envs: list[VisionEnv] = []
     with tracing.span("open"), discard_on_failure(pool, envs):
-        envs += await pool.take(task.size)
+        envs += await pool.borrow(task.size)
         openings = await pool.reset(envs, task.seed, {"index": task.index, "split": task.split})
         first = openings[0][0]
         prompt = text.codec.encode_prompt(first.messages)

@@ -15,7 +15,7 @@ async def viewed_opening(
     """What the policy sees in the place of the first turn's images; sizes stay, so the tokens do too."""
     if task.view != "swapped":
         return viewed(images, task)
-    envs = await pool.take(1)
+    envs = await pool.borrow(1)
     with discard_on_failure(pool, envs):
         ((other, _),) = await pool.reset(envs, task.seed, {"index": task.other_index, "split": task.split})
     pool.give_back(envs)

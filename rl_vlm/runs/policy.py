@@ -179,12 +179,12 @@ class PolicyRun(RunLifecycle):
                 return
             except LearnerLostError as error:  # beside an update, which replaces learners itself
                 self.display.message(f"{error} Going on from the newest checkpoint.")
-                algorithm.replace_lost_learners(error)
+                algorithm.recovery.replace_lost_learners(error)
                 self._forget_after(algorithm.updates)
 
     def _to_the_end(self) -> None:
         """What is left of the run. Raises LearnerLostError."""
-        from rl_vlm.rollout.retry import TooManyFailuresError
+        from rl_vlm.rollout.failures import TooManyFailuresError
         from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
 
         algorithm = self.algorithm
@@ -204,9 +204,9 @@ class PolicyRun(RunLifecycle):
                     self._checkpoint()
             raise
         self._checkpoint()
-        self._save_trained(self.algorithm.checkpoint().adapter)
+        self._save_trained(self.algorithm.recovery.checkpoint().adapter)
         if self.config.learner.ema_decay is not None:
-            self._save_trained(self.algorithm.averaged_adapter(), "-ema")
+            self._save_trained(self.algorithm.evaluation.averaged_adapter(), "-ema")
 
     def _check_sight(self) -> None:
         """Ask engine and learner about some images. Raises SightError, unless `sight.gate` says otherwise."""
@@ -262,7 +262,7 @@ class PolicyRun(RunLifecycle):
         self.saved_at = min(self.saved_at, iteration)
 
     def _evaluate(self) -> None:
-        results = self.algorithm.evaluate_policy()
+        results = self.algorithm.evaluation.evaluate()
         self.evaluations.append({"iteration": self.algorithm.updates, **results})
         self.recorder.log_evaluation(self.algorithm.updates, results)
         self.display.evaluation(self.algorithm.updates, results)
@@ -270,10 +270,8 @@ class PolicyRun(RunLifecycle):
             self.display.message(hint)
 
     def _save(self, position: int) -> None:
-        keep = self.config.logging.keep_checkpoints
-        self.algorithm.remember_checkpoint(
-            save_checkpoint(self.checkpoints, position, self.algorithm.checkpoint(), keep)
-        )
+        recovery, keep = self.algorithm.recovery, self.config.logging.keep_checkpoints
+        recovery.last_checkpoint = save_checkpoint(self.checkpoints, position, recovery.checkpoint(), keep)
 
     def _rllib_config(self) -> type[RunAlgorithmConfig]:
         return _rllib_config(self.config)

@@ -84,11 +84,11 @@ def test_three_and_three_iterations_equal_six(changes: tuple[str, ...], tiny_fol
         whole = build(run, tmp_path / "whole")
         for _ in range(HALF):
             whole.train()
-        saved = save_checkpoint(tmp_path / "checkpoints", HALF, whole.checkpoint(), keep=1)
+        saved = save_checkpoint(tmp_path / "checkpoints", HALF, whole.recovery.checkpoint(), keep=1)
         for _ in range(HALF):
             whole.train()
         rewards = whole.last_metrics["reward/mean"]
-        straight = whole.checkpoint()
+        straight = whole.recovery.checkpoint()
         whole.stop()
 
         resumed = build(run, tmp_path / "resumed")
@@ -96,7 +96,7 @@ def test_three_and_three_iterations_equal_six(changes: tuple[str, ...], tiny_fol
         for _ in range(HALF):
             resumed.train()
         assert resumed.last_metrics["reward/mean"] == rewards
-        same(resumed.checkpoint(), straight)
+        same(resumed.recovery.checkpoint(), straight)
         resumed.stop()
     before = read_checkpoint(saved)
     assert before.adapter.tensors != straight.adapter.tensors

@@ -8,7 +8,7 @@ import pytest
 
 from rl_vlm.envs.errors import check_reset, check_step
 from rl_vlm.envs.registry import make
-from rl_vlm.rollout.env_metrics import declared_figures
+from rl_vlm.rollout.env_metrics import declared_metrics
 from rl_vlm.types import EncodedImage, Trajectory, TrajectoryStatus
 from rl_vlm.zoo.geospot.environment import BRIEF, GeoSpotEnv
 from rl_vlm.zoo.geospot.reward import FARTHEST_KM, haversine_km
@@ -104,8 +104,8 @@ def _episode(info: dict[str, Any]) -> Trajectory:
 
 def test_declared_metrics_become_figures() -> None:
     infos = [{"distance_km": float(k), "format_ok": k > 2, "other": 1.0, "stage_idx": None} for k in range(11)]
-    figures = declared_figures(GeoSpotEnv.metrics, map(_episode, infos))
+    figures = declared_metrics(GeoSpotEnv.metrics, map(_episode, infos))
     assert figures == {
         "env/distance_km": 5.0, "env/distance_km_p50": 5.0, "env/distance_km_p90": 9.0, "env/format_ok": pytest.approx(8 / 11),
     }  # fmt: skip
-    assert declared_figures(GeoSpotEnv.metrics, []) == {}
+    assert declared_metrics(GeoSpotEnv.metrics, []) == {}

@@ -14,7 +14,7 @@ from rl_vlm.config import parse_config
 from rl_vlm.envs.parts import survey
 from rl_vlm.evaluation.sight_faults import Fault, SightError
 from rl_vlm.rollout.curriculum import make_task_source
-from rl_vlm.rollout.retry import TooManyFailuresError
+from rl_vlm.rollout.failures import TooManyFailuresError
 from rl_vlm.rollout.sampler import SamplingError
 from rl_vlm.runs.policy import PolicyRun, _check_tasks
 from rl_vlm.types import RLVLMError, UserInputError
@@ -86,5 +86,5 @@ def test_a_resume_with_other_tasks_is_refused_before_anything_starts(tmp_path: P
     )
     with pytest.raises(UserInputError, match="has the stages easy, hard"):
         _check_tasks(other, checkpoint)
-    with pytest.raises(UserInputError, match="mixture or a curriculum"):
+    with pytest.raises(UserInputError, match="curriculum.stages"):
         _check_tasks(parse_config({"env": {"id": "Shapes-v0"}}), checkpoint)

@@ -21,7 +21,7 @@ import rl_vlm
 from rl_vlm.envs.base import StepResult, VisionEnv
 from rl_vlm.envs.rows import BadRowError
 from rl_vlm.envs.tools import ToolCallError
-from rl_vlm.rollout.env_metrics import declared_figures
+from rl_vlm.rollout.env_metrics import declared_metrics
 from rl_vlm.types import EncodedImage, Message, UserInputError
 from rl_vlm.zoo.drawing import COLOURS, CORNERS
 from rl_vlm.zoo.zoom.crops import QUADRANTS, Crop, cut, overview, read_crop
@@ -281,7 +281,7 @@ def test_calls_per_easy_and_hard_item_are_figures_of_a_run() -> None:
 
     zooms = ("zoom top left", "zoom top right")
     episodes = [Episode(played(env, index, *zooms[: 2 * (index % 2)], "rows")[-1]) for index in range(20)]
-    figures = declared_figures(type(env).metrics, episodes)
+    figures = declared_metrics(type(env).metrics, episodes)
     assert figures == {
         "env/calls": 1.0, "env/call_errors": 0.0, "env/calls_easy": 0.0, "env/calls_hard": 2.0, "env/correct_easy": 0.2,
         "env/correct_hard": 0.2,

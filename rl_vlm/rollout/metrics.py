@@ -1,4 +1,4 @@
-"""Figures of the groups that a learner learns from."""
+"""Metrics of the groups that a learner learns from."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl_vlm.rollout.judge_figures import judge_figures
+from rl_vlm.rollout.judge_metrics import judge_metrics
 from rl_vlm.types import Trajectory, TrajectoryGroup
 
 
-def sampling_figures(
+def sampling_metrics(
     groups: Sequence[TrajectoryGroup], version: int, seconds: float, max_turns: int, crosses_versions: bool = False
 ) -> dict[str, float]:
-    """Figures of the groups that a learner at `version` learns from; `seconds`: how long it waited for them.
+    """Metrics of the groups that a learner at `version` learns from; `seconds`: how long it waited for them.
 
     Where turns cross versions the lag bounds the age of a group's newest token, and `rollout/oldest_token` is that of its oldest.
     """
@@ -23,7 +23,7 @@ def sampling_figures(
         return {}
     rewards = np.array([trajectory.reward for trajectory in trajectories])
     tokens = sum(trajectory.num_sampled for trajectory in trajectories)
-    figures = {
+    metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "rollout/turns": float(np.mean([len(trajectory.turns) for trajectory in trajectories])),
@@ -33,22 +33,22 @@ def sampling_figures(
         "rollout/groups": float(len(groups)),
     }
     oldest = float(max(version - group.oldest_version for group in groups))
-    figures["rollout/lag_max"] = oldest
+    metrics["rollout/lag_max"] = oldest
     if crosses_versions:
-        figures["rollout/lag_max"] = float(max(version - group.newest_version for group in groups))
-        figures["rollout/oldest_token"] = oldest
+        metrics["rollout/lag_max"] = float(max(version - group.newest_version for group in groups))
+        metrics["rollout/oldest_token"] = oldest
     for turn in range(2, max_turns + 1):
         share = float(np.mean([len(trajectory.turns) >= turn for trajectory in trajectories]))
         if share or turn == 2:
-            figures[f"rollout/reached_turn_{turn}"] = share
+            metrics[f"rollout/reached_turn_{turn}"] = share
     for key in ("correct", "tool_calls", "tool_errors"):
         values = [t.info[key] for t in trajectories if isinstance(t.info.get(key), (bool, int, float))]
         if values:
-            figures[f"rollout/{key}"] = float(np.mean(values))
-    return figures | part_figures(trajectories) | env_figures(groups) | judge_figures(trajectories)
+            metrics[f"rollout/{key}"] = float(np.mean(values))
+    return metrics | part_metrics(trajectories) | metrics_by_env(groups) | judge_metrics(trajectories)
 
 
-def part_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """`reward/part/<name>`: the mean of a part of the reward, before weights, over the episodes that have it."""
     totals = defaultdict(list)
     for trajectory in trajectories:
@@ -61,7 +61,7 @@ def part_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {f"reward/part/{name}": float(np.mean(values)) for name, values in totals.items()}
 
 
-def env_figures(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+def metrics_by_env(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Of a mixture: `reward/<name>` and `accuracy/<name>` of each environment that has groups."""
     members: defaultdict[str, list[Trajectory]] = defaultdict(list)
     for group in groups:

@@ -1,4 +1,4 @@
-"""What of a policy's model is trained: LoRA layers beside frozen weights, or all weights."""
+"""Trainable: the part of a policy's model that is trained, LoRA layers beside frozen weights or all weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_vlm.models.lora_layers import inject_lora, load_lora_state, lora_state
 from rl_vlm.models.payload import WeightPayload
 
 
-class Trained(Protocol):
+class Trainable(Protocol):
     """The trained part of a model. `parameters` are float32: what the optimiser steps."""
 
     parameters: list[nn.Parameter]
@@ -52,15 +52,15 @@ class LoraTraining:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def weights(self) -> dict[str, Tensor]:
-        """See Trained."""
+        """See Trainable."""
         return lora_state(self._model)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """See Trained."""
+        """See Trainable."""
         load_lora_state(self._model, state)
 
     def payload(self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None) -> WeightPayload:
-        """See Trained."""
+        """See Trainable."""
         return AdapterPayload.build(version, weights, self._config, dtype)
 
     def stepped(self) -> None:
@@ -68,7 +68,7 @@ class LoraTraining:
 
     @contextmanager
     def base(self) -> Iterator[None]:
-        """See Trained; the layers are switched off."""
+        """See Trainable; the layers are switched off."""
         layers = [module for module in self._model.modules() if isinstance(module, LoraLayer)]
         for layer in layers:
             layer.enable_adapters(False)
@@ -104,31 +104,31 @@ class FullTraining:
         self.parameters = list(self._masters.values())
 
     def weights(self) -> dict[str, Tensor]:
-        """See Trained; the masters."""
+        """See Trainable; the masters."""
         return {name: master.detach() for name, master in self._masters.items()}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """See Trained."""
+        """See Trainable."""
         check_fits(state, self._own, 0)
         for name, master in self._masters.items():
             master.copy_(state[name])
         self.stepped()
 
     def payload(self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None) -> WeightPayload:
-        """See Trained."""
+        """See Trainable."""
         return FullPayload.build(version, weights, self._base_name, dtype)
 
     @torch.no_grad()
     def stepped(self) -> None:
-        """See Trained; the model gets what the masters round to."""
+        """See Trainable; the model gets what the masters round to."""
         for name, own in self._own.items():
             if own is not self._masters[name]:
                 own.copy_(self._masters[name])
 
     @contextmanager
     def base(self) -> Iterator[None]:
-        """See Trained."""
+        """See Trainable."""
         base = self._kept if self._kept is not None else self._reload()
         trained = {name: own.data for name, own in self._own.items()}
         try:

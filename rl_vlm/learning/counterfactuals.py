@@ -1,4 +1,4 @@
-"""What a learner computes where something else is shown to it, or something is left out: `recompute` under a hypothesis."""
+"""Counterfactuals: log-probabilities that a learner computes when it sees other images or positions, or runs without its adapter."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ class UnfitImagesError(RLVLMError):
 
 
 def sight_logprobs(
-    trajectories: Sequence[Trajectory], recompute: Recompute, text: TextSide, hypotheses: bool = True
+    trajectories: Sequence[Trajectory], recompute: Recompute, text: TextSide, counterfactuals: bool = True
 ) -> dict[str, list[np.ndarray]]:
-    """Log-probabilities float32 [T] of the sampled tokens of each trajectory, "true", "blank" and by hypothesis.
+    """Log-probabilities float32 [T] of the sampled tokens of each trajectory, "true", "blank" and by counterfactual.
 
-    The names are those of evaluation/sight_faults.py; a hypothesis that changes nothing is left out. Raises UnfitImagesError.
+    The names are those of evaluation/sight_faults.py; one that changes nothing is left out. Raises UnfitImagesError.
     """
     _check_tokens(trajectories, text)
-    found = {"true": recompute(trajectories), "blank": recompute(_with_images(trajectories, blanked))}
-    if not hypotheses:
-        return found
+    logprobs = {"true": recompute(trajectories), "blank": recompute(_with_images(trajectories, blanked))}
+    if not counterfactuals:
+        return logprobs
     if any(len(trajectory.images) > 1 for trajectory in trajectories):
-        found["reversed"] = recompute(_with_images(trajectories, _reversed))
+        logprobs["reversed"] = recompute(_with_images(trajectories, _reversed))
     if len(trajectories) > 1:
-        found["other"] = recompute(_exchanged(trajectories))
+        logprobs["other"] = recompute(_exchanged(trajectories))
     for name, change in (("no_rows", _without_rows), ("zero_rows", _zero_rows), ("sequential", _sequential)):
-        found[name] = recompute(trajectories, change)
-    found["base"] = recompute(trajectories, adapter=False)
-    return found
+        logprobs[name] = recompute(trajectories, change)
+    logprobs["base"] = recompute(trajectories, adapter=False)
+    return logprobs
 
 
 def _check_tokens(trajectories: Sequence[Trajectory], text: TextSide) -> None:
@@ -63,7 +63,7 @@ def _check_tokens(trajectories: Sequence[Trajectory], text: TextSide) -> None:
 
 
 def _with_images(trajectories: Sequence[Trajectory], change: ImagesChange) -> list[Trajectory]:
-    return [replace(one, images=change(one.images)) for one in trajectories]
+    return [replace(trajectory, images=change(trajectory.images)) for trajectory in trajectories]
 
 
 def _reversed(images: Sequence[EncodedImage]) -> tuple[EncodedImage, ...]:

@@ -19,7 +19,7 @@ from rl_vlm.evaluation.sight_faults import (
     explain,
     learner_is_blind,
 )
-from rl_vlm.learning.hypotheses import UnfitImagesError
+from rl_vlm.learning.counterfactuals import UnfitImagesError
 from rl_vlm.rollout.tasks import RolloutTask, View
 from rl_vlm.statistics import mean_kl
 from rl_vlm.types import Trajectory, TrajectoryGroup
@@ -66,7 +66,7 @@ class SightProbe:
         # With a lag the learner's weights are newer than those that sampled: only what the learner does can be told.
         fresh = all(trajectory.oldest_version == self._algorithm.version for trajectory in chosen)
         self.agreement = self.effect = float("nan")
-        faults = self._compared(chosen, hypotheses=fresh and done < _EARLY)
+        faults = self._compared(chosen, counterfactuals=fresh and done < _EARLY)
         if np.isnan(self.effect):
             return {}, faults
         figures = {"sight/kl_blank": self.effect}
@@ -74,11 +74,11 @@ class SightProbe:
             figures["sight/gap"] = self.agreement
         return figures, faults
 
-    def _compared(self, trajectories: Sequence[Trajectory], hypotheses: bool = True) -> list[Fault]:
+    def _compared(self, trajectories: Sequence[Trajectory], counterfactuals: bool = True) -> list[Fault]:
         """The faults that the learner's log-probabilities of these trajectories show."""
         chosen = list(trajectories)
         try:
-            learner = self._algorithm.on_learner(lambda one: one.sight_logprobs(chosen, hypotheses))
+            learner = self._algorithm.learners.call(lambda one: one.sight_logprobs(chosen, counterfactuals))
         except LearnerLostError:  # the next update replaces it
             return []
         except UnfitImagesError as error:
@@ -88,7 +88,7 @@ class SightProbe:
         self.agreement = distances["true"]
         self.effect = mean_kl(np.concatenate(learner["blank"]) - np.concatenate(learner["true"]))
         faults = [learner_is_blind(learner["true"], learner["blank"])]
-        if hypotheses:
+        if counterfactuals:
             faults.append(explain(distances, self._limits))
         return [fault for fault in faults if fault is not None]
 

@@ -1,4 +1,4 @@
-"""What a judge said and cost: figures from the notes that the reward part `judge` leaves in each episode's info."""
+"""What a judge said and cost: metrics from the notes that the reward part `judge` leaves in each episode's info."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from rl_vlm.rollout.env_metrics import HasInfo
 
 
-def judge_figures(episodes: Iterable[HasInfo]) -> dict[str, float]:
+def judge_metrics(episodes: Iterable[HasInfo]) -> dict[str, float]:
     """Empty without a judge. `judge/win_rate`: the mean of 1, 0.5 and 0 for answers that won, contradicted the judge's orders or lost.
 
     `judge/order_bias`: share of the answers asked about whose orders contradict each other; `judge/first_rate`: share of replies for
