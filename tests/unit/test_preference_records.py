@@ -128,7 +128,7 @@ def test_the_labels_of_another_trial_replace_a_trials_own(
     assert values_of(store) == [0, 0, 0] and values_of(saved) == [0, 1]
 
 
-def refuse(source: str, target: str) -> None:
+def refuse(source: str, target: str, **_: object) -> None:
     raise OSError(errno.EPERM, "no links here")
 
 
