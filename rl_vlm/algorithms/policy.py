@@ -28,7 +28,7 @@ from rl_vlm.evaluation.sight_faults import Fault
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.estimators import Estimate, Experience, flat
 from rl_vlm.learning.learner import VLMLearner
-from rl_vlm.learning.messages import Scores, UpdateResult
+from rl_vlm.learning.messages import ScoreBatch, Scores, UpdateResult
 from rl_vlm.learning.plan import divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.returns import ReturnScale, explained_variance
 from rl_vlm.learning.stats import UpdateStats
@@ -219,7 +219,7 @@ class PolicyAlgorithm(RunAlgorithm):
     def score(self, minibatches: Sequence[Sequence[Minibatch]]) -> Scores:
         """The critic's values and the log-probabilities of policy and base model; the learners keep what they have packed."""
         with self.timed("score"):
-            return Scores.merge(self._update_learners([list(own) for own in minibatches]))
+            return Scores.merge(self._update_learners([ScoreBatch(list(own)) for own in minibatches]))
 
     def estimate(self, groups: Sequence[TrajectoryGroup], scores: Scores | None = None) -> Estimate:
         """Advantages by the configured estimator and, with a critic, the returns that it learns."""

@@ -15,7 +15,7 @@ from rl_vlm.config import RunConfig
 from rl_vlm.learning.averaging import WeightAverage
 from rl_vlm.learning.counterfactuals import sight_logprobs
 from rl_vlm.learning.device import give_back
-from rl_vlm.learning.messages import Scores, UpdateBatch, UpdateResult
+from rl_vlm.learning.messages import ScoreBatch, Scores, UpdateBatch, UpdateResult
 from rl_vlm.learning.optimizer import make_optimizer, scale_lr
 from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.strategies.choose import make_strategy
@@ -78,13 +78,14 @@ class VLMLearner(TorchLearner):
         raise NotImplementedError
 
     def update(self, training_data: TrainingData | None = None, **_: Any) -> UpdateResult | Scores:  # type: ignore[override]
-        """One update from an `UpdateBatch`, or the scores of a list of `Minibatch`es (the only "episode" of `training_data`)."""
+        """One update from an `UpdateBatch`, or the scores that a `ScoreBatch` asks for (the only "episode" of `training_data`)."""
         assert training_data is not None
         training_data.validate()
         training_data.solve_refs()
         (batch,) = training_data.episodes
-        if not isinstance(batch, UpdateBatch):
-            return self._updater.score(batch)
+        if isinstance(batch, ScoreBatch):
+            return self._updater.score(batch.minibatches)
+        assert isinstance(batch, UpdateBatch)
         self._weights_seq_no += 1
         scale_lr(self.optimizer, batch.lr_factor)
         result = UpdateResult(UpdateStats())

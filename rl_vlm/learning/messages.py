@@ -15,6 +15,13 @@ from rl_vlm.tracing import Span
 
 
 @dataclass(slots=True)
+class ScoreBatch:
+    """One learner's minibatches, to be answered with `Scores`. An object of its own, because RLlib takes lists apart."""
+
+    minibatches: list[Minibatch]
+
+
+@dataclass(slots=True)
 class Scores:
     """What the learners know before an update, by trajectory id and sampled token: float32 [T].
 

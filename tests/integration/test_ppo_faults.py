@@ -15,6 +15,7 @@ from test_determinism import PPO, build, run_config, same
 
 from rl_vlm.algorithms.checkpoint import save_checkpoint
 from rl_vlm.algorithms.learners import LearnerLostError, on_one_learner
+from rl_vlm.learning.messages import ScoreBatch
 from rl_vlm.runs.ray_session import ray_cluster
 
 POINTS = ["sampling", "score", "between score and update", "update", "checkpoint"]
@@ -39,7 +40,7 @@ class Killer:
         return self._sample(*arguments)
 
     def _update_learners(self, batches: list[Any]) -> Any:
-        scores = isinstance(batches[0], list)
+        scores = isinstance(batches[0], ScoreBatch)
         if self.point == ("score" if scores else "update"):
             pid = on_one_learner(self.algorithm.learner_group, lambda _: os.getpid())
             self.point = ""
