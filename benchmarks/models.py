@@ -6,7 +6,7 @@ import gc
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.models.tiny import model as tiny
+from rl_vlm.zoo.tiny import model as tiny
 
 # 6 M parameters; a picture of 224² pixels is 49 tokens.
 SIX_MILLION: dict[str, Any] = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rl_vlm.envs.base import Info, StepResult
-from rl_vlm.envs.shapes import ShapesEnv
 from rl_vlm.types import Observation
+from rl_vlm.zoo.shapes.environment import ShapesEnv
 
 SETTLED_IN_TEN = 7
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.envs.base import Info, StepResult
-from rl_vlm.envs.shapes import ShapesEnv
 from rl_vlm.types import Observation
+from rl_vlm.zoo.shapes.environment import ShapesEnv
 
 MEDIAN_S, SIGMA, SHORTEST_S, LONGEST_S, MOST_TURNS = 0.15, 1.0, 0.02, 2.0, 5
 

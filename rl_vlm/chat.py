@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from rl_vlm.chat_template import ChatTemplate
 from rl_vlm.types import EncodedImage, Message, UserInputError, as_encoded
 
 if TYPE_CHECKING:
@@ -53,7 +52,6 @@ class ChatCodec:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, image_token: str) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        self._compiled = ChatTemplate(template, tokenizer.special_tokens_map)
         # A private copy that never parses special tokens out of text.
         self._plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
         self._plain.encode_special_tokens = True
@@ -69,6 +67,7 @@ class ChatCodec:
         by_length = sorted(self._special_ids, key=len, reverse=True)
         self._special_pattern = re.compile("(" + "|".join(re.escape(token) for token in by_length) + ")")
         self._render = lru_cache(maxsize=512)(self._render_uncached)
+        self._render((("user", "t"),))  # a broken template fails here, where the model is loaded
         # Texts of prompts repeat: a task's question, the words between images.
         self._remembered_ids = lru_cache(maxsize=4096)(self._ids_of)
         self._token_bytes: dict[int, bytes] = {}
@@ -155,7 +154,10 @@ class ChatCodec:
                     texts += 1
             conversation.append({"role": role, "content": content})
         options = {} if thinking is None else {"enable_thinking": thinking}
-        return self._compiled.render(conversation, **options)
+        rendered = self._tokenizer.apply_chat_template(
+            conversation, chat_template=self._template, tokenize=False, add_generation_prompt=True, **options
+        )
+        return str(rendered)
 
     def _ids_of(self, text: str) -> Sequence[int]:
         try:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
 from rl_vlm.types import UserInputError
 
 T = TypeVar("T")
+
+
+def provided(group: str) -> dict[str, EntryPoint]:
+    """What installed packages, this one included, provide in an entry-point group, by name."""
+    return {point.name: point for point in entry_points(group=group)}
 
 
 class Registry(Generic[T]):

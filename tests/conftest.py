@@ -20,7 +20,7 @@ os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model after five warm-start steps: it answers noise, but every part is real."""
-    from rl_vlm.models.tiny import model as tiny
+    from rl_vlm.zoo.tiny import model as tiny
 
     return tiny.make_tiny(tmp_path_factory.mktemp("tiny") / "model", steps=5)
 
@@ -28,6 +28,6 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same in a shape that vLLM's CPU build can run."""
-    from rl_vlm.models.tiny import model as tiny
+    from rl_vlm.zoo.tiny import model as tiny
 
     return tiny.make_tiny(tmp_path_factory.mktemp("tiny") / "wide", variant="wide", steps=5)

@@ -21,7 +21,7 @@ from packaging.version import Version
 
 from rl_vlm.cli.doctor_machine import GIB, Check, Status, available_cores, machine_checks, version_of
 from rl_vlm.cli.doctor_ray import ray_checks
-from rl_vlm.config import RunConfig
+from rl_vlm.config import TrainConfig
 
 __all__ = ["Check", "as_json", "diagnose", "worst"]
 
@@ -65,7 +65,7 @@ class _Probe:
     cudnn: int | None = None  # 91501 is 9.15.1
 
 
-def diagnose(run: RunConfig | None = None) -> list[Check]:
+def diagnose(run: TrainConfig | None = None) -> list[Check]:
     """Look at everything, in a few seconds. With `run`, also whether the machine is large enough for it."""
     with tempfile.TemporaryFile("w+") as errors:
         # The home folder as the place: a module called torch.py in the working directory would be imported.
@@ -183,28 +183,8 @@ def _torch(probe: _Probe) -> Iterator[Check]:
         yield Check("import", "fail", f"{versions} do not load together: {probe.error}", remedy)
         return
     yield Check("import", "ok", f"{versions} load together")
-    slow = slow_conv3d(version_of("torch"), probe.cudnn)
-    if slow and probe.gpus:
-        yield Check(
-            "cudnn", "warn", slow, "Upgrade to torch 2.10 or newer, or run `pip install 'nvidia-cudnn-cu12>=9.15'`."
-        )
-    elif probe.cudnn:
-        yield Check("cudnn", "ok", f"cuDNN {_cudnn_text(probe.cudnn)}" + (f" ({slow}; no GPU here)" if slow else ""))
-
-
-def slow_conv3d(torch: Version | None, cudnn: int | None) -> str:
-    """The known problem of conv3d in this pair of versions; empty if there is none.
-
-    The vision encoders' patch embedding is a conv3d. torch 2.9.0 never uses cuDNN for it, 2.9.1 only from cuDNN 9.15
-    on (pytorch issues 166122 and 166643): ten times slower, several times the memory.
-    """
-    if torch is None or cudnn is None or torch.release[:2] != (2, 9):
-        return ""
-    if torch.release[:3] == (2, 9, 0):
-        return "torch 2.9.0 runs conv3d without cuDNN: image encoding is ten times slower"
-    if cudnn < 91500:
-        return f"torch {torch} with cuDNN {_cudnn_text(cudnn)} has a slow conv3d: image encoding is ten times slower"
-    return ""
+    if probe.cudnn:
+        yield Check("cudnn", "ok", f"cuDNN {_cudnn_text(probe.cudnn)}")
 
 
 def _cudnn_text(version: int) -> str:
@@ -276,7 +256,7 @@ def _driver(smi: str) -> str:
     return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else ""
 
 
-def _fits(run: RunConfig, probe: _Probe) -> Iterator[Check]:
+def _fits(run: TrainConfig, probe: _Probe) -> Iterator[Check]:
     """Whether the machine is large enough for a run with a private Ray cluster."""
     cores, gpus, need = available_cores(), len(probe.gpus), run.model.least_gpu_gib
     detail = f"{run.name} reserves {run.needed_cpus:g} logical CPUs, the machine has {cores:g}"

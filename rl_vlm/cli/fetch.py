@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rl_vlm.models.builtin import builtin_models
 from rl_vlm.models.hub import FetchError, fetch_model, hub_errors
 from rl_vlm.types import UserInputError
 
@@ -15,10 +16,8 @@ def fetch(name: str, data: bool = False, max_rows: int | None = None) -> Path:
     gives a folder for `env.data`, with at most `max_rows` of each split. Raises UserInputError for a name that is wrong or
     locked, FetchError when the hub cannot be reached.
     """
-    if name == "tiny" and not data:
-        from rl_vlm.models.tiny.model import tiny_model_path
-
-        return tiny_model_path()
+    if name in builtin_models() and not data:
+        return builtin_models()[name].folder()
     if data and "/" not in name:
         return _fetch_known(name, max_rows)
     if max_rows is not None:

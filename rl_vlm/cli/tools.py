@@ -70,19 +70,23 @@ def make_tiny(
     overwrite: Overwrite = False,
 ) -> None:
     """Build the tiny vision-language model, which needs no network. It takes about a minute."""
-    from rl_vlm.models.export import check_target, replace_folder
+    from rl_vlm.files import link_tree
+    from rl_vlm.models.builtin import builtin_models
+    from rl_vlm.models.export import check_target, replace_model
     from rl_vlm.models.loading import quiet_libraries
-    from rl_vlm.models.tiny import model as tiny
     from rl_vlm.types import UserInputError
 
     quiet_libraries()
+    tiny = builtin_models()["tiny"]
     if folder is None:
         if overwrite:
             raise UserInputError("--overwrite needs a folder: the model in the cache is always up to date.")
-        say(str(tiny.tiny_model_path(seed=seed)))
+        say(str(tiny.folder(seed)))
         return
     check_target(folder, overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-        replace_folder(tiny.make_tiny(Path(scratch) / "model", seed=seed), folder)
+        made = tiny.make(Path(scratch) / "model", seed)
+        with replace_model(folder) as draft:
+            link_tree(made, draft)
     say(str(folder))

@@ -1,6 +1,6 @@
 """Environments by id, module or file: `register("Shapes-v0", ...)`, `make("Shapes-v0", turns=2)`, `make("my/env.py")`.
 
-Other packages register ids through the entry-point group `rl_vlm.envs`; what speaks another framework's interface is run by
+Packages, this one included, register ids through the entry-point group `rl_vlm.envs`; what speaks another framework's interface is run by
 its adapter (see `adapters/interfaces.py`), and so is an id such as `openenv:http://localhost:8000`.
 """
 
@@ -10,7 +10,6 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any
 
@@ -18,22 +17,14 @@ from rl_vlm.envs.adapters.interfaces import INTERFACES, SCHEMES, interface_of, s
 from rl_vlm.envs.argument_types import check_types
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.loading import absolute_spec, is_spec, load_object
+from rl_vlm.registry import provided
 from rl_vlm.types import UserInputError
 
 EnvFactory = Callable[..., VisionEnv]
 ENTRY_POINT_GROUP = "rl_vlm.envs"
 
-# Factories by id; a string names "module:attribute" and is imported on first use.
-_REGISTRY: dict[str, EnvFactory | str] = {
-    "Shapes-v0": "rl_vlm.envs.shapes:ShapesEnv",
-    "GridWalk-v0": "rl_vlm.envs.gridwalk:GridWalkEnv",
-    "NLVR2-v0": "rl_vlm.envs.nlvr2:NLVR2Env",
-    "Caption-v0": "rl_vlm.envs.caption:CaptionEnv",
-    "Zoom-v0": "rl_vlm.envs.zoom:ZoomEnv",
-    "Geo3k-v0": "rl_vlm.envs.geo3k:Geo3kEnv",
-    "Control-v0": "rl_vlm.control_envs.played:PlayedEnv",
-    "GeoSpot-v0": "rl_vlm.envs.geospot:GeoSpotEnv",
-}
+# Factories that this process registered, by id; a string names "module:attribute" and is imported on first use.
+_REGISTRY: dict[str, EnvFactory | str] = {}
 
 
 def register(env_id: str, factory: EnvFactory | str | None = None) -> Any:
@@ -51,7 +42,7 @@ def register(env_id: str, factory: EnvFactory | str | None = None) -> Any:
 
 def registered() -> tuple[str, ...]:
     """All known ids, sorted."""
-    return tuple(sorted({*_REGISTRY, *_entry_points()}))
+    return tuple(sorted({*_REGISTRY, *provided(ENTRY_POINT_GROUP)}))
 
 
 def make(env_id: str, **kwargs: Any) -> VisionEnv:
@@ -103,7 +94,7 @@ def lookup(env_id: str) -> Any:
     """The class, function or module that an id, module or file names."""
     known = _REGISTRY.get(env_id, env_id if is_spec(env_id) else None)
     if known is None:  # not before: the metadata of every installed package are read for it
-        point = _entry_points().get(env_id)
+        point = provided(ENTRY_POINT_GROUP).get(env_id)
         known = point.value if point is not None else None
     if known is None:
         nearest = difflib.get_close_matches(env_id, registered(), n=1, cutoff=0.4)
@@ -161,8 +152,3 @@ def pick(module: ModuleType) -> Any:
 def _leaves(classes: list[type]) -> list[type]:
     """The classes that no other of them derives from: a base class in the same file is not the environment."""
     return [one for one in classes if not any(other is not one and issubclass(other, one) for other in classes)]
-
-
-def _entry_points() -> dict[str, EntryPoint]:
-    """What installed packages provide, by id."""
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}

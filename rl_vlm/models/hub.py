@@ -37,6 +37,14 @@ def fetch_model(name: str) -> Path:
     return folder
 
 
+def fetch_config(name: str) -> Path:
+    """Download a model's config.json alone and return its folder. Raises as `fetch_model` does."""
+    from huggingface_hub import hf_hub_download
+
+    with hub_errors(name):
+        return Path(hf_hub_download(name, "config.json")).parent
+
+
 @contextlib.contextmanager
 def hub_errors(name: str, data: bool = False) -> Iterator[None]:
     """Whatever the hub's client raises as one sentence."""

@@ -16,8 +16,8 @@ from jinja2.exceptions import TemplateError
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.imports import replaced
+from rl_vlm.models.builtin import builtin_models
 from rl_vlm.models.images import DEFAULT_PIXELS, ImageProcessorSpec, PixelLimits
-from rl_vlm.models.tiny.variants import VARIANT_OF
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
@@ -49,12 +49,10 @@ class TextSide:
 def resolve_model(name: str, seed: int = 0) -> Path:
     """The folder of a model: `tiny` (built on first use), a local folder, or a hub name that was fetched before.
 
-    `tiny-NAME` are its variants: see `models/tiny/variants.py` for what each knows.
+    `tiny-NAME` are its variants: see `zoo/tiny/variants.py` for what each knows.
     """
-    if name in VARIANT_OF:
-        from rl_vlm.models.tiny.model import tiny_model_path
-
-        return tiny_model_path(seed=seed, variant=VARIANT_OF[name])
+    if name in builtin_models():
+        return builtin_models()[name].folder(seed)
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_vlm.files import cache_folder, locked
+from rl_vlm.models.builtin import builtin_models
 from rl_vlm.models.digest import WEIGHTS, hash_model, text_files
 from rl_vlm.models.loading import resolve_model
-from rl_vlm.models.tiny.variants import VARIANT_OF
 from rl_vlm.types import UserInputError
 
 _SMALL_FILE, _SMALL_FOLDER = 32 << 20, 96 << 20  # bytes of weights that travel at most
@@ -64,7 +64,7 @@ class ModelReference:
 
     def _by_name(self) -> tuple[Path | None, str]:
         """The node's own equal copy, or why there is none."""
-        if self.name in VARIANT_OF:  # built on the driver; another processor may round differently
+        if self.name in builtin_models():  # built on the driver; another processor may round differently
             return None, "its files did not arrive."
         try:
             found = self._download_or_find()

@@ -1,4 +1,5 @@
-"""Where conversations come from: JSON lines, parquet, image folders, the hub's cache, and the built-in `shapes`."""
+"""Where conversations come from: JSON lines, parquet, image folders, the hub's cache, and what packages provide, such as the
+built-in `shapes`."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from typing import Any, Protocol
 from rl_vlm.envs.images import one_line
 from rl_vlm.envs.rows import BadRowError, ParquetRows, hub_rows, local_files
 from rl_vlm.envs.tables import HUB_NAME, split_slice
+from rl_vlm.registry import provided
 from rl_vlm.supervised.conversations import Conversation, read_conversation
-from rl_vlm.supervised.shapes import ShapesRows
 from rl_vlm.types import Split, UserInputError
 
-SHAPES = "shapes"
+BUILTIN_GROUP = "rl_vlm.conversations"  # entry points: a class of `Rows` that takes the split
 _COLUMNS, _OPTIONAL = ("messages",), ("images", "tools")
 _METADATA = "metadata.jsonl"
 _MAX_LINE = 256 * 2**20  # bytes
@@ -134,7 +135,7 @@ def open_conversations(source: str, split: Split) -> ConversationTable:
 def has_split(source: str, split: Split) -> bool:
     """Whether a source that is no single file has conversations of its own for a split; of the hub's it is not known."""
     path = Path(split_slice(source)[0]).expanduser()
-    if str(path) == SHAPES and not path.exists():
+    if not path.exists() and str(path) in provided(BUILTIN_GROUP):
         return True
     if not path.is_dir():
         return False
@@ -155,11 +156,16 @@ def _rows(name: str, split: Split) -> Rows:
         if path.suffix != ".jsonl":
             raise UserInputError(f"{path} is neither .jsonl nor .parquet: conversations are read from these.")
         return JsonLinesRows(path)
-    if name == SHAPES:
-        return ShapesRows(split)
+    if name in provided(BUILTIN_GROUP):
+        return builtin_rows(name, split)
     if not HUB_NAME.fullmatch(name) or path.suffix in (".jsonl", ".parquet"):
         raise UserInputError(f"There is no file or folder {name!r}, and it is no name of a data set on the hub.")
     return hub_rows(name, split, _COLUMNS, _OPTIONAL)
+
+
+def builtin_rows(name: str, split: Split) -> Rows:
+    """One split of a data set that an installed package provides."""
+    return provided(BUILTIN_GROUP)[name].load()(split)  # type: ignore[no-any-return]
 
 
 def _jsonl_of(folder: Path, split: Split) -> Path | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rl_vlm.envs.shapes import ShapesEnv
+from rl_vlm.zoo.shapes.environment import ShapesEnv
 
 _steps = 0
 

@@ -24,17 +24,24 @@ import yaml
 from ports import free_ports
 from runs import ROOT, environment
 
-from rl_vlm.cluster.render import load_values, placement, render
-
 BIN = Path(sys.executable).parent
 # Small "machines" without GPUs; a preemptible type has to do what its twin would.
-VALUES = load_values(
-    None,
-    [f"workers.{name}.cpus=2" for name in ("gpu_serving", "gpu_learner", "cpu_env_runner_preemptible")]
-    + [f"workers.{name}.gpus=0" for name in ("gpu_serving", "gpu_learner")]
-    + ["workers.gpu_serving_preemptible.max=0", "workers.cpu_env_runner.max=0"],
-)
 TYPES = ("gpu_serving", "gpu_learner", "cpu_env_runner_preemptible")
+PLACEMENT = (
+    "resources.replicas_on=gpu_serving", "resources.learners_on=gpu_learner", "resources.env_runners_on=cpu_env_runner"
+)  # fmt: skip
+GRACE_S = 120  # what the manifests give a run to save its checkpoint
+
+
+def small_types() -> dict[str, Any]:
+    """The manifest's types of workers, each with two CPUs and without GPUs."""
+    types = yaml.safe_load((ROOT / "cluster/aws/cluster.yaml").read_text())["available_node_types"]
+    small = {}
+    for name in TYPES:
+        resources = {key: value for key, value in types[name]["resources"].items() if key != "GPU"}
+        bounds = {key: types[name][key] for key in ("min_workers", "max_workers")}
+        small[name] = {**bounds, "resources": {**resources, "CPU": 2}, "node_config": {}}
+    return small
 
 
 def until(condition: Callable[[], Any], what: str, timeout: float, log: Path) -> None:
@@ -52,10 +59,7 @@ class LocalCloud:
         self.log = folder / "head.log"
         port, dashboard, agent, client = free_ports(4)
         self.address, self.api = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
-        types = yaml.safe_load(render(VALUES, ["aws"])["aws/cluster.yaml"])["available_node_types"]
-        types = {name: {**kind, "node_config": {}} for name, kind in types.items() if name != "head"}
-        for kind in types.values():
-            kind.pop("docker", None)
+        types = small_types()
         types["ray.head.default"] = {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}
         config = {
             "cluster_name": "here", "max_workers": 8, "upscaling_speed": 10, "idle_timeout_minutes": 0.1,
@@ -70,7 +74,7 @@ class LocalCloud:
         (folder / "cluster.json").write_text(json.dumps(config))
         self.environment = environment(
             RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_FAKE_CLUSTER="1", RL_VLM_AUTOSCALING="1",
-            AUTOSCALER_UPDATE_INTERVAL_S="1", RAY_JOB_STOP_WAIT_TIME_S=str(VALUES.grace_s), RAY_enable_autoscaler_v2="0",
+            AUTOSCALER_UPDATE_INTERVAL_S="1", RAY_JOB_STOP_WAIT_TIME_S=str(GRACE_S), RAY_enable_autoscaler_v2="0",
             RAY_USAGE_STATS_ENABLED="0", RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="0",
             PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         )  # fmt: skip
@@ -102,7 +106,7 @@ class LocalCloud:
         return {name: int(count) for count, name in found if name in TYPES}
 
     def submit(self, name: str, run_dir: Path, *changes: str) -> None:
-        command = [str(BIN / "rl-vlm"), "train", str(ROOT / "configs/quickstart.yaml"), *placement(VALUES)]
+        command = [str(BIN / "rl-vlm"), "train", str(ROOT / "configs/quickstart.yaml"), *PLACEMENT]
         if not (BIN / "rl-vlm").exists():
             command[:1] = [sys.executable, "-m", "rl_vlm.cli"]
         command += ["learner.num_learners=1", "evaluation.every=0", "logging.checkpoint_every=1000", *changes]

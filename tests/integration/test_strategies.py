@@ -12,7 +12,7 @@ from learner_processes import LR, Learned, learn
 
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.models.tiny import model as tiny
+from rl_vlm.zoo.tiny import model as tiny
 
 SHARDING = [
     pytest.param({"strategy": "fsdp2"}, id="fsdp2"),

@@ -6,13 +6,13 @@ import pytest
 from fuzzing import SECONDS, fuzz
 from hypothesis import strategies as st
 
-from rl_vlm.rewards.caption import grade_caption
-from rl_vlm.rewards.geo import FIELDS, TAUS_KM, score, stage_weights
-from rl_vlm.rewards.geo_answer import parse_answer
 from rl_vlm.rewards.judged_text import judged_refusal, quoted
 from rl_vlm.rewards.math import Reason, grade, normalize_answer
-from rl_vlm.rewards.short_answer import read_answer
-from rl_vlm.rewards.verdict import read_verdict
+from rl_vlm.zoo.caption.reward import grade_caption
+from rl_vlm.zoo.geospot.answer import parse_answer
+from rl_vlm.zoo.geospot.reward import FIELDS, TAUS_KM, score, stage_weights
+from rl_vlm.zoo.nlvr2.answer import read_verdict
+from rl_vlm.zoo.zoom.answer import read_answer
 
 pytestmark = pytest.mark.timeout(max(600, 3 * SECONDS))
 

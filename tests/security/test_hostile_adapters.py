@@ -7,13 +7,10 @@ from safetensors.torch import save
 from torch import zeros
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from rl_vlm.models import adapter_patterns
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.models.adapter_patterns import without_patterns
 from rl_vlm.models.loading import from_folder
 from rl_vlm.types import UserInputError
 
-MODULES = ["", "model", *(f"model.language_model.layers.{k}.self_attn.{p}_proj" for k in range(3) for p in "qv")]
 GOOD = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 
 
@@ -68,31 +65,6 @@ def test_a_header_beyond_the_file_is_refused(tmp_path):
         (folder / "adapter_model.safetensors").write_bytes(data)
         with pytest.raises(UserInputError, match="no LoRA matrices|cannot be read"):
             AdapterPayload.read(folder, 1)
-
-
-def test_a_pattern_that_does_not_end_is_stopped(monkeypatch):
-    monkeypatch.setattr(adapter_patterns, "_SECONDS", 3.0)
-    for changes in ({"target_modules": "(.*.*)*x"}, {"rank_pattern": {"(.+.+)+y": 4}}, {"exclude_modules": "(a|.*)*z"}):
-        with pytest.raises(UserInputError, match="takes more than 3 s"):
-            without_patterns({**GOOD, **changes}, [f"{name}{'a' * 60}" for name in MODULES])
-
-
-def test_patterns_become_the_names_that_they_match():
-    config = {
-        **GOOD,
-        "target_modules": r".*\.q_proj",
-        "rank_pattern": {"q_proj": 8, r"layers\.1\..*": 16},
-        "alpha_pattern": {},
-    }
-    found = without_patterns(config, MODULES)
-    queries = [name for name in MODULES if name.endswith("q_proj")]
-    assert found["target_modules"] == queries
-    ranks = {name.replace("\\", "")[1:]: rank for name, rank in found["rank_pattern"].items()}
-    assert ranks == {**dict.fromkeys(queries, 8), "model.language_model.layers.1.self_attn.v_proj": 16}
-    assert without_patterns(GOOD, MODULES) == {**GOOD, "rank_pattern": {}, "alpha_pattern": {}}
-    for changes in ({"target_modules": "("}, {"rank_pattern": 5}, {"layers_pattern": "(a+)+"}):
-        with pytest.raises(UserInputError, match="adapter's"):
-            without_patterns({**GOOD, **changes}, MODULES)
 
 
 def test_a_model_with_code_of_its_own_is_refused_without_a_question(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub: the parts of its API that its client uses for public data sets, with files in memory."""
+"""A stand-in for the Hugging Face hub: the parts of its API that its client uses for public data sets and single files."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
         return {"type": "file", "oid": hashlib.sha1(content).hexdigest(), "size": len(content), "path": path}
 
     def _file(self, path: str, body: bool = True) -> None:
-        found = re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/[^/]+/(.*)", path)
+        found = re.fullmatch(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/[^/]+/(.*)", path)
         content = self.hub.files.get(found[1], {}).get(found[2]) if found else None
         if found is None or content is None:
             return self._missing("EntryNotFound")

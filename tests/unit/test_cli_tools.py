@@ -17,15 +17,15 @@ def test_export_hands_on_its_arguments(tmp_path, monkeypatch, capsys):
 
 
 def test_make_tiny_replaces_a_model_only_on_demand(tmp_path, monkeypatch, capsys):
-    from rl_vlm.models.tiny import model as tiny
+    from rl_vlm.zoo.tiny import model as tiny
 
-    def build(folder, seed):
+    def build(folder, seed, variant):
         folder.mkdir()
         (folder / "config.json").write_text(str(seed))
         return folder
 
     monkeypatch.setattr(tiny, "make_tiny", build)
-    monkeypatch.setattr(tiny, "tiny_model_path", lambda seed: tmp_path / f"cached-{seed}")
+    monkeypatch.setattr(tiny, "tiny_model_path", lambda seed, variant: tmp_path / f"cached-{seed}")
     folder = tmp_path / "models" / "tiny"
     assert run("model", "make-tiny", folder) == 0
     assert run("model", "make-tiny", folder, "--seed", 5) == 2

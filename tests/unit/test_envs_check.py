@@ -136,7 +136,7 @@ def test_the_command_prints_the_prompt_saves_the_image_and_ends_with_1_where_som
 
 def test_what_an_environment_prints_is_not_part_of_the_report(tmp_path, capsys):
     talking = tmp_path / "talking.py"
-    talking.write_text("from rl_vlm.envs.gridwalk import GridWalkEnv as Walk\n\n\nclass Talking(Walk):\n"
+    talking.write_text("from rl_vlm.zoo.gridwalk.environment import GridWalkEnv as Walk\n\n\nclass Talking(Walk):\n"
                        "    def reset(self, **arguments):\n        print('Opened.')\n        return super().reset(**arguments)\n")  # fmt: skip
     run("envs", "check", talking, "--json", "--episodes", 2)
     out, err = capsys.readouterr()

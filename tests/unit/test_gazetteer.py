@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm.envs.gazetteer import Gazetteer, open_gazetteer
-from rl_vlm.rewards.geo import haversine_km
+from rl_vlm.zoo.geospot.gazetteer import Gazetteer, open_gazetteer
+from rl_vlm.zoo.geospot.reward import haversine_km
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_the_largest_cities_come_first(gazetteer: Gazetteer) -> None:
 
 
 def test_a_second_process_reads_the_same_index(gazetteer: Gazetteer) -> None:
-    from rl_vlm.envs.gazetteer_build import gazetteer_path
+    from rl_vlm.zoo.geospot.gazetteer_build import gazetteer_path
 
     path = gazetteer_path()
     before = path.stat().st_mtime_ns

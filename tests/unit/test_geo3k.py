@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rl_vlm.envs.data import open_dataset
 from rl_vlm.envs.errors import EnvError, check_reset, check_step
-from rl_vlm.envs.geo3k import Geo3kEnv
 from rl_vlm.types import EncodedImage
+from rl_vlm.zoo.geo3k.environment import Geo3kEnv
 
 GEO3K = str(Path(__file__).parents[1] / "fixtures" / "geo3k")
 RADICAL = 1  # the train row whose answer is 4\sqrt{15}

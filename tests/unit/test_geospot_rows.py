@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from rl_vlm.envs import geospot_rows
-from rl_vlm.envs.geospot import GeoSpotEnv
-from rl_vlm.envs.geospot_rows import StreetViews
 from rl_vlm.envs.rows import BadRowError, ParquetRows
 from rl_vlm.types import UserInputError
+from rl_vlm.zoo.geospot import rows as geospot_rows
+from rl_vlm.zoo.geospot.environment import GeoSpotEnv
+from rl_vlm.zoo.geospot.rows import StreetViews
 
 PLACES = [
     (48.86, 2.35, "FR", "Île-de-France", "Paris"),

@@ -9,9 +9,11 @@ import sys
 import numpy as np
 import pytest
 
-from rl_vlm.envs import geospot_world as world
-from rl_vlm.envs.geospot import GeoSpotEnv
-from rl_vlm.envs.geospot_world import (
+from rl_vlm.types import UserInputError
+from rl_vlm.zoo.geospot import world
+from rl_vlm.zoo.geospot.environment import GeoSpotEnv
+from rl_vlm.zoo.geospot.reward import haversine_km
+from rl_vlm.zoo.geospot.world import (
     LAND,
     MOST_COUNTRIES,
     PIN,
@@ -23,10 +25,8 @@ from rl_vlm.envs.geospot_world import (
     random_window,
     render,
 )
-from rl_vlm.rewards.geo import haversine_km
-from rl_vlm.types import UserInputError
 
-MARK = "import hashlib; from rl_vlm.envs.geospot_world import pin_item; i = pin_item(8, 2, 2, 64, 'test', 5, 3); print(i.position, i.city.name, i.image.sha256)"
+MARK = "import hashlib; from rl_vlm.zoo.geospot.world import pin_item; i = pin_item(8, 2, 2, 64, 'test', 5, 3); print(i.position, i.city.name, i.image.sha256)"
 
 
 def test_the_largest_countries_come_first() -> None:
@@ -115,7 +115,7 @@ def test_another_process_draws_the_same() -> None:
 
 def test_an_environment_is_made_without_the_gazetteers_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """Building the index takes seconds: `rl-vlm envs` only lists."""
-    monkeypatch.setattr("rl_vlm.envs.geospot_world.open_gazetteer", lambda: pytest.fail("it was opened"))
+    monkeypatch.setattr("rl_vlm.zoo.geospot.world.open_gazetteer", lambda: pytest.fail("it was opened"))
     mapped_countries.cache_clear()
     assert GeoSpotEnv(countries=MOST_COUNTRIES).num_items("train") == 4096
     with pytest.raises(UserInputError, match="countries"):

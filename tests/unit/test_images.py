@@ -16,8 +16,8 @@ from PIL import Image
 from transformers import AutoProcessor, Qwen2VLImageProcessor
 
 from rl_vlm.models.images import ImageError, ImageProcessorSpec, patchify
-from rl_vlm.models.tiny.model import build_processor
 from rl_vlm.types import EncodedImage, UserInputError
+from rl_vlm.zoo.tiny.model import build_processor
 
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 CONFIGS: dict[str, dict[str, Any]] = {

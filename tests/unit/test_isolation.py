@@ -17,9 +17,9 @@ import rl_vlm
 from rl_vlm.envs import registry
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_metrics
-from rl_vlm.envs.geo3k import Geo3kEnv
 from rl_vlm.envs.isolation import ProcessEnv
 from rl_vlm.types import EncodedImage, UserInputError
+from rl_vlm.zoo.geo3k.environment import Geo3kEnv
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 BROKEN = str(FIXTURES / "envs" / "broken_env.py")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from memory_support import gpus, sizes
+from memory_support import PUBLISHED, gpus, published_configs, sizes
 from transformers import AttentionInterface, AutoModelForImageTextToText, Qwen3VLConfig
 
 from rl_vlm import cli
@@ -20,12 +20,18 @@ from rl_vlm.models import backbone
 from rl_vlm.models.lora_layers import inject_lora, lora_config
 from rl_vlm.models.memory import learner, parts, replica
 from rl_vlm.models.memory.cards import driver_gpu, gib, learner_fraction, place, plan_memory, shares_gpu
-from rl_vlm.models.memory.published import PUBLISHED
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.runs.memory import adapters_mib, make_plan, object_store_mib, shape_of
 from rl_vlm.types import UserInputError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture(autouse=True)
+def hub_configs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    published_configs(tmp_path_factory.mktemp("hub"), monkeypatch)
+
+
 CARDS = {24: 23.6, 48: 47.4, 80: 79.15}  # GiB: as sold, as reported
 
 
@@ -282,8 +288,10 @@ def test_what_does_not_fit_ends_with_code_1_and_advice(capsys: pytest.CaptureFix
     assert (
         "It does not fit: set learner.gradient_checkpointing=true, lower learner.micro_batch_tokens (8192)" in printed
     )
-    assert cli.run(["plan", config, "model.path=other/unknown"]) == 2
-    assert "other/unknown is not on this machine" in capsys.readouterr().err
+    assert cli.run(["plan", config, "model.path=other/unknown"]) == 1
+    assert "other/unknown" in capsys.readouterr().err
+    assert cli.run(["plan", config, "model.path=./nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().err
 
 
 def test_a_tiny_model_is_planned_without_being_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,8 +104,8 @@ def test_a_registered_function_or_class_is_made(registered):
         rl_vlm.make("Mine-v0", sizes=2)
     with pytest.raises(UserInputError, match="exists in this process only"):
         registry.portable_id("Mine-v0")
-    rl_vlm.register("Geo-v9", "rl_vlm.envs.geo3k:Geo3kEnv")
-    assert registry.portable_id("Geo-v9") == "rl_vlm.envs.geo3k:Geo3kEnv"
+    rl_vlm.register("Geo-v9", "rl_vlm.zoo.geo3k.environment:Geo3kEnv")
+    assert registry.portable_id("Geo-v9") == "rl_vlm.zoo.geo3k.environment:Geo3kEnv"
 
 
 def test_an_installed_package_registers_ids_by_entry_points(tmp_path, monkeypatch, capsys):

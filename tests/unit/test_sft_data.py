@@ -20,7 +20,7 @@ from rl_vlm.config import load_sft_config
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.supervised.conversations import Conversation
 from rl_vlm.supervised.dataset import JobData, open_job_data
-from rl_vlm.supervised.shapes import write_shapes
+from rl_vlm.supervised.example import write_example
 from rl_vlm.supervised.sources import open_conversations
 from rl_vlm.types import UserInputError
 
@@ -142,7 +142,7 @@ def test_tools_of_a_parquet_file_are_seen(tmp_path: Path) -> None:
 
 
 def test_the_built_in_conversations_are_those_of_the_files_that_it_writes(tmp_path: Path) -> None:
-    assert write_shapes(tmp_path / "data") == {"train": 500, "test": 200}
+    assert write_example(tmp_path / "data") == {"train": 500, "test": 200}
     for split in ("train", "test"):
         built_in, files = open_conversations("shapes", split), open_conversations(str(tmp_path / "data"), split)  # type: ignore[arg-type]
         assert len(built_in) == len(files)
@@ -150,7 +150,7 @@ def test_the_built_in_conversations_are_those_of_the_files_that_it_writes(tmp_pa
             assert built_in[index].turns == files[index].turns
             assert built_in[index].decoded() == files[index].decoded()
     with pytest.raises(UserInputError, match="choose another"):
-        write_shapes(tmp_path / "data")
+        write_example(tmp_path / "data")
 
 
 # --- bad rows

@@ -11,10 +11,10 @@ from transformers import AutoProcessor
 
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import parse_config
-from rl_vlm.envs.shapes import shapes_item
 from rl_vlm.learning.module import PolicyModel
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.types import Message, UserInputError
+from rl_vlm.zoo.shapes.environment import shapes_item
 
 OVERRIDES = {
     "env": {"kwargs": {"num_train": 8, "num_test": 4}},

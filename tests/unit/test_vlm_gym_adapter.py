@@ -132,7 +132,7 @@ def test_bytes_as_tokens_give_every_text_back():
 
 
 def test_a_models_tokenizer_is_used_where_one_is_named(tmp_path):
-    from rl_vlm.models.tiny.tokenizer import build_tokenizer
+    from rl_vlm.zoo.tiny.tokenizer import build_tokenizer
 
     build_tokenizer(512).save_pretrained(tmp_path)
     env = rl_vlm.make(CREATOR, name="countdown", tokenizer=str(tmp_path))

@@ -1,1 +1,0 @@
-"""The tiny offline VLM: built and warm-started from code, in about a minute."""

@@ -1,0 +1,1 @@
+"""Caption-v0: describe a picture."""

@@ -1,0 +1,240 @@
+"""Control-v0: steer a Gymnasium environment with words. Each turn shows pictures and takes one action word."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import gymnasium
+import numpy as np
+from PIL import Image
+
+from rl_vlm.control_envs.gymnasium_env import resize_frame
+from rl_vlm.control_envs.metaworld import task_name
+from rl_vlm.envs.base import Info, MadeItemsEnv, StepResult
+from rl_vlm.envs.errors import EnvError
+from rl_vlm.envs.images import one_line
+from rl_vlm.envs.one_shot import check_integers
+from rl_vlm.seeding import derive_seed
+from rl_vlm.types import Observation, Split, UserInputError
+from rl_vlm.zoo.control.action_words import METAWORLD, choose_words, read_word
+from rl_vlm.zoo.drawing import split_of_hash
+
+# Packages that register their ids with gymnasium when they are imported.
+_PACKAGES = {"MiniGrid-": "minigrid", "BabyAI-": "minigrid", "ALE/": "ale_py"}
+MAX_HISTORY, MAX_SKIP = 16, 1000
+_MAX_DRAWS = 64  # all of them belong to the other split once in 10^8
+_FULL = "{task}In each of at most {turns} turns end your answer with one of these words: {words}."
+
+
+class ControlWordsEnv(MadeItemsEnv):
+    """Play a Gymnasium environment that draws itself (`rgb_array`) and has discrete or named actions.
+
+    env: a gymnasium id such as MiniGrid-Empty-5x5-v0 or `module:id`, or metaworld/TASK.
+    actions: a mapping from words to actions, or a choice of the known words, or a word for each discrete action.
+    frame_skip: steps that an action is repeated for. history: how many of the last frames each turn shows, oldest first.
+    max_turns: turns after which the episode is truncated. image_size: pictures are resized to this many pixels per side.
+    reward: "env", the sum of the environment's own; "success", 1 when the task is done, which ends the episode, and else 0. Done is
+    what the environment calls `success` or `is_success`; where it says neither, an end with a reward after steps without one.
+    task: what the first message says before the words, by default the environment's `mission`; prompt: "full", or
+    "brief" for a first message as short as the others. seed, num_train, num_test: which episodes there are.
+    disjoint: draw starts until the first picture's hash belongs to the split, where an environment has few of them.
+    Further arguments are the environment's own.
+
+    An answer that ends with no known word costs a turn, moves nothing and gets a reminder of the words. `info` holds `success` of the
+    turn, `correct` (success in this turn or before), `turn`, `frames` (steps made), `well_formed` and `invalid_actions`.
+    """
+
+    def __init__(
+        self,
+        env: str,
+        *,
+        actions: Mapping[Any, Any] | Sequence[str] | None = None,
+        frame_skip: int = 1,
+        history: int = 1,
+        max_turns: int = 32,
+        image_size: int | None = None,
+        reward: Literal["env", "success"] = "env",
+        task: str | None = None,
+        prompt: Literal["full", "brief"] = "full",
+        seed: int = 0,
+        num_train: int = 4096,
+        num_test: int = 512,
+        disjoint: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__("Control-v0", num_train, num_test)
+        check_integers(
+            "Control-v0", seed=(seed, None, None), num_train=(num_train, 1, None), num_test=(num_test, 1, None)
+        )
+        limits = {
+            "frame_skip": (frame_skip, MAX_SKIP),
+            "history": (history, MAX_HISTORY),
+            "max_turns": (max_turns, 10_000),
+        }
+        for name, (value, most) in limits.items():
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise UserInputError(
+                    f"Control-v0: env.kwargs.{name} must be an integer from 1 to {most}, not {value!r}."
+                )
+        if reward not in ("env", "success") or prompt not in ("full", "brief"):
+            raise UserInputError(
+                'Control-v0: env.kwargs.reward is "env" or "success", and prompt is "full" or "brief".'
+            )
+        if image_size is not None and not 16 <= image_size <= 2048:
+            raise UserInputError(
+                f"Control-v0: env.kwargs.image_size is {image_size}: it must be between 16 and 2048 pixels."
+            )
+        self._inner = _make(env, kwargs)
+        self._words = choose_words(self._inner, actions, METAWORLD if task_name(env) else None)
+        self._skip, self._max_turns, self._size = frame_skip, max_turns, image_size
+        self._pays_success, self._task, self._brief, self._seed = reward == "success", task, prompt == "brief", seed
+        self._frames: deque[Image.Image] = deque(maxlen=history)
+        self._disjoint = disjoint
+        self._turn: int | None = None
+        self._count = self._invalid = 0
+        self._paid_before = self._correct = False
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The action words."""
+        return tuple(self._words)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
+        """Open episode `options["index"]` of `options["split"]`; a random one without an index."""
+        super().reset(seed=seed)
+        split, index = self.chosen_item(options)
+        self._turn, self._count, self._invalid = 0, 0, 0
+        self._paid_before = self._correct = False
+        for attempt in range(_MAX_DRAWS):
+            inner_seed = derive_seed(self._seed, int(split == "test"), index, attempt) % 2**31
+            observation, _ = self._inner.reset(seed=inner_seed)
+            self._frames.clear()
+            self._draw()
+            if not self._disjoint or split_of_start(self._frames[0]) == split:
+                break
+        else:
+            raise EnvError(
+                f"No start of the {split} split was found in {_MAX_DRAWS}: has the environment more than one?"
+            )
+        mission = observation.get("mission", "") if isinstance(observation, dict) else ""
+        task = (self._task if self._task is not None else str(mission)).strip()
+        task = f"{task[:1].upper()}{task[1:]}{'' if task.endswith(('.', '!', '?')) else '.'} " if task else ""
+        words = ", ".join(self._words)
+        text = question_of(self._words) if self._brief else _FULL.format(task=task, turns=self._max_turns, words=words)
+        return self._show(text), {"index": index, "split": split, "seed": inner_seed}
+
+    def step(self, action: str) -> StepResult:
+        """Carry out the word that the text ends with."""
+        if self._turn is None:
+            raise UserInputError("Control-v0: call reset() before step(), and again after an episode has ended.")
+        word = read_word(action, self._words)
+        self._turn += 1
+        reward, terminated, truncated, success = 0.0, False, False, False
+        if word is None:
+            self._invalid += 1
+        else:
+            reward, terminated, truncated, success = self._carry_out(self._words[word])
+        truncated = truncated or self._turn >= self._max_turns
+        self._correct |= success
+        if self._pays_success:
+            reward, terminated = float(success), terminated or success
+        info: Info = {
+            "success": success,
+            "correct": self._correct,
+            "turn": self._turn,
+            "frames": self._count,
+            "well_formed": word is not None,
+            "invalid_actions": self._invalid,
+        }
+        if terminated or truncated:
+            self._turn = None
+            return Observation(), reward, terminated, truncated and not terminated, info
+        text = question_of(self._words) if word is not None else reminder_of(self._words)
+        return self._show(text), reward, False, False, info
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._inner.close()
+
+    def _carry_out(self, action: Any) -> tuple[float, bool, bool, bool]:
+        """(sum of rewards, terminated, truncated, success) of an action that is repeated; draws the frames that are shown.
+
+        Raises EnvError where `reward: success` is set and the environment does not tell success from failure.
+        """
+        total, terminated, truncated, success = 0.0, False, False, False
+        for number in range(self._skip):
+            _, reward, terminated, truncated, info = self._inner.step(action)
+            total += float(reward)
+            self._count += 1
+            told = info.get("success", info.get("is_success"))
+            if told is None and terminated and self._paid_before and self._pays_success:
+                raise EnvError(
+                    "Control-v0: this environment pays on the way and never says whether it was a success: leave out reward=success."
+                )
+            # A pole that falls was paid for each step until then.
+            success = success or bool(told if told is not None else terminated and reward > 0 and not self._paid_before)
+            self._paid_before |= reward > 0
+            over = terminated or truncated or (success and self._pays_success)
+            if over or number >= self._skip - (self._frames.maxlen or 1):
+                self._draw()
+            if over:
+                break
+        return total, bool(terminated), bool(truncated), success
+
+    def _draw(self) -> None:
+        try:
+            frame = np.asarray(self._inner.render())
+        except gymnasium.error.DependencyNotInstalled as error:
+            raise UserInputError(f"This environment cannot draw itself here: {error}.") from error
+        if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
+            raise UserInputError(
+                f"render() gave {frame.dtype} {list(frame.shape)}: Control-v0 needs uint8 [height, width, 3]."
+            )
+        self._frames.append(Image.fromarray(frame if self._size is None else resize_frame(frame, self._size)))
+
+    def _show(self, text: str) -> Observation:
+        return Observation.user(*self._frames, text)
+
+
+def split_of_start(picture: Image.Image) -> Split:
+    """The split of an episode that starts with this picture (`disjoint`): a quarter of all pictures belongs to the test split."""
+    return split_of_hash(hashlib.sha256(picture.tobytes()).digest()[0])
+
+
+def question_of(words: Iterable[str]) -> str:
+    """The question of each turn, except for the first one with prompt "full"."""
+    return f"Which action: {_choice(words)}?"
+
+
+def reminder_of(words: Iterable[str]) -> str:
+    """The reply to an answer that ends with none of the words."""
+    return f"No action was found. End with {_choice(words)}."
+
+
+def _choice(words: Iterable[str]) -> str:
+    *most, last = words
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _make(env_id: str, kwargs: dict[str, Any]) -> Any:
+    """The environment that draws itself. Raises UserInputError where it cannot be made."""
+    if task_name(env_id):
+        from rl_vlm.control_envs.registry import make_control_env
+
+        return make_control_env(env_id, **{"hide_arm": False, "show_goal": True, **kwargs})
+    package = next((module for prefix, module in _PACKAGES.items() if env_id.startswith(prefix)), None)
+    try:
+        if package is not None:
+            importlib.import_module(package)
+        return gymnasium.make(env_id, render_mode="rgb_array", **kwargs)
+    except ModuleNotFoundError as error:
+        what = package or error.name
+        raise UserInputError(f"{env_id} needs the package {what} ({error}): run `pip install {what}`.") from error
+    except (gymnasium.error.Error, TypeError, ImportError) as error:
+        raise UserInputError(
+            f"Control-v0: env.kwargs.env is {env_id!r}, which gymnasium cannot make ({one_line(error)}): correct env.kwargs."
+        ) from error

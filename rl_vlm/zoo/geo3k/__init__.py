@@ -1,0 +1,1 @@
+"""Geo3k-v0: geometry problems with figures."""

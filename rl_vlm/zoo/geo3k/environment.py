@@ -1,0 +1,217 @@
+"""Geometry questions with a figure and a scoring tool: reason, check a value with `calc_score`, answer in `\\boxed{}`."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any, Literal, get_args
+
+from rl_vlm.envs.base import Info, StepResult, VisionEnv
+from rl_vlm.envs.data import DataSource, Question, Questions, QuestionSet, check_max_turns
+from rl_vlm.envs.errors import EnvError
+from rl_vlm.envs.images import fit
+from rl_vlm.envs.tools import ToolCall, ToolCallError, parse_tool_call
+from rl_vlm.rewards.math import extract_boxed, grade_turns, is_equal
+from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
+from rl_vlm.zoo.geo3k.drawn import DrawnQuestions, Levels
+
+TOOLS = ("calc_score", "calc_geo3k_reward")  # the second is an alias
+MAX_ECHO = 80  # characters of the policy's answer that a reply repeats
+
+Prompt = Literal["auto", "full", "brief", "none"]
+# Text of instructions, which no geometry problem holds: a data set with it has instructions of its own.
+_INSTRUCTIONS = re.compile(r"\\(?:boxed|fbox)\b|<tool_call>|" + "|".join(TOOLS))
+
+_FULL = (
+    "You solve geometry problems that come with a figure. First reason step by step: what the figure and the text give, "
+    "which theorem applies, what follows from it. End with the line\n"
+    "Answer: \\boxed{...}\n"
+    "where the box holds the bare value, such as 42, 4\\sqrt{2} or \\frac{3}{5}."
+)
+_FULL_TOOL = (
+    "\n\nYou have one tool. calc_score compares a value with the reference and tells you whether it is right. Call it at "
+    "least once before you finish, with the bare value as digits or LaTeX:\n"
+    '<tool_call>\n{"name": "calc_score", "arguments": {"answer": "42"}}\n</tool_call>\n'
+    "The message with the call also holds the line Answer: \\boxed{42}. If the value was wrong, find the mistake and try "
+    "again. If it was right, repeat the Answer line without a call. You have %d messages in all."
+)
+_BRIEF = r"Answer: \boxed{x}"
+_BRIEF_TOOL = r'<tool_call>{"name": "calc_score", "arguments": {"answer": "x"}}</tool_call> or '
+
+_LAST_TURN = r" Your next message is the last one: give your final Answer: \boxed{...} in it, without a call."
+_FINISH = r"Now finish with Answer: \boxed{...} and no tool call."
+
+
+class Geo3kEnv(VisionEnv):
+    r"""One geometry question, up to `max_turns` answers.
+
+    A turn with a tool call gets a reply of role "tool"; a turn without one ends the episode. The reward, 1 or 0, is
+    paid at the end for the last `\boxed{}` that the policy itself wrote, whatever the tool said before.
+
+    Arguments: `data`, a question set (see `open_split`); without it, problems are drawn, and `level`, `angle_step`, `seed`,
+    `num_train` and `num_test` say which (see `DrawnQuestions`). `scoring_tool=False` withholds the tool, which tells right
+    from wrong and so must be off where accuracy without help is measured. `tool_cost` is subtracted for each call,
+    `format_bonus` paid once for the first call that could be carried out. `image_size` bounds the longest side of an
+    image in pixels, `square` makes every image that size on a grey ground; drawn figures are that size, 256 by default.
+    `prompt`: "full" instructions in a system message, "brief" ones in the question (few tokens), "none", or "auto": full
+    ones, unless the problem has its own.
+
+    `info` of a step: turn, status (running, answered, no_answer, out_of_turns), tool_calls, tool_errors, answer,
+    correct (both judged at the end), reply, kind (of a drawn problem); at the end also reason and truth.
+    """
+
+    def __init__(
+        self,
+        data: DataSource | None = None,
+        max_turns: int = 3,
+        scoring_tool: bool = True,
+        tool_cost: float = 0.0,
+        format_bonus: float = 0.0,
+        image_size: int | None = None,
+        square: bool = False,
+        prompt: Prompt = "auto",
+        level: Levels | None = None,
+        angle_step: int = 1,
+        seed: int = 0,
+        num_train: int = 16_384,
+        num_test: int = 512,
+    ) -> None:
+        super().__init__()
+        if data and level is not None:
+            raise UserInputError("Geo3k-v0: env.kwargs.level is of drawn problems; the rows of env.data have none.")
+        if (image_size is not None and image_size < 1) or (square and image_size is None):
+            raise UserInputError(
+                f"Geo3k-v0: env.kwargs.image_size is {image_size}; give at least 1 pixel, and give it with env.kwargs.square."
+            )
+        if prompt not in get_args(Prompt):
+            raise UserInputError(
+                f"Geo3k-v0: env.kwargs.prompt is {prompt!r}; use one of {', '.join(get_args(Prompt))}."
+            )
+        self._questions: Questions = (
+            QuestionSet(data)
+            if data
+            else DrawnQuestions(1 if level is None else level, angle_step, image_size, seed, num_train, num_test)
+        )
+        self._max_turns = check_max_turns(max_turns)
+        self._scoring_tool = scoring_tool
+        self._tool_cost = tool_cost
+        self._format_bonus = format_bonus
+        self._image_size = image_size
+        self._square = square
+        self._prompt = prompt
+        self._question: Question | None = None
+        self._status = "closed"
+        self._turns: list[str] = []
+        self._tool_calls = self._tool_errors = 0
+        self._bonus_paid = False
+
+    def num_items(self, split: Split) -> int:
+        """The number of questions in the split."""
+        return self._questions.num_questions(split)
+
+    def validate(self, split: Split, limit: int | None = None) -> int:
+        """Check the split's rows before training starts (see `ImageTable.validate`); return how many."""
+        return self._questions.validate(split, limit)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
+        """Ask question `options["index"]` of `options["split"]`. Raises BadRowError if the row cannot be used."""
+        super().reset(seed=seed)
+        self._status = "closed"
+        split, index = self.item(options, self.num_items((options or {}).get("split", "train")))
+        self._question = question = self._questions.question(split, index)
+        self._status = "running"
+        self._turns = []
+        self._tool_calls = self._tool_errors = 0
+        self._bonus_paid = False
+        return self._opening(question), {"split": split, "index": index, "where": question.where}
+
+    def step(self, action: str) -> StepResult:
+        """Answer one turn; see the class for reward and info."""
+        if self._status != "running" or self._question is None:
+            raise EnvError("This episode is over or never began: call reset() before step().")
+        if not isinstance(action, str):
+            raise EnvError(f"The action must be text, not {type(action).__name__}.")
+        self._turns.append(action)
+        truth = self._question.answer
+        reply, reward = self._answer_call(action, truth)
+        if reply is None:
+            terminated, truncated = True, False
+            boxed = extract_boxed(action) is not None
+            self._status = "answered" if boxed else "no_answer"
+            reply = "Answer received." if boxed else r"No tool call and no \boxed{} answer: the episode ends here."
+        else:
+            terminated, truncated = False, len(self._turns) >= self._max_turns
+            self._status = "out_of_turns" if truncated else "running"
+        info: Info = {
+            "turn": len(self._turns),
+            "status": self._status,
+            "tool_calls": self._tool_calls,
+            "tool_errors": self._tool_errors,
+            "answer": None,
+            "correct": False,
+            "reply": reply,
+            "kind": self._question.kind,
+        }
+        if not (terminated or truncated):
+            return Observation((Message.of("tool", reply),)), reward, False, False, info
+        grade = grade_turns(self._turns, truth)
+        info |= {"answer": grade.answer, "correct": grade.correct, "reason": grade.reason, "truth": truth}
+        return Observation(), reward + float(grade.correct), terminated, truncated, info
+
+    def _answer_call(self, text: str, truth: str) -> tuple[str | None, float]:
+        """The reply to the turn's tool call, None if it has none, and what the call pays or costs."""
+        try:
+            call = parse_tool_call(text)
+        except ToolCallError as error:
+            reply, well_formed = f"Your tool call could not be read: {error}.{self._warning()}", False
+        else:
+            if call is None:
+                return None, 0.0
+            reply, well_formed = self._carry_out(call, truth)
+        self._tool_calls += 1
+        self._tool_errors += not well_formed
+        reward = -self._tool_cost
+        if well_formed and not self._bonus_paid:
+            self._bonus_paid = True
+            reward += self._format_bonus
+        return reply, reward
+
+    def _carry_out(self, call: ToolCall, truth: str) -> tuple[str, bool]:
+        """The reply to a well-formed call, and whether the call could be carried out."""
+        if not self._scoring_tool:
+            return f"Unknown tool {call.name!r}: there are no tools. {_FINISH}", False
+        if call.name not in TOOLS:
+            return f"Unknown tool {call.name!r}: the only tool is {TOOLS[0]}.{self._warning()}", False
+        answer = call.arguments.get("answer")
+        if isinstance(answer, int | float) and not isinstance(answer, bool):
+            answer = str(answer)
+        if not isinstance(answer, str) or not answer.strip():
+            hint = f'{call.name} needs the argument "answer", your value as text.'
+            return f"Missing answer: {hint}{self._warning()}", False
+        shown = answer if len(answer) <= MAX_ECHO else answer[:MAX_ECHO] + "..."
+        boxed = extract_boxed(answer)
+        if is_equal(answer if boxed is None else boxed, truth):
+            return f"Score: 1. The answer {shown} is right. {_FINISH}", True
+        return f"Score: 0. The answer {shown} is wrong.{self._warning() or ' Look for the mistake.'}", True
+
+    def _warning(self) -> str:
+        """The last-turn warning in the reply to the second-last turn."""
+        return _LAST_TURN if len(self._turns) == self._max_turns - 1 else ""
+
+    def _opening(self, question: Question) -> Observation:
+        size = self._image_size
+        parts = tuple(
+            _fit_cached(part, size, self._square) if size is not None and isinstance(part, EncodedImage) else part
+            for part in question.parts()
+        )
+        own = self._prompt == "auto" and _INSTRUCTIONS.search(question.problem)
+        if own or self._prompt == "none":
+            return Observation.user(*parts)
+        if self._prompt == "brief":
+            tool = _BRIEF_TOOL if self._scoring_tool else ""
+            return Observation.user(*parts, f"\n{tool}{_BRIEF}")
+        instructions = _FULL + (_FULL_TOOL % self._max_turns if self._scoring_tool else "")
+        return Observation((Message.of("system", instructions), Message("user", parts)))
+
+
+_fit_cached = functools.lru_cache(maxsize=256)(fit)  # the copies of a group show the same image

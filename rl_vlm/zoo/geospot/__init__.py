@@ -1,0 +1,1 @@
+"""GeoSpot-v0: say where on earth a picture was taken."""

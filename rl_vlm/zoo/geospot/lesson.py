@@ -1,0 +1,93 @@
+"""Lessons of the tiny model for GeoSpot-v0: maps with a pin, and questions about the cell of the picture that holds the pin.
+
+The reply to "Where is it?" is the right cell and then five lines with random names and numbers. Reinforcement learning has to find out
+which place is where.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from rl_vlm.zoo.drawing import split_of
+from rl_vlm.zoo.geospot import world
+from rl_vlm.zoo.geospot.environment import BRIEF
+from rl_vlm.zoo.geospot.gazetteer import open_gazetteer
+from rl_vlm.zoo.tiny.dialogues import Draw, Turns
+
+GRID = 8  # cells per side of a picture
+COUNTRIES = 8  # whose names are taught
+TARGET_SHARE = 0.4  # of the dialogues; the rest are questions about perception
+# The numbers of random answers: about the centres of the rows and columns, few enough that chance finds the right one.
+LATITUDES, LONGITUDES = (-80, -60, -35, -10, 10, 35, 60, 80), (-160, -110, -70, -20, 20, 70, 110, 160)
+
+_FORM = "City: {city}\nRegion: {region}\nCountry: {country}\nLatitude: {latitude}\nLongitude: {longitude}"
+
+Dialogue = tuple[np.ndarray, str, str]  # picture uint8 [IMAGE_SIZE, IMAGE_SIZE, 3], question, reply
+
+
+@cache
+def vocabulary() -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """The names of cities and regions and the codes of countries that answers hold."""
+    countries = [country.country for country in world.mapped_countries()[:COUNTRIES]]
+    cities = [world.big_cities(country, 1)[0] for country in countries]
+    regions = [open_gazetteer().place(city.region).name for city in cities if city.region is not None]
+    return tuple(city.name for city in cities), tuple(regions), tuple(countries)
+
+
+def corpus() -> tuple[str, ...]:
+    """Texts whose words become few tokens."""
+    cities, regions, countries = vocabulary()
+    forms = [
+        _FORM.format(city=city, region=region, country=country, latitude=-30, longitude=100)
+        for city, region, country in zip(cities, regions, countries, strict=True)
+    ]
+    return (" ".join([BRIEF] * 4), "Column of pin? Row of pin? Cell of pin?", *forms)
+
+
+CORPUS = corpus  # a function, because the names come from the gazetteer
+
+
+def draw_spot(rng: np.random.Generator) -> Dialogue:
+    """One dialogue about a map of the train split, with the pin anywhere on it."""
+    while True:
+        position = float(rng.uniform(-60, 85)), float(rng.uniform(-180, 180))
+        pixels = world.render(world.Window(), position)
+        if split_of(pixels) == "train":
+            break
+    column, row = cell(position)
+    if rng.random() < TARGET_SHARE:
+        return pixels, BRIEF, f"{column} {row}\n{random_answer(rng)}"
+    questions = (("Column of pin?", str(column)), ("Row of pin?", str(row)), ("Cell of pin?", f"{column} {row}"))
+    question, reply = questions[int(rng.integers(3))]
+    return pixels, question, reply
+
+
+def cell(position: world.Position) -> tuple[int, int]:
+    """Column and row, from 1, of the cell of a whole map that holds the position."""
+    x, y = world.Window().pixel(position, world.IMAGE_SIZE)
+    return x * GRID // world.IMAGE_SIZE + 1, y * GRID // world.IMAGE_SIZE + 1
+
+
+def random_answer(rng: np.random.Generator) -> str:
+    """Five lines, each with something at random."""
+    cities, regions, countries = vocabulary()
+    return _FORM.format(
+        city=cities[rng.integers(len(cities))],
+        region=regions[rng.integers(len(regions))],
+        country=countries[rng.integers(len(countries))],
+        latitude=int(rng.choice(LATITUDES)),
+        longitude=int(rng.choice(LONGITUDES)),
+    )
+
+
+def drawer(seed: int) -> Draw:
+    """A function that draws conversations for one warm start."""
+    rng = np.random.default_rng([seed, 4])
+
+    def draw() -> Turns:
+        pixels, question, reply = draw_spot(rng)
+        return [("user", (pixels, question), reply)]
+
+    return draw

@@ -1,0 +1,1 @@
+"""GridWalk-v0: walk to the goal on a drawn grid."""

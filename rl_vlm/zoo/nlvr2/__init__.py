@@ -1,0 +1,1 @@
+"""NLVR2-v0: decide whether a sentence is true of two pictures."""

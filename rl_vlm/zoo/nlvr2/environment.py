@@ -1,0 +1,129 @@
+"""NLVR2-v0: two images and a sentence about both, to be called True or False; drawn scenes, or the rows of a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from rl_vlm.envs.base import Info, StepResult
+from rl_vlm.envs.one_shot import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, OneShotEnv, check_integers, question_of
+from rl_vlm.envs.rows import BadRowError
+from rl_vlm.envs.tables import DataSource, RowTable, cell_text
+from rl_vlm.types import EncodedImage, Observation, Split, UserInputError
+from rl_vlm.zoo.nlvr2.answer import read_verdict
+from rl_vlm.zoo.scenes.data import STATEMENT_KINDS, StatementKind, pair_item, picture_of
+
+NAME = "NLVR2-v0"
+# After the sentence. "brief" is for the tiny model, whose every token costs.
+PROMPTS = {
+    "full": (
+        "\nIs the sentence about the left and the right image true or false? Look at both. End your answer with a line that holds "
+        "one word, True or False, and use neither word before it."
+    ),
+    "brief": " True or False?",
+}
+_LABELS = {"true": True, "1": True, "false": False, "0": False}
+
+
+@dataclass(frozen=True, slots=True)
+class PairItem:
+    """Two images, the sentence about them, its label, and what sort of sentence it is (empty where that is unknown)."""
+
+    left: EncodedImage
+    right: EncodedImage
+    sentence: str
+    label: bool
+    kind: str = ""
+
+
+class PairTable(RowTable[PairItem]):
+    """Rows of NLVR2: `sentence`, `left_image`, `right_image` and `label` (a boolean, 0 or 1, or "True" or "False")."""
+
+    COLUMNS = ("sentence", "left_image", "right_image", "label")
+
+    def _read(self, row: int) -> tuple[tuple[str, bool], list[Any]]:
+        values, where = self._rows.row(row), self._rows.where(row)
+        sentence = cell_text(values["sentence"])
+        label = _LABELS.get(str(values["label"]).strip().lower())
+        if not sentence:
+            raise BadRowError(f"{where}: the sentence is empty or not text.")
+        if label is None:
+            raise BadRowError(f"{where}: the label is {str(values['label'])[:40]!r}; it must be True or False.")
+        return (sentence, label), [values["left_image"], values["right_image"]]
+
+    def _make(self, fields: tuple[str, bool], images: tuple[EncodedImage, ...], where: str) -> PairItem:
+        return PairItem(images[0], images[1], *fields)
+
+
+@lru_cache(maxsize=4096)
+def drawn_item(split: Split, index: int, seed: int, image_size: int, kinds: tuple[StatementKind, ...]) -> PairItem:
+    """A drawn item with its pictures; cached, because all copies of a group ask for the same one."""
+    pair = pair_item(split, index, seed, kinds)
+    left, right = (picture_of(scene, image_size) for scene in (pair.left, pair.right))
+    return PairItem(left, right, str(pair.statement), pair.truth, pair.statement.kind)
+
+
+def _known_kinds(kinds: Sequence[StatementKind]) -> tuple[StatementKind, ...]:
+    unknown = [kind for kind in kinds if kind not in STATEMENT_KINDS]
+    if unknown or not kinds or isinstance(kinds, str):
+        raise UserInputError(f"{NAME}: env.kwargs.kinds is {kinds!r}; list some of {', '.join(STATEMENT_KINDS)}.")
+    return tuple(kinds)
+
+
+class NLVR2Env(OneShotEnv[PairItem]):
+    """Two images and a sentence about both: is it true? A reward of 1 for the right word, 0 for the wrong one or for none.
+
+    data: a data set with the columns `sentence`, `left_image`, `right_image`, `label`; without it, drawn scenes of shapes and
+        sentences about how many each image holds, half of them true, which neither one image nor the sentence decides.
+    prompt: "full" asks in words; "brief" in three, for the tiny model.
+    kinds: which kinds of drawn sentences: equal, sum, one, more. image_size: pixels per side of drawn scenes. seed: which set of them; num_train and num_test: how many it holds.
+
+    `info` of a step: `correct`, `verdict` (True, False or None), `reason` (why there is none; see `zoo/nlvr2/answer.py`),
+    `well_formed`, `label`, `kind` (of a drawn sentence: equal, sum, one or more; else empty).
+    """
+
+    def __init__(
+        self,
+        data: DataSource | None = None,
+        *,
+        prompt: str = "full",
+        kinds: Sequence[StatementKind] = STATEMENT_KINDS,
+        image_size: int = 64,
+        seed: int = 0,
+        num_train: int = 16_384,
+        num_test: int = 512,
+    ) -> None:
+        asked = _known_kinds(kinds)
+        super().__init__(
+            NAME,
+            PairTable,
+            data,
+            lambda split, index: drawn_item(split, index, seed, image_size, asked),
+            num_train,
+            num_test,
+        )
+        check_integers(NAME, seed=(seed, None, None), image_size=(image_size, MIN_IMAGE_SIZE, MAX_IMAGE_SIZE))
+        self._question = question_of(NAME, PROMPTS, prompt)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
+        """Show item `options["index"]` of `options["split"]`. Raises BadRowError if the row cannot be used."""
+        super().reset(seed=seed)
+        item, info = self.open_item(options)
+        return Observation.user(item.left, item.right, item.sentence + self._question), {**info, "kind": item.kind}
+
+    def step(self, action: str) -> StepResult:
+        """Grade the answer."""
+        item = self.close_item()
+        verdict = read_verdict(action)
+        correct = verdict.value == item.label
+        info: Info = {
+            "correct": correct,
+            "verdict": verdict.value,
+            "reason": verdict.reason,
+            "well_formed": verdict.value is not None,
+            "label": item.label,
+            "kind": item.kind,
+        }
+        return Observation(), float(correct), True, False, info

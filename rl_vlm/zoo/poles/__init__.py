@@ -1,0 +1,1 @@
+"""Pictures of poles and the tiny labeller that compares them."""

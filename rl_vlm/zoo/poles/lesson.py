@@ -1,0 +1,88 @@
+"""Lessons of the tiny labeller: to say which of two drawn poles is nearer to upright.
+
+Angles are in degrees, drawn from a mixture of those in runs: any angle, nearly upright, and at the limits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from rl_vlm.control_envs.cartpole_drawing import draw_cartpole
+from rl_vlm.labelling.prompts import task_prompts
+from rl_vlm.zoo.tiny.dialogues import Draw, Turns
+
+CORPUS: tuple[str, ...] = ()  # the tiny tokenizer has its words already
+_TASK = task_prompts("cartpole-tiny")
+ANGLE_QUESTION = " How far from upright?"
+
+SIZE = 64  # pixels of the pictures
+MAX_ANGLE = 30.0
+# Smaller differences are answered -1. It is below the 3 degrees up to which evaluation counts a tie, so that pairs just
+# above these are decided.
+TIE_DEGREES = 2.0
+_ANGLE_SHARE = 0.3  # of the lessons is about one pole; without these, comparing two takes longer to learn
+_BUCKET = 3.0  # degrees of one answer to ANGLE_QUESTION
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """The parts of one message (texts and uint8 pictures, in order) and the reply."""
+
+    parts: tuple[str | np.ndarray, ...]
+    reply: str
+
+
+def draw_lesson(rng: np.random.Generator) -> Lesson:
+    """A comparison of two poles, or the angle of one."""
+    if rng.random() < _ANGLE_SHARE:
+        angle = random_angle(rng)
+        return Lesson((pole(angle), ANGLE_QUESTION), str(min(9, int(abs(angle) / _BUCKET))))
+    return comparison(random_angle(rng), random_angle(rng))
+
+
+def comparison(first: float, second: float) -> Lesson:
+    """The question about two poles, and its answer."""
+    asked = _TASK.templates
+    parts = (asked.first, pole(first), asked.second, pole(second), _TASK.fill(asked.decide))
+    return Lesson(parts, str(right_label(first, second, TIE_DEGREES)))
+
+
+def right_label(first: float, second: float, tie: float) -> int:
+    """0 or 1 for the pole that is nearer to upright, -1 if they differ by less than `tie` degrees."""
+    difference = abs(first) - abs(second)
+    return -1 if abs(difference) < tie else int(difference > 0)
+
+
+def random_angle(rng: np.random.Generator) -> float:
+    """Rounded to a tenth of a degree, so that pictures repeat."""
+    draw = rng.random()
+    if draw < 0.5:
+        angle = rng.uniform(-MAX_ANGLE, MAX_ANGLE)
+    elif draw < 0.85:
+        angle = rng.normal(0.0, 6.0)
+    else:
+        angle = float(rng.choice([-MAX_ANGLE, MAX_ANGLE]))
+    return round(float(np.clip(angle, -MAX_ANGLE, MAX_ANGLE)), 1)
+
+
+@lru_cache(maxsize=1024)
+def pole(angle: float) -> np.ndarray:
+    """uint8 [SIZE, SIZE, 3]; not to be written to."""
+    frame = draw_cartpole(math.radians(angle), SIZE)
+    frame.flags.writeable = False
+    return frame
+
+
+def drawer(seed: int) -> Draw:
+    """A function that draws conversations for one warm start."""
+    rng = np.random.default_rng([seed, 2])
+
+    def draw() -> Turns:
+        lesson = draw_lesson(rng)
+        return [("user", lesson.parts, lesson.reply)]
+
+    return draw

@@ -1,0 +1,1 @@
+"""Shapes-v0: count drawn shapes, with or without a tool."""

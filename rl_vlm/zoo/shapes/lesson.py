@@ -1,0 +1,65 @@
+"""Training dialogues of the tiny model's warm start, which teach the form of answers and perception.
+
+Questions about perception (colour, corner, presence) have right answers. Questions of the reinforcement learning task
+have random answers, so that only the form is learned: accuracy on them stays at chance, sampled and greedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from rl_vlm.types import Role
+from rl_vlm.zoo import drawing
+from rl_vlm.zoo.geo3k.dialogues import GeometryDialogues
+from rl_vlm.zoo.shapes import data
+from rl_vlm.zoo.tiny.dialogues import Dialogue, Draw, Exchange, Turns
+
+SECOND_TURN_SHARE = 0.4  # of the wrong answers
+# Probabilities of the random answers. One is more probable than the others: with equal probabilities the likeliest number
+# would depend on the noise of training, and so would greedy accuracy.
+NUMBER_ODDS = (0.22, 0.34, 0.22, 0.22)
+TARGET_SHARE, GEOMETRY_SHARE = 0.36, 0.06  # of the dialogues; the rest are perception questions
+CORPUS: tuple[str, ...] = ()  # the tiny tokenizer has its words already
+
+
+def perception_dialogue(rng: np.random.Generator) -> Dialogue:
+    """A question about perception with its right answer."""
+    question, pixels = data.perception_question(rng)
+    return Dialogue((pixels,), (Exchange("user", question.text, data.format_answer(question.answer)),))
+
+
+def target_dialogue(rng: np.random.Generator) -> Dialogue:
+    """A count or rule question, answered at random whatever is drawn; some wrong answers get a second try."""
+    form: Callable[[str], str] = data.format_answer
+    hint = ""
+    replier: Role = "user"
+    if rng.random() < 0.2:
+        form, hint, replier = data.format_call, data.TOOL_HINT, "tool"
+    if rng.random() < 0.75:
+        shapes, pixels = data.draw(rng, int(rng.integers(1, drawing.MAX_SHAPES + 1)), "train")
+        question = data.count_question(shapes)
+    else:
+        shapes, pixels = data.draw(rng, 1, "train")
+        question = data.rule_question(shapes, int(rng.integers(1 << 30)))  # another rule every time: nothing to learn
+    first, second = (question.choices[i] for i in rng.choice(len(NUMBER_ODDS), size=2, p=NUMBER_ODDS))
+    exchanges = [Exchange("user", question.text + hint, form(first))]
+    if first != question.answer and rng.random() < SECOND_TURN_SHARE:
+        exchanges.append(Exchange(replier, data.TRY_AGAIN, form(second)))
+    return Dialogue((pixels,), tuple(exchanges))
+
+
+def drawer(seed: int) -> Draw:
+    """A function that draws conversations for one warm start."""
+    rng, geometry = np.random.default_rng([seed, 1]), GeometryDialogues(seed)
+
+    def draw() -> Turns:
+        kind = rng.random()
+        if kind < TARGET_SHARE:
+            return target_dialogue(rng).turns
+        if kind < TARGET_SHARE + GEOMETRY_SHARE:
+            return geometry.draw(rng).turns
+        return perception_dialogue(rng).turns
+
+    return draw

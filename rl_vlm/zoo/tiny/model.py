@@ -1,0 +1,237 @@
+"""The tiny offline VLM: a real Qwen3-VL of half a million weights, built and warm-started from code.
+
+It has Qwen's architecture, tokenizer format, chat template and processor, needs no network, and learns to count from
+pixels by reinforcement learning within minutes on one core. The warm start teaches form and perception, not the task.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.files import cache_folder, locked
+from rl_vlm.types import UserInputError
+from rl_vlm.zoo.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from rl_vlm.zoo.tiny.variants import VARIANTS, variant_named
+
+# Part of the cache key: raise it whenever the weights would come out differently.
+RECIPE_VERSION = 4
+ROUNDS = 3  # of lessons at most
+MAX_LENGTH = 8192
+MIN_PIXELS, MAX_PIXELS = 32 * 32, 128 * 128  # 1 to 16 image tokens
+
+logger = logging.getLogger(__name__)
+
+
+def tiny_model_path(seed: int = 0, variant: str = "small") -> Path:
+    """The folder of the tiny model, built on first use (about a minute) under `~/.cache/rl_vlm`.
+
+    The environment variable RL_VLM_CACHE names another place. Safe to call from many processes at once: one builds,
+    the others wait.
+    """
+    folder = tiny_folder(seed, variant)
+    cache = folder.parent
+    if not folder.is_dir():
+        with locked(cache / f"{folder.name}.lock"):
+            if not folder.is_dir():  # another process may have built it meanwhile
+                for abandoned in cache.glob(f".{folder.name}.*"):  # by a build that was killed
+                    shutil.rmtree(abandoned, ignore_errors=True)
+                make_tiny(folder, seed=seed, variant=variant)
+    return folder
+
+
+def tiny_folder(seed: int = 0, variant: str = "small") -> Path:
+    """Where `tiny_model_path` keeps the model, whether it is built or not."""
+    lessons = variant_named(variant).version
+    version = str(RECIPE_VERSION) if lessons is None else f"{RECIPE_VERSION}.{lessons}"
+    key = hashlib.sha256(f"{version}-{variant}-{seed}".encode()).hexdigest()[:12]
+    return cache_folder() / f"tiny-{variant}-{seed}-{key}"
+
+
+def tiny_config(variant: str = "small") -> dict[str, Any]:
+    """The content of the variant's config.json, without building the model."""
+    return dict(build_config(build_tokenizer(MAX_LENGTH, variant_named(variant).corpus), variant).to_dict())
+
+
+def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: int | None = None) -> Path:
+    """Build the tiny model and write it as a Hugging Face folder, which appears complete or not at all.
+
+    `steps` shortens the warm start for tests of everything but learning.
+    """
+    known = variant_named(variant)
+    folder = Path(folder)
+    if folder.exists():
+        raise UserInputError(f"{folder} exists already: remove it or choose another folder.")
+    # Imported here: the path of a cached model must not need torch and the environments of the warm start.
+    from rl_vlm.models.loading import save_model
+    from rl_vlm.models.supervised import DialogueEncoder
+    from rl_vlm.models.vision import fast_vision
+    from rl_vlm.zoo.tiny.teach import teach
+
+    steps = known.steps if steps is None else steps
+    name = f"tiny model {variant}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    logger.info("%s: building %s (seed %d, %d steps); this happens once", name, folder, seed, steps)
+    started = time.monotonic()
+    processor = build_processor(variant)
+    model = build_model(seed, processor.tokenizer, variant)
+    encoder = DialogueEncoder.from_processor(processor)
+    draw = known.lessons.drawer(seed)
+    with _one_thread(), fast_vision(model):
+        for _ in range(ROUNDS):
+            loss = teach(model, encoder, draw, steps=steps, batch=known.batch, rise=known.rise, name=name)
+            if known.passes(model, encoder):
+                break
+    logger.info("%s: done in %.0f s, loss %.3f", name, time.monotonic() - started, loss)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        save_model(model, draft)
+        processor.save_pretrained(draft)
+        _make_readable(draft)
+        os.replace(draft, folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return folder
+
+
+def build_processor(variant: str = "small") -> Any:
+    """A `Qwen3VLProcessor` with the tiny tokenizer and small images."""
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    images = {
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
+    }
+    return Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**images),
+        tokenizer=build_tokenizer(MAX_LENGTH, variant_named(variant).corpus),
+        video_processor=Qwen3VLVideoProcessor(**images),
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def build_config(tokenizer: Any, variant: str = "small") -> Any:
+    """The `Qwen3VLConfig` of a variant, which needs no weights."""
+    from transformers import Qwen3VLConfig
+
+    token_id = tokenizer.convert_tokens_to_ids
+    end, pad = token_id("<|im_end|>"), token_id("<|endoftext|>")
+    known = variant_named(variant)
+    return Qwen3VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 64,
+            "num_hidden_layers": known.layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32 if known.wide else 16,
+            "intermediate_size": 192,
+            "max_position_embeddings": MAX_LENGTH,
+            "initializer_range": 0.08,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [8, 4, 4] if known.wide else [4, 2, 2],
+                "mrope_interleaved": True,
+            },
+            "tie_word_embeddings": True,
+            "bos_token_id": pad,
+            "eos_token_id": end,
+            "pad_token_id": pad,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "intermediate_size": 128,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+            "initializer_range": 0.08,
+        },
+        image_token_id=token_id("<|image_pad|>"),
+        video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+
+
+def build_model(seed: int, tokenizer: Any, variant: str = "small") -> Any:
+    """A `Qwen3VLForConditionalGeneration` with random weights that depend on the seed alone."""
+    import torch
+    from transformers import GenerationConfig, Qwen3VLForConditionalGeneration
+
+    config = build_config(tokenizer, variant)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3VLForConditionalGeneration(config)
+    with torch.no_grad():
+        # Larger position embeddings than usual: with small ones the model did not learn positions.
+        positions = model.model.visual.pos_embed.weight
+        positions *= 0.5 / positions.std()
+    ids = config.text_config
+    model.generation_config = GenerationConfig(
+        eos_token_id=ids.eos_token_id, pad_token_id=ids.pad_token_id, bos_token_id=ids.bos_token_id, do_sample=False
+    )
+    return model
+
+
+def _make_readable(folder: Path) -> None:
+    """Let other users read the folder: temporary folders are private, and a cache may be shared."""
+    folder.chmod(0o755)
+    for file in folder.iterdir():
+        file.chmod(0o644)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Train on one thread: faster for a model this small, and the weights do not depend on the machine's cores."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """One variant as a built-in model (see `models/builtin.py`)."""
+
+    variant: str
+
+    def folder(self, seed: int = 0) -> Path:
+        """Its folder in the cache, built on first use."""
+        return tiny_model_path(seed, self.variant)
+
+    def config(self) -> dict[str, Any]:
+        """The content of its config.json, without building it."""
+        return tiny_config(self.variant)
+
+    def make(self, folder: Path, seed: int = 0) -> Path:
+        """Build it into a folder, which appears complete or not at all."""
+        return make_tiny(folder, seed, self.variant)
+
+
+MODELS = {"tiny" if name == "small" else f"tiny-{name}": TinyModel(name) for name in VARIANTS}

@@ -1,0 +1,193 @@
+"""The tokenizer and chat template of the tiny model: Qwen's format with 490 ids, built from code.
+
+The byte-level BPE is trained on the small corpus below with Qwen's split pattern; Qwen's added tokens follow in
+Qwen's order. The template renders as the one of Qwen3-VL-Instruct does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rl_vlm.zoo.shapes import data as shapes_data
+
+NUM_BPE_IDS = 464
+
+# Qwen's added tokens in the order of their ids; True where Qwen's tokenizer calls them special.
+ADDED_TOKENS: tuple[tuple[str, bool], ...] = (
+    ("<|endoftext|>", True),
+    ("<|im_start|>", True),
+    ("<|im_end|>", True),
+    ("<|object_ref_start|>", True),
+    ("<|object_ref_end|>", True),
+    ("<|box_start|>", True),
+    ("<|box_end|>", True),
+    ("<|quad_start|>", True),
+    ("<|quad_end|>", True),
+    ("<|vision_start|>", True),
+    ("<|vision_end|>", True),
+    ("<|vision_pad|>", True),
+    ("<|image_pad|>", True),
+    ("<|video_pad|>", True),
+    ("<tool_call>", False),
+    ("</tool_call>", False),
+    ("<|fim_prefix|>", False),
+    ("<|fim_middle|>", False),
+    ("<|fim_suffix|>", False),
+    ("<|fim_pad|>", False),
+    ("<|repo_name|>", False),
+    ("<|file_sep|>", False),
+    ("<tool_response>", False),
+    ("</tool_response>", False),
+    ("<think>", False),
+    ("</think>", False),
+)
+
+# Our own template, which renders the same text as that of Qwen3-VL-Instruct.
+CHAT_TEMPLATE = r"""
+{%- set images = namespace(count=0) %}
+{%- set videos = namespace(count=0) %}
+{%- macro text_only(content) %}
+    {%- if content is string %}
+        {{- content }}
+    {%- else %}
+        {%- for part in content if 'text' in part %}
+            {{- part.text }}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+{%- macro with_media(content) %}
+    {%- if content is string %}
+        {{- content }}
+    {%- else %}
+        {%- for part in content %}
+            {%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
+                {%- set images.count = images.count + 1 %}
+                {{- 'Picture ' ~ images.count ~ ': ' if add_vision_id else '' }}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif part.type == 'video' or 'video' in part %}
+                {%- set videos.count = videos.count + 1 %}
+                {{- 'Video ' ~ videos.count ~ ': ' if add_vision_id else '' }}
+                {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
+            {%- elif 'text' in part %}
+                {{- part.text }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- text_only(messages[0].content) + '\n\n' }}
+    {%- endif %}
+    {{- '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' }}
+    {{- 'You are provided with function signatures within <tools></tools> XML tags:\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\n' }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments ' }}
+    {{- 'within <tool_call></tool_call> XML tags:\n<tool_call>\n' }}
+    {{- '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' + text_only(messages[0].content) + '<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '<|im_start|>user\n' + with_media(message.content) + '<|im_end|>\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\n' + text_only(message.content) }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\n' if message.content or not loop.first else '' }}
+            {%- set call = call.function or call %}
+            {{- '<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}
+            {%- if call.arguments is string %}
+                {{- call.arguments }}
+            {%- else %}
+                {{- call.arguments | tojson }}
+            {%- endif %}
+            {{- '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user' if loop.first or loop.previtem.role != 'tool' else '' }}
+        {{- '\n<tool_response>\n' + with_media(message.content) + '\n</tool_response>' }}
+        {{- '<|im_end|>\n' if loop.last or loop.nextitem.role != 'tool' else '' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""
+
+# Words that must become single tokens come often; the sentences below fill the vocabulary with common pieces.
+_FRAME = (
+    "user\nassistant\nsystem\n",
+    shapes_data.format_answer("3"),
+    shapes_data.format_call("12"),
+    shapes_data.COUNT_QUESTION,
+    shapes_data.TRY_AGAIN,
+    "What colour? Which corner? Which number? Is a shape at top left? bottom right red green blue yellow yes no",
+    '<tool_call>{"name": "calc_score", "arguments": {"answer": "x"}}</tool_call> or Answer: \\boxed{x}\n',
+    "Answer: \\boxed{12} Call calc_score. Find x. Find the measure of angle ABC. Find the length of AB. degrees",
+    "Score: 0. The answer 12 is wrong. Look for the mistake. Score: 1. The answer 12 is right.",
+    "Now finish with Answer: \\boxed{...} and no tool call. Your next message is the last one: give your final Answer:",
+)
+_SENTENCES = (
+    "<answer>red</answer> <answer>green</answer> <answer>yellow</answer> <answer>yes</answer> <answer>no</answer>",
+    "<answer>top left</answer> <answer>top right</answer> <answer>bottom left</answer> <answer>bottom right</answer>",
+    "Find x. Find the measure of the angle in the triangle. Find the area of the circle. Round to the nearest tenth.",
+    "In the figure, the length of the side of the parallelogram is given. Use the diagram to solve for y.",
+    "$m \\angle A$ $\\overline{AB}$ $\\triangle ABC$ $\\sqrt{2}$ $\\frac{1}{2}$ $\\odot O$ $\\widehat{CD}$ $^\\circ$",
+    "The image shows two lines that are parallel. If the radius is five, what is the perimeter of the shaded region?",
+    "Choose the better picture: 0 means the first image, 1 the second image, and -1 that there is no difference.",
+    "City: Region: Country: Latitude: Longitude: True False the statement about both images is",
+)
+
+
+def train_bpe(extra: Sequence[str] = ()) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """The vocabulary (text -> id) and the merges, trained from the corpus: the same every time.
+
+    `extra` are further texts whose words become single tokens.
+    """
+    import json
+
+    from tokenizers import Tokenizer, trainers
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer
+
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer  # Qwen's split pattern, then bytes
+    trainer = trainers.BpeTrainer(
+        vocab_size=NUM_BPE_IDS, initial_alphabet=sorted(ByteLevel.alphabet()), show_progress=False
+    )
+    tokenizer.train_from_iterator([*list(extra) * 20, *_FRAME * 20, *_SENTENCES * 2], trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    return model["vocab"], [tuple(pair) for pair in model["merges"]]
+
+
+def build_tokenizer(max_length: int, extra: Sequence[str] = ()) -> Any:
+    """A Hugging Face `Qwen2Tokenizer` with the tiny vocabulary and the chat template; `extra` as in `train_bpe`."""
+    from tokenizers import AddedToken
+    from transformers import Qwen2Tokenizer
+
+    vocabulary, merges = train_bpe(extra)
+    # The ids of all added tokens are fixed beforehand: the class itself would number the special ones first.
+    added = {
+        len(vocabulary) + number: AddedToken(text, special=special, normalized=False)
+        for number, (text, special) in enumerate(ADDED_TOKENS)
+    }
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocabulary,
+        merges=merges,  # type: ignore[arg-type]  # pairs are what a tokenizer.json holds, and are taken
+        added_tokens_decoder=added,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        unk_token=None,  # type: ignore[arg-type]  # as in Qwen's: bytes leave nothing unknown
+        extra_special_tokens=[text for text, special in ADDED_TOKENS if special],
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer

@@ -1,0 +1,1 @@
+"""Zoom-v0: look closer with a tool before answering."""
