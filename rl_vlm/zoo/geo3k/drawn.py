@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from random import Random
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -23,7 +23,6 @@ NAME = "Geo3k-v0"
 IMAGE_SIZE = 256
 
 Level = Annotated[int, Field(ge=1, le=max(LEVELS))]
-AngleStep = Literal[1, 2, 5, 10, 20]
 
 
 class Drawing:
@@ -35,6 +34,10 @@ class Drawing:
     """
 
     def __init__(self, levels: tuple[int, ...], angle_step: int, image_size: int | None, seed: int) -> None:
+        if angle_step not in ANGLE_STEPS:
+            raise UserInputError(
+                f"{NAME}: env.kwargs.angle_step must be one of {', '.join(map(str, ANGLE_STEPS))}, not {angle_step!r}."
+            )
         size = IMAGE_SIZE if image_size is None else image_size
         least = max(LEAST_SIZE[level] for level in levels)
         if not least <= size <= MAX_IMAGE_SIZE:

@@ -16,7 +16,7 @@ from rl_vlm.envs.tables import TableSet
 from rl_vlm.envs.tools import ToolCall, ToolCallError, parse_tool_call
 from rl_vlm.rewards.math import extract_boxed, grade_turns, is_equal
 from rl_vlm.types import EncodedImage, Message, Observation, UserInputError
-from rl_vlm.zoo.geo3k.drawn import AngleStep, Drawing, Level
+from rl_vlm.zoo.geo3k.drawn import Drawing, Level
 
 TOOLS = ("calc_score", "calc_geo3k_reward")  # the second is an alias
 MAX_ECHO = 80  # characters of the policy's answer that a reply repeats
@@ -76,7 +76,7 @@ class Geo3kEnv(EpisodeEnv):
         square: bool = False,
         prompt: Prompt = "auto",
         level: Level | Annotated[Sequence[Level], Field(min_length=1)] | None = None,
-        angle_step: AngleStep = 1,
+        angle_step: int = 1,
         seed: int = 0,
         num_train: Count = 16_384,
         num_test: Count = 512,

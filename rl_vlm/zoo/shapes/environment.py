@@ -95,7 +95,7 @@ class ShapesEnv(EpisodeEnv):
         self,
         task: Task = "count",
         *,
-        turns: Literal[1, 2] = 1,
+        turns: Annotated[int, Field(ge=1, le=2)] = 1,
         tool: bool = False,
         image_size: Annotated[int, Field(ge=drawing.MIN_IMAGE_SIZE, le=drawing.MAX_IMAGE_SIZE)] = drawing.IMAGE_SIZE,
         seed: int = 0,
