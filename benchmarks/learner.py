@@ -4,7 +4,7 @@
 
 Vocabulary 151,936, hidden 256, 2 layers, LoRA, 8 rows of 1024 tokens, float32. Every contender is a process of its own with the
 same weights and batch; they take turns, one computes at a time. Peak memory is that of the whole process. Loss and gradient
-must agree. `lean` measures no entropies, which TRL always does; `torch` multiplies as torch does whatever is faster. Then the
+must agree. `lean` measures no entropies, which TRL always does. Then the
 system alone with 1, 2 and 4 times the rows: MiB above the process before the step, which only activations may raise. `--kinds`
 and `--factors` without values leave out either part.
 
@@ -29,8 +29,8 @@ from models import random_model
 from report import Report
 
 HERE = Path(__file__).parent
-KINDS = ("ours", "lean", "torch", "trl")  # the peer is the last
-LABELS = {"ours": "rl_vlm", "lean": "rl_vlm, no entropies", "torch": "rl_vlm, torch's product", "trl": "TRL"}
+KINDS = ("ours", "lean", "trl")  # the peer is the last
+LABELS = {"ours": "rl_vlm", "lean": "rl_vlm, no entropies", "trl": "TRL"}
 SHAPE = {
     "vocab_size": 151_936, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
     "head_dim": 32, "intermediate_size": 704,
@@ -56,7 +56,7 @@ class Contender:
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
         )
-        self.product = self._answer()["product"]
+        self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -106,7 +106,7 @@ def compare(report: Report, contenders: Sequence[Contender], rounds: int) -> Non
                 f"{LABELS[contender.kind]} and TRL differ: loss {contender.median('loss')} and {loss}, gradient by {error:.1e}."
             )
         report.notes.append(
-            f"{LABELS[contender.kind]} ({contender.product}): loss differs from TRL's by "
+            f"{LABELS[contender.kind]}: loss differs from TRL's by "
             f"{abs(contender.median('loss') - loss):.1e}, the gradient by {error:.1e} of its largest element."
         )
     for contender in contenders:

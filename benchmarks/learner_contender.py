@@ -58,8 +58,8 @@ def randomize(parameters: Mapping[str, Tensor]) -> list[Tensor]:
 
 def ours(
     folder: Path, rows: int, length: int, threads: int, **learner: Any
-) -> tuple[Callable[[], Tensor], list[Tensor], str]:
-    """The loss of the system's policy update, the LoRA weights, and the product in use."""
+) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """The loss of the system's policy update, and the LoRA weights."""
     from rl_vlm.learning.batching import Minibatch
     from rl_vlm.learning.messages import UpdateBatch
     from rl_vlm.learning.policy_model import PolicyModel
@@ -88,10 +88,10 @@ def ours(
     weights = {str(row): 1 / (rows * sampled) for row in range(rows)}
     per_token = {str(row): np.full(sampled, advantages[row]) for row in range(rows)}
     ((micro,),) = updater.pack(UpdateBatch([Minibatch(groups, weights)], [True], per_token, {}, [0.0]))
-    return lambda: updater.loss(micro, UpdateStats()), parameters, policy.product
+    return lambda: updater.loss(micro, UpdateStats()), parameters
 
 
-def trl(folder: Path, rows: int, length: int, threads: int) -> tuple[Callable[[], Tensor], list[Tensor], str]:
+def trl(folder: Path, rows: int, length: int, threads: int) -> tuple[Callable[[], Tensor], list[Tensor]]:
     """The loss of TRL's GRPOTrainer and the LoRA weights."""
     import tempfile
 
@@ -126,7 +126,7 @@ def trl(folder: Path, rows: int, length: int, threads: int) -> tuple[Callable[[]
         "num_items_in_batch": torch.tensor(tokens[:, PROMPT:].numel()),
     }  # fmt: skip
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return lambda: trainer.compute_loss(model, dict(inputs)), randomize(named), "torch"
+    return lambda: trainer.compute_loss(model, dict(inputs)), randomize(named)
 
 
 def _memory_mib(field: str) -> float:
@@ -155,7 +155,7 @@ def step(loss: Callable[[], Tensor], parameters: list[Tensor], gradients: Path |
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=("ours", "lean", "torch", "trl"))
+    parser.add_argument("kind", choices=("ours", "lean", "trl"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("rows", type=int)
     parser.add_argument("length", type=int)
@@ -166,9 +166,8 @@ def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
     torch.set_num_threads(args.threads)
     size = (args.folder, args.rows, args.length, args.threads)
-    settings = {"ours": {}, "lean": {"log_entropy": False}, "torch": {"cpu_product": "torch"}}
-    loss, parameters, product = trl(*size) if args.kind == "trl" else ours(*size, **settings[args.kind])
-    print(json.dumps({"ready": True, "product": product}), file=answers, flush=True)
+    loss, parameters = trl(*size) if args.kind == "trl" else ours(*size, log_entropy=args.kind != "lean")
+    print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         if line.strip() == "quit":
             break

@@ -5,25 +5,23 @@
 Equal networks and batches on Pendulum-v1, one core for all: each contender lives in a process of its own, pinned to the
 same core, and only one updates at a time. An update is: sample a batch from the replay buffer, one step of both critics,
 of the actor and of alpha, and of the targets. Ours goes through RLlib's learner. Rates are per second of CPU time, so that
-another process on the core does not count.
+another process on the core does not count. The full benchmark also prints the share of a preference run's time that updates take.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import statistics
 import subprocess
 import sys
-import time
+import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from report import Report
-
-from rl_vlm.models.products import Products, onednn_products, torch_products
 
 HERE = Path(__file__).parent
 SIZES = ((256, 2, 256), (256, 3, 512))
@@ -78,41 +76,15 @@ class Contender:
             self._process.kill()
 
 
-def products_per_update(hidden: int, depth: int, observation: int, action: int) -> int:
-    """Multiplications per row of the batch that an update cannot do without, counted in matrix products.
-
-    A forward pass of an MLP costs the sum of its layers' sizes; a backward pass the same for the weights and, without the
-    first layer, the same for the inputs. Actor: at s' and s forward, at s backward. Targets: two forward. Critics: two
-    forward, two backward; at the actor's action two forward, and one (the minimum of each row) backward to the action.
-    """
-
-    def layers(inputs: int, outputs: int) -> tuple[int, int]:
-        inner = (depth - 1) * hidden * hidden + hidden * outputs
-        return inputs * hidden + inner, inner
-
-    actor, actor_inner = layers(observation, 2 * action)
-    critic, critic_inner = layers(observation + action, 1)
-    forward = 2 * actor + 2 * critic + 2 * critic + 2 * critic
-    backward = (actor + actor_inner) + 2 * (critic + critic_inner) + (critic_inner + action * hidden)
-    return forward + backward
-
-
-def product_rates() -> dict[str, float]:
-    """Multiplications per second of this core by product, torch's and oneDNN's, at the benchmark's sizes."""
-    torch.set_num_threads(1)
-    products: dict[str, Products] = {"torch": torch_products}
-    if torch.backends.mkldnn.is_available():
-        products["oneDNN"] = onednn_products
-    best = dict.fromkeys(products, 0.0)
-    for rows in (256, 512):
-        left, right, out = torch.randn(2, rows, 256), torch.randn(2, 256, 256), torch.empty(2, rows, 256)
-        for _ in range(100):
-            for name, product in products.items():
-                started = time.thread_time()
-                for _ in range(20):
-                    product(left, right, None, out)
-                best[name] = max(best[name], 20 * 2 * rows * 256 * 256 / (time.thread_time() - started))
-    return best
+def share_of_updates() -> tuple[float, float]:
+    """Seconds of updates, and of everything, in the offline preference run: the tiny model labels pictures of CartPole."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["train", str(HERE.parent / "configs/rl_vlm_f/cartpole_tiny.yaml"), "--run-dir", f"{folder}/run"]
+        subprocess.run([sys.executable, "-m", "rl_vlm.cli", *command, "preference.total_steps=2000"], check=True)
+        with Path(folder, "run/progress.csv").open() as file:
+            rows = list(csv.DictReader(file))
+    updates, everything = (sum(float(row[name] or 0) for row in rows) for name in ("time/learn", "time/step"))
+    return updates, everything
 
 
 def measure(quick: bool) -> Report:
@@ -120,8 +92,6 @@ def measure(quick: bool) -> Report:
     report = Report("SAC updates per second of one core")
     kinds = ("eager", "sb3", "sbx") if quick else CONTENDERS
     rounds, updates = (3, 60) if quick else (10, 100)
-    rates = product_rates()
-    best = max(rates.values())
     for size in SIZES[:1] if quick else SIZES:
         hidden, depth, batch = size
         name = f"{hidden}×{depth} batch {batch}"
@@ -144,14 +114,11 @@ def measure(quick: bool) -> Report:
             for peer in ("sb3", "sbx"):
                 if kind in medians:
                     report.ratios[f"{LABELS[kind]} / {LABELS[peer]} at {name}"] = medians[kind] / medians[peer]
-        limit = best / (products_per_update(hidden, depth, 3, 1) * batch)
-        report.ratios[f"rl_vlm / arithmetic limit at {name}"] = (
-            max(medians["eager"], medians.get("compiled", 0)) / limit
-        )
-        report.notes.append(
-            f"{name}: the matrix products alone take 1/{limit:.0f} s of this core "
-            f"(GFLOP/s in float32: {', '.join(f'{product} {2 * rate / 1e9:.0f}' for product, rate in rates.items())})."
-        )
+    if not quick:
+        updates, everything = share_of_updates()
+        report.add("updates of an offline preference run", [updates])
+        report.add("the whole of it", [everything])
+        report.notes.append(f"Updates take {updates / everything:.0%} of the time of an offline preference run.")
     return report
 
 

@@ -52,18 +52,13 @@ class Ours:
     def update(self, count: int) -> None:
         from ray.rllib.core.learner.training_data import TrainingData
 
+        from rl_vlm.preference.sac import Batch
         from rl_vlm.preference.sac_learner import SACUpdateBatch
 
         replay = self._replay
         for _ in range(count):
             rows = replay.sample_rows(self._batch, self._rng)[None]
-            batch = SACUpdateBatch(
-                replay.observations[rows],
-                replay.actions[rows],
-                replay.rewards[rows],
-                replay.next_observations[rows],
-                replay.continues[rows],
-            )
+            batch = SACUpdateBatch(tuple(getattr(replay, name)[rows] for name in Batch._fields))
             self._learner.update(TrainingData(episodes=[batch]))
 
 

@@ -37,12 +37,13 @@ from rl_vlm.preference.collection.sampler import ControlSampler
 from rl_vlm.preference.feedback.build import LabellerService, build_feedback
 from rl_vlm.preference.feedback.feedback import Feedback
 from rl_vlm.preference.replay.buffer import ReplayBuffer
-from rl_vlm.preference.sac_learner import SACLearner, SACModule, SACUpdateBatch, SACUpdateResult
+from rl_vlm.preference.sac import Batch
+from rl_vlm.preference.sac_learner import SACLearner, SACModule, SACUpdateBatch
 from rl_vlm.preference.schedule import check_segments, first_session_step, next_boundary, phase, session_size
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import UserInputError
 
-# With fewer updates compiling takes longer than it saves.
+# With fewer updates on a GPU compiling takes longer than it saves; on a CPU it saves nothing.
 _WORTH_COMPILING = 100_000
 # The updater's statistics under the names of a run's figures.
 _FIGURES = {
@@ -79,7 +80,8 @@ class PreferenceSACConfig(RunAlgorithmConfig):
         self.learners(learner_class=SACLearner)
         self.training(lr=sac.lr)
         planned = preference.total_steps * sac.updates_per_step
-        self.compile_updates = sac.compile == "on" or (sac.compile == "auto" and planned >= _WORTH_COMPILING)
+        pays = self.run_config.learner.gpus_per_learner > 0 and planned >= _WORTH_COMPILING
+        self.compile_updates = sac.compile == "on" or (sac.compile == "auto" and pays)
 
     def prepare(self) -> None:
         """Set the environment's spaces and horizon."""
@@ -219,11 +221,7 @@ class PreferenceSAC(RunAlgorithm):
             return
         rows = replay.sample_rows(count * settings.sac.batch_size, self._rng).reshape(count, settings.sac.batch_size)
         batch = SACUpdateBatch(
-            replay.observations[rows],
-            replay.actions[rows],
-            replay.rewards[rows],
-            replay.next_observations[rows],
-            replay.continues[rows],
+            tuple(getattr(replay, name)[rows] for name in Batch._fields),
             visited=replay.observations[: len(replay)] if explore else None,
             exploration_k=settings.exploration_k,
             reset_critics=reset,
@@ -234,8 +232,9 @@ class PreferenceSAC(RunAlgorithm):
         if results is None:
             return  # the learner was replaced; these updates are lost
         (result,) = results
-        self._count(result)
-        self._actor = self._actor_of(result.actor)
+        statistics, layers = result
+        self._count(statistics)
+        self._actor = self._actor_of(layers)
 
     def _remember_learner(self) -> None:
         """Copy the learner's state (a few megabytes) to the driver once per iteration, for the case that the learner dies."""
@@ -253,9 +252,9 @@ class PreferenceSAC(RunAlgorithm):
         self.on_learner(lambda learner: learner.restore(tensors, scalars))
         self._actor = self._actor_of(self.on_learner(lambda learner: learner.actor_layers()))
 
-    def _count(self, result: SACUpdateResult) -> None:
-        updates = result.statistics.get("updates", 0.0)
-        for name, value in result.statistics.items():
+    def _count(self, statistics: dict[str, float]) -> None:
+        updates = statistics.get("updates", 0.0)
+        for name, value in statistics.items():
             self._sums[name] += value if name == "updates" else value * updates
 
     # Labels.

@@ -16,11 +16,6 @@ class ComputeSection(Section):
     """How a learner computes on a CPU."""
 
     num_threads: int = Field(1, ge=1)
-    cpu_product: Literal["auto", "torch", "onednn"] = Field(
-        "auto",
-        description="What multiplies float32 matrices on a CPU, in the transformers engine too. auto: the faster one, measured once "
-        "per machine and kept in the cache folder; torch's where deterministic: true.",
-    )
 
 
 class LearnerActors(ComputeSection):

@@ -27,5 +27,6 @@ class SACSection(Section):
     target_entropy: float | None = Field(None, description="null: minus the number of actions.")
     updates_per_step: int = Field(1, ge=1)
     compile: Literal["auto", "on", "off"] = Field(
-        "auto", description="torch.compile, with a fallback. auto: where the run makes enough updates to pay for it."
+        "auto",
+        description="torch.compile, with a fallback. auto: on a GPU, where the run makes enough updates to pay for it.",
     )

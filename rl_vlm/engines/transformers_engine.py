@@ -32,7 +32,7 @@ from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import DType, HeadDType, Quantization, load_model, load_text_side, quiet_libraries
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.precision import choose_precision
-from rl_vlm.models.products import ProductName, use_onednn
+from rl_vlm.models.products import use_fast_products
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, InFlightUpdates, SampleChunk, UserInputError
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,6 @@ class TransformersEngine:
         quantization: nf4 stores the language model's linear weights in four bits.
         pixels: limits of an image's size in place of the processor's own.
         in_flight: running samples take a new version between two tokens, and keep or recompute their keys and values.
-        product: what multiplies float32 matrices on a CPU (see models/products.py).
         full: versions are all weights of the model, not adapters.
         merged_bytes: memory for weights with an adapter added; adapters beyond it are computed beside the weights.
         image_cache_bytes, head_dtype, image_by_image: see `Backbone`.
@@ -88,7 +87,6 @@ class TransformersEngine:
         quantization: Quantization = "none",
         pixels: PixelLimits = DEFAULT_PIXELS,
         in_flight: InFlightUpdates | None = None,
-        product: ProductName = "torch",
         full: bool = False,
         image_cache_bytes: int = CACHE_BYTES,
         head_dtype: HeadDType = "model",
@@ -115,8 +113,7 @@ class TransformersEngine:
             self._weights = MergedWeights(loaded, merged_bytes)
         else:
             self._weights = UnmergedWeights(loaded)
-        if product == "onednn":
-            use_onednn(loaded, _SMALLEST_LAYER)
+        use_fast_products(loaded, _SMALLEST_LAYER)
         self._max_rows, self._max_kv_tokens = max_rows, max_kv_tokens
         self._lockstep = lockstep
         self._in_flight = in_flight

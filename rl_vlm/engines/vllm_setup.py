@@ -15,7 +15,6 @@ import torch
 from rl_vlm.config import ServingSection
 from rl_vlm.models.loading import HeadDType, TextSide
 from rl_vlm.models.memory.replica import VLLM_RANKS
-from rl_vlm.models.products import default_capacities
 from rl_vlm.types import UserInputError
 
 # Bytes for keys and values on a GPU of so many bytes; None: vLLM measures what is free.
@@ -78,7 +77,8 @@ def _child_environment(num_threads: int) -> Iterator[None]:
     torch.compile would keep the first sample waiting for 17 s, and needs a C++ compiler.
     """
     ours = {} if torch.cuda.is_available() else {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(num_threads)}
-    ours |= default_capacities()  # its batches come in few sizes, again and again
+    # vLLM repeats few batch sizes, so that oneDNN's own capacities pay, unlike those that a run sets for its learners.
+    ours |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1024"}
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
     try:

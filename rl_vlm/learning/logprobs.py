@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_vlm.models.memory.parts import HEAD_TILES
-from rl_vlm.models.products import wide_product
+from rl_vlm.models.products import linear, wide_product
 
 if TYPE_CHECKING:
     from rl_vlm.models.backbone import Backbone
-    from rl_vlm.models.products import Product
 
 # What is wanted of the entropies: nothing, their values, or values with a gradient.
 Entropy: TypeAlias = Literal["none", "value", "gradient"]
@@ -48,7 +47,6 @@ def token_logprobs(
     if tile is None and hidden.shape[0] * backbone.token_bias.shape[0] <= _KEEP_LOGITS:
         return _direct(backbone, hidden, targets, temperature, entropy)
     head = _Head(
-        backbone.product,
         backbone.wide_head,
         backbone.token_bias,
         temperature,
@@ -73,7 +71,6 @@ def _direct(
 class _Head(NamedTuple):
     """Logits z = (hidden · weightᵀ + bias) / temperature, tile by tile; float32 or wider."""
 
-    product: Product
     wide: bool  # not rounded to the model's type
     bias: Tensor
     temperature: float
@@ -93,15 +90,15 @@ class _Head(NamedTuple):
         if self.wide:
             logits = wide_product(hidden, weight[columns]).add_(bias)
         elif hidden.dtype == bias.dtype:
-            logits = self.product(hidden, weight[columns], bias)
+            logits = linear(hidden, weight[columns], bias)
         else:  # as Backbone.logits: rounded to the model's type first
-            logits = self.product(hidden, weight[columns], None).to(torch.promote_types(hidden.dtype, bias.dtype))
+            logits = linear(hidden, weight[columns]).to(torch.promote_types(hidden.dtype, bias.dtype))
             logits += bias
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def back(self, masses: Tensor, weight: Tensor, columns: slice) -> Tensor:
         """masses [rows, columns] · weight: [rows, D]."""
-        return self.product(masses.to(weight.dtype), weight[columns].t(), None)
+        return linear(masses.to(weight.dtype), weight[columns].t())
 
 
 class _Sums:

@@ -20,7 +20,7 @@ from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora_layers import ExtraLora, lora_config, seed_lora
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.precision import choose_order, choose_precision
-from rl_vlm.models.products import ProductName, choose_product, product_of, torch_product, use_onednn
+from rl_vlm.models.products import use_fast_products
 from rl_vlm.seeding import derive_seed
 
 
@@ -50,7 +50,6 @@ class PolicyModel:
         choose_precision(run.model.dtype, device)
         if isinstance(run, RunConfig) and run.deterministic:
             choose_order(device)
-        self.product: ProductName = "torch"
         self.lora: LoraConfig | None = None  # of a policy that is not trained whole
         shards_layers = isinstance(run, RunConfig) and run.learner.shards_layers
         self.text = load_text_side(folder, run.model.pixels)
@@ -68,7 +67,7 @@ class PolicyModel:
         head_dtype = run.model.head_dtype
         self.backbone = Backbone(self.model, self.text.images, suppressed, cache_bytes, head_dtype, image_by_image)
         self.backbone.checkpoints_tower = self.model.model.visual in checkpointed
-        self._choose_product(run)
+        use_fast_products(self.model)
         self.backbone.choose_attention(run.learner.attention)
         section = run.critic if isinstance(run, RunConfig) else None
         self.critic = self._make_critic(section, run.seed) if section is not None else None
@@ -103,16 +102,6 @@ class PolicyModel:
     def parameters(self) -> list[nn.Parameter]:
         """What is trained, float32, without a critic."""
         return self.trained.parameters
-
-    def _choose_product(self, run: RunConfig | SFTConfig) -> None:
-        deterministic = isinstance(run, RunConfig) and run.deterministic
-        head = self.backbone.lm_head.weight
-        if product_of("onednn", head) is torch_product:  # nothing to choose: not float32, or not on a CPU
-            return
-        self.product = choose_product(run.learner.cpu_product, deterministic)
-        self.backbone.product = product_of(self.product, head)
-        if self.product == "onednn":
-            use_onednn(self.model)
 
     def _make_critic(self, section: CriticSection, seed: int) -> Critic:
         # Another A than the policy's, and the head's hidden layer; both are the same in every learner.

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from rl_vlm.models.images import ImageProcessorSpec
 from rl_vlm.models.loading import HeadDType
 from rl_vlm.models.memory.parts import PATCHES_AT_ONCE, PATCHES_ON_CPU
-from rl_vlm.models.products import Product, torch_product, wide_product
+from rl_vlm.models.products import wide_product
 from rl_vlm.models.read_ahead import ReadAhead
 from rl_vlm.models.segments import SegmentLayout, dense_mask, use_segments
 from rl_vlm.models.vision import fast_vision
@@ -79,7 +79,6 @@ class Backbone:
         self.token_bias = bias.to(self.device)  # [V]: 0 where allowed, -inf where suppressed
         self.head_dtype: HeadDType = head_dtype
         self.wide_head = head_dtype == "float32" and self.lm_head.weight.dtype != torch.float32
-        self.product: Product = torch_product  # of the learner's head; see models/products.py
         self._attention: Attention = "dense"
         # A learner's tower that is trained: its features need a gradient, and are other ones after every step.
         self.trains_tower = any(

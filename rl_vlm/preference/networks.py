@@ -1,122 +1,88 @@
-"""SAC's networks, each a vector of weights (see mlp.py), and the squashed Gaussian policy. Plain torch."""
+"""SAC's networks and its policy, a squashed Gaussian. Plain torch."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from rl_vlm.preference.mlp import Layer, layers_of, num_weights
-
-
-class PolicySample(NamedTuple):
-    """Actions drawn with given noise; the last three fields are inputs of `policy_gradient`."""
-
-    actions: Tensor  # [B, A] in (-1, 1)
-    log_probs: Tensor  # [B]
-    noise: Tensor
-    std: Tensor
-    tanh_raw: Tensor
+from rl_vlm.config import SACSection
+from rl_vlm.models.products import FastLinear
 
 
-def sample_actions(head: Tensor, noise: Tensor, log_std_bounds: tuple[float, float]) -> PolicySample:
-    """The squashed Gaussian of SAC (arXiv 1801.01290, appendix C) with `head` = (mean, raw log std) [B, 2 A].
+def sample_actions(head: Tensor, noise: Tensor, log_std_bounds: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """Actions [B, A] in (-1, 1) and log-probabilities [B] of the squashed Gaussian (arXiv 1801.01290, appendix C).
 
-    log std = low + (high - low) / 2 × (tanh(raw) + 1), as in the original; log(1 - tanh²) in its stable form.
+    `head` [B, 2 A] holds the mean and the raw log standard deviation, `noise` [B, A] is standard normal.
+    As in the original, log std = low + (high - low) / 2 × (tanh(raw) + 1). log(1 - tanh²) is in its stable form.
     """
     low, high = log_std_bounds
     mean, raw = head.chunk(2, dim=1)
-    tanh_raw = raw.tanh()
-    log_std = low + 0.5 * (high - low) * (tanh_raw + 1)
-    std = log_std.exp()
-    before = mean + noise * std
+    log_std = low + 0.5 * (high - low) * (raw.tanh() + 1)
+    before = mean + noise * log_std.exp()
     log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
-    log_slope = 2 * (math.log(2) - before - nn.functional.softplus(-2 * before))
-    return PolicySample(before.tanh(), (log_normal - log_slope).sum(1), noise, std, tanh_raw)
+    log_slope = 2 * (math.log(2) - before - functional.softplus(-2 * before))
+    return before.tanh(), (log_normal - log_slope).sum(1)
 
 
-def policy_gradient(sample: PolicySample, slopes: Tensor, alpha: Tensor, log_std_bounds: tuple[float, float]) -> Tensor:
-    """d/d head [B, 2 A] of mean(alpha × log_prob - Q(action)), with `slopes` = dQ/d action [B, A].
+class MLP(nn.ModuleList):
+    """Linear layers of these sizes with ReLU between them."""
 
-    For one sample, d log_prob / d before = 2 tanh(before) and d log_prob / d log_std = -1 besides its way through
-    `before` = mean + noise × std.
-    """
-    low, high = log_std_bounds
-    actions = sample.actions
-    before = (2 * alpha * actions - slopes * (1 - actions.square())) / len(actions)
-    log_std = before * sample.noise * sample.std - alpha / len(actions)
-    return torch.cat([before, log_std * (0.5 * (high - low)) * (1 - sample.tanh_raw.square())], dim=1)
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__(FastLinear(*pair) for pair in itertools.pairwise(sizes))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The output of the last layer."""
+        *hidden, last = self
+        for layer in hidden:
+            inputs = layer(inputs).relu_()
+        return last(inputs)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _initialize(networks: nn.Module, generator: torch.Generator) -> None:
+    """Make every matrix orthogonal and every bias zero."""
+    for parameter in networks.parameters():
+        parameter.zero_()
+        if parameter.ndim == 2:
+            parameter.copy_(nn.init.orthogonal_(torch.empty(parameter.shape), generator=generator))
 
 
 class SACNetworks(nn.Module):
-    """Policy, two critics, their targets and log alpha.
+    """The policy `actor`, the pair of `critics`, their `targets`, and `log_alpha` [1]."""
 
-    `actor`, `critics` and `targets` are vectors, the last two of two MLPs after one another; `actor_layers` and `critic_layers`
-    are views of them. `state` and `load` name every matrix, as `actor.0.weight`, `critics.1.2.bias`.
-    """
-
-    def __init__(
-        self, observation_size: int, action_size: int, hidden: int, depth: int, init_alpha: float, seed: int
-    ) -> None:
+    def __init__(self, observation_size: int, action_size: int, settings: SACSection, seed: int) -> None:
         super().__init__()
-        self.actor_sizes = (observation_size, *[hidden] * depth, 2 * action_size)
-        self.critic_sizes = (observation_size + action_size, *[hidden] * depth, 1)
-        self.observation_size, self.action_size = observation_size, action_size
-        self.actor = nn.Parameter(torch.empty(num_weights(self.actor_sizes)))
-        self.critics = nn.Parameter(torch.empty(2 * num_weights(self.critic_sizes)))
-        self.targets: Tensor
-        self.register_buffer("targets", torch.empty(2 * num_weights(self.critic_sizes)))
-        self.log_alpha = nn.Parameter(torch.tensor([math.log(init_alpha)]))
+        self.action_size, self.log_std_bounds = action_size, settings.log_std_bounds
+        hidden = [settings.hidden] * settings.depth
+        critic_sizes = (observation_size + action_size, *hidden, 1)
+        self.actor = MLP((observation_size, *hidden, 2 * action_size))
+        self.critics = nn.ModuleList(MLP(critic_sizes) for _ in range(2))
+        self.targets = nn.ModuleList(MLP(critic_sizes) for _ in range(2)).requires_grad_(False)
+        self.log_alpha = nn.Parameter(torch.tensor([math.log(settings.init_alpha)]))
         generator = torch.Generator().manual_seed(seed)
-        self._initialize(self.actor_layers(self.actor.data), generator)
+        _initialize(self.actor, generator)
         self.reset_critics(generator)
 
     def reset_critics(self, generator: torch.Generator) -> None:
-        """Initialise both critics again; the targets equal them."""
-        self._initialize(self.critic_layers(self.critics.data), generator)
-        self.targets.copy_(self.critics.data)
+        """Initialise both critics again, and make the targets equal to them."""
+        _initialize(self.critics, generator)
+        self.targets.load_state_dict(self.critics.state_dict())
 
-    def actor_layers(self, vector: Tensor) -> list[Layer]:
-        """Layers of the policy in `actor`, its gradient or another vector of its kind."""
-        return layers_of(vector, self.actor_sizes)
-
-    def critic_layers(self, vector: Tensor) -> list[Layer]:
-        """Layers of both critics in `critics`, `targets` or another vector of their kind."""
-        return layers_of(vector, self.critic_sizes, 2)
+    def act(self, observations: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Actions and their log-probabilities for observations [B, O], as `sample_actions`; zero noise gives the mode."""
+        return sample_actions(self.actor(observations), noise, self.log_std_bounds)
 
     @staticmethod
-    def _initialize(layers: list[Layer], generator: torch.Generator) -> None:
-        # Network by network: a seed must go on to give the weights that it has given.
-        for k in range(len(layers[0][0])):
-            for weight, bias in layers:
-                fresh = torch.empty(weight.shape[1:])
-                nn.init.orthogonal_(fresh, generator=generator)
-                weight[k].copy_(fresh)
-                bias[k].zero_()
-
-    def named_layers(self) -> dict[str, Tensor]:
-        """Every matrix and bias by name, as views."""
-        found: dict[str, Tensor] = {}
-        for kind, layers in (
-            ("actor", self.actor_layers(self.actor.data)),
-            ("critics", self.critic_layers(self.critics.data)),
-            ("targets", self.critic_layers(self.targets)),
-        ):
-            for k in range(len(layers[0][0])):
-                net = kind if kind == "actor" else f"{kind}.{k}"
-                for place, (weight, bias) in enumerate(layers):
-                    found |= {f"{net}.{place}.weight": weight[k], f"{net}.{place}.bias": bias[k, 0]}
-        return found
+    def q_values(critics: nn.ModuleList, observations: Tensor, actions: Tensor) -> list[Tensor]:
+        """The values [B] by each of `critics` or `targets`."""
+        inputs = torch.cat([observations, actions], dim=1)
+        return [critic(inputs)[:, 0] for critic in critics]
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of everything, by name, on the CPU."""
-        named = {**self.named_layers(), "log_alpha": self.log_alpha.data}
-        return {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Copy the tensors of `state` in. Raises KeyError or RuntimeError if they do not fit."""
-        for name, tensor in {**self.named_layers(), "log_alpha": self.log_alpha.data}.items():
-            tensor.copy_(state[name])
+        """Copies of all tensors by name, on the CPU."""
+        return {name: tensor.detach().cpu().clone() for name, tensor in self.state_dict().items()}

@@ -40,6 +40,10 @@ _WORKER_ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "1",
     # RLlib imports JAX where it is installed; nothing here uses it, and it costs every process more than a second.
     "RLLIB_TEST_NO_JAX_IMPORT": "1",
+    # oneDNN, and torch's binding of it, keep what they prepared for 1,024 shapes each, up to a MiB apiece. Packed micro-batches
+    # rarely repeat a shape, so that learners would grow by hundreds of MiB.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
+    "LRU_CACHE_CAPACITY": "16",
 }
 
 

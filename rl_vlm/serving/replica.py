@@ -81,8 +81,6 @@ def build_engine(model: Path, run: CommonConfig) -> Engine:
             kv_cache=partial(kv_cache_bytes, run, ModelShape.read(model)),
             full=run.trains_full,
         )
-    from rl_vlm.models.products import choose_product
-
     settings: dict[str, Any] = {
         "dtype": run.model.dtype,
         "device": "cuda" if on_gpu else "cpu",
@@ -100,7 +98,6 @@ def build_engine(model: Path, run: CommonConfig) -> Engine:
         "quantization": "nf4" if serving.quantization == "nf4" else "none",
         "pixels": run.model.pixels,
         "in_flight": in_flight,
-        "product": "torch" if on_gpu else choose_product(run.learner.cpu_product, run.deterministic),
         "full": run.trains_full,
         "head_dtype": run.model.head_dtype,
         "image_cache_bytes": run.model.image_cache_bytes,

@@ -26,7 +26,7 @@ def test_transformers_passes_the_gate(wide_folder: Path, head: HeadDType) -> Non
 def test_vllm_passes_the_gate(wide_folder: Path, head: HeadDType) -> None:
     from rl_vlm.engines.vllm_engine import VLLMEngine  # imports vLLM, which takes seconds
 
-    serving = ServingSection(max_context=MAX_CONTEXT, vllm=VLLMSection(max_num_seqs=16))
+    serving = ServingSection(engine="vllm", max_context=MAX_CONTEXT, vllm=VLLMSection(max_num_seqs=16))
     engine = VLLMEngine(wide_folder, dtype="bfloat16", serving=serving, max_lora_rank=16, head_dtype=head)
     try:
         check_gate(wide_folder, engine, head)

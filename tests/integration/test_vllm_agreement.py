@@ -20,7 +20,7 @@ def folder(wide_folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[VLLMEngine]:
-    serving = ServingSection(max_context=MAX_CONTEXT, vllm=VLLMSection(max_num_seqs=16))
+    serving = ServingSection(engine="vllm", max_context=MAX_CONTEXT, vllm=VLLMSection(max_num_seqs=16))
     engine = VLLMEngine(folder, dtype="float32", serving=serving, max_lora_rank=16)
     yield engine
     asyncio.run(engine.close())

@@ -40,7 +40,7 @@ from rl_vlm.types import Completion, GenerationRequest, SampleChunk, SamplingPar
 
 pytestmark = pytest.mark.timeout(600)
 
-SERVING = ServingSection(max_context=1024, vllm=VLLMSection(max_num_seqs=32))
+SERVING = ServingSection(engine="vllm", max_context=1024, vllm=VLLMSection(max_num_seqs=32))
 PIXELS = PixelLimits(64 * 64, 72 * 96)  # not the processor's own: pictures become larger and smaller by them
 TOLERANCE = 1e-4
 CHOICES = ("red", "red square", "redder", "0", "1", "-1")
@@ -52,7 +52,7 @@ from pathlib import Path
 from rl_vlm.config import ServingSection
 from rl_vlm.engines.vllm_engine import VLLMEngine
 if __name__ == "__main__":
-    engine = VLLMEngine(Path(sys.argv[1]), dtype="float32", serving=ServingSection(max_context=256), max_lora_rank=8)
+    engine = VLLMEngine(Path(sys.argv[1]), dtype="float32", serving=ServingSection(engine="vllm", max_context=256), max_lora_rank=8)
     print(engine._folders._root, flush=True)
     time.sleep(600)
 """
@@ -553,14 +553,14 @@ def test_a_dead_engine_core_is_noticed(model: Path, text: TextSide) -> None:
 
 def test_a_start_that_fails_says_why(model: Path) -> None:
     with pytest.raises(EngineError, match=r"vLLM did not start: .*max_model_len"):
-        VLLMEngine(model, dtype="float32", serving=ServingSection(max_context=1_000_000))
+        VLLMEngine(model, dtype="float32", serving=ServingSection(engine="vllm", max_context=1_000_000))
 
 
 @pytest.mark.parametrize(
     ("serving", "message"),
     [
-        (ServingSection(quantization="nf4"), "vLLM has no NF4"),
-        (ServingSection(quantization="fp8"), "needs a GPU"),
+        (ServingSection(engine="vllm", quantization="nf4"), "vLLM has no NF4"),
+        (ServingSection(engine="vllm", quantization="fp8"), "needs a GPU"),
     ],
 )
 def test_what_this_machine_cannot_do_is_refused_before_the_start(

@@ -40,7 +40,7 @@ def weights(model: Path) -> dict[int, AdapterPayload]:
 
 @pytest.fixture
 def engine(model: Path) -> Iterator[VLLMEngine]:
-    serving = ServingSection(max_context=512, vllm=VLLMSection(max_num_seqs=16))
+    serving = ServingSection(engine="vllm", max_context=512, vllm=VLLMSection(max_num_seqs=16))
     engine = VLLMEngine(model, dtype="float32", serving=serving, max_lora_rank=8, max_loras=SLOTS)
     yield engine
     asyncio.run(engine.close())

@@ -36,7 +36,7 @@ def engine(wide_folder: Path) -> Iterator[VLLMEngine]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_engine, "engine_args", with_worker)
-        serving = ServingSection(max_context=MAX_CONTEXT, vllm=VLLMSection(max_num_seqs=16))
+        serving = ServingSection(engine="vllm", max_context=MAX_CONTEXT, vllm=VLLMSection(max_num_seqs=16))
         engine = VLLMEngine(wide_folder, dtype="float32", serving=serving, max_lora_rank=16, max_loras=3)
     engine._gives_back = True  # as on a GPU with rest_while_learning
     yield engine

@@ -47,7 +47,7 @@ def models(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
 
 @contextmanager
 def vllm(folder: Path, mode: InFlightUpdates | None) -> Iterator[VLLMEngine]:
-    serving = ServingSection(max_context=MAX_CONTEXT, vllm=VLLMSection(max_num_seqs=16))
+    serving = ServingSection(engine="vllm", max_context=MAX_CONTEXT, vllm=VLLMSection(max_num_seqs=16))
     engine = VLLMEngine(folder, dtype="float32", serving=serving, max_lora_rank=16, max_loras=3, in_flight=mode)
     try:
         yield engine

@@ -7,6 +7,7 @@ Limits: it finds code that mentions a key, not code that does the right thing wi
 
 from __future__ import annotations
 
+import re
 import ast
 import functools
 from collections import defaultdict
@@ -235,11 +236,11 @@ def test_a_saved_configuration_of_supervised_fine_tuning_is_read_again(tmp_path:
 
 def test_a_key_whose_reader_is_gone_is_found() -> None:
     """Also one whose name other sections have."""
-    edits = {"run.rollout.timeout_s": "60.0", "config.resources.dashboard": "False"}
+    edits = {r"\b(self\._)?(run|config)\.rollout\.timeout_s": "60.0", r"\bconfig\.resources\.dashboard": "False"}
     texts = dict(sources())
     for path in texts:
         for read, constant in edits.items():
-            texts[path] = texts[path].replace(read, constant)
+            texts[path] = re.sub(read, constant, texts[path])
     assert texts != sources()
     assert unread(texts) == {"rollout.timeout_s", "resources.dashboard"}
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_vlm.learning.logprobs import Tile, token_logprobs
+from rl_vlm.models import products
 from rl_vlm.models.backbone import Backbone
-from rl_vlm.models.products import onednn_product, torch_product
 
 VOCABULARY, WIDTH, COUNT = 50, 16, 23
 SUPPRESSED = [0, 7, 8, 49]
@@ -25,7 +25,6 @@ class Head:
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False).to(dtype)
         self.token_bias = torch.zeros(VOCABULARY)
         self.token_bias[SUPPRESSED] = float("-inf")
-        self.product: Any = torch_product
         self.wide_head = wide
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -74,10 +73,13 @@ def test_values_and_gradients_equal_the_direct_computation(temperature: float, t
 
 
 @pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
-@pytest.mark.parametrize("product", [torch_product, onednn_product])
-def test_tiles_equal_the_direct_computation_in_float32(product: Any, entropy: Any) -> None:
+@pytest.mark.parametrize("use_onednn", [False, True])
+def test_tiles_equal_the_direct_computation_in_float32(
+    use_onednn: bool, entropy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "USE_ONEDNN", use_onednn)
+    monkeypatch.setattr(products, "_SMALL", 0)
     head: Any = Head()
-    head.product = product
     head.lm_head.weight.requires_grad_(False)
     hidden, targets = inputs()
     hidden.requires_grad_()
@@ -125,7 +127,7 @@ def test_two_tokens_by_hand() -> None:
     assert of_entropy.item() == pytest.approx(-0.75 * 0.25 * np.log(3.0))  # -p(1-p) times the log odds
 
 
-def test_logits_of_all_positions_are_never_kept() -> None:
+def test_logits_of_all_positions_are_never_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     head: Any = Head()
     hidden, targets = inputs()
     hidden.requires_grad_()
@@ -133,9 +135,9 @@ def test_logits_of_all_positions_are_never_kept() -> None:
 
     def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         sizes.append(max(len(x) * len(weight), x.numel()))
-        return torch_product(x, weight, bias)
+        return products.linear(x, weight, bias)
 
-    head.product = counted
+    monkeypatch.setattr("rl_vlm.learning.logprobs.linear", counted)
     saved: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
         values, _ = token_logprobs(head, hidden, targets, 1.0, tile=Tile(8, 10))

@@ -25,7 +25,7 @@ from rl_vlm.types import UserInputError
 
 @pytest.fixture(scope="module")
 def policy(tiny_folder: Path) -> PolicyModel:
-    return adapted_policy(tiny_folder, learner__cpu_product="torch", model__lora__rank=4, model__lora__alpha=12)
+    return adapted_policy(tiny_folder, model__lora__rank=4, model__lora__alpha=12)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from rl_vlm.algorithms.preference_checkpoint import write_state
 from rl_vlm.cli import run as rl_vlm
-from rl_vlm.config import save_config
+from rl_vlm.config import SACSection, save_config
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
 from rl_vlm.preference.collection.collector import Evaluator, NumpyActor, evaluation_seeds
 from rl_vlm.preference.networks import SACNetworks
@@ -22,12 +22,12 @@ from rl_vlm.preference.networks import SACNetworks
 
 def save_agent(checkpoint: Path, seed: int = 0, observations: int = 4) -> NumpyActor:
     """A checkpoint as far as evaluation reads it; returns its policy."""
-    networks = SACNetworks(observations, 1, hidden=16, depth=2, init_alpha=0.1, seed=seed)
+    networks = SACNetworks(observations, 1, SACSection(hidden=16, depth=2), seed)
     checkpoint.mkdir(parents=True)
     save_file(networks.state(), checkpoint / "agent.safetensors")
     write_state(checkpoint, {"step": int(checkpoint.name.removeprefix("step-"))})
-    layers = networks.actor_layers(networks.actor.data)
-    return NumpyActor([(weight[0].numpy(), bias[0, 0].numpy()) for weight, bias in layers], (-5.0, 2.0))
+    layers = [(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in networks.actor]
+    return NumpyActor(layers, (-5.0, 2.0))
 
 
 @pytest.fixture

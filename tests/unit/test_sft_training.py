@@ -314,7 +314,7 @@ def test_a_resume_that_would_leave_rows_out_is_refused(
 def test_the_adapter_in_transformers_and_peft_gives_the_logits_of_the_trained_model(
     finished: Path, tiny_folder: Path
 ) -> None:
-    settings = load_sft_config(finished / "config.yaml", [f"model.adapter={finished}", "learner.cpu_product=torch"])
+    settings = load_sft_config(finished / "config.yaml", [f"model.adapter={finished}"])
     assert check_initial_adapter(settings.model)["adapter"] == str(finished / "adapter")
     policy = PolicyModel(tiny_folder, settings)
     (trajectory, *_) = batch_of(settings, policy)
@@ -382,9 +382,7 @@ def test_a_folder_without_an_adapter_is_refused(tiny_folder: Path, tmp_path: Pat
 def test_a_policy_starts_from_the_adapter_and_its_reference_is_the_base_model(
     finished: Path, tiny_folder: Path
 ) -> None:
-    policy = PolicyModel(
-        tiny_folder, run_config(tiny_folder, model__adapter=str(finished), learner__cpu_product="torch")
-    )
+    policy = PolicyModel(tiny_folder, run_config(tiny_folder, model__adapter=str(finished)))
     assert policy.payload(1).tensors == (finished / "adapter/adapter_model.safetensors").read_bytes()
     ids = policy.text.codec.encode_prompt([Message.of("user", "How many?")]).token_ids
     with torch.no_grad(), policy.without_adapter():

@@ -143,7 +143,7 @@ def test_supervised_training_reaches_the_tower(tiny_folder: Path) -> None:
 
 
 def test_the_adapter_of_a_tower_loads_in_peft_and_merges(tiny_folder: Path, tmp_path: Path) -> None:
-    policy = adapted_policy(tiny_folder, learner__cpu_product="torch", **VISION)  # peft's, bit for bit
+    policy = adapted_policy(tiny_folder, **VISION)  # peft's, bit for bit
     payload = policy.payload(1)
     image = picture(np.random.default_rng(0))
     span = request(text_side(tiny_folder), [image, "What?"])
