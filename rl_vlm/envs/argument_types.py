@@ -36,7 +36,7 @@ def _sentences(env_id: str, arguments: Mapping[str, Any], error: ValidationError
             if (isinstance(value, Mapping) and part in value) or (
                 isinstance(value, list | tuple) and isinstance(part, int)
             ):
-                key, value = f"{key}.{part}", value[part]
+                key, value = f"{key}.{part}", cast(Any, value)[part]
         wanted = _WORDS.get(one["type"], one["msg"].removeprefix("Input should be "))
         wrong.setdefault(str(one["loc"][0]), {}).setdefault(key, ([], one["input"]))[0].append(wanted)
     for keys in wrong.values():

@@ -7,9 +7,9 @@ Limits: it finds code that mentions a key, not code that does the right thing wi
 
 from __future__ import annotations
 
-import re
 import ast
 import functools
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path

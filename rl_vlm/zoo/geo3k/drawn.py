@@ -17,7 +17,7 @@ from rl_vlm.envs.data import Question
 from rl_vlm.types import EncodedImage, Split, UserInputError
 from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE, split_of, stable_random
 from rl_vlm.zoo.geo3k.figures import draw_figure
-from rl_vlm.zoo.geo3k.problems import LEAST_SIZE, LEVELS, Problem
+from rl_vlm.zoo.geo3k.problems import ANGLE_STEPS, LEAST_SIZE, LEVELS, Problem
 
 NAME = "Geo3k-v0"
 IMAGE_SIZE = 256
