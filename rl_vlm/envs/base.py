@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Protocol
 
 import gymnasium
 import numpy as np
+from pydantic import Field
 
+from rl_vlm.seeding import derive_seed
 from rl_vlm.types import Observation, Split, UserInputError
 
 Info = dict[str, Any]
+Count = Annotated[int, Field(ge=1)]  # for arguments of environments
 StepResult = tuple[Observation, float, bool, bool, Info]
 
 
@@ -93,29 +98,136 @@ class VisionEnv(gymnasium.Env[Observation, str]):
         return split, int(index)
 
 
-class MadeItemsEnv(VisionEnv):
-    """An environment whose items are made from (split, index): so many of each split.
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Which task instance an episode is about: number `index` of a split."""
 
-    Args:
-        name: its registry id, for error messages.
-        num_train, num_test: how many items the splits hold.
+    split: Split
+    index: int
+
+    def random(self) -> np.random.Generator:
+        """Random numbers of this item alone: the same in every episode, process and run."""
+        return np.random.default_rng(derive_seed(int(self.split == "test"), self.index))
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What an environment makes of one answer of the policy.
+
+    reward: of this turn. message: what the policy is shown next; None ends the episode. info: metrics and facts of the turn.
+    truncated: a limit ended the episode, not the task itself.
     """
 
-    def __init__(self, name: str, num_train: int, num_test: int) -> None:
+    reward: float
+    message: Observation | None = None
+    info: Info = field(default_factory=dict)
+    truncated: bool = False
+
+
+class EpisodeEnv(VisionEnv):
+    """The base of environments: a subclass writes `open` and `reply`, and the base keeps the episode.
+
+    The base chooses split and index, counts turns, truncates after `max_turns`, and rejects an answer to an episode that is
+    not open. A subclass whose constructor has annotations (`Annotated[int, Field(ge=1)]`) gets arguments of these types.
+
+    Args:
+        num_train, num_test: how many items the splits hold; None, for both, draws them without end.
+        max_turns: turns after which an episode is truncated; None where `reply` ends each episode itself.
+        rows: the data set whose rows are the items, in place of the numbers.
+    """
+
+    name = ""  # in error messages; by default that of the class
+
+    def __init__(
+        self,
+        *,
+        num_train: int | None = None,
+        num_test: int | None = None,
+        max_turns: int | None = None,
+        rows: ItemTables | None = None,
+    ) -> None:
         super().__init__()
-        self._name = name
-        self._num_items: dict[str, int] = {"train": num_train, "test": num_test}
+        self.name = self.name or type(self).__name__
+        self.max_turns = max_turns
+        self.turn = 0  # of this episode, the one being answered included
+        self._sizes: dict[str, int | None] = {"train": num_train, "test": num_test}
+        self._rows = rows
+        self._open = False
 
-    def num_items(self, split: Split) -> int:
-        """How many items the split holds."""
-        if split not in self._num_items:
-            raise UserInputError(f'{self._name}: split {split!r} is unknown; choose "train" or "test".')
-        return self._num_items[split]
+    @abstractmethod
+    def open(self, item: Item) -> Observation | tuple[Observation, Info]:
+        """Begin the episode of an item: what the policy is shown first, and facts about it. Raises RLVLMError."""
 
-    def chosen_item(self, options: dict[str, Any] | None) -> tuple[Split, int]:
-        """As `item`. Raises UserInputError for a split or an index that is not there."""
+    @abstractmethod
+    def reply(self, text: str) -> Reply:
+        """Answer one turn of the policy, of which `text` is the answer without its end-of-turn token."""
+
+    @property
+    def is_last_turn(self) -> bool:
+        """Whether no turn comes after the one that is being answered."""
+        return self.turn == self.max_turns
+
+    def num_items(self, split: Split) -> int | None:
+        """How many items the split holds. Raises UserInputError for a split that is not there."""
+        if split not in self._sizes:
+            raise UserInputError(f'{self.name}: split {split!r} is unknown; choose "train" or "test".')
+        return self._sizes[split] if self._rows is None else len(self._rows.split(split))
+
+    def number(self, item: Item) -> int:
+        """A number that no item of either split shares, as the seed of an environment that knows seeds alone."""
+        return item.index if item.split == "train" else (self._sizes["train"] or 0) + item.index
+
+    def row(self, item: Item) -> Any:
+        """The row of the data set that an item names; None without a data set. Raises BadRowError if it cannot be used."""
+        return None if self._rows is None else self._rows.split(item.split)[item.index]
+
+    def validate(self, split: Split, limit: int | None = None) -> int:
+        """Check the rows of a data set before training starts; return how many were checked. Raises UserInputError."""
+        return 0 if self._rows is None else self._rows.split(split).validate(limit)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
+        """Open item `options["index"]` of `options["split"]`; a random one without an index."""
+        super().reset(seed=seed)
+        self._open, self.turn = False, 0
         size = self.num_items((options or {}).get("split", "train"))
         split, index = self.item(options, size)
-        if not 0 <= index < size:
-            raise UserInputError(f"{self._name}: index {index} is outside the {size} items of the {split} split.")
-        return split, index
+        if size is not None and not 0 <= index < size:
+            raise UserInputError(f"{self.name}: index {index} is outside the {size} items of the {split} split.")
+        opened = self.open(Item(split, index))
+        observation, info = opened if isinstance(opened, tuple) else (opened, {})
+        self._open = True
+        return observation, {"index": index, "split": split, **info}
+
+    def step(self, action: str) -> StepResult:
+        """Answer the policy's text."""
+        if not self._open:
+            raise UserInputError(f"{self.name}: call reset() before step(), and again after an episode has ended.")
+        if not isinstance(action, str):
+            raise UserInputError(f"{self.name}: an action is text, not {type(action).__name__}.")
+        self.turn += 1
+        reply = self.reply(action)
+        cut = reply.message is not None and self.is_last_turn
+        self._open = reply.message is not None and not cut
+        truncated = reply.truncated or cut
+        shown = reply.message if self._open and reply.message is not None else Observation()
+        return shown, reply.reward, not self._open and not truncated, truncated, reply.info
+
+
+class ItemTable(Protocol):
+    """The items of one split of a data set."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+    def validate(self, limit: int | None = None) -> int:
+        """Check rows; return how many were checked. Raises UserInputError."""
+        ...
+
+
+class ItemTables(Protocol):
+    """The splits of a data set."""
+
+    def split(self, split: Split) -> ItemTable:
+        """The items of a split. Raises UserInputError where there are none."""
+        ...

@@ -6,11 +6,11 @@ See `tables.py` for what names a data set.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from rl_vlm.envs.images import MAX_PIXELS
 from rl_vlm.envs.rows import COLUMNS, BadRowError
-from rl_vlm.envs.tables import DataSource, RowTable, TableSet, cell_text, open_split_table, open_table
+from rl_vlm.envs.tables import DataSource, RowTable, cell_text, open_split_table, open_table
 from rl_vlm.types import EncodedImage, Part, Split, UserInputError
 
 IMAGE_MARKER = "<image>"
@@ -73,39 +73,6 @@ def open_dataset(source: str, split: str, max_pixels: int = MAX_PIXELS) -> Image
 def open_split(data: DataSource, split: Split) -> ImageTable:
     """Open a split of a question set for an environment; see `open_split_table`."""
     return open_split_table(ImageTable, data, split)
-
-
-class Questions(Protocol):
-    """Where an environment's questions come from: the rows of a data set, or a generator."""
-
-    def num_questions(self, split: Split) -> int:
-        """How many there are. Raises UserInputError for a split that does not exist."""
-
-    def validate(self, split: Split, limit: int | None = None) -> int:
-        """Check them before training starts; return how many were checked."""
-
-    def question(self, split: Split, index: int) -> Question:
-        """Question `index` of a split. Raises UserInputError outside the split, BadRowError if it cannot be used."""
-
-
-class QuestionSet(TableSet[ImageTable]):
-    """The question set of an environment."""
-
-    def __init__(self, data: DataSource) -> None:
-        super().__init__(ImageTable, data)
-
-    def num_questions(self, split: Split) -> int:
-        """The number of rows."""
-        return len(self.split(split))
-
-    def validate(self, split: Split, limit: int | None = None) -> int:
-        """See `ImageTable.validate`."""
-        return self.split(split).validate(limit)
-
-    def question(self, split: Split, index: int) -> Question:
-        """Question `index` of a split. Raises UserInputError outside the split, BadRowError if the row cannot be used."""
-        question: Question = self.item(split, index)
-        return question
 
 
 def check_max_turns(max_turns: int) -> int:

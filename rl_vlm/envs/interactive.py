@@ -18,9 +18,10 @@ from PIL import Image
 from rl_vlm.envs import registry
 from rl_vlm.envs.arguments import Arguments, check_all_used
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
-from rl_vlm.envs.data import DataSource, QuestionSet, check_max_turns
+from rl_vlm.envs.data import DataSource, ImageTable, check_max_turns
 from rl_vlm.envs.errors import ROLES, EnvError, as_reward
 from rl_vlm.envs.images import as_image
+from rl_vlm.envs.tables import TableSet
 from rl_vlm.rewards.math import grade_turns
 from rl_vlm.types import Message, Observation, Part, Split, UserInputError
 
@@ -71,7 +72,7 @@ class InteractiveEnvAdapter(VisionEnv):
         self._build = registry.find(env) if isinstance(env, str) else env
         if not callable(self._build):
             raise UserInputError(f"{env} is not a build_env(sample, args) function.")
-        self._questions = QuestionSet(data) if data is not None else None
+        self._questions = TableSet(ImageTable, data) if data is not None else None
         self._max_turns = check_max_turns(max_turns)
         self._reward_source = reward
         self._given = tuple(args)
@@ -101,7 +102,7 @@ class InteractiveEnvAdapter(VisionEnv):
         if self._questions is None:
             self._sample = Sample("", None, where, {}, index=index, group_index=index)
         else:
-            question = self._questions.question(split, index)
+            question = self._questions.item(split, index)
             pictures = [image.to_pil() for image in question.images]
             self._sample = Sample(question.problem, question.answer, where, {"images": pictures}, index, index)
             messages.append(Message("user", question.parts()))

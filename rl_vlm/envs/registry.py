@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from rl_vlm.envs.adapters.interfaces import INTERFACES, SCHEMES, interface_of, split_scheme
-from rl_vlm.envs.argument_types import check_types
+from rl_vlm.envs.argument_types import check_arguments
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.loading import absolute_spec, is_spec, load_object
 from rl_vlm.registry import provided
@@ -60,7 +60,7 @@ def make(env_id: str, **kwargs: Any) -> VisionEnv:
             f"Environment {env_id} does not take these arguments ({error}): correct env.kwargs, or --env-arg."
         ) from error
     if isinstance(factory, type) and factory.__module__.startswith("rl_vlm."):  # others' annotations may be loose
-        check_types(env_id, factory, kwargs)
+        check_arguments(env_id, factory, kwargs)
     env = factory(**kwargs)
     if not isinstance(env, VisionEnv):
         raise UserInputError(f"{env_id} made a {type(env).__name__}, which is not a VisionEnv.")

@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rl_vlm.config import load_config
-from rl_vlm.envs.data import QuestionSet, open_dataset, open_split
+from rl_vlm.envs.data import ImageTable, open_dataset, open_split
+from rl_vlm.envs.tables import TableSet
 from rl_vlm.types import UserInputError
 
 GEO3K = Path(__file__).parents[1] / "fixtures" / "geo3k"
@@ -34,8 +35,8 @@ def test_splits_can_be_named_one_by_one():
 def test_splits_that_share_rows_are_refused(split):
     file = GEO3K / "train.parquet"
     with pytest.raises(UserInputError, match="share rows, so that tests would be trained on"):
-        QuestionSet({"train": f"{file}@[0:6]", "test": f"{file}@[4:8]"}).split(split)
-    apart = QuestionSet({"train": f"{file}@[0:6]", "test": f"{file}@[6:8]"})
+        TableSet(ImageTable, {"train": f"{file}@[0:6]", "test": f"{file}@[4:8]"}).split(split)
+    apart = TableSet(ImageTable, {"train": f"{file}@[0:6]", "test": f"{file}@[6:8]"})
     assert (len(apart.split("train")), len(apart.split("test"))) == (6, 2)
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_vlm.envs.data import open_dataset
-from rl_vlm.envs.errors import EnvError, check_reset, check_step
-from rl_vlm.types import EncodedImage
+from rl_vlm.envs.errors import check_reset, check_step
+from rl_vlm.types import EncodedImage, RLVLMError
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
 
 GEO3K = str(Path(__file__).parents[1] / "fixtures" / "geo3k")
@@ -272,9 +272,9 @@ def test_stepping_after_the_end_or_before_reset_is_an_error():
     env = opened()
     take(env, "done")
     for unusable in (env, Geo3kEnv(data=GEO3K)):
-        with pytest.raises(EnvError, match="call reset"):
+        with pytest.raises(RLVLMError, match="call reset"):
             unusable.step("more")
-    with pytest.raises(EnvError, match="must be text"):
+    with pytest.raises(RLVLMError, match="is text"):
         opened().step(5)
 
 

@@ -15,7 +15,7 @@ import rl_vlm
 from rl_vlm.envs.adapters.openenv_actions import ActionError, ActionForm
 from rl_vlm.envs.adapters.openenv_observations import parts_of
 from rl_vlm.envs.errors import EnvCrashError, EnvError, check_reset, check_step
-from rl_vlm.types import UserInputError
+from rl_vlm.types import RLVLMError, UserInputError
 
 SERVER = str(Path(__file__).parents[1] / "fixtures" / "openenv_server.py")
 
@@ -62,7 +62,7 @@ def test_an_episode_is_played_to_its_end(server):
     assert (observation.messages[0].text, reward, ended) == ("The dot is at 0 of 2.", 0.0, [False, False])
     env.step("right")
     assert check_step(env.step("right"))[1:4] == (1.0, True, False)
-    with pytest.raises(EnvError, match="call reset"):
+    with pytest.raises(RLVLMError, match="call reset"):
         env.step("right")
     env.close()
 

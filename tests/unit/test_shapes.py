@@ -43,8 +43,7 @@ def opened(index: int = 0, split: str = "train", **kwargs: object) -> tuple[Shap
     """An environment at an item, and the right answer of that item."""
     env = ShapesEnv(**kwargs)  # type: ignore[arg-type]
     env.reset(options={"index": index, "split": split})
-    assert env._item is not None
-    return env, env._item.answer
+    return env, shapes_item(env.task, split, index, env.seed, env.image_size).answer  # type: ignore[arg-type]
 
 
 def wrong(answer: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 import rl_vlm
 from rl_vlm.envs.adapters.vagen import to_message
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_step
-from rl_vlm.types import UserInputError, judged_correct
+from rl_vlm.types import RLVLMError, UserInputError, judged_correct
 
 PUSH = str(Path(__file__).parents[1] / "fixtures" / "envs" / "vagen_env.py")
 
@@ -46,7 +46,7 @@ def test_an_episode_is_played_to_its_end(env):
     assert [step[1] for step in steps] == [0.0, 0.0, 1.0]
     assert [step[2] for step in steps] == [False, False, True] and steps[-1][4]["success"]
     assert steps[0][0].messages[0].parts[0] == "After your move "
-    with pytest.raises(EnvError, match="call reset"):
+    with pytest.raises(RLVLMError, match="call reset"):
         env.step("right")
 
 

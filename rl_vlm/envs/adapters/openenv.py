@@ -15,8 +15,7 @@ import httpx
 from rl_vlm.envs.adapters.address import TOKEN_VARIABLE, base_url, check_seconds, is_loopback, token_header
 from rl_vlm.envs.adapters.openenv_actions import ActionError, ActionForm
 from rl_vlm.envs.adapters.openenv_observations import parts_of
-from rl_vlm.envs.base import Info, MadeItemsEnv, StepResult
-from rl_vlm.envs.data import check_max_turns
+from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, as_reward
 from rl_vlm.envs.images import one_line
 from rl_vlm.envs.wire import check_plain
@@ -26,7 +25,7 @@ MAX_MESSAGE = 32 * 2**20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 
-class OpenEnv(MadeItemsEnv):
+class OpenEnv(EpisodeEnv):
     """A VisionEnv behind an OpenEnv server.
 
     address: "http://host:port" or "host:port". prompt: what stands before the first observation; by default how to answer.
@@ -35,7 +34,7 @@ class OpenEnv(MadeItemsEnv):
     split has. timeout_s: deadline of a call; retry_s: how long a server that cannot be reached, or is full, is tried again.
     token_variable: the environment variable with the token that is sent.
 
-    A text that is no action, or one that the server's schema refuses, is answered with the reason and uses up the turn.
+    A text that is no action, or one that the server's schema refuses, is answered with the reason and costs a turn.
     `info` holds `invalid_actions`, their count.
     """
 
@@ -46,62 +45,48 @@ class OpenEnv(MadeItemsEnv):
         prompt: str | None = None,
         action_field: str | None = None,
         reset: dict[str, Any] | None = None,
-        max_turns: int = 16,
-        num_train: int = 4096,
-        num_test: int = 512,
+        max_turns: Count = 16,
+        num_train: Count = 4096,
+        num_test: Count = 512,
         timeout_s: float = 60.0,
         retry_s: float = 30.0,
         token_variable: str = TOKEN_VARIABLE,
     ) -> None:
-        super().__init__(f"openenv:{address}", num_train, num_test)
+        self.name = f"openenv:{address}"
+        super().__init__(num_train=num_train, num_test=num_test, max_turns=max_turns)
         check_seconds(timeout_s=timeout_s, retry_s=retry_s)
-        check_plain(self._name, {"reset": reset})
+        check_plain(self.name, {"reset": reset})
         self._connection = _Connection(base_url(address), timeout_s, retry_s, token_header(token_variable))
         self._form = ActionForm.of(self._connection.action_schema(), action_field)
         self._prompt = self._form.instructions if prompt is None else prompt
         self._reset_data = dict(reset or {})
-        self._max_turns = check_max_turns(max_turns)
-        self._turn: int | None = None
-        self._invalid = 0
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-        """Reset the server's environment with the seed of item `options["index"]`; a lost session is opened again."""
-        super().reset(seed=seed)
-        split, index = self.chosen_item(options)
-        number = index if split == "train" else self.num_items("train") + index
+    def open(self, item: Item) -> tuple[Observation, Info]:
+        """Reset the server's environment with the item's seed; a lost session is opened again."""
+        number, self._invalid = self.number(item), 0
         self._connection.ensure_open()
         result = self._connection.call("reset", {"seed": number, **self._reset_data})
-        self._turn, self._invalid = 0, 0
         images, text = parts_of(result.get("observation"))
         opening = "\n\n".join(filter(None, (self._prompt, text)))
-        return Observation.user(*images, opening), {"index": index, "split": split, "seed": number}
+        return Observation.user(*images, opening), {"seed": number}
 
-    def step(self, action: str) -> StepResult:
+    def reply(self, text: str) -> Reply:
         """Send the policy's text as an action."""
-        if self._turn is None:
-            raise EnvError("This episode is over or never began: call reset() before step().")
-        self._turn += 1
         try:
-            result = self._connection.call("step", self._form.parse(action))
+            result = self._connection.call("step", self._form.parse(text))
         except ActionError as error:
             self._invalid += 1
-            return self._result(Observation.user(f"{error}"), 0.0, False)
-        images, text = parts_of(result.get("observation"))
-        paid = as_reward(0.0 if result.get("reward") is None else result["reward"], "the server")
-        return self._result(Observation.user(*images, text), paid, bool(result.get("done")))
+            return Reply(0.0, Observation.user(f"{error}"), self._counted())
+        images, shown = parts_of(result.get("observation"))
+        reward = as_reward(0.0 if result.get("reward") is None else result["reward"], "the server")
+        return Reply(reward, None if result.get("done") else Observation.user(*images, shown), self._counted())
 
     def close(self) -> None:
         """End the session."""
         self._connection.close()
 
-    def _result(self, observation: Observation, reward: float, done: bool) -> StepResult:
-        turn = self._turn or 0
-        truncated = not done and turn >= self._max_turns
-        info = {"turn": turn, "invalid_actions": self._invalid}
-        if done or truncated:
-            self._turn = None
-            observation = Observation()
-        return observation, reward, done, truncated, info
+    def _counted(self) -> Info:
+        return {"turn": self.turn, "invalid_actions": self._invalid}
 
 
 class _Connection:

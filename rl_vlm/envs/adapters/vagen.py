@@ -13,14 +13,13 @@ from typing import Any
 
 from rl_vlm.envs import registry
 from rl_vlm.envs.adapters.background import BackgroundLoop
-from rl_vlm.envs.base import Info, MadeItemsEnv, StepResult
-from rl_vlm.envs.data import check_max_turns
+from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError, as_reward
 from rl_vlm.envs.images import as_image, one_line
 from rl_vlm.types import Message, Observation, Part, Role, UserInputError
 
 
-class GymImageEnvAdapter(MadeItemsEnv):
+class GymImageEnvAdapter(EpisodeEnv):
     """A VisionEnv around a `GymImageEnv`.
 
     env: the class, or the name of one as `rl_vlm.make` takes it. max_turns: turns after which an episode is truncated.
@@ -32,56 +31,46 @@ class GymImageEnvAdapter(MadeItemsEnv):
         self,
         env: str | Callable[[dict[str, Any]], Any],
         *,
-        max_turns: int = 16,
-        num_train: int = 4096,
-        num_test: int = 512,
+        max_turns: Count = 16,
+        num_train: Count = 4096,
+        num_test: Count = 512,
         timeout_s: float = 60.0,
         **env_config: Any,
     ) -> None:
         factory = registry.find(env) if isinstance(env, str) else env
-        super().__init__(getattr(factory, "__name__", "The environment"), num_train, num_test)
-        self._max_turns = check_max_turns(max_turns)
+        self.name = getattr(factory, "__name__", "The environment")
+        super().__init__(num_train=num_train, num_test=num_test, max_turns=max_turns)
         self._timeout_s = timeout_s
         try:
             self._inner = factory(env_config)
         except Exception as error:  # whatever the user's code raises, an unknown key for example
             raise UserInputError(
-                f"{self._name} cannot be made with these env.kwargs ({type(error).__name__}: {one_line(error)})."
+                f"{self.name} cannot be made with these env.kwargs ({type(error).__name__}: {one_line(error)})."
             ) from error
         self._loop = BackgroundLoop()
-        self._turn: int | None = None
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-        """Open the episode of the seed that item `options["index"]` of `options["split"]` has."""
-        super().reset(seed=seed)
-        split, index = self.chosen_item(options)
-        number = index if split == "train" else self.num_items("train") + index
+    def open(self, item: Item) -> tuple[Observation, Info]:
+        """Open the episode of the seed that the item has."""
+        number = self.number(item)
         result = self._call("reset", number)
         if not isinstance(result, tuple) or len(result) != 2:
             raise EnvError("reset(seed) must return (obs, info).")
         system = self._call("system_prompt")  # after reset, as in VAGEN's own loop
-        self._turn = 0
         messages = [to_message(system, "system")] if _has_content(system) else []
         messages.append(to_message(result[0]))
-        return Observation(tuple(messages)), {**dict(result[1] or {}), "index": index, "split": split, "seed": number}
+        return Observation(tuple(messages)), {**dict(result[1] or {}), "seed": number}
 
-    def step(self, action: str) -> StepResult:
+    def reply(self, text: str) -> Reply:
         """Pass the policy's text on; the episode ends when the environment is done."""
-        if self._turn is None:
-            raise EnvError("This episode is over or never began: call reset() before step().")
-        result = self._call("step", action)
+        result = self._call("step", text)
         if not isinstance(result, tuple) or len(result) != 4:
             raise EnvError("step(action) must return (obs, reward, done, info).")
         obs, reward, done, info = result
-        self._turn += 1
-        terminated, truncated = bool(done), not done and self._turn >= self._max_turns
-        info = {**dict(info or {}), "turn": self._turn}
+        info = {**dict(info or {}), "turn": self.turn}
         if "success" in info:  # VAGEN's name for it; rewards for the format alone may add up to more than 1
             info.setdefault("correct", bool(info["success"]))
-        if terminated or truncated:
-            self._turn = None
-            return Observation(), as_reward(reward, "step()"), terminated, truncated, info
-        return Observation((to_message(obs),)), as_reward(reward, "step()"), False, False, info
+        message = None if done or self.is_last_turn else Observation((to_message(obs),))
+        return Reply(as_reward(reward, "step()"), message, info, truncated=not done and self.is_last_turn)
 
     def close(self) -> None:
         """Close the environment."""
@@ -99,7 +88,7 @@ class GymImageEnvAdapter(MadeItemsEnv):
             result = getattr(self._inner, name)(*arguments)
             return await result if inspect.isawaitable(result) else result
 
-        return self._loop.run(call(), self._timeout_s, f"{self._name}: {name}()")
+        return self._loop.run(call(), self._timeout_s, f"{self.name}: {name}()")
 
 
 def to_message(obs: Any, role: Role = "user") -> Message:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from rl_vlm.envs.base import Info, StepResult
-from rl_vlm.envs.one_shot import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, OneShotEnv, check_integers, question_of
+from pydantic import Field
+
+from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.rows import BadRowError
-from rl_vlm.envs.tables import DataSource, RowTable, cell_text
-from rl_vlm.types import EncodedImage, Observation, Split, UserInputError
+from rl_vlm.envs.tables import DataSource, RowTable, TableSet, cell_text
+from rl_vlm.types import EncodedImage, Observation, Split
 from rl_vlm.zoo.caption.reward import grade_caption
+from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE
 from rl_vlm.zoo.scenes.data import caption_item, caption_of, picture_of
 
 NAME = "Caption-v0"
@@ -54,7 +56,7 @@ def drawn_item(split: Split, index: int, seed: int, image_size: int) -> CaptionI
     return CaptionItem(picture_of(scene, image_size), (caption_of(scene),))
 
 
-class CaptionEnv(OneShotEnv[CaptionItem]):
+class CaptionEnv(EpisodeEnv):
     """One image to describe; the reward, 0 to 1, is how well the caption agrees with a reference in precision and recall.
 
     data: a data set with the columns `image` and `caption` (a text, or several); without it, drawn scenes of one to three
@@ -67,6 +69,7 @@ class CaptionEnv(OneShotEnv[CaptionItem]):
     `zoo/caption/reward.py`), `well_formed`, `reference` (the first one).
     """
 
+    name = NAME
     metrics: ClassVar[Mapping[str, tuple[float, ...]]] = {"score": ()}
 
     def __init__(
@@ -74,40 +77,26 @@ class CaptionEnv(OneShotEnv[CaptionItem]):
         data: DataSource | None = None,
         *,
         synonyms: Sequence[Sequence[str]] = (),
-        prompt: str = "full",
-        image_size: int = 64,
+        prompt: Literal["full", "brief"] = "full",
+        image_size: Annotated[int, Field(ge=MIN_IMAGE_SIZE, le=MAX_IMAGE_SIZE)] = 64,
         seed: int = 0,
-        num_train: int = 16_384,
-        num_test: int = 512,
+        num_train: Count = 16_384,
+        num_test: Count = 512,
     ) -> None:
-        super().__init__(
-            NAME,
-            CaptionTable,
-            data,
-            lambda split, index: drawn_item(split, index, seed, image_size),
-            num_train,
-            num_test,
-        )
-        check_integers(NAME, seed=(seed, None, None), image_size=(image_size, MIN_IMAGE_SIZE, MAX_IMAGE_SIZE))
-        if isinstance(synonyms, str) or not all(
-            not isinstance(group, str) and all(isinstance(word, str) for word in group) for group in synonyms
-        ):
-            raise UserInputError(
-                f"{NAME}: env.kwargs.synonyms must be lists of words, such as [[sofa, couch]], not {synonyms!r}."
-            )
+        super().__init__(num_train=num_train, num_test=num_test, rows=TableSet(CaptionTable, data) if data else None)
+        self._drawn = (seed, image_size)
         self._synonyms = synonyms
-        self._question = question_of(NAME, PROMPTS, prompt)
+        self._question = PROMPTS[prompt]
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-        """Show image `options["index"]` of `options["split"]`. Raises BadRowError if the row cannot be used."""
-        super().reset(seed=seed)
-        item, info = self.open_item(options)
-        return Observation.user(item.image, self._question), info
+    def open(self, item: Item) -> Observation:
+        """Show the image. Raises BadRowError if the row cannot be used."""
+        self._shown = shown = self.row(item) or drawn_item(item.split, item.index, *self._drawn)
+        return Observation.user(shown.image, self._question)
 
-    def step(self, action: str) -> StepResult:
+    def reply(self, text: str) -> Reply:
         """Grade the caption."""
-        item = self.close_item()
-        grade = grade_caption(action, item.references, self._synonyms)
+        references = self._shown.references
+        grade = grade_caption(text, references, self._synonyms)
         info: Info = {
             "score": grade.score,
             "f1": grade.f1,
@@ -116,6 +105,6 @@ class CaptionEnv(OneShotEnv[CaptionItem]):
             "length": grade.length,
             "reason": grade.reason,
             "well_formed": not grade.reason,
-            "reference": item.references[0],
+            "reference": references[0],
         }
-        return Observation(), grade.score, True, False, info
+        return Reply(grade.score, None, info)

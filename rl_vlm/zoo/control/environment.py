@@ -6,18 +6,18 @@ import hashlib
 import importlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import gymnasium
 import numpy as np
 from PIL import Image
+from pydantic import Field
 
 from rl_vlm.control_envs.gymnasium_env import resize_frame
 from rl_vlm.control_envs.metaworld import task_name
-from rl_vlm.envs.base import Info, MadeItemsEnv, StepResult
+from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.errors import EnvError
 from rl_vlm.envs.images import one_line
-from rl_vlm.envs.one_shot import check_integers
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import Observation, Split, UserInputError
 from rl_vlm.zoo.control.action_words import METAWORLD, choose_words, read_word
@@ -30,7 +30,7 @@ _MAX_DRAWS = 64  # all of them belong to the other split once in 10^8
 _FULL = "{task}In each of at most {turns} turns end your answer with one of these words: {words}."
 
 
-class ControlWordsEnv(MadeItemsEnv):
+class ControlWordsEnv(EpisodeEnv):
     """Play a Gymnasium environment that draws itself (`rgb_array`) and has discrete or named actions.
 
     env: a gymnasium id such as MiniGrid-Empty-5x5-v0 or `module:id`, or metaworld/TASK.
@@ -48,113 +48,84 @@ class ControlWordsEnv(MadeItemsEnv):
     turn, `correct` (success in this turn or before), `turn`, `frames` (steps made), `well_formed` and `invalid_actions`.
     """
 
+    name = "Control-v0"
+
     def __init__(
         self,
         env: str,
         *,
         actions: Mapping[Any, Any] | Sequence[str] | None = None,
-        frame_skip: int = 1,
-        history: int = 1,
-        max_turns: int = 32,
-        image_size: int | None = None,
+        frame_skip: Annotated[int, Field(ge=1, le=MAX_SKIP)] = 1,
+        history: Annotated[int, Field(ge=1, le=MAX_HISTORY)] = 1,
+        max_turns: Annotated[int, Field(ge=1, le=10_000)] = 32,
+        image_size: Annotated[int, Field(ge=16, le=2048)] | None = None,
         reward: Literal["env", "success"] = "env",
         task: str | None = None,
         prompt: Literal["full", "brief"] = "full",
         seed: int = 0,
-        num_train: int = 4096,
-        num_test: int = 512,
+        num_train: Count = 4096,
+        num_test: Count = 512,
         disjoint: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__("Control-v0", num_train, num_test)
-        check_integers(
-            "Control-v0", seed=(seed, None, None), num_train=(num_train, 1, None), num_test=(num_test, 1, None)
-        )
-        limits = {
-            "frame_skip": (frame_skip, MAX_SKIP),
-            "history": (history, MAX_HISTORY),
-            "max_turns": (max_turns, 10_000),
-        }
-        for name, (value, most) in limits.items():
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-                raise UserInputError(
-                    f"Control-v0: env.kwargs.{name} must be an integer from 1 to {most}, not {value!r}."
-                )
-        if reward not in ("env", "success") or prompt not in ("full", "brief"):
-            raise UserInputError(
-                'Control-v0: env.kwargs.reward is "env" or "success", and prompt is "full" or "brief".'
-            )
-        if image_size is not None and not 16 <= image_size <= 2048:
-            raise UserInputError(
-                f"Control-v0: env.kwargs.image_size is {image_size}: it must be between 16 and 2048 pixels."
-            )
+        super().__init__(num_train=num_train, num_test=num_test, max_turns=max_turns)
         self._inner = _make(env, kwargs)
         self._words = choose_words(self._inner, actions, METAWORLD if task_name(env) else None)
-        self._skip, self._max_turns, self._size = frame_skip, max_turns, image_size
+        self._skip, self._size = frame_skip, image_size
         self._pays_success, self._task, self._brief, self._seed = reward == "success", task, prompt == "brief", seed
         self._frames: deque[Image.Image] = deque(maxlen=history)
         self._disjoint = disjoint
-        self._turn: int | None = None
-        self._count = self._invalid = 0
-        self._paid_before = self._correct = False
 
     @property
     def words(self) -> tuple[str, ...]:
         """The action words."""
         return tuple(self._words)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-        """Open episode `options["index"]` of `options["split"]`; a random one without an index."""
-        super().reset(seed=seed)
-        split, index = self.chosen_item(options)
-        self._turn, self._count, self._invalid = 0, 0, 0
+    def open(self, item: Item) -> tuple[Observation, Info]:
+        """Reset the environment with the item's seed and show its first picture."""
+        self._count = self._invalid = 0
         self._paid_before = self._correct = False
         for attempt in range(_MAX_DRAWS):
-            inner_seed = derive_seed(self._seed, int(split == "test"), index, attempt) % 2**31
+            inner_seed = derive_seed(self._seed, int(item.split == "test"), item.index, attempt) % 2**31
             observation, _ = self._inner.reset(seed=inner_seed)
             self._frames.clear()
             self._draw()
-            if not self._disjoint or split_of_start(self._frames[0]) == split:
+            if not self._disjoint or split_of_start(self._frames[0]) == item.split:
                 break
         else:
             raise EnvError(
-                f"No start of the {split} split was found in {_MAX_DRAWS}: has the environment more than one?"
+                f"No start of the {item.split} split was found in {_MAX_DRAWS}: has the environment more than one?"
             )
         mission = observation.get("mission", "") if isinstance(observation, dict) else ""
         task = (self._task if self._task is not None else str(mission)).strip()
         task = f"{task[:1].upper()}{task[1:]}{'' if task.endswith(('.', '!', '?')) else '.'} " if task else ""
         words = ", ".join(self._words)
-        text = question_of(self._words) if self._brief else _FULL.format(task=task, turns=self._max_turns, words=words)
-        return self._show(text), {"index": index, "split": split, "seed": inner_seed}
+        full = _FULL.format(task=task, turns=self.max_turns, words=words)
+        return self._show(question_of(self._words) if self._brief else full), {"seed": inner_seed}
 
-    def step(self, action: str) -> StepResult:
+    def reply(self, text: str) -> Reply:
         """Carry out the word that the text ends with."""
-        if self._turn is None:
-            raise UserInputError("Control-v0: call reset() before step(), and again after an episode has ended.")
-        word = read_word(action, self._words)
-        self._turn += 1
+        word = read_word(text, self._words)
         reward, terminated, truncated, success = 0.0, False, False, False
         if word is None:
             self._invalid += 1
         else:
             reward, terminated, truncated, success = self._carry_out(self._words[word])
-        truncated = truncated or self._turn >= self._max_turns
         self._correct |= success
         if self._pays_success:
             reward, terminated = float(success), terminated or success
         info: Info = {
             "success": success,
             "correct": self._correct,
-            "turn": self._turn,
+            "turn": self.turn,
             "frames": self._count,
             "well_formed": word is not None,
             "invalid_actions": self._invalid,
         }
         if terminated or truncated:
-            self._turn = None
-            return Observation(), reward, terminated, truncated and not terminated, info
-        text = question_of(self._words) if word is not None else reminder_of(self._words)
-        return self._show(text), reward, False, False, info
+            return Reply(reward, None, info, truncated=not terminated)
+        shown = question_of(self._words) if word is not None else reminder_of(self._words)
+        return Reply(reward, self._show(shown), info)
 
     def close(self) -> None:
         """Close the environment."""

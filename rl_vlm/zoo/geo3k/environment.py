@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
-from rl_vlm.envs.base import Info, StepResult, VisionEnv
-from rl_vlm.envs.data import DataSource, Question, Questions, QuestionSet, check_max_turns
-from rl_vlm.envs.errors import EnvError
+from pydantic import Field
+
+from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
+from rl_vlm.envs.data import DataSource, ImageTable, Question
 from rl_vlm.envs.images import fit
+from rl_vlm.envs.tables import TableSet
 from rl_vlm.envs.tools import ToolCall, ToolCallError, parse_tool_call
 from rl_vlm.rewards.math import extract_boxed, grade_turns, is_equal
-from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
-from rl_vlm.zoo.geo3k.drawn import DrawnQuestions, Levels
+from rl_vlm.types import EncodedImage, Message, Observation, UserInputError
+from rl_vlm.zoo.geo3k.drawn import Drawing, Level
 
 TOOLS = ("calc_score", "calc_geo3k_reward")  # the second is an alias
 MAX_ECHO = 80  # characters of the policy's answer that a reply repeats
@@ -42,14 +45,14 @@ _LAST_TURN = r" Your next message is the last one: give your final Answer: \boxe
 _FINISH = r"Now finish with Answer: \boxed{...} and no tool call."
 
 
-class Geo3kEnv(VisionEnv):
+class Geo3kEnv(EpisodeEnv):
     r"""One geometry question, up to `max_turns` answers.
 
     A turn with a tool call gets a reply of role "tool"; a turn without one ends the episode. The reward, 1 or 0, is
     paid at the end for the last `\boxed{}` that the policy itself wrote, whatever the tool said before.
 
     Arguments: `data`, a question set (see `open_split`); without it, problems are drawn, and `level`, `angle_step`, `seed`,
-    `num_train` and `num_test` say which (see `DrawnQuestions`). `scoring_tool=False` withholds the tool, which tells right
+    `num_train` and `num_test` say which (see `Drawing`). `scoring_tool=False` withholds the tool, which tells right
     from wrong and so must be off where accuracy without help is measured. `tool_cost` is subtracted for each call,
     `format_bonus` paid once for the first call that could be carried out. `image_size` bounds the longest side of an
     image in pixels, `square` makes every image that size on a grey ground; drawn figures are that size, 256 by default.
@@ -60,103 +63,75 @@ class Geo3kEnv(VisionEnv):
     correct (both judged at the end), reply, kind (of a drawn problem); at the end also reason and truth.
     """
 
+    name = "Geo3k-v0"
+
     def __init__(
         self,
         data: DataSource | None = None,
-        max_turns: int = 3,
+        max_turns: Count = 3,
         scoring_tool: bool = True,
         tool_cost: float = 0.0,
         format_bonus: float = 0.0,
-        image_size: int | None = None,
+        image_size: Count | None = None,
         square: bool = False,
         prompt: Prompt = "auto",
-        level: Levels | None = None,
+        level: Level | Annotated[Sequence[Level], Field(min_length=1)] | None = None,
         angle_step: int = 1,
         seed: int = 0,
-        num_train: int = 16_384,
-        num_test: int = 512,
+        num_train: Count = 16_384,
+        num_test: Count = 512,
     ) -> None:
-        super().__init__()
+        rows = TableSet(ImageTable, data) if data else None
+        super().__init__(num_train=num_train, num_test=num_test, max_turns=max_turns, rows=rows)
         if data and level is not None:
             raise UserInputError("Geo3k-v0: env.kwargs.level is of drawn problems; the rows of env.data have none.")
-        if (image_size is not None and image_size < 1) or (square and image_size is None):
-            raise UserInputError(
-                f"Geo3k-v0: env.kwargs.image_size is {image_size}; give at least 1 pixel, and give it with env.kwargs.square."
-            )
-        if prompt not in get_args(Prompt):
-            raise UserInputError(
-                f"Geo3k-v0: env.kwargs.prompt is {prompt!r}; use one of {', '.join(get_args(Prompt))}."
-            )
-        self._questions: Questions = (
-            QuestionSet(data)
-            if data
-            else DrawnQuestions(1 if level is None else level, angle_step, image_size, seed, num_train, num_test)
-        )
-        self._max_turns = check_max_turns(max_turns)
+        if square and image_size is None:
+            raise UserInputError("Geo3k-v0: env.kwargs.square needs env.kwargs.image_size, in pixels.")
+        if not data:
+            levels = (1,) if level is None else (level,) if isinstance(level, int) else tuple(level)
+            self._drawn = Drawing(levels, angle_step, image_size, seed)
         self._scoring_tool = scoring_tool
         self._tool_cost = tool_cost
         self._format_bonus = format_bonus
         self._image_size = image_size
         self._square = square
         self._prompt = prompt
-        self._question: Question | None = None
-        self._status = "closed"
+
+    def open(self, item: Item) -> tuple[Observation, Info]:
+        """Ask the question. Raises BadRowError if the row cannot be used."""
+        self._question: Question = self.row(item) or self._drawn.question(item.split, item.index)
         self._turns: list[str] = []
         self._tool_calls = self._tool_errors = 0
         self._bonus_paid = False
+        return self._opening(self._question), {"where": self._question.where}
 
-    def num_items(self, split: Split) -> int:
-        """The number of questions in the split."""
-        return self._questions.num_questions(split)
-
-    def validate(self, split: Split, limit: int | None = None) -> int:
-        """Check the split's rows before training starts (see `ImageTable.validate`); return how many."""
-        return self._questions.validate(split, limit)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-        """Ask question `options["index"]` of `options["split"]`. Raises BadRowError if the row cannot be used."""
-        super().reset(seed=seed)
-        self._status = "closed"
-        split, index = self.item(options, self.num_items((options or {}).get("split", "train")))
-        self._question = question = self._questions.question(split, index)
-        self._status = "running"
-        self._turns = []
-        self._tool_calls = self._tool_errors = 0
-        self._bonus_paid = False
-        return self._opening(question), {"split": split, "index": index, "where": question.where}
-
-    def step(self, action: str) -> StepResult:
+    def reply(self, text: str) -> Reply:
         """Answer one turn; see the class for reward and info."""
-        if self._status != "running" or self._question is None:
-            raise EnvError("This episode is over or never began: call reset() before step().")
-        if not isinstance(action, str):
-            raise EnvError(f"The action must be text, not {type(action).__name__}.")
-        self._turns.append(action)
+        self._turns.append(text)
         truth = self._question.answer
-        reply, reward = self._answer_call(action, truth)
+        reply, reward = self._answer_call(text, truth)
+        truncated = reply is not None and self.is_last_turn
         if reply is None:
-            terminated, truncated = True, False
-            boxed = extract_boxed(action) is not None
-            self._status = "answered" if boxed else "no_answer"
-            reply = "Answer received." if boxed else r"No tool call and no \boxed{} answer: the episode ends here."
+            boxed = extract_boxed(text) is not None
+            status = "answered" if boxed else "no_answer"
+            said = "Answer received." if boxed else r"No tool call and no \boxed{} answer: the episode ends here."
         else:
-            terminated, truncated = False, len(self._turns) >= self._max_turns
-            self._status = "out_of_turns" if truncated else "running"
+            status, said = "out_of_turns" if truncated else "running", reply
         info: Info = {
-            "turn": len(self._turns),
-            "status": self._status,
+            "turn": self.turn,
+            "status": status,
             "tool_calls": self._tool_calls,
             "tool_errors": self._tool_errors,
             "answer": None,
             "correct": False,
-            "reply": reply,
+            "reply": said,
             "kind": self._question.kind,
         }
-        if not (terminated or truncated):
-            return Observation((Message.of("tool", reply),)), reward, False, False, info
+        if status == "running":
+            return Reply(reward, Observation((Message.of("tool", said),)), info)
         grade = grade_turns(self._turns, truth)
         info |= {"answer": grade.answer, "correct": grade.correct, "reason": grade.reason, "truth": truth}
-        return Observation(), reward + float(grade.correct), terminated, truncated, info
+        return Reply(reward + float(grade.correct), None, info, truncated)
 
     def _answer_call(self, text: str, truth: str) -> tuple[str | None, float]:
         """The reply to the turn's tool call, None if it has none, and what the call pays or costs."""
@@ -196,7 +171,7 @@ class Geo3kEnv(VisionEnv):
 
     def _warning(self) -> str:
         """The last-turn warning in the reply to the second-last turn."""
-        return _LAST_TURN if len(self._turns) == self._max_turns - 1 else ""
+        return _LAST_TURN if self.turn + 1 == self.max_turns else ""
 
     def _opening(self, question: Question) -> Observation:
         size = self._image_size
@@ -210,7 +185,7 @@ class Geo3kEnv(VisionEnv):
         if self._prompt == "brief":
             tool = _BRIEF_TOOL if self._scoring_tool else ""
             return Observation.user(*parts, f"\n{tool}{_BRIEF}")
-        instructions = _FULL + (_FULL_TOOL % self._max_turns if self._scoring_tool else "")
+        instructions = _FULL + (_FULL_TOOL % self.max_turns if self._scoring_tool else "")
         return Observation((Message.of("system", instructions), Message("user", parts)))
 
 

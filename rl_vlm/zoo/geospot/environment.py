@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Annotated, ClassVar, Literal
 
-from rl_vlm.envs.base import Info, MadeItemsEnv, StepResult
+from pydantic import Field
+
+from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.data import DataSource
 from rl_vlm.envs.images import fit
-from rl_vlm.envs.one_shot import check_integers
 from rl_vlm.types import EncodedImage, Observation, Split, UserInputError
 from rl_vlm.zoo.geospot import world
 from rl_vlm.zoo.geospot.answer import parse_answer
@@ -21,7 +21,7 @@ from rl_vlm.zoo.geospot.truth import GroundTruth
 
 MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 64, 2048
 NEAR_KM = (25, 100, 500)
-PROMPTS = ("full", "brief")
+_Weight = Annotated[float, Field(ge=0)]
 BRIEF = "Where is it?"
 _STREET = "Where was this picture taken? Look at signs, script, roads, buildings, plants and light, and reason briefly."
 _MAP = "Where is the red pin on this map? Latitude and longitude can be read off the lines; name the nearest big city."
@@ -33,7 +33,7 @@ _FORM = (
 _UNANSWERED: Info = {"distance_km": FARTHEST_KM, "format_ok": False, **{f"within_{km}km": False for km in NEAR_KM}}
 
 
-class GeoSpotEnv(MadeItemsEnv):
+class GeoSpotEnv(EpisodeEnv):
     """Say where a street view was taken, or where a pin on a drawn map is: city, region, country, latitude and longitude.
 
     data: street views (see `rows.py`); without it, maps are drawn: a pin in one of the `countries` largest countries, whose
@@ -50,6 +50,7 @@ class GeoSpotEnv(MadeItemsEnv):
     `d_*` in km (None if missing), `k_*`, and the metrics; `distance_km` is `d_coords`, or half the Earth's circumference without one.
     """
 
+    name = "GeoSpot-v0"
     metrics: ClassVar[Mapping[str, tuple[float, ...]]] = {
         "distance_km": (0.5, 0.9),
         "format_ok": (),
@@ -63,76 +64,50 @@ class GeoSpotEnv(MadeItemsEnv):
         self,
         data: DataSource | None = None,
         *,
-        stage: float = LAST_STAGE,
-        weights: Sequence[float] | None = None,
-        taus: Mapping[str, float] | None = None,
-        prompt: str = "full",
-        countries: int = 60,
-        cities: int = 10,
-        zoom: int = 1,
-        image_size: int | None = None,
+        stage: Annotated[float, Field(ge=0, le=LAST_STAGE)] = LAST_STAGE,
+        weights: Annotated[Sequence[_Weight], Field(min_length=3, max_length=3)] | None = None,
+        taus: Mapping[Literal["country", "region", "city", "coords"], Annotated[float, Field(ge=1e-3)]] | None = None,
+        prompt: Literal["full", "brief"] = "full",
+        countries: Annotated[int, Field(ge=2, le=world.MOST_COUNTRIES)] = 60,
+        cities: Annotated[int, Field(ge=1, le=1000)] = 10,
+        zoom: Annotated[int, Field(ge=1, le=world.MAX_ZOOM)] = 1,
+        image_size: Annotated[int, Field(ge=MIN_IMAGE_SIZE, le=MAX_IMAGE_SIZE)] | None = None,
         seed: int = 0,
-        num_train: int = 4096,
-        num_test: int = 512,
+        num_train: Count = 4096,
+        num_test: Count = 512,
     ) -> None:
-        super().__init__("GeoSpot-v0", num_train, num_test)
-        if prompt not in PROMPTS:
-            raise UserInputError(
-                f"GeoSpot-v0: env.kwargs.prompt {prompt!r} is unknown; choose one of {', '.join(PROMPTS)}."
-            )
-        self._views = StreetViews(data) if data else None
-        if self._views is None:
-            image_size = world.IMAGE_SIZE if image_size is None else image_size
-            check_integers(
-                "GeoSpot-v0",
-                countries=(countries, 2, world.MOST_COUNTRIES),
-                cities=(cities, 1, 1000),
-                zoom=(zoom, 1, world.MAX_ZOOM),
-                num_train=(num_train, 1, 10**9),
-                num_test=(num_test, 1, 10**9),
-                seed=(seed, -(2**63), 2**63),
-            )
-        if image_size is not None:
-            check_integers("GeoSpot-v0", image_size=(image_size, MIN_IMAGE_SIZE, MAX_IMAGE_SIZE))
-        self.stage = _number("stage", stage, 0.0, LAST_STAGE)
-        self.weights = stage_weights(self.stage) if weights is None else _checked_weights(weights)
-        self.taus = {**TAUS_KM, **_checked_taus(taus or {})}
+        views = StreetViews(data) if data else None
+        super().__init__(num_train=num_train, num_test=num_test, rows=views)
+        if weights is not None and not any(weights):
+            raise UserInputError("GeoSpot-v0: env.kwargs.weights are all 0: one must be above 0.")
+        self._views = views
+        self.stage = float(stage)
+        self.weights = stage_weights(self.stage) if weights is None else field_weights(*weights)
+        self.taus = TAUS_KM | {str(field): width for field, width in (taus or {}).items()}
         self.prompt = prompt
-        self._made = (countries, cities, zoom, image_size)
+        self._made = (countries, cities, zoom, world.IMAGE_SIZE if image_size is None else image_size)
         self._image_size = image_size
         self._seed = seed
-        self._truth: GroundTruth | None = None
         self._skipped = 0
 
-    def num_items(self, split: Split) -> int:
-        """How many pictures the split holds."""
-        return super().num_items(split) if self._views is None else len(self._views.table(split))
-
-    def validate(self, split: Split, limit: int = 32) -> None:
+    def validate(self, split: Split, limit: int | None = 32) -> int:
         """Read some rows of the split. Raises UserInputError if there are none or none of them can be read."""
-        if self._views is not None:
-            self._views.table(split).validate(limit)
+        return super().validate(split, limit)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-        """Show picture `options["index"]` of `options["split"]`; a random one without an index."""
-        super().reset(seed=seed)
-        split, index = self.chosen_item(options)
-        image, self._truth, question = self._map(split, index) if self._views is None else self._view(split, index)
+    def open(self, item: Item) -> tuple[Observation, Info]:
+        """Show the picture."""
+        image, self._truth, question = self._map(item) if self._views is None else self._view(self._views, item)
         text = BRIEF if self.prompt == "brief" else question + _FORM
-        info = {"index": index, "split": split, "stage_idx": self.stage, "skipped_rows": self._skipped, **_UNANSWERED}
-        return Observation.user(image, text), info
+        return Observation.user(image, text), {"stage_idx": self.stage, "skipped_rows": self._skipped, **_UNANSWERED}
 
-    def step(self, action: str) -> StepResult:
+    def reply(self, text: str) -> Reply:
         """Grade the answer; the episode ends."""
-        if self._truth is None:
-            raise UserInputError("GeoSpot-v0: call reset() before step(), and again after an episode has ended.")
-        truth, self._truth = self._truth, None
-        answer = parse_answer(action)
+        truth, answer = self._truth, parse_answer(text)
         distances = truth.distances_km(answer, open_gazetteer())
         scored = score(distances, self.weights, self.taus)
         off = distances["coords"]
         info: Info = {
-            "response": action,
+            "response": text,
             "stage": self.stage,
             "stage_weights": self.weights,
             "parsed": {name: getattr(answer, name) for name in ("city", "region", "country", "coords", "format_valid")},
@@ -146,12 +121,10 @@ class GeoSpotEnv(MadeItemsEnv):
             # A right country is what a table of accuracies can hold: no answer is exactly right.
             "correct": distances["country"] == 0.0,
         }
-        return Observation(), scored.reward, True, False, info
+        return Reply(scored.reward, None, info)
 
-    def _map(self, split: Split, index: int) -> tuple[EncodedImage, GroundTruth, str]:
-        countries, cities, zoom, image_size = self._made
-        assert image_size is not None
-        item = world.pin_item(countries, cities, zoom, image_size, split, index, self._seed)
+    def _map(self, asked: Item) -> tuple[EncodedImage, GroundTruth, str]:
+        item = world.pin_item(*self._made, asked.split, asked.index, self._seed)
         names: dict[str, str | None] = {
             "country": item.country.name,
             "region": item.region.name,
@@ -159,10 +132,9 @@ class GeoSpotEnv(MadeItemsEnv):
         }
         return item.image, GroundTruth(item.position, names, item.country, item.region, item.city), _MAP
 
-    def _view(self, split: Split, index: int) -> tuple[EncodedImage, GroundTruth, str]:
-        assert self._views is not None
-        table = self._views.table(split)
-        view = table[index]
+    def _view(self, views: StreetViews, asked: Item) -> tuple[EncodedImage, GroundTruth, str]:
+        table = views.split(asked.split)
+        view = table[asked.index]
         self._skipped = len(table.skipped)
         image = view.image if self._image_size is None else _fit(view.image, self._image_size)
         truth = GroundTruth.from_names(open_gazetteer(), view.position, view.country, view.region, view.city)
@@ -170,28 +142,3 @@ class GeoSpotEnv(MadeItemsEnv):
 
 
 _fit = lru_cache(maxsize=64)(fit)  # the copies of a group show the same image
-
-
-def _checked_weights(weights: Sequence[float]) -> dict[str, float]:
-    if not isinstance(weights, Sequence) or len(weights) != 3:
-        raise UserInputError(
-            f"GeoSpot-v0: env.kwargs.weights are three numbers for country, region and city, not {weights!r}."
-        )
-    country, region, city = (_number("weights", weight, 0.0, math.inf) for weight in weights)
-    if country + region + city == 0:
-        raise UserInputError("GeoSpot-v0: env.kwargs.weights are all 0: one must be above 0.")
-    return field_weights(country, region, city)
-
-
-def _checked_taus(taus: Mapping[str, float]) -> dict[str, float]:
-    unknown = [field for field in taus if field not in TAUS_KM]
-    if unknown:
-        raise UserInputError(f"GeoSpot-v0: env.kwargs.taus has no field {unknown[0]!r}; it has {', '.join(TAUS_KM)}.")
-    return {field: _number(f"taus.{field}", tau, 1e-3, math.inf) for field, tau in taus.items()}
-
-
-def _number(name: str, value: float, least: float, most: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most or math.isinf(value):
-        limits = f"of at least {least:g}" if math.isinf(most) else f"from {least:g} to {most:g}"
-        raise UserInputError(f"GeoSpot-v0: env.kwargs.{name} must be a number {limits}, not {value!r}.")
-    return float(value)

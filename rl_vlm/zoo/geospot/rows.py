@@ -156,7 +156,7 @@ class StreetViews:
         self._data = data
         self._checked = False
 
-    def table(self, split: Split) -> StreetViewTable:
+    def split(self, split: Split) -> StreetViewTable:
         """The views of a split. Raises UserInputError if there are none, or if train and test name the same rows."""
         if split not in ("train", "test"):
             raise UserInputError(f'There is no split {split!r}; use "train" or "test".')

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from rl_vlm.envs.base import Info, StepResult
-from rl_vlm.envs.one_shot import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, OneShotEnv, check_integers, question_of
+from pydantic import Field
+
+from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.rows import BadRowError
-from rl_vlm.envs.tables import DataSource, RowTable, cell_text
-from rl_vlm.types import EncodedImage, Observation, Split, UserInputError
+from rl_vlm.envs.tables import DataSource, RowTable, TableSet, cell_text
+from rl_vlm.types import EncodedImage, Observation, Split
+from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE
 from rl_vlm.zoo.nlvr2.answer import read_verdict
 from rl_vlm.zoo.scenes.data import STATEMENT_KINDS, StatementKind, pair_item, picture_of
 
@@ -65,14 +67,7 @@ def drawn_item(split: Split, index: int, seed: int, image_size: int, kinds: tupl
     return PairItem(left, right, str(pair.statement), pair.truth, pair.statement.kind)
 
 
-def _known_kinds(kinds: Sequence[StatementKind]) -> tuple[StatementKind, ...]:
-    unknown = [kind for kind in kinds if kind not in STATEMENT_KINDS]
-    if unknown or not kinds or isinstance(kinds, str):
-        raise UserInputError(f"{NAME}: env.kwargs.kinds is {kinds!r}; list some of {', '.join(STATEMENT_KINDS)}.")
-    return tuple(kinds)
-
-
-class NLVR2Env(OneShotEnv[PairItem]):
+class NLVR2Env(EpisodeEnv):
     """Two images and a sentence about both: is it true? A reward of 1 for the right word, 0 for the wrong one or for none.
 
     data: a data set with the columns `sentence`, `left_image`, `right_image`, `label`; without it, drawn scenes of shapes and
@@ -84,46 +79,38 @@ class NLVR2Env(OneShotEnv[PairItem]):
     `well_formed`, `label`, `kind` (of a drawn sentence: equal, sum, one or more; else empty).
     """
 
+    name = NAME
+
     def __init__(
         self,
         data: DataSource | None = None,
         *,
-        prompt: str = "full",
-        kinds: Sequence[StatementKind] = STATEMENT_KINDS,
-        image_size: int = 64,
+        prompt: Literal["full", "brief"] = "full",
+        kinds: Annotated[Sequence[StatementKind], Field(min_length=1)] = STATEMENT_KINDS,
+        image_size: Annotated[int, Field(ge=MIN_IMAGE_SIZE, le=MAX_IMAGE_SIZE)] = 64,
         seed: int = 0,
-        num_train: int = 16_384,
-        num_test: int = 512,
+        num_train: Count = 16_384,
+        num_test: Count = 512,
     ) -> None:
-        asked = _known_kinds(kinds)
-        super().__init__(
-            NAME,
-            PairTable,
-            data,
-            lambda split, index: drawn_item(split, index, seed, image_size, asked),
-            num_train,
-            num_test,
-        )
-        check_integers(NAME, seed=(seed, None, None), image_size=(image_size, MIN_IMAGE_SIZE, MAX_IMAGE_SIZE))
-        self._question = question_of(NAME, PROMPTS, prompt)
+        super().__init__(num_train=num_train, num_test=num_test, rows=TableSet(PairTable, data) if data else None)
+        self._drawn = (seed, image_size, tuple(kinds))
+        self._question = PROMPTS[prompt]
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-        """Show item `options["index"]` of `options["split"]`. Raises BadRowError if the row cannot be used."""
-        super().reset(seed=seed)
-        item, info = self.open_item(options)
-        return Observation.user(item.left, item.right, item.sentence + self._question), {**info, "kind": item.kind}
+    def open(self, item: Item) -> tuple[Observation, Info]:
+        """Show the pair. Raises BadRowError if the row cannot be used."""
+        self._pair = pair = self.row(item) or drawn_item(item.split, item.index, *self._drawn)
+        return Observation.user(pair.left, pair.right, pair.sentence + self._question), {"kind": pair.kind}
 
-    def step(self, action: str) -> StepResult:
+    def reply(self, text: str) -> Reply:
         """Grade the answer."""
-        item = self.close_item()
-        verdict = read_verdict(action)
-        correct = verdict.value == item.label
+        verdict, label = read_verdict(text), self._pair.label
+        correct = verdict.value == label
         info: Info = {
             "correct": correct,
             "verdict": verdict.value,
             "reason": verdict.reason,
             "well_formed": verdict.value is not None,
-            "label": item.label,
-            "kind": item.kind,
+            "label": label,
+            "kind": self._pair.kind,
         }
-        return Observation(), float(correct), True, False, info
+        return Reply(float(correct), None, info)

@@ -9,17 +9,17 @@ import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 from PIL import Image
+from pydantic import Field
 
-from rl_vlm.envs.base import Info, MadeItemsEnv, StepResult
-from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
+from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
+from rl_vlm.types import EncodedImage, Message, Observation, Split
 from rl_vlm.zoo import drawing
 from rl_vlm.zoo.shapes import data
 
 Task = Literal["count", "rule"]
-TASKS: tuple[Task, ...] = ("count", "rule")
 
 _ANSWER = re.compile(r"<answer>([^<>]*)</answer>")
 _CALL = re.compile(r"<tool_call>(.*)</tool_call>", re.DOTALL)
@@ -76,7 +76,7 @@ def parse_call(text: str) -> str | None:
     return answer.strip() if isinstance(answer, str) else None
 
 
-class ShapesEnv(MadeItemsEnv):
+class ShapesEnv(EpisodeEnv):
     """A drawing and one question; the whole turn must be `<answer>N</answer>`.
 
     task: "count" (how many shapes, 1 to 4) or "rule" (a hidden map from the shape's colour to a number 1 to 4).
@@ -89,34 +89,22 @@ class ShapesEnv(MadeItemsEnv):
     `info` holds `correct`, `well_formed`, the right `answer` and the `turn`.
     """
 
+    name = "Shapes-v0"
+
     def __init__(
         self,
         task: Task = "count",
         *,
-        turns: int = 1,
+        turns: Annotated[int, Field(ge=1, le=2)] = 1,
         tool: bool = False,
-        image_size: int = drawing.IMAGE_SIZE,
+        image_size: Annotated[int, Field(ge=drawing.MIN_IMAGE_SIZE, le=drawing.MAX_IMAGE_SIZE)] = drawing.IMAGE_SIZE,
         seed: int = 0,
-        num_train: int = 4096,
-        num_test: int = 512,
+        num_train: Count = 4096,
+        num_test: Count = 512,
         second_reward: float = 0.5,
         call_bonus: float = 0.2,
     ) -> None:
-        super().__init__("Shapes-v0", num_train, num_test)
-        if task not in TASKS:
-            raise UserInputError(f"Shapes-v0: env.kwargs.task {task!r} is unknown; choose one of {', '.join(TASKS)}.")
-        if isinstance(turns, bool) or turns not in (1, 2):
-            raise UserInputError(f"Shapes-v0: env.kwargs.turns must be 1 or 2, not {turns!r}.")
-        if not isinstance(image_size, int) or not drawing.MIN_IMAGE_SIZE <= image_size <= drawing.MAX_IMAGE_SIZE:
-            raise UserInputError(
-                f"Shapes-v0: env.kwargs.image_size must be an integer from {drawing.MIN_IMAGE_SIZE} to {drawing.MAX_IMAGE_SIZE}, "
-                f"not {image_size!r}."
-            )
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise UserInputError(f"Shapes-v0: env.kwargs.seed must be an integer, not {seed!r}.")
-        for name, value in (("num_train", num_train), ("num_test", num_test)):
-            if not isinstance(value, int) or value < 1:
-                raise UserInputError(f"Shapes-v0: env.kwargs.{name} must be a positive integer, not {value!r}.")
+        super().__init__(num_train=num_train, num_test=num_test, max_turns=turns)
         self.task: Task = task
         self.turns = turns
         self.tool = tool
@@ -124,38 +112,28 @@ class ShapesEnv(MadeItemsEnv):
         self.seed = seed
         self.second_reward = second_reward
         self.call_bonus = call_bonus
-        self._item: ShapesItem | None = None
-        self._turn = 0
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-        """Show drawing `options["index"]` of `options["split"]`; a random one without an index."""
-        super().reset(seed=seed)
-        split, index = self.chosen_item(options)
-        self._item = shapes_item(self.task, split, index, self.seed, self.image_size)
-        self._turn = 0
-        question = self._item.question + (data.TOOL_HINT if self.tool else "")
-        return Observation.user(self._item.image, question), {"index": index, "split": split}
+    def open(self, item: Item) -> Observation:
+        """Show the drawing and its question."""
+        self._drawn = shapes_item(self.task, item.split, item.index, self.seed, self.image_size)
+        return Observation.user(self._drawn.image, self._drawn.question + (data.TOOL_HINT if self.tool else ""))
 
-    def step(self, action: str) -> StepResult:
-        """Grade one turn of text (without its end-of-turn token)."""
-        if self._item is None:
-            raise UserInputError("Shapes-v0: call reset() before step(), and again after an episode has ended.")
-        given = parse_call(action) if self.tool else parse_answer(action)
-        correct = given == self._item.answer
+    def reply(self, text: str) -> Reply:
+        """Grade one turn."""
+        given = parse_call(text) if self.tool else parse_answer(text)
+        correct = given == self._drawn.answer
         if correct:
-            reward = 1.0 if self._turn == 0 else self.second_reward
+            reward = 1.0 if self.turn == 1 else self.second_reward
         else:
             reward = self.call_bonus if self.tool and given is not None else 0.0
-        self._turn += 1
         info: Info = {
             "correct": correct,
             "well_formed": given is not None,
-            "answer": self._item.answer,
-            "turn": self._turn,
+            "answer": self._drawn.answer,
+            "turn": self.turn,
         }
-        if correct or self._turn == self.turns:
-            self._item = None
-            return Observation(), reward, True, False, info
+        if correct or self.is_last_turn:
+            return Reply(reward, None, info)
         # Only a call has a reply from the tool; plain text is answered by the user.
         role: Literal["tool", "user"] = "tool" if self.tool and given is not None else "user"
-        return Observation((Message.of(role, data.TRY_AGAIN),)), reward, False, False, info
+        return Reply(reward, Observation((Message.of(role, data.TRY_AGAIN),)), info)

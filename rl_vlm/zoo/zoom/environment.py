@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from PIL import Image
+from pydantic import Field
 
-from rl_vlm.envs.base import Info, StepResult
-from rl_vlm.envs.one_shot import OneShotEnv, check_integers, question_of
+from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.rows import BadRowError
-from rl_vlm.envs.tables import DataSource, RowTable, cell_text
+from rl_vlm.envs.tables import DataSource, RowTable, TableSet, cell_text
 from rl_vlm.envs.tools import ToolCallError
 from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
 from rl_vlm.zoo.drawing import IMAGE_SIZE
@@ -84,7 +84,7 @@ def overview_of(source: EncodedImage | FlagScene, zoom: int, view_size: int) -> 
     return overview(picture_of(source, zoom), view_size)
 
 
-class ZoomEnv(OneShotEnv[ZoomItem]):
+class ZoomEnv(EpisodeEnv):
     """A question about a picture that is shown reduced. The tool `crop` shows a part of it enlarged; the last turn answers.
 
     data: a data set with the columns `image`, `question`, `answer`; without it, drawn pictures with a flag whose pattern is asked
@@ -100,6 +100,7 @@ class ZoomEnv(OneShotEnv[ZoomItem]):
     none; see `zoo/zoom/answer.py`), `well_formed`, `truth`.
     """
 
+    name = NAME
     metrics: ClassVar[Mapping[str, tuple[float, ...]]] = {
         "calls": (),
         "call_errors": (),
@@ -110,87 +111,71 @@ class ZoomEnv(OneShotEnv[ZoomItem]):
         self,
         data: DataSource | None = None,
         *,
-        view_size: int = IMAGE_SIZE,
-        zoom: int = 4,
-        call_cost: float = 0.05,
-        max_turns: int = 4,
-        prompt: str = "full",
+        view_size: Annotated[int, Field(ge=MIN_VIEW_SIZE, le=MAX_VIEW_SIZE)] = IMAGE_SIZE,
+        zoom: Annotated[int, Field(ge=2, le=16)] = 4,
+        call_cost: Annotated[float, Field(ge=0, le=1)] = 0.05,
+        max_turns: Annotated[int, Field(ge=MIN_TURNS, le=MAX_TURNS)] = 4,
+        prompt: Literal["full", "brief"] = "full",
         seed: int = 0,
-        num_train: int = 16_384,
-        num_test: int = 512,
+        num_train: Count = 16_384,
+        num_test: Count = 512,
     ) -> None:
-        super().__init__(
-            NAME, ZoomTable, data, lambda split, index: drawn_item(split, index, seed, view_size), num_train, num_test
-        )
-        check_integers(
-            NAME,
-            seed=(seed, None, None),
-            view_size=(view_size, MIN_VIEW_SIZE, MAX_VIEW_SIZE),
-            zoom=(zoom, 2, 16),
-            max_turns=(max_turns, MIN_TURNS, MAX_TURNS),
-        )
+        rows = TableSet(ZoomTable, data) if data else None
+        super().__init__(num_train=num_train, num_test=num_test, max_turns=max_turns, rows=rows)
         if data is None and (view_size % IMAGE_SIZE or zoom % 2):
             raise UserInputError(
                 f"{NAME}: env.kwargs.view_size must be a multiple of {IMAGE_SIZE} and zoom even for drawn pictures, not {view_size} and {zoom}."
             )
-        if isinstance(call_cost, bool) or not isinstance(call_cost, int | float) or not 0 <= call_cost <= 1:
-            raise UserInputError(f"{NAME}: env.kwargs.call_cost must be a number from 0 to 1, not {call_cost!r}.")
-        self._instructions = question_of(NAME, PROMPTS, prompt).format(tool=TOOL, cost=call_cost, turns=max_turns)
+        self._instructions = PROMPTS[prompt].format(tool=TOOL, cost=call_cost, turns=max_turns)
         self._brief = prompt == "brief"
-        self._view_size, self._zoom, self._call_cost, self._max_turns = view_size, zoom, call_cost, max_turns
-        self._turns = self._calls = self._call_errors = 0
+        self._seed, self._view_size, self._zoom, self._call_cost = seed, view_size, zoom, call_cost
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-        """Show the overview of item `options["index"]` of `options["split"]`. Raises BadRowError if the row cannot be used."""
-        super().reset(seed=seed)
-        item, info = self.open_item(options)
-        self._turns = self._calls = self._call_errors = 0
-        image = overview_of(item.source, self._zoom, self._view_size)
-        return Observation.user(image, self._asked(item)), {**info, **self._counted(item)}
+    def open(self, item: Item) -> tuple[Observation, Info]:
+        """Show the overview of the picture. Raises BadRowError if the row cannot be used."""
+        self._item: ZoomItem = self.row(item) or drawn_item(item.split, item.index, self._seed, self._view_size)
+        self._calls = self._call_errors = 0
+        image = overview_of(self._item.source, self._zoom, self._view_size)
+        return Observation.user(image, self._asked()), self._counted()
 
-    def step(self, action: str) -> StepResult:
+    def reply(self, text: str) -> Reply:
         """Carry out a call, or grade the answer."""
-        item = self.current_item()
-        self._turns += 1
         try:
-            crop = read_crop(action, self._brief)
+            crop = read_crop(text, self._brief)
             if crop is None:
-                return self._graded(item, action)
-            image = cut(picture_of(item.source, self._zoom), crop, self._view_size)
+                return self._graded(text)
+            image = cut(picture_of(self._item.source, self._zoom), crop, self._view_size)
         except ToolCallError as error:
             self._call_errors += 1
-            return self._after_call(item, (f"The call could not be carried out: {error}.",))
-        return self._after_call(item, (image,) if self._brief else (image, _SHOWN.format(sides=crop.sides)))
+            return self._after_call((f"The call could not be carried out: {error}.",))
+        return self._after_call((image,) if self._brief else (image, _SHOWN.format(sides=crop.sides)))
 
-    def _asked(self, item: ZoomItem) -> str:
+    def _asked(self) -> str:
         if self._brief:
-            return BRIEF if item.difficulty else item.question
-        return item.question + self._instructions
+            return BRIEF if self._item.difficulty else self._item.question
+        return self._item.question + self._instructions
 
-    def _after_call(self, item: ZoomItem, parts: tuple[EncodedImage | str, ...]) -> StepResult:
+    def _after_call(self, parts: tuple[EncodedImage | str, ...]) -> Reply:
         self._calls += 1
-        info = self._counted(item)
-        if self._turns == self._max_turns:
-            self.close_item()
-            return Observation(), -self._call_cost, False, True, {**info, "reason": "out_of_turns"}
-        warning = (_LAST,) if self._turns == self._max_turns - 1 and not self._brief else ()
-        return Observation((Message("tool", (*parts, *warning)),)), -self._call_cost, False, False, info
+        info = self._counted()
+        if self.is_last_turn:
+            return Reply(-self._call_cost, None, {**info, "reason": "out_of_turns"}, truncated=True)
+        warning = (_LAST,) if self.turn + 1 == self.max_turns and not self._brief else ()
+        return Reply(-self._call_cost, Observation((Message("tool", (*parts, *warning)),)), info)
 
-    def _graded(self, item: ZoomItem, action: str) -> StepResult:
-        self.close_item()
-        answer = read_answer(action)
-        correct = answer.value == normalized(item.answer)
+    def _graded(self, text: str) -> Reply:
+        answer = read_answer(text)
+        correct = answer.value == normalized(self._item.answer)
         info: Info = {
-            **self._counted(item, correct),
+            **self._counted(correct),
             "answer": answer.value,
             "reason": answer.reason,
             "well_formed": answer.value is not None,
-            "truth": item.answer,
+            "truth": self._item.answer,
         }
-        return Observation(), float(correct), True, False, info
+        return Reply(float(correct), None, info)
 
-    def _counted(self, item: ZoomItem, correct: bool = False) -> Info:
+    def _counted(self, correct: bool = False) -> Info:
         info: Info = {"calls": self._calls, "call_errors": self._call_errors, "correct": correct}
-        if item.difficulty:
-            info |= {f"{name}_{item.difficulty}": info[name] for name in ("calls", "correct")}
-        return info | {"difficulty": item.difficulty}
+        if self._item.difficulty:
+            info |= {f"{name}_{self._item.difficulty}": info[name] for name in ("calls", "correct")}
+        return info | {"difficulty": self._item.difficulty}
