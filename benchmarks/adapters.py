@@ -25,10 +25,10 @@ from rl_vlm.learning.module import PolicyModel
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.serving.client import PolicyClient
-from rl_vlm.serving.publisher import PolicyService
 from rl_vlm.serving.registry import registry_name
+from rl_vlm.serving.service import PolicyService
 from rl_vlm.types import GenerationRequest, Message, SamplingParams
 
 RANK = 128
@@ -82,8 +82,8 @@ def measure(report: Report, label: str, folder: Path, replicas: int, engine: str
     """One size on one number of replicas."""
     run = configuration(folder, replicas, engine, rank)
     policy = PolicyModel(folder, run)
-    with tempfile.TemporaryDirectory() as scratch, ray_cluster(run):
-        service = PolicyService(run, "bench", ModelReference.of(str(folder)), Path(scratch))
+    with ray_cluster(run):
+        service = PolicyService(run, "bench", ModelReference.of(str(folder)))
         try:
             service.wait_until_ready()
             version = 0

@@ -12,13 +12,12 @@ import torch
 from rl_vlm.config import RunConfig
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.registry import make
-from rl_vlm.learning.learner import make_updater, optimizer_step
 from rl_vlm.learning.module import PolicyModel
 from rl_vlm.learning.optimizer import make_optimizer, scale_lr
-from rl_vlm.learning.plan import plan_update
+from rl_vlm.learning.plan import divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.strategies.replicated import SingleProcess
-from rl_vlm.learning.update import linear_schedule
+from rl_vlm.learning.update import linear_schedule, make_updater
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group
 from rl_vlm.rollout.tasks import RolloutTask
@@ -93,17 +92,21 @@ class BareLoop:
         groups = self.sample(indices, "train", run.rollout.group_size, run.rollout.temperature)
         sampled = time.perf_counter()
         algorithm = run.algorithm
-        plan = plan_update(groups, algorithm, self._rng, max_new_tokens=run.rollout.max_new_tokens)
+        limit = run.rollout.max_new_tokens
+        experience = make_experience(groups, algorithm, self._rng, max_new_tokens=limit)
+        estimate = estimate_advantages(experience, algorithm)
+        minibatches = divide(groups, algorithm, self._rng, estimate, max_new_tokens=limit)
+        (batch,) = update_batches(minibatches, groups, estimate)
         factor = 1.0
         if run.learner.lr_schedule == "linear":
             factor = linear_schedule(self.iteration, algorithm.iterations - 1, run.learner.lr_final_fraction)
         scale_lr(self._optimizer, factor)
         stats = UpdateStats()
-        packed = self._updater.pack(plan.minibatches[0])
+        packed = self._updater.pack(batch)
         for _ in range(algorithm.epochs):
-            for minibatch, active in zip(packed, plan.active, strict=True):
+            for micro_batches, active in zip(packed, batch.active, strict=True):
                 if active:
-                    optimizer_step(self._strategy, minibatch, self._updater.loss, run.learner.max_grad_norm, stats)
+                    self._updater.step(self._strategy, micro_batches, run.learner.max_grad_norm, stats)
         learned = time.perf_counter()
         self.iteration += 1
         self._loop.run_until_complete(self.engine.load_adapter(self.policy.payload(self.iteration)))

@@ -41,12 +41,13 @@ class Ours:
     """The system: Ray Serve, env runners, learner group. `rounds` collects rollouts in whole rounds."""
 
     def __init__(self, run: RunConfig, rounds: bool = False) -> None:
-        from rl_vlm.runs.cluster import ray_cluster
+        from rl_vlm.runs.kinds import kind_of
+        from rl_vlm.runs.ray_session import ray_cluster
 
         self._cluster = ray_cluster(run)
         self._cluster.__enter__()
         scratch = Path(tempfile.mkdtemp(prefix="rl-vlm-bench-"))
-        self._algorithm: Any = run.spec.load("config").from_run_config(run, scratch).build_algo()
+        self._algorithm: Any = kind_of(run).rllib_config(run).from_run_config(run, scratch).build_algo()
         if rounds:
             from whole_rounds import WholeRounds
 
@@ -86,7 +87,7 @@ class Ours:
         algorithm = self._algorithm
         version, updates = algorithm.version, algorithm.updates
         algorithm.run = _with_prompts(algorithm.run, prompts)
-        algorithm.prepare()
+        algorithm.make_state()
         algorithm.version, algorithm.updates = version, updates
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from serving_contender import Prompts
 
 from rl_vlm.config import load_config
 from rl_vlm.models.loading import load_text_side
-from rl_vlm.serving.server import build_engine
+from rl_vlm.serving.replica import build_engine
 from rl_vlm.types import GenerationRequest
 
 HERE = Path(__file__).parent
@@ -55,7 +55,7 @@ async def rounds_of(engine: Any, prompts: Prompts, count: int, report: Report) -
     freed = []
     for _ in range(count):
         before, started = free_bytes(), time.perf_counter()
-        await engine.rest()
+        await engine.sleep()
         seconds["rest"].append(time.perf_counter() - started)
         freed.append(free_bytes() - before)
         if torch.cuda.is_available():

@@ -35,7 +35,7 @@ from rl_vlm.labelling.types import Segment, SegmentPair
 from rl_vlm.models.loading import load_text_side, resolve_model
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.client import PolicyClient
-from rl_vlm.serving.publisher import PolicyService
+from rl_vlm.serving.service import PolicyService
 from rl_vlm.types import Completion, GenerationRequest
 
 PAIRS = 40
@@ -125,19 +125,18 @@ def run_model(report: Report, name: str, model: Path, rounds: int) -> None:
     settings = {"num_replicas": 1, "cpus_per_replica": 1, "engine": "transformers"}
     run = parse_config({"model": {"path": str(model)}, "serving": settings})
     engine = TransformersEngine(model, max_context=run.serving.max_context)
-    with tempfile.TemporaryDirectory() as folder:
-        service = PolicyService(run, "label-benchmark", ModelReference.of(str(model)), Path(folder))
-        try:
-            service.wait_until_ready()
+    service = PolicyService(run, "label-benchmark", ModelReference.of(str(model)))
+    try:
+        service.wait_until_ready()
 
-            async def everything() -> None:
-                client = PolicyClient("label-benchmark", deadline_s=300.0, homes=(0,))
-                await measure(report, name, model, engine, client, rounds)
-                await engine.close()
+        async def everything() -> None:
+            client = PolicyClient("label-benchmark", deadline_s=300.0, homes=(0,))
+            await measure(report, name, model, engine, client, rounds)
+            await engine.close()
 
-            asyncio.run(everything())
-        finally:
-            service.stop()
+        asyncio.run(everything())
+    finally:
+        service.stop()
 
 
 def main() -> None:

@@ -60,10 +60,11 @@ def ours(
     folder: Path, rows: int, length: int, threads: int, **learner: Any
 ) -> tuple[Callable[[], Tensor], list[Tensor], str]:
     """The loss of the system's policy update, the LoRA weights, and the product in use."""
-    from rl_vlm.learning.batching import Minibatch, TrainSample
-    from rl_vlm.learning.learner import make_updater
+    from rl_vlm.learning.batching import Minibatch
+    from rl_vlm.learning.messages import UpdateBatch
     from rl_vlm.learning.policy_model import PolicyModel
     from rl_vlm.learning.stats import UpdateStats
+    from rl_vlm.learning.update import make_updater
     from rl_vlm.types import StopReason, Trajectory, TrajectoryStatus, Turn
 
     run = run_config(folder, rows, length, threads, **learner)
@@ -74,13 +75,9 @@ def ours(
     sampled = length - PROMPT
     groups = [
         [
-            TrainSample(
-                Trajectory(
-                    str(row), ids[row].astype(np.int32), mask, np.zeros(length, np.float32), turns,
-                    TrajectoryStatus.COMPLETED, (),
-                ),
-                np.full(sampled, advantages[row]),
-                1 / (rows * sampled),
+            Trajectory(
+                str(row), ids[row].astype(np.int32), mask, np.zeros(length, np.float32), turns,
+                TrajectoryStatus.COMPLETED, (),
             )
         ]
         for row in range(rows)
@@ -88,9 +85,10 @@ def ours(
     updater = make_updater(policy, run)
     named = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
     parameters = randomize(named)
-    (packed,) = updater.pack([Minibatch(groups)])
-    assert len(packed.micro_batches) == 1
-    return lambda: updater.loss(packed, 0, UpdateStats()), parameters, policy.product
+    weights = {str(row): 1 / (rows * sampled) for row in range(rows)}
+    per_token = {str(row): np.full(sampled, advantages[row]) for row in range(rows)}
+    ((micro,),) = updater.pack(UpdateBatch([Minibatch(groups, weights)], [True], per_token, {}, [0.0]))
+    return lambda: updater.loss(micro, UpdateStats()), parameters, policy.product
 
 
 def trl(folder: Path, rows: int, length: int, threads: int) -> tuple[Callable[[], Tensor], list[Tensor], str]:

@@ -24,7 +24,9 @@ from rl_vlm.config import RewardModelSection, TeacherSection
 from rl_vlm.control_envs.metaworld import MetaWorldEnv
 from rl_vlm.labelling.teachers import ScriptedTeacher
 from rl_vlm.labelling.types import Segment, SegmentPair
-from rl_vlm.preference.ensemble import RewardEnsemble
+from rl_vlm.preference.reward_model.ensemble import RewardEnsemble
+from rl_vlm.preference.reward_model.examples import Examples, add_pairs
+from rl_vlm.preference.reward_model.training import RewardTrainer
 
 NOISE = (0.0, 0.2, 0.5, 1.0)  # standard deviations, in actions of -1 to 1
 EVERY = 3  # of an episode's frames one in this many is kept
@@ -64,8 +66,9 @@ def ranking(known: list[Segment], held_out: list[list[Segment]], pairs: int, see
     started = time.perf_counter()
     assert known[0].frames is not None
     model = RewardEnsemble(known[0].frames.shape[1:], RewardModelSection(min_gradient_steps=GRADIENT_STEPS), seed)
-    model.add_pairs(asked, asyncio.run(teacher.label(asked)))
-    fit = model.fit()
+    examples = Examples(2, capacity=pairs)
+    add_pairs(examples, model, asked, asyncio.run(teacher.label(asked)))
+    fit = RewardTrainer(model, seed).fit(examples)
     seconds = time.perf_counter() - started
     learned = [model.rewards(np.concatenate([frame.frames for frame in episode])) for episode in held_out]  # type: ignore[misc]
     true = [np.array([frame.true_rewards[0] for frame in episode]) for episode in held_out]

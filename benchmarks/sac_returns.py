@@ -82,7 +82,7 @@ def theirs(env_id: str, kwargs: dict[str, Any], steps: int, seed: int) -> tuple[
 def measure(names: list[str], steps: int | None, seeds: int) -> Report:
     """Train both on every seed, in turn."""
     from rl_vlm.config import RunConfig
-    from rl_vlm.runs.cluster import ray_cluster
+    from rl_vlm.runs.ray_session import ray_cluster
 
     report = Report("Return of the learned policy, true reward")
     with ray_cluster(RunConfig(algorithm={"name": "preference_sac"}, preference={"reward": "gt_task_reward"})):  # type: ignore[arg-type]

@@ -5,7 +5,7 @@
 - router: decisions per second of `AffinityRouter` over N replicas, of new work and of conversations (one process).
 - registry: seconds from a publication until N replicas have acknowledged it. Replicas load in no time; the payload's bytes travel by Ray's
   object store and are not counted. `in process` is the registry's own work, `over Ray` has real calls of an actor.
-- rounds, groups: CPU seconds of the driver per group, and groups per second, of `RolloutSampler` and of `ContinuousSampler` with `GroupBuffer`,
+- rounds, groups: CPU seconds of the driver per group, and groups per second, of `Sampler` with shards and with single tasks, with `GroupBuffer`,
   with N env runners whose groups take 2 s (log-normal). Groups have 8 episodes of 512 tokens. The driver only receives here: its
   limit in groups per second is 1 / CPU seconds.
 """
@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import itertools
 import random
-import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,13 +26,13 @@ from report import Report
 from simulated import HOSTS, ReplicaHost, publish_locally, runners
 
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.rollout.continuous import ContinuousSampler
 from rl_vlm.rollout.group_buffer import GroupBuffer
-from rl_vlm.rollout.sampler import RolloutSampler
+from rl_vlm.rollout.sampler import Sampler
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.serving.registry import AdapterRegistry, start_registry
+from rl_vlm.serving.registry import Registry, start_registry
 from rl_vlm.serving.router import AffinityRouter, home_session
-from rl_vlm.serving.version_line import Published
+from rl_vlm.serving.tenants import Published
+from rl_vlm.types import POLICY
 
 GROUP_S, LAG = 2.0, 2
 
@@ -82,48 +81,45 @@ def versions(count: int) -> list[Published]:
 
 def registry(report: Report, replicas: int, count: int) -> None:
     """Publication latency, in the registry's process and over Ray."""
-    with tempfile.TemporaryDirectory() as folder:
-        own = AdapterRegistry(folder, folder)
-        report.add(
-            f"registry, {replicas} replicas, in process",
-            asyncio.run(publish_locally(own, replicas, versions(count), 0.0)),
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        actor = start_registry(f"scale-{replicas}", "scale", Path(folder), Path(folder))
-        hosts = [ReplicaHost.remote() for _ in range(HOSTS)]
-        names = [f"replica{k}" for k in range(replicas)]
-        running = [host.run.remote(actor, names[k::HOSTS], 0.0) for k, host in enumerate(hosts)]
-        seconds = []
-        try:
-            deadline = time.monotonic() + 60
-            while (
-                len(ray.get(actor.status.remote(), timeout=60)["replicas"]) < replicas and time.monotonic() < deadline
-            ):
-                time.sleep(0.2)
-            for published in versions(count):
-                started = time.perf_counter()
-                ray.get(actor.publish.remote(published), timeout=60)
-                done = ray.get(actor.report.remote(published.version, replicas, 60.0), timeout=90)
-                seconds.append(time.perf_counter() - started)
-                if len(done.acked) < replicas:
-                    report.notes.append(f"registry, {replicas} replicas: {len(done.acked)} acknowledged within 60 s.")
-            ray.get([host.stop.remote() for host in hosts], timeout=60)
-            ray.get(running, timeout=60)
-        finally:
-            for one in (actor, *hosts):
-                ray.kill(one)
-        report.add(f"registry, {replicas} replicas, over Ray", seconds)
+    own = Registry("model")
+    report.add(
+        f"registry, {replicas} replicas, in process",
+        asyncio.run(publish_locally(own, replicas, versions(count), 0.0)),
+    )
+    actor = start_registry(f"scale-{replicas}", "scale", Path("model"))
+    ray.get(actor.join.remote(POLICY), timeout=60)
+    hosts = [ReplicaHost.remote() for _ in range(HOSTS)]
+    names = [f"replica{k}" for k in range(replicas)]
+    running = [host.run.remote(actor, names[k::HOSTS], 0.0) for k, host in enumerate(hosts)]
+    seconds = []
+    try:
+        deadline = time.monotonic() + 60
+        while len(ray.get(actor.status.remote(), timeout=60)["replicas"]) < replicas and time.monotonic() < deadline:
+            time.sleep(0.2)
+        for published in versions(count):
+            started = time.perf_counter()
+            ray.get(actor.publish.remote(published), timeout=60)
+            done = ray.get(actor.report.remote(published.version, replicas, 60.0), timeout=90)
+            seconds.append(time.perf_counter() - started)
+            if len(done.acked) < replicas:
+                report.notes.append(f"registry, {replicas} replicas: {len(done.acked)} acknowledged within 60 s.")
+        ray.get([host.stop.remote() for host in hosts], timeout=60)
+        ray.get(running, timeout=60)
+    finally:
+        for one in (actor, *hosts):
+            ray.kill(one)
+    report.add(f"registry, {replicas} replicas, over Ray", seconds)
 
 
 def rounds(report: Report, count: int, repeats: int) -> None:
     """Whole rounds of one group per runner."""
     env_runners, hosts = runners(count, GROUP_S)
-    sampler = RolloutSampler(env_runners, 600.0)
+    sampler = Sampler(env_runners, sharded=True)
     cpu, rates = [], []
     for _ in range(repeats):
         wall, used = time.perf_counter(), time.process_time()
-        groups, _ = sampler.collect(sampler.start(tasks(count)))
-        assert len(groups) == count
+        sampler.give(tasks(count), 600.0)
+        assert len(sampler.finish().groups) == count
         cpu.append((time.process_time() - used) / count)
         rates.append(count / (time.perf_counter() - wall))
     _tell(report, "rounds", count, cpu, rates, hosts)
@@ -132,17 +128,17 @@ def rounds(report: Report, count: int, repeats: int) -> None:
 def continuous(report: Report, count: int, repeats: int) -> None:
     """Groups as they come, at lag 2: every runner has one under way, the learner takes batches of a sixteenth of them."""
     env_runners, hosts = runners(count, GROUP_S)
-    sampler, buffer = ContinuousSampler(env_runners, 600.0, places=1), GroupBuffer(LAG)
+    sampler, buffer = Sampler(env_runners, sharded=False), GroupBuffer(LAG)
     batch = max(count // 16, 1)
     cpu, rates, given = [], [], itertools.count(0, count)
-    sampler.give(tasks(count, next(given)), 0)
+    sampler.give(tasks(count, next(given)), 600.0, 0)
     version = 0
     for _ in range(repeats):
         wall, used, learned = time.perf_counter(), time.process_time(), 0
         while learned < count:
             found = sampler.collect(version, 0.5)
             buffer.add(found.groups)
-            sampler.give(tasks(len(found.groups), next(given), version), version)
+            sampler.give(tasks(len(found.groups), next(given), version), 600.0, version)
             while buffer.has_batch(batch, version) and learned < count:
                 # Versions of a learner that is never late: an age is not what is measured here.
                 learned += len(buffer.take(batch, version)[0])

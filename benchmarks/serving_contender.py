@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -123,7 +122,7 @@ class RawEngine:
     """An engine in this process, without Ray."""
 
     def __init__(self, folder: Path, run: RunConfig) -> None:
-        from rl_vlm.serving.server import build_engine
+        from rl_vlm.serving.replica import build_engine
 
         self._engine = build_engine(folder, run)
 
@@ -142,7 +141,7 @@ class Handle:
         from ray import serve
 
         from rl_vlm.serving.client import PolicyClient
-        from rl_vlm.serving.server import app_name
+        from rl_vlm.serving.registry import app_name
 
         self._client = PolicyClient(run_id, deadline_s=300, homes=[0], coalesce=False)
         self._handle = serve.get_deployment_handle("policy", app_name(run_id))
@@ -211,11 +210,11 @@ def configuration(folder: Path, options: Sequence[str]) -> RunConfig:
 @contextlib.contextmanager
 def served(folder: Path, run: RunConfig) -> Iterator[str]:
     """A Serve application; gives its run id."""
-    from rl_vlm.runs.cluster import ray_cluster
-    from rl_vlm.serving.publisher import PolicyService
+    from rl_vlm.runs.ray_session import ray_cluster
+    from rl_vlm.serving.service import PolicyService
 
-    with tempfile.TemporaryDirectory() as scratch, ray_cluster(run):
-        service = PolicyService(run, "bench", ModelReference.of(str(folder)), Path(scratch))
+    with ray_cluster(run):
+        service = PolicyService(run, "bench", ModelReference.of(str(folder)))
         try:
             service.wait_until_ready()
             yield "bench"

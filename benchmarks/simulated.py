@@ -14,9 +14,9 @@ from ray.rllib.utils.actor_manager import FaultTolerantActorManager
 
 from rl_vlm.rollout.runners import EnvRunners
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
-from rl_vlm.serving.registry import AdapterRegistry
-from rl_vlm.serving.version_line import Published
-from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
+from rl_vlm.serving.registry import Changes, Registry
+from rl_vlm.serving.tenants import Published
+from rl_vlm.types import POLICY, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
 HOSTS = 2  # processes that the simulated runners, or replicas, live in
 TOKENS = 512  # of an episode
@@ -51,7 +51,7 @@ class RunnerHost:
     def __init__(self, seconds: float) -> None:
         self._seconds, self._chosen = seconds, random.Random(0)
 
-    async def sample(self, tasks: list[RolloutTask]) -> RolloutResult:
+    async def sample(self, tasks: list[RolloutTask], at_once: int | None = None) -> RolloutResult:
         """As `VLMEnvRunner.sample`."""
         await asyncio.sleep(self._seconds * self._chosen.lognormvariate(0.0, 0.5) * len(tasks))
         return RolloutResult(groups=[group(task) for task in tasks], timings={"sample": self._seconds})
@@ -73,14 +73,14 @@ def runners(count: int, seconds: float) -> tuple[EnvRunners, list[Any]]:
 
 
 async def follow(registry: Any, replica: str, load_s: float, ended: asyncio.Event) -> None:
-    """One replica: waits for versions, loads and acknowledges them. `registry` has AdapterRegistry's coroutines."""
-    version = 0
+    """One replica: waits for versions, loads and acknowledges them. `registry` has Registry's coroutines."""
+    since = None
     while not ended.is_set():
-        found: Published | None = await registry.wait_newer(replica, version, {})
-        if found is not None:
+        changes: Changes | None = await registry.watch(replica, since, {})
+        since = changes.revision if changes is not None else since
+        if changes is not None and (found := changes.newest.get(POLICY)) is not None:
             await asyncio.sleep(load_s)
-            version = found.version
-            await registry.ack(replica, version, found.sha256)
+            await registry.ack(replica, POLICY, found.version, found.sha256)
 
 
 class _Remote:
@@ -110,11 +110,10 @@ class ReplicaHost:
         self._ended.set()
 
 
-async def publish_locally(
-    registry: AdapterRegistry, replicas: int, versions: list[Published], load_s: float
-) -> list[float]:
+async def publish_locally(registry: Registry, replicas: int, versions: list[Published], load_s: float) -> list[float]:
     """Seconds from each publication until all replicas have acknowledged it, all in this process: the registry's own work."""
     ended = asyncio.Event()
+    await registry.join(POLICY)
     following = [asyncio.create_task(follow(registry, f"replica{k}", load_s, ended)) for k in range(replicas)]
     await asyncio.sleep(0.1)
     seconds = []

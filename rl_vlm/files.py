@@ -1,4 +1,4 @@
-"""Atomic writing of files, the cache folder, locks between processes, and conversion of values to plain JSON types."""
+"""Atomic writing of files and folders, the cache folder, locks between processes, and conversion of values to plain JSON types."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import fcntl
 import math
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -16,6 +18,8 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from rl_vlm.types import UserInputError
+
+_DRAFT, _ASIDE = ".writing-", ".replaced-"  # prefixes of folders that `replace_folder` makes
 
 
 def write_atomic(path: str | Path, data: bytes | str) -> None:
@@ -37,6 +41,69 @@ def write_atomic(path: str | Path, data: bytes | str) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def replace_folder(target: Path, kept: Callable[[Path], Iterable[str]] = lambda old: ()) -> Iterator[Path]:
+    """A draft folder, which takes the place of `target` at the end of the context: a reader sees the old folder or the new one.
+
+    On an error the old folder stays. `kept` names the entries of the old folder that the new one has too; it raises an error to
+    prevent the replacement. A process that is killed between the two renames leaves the old folder as `.replaced-*`: see
+    `clean_leftovers`.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f"{_ASIDE}{target.name}")
+    draft = Path(tempfile.mkdtemp(prefix=f"{_DRAFT}{target.name}-", dir=target.parent))
+    draft.chmod(0o755)  # mkdtemp makes it readable for its owner only
+    try:
+        yield draft
+        _put_back(aside)  # of a writer that was killed
+        if target.exists():
+            for name in kept(target):
+                link_tree(target / name, draft / name)
+            os.replace(target, aside)
+        os.replace(draft, target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        _put_back(aside)
+
+
+def clean_leftovers(parent: Path) -> None:
+    """Delete what a killed `replace_folder` left in `parent`, and put back what it was about to replace."""
+    for draft in parent.glob(f"{_DRAFT}*"):
+        shutil.rmtree(draft, ignore_errors=True)
+    for aside in parent.glob(f"{_ASIDE}*"):
+        _put_back(aside)
+
+
+def _put_back(aside: Path) -> None:
+    """End the replacement of a folder that was moved aside: it goes back where nothing has taken its place, and else for good."""
+    target = aside.with_name(aside.name.removeprefix(_ASIDE))
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+    elif aside.exists():
+        os.replace(aside, target)
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """The file or folder `source` as `target`, as hard links where that is possible; files that are there already stay."""
+    if source.is_dir():
+        shutil.copytree(source, target, copy_function=_link, dirs_exist_ok=True)
+    elif os.path.lexists(source):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _link(str(source), str(target))
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except FileExistsError:
+        return
+    except OSError:  # another file system, or one without links
+        if not os.path.lexists(target):
+            partial = f"{target}.partial"
+            shutil.copy2(source, partial, follow_symlinks=False)
+            os.replace(partial, target)
 
 
 def open_own(path: str | Path) -> BinaryIO:

@@ -30,7 +30,7 @@ _RUN_FILE = re.compile(
             r"videos/step\d+_episode\d+_[^/]+\.gif",
             r"traces/iteration-\d+\.jsonl",
             _LABELS,
-            rf"(\.?{_TRAINED}(-\w+)*|serving/adapter-\d)/{_WEIGHTS}|serving/newest\.(json|tmp)",
+            rf"(\.(writing|replaced)-)?{_TRAINED}(-\w+)*/{_WEIGHTS}",
             rf"{_CHECKPOINT}/(({_TRAINED}/)?{_WEIGHTS}|{_LABELS})",
             r"([\w/-]+/)?\.[^/]+-[0-9a-f]{8}\.tmp|\.config\.yaml-\w+",  # of a writer that was killed
         )

@@ -23,6 +23,9 @@ from rl_vlm.safe_text import safe
 from rl_vlm.tracing import Span
 
 # The policy of a run that has its own replicas. Runs that share replicas have a name each.
+TopLogprobs = tuple[
+    tuple[int, float], ...
+]  # (token id, log-probability) of the most likely tokens of a place, best first
 POLICY = "policy"
 # How many alternatives per position a request may ask for (the limit of OpenAI's interface).
 MAX_TOP_LOGPROBS = 20
@@ -265,7 +268,7 @@ class Sample:
     token_ids: np.ndarray
     logprobs: np.ndarray
     stop_reason: StopReason
-    top_logprobs: Sequence[tuple[tuple[int, float], ...]] = ()
+    top_logprobs: Sequence[TopLogprobs] = ()
     pieces: tuple[tuple[int, int], ...] = ()
 
 
@@ -281,7 +284,7 @@ class SampleChunk:
     logprobs: np.ndarray
     policy_version: int
     stop_reason: StopReason | None = None
-    top_logprobs: Sequence[tuple[tuple[int, float], ...]] = ()
+    top_logprobs: Sequence[TopLogprobs] = ()
     replica_id: str = ""
 
 
@@ -290,7 +293,7 @@ class Completion:
     """The answer to a `GenerationRequest`: `prompt_ids` is int32 with every image placeholder expanded.
 
     `policy_version` is the oldest version of `policy` that sampled a token of it; see `Sample.pieces`. `spans` are the replica's
-    of a request that is traced. It is pickled with one array for all samples (see `_Packed`).
+    of a request that is traced. It is pickled with one array for all samples (see `_PickledRecords`).
     """
 
     request_id: str
@@ -304,11 +307,11 @@ class Completion:
     spans: tuple[Span, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        packed = _Packed.of(self.samples, ("token_ids", "logprobs"))
+        packed = _PickledRecords.of(self.samples, ("token_ids", "logprobs"))
         return _unpack_completion, (packed, self.prompt_ids, *_fields(self, skip=("samples", "prompt_ids")))
 
 
-def _unpack_completion(packed: _Packed, prompt_ids: np.ndarray, request_id: str, *rest: Any) -> Completion:
+def _unpack_completion(packed: _PickledRecords, prompt_ids: np.ndarray, request_id: str, *rest: Any) -> Completion:
     return Completion(request_id, prompt_ids, tuple(packed.restore(Sample)), *rest)
 
 
@@ -463,7 +466,7 @@ class TrajectoryGroup:
     stage: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        packed = _Packed.of(self.trajectories, ("token_ids", "loss_mask", "logprobs"))
+        packed = _PickledRecords.of(self.trajectories, ("token_ids", "loss_mask", "logprobs"))
         return _unpack_group, (packed, *_fields(self, skip=("trajectories",)))
 
     def __len__(self) -> int:
@@ -485,7 +488,7 @@ class TrajectoryGroup:
         return max(trajectory.newest_version for trajectory in self.trajectories)
 
 
-def _unpack_group(packed: _Packed, group_id: str, index: int, *rest: Any) -> TrajectoryGroup:
+def _unpack_group(packed: _PickledRecords, group_id: str, index: int, *rest: Any) -> TrajectoryGroup:
     return TrajectoryGroup(group_id, index, packed.restore(Trajectory), *rest)
 
 
@@ -494,7 +497,7 @@ def _fields(record: Any, skip: Sequence[str] = ()) -> tuple[Any, ...]:
 
 
 @dataclass(slots=True)
-class _Packed:
+class _PickledRecords:
     """Records of one class for pickling: each array field of all records in one array.
 
     Pickling an array costs about 10 µs whatever its size, and a rollout has thousands of short ones.
@@ -506,7 +509,7 @@ class _Packed:
     records: list[list[Any]]  # per record: its fields in order, None where an array goes
 
     @classmethod
-    def of(cls, records: Sequence[Any], names: tuple[str, ...]) -> _Packed:
+    def of(cls, records: Sequence[Any], names: tuple[str, ...]) -> _PickledRecords:
         columns = [[getattr(record, name) for record in records] for name in names]
         fields = records[0].__slots__ if records else ()
         return cls(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +15,12 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig, apply_overrides, parse_config
-from rl_vlm.learning.batching import TrainSample
+from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.learning.batching import Minibatch
+from rl_vlm.learning.estimators import Estimate
+from rl_vlm.learning.messages import UpdateBatch
 from rl_vlm.learning.module import PolicyModel
+from rl_vlm.learning.plan import divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries
 from rl_vlm.types import (
     EncodedImage,
@@ -24,12 +29,14 @@ from rl_vlm.types import (
     SamplingParams,
     StopReason,
     Trajectory,
+    TrajectoryGroup,
     TrajectoryStatus,
     Turn,
 )
 
 quiet_libraries()
 torch.set_num_threads(1)
+_numbers = itertools.count()  # of conversations without a name
 
 
 @lru_cache(maxsize=4)
@@ -103,9 +110,10 @@ def conversation(
     prompt: Sequence[str | EncodedImage],
     replies: Sequence[int],
     later: Sequence[Sequence[str | EncodedImage]] = (),
-    name: str = "t",
+    name: str = "",
 ) -> Trajectory:
     """A trajectory of random replies of the given lengths; `later` are the messages between them."""
+    name = name or f"t{next(_numbers)}"
     codec = text.codec
     span = codec.encode_prompt([Message("user", tuple(prompt))])
     pieces, masks, images = [expand(text, span.token_ids, span.images)], [False], list(span.images)
@@ -154,6 +162,62 @@ def reference_logprobs(
     return torch.log_softmax(logits / temperature, dim=-1).gather(1, targets[:, None])[:, 0]
 
 
-def train_sample(trajectory: Trajectory, advantage: float, weight: float) -> TrainSample:
+class Sample(NamedTuple):
+    """A trajectory with the advantages float32 [T] of its sampled tokens and the weight of each token's loss."""
+
+    trajectory: Trajectory
+    advantage: np.ndarray
+    weight: float
+
+
+def train_sample(trajectory: Trajectory, advantage: float, weight: float) -> Sample:
     """One trajectory whose sampled tokens all have the same advantage."""
-    return TrainSample(trajectory, np.full(trajectory.num_sampled, advantage, dtype=np.float32), weight)
+    return Sample(trajectory, np.full(trajectory.num_sampled, advantage, dtype=np.float32), weight)
+
+
+def batch_of(*steps: Sequence[Sequence[Sample]]) -> UpdateBatch:
+    """One learner's update of these steps, each a list of groups."""
+    samples = [sample for step in steps for group in step for sample in group]
+    return UpdateBatch(
+        [
+            Minibatch(
+                [[sample.trajectory for sample in group] for group in step],
+                {sample.trajectory.trajectory_id: sample.weight for group in step for sample in group},
+            )
+            for step in steps
+        ],
+        [bool(step) for step in steps],
+        {sample.trajectory.trajectory_id: sample.advantage for sample in samples},
+        {},
+        [1.0] * len(steps),
+    )
+
+
+class Plan(NamedTuple):
+    """An update without scores: what each learner is sent, and the estimate behind it."""
+
+    batches: list[UpdateBatch]
+    estimate: Estimate
+
+    @property
+    def advantages(self) -> list[np.ndarray]:
+        return self.estimate.means
+
+    @property
+    def active(self) -> list[bool]:
+        return self.batches[0].active
+
+
+def plan_update(
+    groups: Sequence[TrajectoryGroup],
+    settings: AlgorithmSection,
+    rng: np.random.Generator,
+    *,
+    num_learners: int = 1,
+    max_new_tokens: int = 1,
+) -> Plan:
+    """The update of groups whose advantages need nothing from the learners, as GRPO makes it."""
+    experience = make_experience(groups, settings, rng, max_new_tokens=max_new_tokens)
+    estimate = estimate_advantages(experience, settings)
+    shares = divide(groups, settings, rng, estimate, num_learners=num_learners, max_new_tokens=max_new_tokens)
+    return Plan(update_batches(shares, groups, estimate), estimate)

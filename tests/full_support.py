@@ -15,7 +15,7 @@ from serving_support import client
 
 from rl_vlm.models.full_weights import FullPayload, put_weights
 from rl_vlm.models.payload import WeightPayload
-from rl_vlm.serving.publisher import PolicyService
+from rl_vlm.serving.service import PolicyService
 from rl_vlm.types import Completion, GenerationRequest
 
 

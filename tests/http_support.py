@@ -19,7 +19,6 @@ from rl_vlm.config import HTTPSection
 from rl_vlm.engines.base import Engine
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.http.app import build_http_app
-from rl_vlm.http.kv_room import KVRoom
 from rl_vlm.http.server import HTTPServer, bind
 from rl_vlm.http.service import ServedModel
 from rl_vlm.types import Completion, GenerationRequest, SampleChunk
@@ -66,11 +65,9 @@ class EngineBackend:
 class Server:
     """A server in a thread."""
 
-    def __init__(
-        self, backend: Any, folder: Path, token: str | None = None, kv_room: KVRoom | None = None, **limits: Any
-    ) -> None:
+    def __init__(self, backend: Any, folder: Path, token: str | None = None, **limits: Any) -> None:
         self.limits, self.text, self.backend = HTTPSection(**limits), text_side(folder), backend
-        self.gate = build_http_app(backend, self.text, self.limits, max_context=CONTEXT, token=token, kv_room=kv_room)
+        self.gate = build_http_app(backend, self.text, self.limits, max_context=CONTEXT, token=token)
         self._sock = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._sock.getsockname()[1]}"
         self._listens = threading.Event()

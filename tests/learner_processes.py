@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from core_support import conversation, picture, randomize, run_config, text_side
+from core_support import conversation, picture, plan_update, randomize, run_config, text_side
 from ports import free_ports
 
-from rl_vlm.learning.learner import make_optimizer, make_updater, optimizer_step
 from rl_vlm.learning.module import PolicyModel
-from rl_vlm.learning.plan import plan_update
+from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.strategies.choose import make_strategy
-from rl_vlm.learning.update import MicroBatchLoss
+from rl_vlm.learning.update import make_updater
 from rl_vlm.types import TrajectoryGroup
 
 TIMEOUT_S = 300.0
@@ -156,14 +155,15 @@ def _learned(
     norms: list[float] = []
     for number in updates:
         plan = plan_update(groups(folder, number), run.algorithm, np.random.default_rng(number), num_learners=learners)
-        packed = updater.pack(plan.minibatches[rank])
-        passes += [(len(minibatch.micro_batches), len(minibatch.counted)) for minibatch in packed]
-        for minibatch, active in zip(packed, plan.active, strict=True):
+        packed = updater.pack(plan.batches[rank])
+        passes += [(len(step), sum(micro.counts for micro in step)) for step in packed]
+        for micro_batches, active in zip(packed, plan.active, strict=True):
             if active:
                 bad = poisoned == len(norms) + stats.skipped_steps and rank == 0
                 before = stats.grad_norm
-                losses = _not_a_number(updater.loss) if bad else updater.loss
-                if optimizer_step(strategy, minibatch, losses, run.learner.max_grad_norm, stats):
+                if bad:
+                    micro_batches[0].weight *= np.float32("nan")
+                if updater.step(strategy, micro_batches, run.learner.max_grad_norm, stats):
                     norms.append(stats.grad_norm - before)
     moments = {name: tensor.numpy() for name, tensor in strategy.state().items()}
     trajectory = groups(folder, 99)[0].trajectories[0]
@@ -184,10 +184,6 @@ def _own_memory() -> float:
     """MiB that are neither of a mapped file nor shared."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1024
-
-
-def _not_a_number(loss: MicroBatchLoss) -> MicroBatchLoss:
-    return lambda minibatch, number, stats: loss(minibatch, number, stats) * float("nan")
 
 
 def _held(policy: PolicyModel) -> int:

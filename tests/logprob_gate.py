@@ -13,8 +13,7 @@ from policy_loop import Loop
 
 from rl_vlm.engines.base import Engine
 from rl_vlm.learning.batching import MicroBatch
-from rl_vlm.learning.learner import make_updater
-from rl_vlm.learning.update import PolicyUpdater, PositionChange
+from rl_vlm.learning.update import PolicyUpdater, PositionChange, make_updater
 from rl_vlm.models.loading import HeadDType
 from rl_vlm.types import Trajectory
 

@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import picture, plain_model, reference_logprobs, run_config
+from core_support import picture, plain_model, plan_update, reference_logprobs, run_config
 
 from rl_vlm.config import RolloutSection
 from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.engines.base import Engine
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.base import StepResult, VisionEnv
-from rl_vlm.learning.batching import Minibatch
-from rl_vlm.learning.learner import MicroBatchLoss, make_optimizer, make_updater, optimizer_step
+from rl_vlm.learning.batching import MicroBatch
+from rl_vlm.learning.messages import UpdateBatch
 from rl_vlm.learning.module import PolicyModel
-from rl_vlm.learning.plan import plan_update
+from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.strategies.replicated import SingleProcess
-from rl_vlm.learning.update import PackedMinibatch
+from rl_vlm.learning.update import make_updater
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group
 from rl_vlm.rollout.tasks import RolloutTask
@@ -91,20 +91,20 @@ class Loop:
 
         return asyncio.run(gather())
 
-    def step(self, minibatch: PackedMinibatch, loss: MicroBatchLoss, stats: UpdateStats) -> None:
-        optimizer_step(self.strategy, minibatch, loss, self.run.learner.max_grad_norm, stats)
+    def step(self, micro_batches: list[MicroBatch], stats: UpdateStats) -> None:
+        self.updater.step(self.strategy, micro_batches, self.run.learner.max_grad_norm, stats)
 
-    def minibatches(self, groups: list[TrajectoryGroup], count: int = 2) -> list[Minibatch]:
+    def batch(self, groups: list[TrajectoryGroup], count: int = 2) -> UpdateBatch:
         # The entropy bonus only keeps samples without an advantage in the plan.
         settings = AlgorithmSection(aggregation="token_mean", minibatches=count, entropy_coef=1.0)
-        return plan_update(groups, settings, np.random.default_rng(self.version)).minibatches[0]
+        return plan_update(groups, settings, np.random.default_rng(self.version)).batches[0]
 
     def update(self, groups: list[TrajectoryGroup], epochs: int = 1) -> UpdateStats:
         stats = UpdateStats()
-        packed = self.updater.pack(self.minibatches(groups))
+        packed = self.updater.pack(self.batch(groups))
         for _ in range(epochs):
-            for minibatch in packed:
-                self.step(minibatch, self.updater.loss, stats)
+            for micro_batches in packed:
+                self.step(micro_batches, stats)
         self.version += 1
         asyncio.run(self.engine.load_adapter(self.policy.payload(self.version)))
         return stats
@@ -134,8 +134,8 @@ def check_agreement(loop: Loop, updates: int) -> None:
             sampled = trajectory.loss_mask[1:]
             moved = max(moved, float(np.abs(then.numpy()[sampled] - trajectory.logprobs[1:][sampled]).max()))
     assert moved > 0.5  # the adapter is another policy by now
-    for minibatch in loop.updater.pack(loop.minibatches(groups)):
-        for micro in minibatch.micro_batches:
+    for micro_batches in loop.updater.pack(loop.batch(groups)):
+        for micro in micro_batches:
             with torch.no_grad():
                 learner, _ = loop.updater.logprobs(micro)
             assert np.abs(learner.numpy() - micro.behaviour).max() < 1e-4

@@ -18,9 +18,9 @@ from rl_vlm.learning.module import PolicyModel
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.serving.client import PolicyClient
-from rl_vlm.serving.publisher import PolicyService
+from rl_vlm.serving.service import PolicyService
 from rl_vlm.types import GenerationRequest, Message, SamplingParams
 
 RUN_ID = "test"
@@ -41,12 +41,12 @@ class Adapters:
 
 
 @contextmanager
-def served(folder: Path, scratch: Path, **dotted: Any) -> Iterator[tuple[RunConfig, PolicyService]]:
+def served(folder: Path, **dotted: Any) -> Iterator[tuple[RunConfig, PolicyService]]:
     """A private Ray cluster that serves a model."""
     settings = {"serving__cpus_per_replica": 0.25, "resources__num_cpus": 2, "serving__max_context": 512, **dotted}
     run = run_config(folder, **settings)
     with ray_cluster(run):
-        service = PolicyService(run, RUN_ID, ModelReference.of(str(folder)), scratch / "registry")
+        service = PolicyService(run, RUN_ID, ModelReference.of(str(folder)))
         try:
             service.wait_until_ready()
             yield run, service

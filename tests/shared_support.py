@@ -15,11 +15,10 @@ from serving_support import Adapters
 from rl_vlm.config import RunConfig
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.serving.client import PolicyClient
-from rl_vlm.serving.registry import registry_name
-from rl_vlm.serving.shared_service import SharedService
-from rl_vlm.serving.shared_types import SHARED_NAMESPACE, shared_id
+from rl_vlm.serving.registry import SHARED_NAMESPACE, registry_name, shared_id
+from rl_vlm.serving.service import PolicyService
 
 NAME = "test"
 
@@ -37,9 +36,9 @@ def sharing(folder: Path, **dotted: Any) -> Iterator[RunConfig]:
 
 
 @contextmanager
-def user(run: RunConfig, policy: str, folder: Path) -> Iterator[SharedService]:
+def user(run: RunConfig, policy: str, folder: Path) -> Iterator[PolicyService]:
     """One run's part, ready to be asked."""
-    service = SharedService(run, policy, ModelReference.of(str(folder)))
+    service = PolicyService(run, policy, ModelReference.of(str(folder)))
     try:
         service.wait_until_ready()
         yield service
@@ -47,11 +46,11 @@ def user(run: RunConfig, policy: str, folder: Path) -> Iterator[SharedService]:
         service.stop()
 
 
-def client_of(service: SharedService, **settings: Any) -> PolicyClient:
+def client_of(service: PolicyService, **settings: Any) -> PolicyClient:
     """A client of one policy."""
     return PolicyClient(
         service.run_id,
-        **{"deadline_s": 60.0, "homes": [service.key.seat], "coalesce": False, "key": service.key, **settings},
+        **{"deadline_s": 60.0, "homes": [service.key.home], "coalesce": False, "key": service.key, **settings},
     )
 
 

@@ -28,7 +28,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig, apply_overrides, parse_config
-from rl_vlm.learning.batching import Minibatch, TrainSample
+from rl_vlm.learning.batching import Minibatch
+from rl_vlm.learning.messages import UpdateBatch
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.loading import TextSide, quiet_libraries
 from rl_vlm.types import EncodedImage, Message, StopReason, Trajectory, TrajectoryStatus, Turn
@@ -223,18 +224,24 @@ def conversation(
 
 def group(
     text: TextSide, images: Sequence[EncodedImage], words: int, reply: int, samples: int, seed: int
-) -> list[TrainSample]:
-    """Samples of one prompt, with alternating advantages."""
+) -> list[Trajectory]:
+    """Answers to one prompt."""
     rng = np.random.default_rng(seed)
-    found = [conversation(text, rng, images, words, reply, f"{seed}-{k}") for k in range(samples)]
-    weight = 1.0 / (samples * reply)
-    return [
-        TrainSample(one, np.full(one.num_sampled, 1.0 - 2.0 * (k % 2), dtype=np.float32), weight)
-        for k, one in enumerate(found)
-    ]
+    return [conversation(text, rng, images, words, reply, f"{seed}-{k}") for k in range(samples)]
 
 
-def full_batch(text: TextSide, tokens: int, side: int, samples: int = 8) -> Minibatch:
+def one_step(groups: list[list[Trajectory]]) -> UpdateBatch:
+    """An update of one step on these groups, with alternating advantages."""
+    weights = {one.trajectory_id: 1.0 / (len(group) * one.num_sampled) for group in groups for one in group}
+    advantages = {
+        one.trajectory_id: np.full(one.num_sampled, 1.0 - 2.0 * (k % 2), dtype=np.float32)
+        for group in groups
+        for k, one in enumerate(group)
+    }
+    return UpdateBatch([Minibatch(groups, weights)], [True], advantages, {}, [0.0])
+
+
+def full_batch(text: TextSide, tokens: int, side: int, samples: int = 8) -> UpdateBatch:
     """Groups of one image and `samples` replies each, of at most `tokens` packed tokens together.
 
     The prompts are longer than the replies, so that a learner packs each group into one row.
@@ -243,7 +250,7 @@ def full_batch(text: TextSide, tokens: int, side: int, samples: int = 8) -> Mini
     share = tokens // 2  # two groups
     image_tokens = text.count_image_tokens(side, side)
     reply = max((share - image_tokens - 64) // (samples + 2), 4)
-    return Minibatch([group(text, [picture(rng, side, side)], reply, reply, samples, seed) for seed in (0, 1)])
+    return one_step([group(text, [picture(rng, side, side)], reply, reply, samples, seed) for seed in (0, 1)])
 
 
 def synchronize(device: str) -> None:

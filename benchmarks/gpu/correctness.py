@@ -14,15 +14,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Report, arguments, conversation, device_of, free, group, make_policy, picture, run_config, scratch
+from common import (
+    Report,
+    arguments,
+    conversation,
+    device_of,
+    free,
+    group,
+    make_policy,
+    one_step,
+    picture,
+    run_config,
+    scratch,
+)  # fmt: skip
 
 from rl_vlm.config import RunConfig
-from rl_vlm.learning.batching import Minibatch
+from rl_vlm.learning.messages import UpdateBatch
 from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.steps import make_updater, optimizer_step
 from rl_vlm.learning.strategies.replicated import SingleProcess, gradient_vector
+from rl_vlm.learning.update import make_updater
 from rl_vlm.models.images import patchify
 from rl_vlm.types import Trajectory
 
@@ -42,10 +54,10 @@ class Bench:
         run = run_config(self.folder, dtype, **dotted)
         return make_policy(self.folder, run, self.device), run
 
-    def minibatch(self, policy: PolicyModel, samples: int = 4) -> Minibatch:
+    def minibatch(self, policy: PolicyModel, samples: int = 4) -> UpdateBatch:
         rng = np.random.default_rng(3)
         images = [picture(rng, side, side) for side in self.sides]
-        return Minibatch(
+        return one_step(
             [group(policy.text, [image], self.words, self.reply, samples, seed) for seed, image in enumerate(images)]
         )
 
@@ -126,10 +138,10 @@ class Bench:
         for value in (True, False):
             policy, run = self.policy("float32", **{key: value})
             updater, stats = make_updater(policy, run), UpdateStats()
-            (packed,) = updater.pack([self.minibatch(policy)])
-            for number in range(len(packed.micro_batches)):
-                updater.loss(packed, number, stats).backward()
-            tokens.append(sum(micro.input_ids.size for micro in packed.micro_batches))
+            (packed,) = updater.pack(self.minibatch(policy))
+            for micro in packed:
+                updater.loss(micro, stats).backward()
+            tokens.append(sum(micro.input_ids.size for micro in packed))
             losses.append(stats.logprob / stats.tokens)
             gradients.append(gradient_vector(policy.parameters).cpu())
             del policy, updater, packed
@@ -143,9 +155,9 @@ class Bench:
         """The first ratios are exactly 1: the pass with a gradient gives what the one without gave."""
         policy, run = self.policy("bfloat16", learner__gradient_checkpointing=True)
         updater, stats = make_updater(policy, run), UpdateStats()
-        (packed,) = updater.pack([self.minibatch(policy)])
-        for number in range(len(packed.micro_batches)):
-            updater.loss(packed, number, stats)
+        (packed,) = updater.pack(self.minibatch(policy))
+        for micro in packed:
+            updater.loss(micro, stats)
         yield "first_ratio_error", stats.first_ratio_error, 0.0
 
     def kernels(self) -> Gaps:
@@ -157,9 +169,9 @@ class Bench:
                 rng = np.random.default_rng(length)
                 image, samples = picture(rng, self.sides[0], self.sides[0]), 4
                 each = (length - policy.text.count_image_tokens(image.width, image.height)) // (samples + 1)
-                (micro,) = updater.pack(
-                    [Minibatch([group(policy.text, [image], each // 3, max(each - 64, 4), samples, 0)])]
-                )[0].micro_batches
+                ((micro,),) = updater.pack(
+                    one_step([group(policy.text, [image], each // 3, max(each - 64, 4), samples, 0)])
+                )
                 with (
                     torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
                     torch.no_grad(),
@@ -179,8 +191,8 @@ class Bench:
         updater, stats = make_updater(policy, run), UpdateStats()
         strategy, optimizer = SingleProcess(), make_optimizer(policy, run)
         strategy.prepare(policy, optimizer)
-        (packed,) = updater.pack([self.minibatch(policy)])
-        optimizer_step(strategy, packed, updater.loss, 1.0, stats)
+        (packed,) = updater.pack(self.minibatch(policy))
+        updater.step(strategy, packed, 1.0, stats)
         kept = [parameter.detach().clone() for parameter in policy.parameters]
         state = strategy.state()
         ends = []

@@ -27,8 +27,8 @@ from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.steps import make_updater, optimizer_step
 from rl_vlm.learning.strategies.replicated import SingleProcess
+from rl_vlm.learning.update import make_updater
 from rl_vlm.models.lora import lora_factors
 from rl_vlm.types import (
     Completion,
@@ -131,8 +131,8 @@ class Bench:
             self.report.add("gap before", **self._gap())
             batch = full_batch(self.policy.text, self.tokens, self.side, samples=4 if self.small else 8)
             for _ in range(10):
-                (packed,) = self.updater.pack([batch])
-                assert optimizer_step(strategy, packed, self.updater.loss, 1.0, UpdateStats())
+                (packed,) = self.updater.pack(batch)
+                assert self.updater.step(strategy, packed, 1.0, UpdateStats())
             asyncio.run(self.engine.load_adapter(self.policy.payload(self.version + 1)))
             self.version += 1
             self.report.add("gap after ten steps", **self._gap())
@@ -195,9 +195,9 @@ def learn_until(stop: Any, steps: Any, folder: Path, tokens: int, side: int, dev
         policy = make_policy(folder, run, device)
     updater, strategy = make_updater(policy, run), SingleProcess()
     strategy.prepare(policy, make_optimizer(policy, run))
-    (packed,) = updater.pack([full_batch(policy.text, tokens, side, samples=4)])
+    (packed,) = updater.pack(full_batch(policy.text, tokens, side, samples=4))
     while not stop.is_set():
-        optimizer_step(strategy, packed, updater.loss, 1.0, UpdateStats())
+        updater.step(strategy, packed, 1.0, UpdateStats())
         if device == "cuda":
             torch.cuda.synchronize()
         steps.value += 1

@@ -26,9 +26,8 @@ from rl_vlm.learning import logprobs
 from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.steps import make_updater, optimizer_step
 from rl_vlm.learning.strategies.replicated import SingleProcess
-from rl_vlm.learning.update import PackedMinibatch
+from rl_vlm.learning.update import make_updater
 from rl_vlm.models.images import patchify
 from rl_vlm.models.memory.cards import gib, plan_memory
 from rl_vlm.models.memory.shape import ModelShape
@@ -48,22 +47,22 @@ class Update:
         self.policy: PolicyModel = make_policy(folder, run, device)
         self.updater, self.strategy = make_updater(self.policy, run), SingleProcess()
         self.strategy.prepare(self.policy, make_optimizer(self.policy, run))
-        self.packed: PackedMinibatch = self.updater.pack([full_batch(self.policy.text, tokens, side)])[0]
+        self.packed = self.updater.pack(full_batch(self.policy.text, tokens, side))[0]
 
     @property
     def tokens(self) -> int:
         """Packed tokens, padding left out."""
-        return sum(int((micro.segments >= 0).sum()) for micro in self.packed.micro_batches)
+        return sum(int((micro.segments >= 0).sum()) for micro in self.packed)
 
     def step(self) -> None:
         """One optimiser step."""
-        assert optimizer_step(self.strategy, self.packed, self.updater.loss, 1.0, UpdateStats())
+        assert self.updater.step(self.strategy, self.packed, 1.0, UpdateStats())
 
     def flops(self, shape: ModelShape) -> float:
         """Of one step, as the module's docstring counts them."""
         text, total = shape.text, 0.0
         active = text.linear_parameters + (text.layers - text.mlp_layers) * 3 * text.token_width * text.hidden
-        for micro in self.packed.micro_batches:
+        for micro in self.packed:
             lengths = (micro.segments >= 0).sum(1).astype(float)
             total += 4 * active * lengths.sum() + 4 * text.embedding * len(micro.target)
             # Scores and their product with the values for every pair that sees each other, once forward and twice backward.

@@ -1,49 +1,38 @@
-"""RunAlgorithm: the base class of the algorithms: start, replacement of learners, timing, metrics, clean-up."""
+"""RunAlgorithm: an RLlib Algorithm made from a run configuration: start, timing, metrics, clean-up."""
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ray.exceptions import RayActorError, RayError
 from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
-from ray.rllib.core.learner.training_data import TrainingData
 
 from rl_vlm import tracing
 from rl_vlm.algorithms.config import RunAlgorithmConfig
-from rl_vlm.algorithms.learners import (
-    LearnerDiedError,
-    LearnerLostError,
-    LearnerOutOfMemoryError,
-    UpdateDeadline,
-    all_learners_answer,
-    is_out_of_memory,
-    on_one_learner,
-    update_remote_learners,
-)
+from rl_vlm.algorithms.learners import Learners
 from rl_vlm.algorithms.ray_tracing import ray_spans_join
 from rl_vlm.algorithms.runner_group import light_env_runners
-from rl_vlm.config import RunConfig
+from rl_vlm.config import CommonConfig
 from rl_vlm.tracing import Span
 
 
 class RunAlgorithm(Algorithm):
-    """An RLlib Algorithm made from a run configuration, so that Tune can run it as it is.
+    """The RLlib side of both loops, so that Tune can run them as they are.
 
     A subclass says what starts beside RLlib's parts (`start_services`), what one iteration is (`iterate`), and how new
     learners get their state back (`restore_learners`).
     """
 
+    run: CommonConfig
     config_class: ClassVar[type[RunAlgorithmConfig]]
     learner_group: Any
     env_runner_group: Any
-    _replacements = 0  # of learners by this process: a run that is resumed has all of `learner.max_restarts` again
 
     @classmethod
     def get_default_config(cls) -> RunAlgorithmConfig:
@@ -51,18 +40,17 @@ class RunAlgorithm(Algorithm):
         return cls.config_class()  # type: ignore[call-arg]  # the subclasses know their algorithm
 
     def __repr__(self) -> str:
-        """The class's name. RLlib's own reads the configuration, which an algorithm whose settings were refused has not: Ray, which
-        asks for it to tell the error, would lose the error."""
+        """The class's name. RLlib's version reads the configuration; where the settings were rejected there is none, and Ray, which
+        prints this beside the error, would lose the error."""
         return type(self).__name__
 
     def setup(self, config: AlgorithmConfig) -> None:
         """Start services, env runners and learners."""
         config = self.get_default_config().own_copy(config)
-        self.run: RunConfig = config.run_config
+        self.run = config.run_config
         self.folder: Path = config.scratch_folder or Path(self.logdir)
         self.restarts: Counter[str] = Counter()
         self.last_metrics: dict[str, float] = {}
-        self._update_deadline = UpdateDeadline(self.run.learner.update_timeout_s)
         self.last_spans: list[Span] = []  # that came in the last iteration
         self.stop_requested: Callable[[], bool] = lambda: False
         self._clock: defaultdict[str, float] = defaultdict(float)
@@ -73,7 +61,10 @@ class RunAlgorithm(Algorithm):
             self.config = config
             with light_env_runners():
                 super().setup(config)
-            self.prepare()
+            self.learners = Learners(
+                self.learner_group, self.run.learner, self._rebuild_learners, self.restore_learners, self.restarts
+            )
+            self.make_state()
         except BaseException:
             # On a cluster that was joined, services would outlive a failed start.
             self.stop_services()
@@ -88,12 +79,12 @@ class RunAlgorithm(Algorithm):
         """Stop what `start_services` started, also if it failed halfway."""
 
     @abstractmethod
-    def prepare(self) -> None:
+    def make_state(self) -> None:
         """Make the algorithm's own state; env runners and learners have started."""
 
     @abstractmethod
     def iterate(self) -> dict[str, float]:
-        """One iteration; returns its figures."""
+        """One iteration; returns its metrics."""
 
     @abstractmethod
     def restore_learners(self) -> None:
@@ -112,9 +103,9 @@ class RunAlgorithm(Algorithm):
         started = time.perf_counter()
         self._clock.clear()
         with self._traced() as self.last_spans, ray_spans_join():
-            figures = self.iterate()
+            metrics = self.iterate()
         self.last_metrics = {
-            **figures,
+            **metrics,
             "time/step": time.perf_counter() - started,
             **{f"time/{name}": seconds for name, seconds in self._clock.items()},
             "restarts/learner": 0.0,  # from the start: an alert looks at its growth
@@ -125,7 +116,7 @@ class RunAlgorithm(Algorithm):
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds of this context to the figure `time/<name>`; where the iteration is traced, it is a span."""
+        """Add the seconds of this context to the metric `time/<name>`; where the iteration is traced, it is a span."""
         started = time.perf_counter()
         try:
             with tracing.span(name):
@@ -138,63 +129,17 @@ class RunAlgorithm(Algorithm):
         every, done = self.run.logging.traces, self.progress()[0]
         if not every or (self.iteration + 1) % every:
             return nullcontext([])
-        return tracing.trace("driver", "iteration", run=self.run.name, algorithm=self.run.algorithm.name, done=done)
-
-    # Learners.
+        return tracing.trace("driver", "iteration", run=self.run.name, algorithm=self.run.algorithm_name, done=done)
 
     def on_learner(self, function: Callable[[Any], Any]) -> Any:
-        """`function(learner)` of one learner. Raises LearnerLostError, and what the function raises of RLVLMError."""
-        return on_one_learner(self.learner_group, function)
+        """See `Learners.call`."""
+        return self.learners.call(function)
 
-    def update_learners(self, batches: Sequence[Any]) -> list[Any] | None:
-        """Send one batch to each learner and return their results; None when learners died and were replaced.
-
-        Raises LearnerOutOfMemoryError, LearnerDiedError after `learner.max_restarts`, and whatever else a learner raises.
-        """
-        group = self.learner_group
-        try:
-            if group.is_local:
-                return list(group.update(training_data=TrainingData(episodes=list(batches))))
-            started = time.perf_counter()
-            results = update_remote_learners(group, batches, self._update_deadline.of(batches[0]))
-            self._update_deadline.took(batches[0], time.perf_counter() - started)
-            return results
-        except LearnerLostError as error:
-            self._replace_learners(error)
-            return None
-        except (RayError, RuntimeError) as error:
-            if is_out_of_memory(error):
-                raise LearnerOutOfMemoryError(
-                    f"An update did not fit into a learner's memory ({str(error).splitlines()[0]}): lower "
-                    "learner.micro_batch_tokens, or set learner.gradient_checkpointing."
-                ) from error
-            # A RuntimeError is either a collective that failed because another learner died, or a defect.
-            died = isinstance(error, RayActorError)
-            if group.is_local or (not died and all_learners_answer(group, len(batches))):
-                raise
-            self._replace_learners(error)
-            return None
-
-    def _replace_learners(self, error: Exception) -> None:
-        self._update_deadline.forget()
-        while True:
-            self.restarts["learner"] += 1
-            self._replacements += 1
-            if self._replacements > self.run.learner.max_restarts:
-                raise LearnerDiedError(
-                    f"A learner died {self._replacements} times, the last time with: {str(error).splitlines()[0]} "
-                    "Raise learner.max_restarts, or give the learners more memory."
-                ) from error
-            if not self.learner_group._is_shut_down:
-                self.learner_group.shutdown()
-            try:
-                self.learner_group = self.config.build_learner_group(
-                    rl_module_spec=self.config.get_multi_rl_module_spec(spaces=self.spaces, inference_only=False)
-                )
-                self.restore_learners()
-                return
-            except (RayError, LearnerLostError) as again:  # the new ones were placed on a node that was dying too
-                error = again
+    def _rebuild_learners(self) -> Any:
+        self.learner_group = self.config.build_learner_group(
+            rl_module_spec=self.config.get_multi_rl_module_spec(spaces=self.spaces, inference_only=False)
+        )
+        return self.learner_group
 
     # RLlib's other hooks.
 

@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
+from rl_vlm.files import replace_folder
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.tensor_bytes import file_digest, write_tensors
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"iteration-(\d{6,})")
-_REPLACED = ".replaced-"
 
 
 @dataclass(slots=True)
@@ -46,7 +45,7 @@ class Checkpoint:
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write all files into `folder`, which exists. Not atomic: see `write_folder`."""
+    """Write all files into `folder`, which exists. Not atomic: see `replace_folder`."""
     import torch
 
     weights = checkpoint.adapter
@@ -101,31 +100,10 @@ def check_digests(folder: Path, known: Mapping[str, str]) -> None:
 
 def save_checkpoint(checkpoints: Path, iteration: int, checkpoint: Checkpoint, keep: int) -> Path:
     """Write `checkpoints/iteration-000123` atomically, then delete all but the newest `keep`. Raises OSError."""
-    target = write_folder(
-        checkpoints, f"iteration-{iteration:06d}", lambda folder: write_checkpoint(folder, checkpoint)
-    )
+    target = checkpoints / f"iteration-{iteration:06d}"
+    with replace_folder(target) as draft:
+        write_checkpoint(draft, checkpoint)
     delete_old(list_checkpoints(checkpoints), target, keep)
-    return target
-
-
-def write_folder(parent: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """Let `write` fill a temporary folder, then rename it to `parent / name`, replacing what is there. Raises OSError.
-
-    A process that is killed between the two renames leaves what was there as `.replaced-*`: see `clean_leftovers`.
-    """
-    parent.mkdir(parents=True, exist_ok=True)
-    target, aside = parent / name, parent / f"{_REPLACED}{name}"
-    temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=parent))
-    temporary.chmod(0o755)  # mkdtemp makes it readable for its owner only
-    try:
-        write(temporary)
-        _put_back(aside)  # of a writer that was killed
-        if target.exists():
-            os.replace(target, aside)
-        os.replace(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        _put_back(aside)
     return target
 
 
@@ -172,23 +150,6 @@ def newest_readable(checkpoints: Sequence[Path], read: Callable[[Path], object])
             f"{passed[0]} None of the {len(passed)} can be read: mend the storage, or begin anew with --overwrite."
         )
     return None
-
-
-def clean_leftovers(checkpoints: Path) -> None:
-    """Delete what a killed writer left behind, and put back what it was about to replace."""
-    for folder in checkpoints.glob(".writing-*"):
-        shutil.rmtree(folder, ignore_errors=True)
-    for aside in checkpoints.glob(f"{_REPLACED}*"):
-        _put_back(aside)
-
-
-def _put_back(aside: Path) -> None:
-    """End the replacement of a folder that was moved aside: it goes back where nothing has taken its place, and else for good."""
-    target = aside.with_name(aside.name.removeprefix(_REPLACED))
-    if target.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-    elif aside.exists():
-        os.replace(aside, target)
 
 
 def _write(path: Path, data: bytes | memoryview) -> None:

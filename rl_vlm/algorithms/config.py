@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
-from rl_vlm.config import RunConfig, apply_overrides, parse_config
+from rl_vlm.config import CommonConfig, TrainConfig, apply_overrides
+from rl_vlm.config.loading import validated
 from rl_vlm.config.resources import claim
 from rl_vlm.models.memory.cards import driver_gpu
+
+if TYPE_CHECKING:
+    from rl_vlm.serving.service import PolicyService
 
 
 class RunAlgorithmConfig(AlgorithmConfig):
     """An RLlib configuration whose `run_config` holds everything; `_apply_run_config` sets RLlib's own fields from it."""
 
-    def __init__(self, algo_class: type[Algorithm]) -> None:
+    run_config: Any  # the kind's own class
+
+    def __init__(self, algo_class: type[Algorithm], run_config: TrainConfig) -> None:
         super().__init__(algo_class=algo_class)
-        self.run_config = RunConfig()
+        self.run_config = run_config
         self.scratch_folder: Path | None = None
+        self.service: PolicyService | None = None  # started before the algorithm
         self._apply_run_config()
 
     @classmethod
-    def from_run_config(cls, run: RunConfig, scratch_folder: Path | None = None) -> Self:
-        """The RLlib configuration of a run. `scratch_folder` keeps what the run needs on disk."""
+    def from_run_config(
+        cls, run: TrainConfig, scratch_folder: Path | None = None, service: PolicyService | None = None
+    ) -> Self:
+        """The RLlib configuration of a run. `scratch_folder` keeps what the run needs on disk; `service` is the run's, if it has been
+        started already."""
         config = cls()  # type: ignore[call-arg]  # the algorithms' configurations know their class
         config.run_config = run
-        config.scratch_folder = scratch_folder
+        config.scratch_folder, config.service = scratch_folder, service
         config._apply_run_config()
         return config
 
@@ -47,8 +57,8 @@ class RunAlgorithmConfig(AlgorithmConfig):
         dotted = {key: rest.pop(key) for key in list(rest) if "." in key or (key == "seed" and rest[key] is not None)}
         if run is not None or dotted:
             base = run if run is not None else self.run_config
-            data = base.model_dump() if isinstance(base, RunConfig) else dict(base)
-            self.run_config = parse_config(apply_overrides(data, dotted))
+            data = base.model_dump() if isinstance(base, CommonConfig) else dict(base)
+            self.run_config = validated(type(self.run_config), apply_overrides(data, dotted))
             self._apply_run_config()
         super().update_from_dict(rest)
         return self

@@ -11,45 +11,41 @@ Dr. GRPO, DAPO, RLOO and GSPO are this algorithm with other settings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ray.rllib.algorithms.algorithm import Algorithm
 
-from rl_vlm.algorithms.policy import PolicyAlgorithmConfig
-from rl_vlm.algorithms.scored import ScoredAlgorithm
-from rl_vlm.learning.plan import plan_update
-from rl_vlm.types import TrajectoryGroup
+from rl_vlm.algorithms.policy import PolicyAlgorithm, PolicyAlgorithmConfig
+from rl_vlm.config import AlgorithmSection
 
 
 class GRPOConfig(PolicyAlgorithmConfig):
     """RLlib's configuration of GRPO."""
 
     def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
-        super().__init__(algo_class or GRPO)
+        super().__init__(algo_class or GRPO, AlgorithmSection())
 
 
-class GRPO(ScoredAlgorithm):
+class GRPO(PolicyAlgorithm):
     """The training loop. One `train()` is one GRPO iteration."""
 
     config_class = GRPOConfig
 
-    def learn_from(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-        """Compute advantages, learn, publish."""
-        run = self.run
-        if run.algorithm.kl_in_reward:
-            return self.learn_scored(groups)
-        with self.timed("advantages"):
-            plan = plan_update(
-                groups,
-                run.algorithm,
-                self.rng,
-                num_learners=max(run.learner.num_learners, 1),
-                max_new_tokens=run.rollout.max_new_tokens,
-            )
-        figures = {"reward/zero_advantage_groups": plan.zero_advantage_groups / len(groups)}
-        if self.iterations_left:
-            self.rollouts.open_next()
-        with self.timed("learn"):
-            stats = self.learn(plan)
-        self.remember_groups(groups, plan.advantages)
-        return figures if stats is None else figures | stats.metrics()
+    def sample_and_learn(self) -> None:
+        """Sample groups, compare each answer with its group, learn from the differences, publish the new policy."""
+        groups = self.sample()
+        if not groups:
+            return
+        with self.replicas_at_rest():
+            if self.run.algorithm.kl_in_reward:
+                # The learners must compare policy and base model before there are rewards.
+                minibatches = self.divide(groups)
+                scores = self.score(minibatches)
+                advantages = self.estimate(groups, scores)
+            else:
+                scores = None
+                advantages = self.estimate(groups)
+                minibatches = self.divide(groups, advantages)
+            with self.timed("learn"):
+                adapter = self.take_steps(minibatches, groups, advantages, scored=scores is not None)
+                self.publish(adapter)
+            if scores is not None:
+                self.adapt_kl(scores)

@@ -1,9 +1,10 @@
-"""Calls to an RLlib learner group whose learners may have died, and the meaning of their errors."""
+"""Learners: calls to an RLlib learner group whose learners may die, what their errors mean, and their replacement."""
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +12,16 @@ from typing import Any
 import ray
 import torch
 from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
+from ray.exceptions import RayActorError, RayError
 from ray.rllib.core.learner.training_data import TrainingData
 
+from rl_vlm.config.learner import LearnerActors
 from rl_vlm.types import RLVLMError
 
 _TIMEOUT_S = 300.0
-_ALIVE_S = 30.0  # beside one that has failed; others may wait for it in a collective, which NCCL does for ever
-_LOOK_S = 1.0  # how often the answers are looked at while some are missing
-_SLOWER, _LEAST_S = 10.0, 120.0  # than the longest update so far; whatever that was
+_ALIVE_S = 30.0  # for a sign of life beside a learner that failed; others may wait for it in a collective, which NCCL does for ever
+_POLL_S = 1.0  # how often to look for answers while some are missing
+_SLOWER, _LEAST_S = 10.0, 120.0  # an update may take ten times as long as the longest so far, and two minutes at least
 
 
 class LearnerLostError(RLVLMError):
@@ -79,6 +82,89 @@ class UpdateDeadline:
         self._longest.clear()
 
 
+class Learners:
+    """The learners of a run: calls to them, and new ones in place of those that died.
+
+    Args:
+        group: RLlib's learner group.
+        settings: time limits and `max_restarts`.
+        rebuild: makes a new group.
+        restore: restores the newest available state in new learners.
+        restarts: counts deaths as "learner".
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        settings: LearnerActors,
+        rebuild: Callable[[], Any],
+        restore: Callable[[], None],
+        restarts: Counter[str],
+    ) -> None:
+        self.group = group
+        self._settings, self._rebuild, self._restore, self._restarts = settings, rebuild, restore, restarts
+        self._deadline = UpdateDeadline(settings.update_timeout_s)
+        self._replacements = 0  # by this process: a run that is resumed has all of `max_restarts` again
+
+    def call(self, function: Callable[[Any], Any]) -> Any:
+        """`function(learner)` of one learner; all are called where they compute in step. Raises LearnerLostError, and what the
+        function raises of RLVLMError."""
+        return on_all_learners(self.group, function) if self._settings.in_step else on_one_learner(self.group, function)
+
+    def call_each(self, function: Callable[[Any], Any]) -> None:
+        """`function(learner)` of each learner. Raises as `call` does."""
+        on_every_learner(self.group, function)
+
+    def update(self, batches: Sequence[Any]) -> list[Any] | None:
+        """Send one batch to each learner and return their results; None when learners died and were replaced.
+
+        Raises LearnerOutOfMemoryError, LearnerDiedError after `learner.max_restarts`, and whatever else a learner raises.
+        """
+        group = self.group
+        try:
+            if group.is_local:
+                return [group._learner.update(training_data=TrainingData(episodes=[batch])) for batch in batches]
+            started = time.perf_counter()
+            results = update_remote_learners(group, batches, self._deadline.of(batches[0]))
+            self._deadline.took(batches[0], time.perf_counter() - started)
+            return results
+        except LearnerLostError as error:
+            self.replace(error)
+            return None
+        except (RayError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise LearnerOutOfMemoryError(
+                    f"An update did not fit into a learner's memory ({str(error).splitlines()[0]}): lower "
+                    "learner.micro_batch_tokens, or set learner.gradient_checkpointing."
+                ) from error
+            # A RuntimeError is either a collective that failed because another learner died, or a defect.
+            died = isinstance(error, RayActorError)
+            if group.is_local or (not died and all_learners_answer(group, len(batches))):
+                raise
+            self.replace(error)
+            return None
+
+    def replace(self, error: Exception) -> None:
+        """Start new learners and restore their state. Raises LearnerDiedError after `learner.max_restarts`."""
+        self._deadline.forget()
+        while True:
+            self._restarts["learner"] += 1
+            self._replacements += 1
+            if self._replacements > self._settings.max_restarts:
+                raise LearnerDiedError(
+                    f"A learner died {self._replacements} times, the last time with: {str(error).splitlines()[0]} "
+                    "Raise learner.max_restarts, or give the learners more memory."
+                ) from error
+            if not self.group._is_shut_down:
+                self.group.shutdown()
+            try:
+                self.group = self._rebuild()
+                self._restore()
+                return
+            except (RayError, LearnerLostError) as again:  # the new ones were placed on a node that was dying too
+                error = again
+
+
 def update_remote_learners(group: Any, batches: Sequence[Any], timeout_s: float) -> list[Any]:
     """Send one batch to each remote learner and return their results in its order.
 
@@ -95,7 +181,7 @@ def update_remote_learners(group: Any, batches: Sequence[Any], timeout_s: float)
     manager.foreach_actor_async("update", tag, kwargs=arguments, remote_actor_ids=learners)
     deadline = time.monotonic() + timeout_s
     while len(answers) < len(batches) and (left := deadline - time.monotonic()) > 0:
-        for result in manager.fetch_ready_async_reqs(tags=tag, timeout_seconds=min(_LOOK_S, left)):
+        for result in manager.fetch_ready_async_reqs(tags=tag, timeout_seconds=min(_POLL_S, left)):
             answers[result.actor_id] = result
             if not result.ok:
                 raise result.get()

@@ -12,27 +12,37 @@ The critic is a linear head on the policy's last hidden state, or has a LoRA ada
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ray.rllib.algorithms.algorithm import Algorithm
 
-from rl_vlm.algorithms.policy import PolicyAlgorithmConfig
-from rl_vlm.algorithms.scored import ScoredAlgorithm
-from rl_vlm.types import TrajectoryGroup
+from rl_vlm.algorithms.policy import PolicyAlgorithm, PolicyAlgorithmConfig
+from rl_vlm.config import AlgorithmSection
 
 
 class PPOConfig(PolicyAlgorithmConfig):
     """RLlib's configuration of PPO."""
 
     def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
-        super().__init__(algo_class or PPO)
+        super().__init__(algo_class or PPO, AlgorithmSection(name="ppo"))
 
 
-class PPO(ScoredAlgorithm):
+class PPO(PolicyAlgorithm):
     """The training loop. One `train()` is one PPO iteration."""
 
     config_class = PPOConfig
 
-    def learn_from(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-        """Score, estimate advantages, learn, publish."""
-        return self.learn_scored(groups, learn_policy=self.updates >= self.run.critic.warmup_iterations)
+    def sample_and_learn(self) -> None:
+        """Sample episodes, value their states, estimate advantages, learn policy and critic, publish the new policy."""
+        groups = self.sample()
+        if not groups:
+            return
+        assert self.run.critic is not None
+        learn_policy = self.updates >= self.run.critic.warmup_iterations
+        with self.replicas_at_rest():
+            minibatches = self.divide(groups)
+            scores = self.score(minibatches)
+            advantages = self.estimate(groups, scores)
+            with self.timed("learn"):
+                adapter = self.take_steps(minibatches, groups, advantages, scored=True, learn_policy=learn_policy)
+                self.publish(adapter)
+            if self.run.algorithm.kl_in_reward:
+                self.adapt_kl(scores, learn_policy)

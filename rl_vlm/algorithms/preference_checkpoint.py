@@ -10,7 +10,6 @@ import filecmp
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,13 @@ from safetensors import SafetensorError, safe_open
 
 from rl_vlm.algorithms.checkpoint import (
     check_digests,
-    clean_leftovers,
     delete_old,
     digests,
     newest_readable,
-    write_folder,
 )
 from rl_vlm.algorithms.checkpoint import list_checkpoints as list_folders
-from rl_vlm.files import write_atomic
-from rl_vlm.labelling.store import LabelStore
+from rl_vlm.files import clean_leftovers, link_tree, replace_folder, write_atomic
+from rl_vlm.labelling.session_files import SessionFiles
 from rl_vlm.types import UserInputError
 
 AGENT, REPLAY, REWARD_MODEL, LABELS, STATE = (
@@ -59,14 +56,17 @@ class CheckpointFolders:
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
         """Let `write` fill a new checkpoint; returns its folder in the run folder. Raises OSError."""
-        name = f"step-{step:08d}"
+        target = self._local / f"step-{step:08d}"
         if self.artifacts is None:
-            target = write_folder(self._local, name, write)
             keep = self._keep
+            with replace_folder(target) as draft:
+                write(draft)
         else:
-            kept = write_folder(self.artifacts / "checkpoints", name, write)
-            target = write_folder(self._local, name, lambda folder: link_tree(kept, folder))
-            keep = 1
+            keep, kept = 1, self.artifacts / "checkpoints" / target.name
+            with replace_folder(kept) as draft:
+                write(draft)
+            with replace_folder(target) as draft:
+                link_tree(kept, draft)
         delete_old(list_checkpoints(self._local), target, keep)
         return target
 
@@ -116,15 +116,12 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def link_tree(source: Path, target: Path) -> None:
-    """The files of `source` under `target`, as hard links where that is possible. Files of labels are never changed."""
-    if source.is_dir():
-        shutil.copytree(source, target, copy_function=_link, dirs_exist_ok=True)
+def restore_labels(saved: Path, store: SessionFiles) -> None:
+    """Copy the sessions of a checkpoint into the run's store.
 
-
-def restore_labels(saved: Path, store: LabelStore) -> None:
-    """Bring the sessions of a checkpoint into the run's store, where it lacks them (another folder) or has others: a Tune trial
-    that goes on from another's checkpoint. Those that it has in their place are moved aside."""
+    A run in another folder lacks them. A Tune trial that goes on from another trial's checkpoint has sessions of its own, which
+    are moved aside.
+    """
     if not saved.is_dir():
         return
     for session in sorted(saved.glob("session-*.parquet")):
@@ -132,16 +129,3 @@ def restore_labels(saved: Path, store: LabelStore) -> None:
         if own.exists() and not filecmp.cmp(session, own, shallow=False):
             store.supersede(own)
     link_tree(saved, store.folder)
-
-
-def _link(source: str, target: str) -> None:
-    """Make `target`, unless there is one: other checkpoints may have links to it, and pictures have their content's name."""
-    try:
-        os.link(source, target)
-    except FileExistsError:
-        return
-    except OSError:  # another file system, or one without links
-        if not os.path.lexists(target):
-            partial = f"{target}.partial"
-            shutil.copy2(source, partial)
-            os.replace(partial, target)

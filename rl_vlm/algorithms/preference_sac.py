@@ -25,17 +25,19 @@ from safetensors.torch import load_file, save_file
 from rl_vlm.algorithms import preference_checkpoint as checkpoints
 from rl_vlm.algorithms.base import RunAlgorithm
 from rl_vlm.algorithms.config import RunAlgorithmConfig
+from rl_vlm.config import PreferenceConfig
+from rl_vlm.files import link_tree
 from rl_vlm.learning.device import driver_device
 from rl_vlm.plugins import load_plugins
 from rl_vlm.preference.agent_reward import AgentReward
-from rl_vlm.preference.collector import EpisodeResult, NumpyActor, evaluation_seeds, make_run_env
-from rl_vlm.preference.env_runner import ControlEnvRunner
-from rl_vlm.preference.episode_log import EpisodeTracker, FinishedEpisode, evaluation_figures
-from rl_vlm.preference.feedback import Feedback
-from rl_vlm.preference.feedback_builder import LabellingSide, build_feedback
-from rl_vlm.preference.replay import ReplayBuffer
+from rl_vlm.preference.collection.collector import EpisodeResult, NumpyActor, evaluation_seeds, make_run_env
+from rl_vlm.preference.collection.env_runner import ControlEnvRunner
+from rl_vlm.preference.collection.episode_log import EpisodeTracker, FinishedEpisode, evaluation_metrics
+from rl_vlm.preference.collection.sampler import ControlSampler
+from rl_vlm.preference.feedback.build import LabellerService, build_feedback
+from rl_vlm.preference.feedback.feedback import Feedback
+from rl_vlm.preference.replay.buffer import ReplayBuffer
 from rl_vlm.preference.sac_learner import SACLearner, SACModule, SACUpdateBatch, SACUpdateResult
-from rl_vlm.preference.sampler import ControlSampler, saved_episode_counts
 from rl_vlm.preference.schedule import check_segments, first_session_step, next_boundary, phase, session_size
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import UserInputError
@@ -57,10 +59,12 @@ _FIGURES = {
 class PreferenceSACConfig(RunAlgorithmConfig):
     """RLlib's configuration of PreferenceSAC. Labels and logs go to `scratch_folder`."""
 
+    run_config: PreferenceConfig
+
     def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
         self.compile_updates = False
         self.horizon = 0
-        super().__init__(algo_class or PreferenceSAC)
+        super().__init__(algo_class or PreferenceSAC, PreferenceConfig())
 
     def _apply_run_config(self) -> None:
         super()._apply_run_config()
@@ -101,21 +105,22 @@ class PreferenceSACConfig(RunAlgorithmConfig):
 class PreferenceSAC(RunAlgorithm):
     """The training loop. One `train()` is `steps_per_iteration` environment steps."""
 
+    run: PreferenceConfig
     config_class = PreferenceSACConfig
 
     def start_services(self, config: PreferenceSACConfig) -> None:
         """Start what the labeller needs."""
         load_plugins(self.run.plugins)
         config.prepare()
-        self._labelling = LabellingSide(self.run, self.folder)
+        self._labeller_service = LabellerService(self.run, config.service)
 
     def stop_services(self) -> None:
         """Stop the labeller and what it needs. A second call does nothing."""
-        for part in (getattr(self, "feedback", None), getattr(self, "_labelling", None)):
+        for part in (getattr(self, "feedback", None), getattr(self, "_labeller_service", None)):
             if part is not None:
                 part.close()
 
-    def prepare(self) -> None:
+    def make_state(self) -> None:
         """Replay buffer, labels, reward model, env runners' sampler, and counters."""
         # The matrices are small: more threads gain little, and cost much where other processes use the same cores.
         torch.set_num_threads(self.run.learner.num_threads)
@@ -129,7 +134,9 @@ class PreferenceSAC(RunAlgorithm):
         num_envs = settings.collection.num_envs
         steps = -(-settings.total_steps // num_envs) * num_envs  # all environments step together, the last time, too
         self.replay = ReplayBuffer(min(capacity, steps), observations, actions, frame_capacity, settings.image_size)
-        self.feedback: Feedback | None = build_feedback(self.run, self.folder, self._labelling, (observations, actions))
+        self.feedback: Feedback | None = build_feedback(
+            self.run, self.folder, self._labeller_service, (observations, actions)
+        )
         model = self.feedback.model if self.feedback is not None else None
         self.reward = AgentReward(settings, self.run.env.id, model, driver_device(self.run))
         collection = settings.collection
@@ -178,7 +185,7 @@ class PreferenceSAC(RunAlgorithm):
             batch = self.sampler.finish()
         current = phase(self.settings, self.env_steps)
         with self.timed("reward"):
-            rewards = self.reward.of(batch)
+            rewards = self.reward.rewards_of(batch)
         self.replay.add(batch, rewards)
         before, self.env_steps = self.env_steps, self.env_steps + len(batch)
         for episode in self.tracker.add(batch, rewards, before):
@@ -221,9 +228,9 @@ class PreferenceSAC(RunAlgorithm):
             exploration_k=settings.exploration_k,
             reset_critics=reset,
         )
-        results = self.update_learners([batch])
+        results = self.learners.update([batch])
         while results is None and reset:  # a replaced learner has the critics that must go; `max_restarts` bounds it
-            results = self.update_learners([batch])
+            results = self.learners.update([batch])
         if results is None:
             return  # the learner was replaced; these updates are lost
         (result,) = results
@@ -337,7 +344,7 @@ class PreferenceSAC(RunAlgorithm):
 
     def held_out(self) -> dict[str, float]:
         """Success rate and mean true return."""
-        figures = evaluation_figures(self.evaluate_policy(film=False))
+        figures = evaluation_metrics(self.evaluate_policy(film=False))
         return {name: figures[f"{name}/success"] for name in ("accuracy", "reward")}
 
     # Checkpoints.
@@ -349,8 +356,8 @@ class PreferenceSAC(RunAlgorithm):
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / checkpoints.AGENT)
         save_arrays(self.replay.state(), folder / checkpoints.REPLAY)
         if self.feedback is not None:
-            self.feedback.model.save(folder / checkpoints.REWARD_MODEL)
-            checkpoints.link_tree(self.feedback.store.folder, folder / checkpoints.LABELS)
+            self.feedback.trainer.save(folder / checkpoints.REWARD_MODEL)
+            link_tree(self.feedback.store.folder, folder / checkpoints.LABELS)
         checkpoints.write_state(
             folder,
             {
@@ -384,4 +391,4 @@ class PreferenceSAC(RunAlgorithm):
         self.env_steps, self.last_session = int(state["step"]), int(state["last_session"])
         self._rng.bit_generator.state = state["rng"]
         self.tracker.load(state["tracker"])
-        self.sampler.load_states(state["collectors"], saved_episode_counts(state))
+        self.sampler.load_states(state["collectors"], state["episode_counts"])

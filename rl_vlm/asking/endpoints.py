@@ -1,6 +1,6 @@
-"""Endpoints answer questions: the served model, by token ids. HTTP endpoints are in http_endpoints.py. No Ray.
+"""Questions, answers and who gives them: the served model, or an engine in this process. HTTP is in http_endpoints.py. No Ray.
 
-An endpoint answers many questions at once. Failures are an `EndpointError`, never an answer.
+An endpoint answers many questions at once. A failure is an `EndpointError`, never an answer.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _HIGHEST_LOGPROB = 0.1  # 0, and what rounding may add
 
 
 class EndpointError(RLVLMError):
-    """A question got no answer. `retryable`: asking again may help, after `retry_after_s` at the earliest.
+    """A question got no answer.
 
-    `status` is that of the HTTP reply, 0 where there was none. `busy`: the endpoint has no room at present, or was there a moment
-    ago; that says nothing about the question, which is asked until its deadline.
+    retryable: asking again may help, after `retry_after_s` at the earliest. status: of the HTTP reply, 0 without one. busy: the
+    endpoint has no room, or has just gone away; this says nothing about the question, which is asked until its deadline.
     """
 
     def __init__(
@@ -94,15 +94,11 @@ class EngineClient:
 
 
 class ServedEndpoint:
-    """Asks a served model through a generation client.
+    """Asks the base model of a service, without an adapter, through a generation client."""
 
-    `min_version` is the oldest policy version that may answer; by default the base model does, without an adapter.
-    """
-
-    def __init__(self, client: Client, text: TextSide, min_version: int = BASE_MODEL) -> None:
+    def __init__(self, client: Client, text: TextSide) -> None:
         self._client = client
         self._text = text
-        self._min_version = min_version
         self._numbers = itertools.count()
 
     @contextlib.asynccontextmanager
@@ -120,9 +116,7 @@ class ServedEndpoint:
             choices=question.choices,
             top_logprobs=len(question.choices),
         )
-        request = GenerationRequest(
-            f"ask-{next(self._numbers)}", prompt.token_ids, sampling, prompt.images, self._min_version
-        )
+        request = GenerationRequest(f"ask-{next(self._numbers)}", prompt.token_ids, sampling, prompt.images, BASE_MODEL)
         completion = await self._client.generate(request)
         (sample,) = completion.samples
         probabilities = None

@@ -1,4 +1,4 @@
-"""Endpoints by HTTP: OpenAI's chat completions, and the plain `/generate` of RL-VLM-F with a local model."""
+"""Endpoints over HTTP: OpenAI's chat completions, and the plain `/generate` of RL-VLM-F with a local model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import functools
 import json
 import os
 import reprlib
-import zlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -16,25 +15,39 @@ import httpx
 
 from rl_vlm.asking.endpoints import Answer, Ask, EndpointError, Question, choice_probabilities
 from rl_vlm.config.labels import EndpointSection
-from rl_vlm.envs.adapters.address import is_loopback
+from rl_vlm.envs.adapters.address import is_loopback, token_header
 from rl_vlm.safe_text import excerpt, keep_secret
-from rl_vlm.types import Message, UserInputError, as_encoded
+from rl_vlm.types import Message, Part, UserInputError, as_encoded
 
 _RETRYABLE_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 _BUSY_STATUS = (429, 503)
-_MAX_REPLY_BYTES = 8 * 2**20
-_MAX_ANSWER = 2**20  # characters, thoughts included
-_MOST_TOKENS = 10**9
-_LAST_PORT = 65_535
-_BAD_URL = (
-    "The endpoint's address cannot be read: give http://HOST:PORT/PATH, with special characters of a password as %XX."
-)
-_MAX_ALTERNATIVES = 100  # of the first token
+_MAX_REPLY_BYTES = 2**20  # thoughts and log-probabilities included
+_OPENAI_HEADERS = (
+    "Authorization",
+    "OpenAI-Organization",
+    "OpenAI-Project",
+)  # it would take them from OPENAI_* variables
 # Ways to enforce choices, in the order in which `auto` tries them.
 _FORMS = ("structured_outputs", "guided_choice", "none")
 
 
-class OpenAIEndpoint:
+class _HTTPEndpoint:
+    """What both kinds share: one address, and a client for it while it is open."""
+
+    def __init__(self, settings: EndpointSection, url: str, transport: httpx.AsyncBaseTransport | None) -> None:
+        self._settings, self._url, self._transport = settings, url, transport
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[Ask]:
+        """See `Endpoint.open`."""
+        async with _Server(self._settings, self._url, self._transport) as server:
+            yield functools.partial(self._ask, server)
+
+    async def _ask(self, server: _Server, question: Question) -> Answer:
+        raise NotImplementedError
+
+
+class OpenAIEndpoint(_HTTPEndpoint):
     """Asks an endpoint that speaks OpenAI's chat completions. `settings.url` is the base, such as http://127.0.0.1:8000/v1.
 
     Where choices are enforced with guidance `auto`, it begins with the first of `_FORMS` and goes on to the next form when a
@@ -42,18 +55,9 @@ class OpenAIEndpoint:
     """
 
     def __init__(self, settings: EndpointSection, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self._settings, self._transport = settings, transport
-        self._url = _checked_url(settings.url).rstrip("/")
-        if not self._url.endswith("/chat/completions"):
-            self._url += "/chat/completions"
+        base = _checked_url(settings.url).rstrip("/").removesuffix("/chat/completions")
+        super().__init__(settings, f"{base}/chat/completions", transport)
         self._form = 0 if settings.guidance == "auto" else _FORMS.index(settings.guidance)
-
-    @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[Ask]:
-        """See `Endpoint.open`."""
-        async with _http(self._settings, self._url, self._transport) as client:
-            server = _Server(client, self._url)
-            yield functools.partial(self._ask, server)
 
     async def _ask(self, server: _Server, question: Question) -> Answer:
         form = self._form
@@ -67,63 +71,44 @@ class OpenAIEndpoint:
             else:
                 answer = _read_completion(reply, question)
                 if unguided or answer.text.strip() in question.choices:
-                    # Not before: a question that is refused in every form, such as one that is too long, says nothing about forms.
+                    # Only an answer tells that this form works: a question that is too long is refused in every form.
                     self._form = max(self._form, form)
                     return answer
             # Refused or ignored. Other questions in flight may have found a later form.
             form = max(self._form, form + 1)
 
     def _body(self, question: Question, form: str) -> dict[str, Any]:
-        body: dict[str, Any] = {
+        body = {
             "model": self._settings.model,
-            "messages": [_message(message, _openai_image) for message in question.messages],
-            "max_tokens": question.max_new_tokens,
-            "temperature": question.temperature,
+            **_body(question, lambda uri: {"type": "image_url", "image_url": {"url": uri}}),
             "seed": question.seed % 2**31,
         }
-        if not question.choices:
-            return body
-        if form == "structured_outputs":
+        if question.choices and form == "structured_outputs":
             body["structured_outputs"] = {"choice": list(question.choices)}
-        elif form == "guided_choice":
+        elif question.choices and form == "guided_choice":
             body["guided_choice"] = list(question.choices)
-        if self._settings.logprobs:
+        if question.choices and self._settings.logprobs:
             body |= {"logprobs": True, "top_logprobs": 20}
         return body
 
 
-class GenerateEndpoint:
+class GenerateEndpoint(_HTTPEndpoint):
     """Asks a server that speaks the plain `POST /generate` of RL-VLM-F with a local model: the reply is text alone."""
 
     def __init__(self, settings: EndpointSection, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self._settings, self._transport = settings, transport
-        self._url = _checked_url(settings.url or server_url())
+        super().__init__(settings, _checked_url(settings.url or server_url()), transport)
 
-    @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[Ask]:
-        """See `Endpoint.open`."""
-        async with _http(self._settings, self._url, self._transport) as client:
-            server = _Server(client, self._url)
-
-            async def ask(question: Question) -> Answer:
-                body = {
-                    "messages": [_message(message, _plain_image) for message in question.messages],
-                    "max_tokens": question.max_new_tokens,
-                    "temperature": question.temperature,
-                }
-                reply = await server.post(body)
-                if not isinstance(reply.get("text"), str):
-                    raise EndpointError(f"The server's reply holds no text: {_excerpt(reply)}", retryable=False)
-                return Answer(_bounded(reply["text"]))
-
-            yield ask
+    async def _ask(self, server: _Server, question: Question) -> Answer:
+        reply = await server.post(_body(question, lambda uri: {"type": "image", "image": uri}))
+        if not isinstance(reply.get("text"), str):
+            raise EndpointError(f"The server's reply holds no text: {_excerpt(reply)}", retryable=False)
+        return Answer(reply["text"])
 
 
-def server_url(environment: dict[str, str] | None = None) -> str:
+def server_url() -> str:
     """The address of a `/generate` server: SERVER_URL, else http://SERVER_HOST:SERVER_PORT/generate."""
-    known = dict(os.environ) if environment is None else environment
-    host, port = known.get("SERVER_HOST") or "localhost", known.get("SERVER_PORT") or "8000"
-    return known.get("SERVER_URL") or f"http://{url_host(host)}:{port}/generate"
+    host, port = os.environ.get("SERVER_HOST") or "localhost", os.environ.get("SERVER_PORT") or "8000"
+    return os.environ.get("SERVER_URL") or f"http://{url_host(host)}:{port}/generate"
 
 
 def url_host(host: str) -> str:
@@ -134,72 +119,66 @@ def url_host(host: str) -> str:
 def _checked_url(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise UserInputError(f"The endpoint {url!r} must be an http or https address.")
-    try:
+    with contextlib.suppress(httpx.InvalidURL):
         address = httpx.URL(url)
-    except httpx.InvalidURL as error:  # neither is shown: the part that is wrong may be a password
-        raise UserInputError(_BAD_URL) from error
-    keep_secret(address.password)
-    if not address.host or (address.port or 0) > _LAST_PORT:
-        raise UserInputError(_BAD_URL)
-    return url
-
-
-def _http(settings: EndpointSection, url: str, transport: httpx.AsyncBaseTransport | None) -> httpx.AsyncClient:
-    headers = {"Accept-Encoding": "gzip, deflate", **(_token_header(settings.token_env) if settings.token_env else {})}
-    # Every pair is in flight at once: no request may wait for a free connection.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
-    direct = is_loopback(url)
-    return httpx.AsyncClient(
-        headers=headers, timeout=settings.timeout_s, limits=limits, transport=transport, trust_env=not direct
+        keep_secret(address.password)
+        if address.host and (address.port or 0) <= 65_535:
+            return url
+    # The address is not shown: the part that is wrong may be a password.
+    raise UserInputError(
+        "The endpoint's address cannot be read: give http://HOST:PORT/PATH, with special characters of a password as %XX."
     )
 
 
-def _token_header(variable: str) -> dict[str, str]:
-    """The header with a variable's token. Raises UserInputError, which does not show it, for one that no header can hold."""
-    token = os.environ.get(variable, "").strip()  # a token that was read from a file ends with a line break
-    if not (token.isascii() and (token.isprintable() or not token)):
-        raise UserInputError(f"The token in {variable} must be printable ASCII text on one line: set it again.")
-    keep_secret(token)  # whatever the variable is called: an endpoint may send it back
-    return {"Authorization": f"Bearer {token}"} if token else {}
-
-
-class _Server:
+class _Server(contextlib.AbstractAsyncContextManager["_Server"]):
     """One address, while a client for it is open."""
 
-    def __init__(self, client: httpx.AsyncClient, url: str) -> None:
-        self._client, self._url = client, url
-        self._has_answered = False
+    def __init__(self, settings: EndpointSection, url: str, transport: httpx.AsyncBaseTransport | None) -> None:
+        import openai  # takes a second, and most commands ask no endpoint
+
+        self._openai, self._url, self._has_answered = openai, url, False
+        token = token_header(settings.token_env) if settings.token_env else {}
+        self._headers = {**dict.fromkeys(_OPENAI_HEADERS, openai.Omit()), **token}
+        self._client = openai.AsyncOpenAI(
+            api_key="none",  # the token is in the headers
+            base_url=url,
+            timeout=settings.timeout_s,
+            max_retries=0,  # `ask_again` has one deadline for all attempts and counts them
+            http_client=_BoundedClient(
+                headers={"Accept-Encoding": "identity"},
+                # Every pair is in flight at once: no request may wait for a free connection.
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
+                transport=transport,
+                trust_env=not is_loopback(url),
+            ),
+        )
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
 
     async def post(self, body: dict[str, Any]) -> dict[str, Any]:
         """The reply, a JSON object. Raises EndpointError."""
-        url, content = self._url, bytearray()
+        url = self._url
         try:
-            async with self._client.stream("POST", url, json=body) as response:
-                unpack = _Unpacker(response.headers.get("content-encoding", ""))
-                assert isinstance(response.stream, httpx.AsyncByteStream)
-                async for chunk in response.stream:  # as it was sent: see _Unpacker
-                    content += unpack(chunk, _MAX_REPLY_BYTES + 1 - len(content))
-                    if len(content) > _MAX_REPLY_BYTES:
-                        raise EndpointError(
-                            f"{url} sent a reply of more than {_MAX_REPLY_BYTES} bytes.", retryable=False
-                        )
+            text = await self._client.post(url, cast_to=str, body=body, options={"headers": self._headers})
+        except self._openai.APIStatusError as error:
+            status, response = error.status_code, error.response
+            raise EndpointError(
+                f"{url} answered with HTTP {status}: {excerpt(response.text, 300)}",
+                retryable=status in _RETRYABLE_STATUS,
+                status=status,
+                retry_after_s=_seconds(response.headers.get("retry-after", "")),
+                busy=status in _BUSY_STATUS,
+            ) from error
+        except self._openai.APIConnectionError as error:
+            cause = error.__cause__
+            if isinstance(cause, EndpointError):
+                raise cause from None
+            # A server that has never answered may have another address, so it is not waited for. A session waits for it as a whole.
+            gone = self._has_answered and isinstance(cause, httpx.ConnectError | httpx.ConnectTimeout)
+            raise EndpointError(f"{url} gave no answer: {type(cause).__name__} {cause}".rstrip(), busy=gone) from error
         except UnicodeEncodeError as error:
             raise EndpointError(f"A question holds text that is no Unicode ({error}).", retryable=False) from error
-        except (zlib.error, ValueError) as error:
-            raise EndpointError(f"{url} sent a reply that cannot be unpacked ({error}).") from error
-        except httpx.HTTPError as error:
-            # One that has not answered before may have another address: that is an error soon, and a session waits for it as a whole.
-            gone = self._has_answered and isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-            raise EndpointError(f"{url} gave no answer: {type(error).__name__} {error}".rstrip(), busy=gone) from error
-        text = content.decode("utf-8", "replace")
-        if response.status_code != 200:
-            raise EndpointError(
-                f"{url} answered with HTTP {response.status_code}: {excerpt(text, 300)}",
-                retryable=response.status_code in _RETRYABLE_STATUS,
-                status=response.status_code,
-                retry_after_s=_seconds(response.headers.get("retry-after", "")),
-                busy=response.status_code in _BUSY_STATUS,
-            )
         try:
             reply = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -210,30 +189,27 @@ class _Server:
         return reply
 
 
-class _Unpacker:
-    """Undoes gzip and deflate, as far as asked: httpx would unpack a megabyte to a gigabyte before anyone could look."""
+class _BoundedClient(httpx.AsyncClient):
+    """Reads no more of a reply than `_MAX_REPLY_BYTES`, and none that is compressed: a megabyte may unpack to a gigabyte."""
 
-    def __init__(self, encoding: str) -> None:
-        """Raises ValueError for an encoding that was not asked for."""
-        name = encoding.strip().lower()
-        if name not in ("", "identity", "gzip", "x-gzip", "deflate"):
-            raise ValueError(f"encoding {name[:40]!r}")
-        self._deflate = None if name in ("", "identity") else zlib.decompressobj(zlib.MAX_WBITS | 32)
-        self._raw_deflate = name == "deflate"
-
-    def __call__(self, chunk: bytes, limit: int) -> bytes:
-        """What `chunk` unpacks to, at most `limit` bytes of it. Raises zlib.error."""
-        if self._deflate is None:
-            return chunk
+    async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
+        """The whole reply as UTF-8, with the headers that the caller needs. Raises EndpointError."""
+        response = await super().send(request, **{**options, "stream": True})
+        content = bytearray()
         try:
-            found = self._deflate.decompress(chunk, max(limit, 1))
-        except zlib.error:
-            if not self._raw_deflate:
-                raise
-            self._deflate = zlib.decompressobj(-zlib.MAX_WBITS)  # some servers leave zlib's header out
-            found = self._deflate.decompress(chunk, max(limit, 1))
-        self._raw_deflate = False
-        return found
+            encoding = response.headers.get("content-encoding", "identity")
+            if encoding not in ("", "identity"):
+                raise EndpointError(f"{request.url} sent a reply that cannot be unpacked ({encoding[:40]!r}).")
+            async for chunk in response.stream:  # type: ignore[union-attr]  # not yet unpacked
+                content += chunk
+                if len(content) > _MAX_REPLY_BYTES:
+                    raise EndpointError(
+                        f"{request.url} sent a reply of more than {_MAX_REPLY_BYTES} bytes.", retryable=False
+                    )
+        finally:
+            await response.aclose()
+        kept = {name: value for name, value in response.headers.items() if name == "retry-after"}
+        return httpx.Response(response.status_code, headers=kept, content=bytes(content), request=request)
 
 
 def _seconds(text: str) -> float:
@@ -246,17 +222,9 @@ def _excerpt(reply: Any) -> str:
     return excerpt(reprlib.repr(reply), 200)
 
 
-def _bounded(text: str) -> str:
-    if len(text) > _MAX_ANSWER:
-        raise EndpointError(
-            f"The endpoint's answer has {len(text)} characters, more than {_MAX_ANSWER}.", retryable=False
-        )
-    return text
-
-
 def _count(value: Any) -> int:
     """A number of tokens as an endpoint reports it; 0 for what is none."""
-    plain = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST_TOKENS
+    plain = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 10**9
     return int(value) if plain else 0
 
 
@@ -271,11 +239,10 @@ def _read_completion(reply: dict[str, Any], question: Question) -> Answer:
         probabilities = None
         tokens = (choice.get("logprobs") or {}).get("content") or []
         if question.choices and tokens:
-            alternatives = tokens[0]["top_logprobs"][:_MAX_ALTERNATIVES]
-            first = [(str(entry["token"]), float(entry["logprob"])) for entry in alternatives]
+            first = [(str(entry["token"]), float(entry["logprob"])) for entry in tokens[0]["top_logprobs"]]
             probabilities = choice_probabilities(first, question.choices)
         return Answer(
-            _bounded(text),
+            text,
             _count(usage.get("prompt_tokens")),
             _count(usage.get("completion_tokens")),
             choice.get("finish_reason") == "length",
@@ -287,20 +254,23 @@ def _read_completion(reply: dict[str, Any], question: Question) -> Answer:
         ) from error
 
 
-def _message(message: Message, image: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-    """The message as JSON; `image` turns a data URI into a part."""
-    message = _without_tool_role(message)
-    content: list[dict[str, Any]] = []
-    for part in message.parts:
+def _body(question: Question, image: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """What both kinds of server are sent; `image` turns a data URI into a part of a message."""
+
+    def part_of(part: Part) -> dict[str, Any]:
         if isinstance(part, str):
-            content.append({"type": "text", "text": part})
-        else:
-            png = base64.b64encode(as_encoded([part])[0].png).decode()
-            content.append(image(f"data:image/png;base64,{png}"))
-    return {"role": message.role, "content": content}
+            return {"type": "text", "text": part}
+        return image(f"data:image/png;base64,{base64.b64encode(as_encoded([part])[0].png).decode()}")
+
+    messages = [without_tool_role(message) for message in question.messages]
+    return {
+        "messages": [{"role": message.role, "content": [*map(part_of, message.parts)]} for message in messages],
+        "max_tokens": question.max_new_tokens,
+        "temperature": question.temperature,
+    }
 
 
-def _without_tool_role(message: Message) -> Message:
+def without_tool_role(message: Message) -> Message:
     """A tool's reply as the user's message that Qwen's chat template makes of it.
 
     The calls are in the policy's text, so they have no ids, and OpenAI's `tool` messages need one and take no images.
@@ -308,11 +278,3 @@ def _without_tool_role(message: Message) -> Message:
     if message.role != "tool":
         return message
     return Message("user", ("<tool_response>\n", *message.parts, "\n</tool_response>"))
-
-
-def _openai_image(uri: str) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": uri}}
-
-
-def _plain_image(uri: str) -> dict[str, Any]:
-    return {"type": "image", "image": uri}

@@ -24,11 +24,10 @@ async def ask_again(
     who: str,
     on_retry: Callable[[EndpointError], None] = lambda error: None,
 ) -> Answer:
-    """One answer within so many seconds and after at most so many attempts; `question` makes the question of each attempt.
+    """One answer within `deadline_s` and after at most `attempts`; `question(n)` makes the question of attempt n.
 
-    Attempts at which the endpoint was busy are not counted: only the deadline ends these. `on_retry` is told why it is asked again.
-
-    Raises EndpointError, which names `who` was asked; errors that another attempt cannot change end it at once.
+    Attempts at which the endpoint is busy do not count: only the deadline ends them. `on_retry` gets the error that the next
+    attempt follows. Raises EndpointError, which names `who` was asked; an error that is not retryable ends it at once.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + deadline_s

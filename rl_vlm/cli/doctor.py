@@ -21,7 +21,7 @@ from packaging.version import Version
 
 from rl_vlm.cli.doctor_machine import GIB, Check, Status, available_cores, machine_checks, version_of
 from rl_vlm.cli.doctor_ray import ray_checks
-from rl_vlm.config import RunConfig
+from rl_vlm.config import TrainConfig
 
 __all__ = ["Check", "as_json", "diagnose", "worst"]
 
@@ -65,7 +65,7 @@ class _Probe:
     cudnn: int | None = None  # 91501 is 9.15.1
 
 
-def diagnose(run: RunConfig | None = None) -> list[Check]:
+def diagnose(run: TrainConfig | None = None) -> list[Check]:
     """Look at everything, in a few seconds. With `run`, also whether the machine is large enough for it."""
     with tempfile.TemporaryFile("w+") as errors:
         # The home folder as the place: a module called torch.py in the working directory would be imported.
@@ -256,7 +256,7 @@ def _driver(smi: str) -> str:
     return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else ""
 
 
-def _fits(run: RunConfig, probe: _Probe) -> Iterator[Check]:
+def _fits(run: TrainConfig, probe: _Probe) -> Iterator[Check]:
     """Whether the machine is large enough for a run with a private Ray cluster."""
     cores, gpus, need = available_cores(), len(probe.gpus), run.model.least_gpu_gib
     detail = f"{run.name} reserves {run.needed_cpus:g} logical CPUs, the machine has {cores:g}"

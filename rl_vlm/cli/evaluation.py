@@ -102,6 +102,7 @@ def evaluate(
     source = run_dir if endpoint else _source(config, adapter, run_dir)
     _check_out(out, needed=resume)
     from rl_vlm.evaluation.options import EvaluationOptions
+    from rl_vlm.runs.kinds import kind_of
 
     options = EvaluationOptions(
         blind=blind,
@@ -115,7 +116,7 @@ def evaluate(
         endpoint_token_env=endpoint_token_env,
         endpoint_timeout_s=endpoint_timeout_s,
     )
-    results = run.spec.load("evaluate")(run, adapter=adapter, run_dir=source, out=out, options=options)
+    results = kind_of(run).evaluate(run, adapter=adapter, run_dir=source, out=out, options=options)
     say(json.dumps(results, indent=2))
 
 
@@ -143,8 +144,10 @@ def rollout(
     out: Out = None,
 ) -> None:
     """Play episodes and print one JSON line for each, and a summary at the end."""
+    from rl_vlm.config import of_policy
+
     changes = {"model.path": model, "env.id": env, "model.min_pixels": min_pixels, "model.max_pixels": max_pixels}
-    run = _load(config, overrides, changes, needs=("model", "env"))
+    run = of_policy(_load(config, overrides, changes, needs=("model", "env")))
     _check_out(out)
     from rl_vlm.models.trained import find_trained
     from rl_vlm.runs import play

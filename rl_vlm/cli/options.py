@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from rl_vlm.config import RunConfig
+    from rl_vlm.config import TrainConfig
 
 Config = Annotated[Path, typer.Argument(help="A YAML configuration, or a run folder, whose config.yaml is used.")]
 Overrides = Annotated[
@@ -29,7 +29,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 
 
-def load_run(config: Path | None, overrides: Sequence[str] | None) -> RunConfig:
+def load_run(config: Path | None, overrides: Sequence[str] | None) -> TrainConfig:
     """The configuration of a YAML file, or of the run folder that holds it, or the defaults, with changes."""
     from rl_vlm.config import load_config
 

@@ -38,13 +38,13 @@ def train(
     """Train a policy. Ctrl-C saves a checkpoint; --resume goes on from it."""
     refuse_both(resume, overwrite)
     run = load_run(config, overrides)
-    from rl_vlm.runs import preflight
+    from rl_vlm.runs import kinds
     from rl_vlm.runs import train as training
 
     if dry_run:
-        for name, value in preflight.inspect_run(run).items():
+        for name, value in kinds.inspect_run(run).items():
             say(f"{name}: {value}")
-        for sentence in run.without_effect:
+        for sentence in run.notes():
             say(sentence)
         say(f"{run.name}: nothing is wrong with the configuration, the model and the data.")
         return

@@ -70,8 +70,9 @@ def make_tiny(
     overwrite: Overwrite = False,
 ) -> None:
     """Build the tiny vision-language model, which needs no network. It takes about a minute."""
+    from rl_vlm.files import link_tree
     from rl_vlm.models.builtin import builtin_models
-    from rl_vlm.models.export import check_target, replace_folder
+    from rl_vlm.models.export import check_target, replace_model
     from rl_vlm.models.loading import quiet_libraries
     from rl_vlm.types import UserInputError
 
@@ -85,5 +86,7 @@ def make_tiny(
     check_target(folder, overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-        replace_folder(tiny.make(Path(scratch) / "model", seed), folder)
+        made = tiny.make(Path(scratch) / "model", seed)
+        with replace_model(folder) as draft:
+            link_tree(made, draft)
     say(str(folder))

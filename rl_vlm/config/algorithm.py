@@ -77,13 +77,11 @@ _ONLY_WITH: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (("mismatch_low", "mismatch_high"), "mismatch", ("mask", "sequence_mask")),
     (("kl_estimator",), "kl_in", ("loss",)),
 )
-# The same of keys that recipes set: one that chooses otherwise on the command line or in a sweep is told, and not refused.
-_HINTED_WITH: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
+# The same for keys that recipes set: choosing otherwise on the command line or in a sweep is noted, and no error.
+_NOTED_WITH: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (("advantage_normalization",), "estimator", ("group", "gigpo", "gae")),
     (("clip_low", "clip_high"), "loss", ("clipped", "gspo")),
 )
-_OF_KL = ("kl_in", "kl_estimator")  # told as well without a KL penalty: 0 may be one coefficient of a sweep
-_ADAPTED = ("kl_rate", "kl_min", "kl_max")  # read where kl_target is set
 # exp(old - behaviour) within which a token, or the geometric mean of a trajectory, is kept where the configuration says nothing.
 # Per token: IcePop (Ring-1T, arXiv 2510.18855). Per trajectory: with noise of s nats per token the logarithm of the mean over T
 # tokens has the deviation s / sqrt(T); thousands of tokens want a narrower band, a dozen a wider one.
@@ -91,9 +89,9 @@ _MISMATCH_BOUNDS = {"mask": (0.5, 5.0), "sequence_mask": (0.99, 1.01)}
 
 
 class AlgorithmSection(Section):
-    """`preference_sac` is set by `preference`; all else here is of GRPO and PPO. Defaults are the published multi-turn geo3k recipe: clip 0.2 / 0.28, no KL, no entropy bonus, std-normalised."""
+    """GRPO and PPO. Defaults are the published multi-turn geo3k recipe: clip 0.2 / 0.28, no KL, no entropy bonus, std-normalised."""
 
-    name: str = Field("grpo", description="grpo, ppo or preference_sac.")
+    name: Literal["grpo", "ppo"] = Field("grpo", description="grpo or ppo; preference_sac is set by `preference`.")
     iterations: int = Field(100, ge=1)
     preset: str | None = Field(
         None,
@@ -219,27 +217,28 @@ class AlgorithmSection(Section):
             raise ValueError("k1 as a loss has no expected gradient on-policy: use k3 (or k2)")
         return name
 
-    @model_validator(mode="after")
-    def _no_constants_of_another_choice(self) -> AlgorithmSection:
+    def problems(self) -> Iterator[str]:
+        """Keys that nothing reads, and bounds that contradict each other."""
         for key, chooser, readers in self._unread(_ONLY_WITH):
-            raise ValueError(f"{self._no_effect(key, chooser)}: remove it, or set algorithm.{chooser} to {readers}")
-        for key in _ADAPTED if self.kl_target is None else ():
-            if self._is_changed(key):
-                raise ValueError(f"algorithm.{key} has no effect without algorithm.kl_target: remove it, or set that")
-        return self
+            yield f"{self._no_effect(key, chooser)}: remove it, or set algorithm.{chooser} to {readers}"
+        for key in self.changed("kl_rate", "kl_min", "kl_max") if self.kl_target is None else ():
+            yield f"algorithm.{key} has no effect without algorithm.kl_target: remove it, or set that"
+        if self.kl_target and self.kl_in != "reward":
+            yield "algorithm.kl_target adapts a penalty in the reward: set algorithm.kl_in to reward"
+        if self.kl_min > self.kl_max:
+            yield f"algorithm.kl_min ({self.kl_min}) exceeds algorithm.kl_max ({self.kl_max})"
+        if self.estimator == "gae" and self.name == "grpo":
+            yield "algorithm.estimator gae needs a critic: set algorithm.name to ppo"
+        if self.estimator in WITHOUT_CRITIC and self.name == "ppo":
+            yield f"algorithm.estimator {self.estimator} needs no critic: use gae, or algorithm.name grpo"
 
-    @property
-    def without_effect(self) -> list[str]:
-        """A sentence on each key that is set and read by nothing, where that is no reason to refuse it."""
-        told = [
-            f"{self._no_effect(key, chooser)}, only with {readers}."
-            for key, chooser, readers in self._unread(_HINTED_WITH)
-        ]
-        if not self.kl_coef and not self.kl_target:
-            told += [
-                f"algorithm.{key} has no effect with algorithm.kl_coef 0." for key in _OF_KL if self._is_changed(key)
-            ]
-        return told
+    def notes(self) -> Iterator[str]:
+        """A sentence on each key that is set and read by nothing, where that is accepted."""
+        for key, chooser, readers in self._unread(_NOTED_WITH):
+            yield f"{self._no_effect(key, chooser)}, only with {readers}."
+        if not self.kl_coef and not self.kl_target:  # 0 may be one coefficient of a sweep
+            for key in self.changed("kl_in", "kl_estimator"):
+                yield f"algorithm.{key} has no effect with algorithm.kl_coef 0."
 
     def _unread(self, rules: Iterable[tuple[tuple[str, ...], str, tuple[str, ...]]]) -> Iterator[tuple[str, str, str]]:
         """Changed keys that the choice does not read: the key, the key that chooses, and its values that do."""
@@ -248,15 +247,17 @@ class AlgorithmSection(Section):
             chosen = getattr(self, chooser)
             # What a plugin's loss or estimator reads is unknown.
             if chosen not in readers and chosen in builtin.get(chooser, (chosen,)):
-                yield from ((key, chooser, " or ".join(readers)) for key in keys if self._is_changed(key))
+                yield from ((key, chooser, " or ".join(readers)) for key in self.changed(*keys))
 
     def _no_effect(self, key: str, chooser: str) -> str:
         return f"algorithm.{key} has no effect with algorithm.{chooser} {getattr(self, chooser)}"
 
-    def _is_changed(self, key: str) -> bool:
-        # A saved configuration holds the defaults of all keys, and what its preset set.
+    def changed(self, *keys: str) -> Iterator[str]:
+        """As in the base class. What the preset sets is no change either, nor is null."""
         preset = PRESETS.get(_preset_of(self.preset, self.name) or "", {})
-        return getattr(self, key) not in (None, type(self).model_fields[key].default, preset.get(key))
+        for key in super().changed(*keys):
+            if getattr(self, key) not in (None, preset.get(key)):
+                yield key
 
 
 def _preset_of(preset: str | None, name: str | None) -> str | None:

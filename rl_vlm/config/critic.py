@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rl_vlm.config.section import Section
 
@@ -26,10 +27,7 @@ class CriticSection(Section):
     stop_gradient: bool = Field(False, description="Of the head: the value loss does not train the policy's LoRA.")
     warmup_iterations: int = Field(0, ge=0, description="First iterations, in which the critic learns alone.")
 
-    @model_validator(mode="after")
-    def _stops_something(self) -> CriticSection:
+    def problems(self) -> Iterator[str]:
+        """A gradient that is stopped where there is none."""
         if self.stop_gradient and self.kind == "adapter":
-            raise ValueError(
-                "stop_gradient has no effect with kind adapter, which never trains the policy's LoRA: remove it"
-            )
-        return self
+            yield "critic.stop_gradient has no effect with kind adapter, which never trains the policy's LoRA: remove it"

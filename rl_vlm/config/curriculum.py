@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from rl_vlm.config.section import Section
-
-if TYPE_CHECKING:
-    from rl_vlm.config.run import RunConfig
-
-# `reward/<name>` and `accuracy/<name>` have other meanings for these.
-_TAKEN_NAMES = ("mean", "std", "part", "zero_advantage_groups")
 
 
 class StageSection(Section):
@@ -72,88 +67,45 @@ class CurriculumSection(Section):
     floor: float = Field(0.1, gt=0, le=1, description="Least weight of a task, as a share of the largest.")
     half_life: float = Field(64.0, gt=0, description="Episodes of a task after which an older episode counts half.")
 
-    @model_validator(mode="after")
-    def _consistent(self) -> CurriculumSection:
-        stages = self.stages
-        self._refuse(("by", "blend"), not stages, "curriculum.stages")
-        self._refuse(("blend_levels",), not self.blend, "curriculum.blend")
-        self._refuse(("metric", "min_episodes", "fall_back_margin"), self.by != "metric", "curriculum.by metric")
-        self._refuse(("prior", "floor", "half_life"), self.sampling == "uniform", "curriculum.sampling solve_rate")
-        if not stages:
-            return self
-        if len(set(self.names)) < len(stages):
-            raise ValueError(f"curriculum.stages: the names {', '.join(self.names)} must differ")
-        if self.by == "metric":
-            self._check_thresholds()
-        else:
-            self._check_starts()
-        return self
+    def problems(self) -> Iterator[str]:
+        """Keys that nothing reads, and stages that do not follow each other."""
+        yield from self._unread(("by", "blend"), not self.stages, "curriculum.stages")
+        yield from self._unread(("blend_levels",), not self.blend, "curriculum.blend")
+        yield from self._unread(
+            ("metric", "min_episodes", "fall_back_margin"), self.by != "metric", "curriculum.by metric"
+        )
+        yield from self._unread(
+            ("prior", "floor", "half_life"), self.sampling == "uniform", "curriculum.sampling solve_rate"
+        )
+        if self.stages:
+            if len(set(self.names)) < len(self.stages):
+                yield f"curriculum.stages: the names {', '.join(self.names)} must differ"
+            yield from self._thresholds() if self.by == "metric" else self._starts()
 
-    def _refuse(self, keys: tuple[str, ...], unread: bool, needs: str) -> None:
-        for key in keys if unread else ():
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"curriculum.{key} has no effect without {needs}")
+    def _unread(self, keys: tuple[str, ...], unread: bool, needs: str) -> Iterator[str]:
+        for key in self.changed(*keys) if unread else ():
+            yield f"curriculum.{key} has no effect without {needs}"
 
-    def _check_starts(self) -> None:
+    def _starts(self) -> Iterator[str]:
         starts = [stage.start for stage in self.stages]
         known = [start for start in starts if start is not None]
         if len(known) < len(starts) or known[0] != 0 or sorted(set(known)) != known:
-            raise ValueError(
+            yield (
                 f"curriculum.stages: with by {self.by} each stage has a start, the first 0 and each later than the one before; "
                 f"these are {', '.join(str(start) for start in starts)}"
             )
         if any(stage.until is not None for stage in self.stages):
-            raise ValueError(f"curriculum.stages: until needs curriculum.by metric; this one goes by {self.by}")
+            yield f"curriculum.stages: until needs curriculum.by metric; this one goes by {self.by}"
 
-    def _check_thresholds(self) -> None:
+    def _thresholds(self) -> Iterator[str]:
         if any(stage.start is not None for stage in self.stages):
-            raise ValueError("curriculum.stages: start has no effect with by metric: give until, or set by to episodes")
+            yield "curriculum.stages: start has no effect with by metric: give until, or set by to episodes"
         if any(stage.until is None for stage in self.stages[:-1]) or self.stages[-1].until is not None:
-            raise ValueError("curriculum.stages: with by metric each stage but the last has an until, at which it ends")
+            yield "curriculum.stages: with by metric each stage but the last has an until, at which it ends"
         if self.blend:
-            raise ValueError(
-                "curriculum.blend needs stages by episodes or iterations: a metric does not say how far it is"
-            )
+            yield "curriculum.blend needs stages by episodes or iterations: a metric does not say how far it is"
 
     @property
     def names(self) -> tuple[str, ...]:
         """The stages' names."""
         return tuple(stage.name or str(place) for place, stage in enumerate(self.stages))
-
-
-def check_tasks(run: RunConfig) -> None:
-    """Raise ValueError where mixture, curriculum and variants do not fit together."""
-    names, variants, stages = [part.name for part in run.env.mixture], run.evaluation.variants, run.curriculum.stages
-    if bad := [name for name in names if name in _TAKEN_NAMES or name in variants]:
-        raise ValueError(f"env.mixture: the name {bad[0]} belongs to another metric: choose another one")
-    if names:
-        for variant, arguments in variants.items():
-            _check_names(f"evaluation.variants.{variant}", arguments, names)
-    for place, stage in enumerate(stages):
-        if names:
-            _check_names(f"curriculum.stages.{place}.env", stage.env, names)
-        _check_weights(
-            f"curriculum.stages.{place}.mixture", stage, {part.name: part.weight for part in run.env.mixture}
-        )
-
-
-def _check_names(key: str, arguments: dict[str, Any], names: list[str]) -> None:
-    for name, inner in arguments.items():
-        if name not in names:
-            raise ValueError(
-                f"{key}: with env.mixture it maps names ({', '.join(names)}) to arguments, such as {names[0]}: {{seed: 1}}; {name} "
-                "is not one of them"
-            )
-        if not isinstance(inner, dict):
-            raise ValueError(f"{key}.{name}: arguments are a mapping, such as {{seed: 1}}, not {inner!r}")
-
-
-def _check_weights(key: str, stage: StageSection, weights: dict[str, float]) -> None:
-    for name, weight in stage.mixture.items():
-        if name not in weights:
-            known = f"env.mixture has {', '.join(weights)}" if weights else "env.mixture is empty"
-            raise ValueError(f"{key} names {name}, and {known}")
-        if weight < 0:
-            raise ValueError(f"{key}.{name}: a weight is at least 0, not {weight}")
-    if weights and not any((weights | stage.mixture).values()):
-        raise ValueError(f"{key}: all weights are 0, so that no environment would ever be chosen")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import (
@@ -11,7 +11,6 @@ from pydantic import (
     ValidationInfo,
     field_validator,
     model_serializer,
-    model_validator,
 )
 
 from rl_vlm.config.reward import RewardSection
@@ -69,23 +68,18 @@ class EnvSection(EnvPart):
         (), description="Several environments, each with name, id, kwargs, data, weight, num_items and reward."
     )
 
-    @model_validator(mode="after")
-    def _one_or_many(self) -> EnvSection:
+    def problems(self) -> Iterator[str]:
+        """A mixture beside a single environment, and one that cannot be drawn from."""
         if not self.mixture:
-            return self
+            return
         for key in EnvPart.model_fields:
             if key in self.model_fields_set:
-                raise ValueError(
-                    f"env.{key} has no effect with env.mixture: set it for each environment of the mixture"
-                )
+                yield f"env.{key} has no effect with env.mixture: set it for each environment of the mixture"
         names = [part.name for part in self.mixture]
         if len(set(names)) < len(names):
-            raise ValueError(
-                f"env.mixture: the names {', '.join(names)} must differ, because metrics are told apart by them"
-            )
+            yield f"env.mixture: the names {', '.join(names)} must differ, because metrics are told apart by them"
         if not any(part.weight for part in self.mixture):
-            raise ValueError("env.mixture: all weights are 0, so that no environment would ever be chosen")
-        return self
+            yield "env.mixture: all weights are 0, so that no environment would ever be chosen"
 
     @model_serializer(mode="wrap")
     def _without_unread(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

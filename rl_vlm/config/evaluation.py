@@ -9,7 +9,13 @@ from pydantic import Field
 from rl_vlm.config.section import Section
 
 
-class EvaluationSection(Section):
+class EvaluationDeadline(Section):
+    """How long an evaluation may take."""
+
+    timeout_s: float = Field(1800.0, gt=0)
+
+
+class EvaluationSection(EvaluationDeadline):
     """Held-out evaluation, greedy; with `samples` above 1 also pass@k at the rollout temperature."""
 
     every: int = Field(50, ge=0, description="Iterations between evaluations; 0: only before and after.")
@@ -33,4 +39,3 @@ class EvaluationSection(Section):
         description="Items that `rl-vlm eval` asks at once, as many may have to be asked again after a kill; and that an evaluation "
         "in training plays at once, all env runners together, with env.isolation process.",
     )
-    timeout_s: float = Field(1800.0, gt=0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from collections.abc import Iterator
+
+from pydantic import Field
 
 from rl_vlm.config.section import Section
 
@@ -27,14 +29,7 @@ class HTTPSection(Section):
     max_new_tokens: int = Field(2048, ge=1, description="Per sample; also the default where a client names none.")
     max_samples: int = Field(64, ge=1, description="`n` of one request.")
     max_reply_values: int = Field(
-        1_310_720,
-        ge=1,
-        description="n x max_tokens x (1 + top_logprobs): 64 samples of 975 tokens with 20 alternatives each.",
-    )
-    max_kv_gib: float | None = Field(
-        None,
-        gt=0,
-        description="Keys and values of a replica with engine transformers; requests beyond it wait. Null: 64 full contexts, at least 1 GiB, at most 80 % of the free memory.",
+        100_000, ge=1, description="Log-probabilities of a reply: n x max_tokens x (1 + top_logprobs)."
     )
     max_queue: int = Field(
         256, ge=1, description="Requests at a time, waiting and running; more are told to come back."
@@ -55,11 +50,8 @@ class HTTPSection(Section):
     )
     resize_max_pixels: int | None = Field(None, ge=1, description="Images are shrunk to this; null: as the model does.")
 
-    @model_validator(mode="after")
-    def _resizes_one_way(self) -> HTTPSection:
+    def problems(self) -> Iterator[str]:
+        """Images that would be enlarged beyond what they are shrunk to."""
         low, high = self.resize_min_pixels, self.resize_max_pixels
         if low and high and low > high:
-            raise ValueError(
-                f"http.resize_min_pixels ({low}) exceeds http.resize_max_pixels ({high}): change one of them"
-            )
-        return self
+            yield f"http.resize_min_pixels ({low}) exceeds http.resize_max_pixels ({high}): change one of them"

@@ -5,10 +5,11 @@ Defaults are RL-VLM-F's, with its option in brackets; where ours differ, the des
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rl_vlm.config.section import Section
 
@@ -103,17 +104,14 @@ class LabelsSection(Section):
         description="For clip; for itm a BLIP-2 such as Salesforce/blip2-itm-vit-g.",
     )
 
-    @model_validator(mode="after")
-    def _consistent(self) -> LabelsSection:
+    def problems(self) -> Iterator[str]:
+        """A source without what it needs."""
         if self.source == "endpoint" and not self.endpoint.url:
-            raise ValueError(
-                "preference.labels.endpoint.url is needed for source endpoint, such as http://host:8000/v1"
-            )
+            yield "preference.labels.endpoint.url is needed for source endpoint, such as http://host:8000/v1"
         if not names_no_cache(self.cache) and (self.flip or self.coin_flips):
-            raise ValueError(
+            yield (
                 "preference.labels.flip and coin_flips change what a labeller says, and the sessions of labels.cache are replayed "
                 "as they were labelled: leave out one of the two"
             )
         if self.source == "cache" and names_no_cache(self.cache):
-            raise ValueError("preference.labels.cache must name a label store for source cache")
-        return self
+            yield "preference.labels.cache must name a label store for source cache"

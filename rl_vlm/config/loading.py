@@ -5,42 +5,59 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import yaml
 from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
 from rl_vlm.config.algorithm import without_preset_keys
-from rl_vlm.config.hints import explain
-from rl_vlm.config.run import RunConfig
+from rl_vlm.config.errors import explain
+from rl_vlm.config.policy import PolicyConfig
+from rl_vlm.config.preference import PreferenceConfig
+from rl_vlm.config.section import Section
 from rl_vlm.config.sft import SFTConfig
 from rl_vlm.config.yaml_text import EXPONENTS, load_yaml
 from rl_vlm.files import write_atomic
 from rl_vlm.types import UserInputError
 
+_Config = TypeVar("_Config", bound=Section)
+TrainConfig: TypeAlias = PolicyConfig | PreferenceConfig
+# The class of a configuration, by algorithm.name.
+_CLASSES: dict[str, type[PolicyConfig] | type[PreferenceConfig]] = {
+    "grpo": PolicyConfig,
+    "ppo": PolicyConfig,
+    "preference_sac": PreferenceConfig,
+}
 
-def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> RunConfig:
+
+def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> TrainConfig:
     """Read a YAML file, apply `section.key=value` overrides, check everything. Raises UserInputError."""
     return parse_config(read_yaml(path, overrides))
 
 
+def load_policy_config(path: str | Path | None, overrides: Iterable[str] = ()) -> PolicyConfig:
+    """As `load_config`, for what needs a policy. Raises UserInputError for another kind of run."""
+    return of_policy(load_config(path, overrides))
+
+
 def load_sft_config(path: str | Path | None, overrides: Iterable[str] = ()) -> SFTConfig:
     """As `load_config`, for `rl-vlm sft`."""
-    try:
-        return SFTConfig.model_validate(read_yaml(path, overrides))
-    except ValidationError as error:
-        raise UserInputError(explain(error, SFTConfig)) from error
+    return validated(SFTConfig, read_yaml(path, overrides))
 
 
-def load_served_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """The configuration of a run folder whose model is to be served; of a run of `rl-vlm sft` its model alone counts."""
+def load_served_config(path: str | Path, overrides: Iterable[str] = ()) -> PolicyConfig:
+    """The configuration of a run folder whose model is to be served; of a run that trains no policy its model alone counts."""
     data = read_yaml(path, ())
-    if "sft" in data:
-        data = {key: data[key] for key in ("name", "seed", "model") if key in data}
+    if "sft" in data or "preference" in data:
+        data = {
+            key: data[key]
+            for key in ("name", "seed", "plugins", "model", "serving", "resources", "http")
+            if key in data
+        }
     for override in overrides:
         apply_override(data, *parse_override(override))
-    return parse_config(data)
+    return of_policy(parse_config(data))
 
 
 def read_yaml(path: str | Path | None, overrides: Iterable[str]) -> dict[str, Any]:
@@ -72,12 +89,28 @@ def read_yaml(path: str | Path | None, overrides: Iterable[str]) -> dict[str, An
     return data
 
 
-def parse_config(data: Mapping[str, Any]) -> RunConfig:
-    """Check a nested dictionary. Raises UserInputError with one sentence on the first thing that is wrong."""
+def parse_config(data: Mapping[str, Any]) -> TrainConfig:
+    """Check a nested dictionary; algorithm.name chooses the class. Raises UserInputError, a line for each error."""
+    algorithm = data.get("algorithm")
+    name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
+    if name is not None and name not in _CLASSES:
+        raise UserInputError(f"Config key algorithm.name: {name!r} is not one of {', '.join(_CLASSES)}.")
+    return validated(_CLASSES[name or "grpo"], data)
+
+
+def validated(kind: type[_Config], data: Mapping[str, Any]) -> _Config:
+    """A configuration of this class. Raises UserInputError, a line for each error."""
     try:
-        return RunConfig.model_validate(data)
+        return kind.model_validate(data)
     except ValidationError as error:
-        raise UserInputError(explain(error)) from error
+        raise UserInputError(explain(error, kind)) from error
+
+
+def of_policy(config: TrainConfig) -> PolicyConfig:
+    """The configuration, if it is one of a policy. Raises UserInputError."""
+    if not isinstance(config, PolicyConfig):
+        raise UserInputError(f"This needs a policy, and algorithm.name is {config.algorithm.name}: use grpo or ppo.")
+    return config
 
 
 def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +130,7 @@ def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
         data["algorithm"] = without_preset_keys(data["algorithm"], value, replaced)
 
 
-def save_config(config: RunConfig | SFTConfig, path: Path) -> None:
+def save_config(config: TrainConfig | SFTConfig, path: Path) -> None:
     """Write the resolved configuration, atomically. What YAML holds comes back as it was: as JSON nan would be null, a date a text."""
     write_atomic(path, yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
@@ -127,7 +160,7 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
     node = data
     *parents, last = key.split(".")
     for parent in parents:
-        child = node.setdefault(parent, {})
+        child = node[parent] = {} if node.get(parent) is None else node[parent]
         if not isinstance(child, dict):
             raise UserInputError(f"Config key {key}: {parent} is a value, not a section.")
         node = child

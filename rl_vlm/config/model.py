@@ -30,8 +30,8 @@ class LoraSection(Section):
     )
 
 
-class ModelSection(Section):
-    """The vision-language model."""
+class PlainModelSection(Section):
+    """The vision-language model: where it is, and how it computes."""
 
     path: str = Field("tiny", description="`tiny`, a Hugging Face folder, or a hub name that was fetched before.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
@@ -42,6 +42,46 @@ class ModelSection(Section):
         description="Of the products that make logits, in every engine and learner alike. model: rounded to `dtype`, which in bfloat16 is "
         "most of what engine and learner differ by. float32: not rounded.",
     )
+    min_pixels: int | None = Field(None, ge=1, description="Smaller images are enlarged; null: the processor's limit.")
+    max_pixels: int | None = Field(None, ge=1, description="Larger images are reduced; null: the processor's limit.")
+    gpu_memory_gib: float | None = Field(
+        None,
+        gt=0,
+        description="The card that this recipe is made for, as it is sold: 24, 48, 80. `doctor`, `plan` and the start of a run compare "
+        "it with the machine; cards report up to 3 % less.",
+    )
+
+    @property
+    def pixels(self) -> PixelLimits:
+        """The limits of an image's size, for everything that counts or shows images."""
+        return PixelLimits(self.min_pixels, self.max_pixels)
+
+    @property
+    def least_gpu_gib(self) -> float | None:
+        """What a card of `gpu_memory_gib` reports at least, in GiB; None where nothing is stated."""
+        return None if self.gpu_memory_gib is None else self.gpu_memory_gib * _SOLD_AS
+
+
+class ServedModelSection(PlainModelSection):
+    """A model that replicas serve."""
+
+    image_cache_mib: int = Field(
+        256,
+        ge=0,
+        description="Memory for features of images, in each learner and each replica of the transformers engine; what was used "
+        "longest ago is dropped; 0: none are kept. Pays where images come again, as rows of a data set do. Of the images' files, which "
+        "are sent to a replica once, it keeps a quarter of that, at least 4 MiB.",
+    )
+
+    @property
+    def image_cache_bytes(self) -> int:
+        """`image_cache_mib` in bytes."""
+        return self.image_cache_mib << 20
+
+
+class TrainedModelSection(PlainModelSection):
+    """A model of which something is trained."""
+
     train: Literal["lora", "full"] = Field(
         "lora",
         description="lora: adapters beside frozen weights, which `lora` describes. full: all weights, the vision tower's too, with "
@@ -53,21 +93,6 @@ class ModelSection(Section):
         description="A run folder or peft adapter folder that training starts from, such as one of `rl-vlm sft`; `lora` must "
         "describe it. The reference of the KL penalty stays the model without any adapter.",
     )
-    min_pixels: int | None = Field(None, ge=1, description="Smaller images are enlarged; null: the processor's limit.")
-    max_pixels: int | None = Field(None, ge=1, description="Larger images are reduced; null: the processor's limit.")
-    image_cache_mib: int = Field(
-        256,
-        ge=0,
-        description="Memory for features of images, in each learner and each replica of the transformers engine; what was used "
-        "longest ago is dropped; 0: none are kept. Pays where images come again, as rows of a data set do. Of the images' files, which "
-        "are sent to a replica once, it keeps a quarter of that, at least 4 MiB.",
-    )
-    gpu_memory_gib: float | None = Field(
-        None,
-        gt=0,
-        description="The card that this recipe is made for, as it is sold: 24, 48, 80. `doctor`, `plan` and the start of a run compare "
-        "it with the machine; cards report up to 3 % less.",
-    )
 
     @field_validator("adapter")
     @classmethod
@@ -75,17 +100,6 @@ class ModelSection(Section):
         # Other processes have other working directories.
         return None if adapter is None else str(resolved(adapter))
 
-    @property
-    def pixels(self) -> PixelLimits:
-        """The limits of an image's size, for everything that counts or shows images."""
-        return PixelLimits(self.min_pixels, self.max_pixels)
 
-    @property
-    def image_cache_bytes(self) -> int:
-        """`image_cache_mib` in bytes."""
-        return self.image_cache_mib << 20
-
-    @property
-    def least_gpu_gib(self) -> float | None:
-        """What a card of `gpu_memory_gib` reports at least, in GiB; None where nothing is stated."""
-        return None if self.gpu_memory_gib is None else self.gpu_memory_gib * _SOLD_AS
+class ModelSection(ServedModelSection, TrainedModelSection):
+    """A model that is served and trained."""

@@ -1,11 +1,14 @@
-"""`preference`: the preference loop."""
+"""`preference`: the preference loop, and the configuration of such a run."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from rl_vlm.config.common import Actors, CommonConfig
+from rl_vlm.config.evaluation import EvaluationDeadline
 from rl_vlm.config.labels import LabelsSection, names_no_cache
 from rl_vlm.config.reward_model import RewardModelSection
 from rl_vlm.config.sac import SACSection
@@ -74,32 +77,25 @@ class PreferenceSection(Section):
     labels: LabelsSection = LabelsSection()
     reward_model: RewardModelSection = RewardModelSection()
 
-    @model_validator(mode="after")
-    def _consistent(self) -> PreferenceSection:
+    def problems(self) -> Iterator[str]:
+        """Settings of the loop that contradict each other."""
         if self.learns_reward and not self.max_feedback:
-            raise ValueError("preference.max_feedback must be above 0 where the reward is learned from labels")
+            yield "preference.max_feedback must be above 0 where the reward is learned from labels"
         if self.reward == "learn_from_score" and not names_no_cache(self.labels.cache):
-            raise ValueError(
-                "preference.labels.cache holds labels of pairs, and reward learn_from_score asks for scores: leave it out"
-            )
+            yield "preference.labels.cache holds labels of pairs, and reward learn_from_score asks for scores: leave it out"
         if self.reward == "learn_from_score" and self.labels.source in ("scripted", "random", "cache"):
-            raise ValueError(
-                "preference.reward learn_from_score needs labels.source vlm, endpoint, generate, clip or itm"
-            )
+            yield "preference.reward learn_from_score needs labels.source vlm, endpoint, generate, clip or itm"
         if self.learns_reward and self.random_steps + self.exploration_steps < 2 * self.segment_length:
-            raise ValueError(
-                "preference.random_steps + exploration_steps must give the first session something to show"
-            )
+            yield "preference.random_steps + exploration_steps must give the first session something to show"
         holds = {"replay_capacity": self.replay_capacity}
         if self.rewards_images:
             holds["frame_capacity"] = self.frame_capacity
         name = min(holds, key=holds.__getitem__)
         if holds[name] < (rows := self.collection.num_envs * self.collection.steps):
-            raise ValueError(
+            yield (
                 f"preference.{name} ({holds[name]}) holds fewer steps than come at once ({rows}, of collection.steps in each "
                 "environment): raise it"
             )
-        return self
 
     @property
     def learns_reward(self) -> bool:
@@ -123,3 +119,59 @@ class PreferenceSection(Section):
     def asks_served_model(self) -> bool:
         """Whether labels come from the model that the run serves itself."""
         return self.learns_reward and self.labels.source == "vlm"
+
+
+class ControlEnvSection(Section):
+    """The control environment."""
+
+    id: str = Field("ContinuousCartPole-v0", description="A registry id of a control environment.")
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class PreferenceAlgorithm(Section):
+    """The algorithm; `preference` sets all else."""
+
+    name: Literal["preference_sac"] = "preference_sac"
+
+
+class PreferenceConfig(CommonConfig):
+    """The configuration of a run that trains an agent with rewards from preferences."""
+
+    env: ControlEnvSection = ControlEnvSection()
+    algorithm: PreferenceAlgorithm = PreferenceAlgorithm()
+    evaluation: EvaluationDeadline = EvaluationDeadline()
+    preference: PreferenceSection = PreferenceSection()
+
+    def problems(self) -> Iterator[str]:
+        """Settings of different sections that contradict each other."""
+        yield from super().problems()
+        if self.learner.num_learners > 1:
+            yield "learner.num_learners must be 0 or 1 for preference_sac: its networks are small"
+        if self.serving.vllm.rest_while_learning:
+            yield "serving.vllm.rest_while_learning has no effect with algorithm.name preference_sac: remove it"
+
+    @property
+    def algorithm_name(self) -> str:
+        """`algorithm.name`."""
+        return self.algorithm.name
+
+    @property
+    def title(self) -> str:
+        """What people call the environment."""
+        return self.env.id
+
+    @property
+    def serves(self) -> bool:
+        """Only where the served model labels."""
+        return self.preference.asks_served_model
+
+    @property
+    def samplers(self) -> Actors:
+        """The env runners."""
+        collection = self.preference.collection
+        return Actors("env runners", collection.num_env_runners, collection.cpus_per_env_runner, 0.0)
+
+    @property
+    def samples_per_round(self) -> int:
+        """Questions of a labelling session, which are asked at once."""
+        return self.preference.session_pairs * (2 if self.preference.labels.both_orders else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -82,14 +83,8 @@ class RewardSection(Section):
     )
     judge: JudgeSection = JudgeSection()
 
-    def without_effect(self, key: str) -> list[str]:
+    def notes(self, key: str) -> Iterator[str]:
         """A sentence on each setting of a part that has no weight; `key` names this section."""
-        settings = (
-            ("length", "length_budget", self.length_budget > 0),
-            ("judge", "judge", self.judge != JudgeSection()),
-        )
-        return [
-            f"{key}.{name} has no effect without a weight of the part {part} in {key}.weights."
-            for part, name, is_set in settings
-            if is_set and part not in self.weights
-        ]
+        for name, part in (("length_budget", "length"), ("judge", "judge")):
+            if part not in self.weights and any(self.changed(name)):
+                yield f"{key}.{name} has no effect without a weight of the part {part} in {key}.weights."

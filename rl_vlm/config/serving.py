@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from rl_vlm.config.section import Section
 
@@ -58,11 +59,10 @@ class AutoscalingSection(Section):
     upscale_delay_s: float = Field(10.0, ge=0, description="How long the load must last before a replica is added.")
     downscale_delay_s: float = Field(120.0, ge=0, description="How long it must be gone before one is stopped.")
 
-    @model_validator(mode="after")
-    def _ordered(self) -> AutoscalingSection:
+    def problems(self) -> Iterator[str]:
+        """Bounds that contradict each other."""
         if self.max_replicas < self.min_replicas:
-            raise ValueError(f"max_replicas ({self.max_replicas}) is below min_replicas ({self.min_replicas})")
-        return self
+            yield f"serving.autoscaling.max_replicas ({self.max_replicas}) is below min_replicas ({self.min_replicas})"
 
 
 class SharingSection(Section):
@@ -113,6 +113,12 @@ class ServingSection(Section):
     gpus_per_replica: float = Field(0.0, ge=0)
     max_context: int = Field(4096, ge=16, description="Prompt and new tokens of one sample.")
     max_rows: int = Field(512, ge=1, description="Samples that the transformers engine runs at once.")
+    max_kv_gib: float | None = Field(
+        None,
+        gt=0,
+        description="Keys and values of a replica with the transformers engine; requests beyond it wait. Null: what its share of the "
+        "GPU leaves, or 80 % of the free memory of a machine without one, over all replicas.",
+    )
     num_threads: int = Field(1, ge=1, description="torch threads of a replica on a CPU.")
     quantization: Literal["none", "nf4", "fp8"] = Field(
         "none",
@@ -142,33 +148,46 @@ class ServingSection(Section):
             )
         return gpus
 
-    @model_validator(mode="after")
-    def _gpus_of_a_replica(self) -> ServingSection:
+    def problems(self) -> Iterator[str]:
+        """Keys of the other engine, and shares of GPUs that an engine cannot have."""
+        yield from self._other_engines()
         gpus, parallel = self.gpus_per_replica, self.vllm.tensor_parallel_size
         if self.expected_engine == "transformers":
             if gpus > 1:
-                raise ValueError(
-                    f"gpus_per_replica {gpus:g} with the engine transformers, which computes on one GPU: set it to 1 and raise "
+                yield (
+                    f"serving.gpus_per_replica {gpus:g} with the engine transformers, which computes on one GPU: set it to 1 and raise "
                     "num_replicas, or use engine vllm with vllm.tensor_parallel_size"
                 )
-            return self
+            return
         if gpus and max(gpus, 1) != parallel:
-            raise ValueError(
-                f"gpus_per_replica {gpus:g} and vllm.tensor_parallel_size {parallel} contradict each other: a replica computes "
+            yield (
+                f"serving.gpus_per_replica {gpus:g} and vllm.tensor_parallel_size {parallel} contradict each other: a replica computes "
                 f"on tensor_parallel_size whole GPUs; set both to {max(math.ceil(gpus), parallel)}, or tensor_parallel_size to 1"
             )
         if self.vllm.max_num_batched_tokens < self.vllm.max_num_seqs:
-            raise ValueError(
-                f"vllm.max_num_batched_tokens ({self.vllm.max_num_batched_tokens}) is below vllm.max_num_seqs "
+            yield (
+                f"serving.vllm.max_num_batched_tokens ({self.vllm.max_num_batched_tokens}) is below vllm.max_num_seqs "
                 f"({self.vllm.max_num_seqs}): every running sample takes one token of a step"
             )
         share = self.vllm.gpu_memory_utilization
         if share is not None and 0 < gpus < 1 and share > gpus:
-            raise ValueError(
-                f"vllm.gpu_memory_utilization {share:g} is more of the GPU than gpus_per_replica {gpus:g} gives a replica, and "
+            yield (
+                f"serving.vllm.gpu_memory_utilization {share:g} is more of the GPU than gpus_per_replica {gpus:g} gives a replica, and "
                 f"what shares the GPU would run out of memory: set it to {gpus:g} or less"
             )
-        return self
+
+    def _other_engines(self) -> Iterator[str]:
+        engine = self.expected_engine
+        keys = {
+            "vllm": [f"vllm.{key}" for key in self.vllm.changed(*VLLMSection.model_fields)],
+            "transformers": list(self.changed("max_rows", "max_kv_gib", "num_threads")),
+        }
+        for other, changed in keys.items():
+            for key in changed if other != engine else ():
+                yield (
+                    f"serving.{key} has no effect with the engine {engine}: remove it, or set serving.engine to {other} (auto means "
+                    "vllm where serving.gpus_per_replica is above 0)"
+                )
 
     @property
     def memory_utilization(self) -> float:

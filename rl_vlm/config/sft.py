@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field
 
-from rl_vlm.config.applies import Reads, refuse_unread
-from rl_vlm.config.learner import LearnerSection
-from rl_vlm.config.logging import LoggingSection
-from rl_vlm.config.model import FLOAT16_UNTRAINABLE, ModelSection
+from rl_vlm.config.learner import OptimizerSection
+from rl_vlm.config.logging import PlainLogging
+from rl_vlm.config.model import FLOAT16_UNTRAINABLE, TrainedModelSection
 from rl_vlm.config.section import Section
-
-# What the command reads of the sections that it shares with `rl-vlm train`; more is refused.
-READS = Reads(
-    (
-        "name",
-        "seed",
-        *(
-            f"model.{key}"
-            for key in ("path", "dtype", "head_dtype", "train", "lora", "adapter", "min_pixels", "max_pixels", "gpu_memory_gib")
-        ),
-        "sft",
-        *(
-            f"learner.{key}"
-            for key in (
-                "lr", "lr_schedule", "lr_final_fraction", "optimizer", "betas", "weight_decay", "max_grad_norm", "micro_batch_tokens",
-                "share_prompts", "gradient_checkpointing", "num_threads", "cpu_product", "attention",
-            )
-        ),
-        *(f"logging.{key}" for key in ("checkpoint_every", "keep_checkpoints", "tensorboard", "wandb_project")),
-    ),
-    {"learner.gpus_per_learner": "sft.device"},
-)  # fmt: skip
 
 
 class SFTSection(Section):
@@ -67,11 +45,10 @@ class SFTSection(Section):
     max_new_tokens: int = Field(64, ge=1, description="Of such an answer.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where there is one.")
 
-    @model_validator(mode="after")
-    def _one_held_out_set(self) -> SFTSection:
+    def problems(self) -> Iterator[str]:
+        """Two held-out sets."""
         if self.eval_data is not None and self.eval_fraction:
-            raise ValueError("sft.eval_data and sft.eval_fraction both name held-out conversations: give one of them")
-        return self
+            yield "sft.eval_data and sft.eval_fraction both name held-out conversations: give one of them"
 
 
 class SFTConfig(Section):
@@ -79,25 +56,16 @@ class SFTConfig(Section):
 
     name: str = Field("sft", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")
     seed: int = Field(0, ge=0, lt=2**31)
-    model: ModelSection = ModelSection()
+    model: TrainedModelSection = TrainedModelSection()
     sft: SFTSection = SFTSection()
-    learner: LearnerSection = LearnerSection()
-    logging: LoggingSection = LoggingSection()
+    learner: OptimizerSection = OptimizerSection()
+    logging: PlainLogging = PlainLogging()
 
-    @model_validator(mode="after")
-    def _consistent(self) -> SFTConfig:
+    def problems(self) -> Iterator[str]:
+        """Settings of the model that leave nothing to train."""
         if self.model.train == "full":
-            raise ValueError(
-                "model.train: full is for reinforcement learning; `rl-vlm sft` trains adapters: use model.train: lora"
-            )
+            yield "model.train: full is for reinforcement learning; `rl-vlm sft` trains adapters: use model.train: lora"
         if self.model.lora.target_modules == "none":
-            raise ValueError("model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision")
+            yield "model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision"
         if self.model.dtype == "float16":
-            raise ValueError(FLOAT16_UNTRAINABLE)
-        refuse_unread(self, "in `rl-vlm sft`", READS)
-        return self
-
-    @model_serializer(mode="wrap")
-    def _without_unread(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out keys that the command ignores, because reading them again would be an error."""
-        return READS.only(handler(self))
+            yield FLOAT16_UNTRAINABLE

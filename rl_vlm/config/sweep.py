@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field
 
-from rl_vlm.config.hints import explain
-from rl_vlm.config.loading import apply_overrides, parse_config, read_yaml
-from rl_vlm.config.run import RunConfig
+from rl_vlm.config.loading import TrainConfig, apply_overrides, parse_config, read_yaml, validated
+from rl_vlm.config.policy import PolicyConfig
 from rl_vlm.config.section import Section
 from rl_vlm.types import UserInputError
 
@@ -36,16 +35,15 @@ class Values(Section):
     loguniform: tuple[float, float] | None = Field(None, description="As uniform, of the logarithm; both above 0.")
     randint: tuple[int, int] | None = Field(None, description="An integer from the first up to, without, the second.")
 
-    @model_validator(mode="after")
-    def _check(self) -> Values:
+    def problems(self) -> Iterator[str]:
+        """More or less than one kind of values, and empty ranges."""
         given = [name for name in type(self).model_fields if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError("give one of choice, grid, uniform, loguniform and randint")
-        if self.bounds is not None and self.bounds[0] >= self.bounds[1]:
-            raise ValueError(f"the first of {given[0]} must be below the second")
+            yield "give one of choice, grid, uniform, loguniform and randint"
+        elif self.bounds is not None and self.bounds[0] >= self.bounds[1]:
+            yield f"the first of {given[0]} must be below the second"
         if self.loguniform is not None and self.loguniform[0] <= 0:
-            raise ValueError("loguniform needs numbers above 0")
-        return self
+            yield "loguniform needs numbers above 0"
 
     @property
     def bounds(self) -> tuple[float, float] | None:
@@ -107,27 +105,24 @@ class SweepConfig(Section):
     stopping: Stopping = Stopping()
     seed: int = Field(0, description="Of the choice of settings.")
 
-    @model_validator(mode="after")
-    def _check(self) -> SweepConfig:
+    def problems(self) -> Iterator[str]:
+        """A metric that is not there, and searches that cannot choose what they are to choose."""
         if self.metric.startswith("held_out/") and self.metric not in HELD_OUT:
-            raise ValueError(f"metric {self.metric}: held-out figures are {' and '.join(HELD_OUT)}")
+            yield f"metric {self.metric}: held-out figures are {' and '.join(HELD_OUT)}"
         if self.search == "optuna" and any(values.grid for values in self.space.values()):
-            raise ValueError("search optuna chooses each value itself: use choice in place of grid")
+            yield "search optuna chooses each value itself: use choice in place of grid"
         if self.stopping.name == "pbt":
             if self.search == "optuna":
-                raise ValueError("stopping pbt varies the settings itself: use search random")
+                yield "stopping pbt varies the settings itself: use search random"
             if SEED in self.space or any(values.grid for values in self.space.values()):
-                raise ValueError(
-                    "stopping pbt varies every key of the space: leave out seed, and use choice in place of grid"
-                )
+                yield "stopping pbt varies every key of the space: leave out seed, and use choice in place of grid"
             if shapes := sorted(key for key in self.space if key.startswith(_SHAPES)):
-                raise ValueError(
+                yield (
                     f"stopping pbt lets a trial go on with another one's weights, which have to have the same shapes: leave out "
                     f"{', '.join(shapes)}"
                 )
             if self.max_concurrent is not None:
-                raise ValueError("stopping pbt trains its population side by side: leave out max_concurrent")
-        return self
+                yield "stopping pbt trains its population side by side: leave out max_concurrent"
 
     @property
     def sign(self) -> float:
@@ -139,21 +134,19 @@ class SweepConfig(Section):
         """How many trials there are: `num_samples` of each point of the grid."""
         return self.num_samples * math.prod(len(values.grid) for values in self.space.values() if values.grid)
 
-    def prepared(self, run: RunConfig) -> RunConfig:
+    def prepared(self, run: TrainConfig) -> TrainConfig:
         """The run that the trials are made of: with `serving.shared`, and room for the largest adapter of the space."""
         settings: dict[str, Any] = {}
         if self.shared:
             settings["serving.shared"] = self.shared if isinstance(self.shared, str) else f"{run.name[:72]}-sweep"
         ranks = self.space.get("model.lora.rank")
         if (self.shared or run.serving.shared) and ranks is not None and run.serving.sharing.max_lora_rank is None:
-            settings["serving.sharing.max_lora_rank"] = max(
-                run.model.lora.rank, *(int(rank) for rank in ranks.examples)
-            )
+            settings["serving.sharing.max_lora_rank"] = max(run.lora_rank, *(int(rank) for rank in ranks.examples))
         return changed(run, settings) if settings else run
 
-    def check_evaluations(self, run: RunConfig) -> None:
+    def check_evaluations(self, run: TrainConfig) -> None:
         """Raise UserInputError where trials would be stopped, or copied, by a held-out figure that is not there yet."""
-        if self.stopping.name == "none" or self.metric not in HELD_OUT or run.algorithm.name == "preference_sac":
+        if self.stopping.name == "none" or self.metric not in HELD_OUT or not isinstance(run, PolicyConfig):
             return
         every, grace = run.evaluation.every, self.stopping.grace_period
         if not every or grace % every:
@@ -162,7 +155,7 @@ class SweepConfig(Section):
                 f"{self.metric} is that of the earlier one."
             )
 
-    def check_space(self, run: RunConfig) -> None:
+    def check_space(self, run: TrainConfig) -> None:
         """Raise UserInputError when a value of the space does not fit the configuration.
 
         Each value is tried with those of the other keys until a combination is taken: what only some contradict fails its trial.
@@ -171,7 +164,7 @@ class SweepConfig(Section):
             for value in values.examples:
                 self._check_value(run, key, value)
 
-    def _check_value(self, run: RunConfig, key: str, value: Any) -> None:
+    def _check_value(self, run: TrainConfig, key: str, value: Any) -> None:
         """Raise UserInputError, that of the last combination, when none takes the value: of all, or of `_COMBINATIONS` at random."""
         others = {name: list(other.examples) for name, other in self.space.items() if name != key}
         combinations: Iterable[tuple[Any, ...]] = itertools.product(*others.values())
@@ -189,7 +182,7 @@ class SweepConfig(Section):
             raise last
 
 
-def changed(run: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+def changed(run: TrainConfig, settings: Mapping[str, Any]) -> TrainConfig:
     """The run with dotted keys set. Raises UserInputError that names the settings."""
     try:
         return parse_config(apply_overrides(run.model_dump(exclude_unset=True), settings))
@@ -201,7 +194,4 @@ def changed(run: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
 
 def load_sweep(path: Path) -> SweepConfig:
     """Read and check a sweep's YAML file. Raises UserInputError."""
-    try:
-        return SweepConfig.model_validate(read_yaml(path, ()))
-    except ValidationError as error:
-        raise UserInputError(explain(error, SweepConfig)) from error
+    return validated(SweepConfig, read_yaml(path, ()))

@@ -79,7 +79,7 @@ class MetaWorldEnv(ControlEnv):
         return observation.astype(np.float32), {}
 
     def step(self, action: np.ndarray) -> StepResult:
-        """One step; `info` holds MetaWorld's own figures, `success` at this moment among them."""
+        """One step; `info` holds MetaWorld's own metrics, `success` at this moment among them."""
         clipped = np.clip(action, -1.0, 1.0).astype(np.float32)
         observation, reward, _, truncated, info = self._inner.step(clipped)
         self._steps += 1

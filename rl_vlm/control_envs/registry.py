@@ -19,9 +19,9 @@ from rl_vlm.types import UserInputError
 ENTRY_POINT_GROUP = "rl_vlm.control_envs"
 ControlEnvFactory = Callable[..., Any]
 
-# Factories by id; a string names "module:attribute" and is imported on first use.
-# Arguments of GymnasiumControlEnv that are not those of the environment that it wraps.
+# Arguments of GymnasiumControlEnv itself; the wrapped environment gets all others.
 _OF_THE_WRAPPER = ("horizon", "render", "success")
+# Factories by id; a string names "module:attribute" and is imported on first use.
 _REGISTRY: dict[str, ControlEnvFactory | str] = {
     "ContinuousCartPole-v0": "rl_vlm.control_envs.cartpole:ContinuousCartPole",
 }
@@ -44,7 +44,7 @@ def make_control_env(env_id: str, *, image_size: int | None = None, **kwargs: An
     try:
         signature = inspect.signature(factory)
         takes_size = size and _takes(factory, "image_size")
-        # What a gymnasium environment's class does not know is for our wrapper around it.
+        # An argument that the environment's class does not take goes to the wrapper around it.
         wrapper = {name: kwargs[name] for name in _OF_THE_WRAPPER if name in kwargs and not _takes(factory, name)}
         own = {name: value for name, value in kwargs.items() if name not in wrapper}
         arguments = {**own, **size} if takes_size else own
@@ -96,9 +96,9 @@ def known_control_envs() -> list[str]:
 
 
 def _find(env_id: str) -> ControlEnvFactory:
-    found: Any = _REGISTRY.get(env_id)
-    if found is not None:
-        return _callable(load_object(found) if isinstance(found, str) else found, env_id)
+    registered: Any = _REGISTRY.get(env_id)
+    if registered is not None:
+        return _callable(load_object(registered) if isinstance(registered, str) else registered, env_id)
     from rl_vlm.control_envs.metaworld import MetaWorldEnv, task_name
 
     task = task_name(env_id)
@@ -125,10 +125,10 @@ def _load(point: EntryPoint) -> Any:
         ) from error
 
 
-def _callable(found: Any, env_id: str) -> ControlEnvFactory:
-    if not callable(found):
-        raise UserInputError(f"{env_id} names a {type(found).__name__}, which cannot make an environment.")
-    return found  # type: ignore[no-any-return]
+def _callable(factory: Any, env_id: str) -> ControlEnvFactory:
+    if not callable(factory):
+        raise UserInputError(f"{env_id} names a {type(factory).__name__}, which cannot make an environment.")
+    return factory  # type: ignore[no-any-return]
 
 
 def _unknown(env_id: str) -> str:

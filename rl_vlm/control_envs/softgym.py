@@ -43,10 +43,10 @@ class SoftGymControlEnv(ControlEnv):
         render_kwargs: dict[str, Any] | None = None,
     ) -> None:
         self.image_size = check_image_size(image_size)
-        found = horizon or getattr(env, "horizon", None)
-        if not found:
+        steps = horizon or getattr(env, "horizon", None)
+        if not steps:
             raise UserInputError(f"{type(env).__name__} has no horizon of its own: set env.kwargs.horizon.")
-        self.env, self.horizon = env, int(found)
+        self.env, self.horizon = env, int(steps)
         self._success_key, self._success_above = success_key, success_above
         self._render_kwargs = render_kwargs or {}
         low, high = (np.asarray(bound, np.float32) for bound in (env.action_space.low, env.action_space.high))

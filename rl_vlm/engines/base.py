@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
+from rl_vlm.chat import expand_image_tokens
 from rl_vlm.models.payload import WeightPayload
-from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError, SampleChunk
+from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError, SampleChunk, UserInputError
 
 BASE_MODEL = -1  # `min_version` of a request for the model without an adapter
 
 
 class EngineError(RLVLMError):
     """The engine could not answer a request."""
+
+
+class RequestTooLargeError(EngineError):
+    """No replica has memory for this request, now or later: the caller must ask for less."""
 
 
 def check_version(request: GenerationRequest, version: int) -> None:
@@ -23,6 +30,27 @@ def check_version(request: GenerationRequest, version: int) -> None:
             f"Request {request.request_id}: policy {request.policy} has no version {request.min_version} here, the newest is "
             f"{version}."
         )
+
+
+def expand_prompt(
+    request: GenerationRequest, count_tokens: Callable[[int, int], int], image_token_id: int, max_context: int
+) -> np.ndarray:
+    """The request's prompt int32 [P] with as many placeholders per image as `count_tokens` says of its width and height.
+
+    Raises EngineError where it does not fit its images or, with all new tokens, the context.
+    """
+    name, new_tokens = request.request_id, request.sampling.max_new_tokens
+    try:
+        counts = [count_tokens(image.width, image.height) for image in request.images]
+        ids = expand_image_tokens(request.prompt_ids, image_token_id, counts, name)
+    except UserInputError as error:
+        raise EngineError(f"Request {name}: {error}") from error
+    if len(ids) + new_tokens > max_context:
+        raise EngineError(
+            f"Request {name}: {len(ids)} prompt tokens and {new_tokens} new ones exceed the context of {max_context}: raise "
+            "serving.max_context or send less."
+        )
+    return ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +109,13 @@ class Engine(Protocol):
         """Forget a policy that nobody will ask for again, and free its memory once its running samples are finished."""
         ...
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         """Finish what is running and give back the memory that sampling alone needs, until `wake`; requests that come wait. A second
         call does nothing. Raises EngineError."""
         ...
 
     async def wake(self) -> None:
-        """Take that memory again and go on. Does nothing to an engine that does not rest. Raises EngineError."""
+        """Take that memory again and go on. Does nothing to an engine that is awake. Raises EngineError."""
         ...
 
     def stats(self) -> EngineStats:

@@ -7,13 +7,13 @@ import contextlib
 from dataclasses import dataclass, field
 
 from rl_vlm.engines.base import BASE_MODEL
-from rl_vlm.engines.rows import Job
+from rl_vlm.engines.rows import PreparedRequest
 from rl_vlm.engines.streams import TokenStream
 from rl_vlm.types import Completion, GenerationRequest
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class EngineCall:
     """One call of `generate` or `stream`: its requests, its answers as they come, and the future of all answers.
 
     Compared by identity: two calls may ask the same.
@@ -24,7 +24,7 @@ class Call:
     loop: asyncio.AbstractEventLoop
     answers: dict[int, Completion] = field(default_factory=dict)
     admitted: int = 0
-    jobs: list[Job] = field(default_factory=list)
+    prepared: list[PreparedRequest] = field(default_factory=list)
     over: bool = False  # cancelled or refused: none of its remaining requests is started
     stream: TokenStream | None = None  # set by `stream`, which does not use the future
 
@@ -37,7 +37,7 @@ class Call:
         return self.requests[0].min_version == BASE_MODEL
 
 
-def end_call(call: Call, error: Exception) -> None:
+def end_call(call: EngineCall, error: Exception) -> None:
     """Raise an error in the caller of a call."""
     if call.stream is not None:
         call.stream.fail(error)

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_vlm.chat import ChatCodec, expand_image_tokens, mrope_positions
-from rl_vlm.engines.base import EngineError
+from rl_vlm.chat import ChatCodec, mrope_positions
+from rl_vlm.engines.base import EngineError, expand_prompt
 from rl_vlm.engines.choice_texts import encode_choices
 from rl_vlm.engines.choices import ChoiceNode, choice_trie, restrict_to_choices
 from rl_vlm.engines.kv_cache import RowCache
 from rl_vlm.engines.penalties import penalise
-from rl_vlm.engines.rows import Job, RowTable
+from rl_vlm.engines.rows import PreparedRequest, RowTable
 from rl_vlm.engines.sampling import Chosen, choose_tokens, most_likely
 from rl_vlm.engines.text_model import KeysValues, TextModel
 from rl_vlm.models.backbone import Backbone, ImageFeatures
@@ -47,7 +47,7 @@ class DecoderCounts:
 
 
 class Decoder:
-    """Runs jobs on one backbone.
+    """Runs requests on one backbone.
 
     Args:
         backbone: the model.
@@ -83,86 +83,96 @@ class Decoder:
         return len(self._rows)
 
     @property
+    def row_length(self) -> int:
+        """Tokens that each running sample has memory for; 0 while none runs."""
+        return self._cache.length
+
+    def longest(self, request: GenerationRequest) -> int:
+        """Tokens that a sample of the request may have at its end, prompt and images included."""
+        spec = self._backbone.images
+        try:
+            grids = [spec.grid_thw(image.width, image.height) for image in request.images]
+        except UserInputError:
+            return self._max_context  # `prepare` refuses it
+        prompt = len(request.prompt_ids) + sum(spec.num_image_tokens(grid) - 1 for grid in grids)
+        return min(prompt + request.sampling.max_new_tokens, self._max_context)
+
+    @property
     def progress(self) -> int:
         """Grows while a forward pass of the language model is under way, too."""
         return self.counts.passes + self._text.parts_done
 
-    def prepare(self, requests: Sequence[GenerationRequest]) -> list[Job | EngineError]:
+    def prepare(self, requests: Sequence[GenerationRequest]) -> list[PreparedRequest | EngineError]:
         """Expand prompts and encode their images (all images of all requests in one vision batch).
 
         A request that cannot be answered becomes an error in its place.
         """
-        jobs: list[Job | EngineError] = []
+        prepared: list[PreparedRequest | EngineError] = []
         for request in requests:
             try:
-                jobs.append(self._expanded(request))
+                prepared.append(self._expanded(request))
             except EngineError as error:
-                jobs.append(error)
+                prepared.append(error)
         try:
-            self._encode_images([job for job in jobs if isinstance(job, Job)])
+            self._encode_images([item for item in prepared if isinstance(item, PreparedRequest)])
         except UserInputError:
             # One of the images is damaged: encode them request by request to find the request that holds it.
-            for place, job in enumerate(jobs):
-                if isinstance(job, Job):
+            for place, item in enumerate(prepared):
+                if isinstance(item, PreparedRequest):
                     try:
-                        self._encode_images([job])
+                        self._encode_images([item])
                     except UserInputError as error:
-                        jobs[place] = EngineError(f"Request {job.request.request_id}: {error}")
-        return jobs
+                        prepared[place] = EngineError(f"Request {item.request.request_id}: {error}")
+        return prepared
 
-    def _expanded(self, request: GenerationRequest) -> Job:
+    def _expanded(self, request: GenerationRequest) -> PreparedRequest:
         spec, name, image_token = self._backbone.images, request.request_id, self._codec.image_token_id
-        try:
-            grids = [spec.grid_thw(image.width, image.height) for image in request.images]
-            counts = [spec.num_image_tokens(grid) for grid in grids]
-            ids = expand_image_tokens(request.prompt_ids, image_token, counts, name)
-        except UserInputError as error:
-            raise EngineError(f"Request {name}: {error}") from error
-        if len(ids) + request.sampling.max_new_tokens > self._max_context:
-            raise EngineError(
-                f"Request {name}: {len(ids)} prompt tokens and {request.sampling.max_new_tokens} "
-                f"new ones exceed the context of {self._max_context}: raise serving.max_context or send less."
-            )
+
+        def count_tokens(width: int, height: int) -> int:
+            return spec.num_image_tokens(spec.grid_thw(width, height))
+
+        ids = expand_prompt(request, count_tokens, image_token, self._max_context)
+        grids = [spec.grid_thw(image.width, image.height) for image in request.images]
         if not len(ids) or ids.min() < 0 or ids.max() >= len(self._backbone.token_bias):
             raise EngineError(f"Request {name}: the prompt is empty or holds ids that the model does not know.")
         choices: ChoiceNode | None = None
         if request.sampling.choices:
             choices = self._trie(encode_choices(request, self._codec.encode_text, self._codec.decode))
         positions = mrope_positions(ids, image_token, grids, spec.merge_size)
-        return Job(request, ids, positions, time.monotonic(), choices)
+        return PreparedRequest(request, ids, positions, time.monotonic(), choices)
 
-    def _encode_images(self, jobs: Sequence[Job]) -> None:
-        images = [image for job in jobs for image in job.request.images]
+    def _encode_images(self, prepared: Sequence[PreparedRequest]) -> None:
+        images = [image for item in prepared for image in item.request.images]
         features = iter(self._backbone.image_features(images) if images else [])
-        for job in jobs:
-            job.features = [next(features) for _ in job.request.images]
+        for item in prepared:
+            item.features = [next(features) for _ in item.request.images]
 
     @torch.inference_mode()
-    def admit(self, jobs: Sequence[Job]) -> list[Job]:
-        """Prefill the jobs, sorted by length, and sample their first tokens; returns the jobs that are finished already."""
-        finished: list[Job] = []
-        for batch in _batches(jobs, lambda job: len(job.prompt_ids)):
+    def admit(self, prepared: Sequence[PreparedRequest]) -> list[PreparedRequest]:
+        """Prefill requests, sorted by length, and sample their first tokens; returns the requests that are finished already."""
+        finished: list[PreparedRequest] = []
+        for batch in _batches(prepared, lambda item: len(item.prompt_ids)):
             finished.extend(self._prefill(batch))
         return finished
 
-    def _prefill(self, jobs: list[Job]) -> list[Job]:
-        hidden, layers = self._forward([(job.prompt_ids, job.positions, job.features) for job in jobs])
+    def _prefill(self, prepared: list[PreparedRequest]) -> list[PreparedRequest]:
+        hidden, layers = self._forward([(item.prompt_ids, item.positions, item.features) for item in prepared])
         logits = self._backbone.logits(hidden)
 
-        source = np.repeat(np.arange(len(jobs)), [job.request.sampling.n for job in jobs])
+        source = np.repeat(np.arange(len(prepared)), [item.request.sampling.n for item in prepared])
         source_t = torch.from_numpy(source).to(self._device)
         self._cache.admit(
             layers,
             source_t,
-            max(len(job.prompt_ids) + job.request.sampling.max_new_tokens for job in jobs),
+            max(len(item.prompt_ids) + item.request.sampling.max_new_tokens for item in prepared),
         )
         first = self.num_rows
         now = time.monotonic()
-        for job in jobs:
-            job.started = now
-            job.features = []  # the backbone's own cache may still hold them
-        self._rows.append(jobs, [self._seeds_of(job.request) for job in jobs])
-        self.counts.prompt_tokens += sum(len(job.prompt_ids) for job in jobs)
+        for item in prepared:
+            item.started = now
+            item.features = []  # the backbone's own cache may still hold them
+        self._rows.append(prepared, [self._seeds_of(item.request) for item in prepared])
+        self.counts.prompt_tokens += sum(len(item.prompt_ids) for item in prepared)
         return self._choose(logits[source_t], first)
 
     def _forward(
@@ -189,27 +199,29 @@ class Decoder:
 
         Keys and values stay those of the versions that computed them; with `recompute` they are computed anew.
         """
-        for slot, produced in zip(self._rows.slots, self._rows.produced.tolist(), strict=True):
-            slot.changes.append((produced, version))
+        for state, produced in zip(self._rows.states, self._rows.produced.tolist(), strict=True):
+            state.changes.append((produced, version))
+            if state.prepared.stream is not None:
+                state.prepared.stream.policy_version = version
         if recompute:
             self._recompute()
 
     def _recompute(self) -> None:
         rows = self._rows
-        jobs = list({id(slot.job): slot.job for slot in rows.slots}.values())
-        self._encode_images(jobs)
+        prepared = list({id(state.prepared): state.prepared for state in rows.states}.values())
+        self._encode_images(prepared)
         with torch.inference_mode():
             for batch in _batches(range(len(rows)), lambda row: int(rows.length[row])):
-                _, layers = self._forward([(*rows.held(row), rows.slots[row].job.features) for row in batch])
+                _, layers = self._forward([(*rows.cached(row), rows.states[row].prepared.features) for row in batch])
                 self._cache.replace(layers, torch.tensor(batch, device=self._device))
                 self.counts.passes += 1
-        for job in jobs:
-            job.features = []
+        for item in prepared:
+            item.features = []
 
     @torch.inference_mode()
-    def drop_cancelled(self) -> list[Job]:
-        """Retire the rows of cancelled jobs without a step; returns the jobs that are finished with that."""
-        gone = [row for row, slot in enumerate(self._rows.slots) if slot.job.cancelled]
+    def drop_cancelled(self) -> list[PreparedRequest]:
+        """Retire the rows of cancelled requests without a step; returns the requests that are finished with that."""
+        gone = [row for row, state in enumerate(self._rows.states) if state.prepared.cancelled]
         return self._retire(dict.fromkeys(gone, StopReason.LENGTH)) if gone else []
 
     def _seeds_of(self, request: GenerationRequest) -> np.ndarray:
@@ -219,8 +231,8 @@ class Decoder:
         return self._random.integers(0, 2**63, size=sampling.n, dtype=np.uint64)
 
     @torch.inference_mode()
-    def step(self) -> list[Job]:
-        """Decode one token for every running sample; returns the jobs that this finishes."""
+    def step(self) -> list[PreparedRequest]:
+        """Decode one token for every running sample; returns the requests that this finishes."""
         rows = self._rows
         last_tokens = rows.tokens[np.arange(len(rows)), rows.produced - 1].astype(np.int64)
         # The token sampled last has no key and value yet: this step writes them at `length`.
@@ -237,12 +249,12 @@ class Decoder:
         self.counts.step_rows += len(rows)
         return self._choose(self._backbone.logits(hidden), 0)
 
-    def _choose(self, logits: Tensor, first: int) -> list[Job]:
+    def _choose(self, logits: Tensor, first: int) -> list[PreparedRequest]:
         """Sample one token for the rows from `first` on (logits [R, V]) and retire what is finished."""
         rows = self._rows
         new = slice(first, len(rows))
-        special = [row for row in range(first, len(rows)) if not rows.slots[row].job.plain]
-        nodes = {row - first: node for row in special if (node := rows.slots[row].node) is not None}
+        special = [row for row in range(first, len(rows)) if not rows.states[row].prepared.plain]
+        nodes = {row - first: node for row in special if (node := rows.states[row].node) is not None}
         restrict_to_choices(logits, nodes, self._codec.end_of_turn_id)
         self._restrict_by_past(logits, special, first)
         temperature, top_p, top_k, min_p = (
@@ -265,7 +277,7 @@ class Decoder:
         self.counts.generated_tokens += len(tokens)
         self.counts.passes += 1
         ended = tokens == self._codec.end_of_turn_id
-        ended[[row - first for row in special if rows.slots[row].job.request.sampling.ignore_eos]] = False
+        ended[[row - first for row in special if rows.states[row].prepared.request.sampling.ignore_eos]] = False
         stops: dict[int, StopReason] = {}
         for row in np.flatnonzero(ended | (rows.produced[new] >= rows.limit[new])).tolist():
             stops[first + row] = StopReason.END_OF_TURN if ended[row] else StopReason.LENGTH
@@ -273,7 +285,7 @@ class Decoder:
             self._record_top_logprobs(special, chosen, first)
             self._advance(special, stops)
         for row in range(first, len(rows)):
-            if rows.slots[row].job.cancelled:
+            if rows.states[row].prepared.cancelled:
                 stops[row] = StopReason.LENGTH
         return self._retire(stops) if stops else []
 
@@ -281,29 +293,29 @@ class Decoder:
         """Penalties, and no end of turn before `min_tokens`, in the rows of logits [R, V] that ask for them."""
         rows = self._rows
         for row in special:
-            job, produced = rows.slots[row].job, int(rows.produced[row])
-            sampling = job.request.sampling
+            item, produced = rows.states[row].prepared, int(rows.produced[row])
+            sampling = item.request.sampling
             if produced < sampling.min_tokens:
                 logits[row - first, self._codec.end_of_turn_id] = float("-inf")
             if sampling.penalises:
-                penalise(logits, row - first, sampling, job.prompt_ids, rows.tokens[row, :produced])
+                penalise(logits, row - first, sampling, item.prompt_ids, rows.tokens[row, :produced])
 
     def _record_top_logprobs(self, special: list[int], chosen: Chosen, first: int) -> None:
         """Store the most likely tokens for the rows whose requests ask for them."""
-        slots = self._rows.slots
-        asked = [row for row in special if slots[row].job.request.sampling.top_logprobs]
+        states = self._rows.states
+        asked = [row for row in special if states[row].prepared.request.sampling.top_logprobs]
         if asked:
-            counts = [slots[row].job.request.sampling.top_logprobs for row in asked]
+            counts = [states[row].prepared.request.sampling.top_logprobs for row in asked]
             found = most_likely(chosen.distribution[[row - first for row in asked]], counts)
             for row, alternatives in zip(asked, found, strict=True):
-                slots[row].top_logprobs.append(alternatives)
+                states[row].top_logprobs.append(alternatives)
 
     def _advance(self, special: list[int], stops: dict[int, StopReason]) -> None:
         """Search for stop strings (added to `stops`), move in the choice tries, and feed the streams."""
         rows = self._rows
         for row in special:
-            slot, place = rows.slots[row], rows.produced[row] - 1
-            sampling = slot.job.request.sampling
+            state, place = rows.states[row], rows.produced[row] - 1
+            sampling = state.prepared.request.sampling
             stop = sampling.stop
             if stop and place >= sampling.min_tokens and stops.get(row) is not StopReason.END_OF_TURN:
                 # Every token has at least one byte, so a stop string that ends here lies within this window. Three more
@@ -316,34 +328,36 @@ class Decoder:
                 if any(text.find(string, max(len(before) - len(string) + 1, 0)) >= 0 for string in stop):
                     stops[row] = StopReason.STOP
             token = int(rows.tokens[row, place])
-            if slot.node is not None:
-                slot.node = slot.node.following.get(token)
-            if slot.job.stream is not None:
-                top = slot.top_logprobs[-1:]
-                slot.job.stream.put(slot.number, [token], [float(rows.logprobs[row, place])], top, stops.get(row))
+            if state.node is not None:
+                state.node = state.node.following.get(token)
+            if state.prepared.stream is not None:
+                top = state.top_logprobs[-1:]
+                state.prepared.stream.put(
+                    state.number, [token], [float(rows.logprobs[row, place])], top, stops.get(row)
+                )
 
-    def _retire(self, stops: dict[int, StopReason]) -> list[Job]:
-        finished: list[Job] = []
+    def _retire(self, stops: dict[int, StopReason]) -> list[PreparedRequest]:
+        finished: list[PreparedRequest] = []
         for row, reason in stops.items():
-            slot = self._rows.slots[row]
-            slot.job.samples[slot.number] = self._rows.sample(row, reason)
-            if len(slot.job.samples) == slot.job.request.sampling.n:
-                finished.append(slot.job)
+            state = self._rows.states[row]
+            state.prepared.samples[state.number] = self._rows.sample(row, reason)
+            if len(state.prepared.samples) == state.prepared.request.sampling.n:
+                finished.append(state.prepared)
         keep = self._rows.remove(set(stops))
         self._cache.keep(torch.from_numpy(keep).to(self._device))
         return finished
 
-    def completion(self, job: Job) -> Completion:
-        """The answer of a finished job."""
+    def completion(self, item: PreparedRequest) -> Completion:
+        """The answer of a finished request."""
         now = time.monotonic()
         return Completion(
-            request_id=job.request.request_id,
-            prompt_ids=job.prompt_ids,
-            samples=tuple(job.samples[k] for k in range(job.request.sampling.n)),
-            policy_version=job.version,
-            queue_s=job.started - job.submitted,
-            generate_s=now - job.started,
-            policy=job.request.policy,
+            request_id=item.request.request_id,
+            prompt_ids=item.prompt_ids,
+            samples=tuple(item.samples[k] for k in range(item.request.sampling.n)),
+            policy_version=item.version,
+            queue_s=item.started - item.submitted,
+            generate_s=now - item.started,
+            policy=item.request.policy,
         )
 
 

@@ -11,6 +11,16 @@ from rl_vlm.models.memory.parts import KV_BLOCK, KV_ROWS_PER_USED
 _ALIGN = 8  # the attended window is a multiple of this, as CUDA's attention kernels require
 
 
+def reserved_tokens(rows: int, length: int) -> int:
+    """The most tokens that a cache has memory for once `rows` samples of up to `length` tokens run in it."""
+    return KV_ROWS_PER_USED * rows * whole_blocks(length)
+
+
+def whole_blocks(length: int) -> int:
+    """`length` rounded up to whole blocks, so that the tensors are rarely reallocated."""
+    return -(-length // KV_BLOCK) * KV_BLOCK
+
+
 class RowCache:
     """One row of keys and values per running sample, each with its own length.
 
@@ -26,6 +36,11 @@ class RowCache:
         self._write_at = torch.empty(0, dtype=torch.long)
         self._bias: Tensor | None = None
         self._window = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens that each row has memory for; 0 while the cache is empty."""
+        return self._keys[0].shape[2] if self._keys else 0
 
     def admit(self, layers: list[tuple[Tensor, Tensor]], source: Tensor, max_length: int) -> None:
         """Copy prefilled keys and values into new rows.
@@ -85,7 +100,7 @@ class RowCache:
             self._keys, self._values = [], []
 
     def _reserve(self, layers: list[tuple[Tensor, Tensor]], rows: int, length: int) -> None:
-        length = -(-length // KV_BLOCK) * KV_BLOCK  # in blocks, so that the tensors are rarely reallocated
+        length = whole_blocks(length)
         if not self._keys:
             for keys, values in layers:
                 self._keys.append(keys.new_zeros(rows, keys.shape[1], length, keys.shape[3]))

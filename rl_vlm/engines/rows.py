@@ -6,17 +6,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rl_vlm.engines.alternatives import TopLogprobs, packed
 from rl_vlm.engines.choices import ChoiceNode
 from rl_vlm.engines.streams import TokenStream
 from rl_vlm.models.backbone import ImageFeatures
-from rl_vlm.types import GenerationRequest, Sample, StopReason
+from rl_vlm.types import GenerationRequest, Sample, StopReason, TopLogprobs
 
 _VECTORS = ("length", "position", "produced", "limit", "seeds", "temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class PreparedRequest:
     """A request in the decoder: its expanded prompt, and the samples that are finished."""
 
     request: GenerationRequest
@@ -42,11 +41,11 @@ class Job:
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
-    """The part of a row that is not in arrays: its job and sample number, its place in the choice trie, its top log-probabilities,
+class RowState:
+    """The part of a row that is not in arrays: its request and sample number, its place in the choice trie, its top log-probabilities,
     and (tokens before, version) of each change of the weights under it."""
 
-    job: Job
+    prepared: PreparedRequest
     number: int
     node: ChoiceNode | None
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
@@ -57,7 +56,7 @@ class Slot:
         if not self.changes:
             return ()
         ends = [before for before, _ in self.changes] + [produced]
-        starts = [(0, self.job.version), *self.changes]
+        starts = [(0, self.prepared.version), *self.changes]
         return tuple((end - start, version) for (start, version), end in zip(starts, ends, strict=True))
 
 
@@ -65,8 +64,8 @@ class RowTable:
     """The rows. All arrays have one entry per row."""
 
     def __init__(self) -> None:
-        self.slots: list[Slot] = []
-        self.length = np.zeros(0, dtype=np.int64)  # keys and values held
+        self.states: list[RowState] = []
+        self.length = np.zeros(0, dtype=np.int64)  # tokens whose keys and values are cached
         self.position = np.zeros(0, dtype=np.int64)  # rotary position of the next token
         self.produced = np.zeros(0, dtype=np.int64)
         self.limit = np.zeros(0, dtype=np.int64)
@@ -79,19 +78,21 @@ class RowTable:
         self.logprobs = np.zeros((0, 0), dtype=np.float32)
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return len(self.states)
 
-    def append(self, jobs: list[Job], seeds: list[np.ndarray]) -> None:
-        """One row per sample of each job; `seeds` holds uint64 [n] per job."""
-        sampling = [job.request.sampling for job in jobs]
+    def append(self, prepared: list[PreparedRequest], seeds: list[np.ndarray]) -> None:
+        """One row per sample of each request; `seeds` holds uint64 [n] per request."""
+        sampling = [item.request.sampling for item in prepared]
         copies = [params.n for params in sampling]
-        self.slots += [
-            Slot(job, number, job.choices) for job, n in zip(jobs, copies, strict=True) for number in range(n)
+        self.states += [
+            RowState(item, number, item.choices)
+            for item, n in zip(prepared, copies, strict=True)
+            for number in range(n)
         ]
         new = {
-            "length": [len(job.prompt_ids) for job in jobs],
-            "position": [int(job.positions.max()) + 1 for job in jobs],
-            "produced": [0] * len(jobs),
+            "length": [len(item.prompt_ids) for item in prepared],
+            "position": [int(item.positions.max()) + 1 for item in prepared],
+            "produced": [0] * len(prepared),
             "limit": [params.max_new_tokens for params in sampling],
             "temperature": [params.temperature for params in sampling],
             "top_p": [params.top_p for params in sampling],
@@ -112,16 +113,16 @@ class RowTable:
 
     def sample(self, row: int, reason: StopReason) -> Sample:
         """What a row has sampled."""
-        produced, slot = int(self.produced[row]), self.slots[row]
+        produced, state = int(self.produced[row]), self.states[row]
         tokens, logprobs = self.tokens[row, :produced].copy(), self.logprobs[row, :produced].copy()
-        return Sample(tokens, logprobs, reason, packed(slot.top_logprobs), slot.pieces(produced))
+        return Sample(tokens, logprobs, reason, tuple(state.top_logprobs), state.pieces(produced))
 
-    def held(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+    def cached(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids int32 [L] and positions int64 [3, L] of what a row's keys and values are of: all but the token sampled last."""
-        job, said = self.slots[row].job, self.tokens[row, : self.produced[row] - 1]
-        first = int(job.positions.max()) + 1
+        prepared, said = self.states[row].prepared, self.tokens[row, : self.produced[row] - 1]
+        first = int(prepared.positions.max()) + 1
         later = np.broadcast_to(np.arange(first, first + len(said)), (3, len(said)))
-        return np.concatenate([job.prompt_ids, said]), np.concatenate([job.positions, later], axis=1)
+        return np.concatenate([prepared.prompt_ids, said]), np.concatenate([prepared.positions, later], axis=1)
 
     def remove(self, rows: set[int]) -> np.ndarray:
         """Drop these rows; returns int64 [rows left]: the former row of each remaining one.
@@ -132,7 +133,7 @@ class RowTable:
         left = total - len(rows)
         keep = np.arange(left)
         keep[sorted(row for row in rows if row < left)] = [row for row in range(left, total) if row not in rows]
-        self.slots = [self.slots[row] for row in keep]
+        self.states = [self.states[row] for row in keep]
         for name in (*_VECTORS, "tokens", "logprobs"):
             setattr(self, name, getattr(self, name)[keep])
         return keep

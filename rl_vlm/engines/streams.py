@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl_vlm.engines.alternatives import TopLogprobs, packed
-from rl_vlm.types import SampleChunk, StopReason
+from rl_vlm.types import SampleChunk, StopReason, TopLogprobs
 
 
 @dataclass(slots=True)
@@ -86,7 +85,7 @@ class TokenStream:
                 logprobs=np.array(entry.logprobs, dtype=np.float32),
                 policy_version=version,
                 stop_reason=entry.stop_reason,
-                top_logprobs=packed(entry.top_logprobs),
+                top_logprobs=tuple(entry.top_logprobs),
             )
             for (number, version), entry in growth.items()
         ]

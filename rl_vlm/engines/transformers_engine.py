@@ -1,27 +1,30 @@
 """The transformers engine: continuous batching on a thread of its own, adapters merged into the weights, or whole ones exchanged.
 
-It serves one version at a time. Requests for a newer version wait until the running samples of the older one
-are finished, so every sample is drawn from one version; with in-flight updates running samples take the newer one, too.
+The running samples of one version of one policy form a batch, which is decoded together with the weights of that version in place.
+Batches take turns of a few decode steps, so a new version starts while samples of the older one finish, and a policy with long
+answers delays the others by its share. With in-flight updates running samples take the newer version, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats
-from rl_vlm.engines.calls import Call, end_call, resolve
+from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats, RequestTooLargeError, check_version
+from rl_vlm.engines.calls import EngineCall, end_call, resolve
 from rl_vlm.engines.decoder import Decoder
-from rl_vlm.engines.rows import Job
+from rl_vlm.engines.kv_cache import reserved_tokens, whole_blocks
+from rl_vlm.engines.rows import PreparedRequest
 from rl_vlm.engines.streams import TokenStream, notify
 from rl_vlm.engines.weights import Formed, FullWeights, MergedWeights, UnmergedWeights, Version, Weights
 from rl_vlm.models.backbone import CACHE_BYTES, Backbone
@@ -37,17 +40,28 @@ logger = logging.getLogger(__name__)
 _IDLE_BATCH = 8  # images encoded at once while idle; a call that arrives meanwhile waits for them
 _SMALLEST_LAYER = 2**15  # weights; for smaller layers no batch is large enough that the choice of the product would pay
 _MAX_UPCOMING_IMAGES = 1024  # images that wait to be encoded ahead of their requests
+_STEPS_PER_TURN = 8  # of a batch, before the next one's weights are put in place
+
+
+@dataclass(slots=True, eq=False)
+class RunningBatch:
+    """The running samples of one version of one policy."""
+
+    policy: str
+    version: Version
+    decoder: Decoder
 
 
 class TransformersEngine:
-    """Serves a model folder with transformers.
+    """Serves a model folder with transformers, to one policy or many.
 
     Args:
         model: the model folder.
         dtype: of the weights. Adapters are merged into float32 weights and computed beside others, which would round small ones away.
         device: "cpu" or "cuda".
         max_context: prompt plus new tokens of a sample.
-        max_rows: samples that run at once.
+        max_rows: samples of each policy that run at once.
+        max_kv_tokens: keys and values of so many tokens have memory, of all policies together; requests beyond it wait. None: no limit.
         lockstep: run each call as one batch that nobody joins, so that the batch, and with it every bit of the result,
             depends on the call alone.
         num_threads: torch threads of this process; None leaves torch's setting.
@@ -56,6 +70,7 @@ class TransformersEngine:
         in_flight: running samples take a new version between two tokens, and keep or recompute their keys and values.
         product: what multiplies float32 matrices on a CPU (see models/products.py).
         full: versions are all weights of the model, not adapters.
+        merged_bytes: memory for weights with an adapter added; adapters beyond it are computed beside the weights.
         image_cache_bytes, head_dtype, image_by_image: see `Backbone`.
     """
 
@@ -67,6 +82,7 @@ class TransformersEngine:
         device: str = "cpu",
         max_context: int = 4096,
         max_rows: int = 512,
+        max_kv_tokens: int | None = None,
         lockstep: bool = False,
         num_threads: int | None = 1,
         quantization: Quantization = "none",
@@ -77,6 +93,7 @@ class TransformersEngine:
         image_cache_bytes: int = CACHE_BYTES,
         head_dtype: HeadDType = "model",
         image_by_image: bool = False,
+        merged_bytes: float = math.inf,
     ) -> None:
         quiet_libraries()
         if num_threads is not None:
@@ -91,20 +108,32 @@ class TransformersEngine:
         for block in self.backbone.model.model.visual.blocks:
             for part in (block.attn, block.mlp):
                 part.register_forward_hook(self._count_tower_part)
-        merges = quantization == "none" and dtype == "float32"
-        self._weights = FullWeights(loaded) if full else self._weights_of(loaded, merges)
+        self._weights: Weights
+        if full:
+            self._weights = FullWeights(loaded)
+        elif quantization == "none" and dtype == "float32":
+            self._weights = MergedWeights(loaded, merged_bytes)
+        else:
+            self._weights = UnmergedWeights(loaded)
         if product == "onednn":
             use_onednn(loaded, _SMALLEST_LAYER)
-        self._max_rows = max_rows
+        self._max_rows, self._max_kv_tokens = max_rows, max_kv_tokens
         self._lockstep = lockstep
         self._in_flight = in_flight
-        self._newest = Version(0)
-        self._active = Version(BASE_MODEL)  # whose weights are in place
+        self._base = Version(BASE_MODEL)
+        self._newest: dict[str, Version] = {}  # by policy
+        self._batches: list[RunningBatch] = []  # in the order of their turns, the current one first
+        self._steps_left = _STEPS_PER_TURN  # of the current one's turn
+        self._in_place = self._base  # the version whose weights are
+        self._tower: Version | None = (
+            None  # the version whose vision tower cached features are of; None: the base model's
+        )
+        self._short_of_memory: str | None = None  # the policy whose next request found none
         self._loading = False
-        self._open: set[Call] = set()  # calls that are not answered yet
+        self._open: set[EngineCall] = set()  # calls that are not answered yet
         self._upcoming: deque[EncodedImage] = deque(maxlen=_MAX_UPCOMING_IMAGES)  # of later requests
-        self._waiting: deque[Call] = deque()  # calls with requests that are not admitted yet
-        self._owners: dict[int, tuple[Call, int]] = {}  # id(job) -> its call and place in it
+        self._waiting: defaultdict[str, deque[EngineCall]] = defaultdict(deque)  # policy -> calls not admitted entirely
+        self._owners: dict[int, tuple[EngineCall, int]] = {}  # id(PreparedRequest) -> its call and place in it
         self._streams: set[TokenStream] = set()  # of running calls
         self._requests = self._swaps = 0
         self._last_swap_s = 0.0
@@ -113,16 +142,13 @@ class TransformersEngine:
         self._thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
         self._thread.start()
 
-    def _weights_of(self, model: nn.Module, merges: bool) -> Weights:
-        return MergedWeights(model) if merges else UnmergedWeights(model)
-
     def _count_tower_part(self, *_: Any) -> None:
         self._tower_parts_done += 1
 
     @property
     def version(self) -> int:
-        """The newest version that is loaded."""
-        return self._newest.number
+        """The newest version that is loaded, of any policy."""
+        return max((version.number for version in list(self._newest.values())), default=0)
 
     @property
     def dead(self) -> bool:
@@ -163,32 +189,45 @@ class TransformersEngine:
         Not with lockstep, where the features would come from another batch than the call's own.
         """
         # With an adapted tower the next version would make them useless.
-        if not (self._lockstep or self._weights.changes_tower(self._newest.formed)):
+        if not (self._lockstep or any(map(self._has_own_tower, list(self._newest.values())))):
             with self._wake:
                 self._upcoming.extend(images)
                 self._wake.notify()
 
-    def _enqueue(self, requests: Sequence[GenerationRequest], stream: TokenStream | None = None) -> Call:
+    def _enqueue(self, requests: Sequence[GenerationRequest], stream: TokenStream | None = None) -> EngineCall:
+        for request in requests:
+            self._check_size(request)
         loop = asyncio.get_running_loop()
-        call = Call(list(requests), loop.create_future(), loop, stream=stream)
+        call = EngineCall(list(requests), loop.create_future(), loop, stream=stream)
         with self._wake:
             if self._closed:
                 raise EngineError("The engine is closed.")
             self._requests += len(call.requests)
             self._open.add(call)
-            self._waiting.append(call)
+            self._waiting[call.policy].append(call)
             self._wake.notify()
         return call
+
+    def _check_size(self, request: GenerationRequest) -> None:
+        samples, length, limit = request.sampling.n, self._decoder.longest(request), self._max_kv_tokens
+        if limit is not None and samples * whole_blocks(length) > limit:
+            raise RequestTooLargeError(
+                f"Request {request.request_id}: {samples} samples of up to {length} tokens are more than the {limit} tokens "
+                "that this replica has memory for: ask for fewer samples or fewer tokens, or raise serving.max_kv_gib."
+            )
 
     @property
     def _num_rows(self) -> int:
         """Samples that are running."""
-        return self._decoder.num_rows
+        return sum(batch.decoder.num_rows for batch in self._batches)
+
+    def _waiting_calls(self) -> Iterator[EngineCall]:
+        return (call for calls in self._waiting.values() for call in calls)
 
     def stats(self) -> EngineStats:
         """Counts for metrics."""
         with self._wake:
-            waiting = sum(r.sampling.n for call in self._waiting for r in call.requests[call.admitted :])
+            waiting = sum(r.sampling.n for call in self._waiting_calls() for r in call.requests[call.admitted :])
         counts, backbone = self._decoder.counts, self.backbone
         return EngineStats(
             requests=self._requests,
@@ -225,7 +264,9 @@ class TransformersEngine:
         finally:
             self._loading = False
         with self._wake:
-            self._serve_version(payload.policy, Version(payload.version, formed))
+            before = self._newest.get(payload.policy)
+            self._newest[payload.policy] = Version(payload.version, formed)
+            self._retire(before)
             self._swaps += 1
             self._last_swap_s = time.monotonic() - started
             self._wake.notify()
@@ -234,18 +275,27 @@ class TransformersEngine:
         if not forming.cancelled() and forming.exception() is None:
             self._weights.release(forming.result())
 
-    def _serve_version(self, policy: str, version: Version) -> None:
-        before, self._newest = self._newest, version
-        self._retire(before)
+    def _retire(self, version: Version | None) -> None:
+        """Release a version that is neither its policy's newest nor that of a batch."""
+        if version is None or version.formed is None:
+            return
+        used = [*self._newest.values(), *(batch.version for batch in self._batches)]
+        if not any(version is other for other in used):
+            self._weights.release(version.formed)
 
-    async def rest(self) -> None:
+    def _has_own_tower(self, version: Version) -> bool:
+        return self._weights.changes_tower(version.formed)
+
+    async def sleep(self) -> None:
         """Does nothing: keys and values are freed with their samples."""
 
     async def wake(self) -> None:
         """Does nothing."""
 
     async def drop_policy(self, policy: str) -> None:
-        """Does nothing: this engine serves one policy (`ManyPoliciesEngine` serves several)."""
+        """Forget a policy; requests for its versions that come later are refused."""
+        with self._wake:
+            self._retire(self._newest.pop(policy, None))
 
     async def close(self) -> None:
         """Stop the thread; calls that wait get an EngineError."""
@@ -254,28 +304,32 @@ class TransformersEngine:
             self._wake.notify()
         await asyncio.to_thread(self._thread.join, 30.0)
 
-    def _drop(self, call: Call) -> None:
+    def _drop(self, call: EngineCall) -> None:
         """Stop working on a call; its rows are freed at the next step."""
         with self._wake:
             call.over = True
             self._open.discard(call)
-            if call in self._waiting:
-                self._waiting.remove(call)
-            for job in call.jobs:
-                job.cancelled = True
+            if call in (calls := self._waiting[call.policy]):
+                calls.remove(call)
+            for item in call.prepared:
+                item.cancelled = True
             if call.stream is not None:
                 self._streams.discard(call.stream)
 
     # What follows runs on the engine's thread.
 
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._batches) or any(self._waiting.values())
+
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._closed or self._waiting or self._num_rows or self._upcoming):
+                while not (self._closed or self._upcoming or self._has_work):
                     self._wake.wait()
                 if self._closed:
                     break
-                idle = not (self._waiting or self._num_rows)
+                idle = not self._has_work
                 images = (
                     [self._upcoming.popleft() for _ in range(min(_IDLE_BATCH, len(self._upcoming)))] if idle else []
                 )
@@ -293,95 +347,159 @@ class TransformersEngine:
         self._fail(EngineError("The engine is closed."))
 
     def _advance(self) -> None:
-        """Start what may start, and sample one token of everything that runs."""
+        """Start what may start, and sample one token of each row of one batch."""
         if self._in_flight:
             self._update_running()
-        # Whoever asks for more has been told that there is memory, without the rows of clients that went away.
-        self._finish(self._decoder.drop_cancelled())
+        # A caller that was told of free memory must find it without the rows of clients that went away.
+        for batch in self._batches:
+            self._finish(batch.decoder.drop_cancelled())
         self._admit()
-        if self._decoder.num_rows:
-            self._finish(self._decoder.step())
+        self._remove_empty_batches()
+        if not self._batches:
+            return
+        if not self._steps_left:
+            self._batches = [*self._batches[1:], self._batches[0]]
+            self._steps_left = _STEPS_PER_TURN
+        self._steps_left -= 1
+        current = self._batches[0]
+        self._put_in_place(current.version)
+        self._finish(current.decoder.step())
+        self._remove_empty_batches()
+
+    def _remove_empty_batches(self) -> None:
+        for batch in [batch for batch in self._batches if not batch.decoder.num_rows]:
+            with self._wake:
+                self._batches.remove(batch)
+                self._retire(batch.version)
+
+    def _put_in_place(self, version: Version) -> None:
+        # Compared by identity: a policy may be dropped, and its name and numbers come again with other weights.
+        if version is not self._in_place:
+            self._weights.use(version.formed)
+            self._in_place = version
+
+    def _use_tower(self, version: Version) -> None:
+        """Encode images with the vision tower of a version, whose weights are in place."""
+        tower = version if self._has_own_tower(version) else None
+        if tower is not self._tower:
+            self.backbone.forget_images()
+            self._tower = tower
 
     def _encode_ahead(self, images: Sequence[EncodedImage]) -> None:
+        if self._has_own_tower(self._in_place):
+            self._put_in_place(self._base)
+        self._use_tower(self._in_place)
         try:
             self.backbone.image_features(images)
         except UserInputError as error:
             logger.debug("an image cannot be encoded: %s", error)  # the request with this image reports the error
 
-    def _activate(self, base_model: bool) -> None:
-        """Put the weights of the base model or of the newest version in place, for samples that start now."""
-        wanted = Version(BASE_MODEL) if base_model else self._newest
-        if wanted.number == self._active.number:
-            return
-        self._weights.use(wanted.formed)
-        before, self._active = self._active, wanted
-        if any(self._weights.changes_tower(version.formed) for version in (before, wanted)):
-            self.backbone.forget_images()
-        self._retire(before)
-
     def _update_running(self) -> None:
-        """Running samples go on with the newest version; those of the base model stay with it."""
-        with self._wake:
-            if not self._decoder.num_rows or self._active.number in (BASE_MODEL, self._newest.number):
-                return
-            self._activate(base_model=False)
-            for stream in self._streams:
-                stream.policy_version = self._active.number
-        self._decoder.change_version(self._active.number, recompute=self._in_flight == "recompute")
-
-    def _retire(self, version: Version) -> None:
-        if version.formed is not None and version.number not in (self._newest.number, self._active.number):
-            self._weights.release(version.formed)
+        """Running samples go on with the newest version of their policy; those of the base model stay with it."""
+        for batch in self._batches:
+            with self._wake:
+                before, newest = batch.version, self._newest.get(batch.policy)
+                if before is self._base or newest is None or newest is before:
+                    continue
+                batch.version = newest
+                self._retire(before)
+            self._put_in_place(newest)
+            self._use_tower(newest)
+            batch.decoder.change_version(newest.number, recompute=self._in_flight == "recompute")
 
     def _admit(self) -> None:
-        batch: list[tuple[Call, int, GenerationRequest]] = []
-        rows = self._decoder.num_rows
-        with self._wake:
-            while self._waiting:
-                call = self._waiting[0]
-                wanted = BASE_MODEL if call.base_model else self._newest.number
-                if rows and (self._lockstep or wanted != self._active.number):
-                    break  # the weights in place may not change under samples that are running
-                if not rows:
-                    self._activate(call.base_model)
-                while call.admitted < len(call.requests):
-                    request = call.requests[call.admitted]
-                    if rows and rows + request.sampling.n > self._max_rows and not self._lockstep:
-                        break
-                    batch.append((call, call.admitted, request))
-                    rows += request.sampling.n
-                    call.admitted += 1
-                if call.admitted < len(call.requests):
-                    break
-                self._waiting.popleft()
-        if batch:
-            self._start(batch, self._decoder, self._active.number)
+        """Start waiting requests, in the order of their policy's calls, while there is room for them.
 
-    def _start(self, batch: Sequence[tuple[Call, int, GenerationRequest]], decoder: Decoder, version: int) -> None:
+        The policy that has found no memory comes first the next time, and no other passes it, so that large requests get in.
+        """
+        admitted: dict[RunningBatch, list[tuple[EngineCall, int, GenerationRequest]]] = defaultdict(list)
+        refused: list[tuple[EngineCall, EngineError]] = []
+        with self._wake:
+            short_of_memory: str | None = None
+            sizes = {batch: (batch.decoder.num_rows, batch.decoder.row_length) for batch in self._batches}
+            for policy in sorted(self._waiting, key=lambda policy: policy != self._short_of_memory):
+                calls = self._waiting[policy]
+                rows = sum(batch.decoder.num_rows for batch in self._batches if batch.policy == policy)
+                while calls and not (self._lockstep and (rows or admitted)):
+                    call = calls[0]
+                    version = self._base if call.base_model else self._newest.setdefault(policy, Version(0))
+                    try:
+                        for request in call.requests:
+                            check_version(request, version.number)
+                    except EngineError as error:  # the policy was dropped while the call waited
+                        refused.append((calls.popleft(), error))
+                        continue
+                    batch = self._batch(policy, version)
+                    while call.admitted < len(call.requests):
+                        request = call.requests[call.admitted]
+                        if rows and rows + request.sampling.n > self._max_rows and not self._lockstep:
+                            break
+                        size = self._size_with(request, *sizes.get(batch, (0, 0)))
+                        if any(count for count, _ in sizes.values()) and not self._has_memory({**sizes, batch: size}):
+                            short_of_memory = policy
+                            break
+                        sizes[batch] = size
+                        admitted[batch].append((call, call.admitted, request))
+                        rows += request.sampling.n
+                        call.admitted += 1
+                    if call.admitted < len(call.requests):
+                        break
+                    calls.popleft()
+                if short_of_memory is not None:
+                    break
+            self._short_of_memory = short_of_memory
+        for call, reason in refused:
+            self._refuse(call, reason)
+        for batch, entries in admitted.items():
+            self._put_in_place(batch.version)
+            self._use_tower(batch.version)
+            self._start(entries, batch.decoder, batch.version.number)
+
+    def _batch(self, policy: str, version: Version) -> RunningBatch:
+        for batch in self._batches:
+            if batch.policy == policy and batch.version is version:
+                return batch
+        self._batches.append(RunningBatch(policy, version, self._decoder.sibling()))
+        return self._batches[-1]
+
+    def _size_with(self, request: GenerationRequest, rows: int, length: int) -> tuple[int, int]:
+        """Rows of a batch and the length that they may reach, once this request has joined."""
+        return rows + request.sampling.n, max(length, self._decoder.longest(request))
+
+    def _has_memory(self, sizes: Mapping[RunningBatch, tuple[int, int]]) -> bool:
+        """Whether there is memory for the keys and values of batches of these sizes."""
+        limit = self._max_kv_tokens
+        if limit is None or self._lockstep:
+            return True
+        return sum(reserved_tokens(*size) for size in sizes.values()) <= limit
+
+    def _start(
+        self, batch: Sequence[tuple[EngineCall, int, GenerationRequest]], decoder: Decoder, version: int
+    ) -> None:
         """Prefill requests, with their calls and places in these, whose `version` is in place."""
         prepared = decoder.prepare([request for _, _, request in batch])
-        for (call, _, _), job in zip(batch, prepared, strict=True):
-            if isinstance(job, EngineError):
-                self._refuse(call, job)
-        live: list[Job] = []
+        for (call, _, _), item in zip(batch, prepared, strict=True):
+            if isinstance(item, EngineError):
+                self._refuse(call, item)
+        live: list[PreparedRequest] = []
         with self._wake:  # a call may be cancelled while its images are encoded
-            for (call, place, _), job in zip(batch, prepared, strict=True):
-                if isinstance(job, Job) and not call.over:
-                    call.jobs.append(job)
-                    job.version = version
+            for (call, place, _), item in zip(batch, prepared, strict=True):
+                if isinstance(item, PreparedRequest) and not call.over:
+                    call.prepared.append(item)
+                    item.version = version
                     if call.stream is not None:
                         call.stream.policy_version = version
-                        job.stream = call.stream
+                        item.stream = call.stream
                         self._streams.add(call.stream)
-                    self._owners[id(job)] = (call, place)
-                    live.append(job)
+                    self._owners[id(item)] = (call, place)
+                    live.append(item)
         if live:
             self._finish(decoder.admit(live))
 
-    def _finish(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            call, place = self._owners.pop(id(job))
-            call.answers[place] = self._decoder.completion(job)
+    def _finish(self, prepared: Sequence[PreparedRequest]) -> None:
+        for item in prepared:
+            call, place = self._owners.pop(id(item))
+            call.answers[place] = self._decoder.completion(item)
             if len(call.answers) == len(call.requests):
                 with self._wake:
                     self._open.discard(call)
@@ -389,14 +507,16 @@ class TransformersEngine:
                     continue  # the stream has delivered the tokens
                 resolve(call.loop, call.future, [call.answers[k] for k in range(len(call.requests))])
 
-    def _refuse(self, call: Call, error: Exception) -> None:
+    def _refuse(self, call: EngineCall, error: Exception) -> None:
         self._drop(call)
         end_call(call, error)
 
     def _fail(self, error: Exception) -> None:
         """Fail all running and waiting calls; the engine continues unless it is closed."""
-        self._decoder.clear()
         with self._wake:
+            batches, self._batches = self._batches, []
+            for batch in batches:
+                self._retire(batch.version)
             calls = list(self._open)
             self._open.clear()
             self._waiting.clear()

@@ -71,7 +71,7 @@ class VLLMEngine:
         self._max_num_seqs = serving.vllm.max_num_seqs
         self._in_flight = in_flight
         self._closed = False
-        self._resting = False
+        self._asleep = False
         self._swaps, self._last_swap_s = 0, 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
@@ -138,9 +138,9 @@ class VLLMEngine:
         self._swaps += 1
         self._last_swap_s = time.monotonic() - started
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         """See Engine. Weights and adapters stay where they are; without a GPU the memory of keys and values does, too."""
-        await self._call(self._rest())
+        await self._call(self._sleep())
 
     async def wake(self) -> None:
         """See Engine."""
@@ -268,9 +268,9 @@ class VLLMEngine:
             for adapter in self._folders.drop(policy):
                 await self._llm.remove_lora(adapter.request.lora_int_id)
 
-    async def _rest(self) -> None:
+    async def _sleep(self) -> None:
         async with self._loading:
-            if self._resting:
+            if self._asleep:
                 return
             asked = False
             try:
@@ -278,17 +278,17 @@ class VLLMEngine:
                 if self._gives_back:
                     asked = True
                     await self._llm.release_kv_cache_memory()
-                self._resting = True
+                self._asleep = True
             except Exception as error:
                 raise EngineError(f"vLLM did not give back the memory of keys and values: {error}") from error
             finally:
-                if not self._resting:  # also where the caller's deadline has passed: requests would wait for ever
+                if not self._asleep:  # also where the caller's deadline has passed: requests would wait for ever
                     # What was asked for may happen all the same, and nobody may compute without the memory.
                     await (self._llm.wake_up(["kv_cache"]) if asked else self._llm.resume_generation())
 
     async def _wake(self) -> None:
         async with self._loading:
-            if not self._resting:
+            if not self._asleep:
                 return
             try:
                 if self._gives_back:
@@ -297,7 +297,7 @@ class VLLMEngine:
                     await self._llm.resume_generation()
             except Exception as error:
                 raise EngineError(f"vLLM could not take back the memory of keys and values: {error}") from error
-            self._resting = False
+            self._asleep = False
 
     async def _add(self, adapter: Adapter) -> None:
         await self._llm.add_lora(adapter.request)

@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config.serving import VLLM_TEMPERATURES
-from rl_vlm.engines.alternatives import packed
-from rl_vlm.engines.base import BASE_MODEL, EngineError
+from rl_vlm.engines.base import BASE_MODEL, EngineError, expand_prompt
 from rl_vlm.engines.choice_texts import TokenSequence, encode_choices
 from rl_vlm.engines.streams import TokenStream, notify
 from rl_vlm.engines.vllm_sampling import Piece, read_piece, read_versions, vllm_params
@@ -59,16 +57,7 @@ class VLLMSampler:
     async def plan(self, request: GenerationRequest) -> Plan:
         """Check and expand a request; raises EngineError for what cannot be sampled."""
         name, sampling, codec = request.request_id, request.sampling, self._text.codec
-        try:
-            image_tokens = [self._text.count_image_tokens(image.width, image.height) for image in request.images]
-            ids = expand_image_tokens(request.prompt_ids, codec.image_token_id, image_tokens, name)
-        except UserInputError as error:
-            raise EngineError(f"Request {name}: {error}") from error
-        if len(ids) + sampling.max_new_tokens > self._max_context:
-            raise EngineError(
-                f"Request {name}: {len(ids)} prompt tokens and {sampling.max_new_tokens} new ones exceed the context "
-                f"of {self._max_context}: raise serving.max_context or send less."
-            )
+        ids = expand_prompt(request, self._text.count_image_tokens, codec.image_token_id, self._max_context)
         if sampling.temperature and not _MIN_TEMPERATURE <= sampling.temperature <= _MAX_TEMPERATURE:
             raise EngineError(
                 f"Request {name}: vLLM samples at temperature 0 or from {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE}, "
@@ -91,7 +80,7 @@ class VLLMSampler:
             np.array(piece.token_ids, dtype=np.int32),
             np.array(piece.logprobs, dtype=np.float32),
             self._stop_reason(plan, output, piece),
-            packed(piece.top_logprobs),
+            tuple(piece.top_logprobs),
             read_versions(output) if self._names_versions(plan, lora) else (),
         )
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from rl_vlm.engines.alternatives import TopLogprobs
 from rl_vlm.engines.choices import TokenSequence
-from rl_vlm.types import SamplingParams
+from rl_vlm.types import SamplingParams, TopLogprobs
 
 _SEED_MASK = 2**63 - 1
 

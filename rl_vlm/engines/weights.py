@@ -5,6 +5,7 @@ Each switches at once between versions that are prepared.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,33 +61,57 @@ class Weights(Protocol):
 
 
 class MergedWeights:
-    """The adapter is added to the weights: decoding costs the same with and without one, and the weights are stored twice.
+    """Adapters are added to the weights while the sums fit into `max_bytes`, and computed beside the weights beyond.
 
-    A third copy exists while a version is formed. For float32 on a CPU its memory is reused for the next version, because
-    allocating fresh pages takes a third of the time of the sum itself.
+    Decoding with a sum costs the same as without an adapter, and the weights are stored once more for each sum. A policy that found no
+    room is merged again with its next version, once there is some. For float32 on a CPU the memory of a sum is reused, because
+    allocating fresh pages takes a third of the time of the sum itself. Thread-safe where `Weights` must be: one thread forms
+    while another uses and releases.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, max_bytes: float = math.inf) -> None:
         self._linears = adaptable_linears(model)
         self._base = linear_weights(model)
+        self._beside = UnmergedWeights(model)
         self._reuses = all(w.device.type == "cpu" and w.dtype == torch.float32 for w in self._base.values())
         self._spare: Formed | None = None
+        self._left = max_bytes
+        self._lock = threading.Lock()
 
     def form(self, payload: WeightPayload) -> Formed:
-        """Merge in float32, round to the model's precision."""
+        """The sums in float32, rounded to the model's precision; `Factors` where there is no room."""
+        names = [name.removeprefix(PREFIX).removesuffix(DOWN) for name in payload.views() if name.endswith(DOWN)]
+        needed = sum(self._base[name].nbytes for name in names if name in self._base)
+        with self._lock:
+            fits = needed <= self._left
+            if fits:
+                self._left -= needed
+        if not fits:
+            return Factors(self._beside.form(payload))
         spare, self._spare = self._spare, None
-        return merged_weights(payload, self._base, spare)
-
-    def release(self, formed: Formed) -> None:
-        """Keep its memory for the next version, if that may overwrite it."""
-        if self._reuses:
-            self._spare = formed
+        try:
+            return merged_weights(payload, self._base, spare)
+        except BaseException:
+            with self._lock:
+                self._left += needed
+            raise
 
     def use(self, formed: Formed | None) -> None:
-        """Put the tensors in place."""
-        weights = {**self._base, **(formed or {})}
+        """Put the sums in place, or hook the layers."""
+        beside = isinstance(formed, Factors)
+        weights = {**self._base, **({} if beside or formed is None else formed)}
         for name, linear in self._linears.items():
             linear.weight.data = weights[name]
+        self._beside.use(formed if beside else None)
+
+    def release(self, formed: Formed) -> None:
+        """Give its room to the next version of any policy, and keep its memory for that one if it may be overwritten."""
+        if isinstance(formed, Factors):
+            return
+        with self._lock:
+            self._left += sum(self._base[name].nbytes for name in formed)
+        if self._reuses:
+            self._spare = formed
 
     def changes_tower(self, formed: Formed | None) -> bool:
         """See Weights."""
@@ -138,54 +163,6 @@ class UnmergedWeights:
             return (output + inputs[0].float() @ down.T @ up.T * scale).to(output.dtype)
 
         return add
-
-
-class BoundedWeights:
-    """Adapters of many policies: merged while their sums fit into `max_bytes`, computed beside the weights beyond.
-
-    A policy that found no room is merged again with its next version, once there is some. Thread-safe where `Weights` must be:
-    one thread forms while another uses and releases.
-    """
-
-    def __init__(self, model: nn.Module, max_bytes: int) -> None:
-        self._merged, self._unmerged = MergedWeights(model), UnmergedWeights(model)
-        self._sizes = {name: weight.nbytes for name, weight in linear_weights(model).items()}
-        self._left = max_bytes
-        self._lock = threading.Lock()
-
-    def form(self, payload: WeightPayload) -> Formed:
-        """Merged weights, or a `Factors`."""
-        names = [name.removeprefix(PREFIX).removesuffix(DOWN) for name in payload.views() if name.endswith(DOWN)]
-        needed = sum(self._sizes.get(name, 0) for name in names)
-        with self._lock:
-            fits = needed <= self._left
-            if fits:
-                self._left -= needed
-        if not fits:
-            return Factors(self._unmerged.form(payload))
-        try:
-            return self._merged.form(payload)
-        except BaseException:
-            with self._lock:
-                self._left += needed
-            raise
-
-    def use(self, formed: Formed | None) -> None:
-        """Put merged weights in place, or hook the layers."""
-        beside = isinstance(formed, Factors)
-        self._merged.use(None if beside else formed)
-        self._unmerged.use(formed if beside else None)
-
-    def release(self, formed: Formed) -> None:
-        """Give its room to the next version of any policy."""
-        if not isinstance(formed, Factors):
-            with self._lock:
-                self._left += sum(self._sizes[name] for name in formed)
-            self._merged.release(formed)
-
-    def changes_tower(self, formed: Formed | None) -> bool:
-        """See Weights."""
-        return changes_tower(formed or ())
 
 
 class Factors(dict[str, Any]):

@@ -1,102 +1,18 @@
-"""Frames between a process and the process of its environment: JSON and PNG bytes, never pickle.
-
-A frame is the JSON's length (4 bytes, big-endian), the JSON, and the blobs one after the other, whose lengths the JSON
-names under "blobs". Reading and writing have deadlines, and a frame above the size limits is an error.
-"""
+"""Observations and arguments as the content of frames between an environment's process and the one that plays it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import select
-import struct
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
+from rl_vlm.frames import FrameError
 from rl_vlm.types import EncodedImage, Message, Observation, UserInputError
 
-MAX_JSON = 64 * 2**20
-MAX_BLOBS = 512 * 2**20
 MAX_SIDE = 2**16  # pixels
-_SLICE_S = 0.25  # how often a waiting side checks that the other process is alive
-_LENGTH = struct.Struct(">I")
-
-
-class FrameError(Exception):
-    """The other side sent something that is not a frame."""
-
-
-class PeerGoneError(Exception):
-    """The other side closed the connection or died."""
-
-
-class Channel:
-    """A pair of pipe ends. `alive` tells a waiting side that the peer died while other processes hold its pipe open."""
-
-    def __init__(self, read_fd: int, write_fd: int, alive: Callable[[], bool] = lambda: True) -> None:
-        self._read_fd, self._write_fd, self._alive = read_fd, write_fd, alive
-        os.set_blocking(read_fd, False)
-        os.set_blocking(write_fd, False)
-
-    def send(
-        self, content: Mapping[str, Any], blobs: list[bytes] | None = None, timeout_s: float | None = None
-    ) -> None:
-        """Write one frame. TimeoutError after `timeout_s`, PeerGoneError if the reader is gone."""
-        deadline = _deadline(timeout_s)
-        view = memoryview(pack_frame(content, blobs or []))
-        while view:
-            self._wait(self._write_fd, select.POLLOUT, deadline)
-            try:
-                view = view[os.write(self._write_fd, view) :]
-            except BlockingIOError:
-                continue  # the pipe filled up between poll and write
-            except BrokenPipeError as error:
-                raise PeerGoneError from error
-
-    def receive(self, timeout_s: float | None = None) -> tuple[dict[str, Any], list[bytes]]:
-        """Read one frame. TimeoutError after `timeout_s`, PeerGoneError at the end, FrameError for invalid data."""
-        deadline = _deadline(timeout_s)
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
-        _check_length(length)
-        content, lengths = _head(self._read(length, deadline))
-        return content, [self._read(size, deadline) for size in lengths]
-
-    def close(self) -> None:
-        """Close both ends."""
-        for fd in (self._read_fd, self._write_fd):
-            os.close(fd)
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            self._wait(self._read_fd, select.POLLIN, deadline)
-            try:
-                chunk = os.read(self._read_fd, min(size - len(data), 2**20))
-            except BlockingIOError:
-                continue
-            if not chunk:
-                raise PeerGoneError
-            data += chunk
-        return bytes(data)
-
-    def _wait(self, fd: int, event: int, deadline: float) -> None:
-        poll = select.poll()
-        poll.register(fd, event)
-        while True:
-            # Called before the last poll, so that data which the peer wrote before it died is still read.
-            alive = self._alive()
-            left = deadline - time.monotonic()
-            if poll.poll(1000 * max(0.0, min(left, _SLICE_S)) if alive else 0):
-                return
-            if not alive:
-                raise PeerGoneError
-            if left <= 0:
-                raise TimeoutError
 
 
 def check_plain(env_id: str, arguments: Mapping[str, Any]) -> None:
@@ -109,48 +25,6 @@ def check_plain(env_id: str, arguments: Mapping[str, Any]) -> None:
                 f"{env_id}: env.kwargs.{name} must be plain values to reach another process ({error}): quote dates, and write sets as "
                 "lists."
             ) from error
-
-
-def pack_frame(content: Mapping[str, Any], blobs: list[bytes]) -> bytes:
-    """The bytes of one frame. FrameError above the size limits."""
-    text = json.dumps({**content, "blobs": [len(blob) for blob in blobs]}, default=_plain).encode()
-    if len(text) > MAX_JSON or sum(map(len, blobs)) > MAX_BLOBS:
-        raise FrameError(f"a message of {len(text)} bytes with {sum(map(len, blobs))} bytes of images is too large")
-    return b"".join((_LENGTH.pack(len(text)), text, *blobs))
-
-
-def unpack_frame(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
-    """The inverse of `pack_frame`; FrameError where the bytes are not exactly one frame."""
-    start = _LENGTH.size
-    if len(data) < start:
-        raise FrameError(f"{len(data)} bytes are not a frame")
-    (length,) = _LENGTH.unpack(data[:start])
-    _check_length(length)
-    content, lengths = _head(data[start : start + length])
-    blobs, start = [], start + length
-    for size in lengths:
-        blobs.append(data[start : start + size])
-        start += size
-    if start != len(data):
-        raise FrameError(f"a frame of {start} bytes came as {len(data)} bytes")
-    return content, blobs
-
-
-def _check_length(length: int) -> None:
-    if length > MAX_JSON:
-        raise FrameError(f"a message of {length} bytes is too large")
-
-
-def _head(text: bytes) -> tuple[dict[str, Any], list[int]]:
-    """A frame's content, and the sizes of its blobs."""
-    try:
-        content = json.loads(text)
-        lengths = content.pop("blobs")
-        if not all(isinstance(size, int) and size >= 0 for size in lengths) or sum(lengths) > MAX_BLOBS:
-            raise ValueError(f"image sizes {lengths[:4]}")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise FrameError(f"a message is not a frame ({error})") from error
-    return content, lengths
 
 
 def pack_observation(observation: Observation) -> tuple[list[dict[str, Any]], list[bytes]]:
@@ -191,16 +65,3 @@ def _unpack_part(part: Any, blobs: Any) -> str | EncodedImage:
     if not all(type(side) is int and 1 <= side <= MAX_SIDE for side in (width, height)):
         raise TypeError(f"an image of {str(width)[:20]} x {str(height)[:20]} pixels")
     return EncodedImage(hashlib.sha256(png).hexdigest(), png, width, height)
-
-
-def _deadline(timeout_s: float | None) -> float:
-    return time.monotonic() + (timeout_s if timeout_s is not None else float("inf"))
-
-
-def _plain(value: Any) -> Any:
-    """Values that JSON does not know: numpy values as numbers and lists, others as their text."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    return repr(value)[:200]

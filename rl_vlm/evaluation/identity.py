@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.evaluation.outcomes import Side
 from rl_vlm.models.digest import hash_model
@@ -17,27 +17,27 @@ from rl_vlm.types import Split
 
 
 def identity_of(
-    run: RunConfig,
+    config: PolicyConfig,
     options: EvaluationOptions,
     adapters: Mapping[Side, Path | None],
     sizes: Mapping[Split, Mapping[str, int | None]],
 ) -> dict[str, Any]:
     """Dotted names and values. `adapters` by side, `sizes` by split and environment; numbers of items asked and repetitions do not count."""
-    known: dict[str, Any] = {"seed": run.seed, "size of the split": sizes}
+    known: dict[str, Any] = {"seed": config.seed, "size of the split": sizes}
     if options.endpoint is None:
-        known |= {"model": hash_model(resolve_model(run.model.path)), "engine": run.serving.expected_engine}
+        known |= {"model": hash_model(resolve_model(config.model.path)), "engine": config.serving.expected_engine}
         known |= {f"adapter ({side})": _hash_trained(folder) for side, folder in adapters.items()}
         known |= {
-            "model.dtype": run.model.dtype,
-            "model.head_dtype": run.model.head_dtype,
-            "model.min_pixels": run.model.min_pixels,
-            "model.max_pixels": run.model.max_pixels,
-            "serving.quantization": run.serving.quantization,
-            "serving.max_context": run.serving.max_context,
+            "model.dtype": config.model.dtype,
+            "model.head_dtype": config.model.head_dtype,
+            "model.min_pixels": config.model.min_pixels,
+            "model.max_pixels": config.model.max_pixels,
+            "serving.quantization": config.serving.quantization,
+            "serving.max_context": config.serving.max_context,
         }
     else:
         known |= {"endpoint": options.endpoint, "endpoint model": options.endpoint_model}
-    rollout, evaluation = run.rollout, run.evaluation
+    rollout, evaluation = config.rollout, config.evaluation
     known |= {
         "rollout.temperature": rollout.temperature if evaluation.samples > 1 else None,
         "rollout.max_turns": rollout.max_turns,
@@ -48,7 +48,7 @@ def identity_of(
         "evaluation.variants": evaluation.variants,
         "evaluation.category": evaluation.category,
     }
-    return known | {f"env.{key}": value for key, value in run.env.model_dump(mode="json").items()}
+    return known | {f"env.{key}": value for key, value in config.env.model_dump(mode="json").items()}
 
 
 def _hash_trained(folder: Path | None) -> str:

@@ -1,16 +1,16 @@
-"""Outcome: what an evaluation keeps of one finished episode, and its line in the items file."""
+"""Outcome: what an evaluation keeps of one finished episode. All figures of evaluations are computed from these rows."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from rl_vlm.evaluation.heldout import label
+from rl_vlm.config import PolicyConfig
 from rl_vlm.files import to_jsonable
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.types import Trajectory, TrajectoryGroup
+from rl_vlm.types import TrajectoryGroup, TrajectoryStatus
 
 Side = Literal["policy", "against"]
 Kind = Literal["greedy", "sampled"]
@@ -22,7 +22,8 @@ class Outcome:
     """One finished episode. Its attributes are the columns of the items file.
 
     `policy` is the measured policy, `against` the one that it is compared with. `id` names the item within a side and `sample` the episode
-    of a sampled item. `env` is the environment's id, in a mixture its name, which `variant` then begins with. `info` holds the environment's numbers at the end, and the item's category as text.
+    of a sampled item. `env` is the environment's id, in a mixture its name, which `variant` then begins with. `info` holds the environment's
+    numbers at the end, and the item's category as text.
     """
 
     side: Side
@@ -42,60 +43,37 @@ class Outcome:
     info: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def num_turns(self) -> int:
-        """How many turns the policy had."""
-        return self.turns
+    def is_plain(self) -> bool:
+        """Whether it belongs to the main figures: greedy and with the true images."""
+        return self.kind == "greedy" and self.view == "true"
 
     def line(self) -> dict[str, Any]:
         """The outcome in JSON's own types."""
         return dict(to_jsonable(dataclasses.asdict(self)))
 
 
-_NAMES = {column.name for column in dataclasses.fields(Outcome)}
+class Finished(Protocol):
+    """A finished episode: a Trajectory, or what an endpoint's player has of one."""
+
+    @property
+    def correct(self) -> bool: ...
+    @property
+    def reward(self) -> float: ...
+    @property
+    def num_turns(self) -> int: ...
+    @property
+    def num_sampled(self) -> int: ...
+    @property
+    def status(self) -> TrajectoryStatus: ...
+    @property
+    def info(self) -> dict[str, Any]: ...
 
 
-def read_outcome(line: Any) -> Outcome:
-    """The outcome of a line's JSON. Raises ValueError where it is none."""
-    if not isinstance(line, dict) or line.keys() != _NAMES or not isinstance(line["info"], dict):
-        raise ValueError(f"a line has the keys {', '.join(sorted(_NAMES))}")
-    for name, kind in (
-        ("id", str),
-        ("sample", int),
-        ("index", int),
-        ("correct", bool),
-        ("turns", int),
-        ("tokens", int),
-    ):
-        if not isinstance(line[name], kind):
-            raise ValueError(f"{name} is {line[name]!r}")
-    return Outcome(**{**line, "reward": float(line["reward"])})
-
-
-def kept_info(info: dict[str, Any], category: str) -> dict[str, Any]:
-    """The numbers of an environment's info, and the value of its key `category`, which may be text."""
-    return {
-        key: value
-        for key, value in to_jsonable(info).items()
-        if isinstance(value, bool | int | float) or (key == category and isinstance(value, str))
-    }
-
-
-def outcome_of(
-    task: RolloutTask, side: Side, sample: int, trajectory: Trajectory, *, env: str, category: str
-) -> Outcome:
-    """What is kept of one trajectory of a task."""
-    return outcome(
-        task,
-        side,
-        sample,
-        env=env,
-        correct=trajectory.correct,
-        reward=trajectory.reward,
-        turns=trajectory.num_turns,
-        tokens=trajectory.num_sampled,
-        status=trajectory.status.value,
-        info=kept_info(trajectory.info, category),
-    )
+def label(env: str, variant: str) -> str:
+    """The name of an environment's results under a variant: a single one's is the variant, in a mixture its own comes first."""
+    if not env:
+        return variant
+    return env if variant == "default" else f"{env}/{variant}"
 
 
 def outcome(task: RolloutTask, side: Side, sample: int, **measured: Any) -> Outcome:
@@ -113,26 +91,53 @@ def outcome(task: RolloutTask, side: Side, sample: int, **measured: Any) -> Outc
     )
 
 
-def outcomes_of(group: TrajectoryGroup, task: RolloutTask, side: Side, *, env: str, category: str) -> list[Outcome]:
-    """What is kept of a group."""
+def outcomes_of(
+    config: PolicyConfig, task: RolloutTask, episodes: Iterable[Finished], side: Side = "policy"
+) -> list[Outcome]:
+    """What is kept of the episodes of a task, samples in order."""
     return [
-        outcome_of(task, side, sample, trajectory, env=env, category=category)
-        for sample, trajectory in enumerate(group.trajectories)
+        outcome(
+            task,
+            side,
+            sample,
+            env=task.env or config.env.id,
+            correct=one.correct,
+            reward=one.reward,
+            turns=one.num_turns,
+            tokens=one.num_sampled,
+            status=one.status.value,
+            info=kept_info(one.info, config.evaluation.category),
+        )
+        for sample, one in enumerate(episodes)
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class OutcomeGroup:
-    """The outcomes of one item, in the form that `heldout.summarize` reads."""
+def outcomes_of_groups(
+    config: PolicyConfig, tasks: Iterable[RolloutTask], groups: Iterable[TrajectoryGroup]
+) -> list[Outcome]:
+    """What is kept of all groups; tasks whose group was lost have no outcome."""
+    found = {group.group_id: group.trajectories for group in groups}
+    return [one for task in tasks if task.group_id in found for one in outcomes_of(config, task, found[task.group_id])]
 
-    group_id: str
-    trajectories: list[Outcome]
+
+def kept_info(info: dict[str, Any], category: str) -> dict[str, Any]:
+    """The numbers of an environment's info, and the value of its key `category`, which may be text."""
+    return {
+        key: value
+        for key, value in to_jsonable(info).items()
+        if isinstance(value, bool | int | float) or (key == category and isinstance(value, str))
+    }
 
 
-def grouped(outcomes: Iterable[Outcome], side: Side) -> list[OutcomeGroup]:
-    """One side's outcomes by item, samples in order."""
-    found: dict[str, list[Outcome]] = {}
-    for one in outcomes:
-        if one.side == side:
-            found.setdefault(one.id, []).append(one)
-    return [OutcomeGroup(name, sorted(members, key=lambda one: one.sample)) for name, members in found.items()]
+_NAMES = {column.name for column in dataclasses.fields(Outcome)}
+_KINDS = {"id": str, "sample": int, "index": int, "correct": bool, "turns": int, "tokens": int, "info": dict}
+
+
+def read_outcome(line: Any) -> Outcome:
+    """The outcome of a line's JSON. Raises ValueError where it is none."""
+    if not isinstance(line, dict) or line.keys() != _NAMES:
+        raise ValueError(f"a line has the keys {', '.join(sorted(_NAMES))}")
+    for name, kind in _KINDS.items():
+        if not isinstance(line[name], kind):
+            raise ValueError(f"{name} is {line[name]!r}")
+    return Outcome(**{**line, "reward": float(line["reward"])})

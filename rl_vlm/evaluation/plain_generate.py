@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rl_vlm.chat import expand_image_tokens
-from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.config import PolicyConfig, of_policy, parse_config
 from rl_vlm.evaluation.prompts import ItemPrompts
 from rl_vlm.models.full_weights import put_weights
 from rl_vlm.models.loading import from_folder, load_model, load_text_side, quiet_libraries, resolve_model
@@ -28,17 +28,17 @@ from rl_vlm.types import Message
 class PlainGenerate:
     """The model, with the adapter merged into it, and its image processor."""
 
-    def __init__(self, run: RunConfig, adapter: str | None, new_tokens: int) -> None:
+    def __init__(self, config: PolicyConfig, adapter: str | None, new_tokens: int) -> None:
         from transformers import AutoProcessor
 
         quiet_libraries()
-        on_gpu = run.serving.gpus_per_replica > 0 and torch.cuda.is_available()
+        on_gpu = config.serving.gpus_per_replica > 0 and torch.cuda.is_available()
         if not on_gpu:
-            torch.set_num_threads(run.serving.num_threads)  # as a replica
-        folder = resolve_model(run.model.path)
+            torch.set_num_threads(config.serving.num_threads)  # as a replica
+        folder = resolve_model(config.model.path)
         self._device, self._new_tokens = "cuda" if on_gpu else "cpu", new_tokens
-        self._text = load_text_side(folder, run.model.pixels)
-        self._model: Any = load_model(folder, run.model.dtype, self._device)
+        self._text = load_text_side(folder, config.model.pixels)
+        self._model: Any = load_model(folder, config.model.dtype, self._device)
         if adapter is not None and is_full(Path(adapter)):
             put_weights(self._model, read_payload(Path(adapter), 0))
         elif adapter is not None:
@@ -47,8 +47,8 @@ class PlainGenerate:
             from rl_vlm.models.adapter import AdapterPayload
             from rl_vlm.models.export import lora_config
 
-            config = lora_config(AdapterPayload.read(Path(adapter), 0))
-            self._model = PeftModel.from_pretrained(self._model, adapter, config=config).merge_and_unload()
+            lora = lora_config(AdapterPayload.read(Path(adapter), 0))
+            self._model = PeftModel.from_pretrained(self._model, adapter, config=lora).merge_and_unload()
         self._model.generation_config.eos_token_id = None  # every answer has its full length
         self._processor: Any = from_folder(AutoProcessor, folder).image_processor
         # Their names for the numbers of pixels between which an image is scaled.
@@ -95,9 +95,9 @@ class PlainGenerate:
 def main() -> None:
     """Answer the lines of stdin until it ends."""
     settings = json.loads(sys.stdin.readline())
-    run = parse_config(settings["config"])
-    prompts = ItemPrompts(run)
-    plain = PlainGenerate(run, settings["adapter"], settings["new_tokens"])
+    config = of_policy(parse_config(settings["config"]))
+    prompts = ItemPrompts(config)
+    plain = PlainGenerate(config, settings["adapter"], settings["new_tokens"])
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         conversations = prompts.take(json.loads(line))

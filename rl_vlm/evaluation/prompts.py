@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.parts import make_part, part_size
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import Message
@@ -16,10 +16,10 @@ class ItemPrompts:
     Item `number` wraps around at the split's end.
     """
 
-    def __init__(self, run: RunConfig) -> None:
-        self._run = run
-        made = [(make_part(run.env, name), part) for name, part in run.env.parts.items()]
-        self._envs = [(env, part_size(part, env, run.evaluation.split)) for env, part in made]
+    def __init__(self, config: PolicyConfig) -> None:
+        self._run = config
+        made = [(make_part(config.env, name), part) for name, part in config.env.parts.items()]
+        self._envs = [(env, part_size(part, env, config.evaluation.split)) for env, part in made]
 
     def take(self, numbers: Sequence[int]) -> list[tuple[Message, ...]]:
         """What is shown first in each of these items."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar, get_args
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
+from openai.types import Model
+from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from pydantic_core import from_json
@@ -23,9 +23,8 @@ from rl_vlm.config import HTTPSection
 from rl_vlm.http import schema
 from rl_vlm.http.deadlines import Deadlines
 from rl_vlm.http.errors import RequestError, error_response
-from rl_vlm.http.gate import BODY, DEADLINE, JSON, Gate
-from rl_vlm.http.kv_room import KVRoom
-from rl_vlm.http.service import Backend, Call, Service, as_request_error
+from rl_vlm.http.gate import DEADLINE, JSON, Gate
+from rl_vlm.http.service import Backend, ServedModel, Service, as_request_error, json_bytes
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import RLVLMError, Role
 
@@ -37,9 +36,10 @@ M = TypeVar("M", bound=BaseModel)
 
 
 async def _read(request: Request, kind: type[M]) -> M:
-    """The body as a model. Parsed strictly: NaN, lone surrogates and deep nesting are refused. Raises RequestError."""
+    """The body as a model. Parsed strictly: NaN, lone surrogates and deep nesting are errors. Raises RequestError."""
+    message = await request.receive()  # not `request.body()`, which would keep it until the answer is sent
     try:
-        content = from_json(request.scope[BODY].take(), allow_inf_nan=False, cache_strings="keys")
+        content = from_json(message.pop("body"), allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
         raise RequestError(400, f"The body is not valid JSON: {error}."[:_MAX_SHOWN]) from error
     if isinstance(content, dict) and len(content) > _MAX_FIELDS:
@@ -51,7 +51,7 @@ async def _read(request: Request, kind: type[M]) -> M:
 
 
 def _json(model: BaseModel) -> Response:
-    return Response(model.model_dump_json(), media_type="application/json")
+    return Response(model.model_dump_json(), media_type=JSON)
 
 
 def _validation_error(error: ValidationError) -> RequestError:
@@ -87,7 +87,6 @@ def build_http_app(
     *,
     max_context: int,
     token: str | None = None,
-    kv_room: KVRoom | None = None,
 ) -> Gate:
     """The ASGI application.
 
@@ -97,12 +96,11 @@ def build_http_app(
         limits: the server's limits.
         max_context: prompt and new tokens of one sample.
         token: the bearer token that clients must send; None: only this machine's own names are answered.
-        kv_room: bounds what is in the engine at a time; None: the engine does so itself.
     """
     from rl_vlm import __version__
 
     deadlines = Deadlines()
-    service = Service(backend, text, limits, max_context, deadlines, kv_room)
+    service = Service(backend, text, limits, max_context, deadlines)
     started = int(time.time())
     app = FastAPI(title="rl_vlm", version=__version__, docs_url=None, redoc_url=None)
 
@@ -117,20 +115,21 @@ def build_http_app(
 
     @app.post(
         "/v1/chat/completions",
-        response_model=schema.ChatCompletion,
+        response_model=ChatCompletion,
         responses={200: {"content": {"text/event-stream": {}}}, **_documented(schema.OpenAIError, *_FAILURES)},
         openapi_extra=_takes(schema.ChatRequest),
     )
     async def chat_completions(request: Request) -> Response:
         """OpenAI's chat completions, with images as data URIs."""
         body = await _read(request, schema.ChatRequest)
-        model, name = await service.find(body.model), f"chatcmpl-{uuid.uuid4().hex}"
-        asked, length = await service.encode(service.reader.chat, body, name, model.version, request.scope)
-        call, reply = Call(asked, length, model, request.scope[DEADLINE]), service.chat_reply(body, asked, length)
+        model, deadline = await service.find(body.model), request.scope[DEADLINE]
+        call = await service.read(service.reader.chat, body, model, "chatcmpl", deadline)
+        reply = service.chat_reply(body, call)
         if body.stream:
             usage = bool(body.stream_options and body.stream_options.include_usage)
             return await service.stream(call, reply, usage)
-        return await service.whole(call, reply)
+        completion = await service.complete(call)
+        return Response(json_bytes(reply.whole(completion)), media_type=JSON)
 
     @app.post(
         "/generate",
@@ -141,34 +140,36 @@ def build_http_app(
     async def generate(request: Request) -> Response:
         """A conversation in, a text out; thoughts are removed."""
         body = await _read(request, schema.GenerateRequest)
-        model, name = await service.find(None), f"generate-{uuid.uuid4().hex}"
-        asked, length = await service.encode(service.reader.generate, body, name, model.version, request.scope)
-        completion = await service.complete(Call(asked, length, model, request.scope[DEADLINE]))
+        model, deadline = await service.find(None), request.scope[DEADLINE]
+        call = await service.read(service.reader.generate, body, model, "generate", deadline)
+        completion = await service.complete(call)
         return _json(schema.GenerateReply(text=service.text(completion)))
+
+    def card(model: ServedModel) -> Model:
+        return Model(id=model.name, created=started, object="model", owned_by="rl_vlm")
 
     @app.get("/v1/models", response_model=schema.ModelList, responses=_documented(schema.OpenAIError, 401, 403))
     async def models() -> Response:
         """The models that are served."""
-        cards = [schema.ModelCard(id=model.name, created=started) for model in await backend.models()]
-        return _json(schema.ModelList(data=cards))
+        return _json(schema.ModelList(data=[card(model) for model in await backend.models()]))
 
     @app.get(
         "/v1/models/{name:path}",
-        response_model=schema.ModelCard,
+        response_model=Model,
         responses=_documented(schema.OpenAIError, 401, 403, 404),
     )
     async def one_model(name: str) -> Response:
         """One model by its name."""
-        return _json(schema.ModelCard(id=(await service.find(name)).name, created=started))
+        return _json(card(await service.find(name)))
 
-    checked = _Shared(backend.health, _HEALTH_AGE_S)
+    probe = _Probe(backend.health)
 
     @app.get("/health", response_model=schema.Health, responses=_documented(schema.Health, 503))
     async def health() -> Response:
         """200 while requests can be answered."""
         state = schema.Health(status="draining" if gate.draining else "ok", in_flight=gate.in_flight)
         try:
-            await checked.result()
+            await probe.check()
             state.models = [model.name for model in await backend.models()]
         except RLVLMError as error:
             state.status, state.detail = "unavailable", str(error)
@@ -191,25 +192,27 @@ def build_http_app(
     return gate
 
 
-class _Shared:
-    """A call that many ask for at once, such as a probe without a token: it is made once, and its outcome told for `age_s`."""
+class _Probe:
+    """Asks the backend once for many clients, because everybody may ask for the health: the outcome holds for half a second."""
 
-    def __init__(self, call: Callable[[], Coroutine[Any, Any, None]], age_s: float) -> None:
-        self._call, self._age_s = call, age_s
-        self._made: asyncio.Task[None] | None = None
-        self._ended = -math.inf
+    def __init__(self, ask: Callable[[], Awaitable[None]]) -> None:
+        self._ask = ask
+        self._lock = asyncio.Lock()
+        self._asked = float("-inf")
+        self._error: RLVLMError | None = None
 
-    async def result(self) -> None:
-        """Raise what the call raises."""
-        if self._made is None or (self._made.done() and time.monotonic() - self._ended > self._age_s):
-            self._made = asyncio.ensure_future(self._call())
-            self._made.add_done_callback(self._note)
-        await asyncio.shield(self._made)
-
-    def _note(self, made: asyncio.Task[None]) -> None:
-        self._ended = time.monotonic()
-        if not made.cancelled():
-            made.exception()  # it has been seen, even where all who asked have gone
+    async def check(self) -> None:
+        """Raise what the backend raises."""
+        async with self._lock:
+            if time.monotonic() - self._asked > _HEALTH_AGE_S:
+                self._error = None
+                try:
+                    await self._ask()
+                except RLVLMError as error:
+                    self._error = error
+                self._asked = time.monotonic()
+        if self._error is not None:
+            raise self._error
 
 
 def _takes(body: type[BaseModel]) -> dict[str, Any]:

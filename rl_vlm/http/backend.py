@@ -17,7 +17,7 @@ from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.http.service import ServedModel
 from rl_vlm.serving.client import GenerationFailedError, PolicyClient
 from rl_vlm.serving.lifecycle import ReplicaState
-from rl_vlm.serving.server import ReplicaUnavailableError
+from rl_vlm.serving.replica import ReplicaUnavailableError
 from rl_vlm.types import Completion, GenerationRequest, RLVLMError, SampleChunk
 
 logger = logging.getLogger("rl_vlm.http")
@@ -50,7 +50,7 @@ class ServeBackend:
         self._client = PolicyClient(run_id, deadline_s=deadline_s, homes=(), coalesce=False, handle=handle)
         self._known: dict[str, Any] | None = None  # the registry's last status
         self._asked = -_REFRESH_S
-        self._first: asyncio.Task[None] | None = None  # the question that nothing is known before
+        self._first: asyncio.Task[None] | None = None  # asks for the first status
 
     async def models(self) -> Sequence[ServedModel]:
         """The newest version, if there is one, and the model without one where replicas have that, too."""
@@ -69,7 +69,7 @@ class ServeBackend:
         if self._known is None:
             if self._first is None or self._first.done():
                 self._first = asyncio.create_task(self._ask())
-            await asyncio.shield(self._first)  # all wait for it, whoever goes away
+            await asyncio.shield(self._first)  # a client that goes away does not cancel it for the others
         elif time.monotonic() - self._asked >= _REFRESH_S:
             await self._ask()
         if self._known is None:
@@ -81,7 +81,7 @@ class ServeBackend:
         try:
             async with asyncio.timeout(_PROBE_S):
                 status = await self._registry.status.remote()
-            # A registry that has just been restarted may not have read its disk yet: versions only grow.
+            # A registry that has just been restarted may not have its version again yet: versions only grow.
             if self._known is None or status["version"] >= self._known["version"]:
                 self._known = status
         except (RayError, RayServeException, TimeoutError) as error:
@@ -128,7 +128,7 @@ class ServeBackend:
                 await response
         except (RayError, RayServeException, TimeoutError) as error:
             if response is not None:
-                response.cancel()  # it would wait for a replica, as would those of every probe to come
+                response.cancel()  # or one more call with each probe would wait for a replica
             raise GenerationFailedError(f"No replica answers: {_sentence(error) or 'they may be starting'}.") from error
         states = {report["state"] for report in (await self._status())["reports"].values()}
         if states and states <= {ReplicaState.SUSPECT, ReplicaState.DEAD}:

@@ -1,8 +1,8 @@
 """Connections below HTTP: how many there may be, and how long one may be silent. uvicorn bounds neither.
 
 A connection is *waiting* while it owes the server the headers of a request (it is new, or kept alive after an answer) and
-*busy* from then until its request is answered. At a limit the longest waiting connection of the peer that has the most is closed for the
-new one, so that silent connections keep nobody out; only where all are busy is the new one refused.
+*busy* from then until its request is answered. At a limit the connection that has waited longest is closed for a new one, so that
+silent connections keep nobody out. A new connection is rejected only where all are busy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import asyncio
 import ipaddress
 import os
 import resource
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import h11
@@ -24,7 +25,7 @@ C = TypeVar("C")
 _OTHER_DESCRIPTORS = 128  # left for files, pipes and Ray's own connections
 _LEAST_CONNECTIONS = 16
 _SWEEP_S = 0.5
-_UNREAD_S = 30.0  # a closed connection whose client takes nothing of its answer for so long is cut off
+_UNREAD_S = 30.0  # a client that reads nothing of its answer for so long is cut off
 _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
 
@@ -52,7 +53,7 @@ class ConnectionLimits:
 
 
 def peer_of(host: str) -> str:
-    """Whose connection it is: the address, or for IPv6 its network of 64 bits, of which one machine may have every address."""
+    """Who has the connection: its address, or the /64 network of an IPv6 address, because one machine may have all of that."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -64,80 +65,56 @@ def peer_of(host: str) -> str:
     return host
 
 
-@dataclass(slots=True)
-class _Peer(Generic[C]):
-    busy: set[C] = field(default_factory=set)
-    waiting: dict[C, float] = field(default_factory=dict)  # since when, the longest first
-
-    @property
-    def count(self) -> int:
-        return len(self.busy) + len(self.waiting)
-
-
 class ConnectionTable(Generic[C]):
-    """Who is connected. No clock of its own, no sockets; times are seconds of any clock that only goes forward."""
+    """Who is connected. It has no sockets and no clock: times are seconds of any clock that only goes forward."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
-        self._peers: dict[str, _Peer[C]] = {}
         self._peer_of: dict[C, str] = {}
+        self._count: Counter[str] = Counter()  # by peer
+        self._waiting: dict[C, float] = {}  # since when, the longest first; the others are busy
 
     def __len__(self) -> int:
         return len(self._peer_of)
 
     def enter(self, connection: C, peer: str, now: float) -> tuple[bool, C | None]:
-        """Whether a new connection may stay, and the one that is to be closed for it (it has left the table)."""
-        mine = self._peers.get(peer) or _Peer()
+        """Whether a new connection may stay, and the one to close for it, which has left the table."""
+        full = len(self) >= self._limits.total
+        too_many = self._count[peer] >= self._limits.per_peer
         victim: C | None = None
-        if mine.count >= self._limits.per_peer:
-            if not mine.waiting:
+        if full or too_many:
+            closable = (other for other in self._waiting if not too_many or self._peer_of[other] == peer)
+            victim = next(closable, None)
+            if victim is None:
                 return False, None
-            victim = next(iter(mine.waiting))
-        elif len(self) >= self._limits.total:
-            most = max(self._peers.values(), key=lambda one: len(one.waiting))
-            if not most.waiting:
-                return False, None
-            victim = next(iter(most.waiting))
-        if victim is not None:
             self.leave(victim)
-        self._peers.setdefault(peer, mine).waiting[connection] = now
         self._peer_of[connection] = peer
+        self._count[peer] += 1
+        self._waiting[connection] = now
         return True, victim
 
     def set_busy(self, connection: C) -> None:
         """The headers of a request are complete."""
-        if connection in self._peer_of:
-            mine = self._peers[self._peer_of[connection]]
-            mine.waiting.pop(connection, None)
-            mine.busy.add(connection)
+        self._waiting.pop(connection, None)
 
     def set_waiting(self, connection: C, now: float) -> None:
         """The request is answered."""
         if connection in self._peer_of:
-            mine = self._peers[self._peer_of[connection]]
-            mine.busy.discard(connection)
-            mine.waiting.pop(connection, None)
-            mine.waiting[connection] = now
+            self._waiting.pop(connection, None)
+            self._waiting[connection] = now
 
     def leave(self, connection: C) -> None:
         """The connection is closed. A second call does nothing."""
         peer = self._peer_of.pop(connection, None)
         if peer is not None:
-            mine = self._peers[peer]
-            mine.waiting.pop(connection, None)
-            mine.busy.discard(connection)
-            if not mine.count:
-                del self._peers[peer]
+            self._waiting.pop(connection, None)
+            self._count[peer] -= 1
+            if not self._count[peer]:
+                del self._count[peer]
 
     def late(self, now: float) -> list[C]:
         """Connections that have owed their headers for too long."""
-        found: list[C] = []
-        for peer in self._peers.values():
-            for connection, since in peer.waiting.items():
-                if now - since < self._limits.headers_s:
-                    break
-                found.append(connection)
-        return found
+        return [other for other, since in self._waiting.items() if now - since >= self._limits.headers_s]
 
 
 class ConnectionGuard:
@@ -190,7 +167,7 @@ class GuardedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self.transport.is_closing():  # what still arrives after `end` is nobody's
+        if not self.transport.is_closing():  # after `end` nothing more is read
             super().data_received(data)
 
     def handle_events(self) -> None:
@@ -204,9 +181,9 @@ class GuardedProtocol(H11Protocol):
         super().on_response_complete()  # may find the next request, which came early
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP. Where it is the body of a request, that request's own answer is not sent any more.
+        """Reject bytes that are not HTTP. If they belong to the body of a request, the application does not answer it any more.
 
-        uvicorn would let the application answer as well, and log a traceback for what a client without the token can do.
+        uvicorn would let the application answer as well, and log a traceback, which a client without the token could provoke.
         """
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)

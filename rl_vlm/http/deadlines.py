@@ -1,4 +1,4 @@
-"""Until when requests must be answered."""
+"""When requests must be answered: each by its own deadline, and all of them soon once the server stops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_vlm.http.errors import RequestError
 
 
 class Deadlines:
-    """Timeouts that can all be shortened when the server is told to stop."""
+    """Timeouts of running requests, which `shorten` moves forward when the server stops."""
 
     def __init__(self) -> None:
         self._open: set[asyncio.Timeout] = set()
@@ -19,7 +19,7 @@ class Deadlines:
 
     @asynccontextmanager
     async def at(self, when: float) -> AsyncIterator[None]:
-        """Raise TimeoutError in the block at `when` (the loop's time), or earlier if the server stops before."""
+        """Raise TimeoutError in the block at `when` (the event loop's time), or earlier if the server stops before."""
         async with asyncio.timeout_at(min(when, self._latest)) as timeout:
             self._open.add(timeout)
             try:
@@ -39,8 +39,8 @@ class Deadlines:
             if not timeout.expired():
                 timeout.reschedule(min(timeout.when() or latest, latest))
 
-    def too_late(self, seconds: float) -> RequestError:
-        """The error of a request whose time is over; it had `seconds`."""
+    def too_late(self, status: int, message: str) -> RequestError:
+        """The error of a request whose time is over; while the server stops, the error says that instead."""
         if self.stopping:
             return RequestError(503, "The server is shutting down: try again later.")
-        return RequestError(504, f"No complete answer within {seconds:g} s: ask for less, or later.")
+        return RequestError(status, message)

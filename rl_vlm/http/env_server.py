@@ -1,6 +1,6 @@
 """Serves an environment over HTTP, for `RemoteEnv`: sessions, each with an environment of its own.
 
-POST /env takes and returns a frame (see `envs/wire.py`): {"op": "open"} → {"session", "num_items", "metrics", "max_sessions"};
+POST /env takes and returns a frame (see `frames.py`): {"op": "open"} → {"session", "num_items", "metrics", "max_sessions"};
 then `reset`, `step` and `close` with the session, and a number that grows by one. A request whose number was answered gets the same answer.
 """
 
@@ -12,9 +12,8 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -23,12 +22,12 @@ from starlette.routing import Route
 
 from rl_vlm.asking.http_endpoints import url_host
 from rl_vlm.config import HTTPSection
-from rl_vlm.envs import wire
 from rl_vlm.envs.adapters.remote import FRAME
+from rl_vlm.envs.apart import EnvWorker, short_line
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.isolation import ProcessEnv
 from rl_vlm.envs.registry import make
-from rl_vlm.envs.worker import EnvWorker, Reply, short_line
+from rl_vlm.frames import Frame, FrameError, pack_frame, unpack_frame
 from rl_vlm.http.deadlines import Deadlines
 from rl_vlm.http.errors import RequestError, error_response
 from rl_vlm.http.gate import Gate
@@ -41,54 +40,58 @@ _CLOSE_S = 3.0
 _UNUSED_S = 60.0  # after which a session may be ended for another, where all are taken
 _SPLITS = ("train", "test")
 
+T = TypeVar("T")
+
 
 class _Session:
-    """One environment, and the last answer it gave."""
+    """One environment on a thread of its own, and the last answer that it gave."""
 
-    def __init__(
-        self, build: Callable[[], VisionEnv], clock: Callable[[], float], forget: Callable[[], object]
-    ) -> None:
+    def __init__(self, build: Callable[[], VisionEnv], clock: Callable[[], float]) -> None:
         self._worker = EnvWorker(build)
-        self._forget = forget  # called when the environment is closed
-        self._closed = False
-        self.ended = False  # its client is gone
-        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="env")
         self._clock = clock
+        self._last: Future[Any] | None = None  # what the thread was given last
         self._number = 0
         self._answer = b""
+        self.ended = False  # its client is gone
         self.used = clock()
-
-    def open(self) -> Reply:
-        """Make the environment; its metrics and its splits' sizes."""
-        try:
-            return self._open()
-        finally:
-            self._close_if_ended()
-
-    def _open(self) -> Reply:
-        with self._lock:
-            if self._closed:  # before its turn came
-                return {"kind": "crash", "error": "the client is gone"}, []
-            reply, _ = self._worker.answer({"op": "make"})
-            sizes: dict[str, Any] = {}
-            for split in _SPLITS if "error" not in reply else ():
-                asked, _ = self._worker.answer({"op": "num_items", "split": split})
-                reply, sizes[split] = {**reply, **asked}, asked.get("value")
-            self.used = self._clock()
-            return {**reply, "num_items": sizes}, []
 
     @property
     def busy(self) -> bool:
         """Whether its environment is at work."""
-        return self._lock.locked()
+        return self._last is not None and not self._last.done()
 
-    def carry_out(self, request: dict[str, Any]) -> bytes:
-        """The frame that answers; a request that comes again waits for the first one and gets its answer."""
-        try:
-            with self._lock:
-                return self._carry_out(request)
-        finally:
-            self._close_if_ended()
+    def open(self) -> Future[Frame]:
+        """Make the environment; its metrics and its splits' sizes."""
+        return self._submit(self._open)
+
+    def carry_out(self, request: dict[str, Any]) -> Future[bytes]:
+        """The frame that answers. A request that comes again waits for the first one and gets its answer."""
+        return self._submit(lambda: self._carry_out(request))
+
+    def end(self) -> Future[Any]:
+        """Close the environment as soon as it is idle. A second call does nothing."""
+        if not self.ended:
+            self.ended = True
+            self._submit(lambda: self._worker.answer({"op": "close"}))
+            self._thread.shutdown(wait=False)
+        assert self._last is not None
+        return self._last
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        self._last = future = self._thread.submit(work)
+        return future
+
+    # What follows runs on the session's thread.
+
+    def _open(self) -> Frame:
+        reply, _ = self._worker.answer({"op": "make"})
+        sizes: dict[str, Any] = {}
+        for split in _SPLITS if "error" not in reply else ():
+            asked, _ = self._worker.answer({"op": "num_items", "split": split})
+            reply, sizes[split] = {**reply, **asked}, asked.get("value")
+        self.used = self._clock()
+        return {**reply, "num_items": sizes}, []
 
     def _carry_out(self, request: dict[str, Any]) -> bytes:
         number = request.get("number")
@@ -99,36 +102,12 @@ class _Session:
             raise RequestError(409, f"Request {number} does not follow request {self._number}.")
         reply, blobs = self._worker.answer(request)
         try:
-            self._answer = wire.pack_frame(reply, blobs)
-        except (wire.FrameError, ValueError, TypeError, RecursionError) as error:  # info that JSON cannot hold
+            self._answer = pack_frame(reply, blobs)
+        except (FrameError, ValueError, TypeError, RecursionError) as error:  # info that JSON cannot hold
             text = f"the reply cannot be sent ({short_line(error)})"
-            self._answer = wire.pack_frame({"kind": "env", "error": text}, [])
+            self._answer = pack_frame({"kind": "env", "error": text}, [])
         self._number, self.used = number, self._clock()
         return self._answer
-
-    def end(self) -> None:
-        """Close the environment now, or, where it is at work, as soon as it is done; no thread waits for that."""
-        self.ended = True
-        self._close_if_ended()
-
-    def _close_if_ended(self) -> None:
-        # Whoever holds the lock looks again after it has let go, so one of the two closes it.
-        if self.ended and self._lock.acquire(blocking=False):
-            try:
-                self._close()
-            finally:
-                self._lock.release()
-
-    def close(self) -> None:
-        """Close the environment, once it is idle."""
-        with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._worker.answer({"op": "close"})
-            self._forget()
 
 
 class EnvServer:
@@ -137,7 +116,8 @@ class EnvServer:
     Args:
         build: makes one environment.
         max_sessions: at a time.
-        idle_s: a session that is not used for so long is ended; where all are taken, after a minute if it is the longest unused.
+        idle_s: a session that is unused for so long is ended. Where all are taken, the one that is unused longest is ended
+            after a minute.
         clock: seconds.
     """
 
@@ -151,12 +131,11 @@ class EnvServer:
         self._build = build
         self._max_sessions, self._idle_s, self._clock = max_sessions, idle_s, clock
         self._sessions: dict[str, _Session] = {}
-        self._threads = ThreadPoolExecutor(max_sessions + 1, thread_name_prefix="env")
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that are open, or whose environment is still at work though the client is gone."""
-        return sum(not one.ended or one.busy for one in list(self._sessions.values()))
+        """Sessions that are open, or whose environment is still at work although the client is gone."""
+        return sum(not session.ended or session.busy for session in self._sessions.values())
 
     async def answer(self, request: dict[str, Any]) -> bytes:
         """The frame that answers a request. Raises RequestError."""
@@ -168,51 +147,46 @@ class EnvServer:
         if session is None or session.ended:
             raise RequestError(410, "There is no such session: open another one.")
         if op == "close":
-            await self._in_thread(session.end)
-            return wire.pack_frame({}, [])
+            waits = not session.busy
+            closing = session.end()
+            if waits:
+                await asyncio.wrap_future(closing)
+            return pack_frame({}, [])
         if op not in ("reset", "step"):
             raise RequestError(400, "op must be open, reset, step or close.")
-        return await self._in_thread(lambda: session.carry_out(request))
+        return await asyncio.wrap_future(session.carry_out(request))
 
     async def _open(self) -> bytes:
-        for name, one in list(self._sessions.items()):
-            if self._clock() - one.used > self._idle_s:
-                self._end(name)
-        if self.num_sessions >= self._max_sessions:
-            # Clients that were killed never close theirs. One that lives opens another with its next episode.
-            unused = {name: one.used for name, one in list(self._sessions.items()) if not (one.busy or one.ended)}
-            oldest = min(unused, key=unused.__getitem__, default="")
-            if oldest and self._clock() - unused[oldest] > _UNUSED_S:
-                self._end(oldest)
+        await self._make_room()
         if self.num_sessions >= self._max_sessions:
             raise RequestError(429, f"{self._max_sessions} sessions are open, as many as --max-sessions allows")
         name = secrets.token_hex(16)
-        session = _Session(self._build, self._clock, partial(self._sessions.pop, name, None))
-        self._sessions[name] = session  # it counts while it is made
+        session = self._sessions[name] = _Session(self._build, self._clock)  # it counts while it is made
         try:
-            reply, _ = await self._in_thread(session.open)
+            reply, _ = await asyncio.wrap_future(session.open())
         except BaseException:  # the client is gone, and nobody else knows the name
-            self._end(name)
+            session.end()
             raise
         if "error" in reply:
-            self._end(name)  # it may be made, and its splits not counted
-        return wire.pack_frame({**reply, "session": name, "max_sessions": self._max_sessions}, [])
+            session.end()  # the environment may be made all the same
+        return pack_frame({**reply, "session": name, "max_sessions": self._max_sessions}, [])
 
-    def _end(self, name: str) -> None:
-        session = self._sessions.get(name)
-        if session is not None:  # else a thread has just ended it
-            session.ended = True
-            self._threads.submit(session.end)
-
-    async def _in_thread(self, call: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+    async def _make_room(self) -> None:
+        """Forget sessions that are closed, and end those that nobody uses: clients that were killed never close theirs."""
+        self._sessions = {name: one for name, one in self._sessions.items() if not one.ended or one.busy}
+        unused = sorted(
+            (one for one in self._sessions.values() if not (one.busy or one.ended)), key=lambda one: one.used
+        )
+        full, now = self.num_sessions >= self._max_sessions, self._clock()
+        ending = [one.end() for one in unused if now - one.used > self._idle_s]
+        if full and unused and not ending and now - unused[0].used > _UNUSED_S:
+            ending = [unused[0].end()]
+        if ending:
+            await asyncio.wait(map(asyncio.wrap_future, ending), timeout=_CLOSE_S)
 
     def close(self, timeout_s: float = _CLOSE_S) -> bool:
         """Close every environment; whether all were idle within the time. One that hangs keeps its thread."""
-        closing = [self._threads.submit(session.close) for session in list(self._sessions.values())]
-        self._sessions.clear()
-        self._threads.shutdown(wait=False)
-        return not wait(closing, timeout_s).not_done
+        return not wait([session.end() for session in self._sessions.values()], timeout_s).not_done
 
 
 def build_env_app(server: EnvServer, limits: HTTPSection, token: str | None) -> Gate:
@@ -220,11 +194,11 @@ def build_env_app(server: EnvServer, limits: HTTPSection, token: str | None) -> 
 
     async def env(request: Request) -> Response:
         try:
-            content, blobs = wire.unpack_frame(await request.body())
+            content, blobs = unpack_frame(await request.body())
             if blobs or not isinstance(content, dict):
                 raise RequestError(400, "A request has no images.")
             return Response(await server.answer(content), media_type=FRAME)
-        except wire.FrameError as error:
+        except FrameError as error:
             return error_response("/env", RequestError(400, f"The body is not a frame: {error}."))
         except RequestError as error:
             return error_response("/env", error)
@@ -257,7 +231,7 @@ def serve_environment(
             return ProcessEnv(env_id, kwargs, step_timeout_s=limits.deadline_s)
         return make(env_id, **kwargs)
 
-    build().close()  # what is wrong is said here, not to the first client
+    build().close()  # an error shows here, not at the first client
     with bind(host, port) as sock:
         server = EnvServer(build, max_sessions=max_sessions)
         address = f"http://{url_host(host)}:{sock.getsockname()[1]}"

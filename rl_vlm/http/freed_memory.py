@@ -1,4 +1,4 @@
-"""Gives freed memory back to the system: without it a server keeps what decoded images took, for ever."""
+"""Makes glibc return freed image buffers to the system."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ _LARGE = 1 << 20  # bytes
 
 
 def return_freed_memory() -> None:
-    """Give blocks of a MiB and more mappings of their own, which end when they are freed. For the whole process; needs glibc.
+    """Allocate blocks of a MiB and more with mmap, so that `free` returns them. Holds for the whole process; needs glibc.
 
-    By itself glibc raises that size to 32 MiB once such blocks come and go: the pixels of images then lie in the heaps of the threads
-    that decode them, between small blocks that stay, and their memory is free for nobody else (4.6 GiB after 128 images of 8
-    megapixels on four threads).
+    By default glibc raises this threshold to 32 MiB. Pixels then lie in the heaps of the decoding threads between small blocks
+    that stay, and the process keeps their memory (4.6 GiB after 128 images of 8 megapixels on four threads).
     """
     try:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)

@@ -1,4 +1,4 @@
-"""The outermost layer: checks token, kind of body, queue and size, and enforces deadlines, before anything is parsed."""
+"""The outermost layer: checks token, content type, queue and size of the body, and enforces deadlines, before anything is parsed."""
 
 from __future__ import annotations
 
@@ -12,40 +12,32 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl_vlm.config import HTTPSection
-from rl_vlm.http.body import Body
-from rl_vlm.http.budget import Budget
 from rl_vlm.http.deadlines import Deadlines
 from rl_vlm.http.errors import RequestError, error_response
-from rl_vlm.http.json_bounds import JSONBounds
 from rl_vlm.http.metrics import HTTPMetrics
 
 DEADLINE = "rl_vlm.deadline"  # key of the request's scope: when it must be answered, in the event loop's time
-BODY = "rl_vlm.body"  # and its `Body`
 # How long sending an answer may continue after its deadline, for a client that reads slowly or not at all.
 SEND_GRACE_S = 5.0
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 JSON = "application/json"
-_SMALL_BODY = 1 << 20  # bytes; up to this a body does not wait for others
-_LARGE_BODIES = 8  # of the largest size, may be in memory at a time
-_STALL_S = 30.0  # without a byte of the body
-_VALUES_PER_PART = 64  # of JSON, for each message or part that a request may have
-_BYTES_PER_ESCAPE = 32  # every 64th character of base64 is a slash
 # Host as RFC 9110 (7.2) has it: a name, or an IPv6 address in brackets, and perhaps a port.
 _HOST = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[^\s:@/?#\[\]]+))(?::[0-9]{0,5})?")
 
 
 class Gate:
-    """An ASGI application that wraps another one and refuses requests beyond the limits.
+    """An ASGI application that wraps another one and rejects requests beyond the limits.
 
     Args:
         app: the application; it gets whole bodies within the limits, and is cancelled when its client disconnects.
         limits: the server's.
-        token: what clients must send as a bearer token; None: nothing, and only requests to this machine's own names
-            are answered, so that a web page that rebinds its name cannot reach the server through a browser.
+        token: what clients must send as a bearer token. None: no token, and only requests to this machine's own names are
+            answered, so that a web page that rebinds its name cannot reach the server through a browser.
         metrics: where answers are counted.
         deadlines: shared with the application.
         routes: paths that are counted by name.
-        content_type: what bodies must be. JSON's are counted while they arrive (`JSONBounds`).
+        content_type: what bodies must be. A browser lets a web page send this type to another server only if that server
+            agrees (CORS), which this one does not.
     """
 
     def __init__(
@@ -65,18 +57,11 @@ class Gate:
         self._deadlines = deadlines
         self._routes = frozenset(routes)
         self._content_type = content_type
-        self._max_body = int(limits.max_body_mib * 2**20)
-        # A character of a text is two escapes at most; some clients escape each slash of an image's base64.
-        self._json_bounds = (
-            _VALUES_PER_PART * limits.max_parts,
-            2 * limits.max_text_chars + self._max_body // _BYTES_PER_ESCAPE,
-        )
-        self._bodies = Budget(_LARGE_BODIES * self._max_body)
         self.in_flight = 0
         self.draining = False
 
     def drain(self) -> None:
-        """Refuse new requests; running ones may continue for `drain_s`."""
+        """Reject new requests; running ones may continue for `drain_s`."""
         if not self.draining:
             self.draining = True
             self._deadlines.shorten(asyncio.get_running_loop().time() + self._limits.drain_s)
@@ -93,11 +78,12 @@ class Gate:
                 status = message["status"]
             await send(message)
 
-        path = scope["path"]
+        path, headers = scope["path"], Headers(scope=scope)
         try:
-            self._check(scope["method"], path, Headers(scope=scope))
+            self._check_caller(scope["method"], path, headers)
             if scope["method"] == "POST":
-                await self._admit(scope, receive, counted)
+                self._check_post(path, headers)
+                await self._answer(scope, receive, counted)
             else:
                 await self._app(scope, receive, counted)
         except RequestError as error:
@@ -107,7 +93,7 @@ class Gate:
             self.metrics.requests.labels(route, str(status)).inc()
             self.metrics.seconds.labels(route).observe(time.perf_counter() - started)
 
-    def _check(self, method: str, path: str, headers: Headers) -> None:
+    def _check_caller(self, method: str, path: str, headers: Headers) -> None:
         if self._token is None:
             if _host_name(headers.get("host", "localhost")) not in (*LOOPBACK, self._limits.host.lower()):
                 raise RequestError(403, "Without a token this server answers only to localhost: set RL_VLM_API_TOKEN.")
@@ -118,94 +104,68 @@ class Gate:
                 raise RequestError(
                     401, "A valid token is needed: send `Authorization: Bearer TOKEN`.", code="invalid_api_key"
                 )
-        if method != "POST":
-            return
+
+    def _check_post(self, path: str, headers: Headers) -> None:
         if self.draining:
             raise RequestError(503, "The server is shutting down: try again later.")
         if self.in_flight >= self._limits.max_queue:
             raise RequestError(429, f"{self.in_flight} requests are waiting or running: try again later.")
-
-    def _check_kind(self, path: str, headers: Headers) -> None:
-        """A web page may send other kinds (forms, plain text) to this machine without asking; for this one a browser asks first."""
-        if (
-            path in self._routes
-            and headers.get("content-type", "").partition(";")[0].strip().lower() != self._content_type
-        ):
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if path in self._routes and kind != self._content_type:
             raise RequestError(400, f"The body must be sent with the header Content-Type: {self._content_type}.")
 
-    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        deadline = asyncio.get_running_loop().time() + self._limits.deadline_s
-        self.in_flight += 1
-        self.metrics.in_flight.set(self.in_flight)
-        body = Body()
-        try:
-            if await self._read(receive, Headers(scope=scope), deadline, body):
-                self._check_kind(scope["path"], Headers(scope=scope))
-                # ASGI 2.4: the application need not listen for a disconnect itself.
-                asgi = {**scope["asgi"], "spec_version": "2.4"}
-                latest = max(deadline + SEND_GRACE_S - asyncio.get_running_loop().time(), 0)
-                inner = {**scope, "asgi": asgi, DEADLINE: deadline, BODY: body}
-                await self._run(inner, body, receive, send, latest)
-        finally:
-            body.release()
-            self.in_flight -= 1
-            self.metrics.in_flight.set(self.in_flight)
-
-    async def _read(self, receive: Receive, headers: Headers, deadline: float, body: Body) -> bool:
-        """Read the body; False when the client went away."""
-        too_large = RequestError(413, f"The body is larger than {self._limits.max_body_mib:g} MiB: send less.")
-        header = headers.get("content-length", "")
-        announced = int(header[:20]) if header.isdecimal() else None
-        if announced is not None and announced > self._max_body:
-            raise too_large
-        if announced is not None and announced > _SMALL_BODY:
-            await self._reserve(body, announced, deadline)
-        bounds = JSONBounds(*self._json_bounds) if self._content_type == JSON else None
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._limits.deadline_s
+        self._count(1)
         try:
-            while True:
-                stalled = loop.time() + _STALL_S
-                async with self._deadlines.at(min(deadline, stalled)):
-                    message = await receive()
-                if message["type"] == "http.disconnect":
-                    return False
-                piece = message.get("body", b"")
-                body.add(piece)
-                if body.size > self._max_body:
-                    raise too_large
-                if bounds is not None:
-                    bounds.feed(piece)
-                if not message.get("more_body", False):
-                    return True
-                if body.size > _SMALL_BODY:  # it came without its length
-                    await self._reserve(body, self._max_body, deadline)
-        except TimeoutError as error:
-            if self._deadlines.stopping:
-                raise self._deadlines.too_late(self._limits.deadline_s) from error
-            if deadline <= stalled:
-                why = f"not all of it came within {self._limits.deadline_s:g} s"
-            else:
-                why = f"nothing came for {_STALL_S:g} s"
-            raise RequestError(408, f"The body did not arrive: {why}.") from error
+            body = await self._read(receive, Headers(scope=scope), deadline)
+            if body is not None:
+                # ASGI 2.4: the application need not listen for a disconnect itself.
+                inner = {**scope, "asgi": {**scope["asgi"], "spec_version": "2.4"}, DEADLINE: deadline}
+                await self._run(inner, body, receive, send, max(deadline + SEND_GRACE_S - loop.time(), 0))
+        finally:
+            self._count(-1)
 
-    async def _reserve(self, body: Body, size: int, deadline: float) -> None:
+    def _count(self, change: int) -> None:
+        self.in_flight += change
+        self.metrics.in_flight.set(self.in_flight)
+
+    async def _read(self, receive: Receive, headers: Headers, deadline: float) -> list[bytes] | None:
+        """The body in pieces; None when the client went away."""
+        limit = self._limits.max_body_mib
+        too_large = RequestError(413, f"The body is larger than {limit:g} MiB: send less.")
+        announced = headers.get("content-length", "")
+        if announced.isdecimal() and int(announced[:20]) > limit * 2**20:
+            raise too_large
+        pieces: list[bytes] = []
+        size, more = 0, True
         try:
             async with self._deadlines.at(deadline):
-                await body.reserve(self._bodies, size)
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    pieces.append(message.get("body", b""))
+                    size += len(pieces[-1])
+                    if size > limit * 2**20:
+                        raise too_large
+                    more = message.get("more_body", False)
         except TimeoutError as error:
-            raise RequestError(503, "Too many large requests are being read: try again later.") from error
+            late = f"The body did not arrive: not all of it came within {self._limits.deadline_s:g} s."
+            raise self._deadlines.too_late(408, late) from error
+        return pieces
 
-    async def _run(self, scope: Scope, body: Body, receive: Receive, send: Send, seconds: float) -> None:
+    async def _run(self, scope: Scope, body: list[bytes], receive: Receive, send: Send, seconds: float) -> None:
         """Run the application; cancel it when the client goes away, or does not take its answer within `seconds`."""
-        delivered = answered = False
-        never = asyncio.Event()
+        answered = False
 
         async def replay() -> Message:
-            nonlocal delivered
-            if delivered:
-                await never.wait()
-            delivered = True
-            return {"type": "http.request", "body": body.take(), "more_body": False}
+            if not body:
+                await asyncio.Event().wait()  # until it is cancelled
+            whole = b"".join(body)
+            body.clear()  # the application alone decides how long the body stays in memory
+            return {"type": "http.request", "body": whole, "more_body": False}
 
         async def watched(message: Message) -> None:
             nonlocal answered
@@ -226,7 +186,7 @@ class Gate:
 
 
 def _host_name(header: str) -> str:
-    """The name or address of a Host header, in lower case; empty for what is none."""
+    """The name or address of a Host header, in lower case; empty for a malformed one."""
     found = _HOST.fullmatch(header)
     return (found["address"] or found["name"]).lower() if found else ""
 

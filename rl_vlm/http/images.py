@@ -1,10 +1,12 @@
-"""Images from data URIs: everything is checked on the header, before a pixel is decoded."""
+"""Images from data URIs: the header is checked before a pixel is decoded."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from PIL import ExifTags, Image
@@ -38,22 +40,18 @@ class ImageReader:
         )
 
     def open(self, uri: str, name: str) -> Image.Image:
-        """The image of a data URI, its header read and found acceptable, its pixels not decoded. Raises UserInputError.
+        """The image of a data URI; its header is within the limits, its pixels are not decoded. Raises UserInputError.
 
         `name` is the image's number in the request, for the message.
         """
         data, kind = self._bytes(uri, name)
-        try:
+        with _explained(name, f"is not a {kind} image, or is damaged"):
             image = open_image(data, [kind])
             image.info[_FILE] = data
-        except ImageError as error:
-            raise UserInputError(f"Image {name} {error}.") from error
-        except Image.DecompressionBombError as error:
-            raise self._too_many_pixels(name, "") from error
-        except Exception as error:  # a damaged header shows as almost anything: OSError, struct.error, SyntaxError, ...
-            raise UserInputError(f"Image {name} is not a {kind} image, or is damaged: send another one.") from error
         if image.width * image.height > self._limits.max_image_pixels:
-            raise self._too_many_pixels(name, f" ({image.width}x{image.height})")
+            raise UserInputError(
+                f"Image {name} ({image.width}x{image.height}) has too many pixels, more than {self._limits.max_image_pixels}: shrink it."
+            )
         self.num_tokens(image, name)
         return image
 
@@ -66,27 +64,18 @@ class ImageReader:
 
     def decode(self, image: Image.Image, name: str) -> EncodedImage:
         """Decode an opened image: the first frame, upright as its EXIF says, RGB, resized where the server is told to."""
-        try:
+        with _explained(name, "is damaged and cannot be decoded"):
             turned = upright(image, image.info[_FILE], self._limits.max_image_pixels)
             if self._resize is not None:
                 size = self._resize.resized(turned.width, turned.height, name)
                 if size != turned.size:
                     turned = EncodedImage.from_pil(turned).to_pil().resize(size, Image.Resampling.BICUBIC)
                     return EncodedImage.from_pil(turned)
-            return self._as_seen(image, turned, name)
-        except ImageError as error:
-            raise UserInputError(f"Image {name} {error}.") from error
-        except UserInputError:
-            raise
-        except Exception as error:  # as above: decoders raise many kinds of errors on damaged data
-            raise UserInputError(f"Image {name} is damaged and cannot be decoded: send another one.") from error
-
-    def _as_seen(self, image: Image.Image, turned: Image.Image, name: str) -> EncodedImage:
-        """The opened image, upright. A photo that the model sees smaller is made so here: as PNG it would take ten times its file."""
-        width, height = self._spec.resized(turned.width, turned.height, name)
-        if width * height < turned.width * turned.height:
-            return EncodedImage.from_pil(shrunk(self._spec, as_rgb(turned), name))
-        return _as_sent(image) or EncodedImage.from_pil(turned)
+            width, height = self._spec.resized(turned.width, turned.height, name)
+            if width * height < turned.width * turned.height:
+                # The model sees a photo smaller: as PNG in full size it would take ten times its file.
+                return EncodedImage.from_pil(shrunk(self._spec, as_rgb(turned), name))
+            return _as_sent(image) or EncodedImage.from_pil(turned)
 
     def _bytes(self, uri: str, name: str) -> tuple[bytes, str]:
         """The file inside a data URI, and PIL's name of its format."""
@@ -111,8 +100,20 @@ class ImageReader:
         except (binascii.Error, ValueError) as error:  # ValueError: characters beyond ASCII
             raise UserInputError(f"Image {name} is not valid base64: it may have been cut off.") from error
 
-    def _too_many_pixels(self, name: str, size: str) -> UserInputError:
-        return UserInputError(f"Image {name}{size} has more than {self._limits.max_image_pixels} pixels: shrink it.")
+
+@contextmanager
+def _explained(name: str, otherwise: str) -> Iterator[None]:
+    """Turn what a decoder raises into UserInputError; damaged data raise almost anything: OSError, SyntaxError, struct.error, ..."""
+    try:
+        yield
+    except ImageError as error:
+        raise UserInputError(f"Image {name} {error}.") from error
+    except UserInputError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise UserInputError(f"Image {name} has too many pixels: shrink it.") from error
+    except Exception as error:
+        raise UserInputError(f"Image {name} {otherwise}: send another one.") from error
 
 
 def _as_sent(image: Image.Image) -> EncodedImage | None:

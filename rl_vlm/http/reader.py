@@ -12,8 +12,6 @@ from rl_vlm.config import HTTPSection
 from rl_vlm.engines.choice_texts import choice_tokens
 from rl_vlm.http.errors import RequestError
 from rl_vlm.http.images import ImageReader
-from rl_vlm.http.kv_room import KVRoom
-from rl_vlm.http.pixel_room import PixelRoom
 from rl_vlm.http.schema import ChatMessage, ChatRequest, GenerateRequest, ImagePart, TextPart
 from rl_vlm.models.loading import TextSide
 from rl_vlm.seeding import derive_seed
@@ -22,7 +20,6 @@ from rl_vlm.types import EncodedImage, GenerationRequest, Message, SamplingParam
 # Below this a sample is the greedy one; engines refuse temperatures between it and 0.
 _MIN_TEMPERATURE = 0.01
 _GENERATE_TOP_P = 0.9
-_LARGEST_IMAGES = 2  # are decoded at a time; more of smaller ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +37,13 @@ class RequestReader:
         text: tokenizer, chat template and image geometry of the model.
         limits: the server's.
         max_context: prompt and new tokens of one sample.
-        kv_room: what bounds prompt and new tokens of all samples of a request; None: nothing.
     """
 
-    def __init__(self, text: TextSide, limits: HTTPSection, max_context: int, kv_room: KVRoom | None = None) -> None:
+    def __init__(self, text: TextSide, limits: HTTPSection, max_context: int) -> None:
         self._text = text
         self._limits = limits
         self._max_context = max_context
-        self._kv_room = kv_room
         self._images = ImageReader(limits, text.images)
-        self._pixels = PixelRoom(_LARGEST_IMAGES * limits.max_image_pixels)
 
     def chat(self, body: ChatRequest, name: str, version: int) -> tuple[GenerationRequest, int]:
         """The engine's request and the number of prompt tokens. Raises RequestError and UserInputError."""
@@ -58,13 +52,12 @@ class RequestReader:
             raise RequestError(400, f"n is {count} and this server gives at most {limits.max_samples}.", param="n")
         wanted = body.max_completion_tokens or body.max_tokens
         if wanted is not None and wanted > limits.max_new_tokens:
-            raise RequestError(
-                400,
-                f"max_tokens is {wanted} and this server gives at most {limits.max_new_tokens}.",
-                param="max_tokens",
-            )
-        each = count * (1 + (body.top_logprobs or 0))  # values of the reply per token
-        if wanted is not None and wanted * each > limits.max_reply_values:
+            message = f"max_tokens is {wanted} and this server gives at most {limits.max_new_tokens}."
+            raise RequestError(400, message, param="max_tokens")
+        most = limits.max_new_tokens
+        if body.logprobs:
+            most = min(most, limits.max_reply_values // (count * (1 + (body.top_logprobs or 0))))
+        if (wanted or 1) > most:
             raise RequestError(
                 400,
                 f"n ({count}) x max_tokens ({wanted}) x (1 + top_logprobs) is more than {limits.max_reply_values}: ask for less.",
@@ -77,7 +70,7 @@ class RequestReader:
         if wanted is not None and wanted > left:
             raise self._too_long(f"The prompt has {prompt.num_tokens} tokens and max_tokens is {wanted}: together more")
         sampling = SamplingParams(
-            max_new_tokens=wanted or self._most_tokens(prompt, count, each),
+            max_new_tokens=wanted or min(left, most),
             temperature=_temperature(1.0 if body.temperature is None else body.temperature),
             top_p=body.top_p or 1.0,
             top_k=max(body.top_k or 0, 0),
@@ -93,9 +86,8 @@ class RequestReader:
             frequency_penalty=body.frequency_penalty or 0.0,
             presence_penalty=body.presence_penalty or 0.0,
         )
-        choice_tokens(
-            sampling, self._text.codec.encode_text, self._text.codec.decode
-        )  # the engine would refuse it later
+        # Here it is the client's error; the engine would fail later.
+        choice_tokens(sampling, self._text.codec.encode_text, self._text.codec.decode)
         return self._request(prompt, sampling, name, version), prompt.num_tokens
 
     def generate(self, body: GenerateRequest, name: str, version: int) -> tuple[GenerationRequest, int]:
@@ -103,89 +95,64 @@ class RequestReader:
         prompt = self._encode(body.messages)
         temperature = _temperature(body.temperature)
         sampling = SamplingParams(
-            max_new_tokens=min(body.max_tokens, self._left(prompt, 1), self._limits.max_new_tokens),
+            max_new_tokens=min(body.max_tokens, self._max_context - prompt.num_tokens, self._limits.max_new_tokens),
             temperature=temperature,
             top_p=_GENERATE_TOP_P if temperature else 1.0,
         )
         return self._request(prompt, sampling, name, version), prompt.num_tokens
 
-    def _most_tokens(self, prompt: Prompt, count: int, each: int) -> int:
-        """New tokens of a sample where the client names none: the rest of the context, as far as the limits allow."""
-        limits = self._limits
-        return max(min(self._left(prompt, count), limits.max_new_tokens, limits.max_reply_values // each), 1)
-
-    def _left(self, prompt: Prompt, count: int) -> int:
-        """New tokens that each of `count` samples has room for: the rest of the context, as far as there is memory."""
-        longest = self._max_context
-        if self._kv_room is not None:
-            longest = min(longest, self._kv_room.longest(count))
-        return max(longest - prompt.num_tokens, 1)
-
     def _request(self, prompt: Prompt, sampling: SamplingParams, name: str, version: int) -> GenerationRequest:
         return GenerationRequest(name, prompt.span.token_ids, sampling, prompt.span.images, min_version=version)
 
     def _encode(self, messages: Sequence[ChatMessage], extra_chars: int = 0, thinking: bool | None = None) -> Prompt:
-        parts = [part for message in messages for part in _parts(message)]
-        if len(messages) + len(parts) > self._limits.max_parts:
-            raise RequestError(
-                400,
-                f"The request has more than {self._limits.max_parts} messages and parts: send less.",
-                param="messages",
-            )
+        limits, contents = self._limits, [_parts(message) for message in messages]
+        parts = [part for content in contents for part in content]
+        if len(messages) + len(parts) > limits.max_parts:
+            raise _too_much(f"The request has more than {limits.max_parts} messages and parts: send less.")
         chars = extra_chars + sum(len(part) for part in parts if isinstance(part, str))
-        if chars > self._limits.max_text_chars:
-            raise RequestError(
-                400,
-                f"The request has {chars} characters of text and this server takes {self._limits.max_text_chars}.",
-                param="messages",
+        if chars > limits.max_text_chars:
+            raise _too_much(
+                f"The request has {chars} characters of text and this server takes {limits.max_text_chars}."
             )
         images = iter(self._decode([part.uri for part in parts if isinstance(part, _ImageUri)]))
         conversation = [
             Message(
                 "system" if message.role == "developer" else message.role,
-                tuple(next(images) if isinstance(part, _ImageUri) else part for part in _parts(message)),
+                tuple(next(images) if isinstance(part, _ImageUri) else part for part in content),
             )
-            for message in messages
+            for message, content in zip(messages, contents, strict=True)
         ]
         try:
             span = self._text.codec.encode_prompt(conversation, thinking)
         except TemplateError as error:
             raise UserInputError(f"The model's chat template refuses this conversation: {error}.") from error
-        total = len(span.token_ids) - len(span.images) + self._num_image_tokens(span.images)
+        image_tokens = sum(self._text.count_image_tokens(image.width, image.height) for image in span.images)
+        total = len(span.token_ids) - len(span.images) + image_tokens
         if total >= self._max_context:
             raise self._too_long(f"The prompt has {total} tokens: no less")
         return Prompt(span, total)
 
     def _decode(self, uris: Sequence[str]) -> list[EncodedImage]:
-        if len(uris) > self._limits.max_images:
-            raise RequestError(
-                400,
-                f"The request has {len(uris)} images and this server takes {self._limits.max_images}.",
-                param="messages",
-            )
+        limits = self._limits
+        if len(uris) > limits.max_images:
+            raise _too_much(f"The request has {len(uris)} images and this server takes {limits.max_images}.")
         names = [str(k + 1) for k in range(len(uris))]
         opened = [self._images.open(uri, name) for uri, name in zip(uris, names, strict=True)]
-        # Headers tell how many tokens there will be: too many are refused before they cost memory.
+        # Headers tell how many tokens and pixels there will be: too many are rejected before they cost memory.
         tokens = sum(self._images.num_tokens(image, name) for image, name in zip(opened, names, strict=True))
         if tokens >= self._max_context:
             raise self._too_long(f"The images alone take {tokens} tokens: no less")
         pixels = sum(image.width * image.height for image in opened)
-        if pixels > self._limits.max_request_pixels:
-            raise RequestError(
-                400,
-                f"The images have {pixels} pixels together and this server takes {self._limits.max_request_pixels}: shrink them.",
-                param="messages",
+        if pixels > limits.max_request_pixels:
+            raise _too_much(
+                f"The images have {pixels} pixels together and this server takes {limits.max_request_pixels}: shrink them."
             )
         decoded: list[EncodedImage] = []
         for name in names:
-            image = opened.pop(0)  # it keeps its pixels when it is decoded
-            with self._pixels.taken(image.width * image.height, self._limits.deadline_s):
-                decoded.append(self._images.decode(image, name))
-            del image
+            image = opened.pop(0)
+            decoded.append(self._images.decode(image, name))
+            del image  # it keeps its pixels, which must be gone before the next one is decoded
         return decoded
-
-    def _num_image_tokens(self, images: Sequence[EncodedImage]) -> int:
-        return sum(self._text.count_image_tokens(image.width, image.height) for image in images)
 
     def _too_long(self, what: str) -> RequestError:
         return RequestError(
@@ -202,9 +169,8 @@ def shows_images(body: ChatRequest | GenerateRequest) -> bool:
     return any(not isinstance(part, TextPart) for content in contents if isinstance(content, list) for part in content)
 
 
-def num_values(sampling: SamplingParams) -> int:
-    """The most log-probabilities that a reply with these may have."""
-    return sampling.n * sampling.max_new_tokens * (1 + sampling.top_logprobs)
+def _too_much(message: str) -> RequestError:
+    return RequestError(400, message, param="messages")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,18 @@
-"""Builds OpenAI's replies from samples, whole or in chunks, as JSON text.
-
-Log-probabilities are written directly: a reply may have a million of them, and models of them would take a gigabyte and ten seconds.
-"""
+"""Builds OpenAI's replies from samples, whole or in chunks, as the content of their JSON (`schema.py` describes it)."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rl_vlm.chat import ChatCodec
-from rl_vlm.engines.alternatives import TopLogprobs
 from rl_vlm.engines.base import BASE_MODEL
-from rl_vlm.http.schema import AssistantMessage, ChatChunk, ChatCompletion, Choice, ChunkChoice, FinishReason, Usage
 from rl_vlm.http.text import ReplyText
-from rl_vlm.types import Completion, Sample, SampleChunk, SamplingParams, StopReason
+from rl_vlm.types import Completion, Sample, SampleChunk, SamplingParams, StopReason, TopLogprobs
 
-_NO_CHOICES = '"choices":[]'  # inside a JSON string its quotes would be escaped
-_NO_LOGPROBS = '"logprobs":null'
+Content = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -32,7 +26,7 @@ class _StreamedSample:
 
 
 class ChatReply:
-    """Writes the reply to one chat request.
+    """The reply to one chat request.
 
     Args:
         codec: the model's.
@@ -53,105 +47,107 @@ class ChatReply:
         logprobs: bool,
     ) -> None:
         self._codec = codec
-        self._id, self._model = request_id, model
+        self._head: Content = {"id": request_id, "created": int(time.time()), "model": model}
         self._sampling = sampling
         self.num_prompt_tokens = num_prompt_tokens
-        self.logprobs = logprobs
+        self._logprobs = logprobs
         self._streamed: dict[int, _StreamedSample] = {}
         self._version = BASE_MODEL
-        self._written: dict[int, tuple[str, str]] = {}  # per token id: what stands before and after its log-probability
 
-    def _new_text(self) -> ReplyText:
-        return ReplyText(self._codec, self._sampling.stop, self._sampling.min_tokens)
-
-    def whole(self, completion: Completion) -> bytes:
+    def whole(self, completion: Completion) -> Content:
         """The reply without streaming."""
-        empty = ChatCompletion(
-            id=self._id,
-            model=self._model,
-            system_fingerprint=fingerprint(completion.policy_version),
-            choices=[],
-            usage=self._usage(sum(len(sample.token_ids) for sample in completion.samples)),
-        )
-        choices = ",".join(self._choice(number, sample) for number, sample in enumerate(completion.samples))
-        return empty.model_dump_json().replace(_NO_CHOICES, f'"choices":[{choices}]', 1).encode()
+        sampled = sum(len(sample.token_ids) for sample in completion.samples)
+        return {
+            **self._head,
+            "system_fingerprint": fingerprint(completion.policy_version),
+            "object": "chat.completion",
+            "choices": [self._choice(number, sample) for number, sample in enumerate(completion.samples)],
+            "usage": self._usage(sampled),
+        }
 
-    def chunks(self, grown: SampleChunk) -> list[str]:
+    def chunks(self, grown: SampleChunk) -> list[Content]:
         """The chunks to send for new tokens of one sample."""
         self._version = grown.policy_version
         number = grown.number
-        choices: list[str] = []
+        found: list[Content] = []
         sample = self._streamed.get(number)
         if sample is None:
             sample = self._streamed[number] = _StreamedSample(self._new_text())
-            choices.append(ChunkChoice(index=number, delta={"role": "assistant", "content": ""}).model_dump_json())
+            found.append(self._chunk(number, {"role": "assistant", "content": ""}))
         token_ids = grown.token_ids.tolist()
         sample.token_ids += token_ids
         sample.logprobs += grown.logprobs.tolist()
         sample.top += grown.top_logprobs
         text, tokens = sample.text.feed(token_ids, last=grown.stop_reason is not None)
-        if text or (tokens and self.logprobs):
-            piece = ChunkChoice(index=number, delta={"content": text}).model_dump_json()
-            choices.append(self._with_logprobs(piece, tokens, sample.token_ids, sample.logprobs, sample.top))
+        if text or (tokens and self._logprobs):
+            logprobs = self._token_logprobs(tokens, sample.token_ids, sample.logprobs, sample.top)
+            found.append(self._chunk(number, {"content": text}, logprobs))
         if grown.stop_reason is not None:
-            end = ChunkChoice(index=number, delta={}, finish_reason=_finish(grown.stop_reason))
-            choices.append(end.model_dump_json())
-        empty = self._chunk().model_dump_json()
-        return [empty.replace(_NO_CHOICES, f'"choices":[{choice}]', 1) for choice in choices]
+            found.append(self._chunk(number, {}, finish_reason=_finish(grown.stop_reason)))
+        return found
 
-    def last_chunk(self) -> ChatChunk:
+    def last_chunk(self) -> Content:
         """The usage, in a chunk without choices."""
-        return self._chunk(self._usage(self.num_sampled))
+        return self._of_stream([], self._usage(self.num_sampled))
 
     @property
     def num_sampled(self) -> int:
         """Tokens sampled by the stream so far."""
         return sum(len(sample.token_ids) for sample in self._streamed.values())
 
-    def _chunk(self, usage: Usage | None = None) -> ChatChunk:
-        name = fingerprint(self._version)
-        return ChatChunk(id=self._id, model=self._model, system_fingerprint=name, choices=[], usage=usage)
+    def _chunk(
+        self, number: int, delta: Content, logprobs: Content | None = None, finish_reason: str | None = None
+    ) -> Content:
+        choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return self._of_stream([choice])
 
-    def _choice(self, number: int, sample: Sample) -> str:
+    def _of_stream(self, choices: list[Content], usage: Content | None = None) -> Content:
+        return {
+            **self._head,
+            "system_fingerprint": fingerprint(self._version),
+            "object": "chat.completion.chunk",
+            "choices": choices,
+            "usage": usage,
+        }
+
+    def _choice(self, number: int, sample: Sample) -> Content:
         ids = sample.token_ids.tolist()
         text, tokens = self._new_text().feed(ids, last=True)
-        choice = Choice(
-            index=number, message=AssistantMessage(content=text), finish_reason=_finish(sample.stop_reason)
-        ).model_dump_json()
-        return self._with_logprobs(choice, tokens, ids, sample.logprobs.tolist(), sample.top_logprobs)
+        return {
+            "index": number,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": self._token_logprobs(tokens, ids, sample.logprobs.tolist(), sample.top_logprobs),
+            "finish_reason": _finish(sample.stop_reason),
+        }
 
-    def _with_logprobs(
-        self,
-        choice: str,
-        tokens: range,
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        top: Sequence[TopLogprobs],
-    ) -> str:
-        """The JSON of a choice, with log-probabilities if the client wants them (`ChoiceLogprobs`)."""
-        if not self.logprobs:
-            return choice
-        entries = []
-        for k in tokens:
-            alternatives = ",".join([self._entry(token, value) + "}" for token, value in top[k]]) if top else ""
-            entries.append(f'{self._entry(ids[k], logprobs[k])},"top_logprobs":[{alternatives}]}}')
-        return choice.replace(_NO_LOGPROBS, f'"logprobs":{{"content":[{",".join(entries)}],"refusal":null}}', 1)
+    def _new_text(self) -> ReplyText:
+        return ReplyText(self._codec, self._sampling.stop, self._sampling.min_tokens)
 
-    def _entry(self, token_id: int, logprob: float) -> str:
-        """`TopLogprob` without its closing brace."""
-        written = self._written.get(token_id)
-        if written is None:
-            data = self._codec.token_bytes(token_id)
-            token = json.dumps(data.decode("utf-8", "replace"), ensure_ascii=False)
-            written = self._written[token_id] = (f'{{"token":{token},"logprob":', f',"bytes":{[*data]}')
-        return f"{written[0]}{logprob if math.isfinite(logprob) else 'null'}{written[1]}"
+    def _token_logprobs(
+        self, tokens: Iterable[int], ids: Sequence[int], logprobs: Sequence[float], top: Sequence[TopLogprobs]
+    ) -> Content | None:
+        """Of these tokens of a sample; None if the client wants no log-probabilities."""
+        if not self._logprobs:
+            return None
+        entries = [
+            {
+                **self._token(ids[k], logprobs[k]),
+                "top_logprobs": [self._token(token, value) for token, value in top[k]] if top else [],
+            }
+            for k in tokens
+        ]
+        return {"content": entries, "refusal": None}
 
-    def _usage(self, sampled: int) -> Usage:
-        return Usage(
-            prompt_tokens=self.num_prompt_tokens,
-            completion_tokens=sampled,
-            total_tokens=self.num_prompt_tokens + sampled,
-        )
+    def _token(self, token_id: int, logprob: float) -> Content:
+        data = self._codec.token_bytes(token_id)
+        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+
+    def _usage(self, sampled: int) -> Content:
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": sampled,
+            "total_tokens": self.num_prompt_tokens + sampled,
+        }
 
 
 def fingerprint(version: int) -> str:
@@ -159,5 +155,5 @@ def fingerprint(version: int) -> str:
     return "base" if version == BASE_MODEL else f"policy-v{version}"
 
 
-def _finish(reason: StopReason) -> FinishReason:
+def _finish(reason: StopReason) -> str:
     return "length" if reason is StopReason.LENGTH else "stop"

@@ -1,21 +1,14 @@
-"""JSON schemas of requests and replies: OpenAI's chat completions, and the plain `/generate`."""
+"""JSON schemas of requests: OpenAI's chat completions with vLLM's additions, and the plain `/generate`.
+
+Replies to chats are `openai.types.chat.ChatCompletion` and `ChatCompletionChunk`.
+"""
 
 from __future__ import annotations
 
-import json
-import time
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    WithJsonSchema,
-    model_validator,
-)
+from openai.types import Model
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from rl_vlm.types import MAX_REPETITION_PENALTY, MAX_TOP_LOGPROBS, MIN_REPETITION_PENALTY
 
@@ -25,20 +18,6 @@ _MAX_INT = 2**31
 
 class _In(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
-
-
-def _neutral(*values: Any) -> Any:
-    """Annotation of a field that other servers support: only values that have no effect here are accepted."""
-
-    def check(value: Any) -> Any:
-        if value is not None and not any(
-            value == known and isinstance(value, bool) == isinstance(known, bool) for known in values
-        ):
-            only = "leave it out" if not values else f"leave it out, or send {json.dumps(values[0])}"
-            raise ValueError(f"this is not supported here: {only}")
-        return value
-
-    return Annotated[Any, AfterValidator(check), WithJsonSchema({"enum": [None, *values]})]
 
 
 class TextPart(_In):
@@ -71,7 +50,7 @@ class _Message(_In):
     tool_calls: list[Any] | None = Field(None, max_length=0, description="Not supported.")
 
 
-class SpokenMessage(_Message):
+class PromptMessage(_Message):
     role: Literal["system", "developer", "user", "tool"]
     content: Content
 
@@ -81,7 +60,7 @@ class AssistantTurn(_Message):
     content: Content | None = None
 
 
-ChatMessage = Annotated[SpokenMessage | AssistantTurn, Field(discriminator="role")]
+ChatMessage = Annotated[PromptMessage | AssistantTurn, Field(discriminator="role")]
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=_MAX_ITEMS, fail_fast=True)]
 
 
@@ -123,14 +102,18 @@ ChoiceTexts = Annotated[
 ]
 
 
+_Nothing = Annotated[list[Any], Field(max_length=0)] | None
+_Empty = Annotated[dict[str, Any], Field(max_length=0)] | None
+
+
 class Choices(_In):
     choice: ChoiceTexts
-    # Of these the choice would be lost, or they would.
-    json_schema: _neutral() = Field(None, alias="json")  # type: ignore[valid-type]
-    regex: _neutral() = None  # type: ignore[valid-type]
-    grammar: _neutral() = None  # type: ignore[valid-type]
-    json_object: _neutral(False) = None  # type: ignore[valid-type]
-    structural_tag: _neutral() = None  # type: ignore[valid-type]
+    # Beside a choice these are errors: one of the two would be ignored.
+    json_schema: None = Field(None, alias="json")
+    regex: None = None
+    grammar: None = None
+    json_object: Literal[False] | None = None
+    structural_tag: None = None
 
 
 class ResponseFormat(_In):
@@ -145,30 +128,13 @@ class TemplateOptions(BaseModel):
     enable_thinking: bool | None = Field(None, description="Where the model's template knows the switch.")
 
 
-def _one_of(*alternatives: dict[str, Any]) -> dict[str, Any]:
-    return {"anyOf": [{"properties": properties} for properties in alternatives]}
-
-
-_NULL: dict[str, Any] = {"type": "null"}
 _GUIDES = ("guided_choice", "choice", "structured_outputs")
-_FREE = dict.fromkeys(_GUIDES, _NULL)
-# The checks of `_consistent` as JSON Schema.
-_CONSISTENT: dict[str, Any] = {
-    "allOf": [
-        _one_of({"top_logprobs": {"enum": [None, 0]}}, {"logprobs": {"const": True}}),
-        _one_of({"stream_options": _NULL}, {"stream": {"const": True}}),
-        _one_of(*({name: _NULL for name in _GUIDES if name != guide} for guide in _GUIDES)),
-        _one_of(_FREE, {"min_tokens": {"enum": [None, 0]}, "ignore_eos": {"enum": [None, False]}}),
-    ]
-}
-_CONSISTENT["allOf"][0]["anyOf"][1]["required"] = ["logprobs"]
-_CONSISTENT["allOf"][1]["anyOf"][1]["required"] = ["stream"]
 
 
 class ChatRequest(BaseModel):
-    """OpenAI's request, and vLLM's additions. Fields that are None count as absent; what is not known is refused by name."""
+    """OpenAI's request, and vLLM's additions. A field that is None counts as absent. An unknown field is an error that names it."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, json_schema_extra=_CONSISTENT)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
     model: str = Field(max_length=256)
     messages: Messages
@@ -195,24 +161,24 @@ class ChatRequest(BaseModel):
     choice: ChoiceTexts | None = Field(None, description="The same as guided_choice.")
     structured_outputs: Choices | None = Field(None, description="vLLM's form of guided_choice.")
     chat_template_kwargs: TemplateOptions | None = None
-    # Not supported: these would change the answer.
-    tools: _neutral([]) = None  # type: ignore[valid-type]
-    tool_choice: _neutral("none") = None  # type: ignore[valid-type]
-    functions: _neutral([]) = None  # type: ignore[valid-type]
-    function_call: _neutral("none") = None  # type: ignore[valid-type]
-    logit_bias: _neutral({}) = None  # type: ignore[valid-type]
-    audio: _neutral() = None  # type: ignore[valid-type]
-    prediction: _neutral() = None  # type: ignore[valid-type]
-    web_search_options: _neutral() = None  # type: ignore[valid-type]
-    modalities: _neutral(["text"]) = None  # type: ignore[valid-type]
-    best_of: _neutral(1) = None  # type: ignore[valid-type]
-    skip_special_tokens: _neutral(True) = None  # type: ignore[valid-type]
-    spaces_between_special_tokens: _neutral(True) = None  # type: ignore[valid-type]
-    include_stop_str_in_output: _neutral(False) = None  # type: ignore[valid-type]
-    add_generation_prompt: _neutral(True) = None  # type: ignore[valid-type]
-    continue_final_message: _neutral(False) = None  # type: ignore[valid-type]
-    add_special_tokens: _neutral(False) = None  # type: ignore[valid-type]
-    echo: _neutral(False) = None  # type: ignore[valid-type]
+    # Not supported: each accepts only values that change nothing.
+    tools: _Nothing = None
+    tool_choice: Literal["none"] | None = None
+    functions: _Nothing = None
+    function_call: Literal["none"] | None = None
+    logit_bias: _Empty = None
+    audio: None = None
+    prediction: None = None
+    web_search_options: None = None
+    modalities: list[Literal["text"]] | None = None
+    best_of: Literal[1] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
+    echo: Literal[False] | None = None
     # Accepted and ignored: these do not change the answer.
     user: Any = None
     metadata: Any = None
@@ -243,79 +209,9 @@ class ChatRequest(BaseModel):
         return tuple(self.guided_choice or self.choice or structured)
 
 
-class TopLogprob(BaseModel):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class ChoiceLogprobs(BaseModel):
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class AssistantMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
-
-
-FinishReason = Literal["stop", "length"]
-
-
-class Choice(BaseModel):
-    index: int
-    message: AssistantMessage
-    logprobs: ChoiceLogprobs | None = None
-    finish_reason: FinishReason
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class _Out(BaseModel):
-    id: str
-    created: int = Field(default_factory=lambda: int(time.time()))
-    model: str
-    system_fingerprint: str = Field(description="The policy version that sampled the answer.")
-
-
-class ChatCompletion(_Out):
-    object: Literal["chat.completion"] = "chat.completion"
-    choices: list[Choice]
-    usage: Usage
-
-
-class ChunkChoice(BaseModel):
-    index: int
-    delta: dict[str, str] = Field(description="`role` first, then pieces of `content`, nothing at the end.")
-    logprobs: ChoiceLogprobs | None = None
-    finish_reason: FinishReason | None = None
-
-
-class ChatChunk(_Out):
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    choices: list[ChunkChoice]
-    usage: Usage | None = None
-
-
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: Literal["rl_vlm"] = "rl_vlm"
-
-
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
-    data: list[ModelCard]
+    data: list[Model]
 
 
 class ErrorDetail(BaseModel):

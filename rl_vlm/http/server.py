@@ -24,7 +24,7 @@ def check_exposure(host: str, token: str | None) -> None:
     """Raise UserInputError for an address beyond loopback without a token, and for a token that no client can send."""
     if token is not None and (not token.strip() or not token.isascii() or not token.isprintable()):
         raise UserInputError(f"{TOKEN_VARIABLE} must be printable ASCII text: choose another token, or unset it.")
-    if token is not None and token != token.strip():  # HTTP takes blanks off the ends of a header: nobody could send it
+    if token is not None and token != token.strip():  # HTTP strips blanks from the ends of a header
         raise UserInputError(
             f"{TOKEN_VARIABLE} has a blank at an end, which no client can send: remove it, or choose another token."
         )
@@ -35,13 +35,13 @@ def check_exposure(host: str, token: str | None) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind the address before anything expensive starts. Port 0 is any free port. Raises UserInputError."""
+    """Bind the address, so that a wrong one is an error before the model is loaded. Port 0 is any free port. Raises UserInputError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-    except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
         raise _cannot_listen(host, port, error) from error
     return sock
 
@@ -97,7 +97,7 @@ class HTTPServer:
         self._draining: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
-        """Refuse new requests and let running ones end; a second call does not wait for them. Call it on the server's event loop."""
+        """Reject new requests and let running ones end; a second call does not wait for them. Call it on the server's event loop."""
         if self._draining is not None:
             self._server.force_exit = self._server.should_exit = True
             return
@@ -105,7 +105,7 @@ class HTTPServer:
         self._draining = asyncio.ensure_future(self._drained())
 
     async def _drained(self) -> None:
-        """Listen on while requests run: uvicorn closes the port at once, and new clients would not learn that they may come again."""
+        """Keep listening while requests run, so that new clients get a 503 with Retry-After; uvicorn would close the port at once."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._drain_s):
                 while self._app.in_flight:

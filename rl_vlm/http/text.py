@@ -12,9 +12,8 @@ from rl_vlm.chat import ChatCodec
 class ReplyText:
     """The text of one sample while it grows. Fed in pieces or at once, it gives the same text and tokens.
 
-    It works on bytes, because a token may hold part of a character. What could be the beginning of a stop
-    string is held back until it is known not to be one. A stop string that ends within the first `min_tokens` tokens is
-    text.
+    It works on bytes, because a token may hold part of a character. Text that may be the beginning of a stop string is held
+    back until the next tokens decide. A stop string that ends within the first `min_tokens` tokens is plain text.
     """
 
     def __init__(self, codec: ChatCodec, stop: Iterable[str] = (), min_tokens: int = 0) -> None:
@@ -29,9 +28,9 @@ class ReplyText:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_ids: Sequence[int], last: bool) -> tuple[str, range]:
-        """Add tokens; returns the text that is certain now, and which tokens of the sample (from 0) begin in it.
+        """Add tokens; returns the new text that is certain, and which tokens of the sample (from 0) begin in it.
 
-        The end-of-turn token is no text. After `last` or a stop string nothing more comes.
+        The end-of-turn token has no text. After `last` or a stop string all calls return nothing.
         """
         if self._over:
             return "", range(0)
@@ -43,9 +42,9 @@ class ReplyText:
             if len(self._starts) <= self._min_tokens:
                 self._searched_from = len(self._bytes)
         end = len(self._bytes)
-        first_end = max(before, self._searched_from) + 1  # where a stop string that counts may end at the earliest
+        first_end = max(before, self._searched_from) + 1  # the earliest byte at which a new stop string may end
         found = [(self._bytes.find(stop, max(first_end - len(stop), 0)), len(stop)) for stop in self._stops]
-        # The stop string that is complete first counts, as it does token by token, not the one that begins first.
+        # The stop string that is complete first ends the text, as it would token by token, not the one that begins first.
         cuts = [(place + length, place) for place, length in found if place >= 0]
         if cuts:
             end, last = min(cuts)[1], True
@@ -71,8 +70,8 @@ _CLOSED_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 def without_thoughts(text: str) -> str:
     """`text` without `<think>...</think>`.
 
-    Templates may open the thought in the prompt, so everything before a lone `</think>` is one too; and a thought without an
-    end is not part of the answer.
+    A template may open the thought in the prompt, so everything before a lone `</think>` is a thought, too. A thought without
+    an end is not part of the answer.
     """
     text = _CLOSED_THOUGHT.sub("", text)
     return text.rpartition("</think>")[2].partition("<think>")[0].strip()

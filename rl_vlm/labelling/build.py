@@ -44,10 +44,11 @@ def prompts_of(section: LabelsSection, env_id: str = "") -> TaskPrompts:
         if not section.goal or section.task:
             raise
         # A goal is enough for a task that nobody has written prompts for.
-        prompts = TaskPrompts(task or "task", section.goal)
+        prompts = TaskPrompts(name=task or "task", goal=section.goal)
     if section.goal and section.goal != prompts.goal:
-        prompts = replace(prompts, goal=section.goal, description="")  # which described the other goal
-    return replace(prompts, description=section.description or prompts.description)
+        # The description was of the other goal.
+        prompts = prompts.model_copy(update={"goal": section.goal, "description": ""})
+    return prompts.model_copy(update={"description": section.description or prompts.description})
 
 
 def build_labeller(
@@ -57,7 +58,6 @@ def build_labeller(
     seed: int = 0,
     client: Client | None = None,
     text: TextSide | None = None,
-    min_version: int = -1,
     device: str = "cpu",
 ) -> Labeller:
     """The labeller that a configuration names. Raises UserInputError.
@@ -65,7 +65,7 @@ def build_labeller(
     `client` and `text` are those of the served model, which `source: vlm` asks; `device` is that of the models of clip and itm.
     """
     if section.source == "cache":
-        raise UserInputError("A label cache alone labels nothing new: read it with LabelReplay.")
+        raise UserInputError("A label cache alone labels nothing new.")
     labeller: Labeller
     if section.source == "scripted":
         labeller = ScriptedTeacher(section.teacher, seed)
@@ -74,10 +74,10 @@ def build_labeller(
     elif section.source in ("clip", "itm"):
         labeller = SimilarityLabeller(build_similarity(section, env_id, device), section.frames)
     else:
-        endpoint = _endpoint(section, client, text, min_version)
+        endpoint = _endpoint(section, client, text)
         labeller = VLMLabeller(endpoint, prompts_of(section, env_id), section, seed)
     if section.coin_flips:
-        return CoinFlippedLabels(labeller, seed)
+        return FlippedLabels(labeller, np.random.default_rng([seed, 1]))
     return FlippedLabels(labeller) if section.flip else labeller
 
 
@@ -89,47 +89,46 @@ def build_similarity(
     return kind(section.similarity_model, prompts_of(section, env_id).description, device)
 
 
-def _endpoint(section: LabelsSection, client: Client | None, text: TextSide | None, min_version: int) -> Endpoint:
+def _endpoint(section: LabelsSection, client: Client | None, text: TextSide | None) -> Endpoint:
     if section.source == "endpoint":
         return OpenAIEndpoint(section.endpoint)
     if section.source == "generate":
         return GenerateEndpoint(section.endpoint)
     if client is None or text is None:
         raise UserInputError("Labels of the served model need a served model: start one, or choose another source.")
-    return ServedEndpoint(client, text, min_version)
+    return ServedEndpoint(client, text)
 
 
 class FlippedLabels:
     """Another labeller's labels with 0 and 1 swapped, and scores s as 1 - s: a control that must not succeed.
 
-    The other methods are forwarded one by one: since Python 3.12, isinstance with a protocol does not see attributes
-    that `__getattr__` would find.
+    With `coins` each decided label is swapped by a coin flip; undecided pairs stay undecided, so the number of usable labels is
+    that of a run without the control. The other methods are forwarded one by one: since Python 3.12, isinstance with a protocol
+    does not see attributes that `__getattr__` would find.
     """
 
-    def __init__(self, labeller: Labeller) -> None:
-        self.inner = labeller
+    def __init__(self, labeller: Labeller, coins: np.random.Generator | None = None) -> None:
+        self.inner, self._coins = labeller, coins
 
     @property
     def stats(self) -> LabelStats | None:
         """What the inner labeller has cost, where it counts that."""
         return getattr(self.inner, "stats", None)
 
-    def flips(self, decided: bool) -> bool:
-        """Whether the next answer is flipped; `decided` is False for label -1 and for no score."""
-        return True
+    def _flips(self, decided: bool) -> bool:
+        return self._coins is None or (decided and bool(self._coins.integers(2)))
 
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
         """One label per pair, in order."""
         labels = await self.inner.label(pairs)
-        return [label.swapped() if self.flips(label.value != -1) else label for label in labels]
+        return [label.swapped() if self._flips(label.value != -1) else label for label in labels]
 
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
         """One score per picture, in order; the inner labeller must be a scorer."""
         scores = await cast(Scorer, self.inner).score(frames)
-        flips = [self.flips(score.value is not None) for score in scores]
         return [
-            replace(score, value=1 - score.value) if flip and score.value is not None else score
-            for score, flip in zip(scores, flips, strict=True)
+            replace(score, value=1 - score.value) if score.value is not None and self._flips(decided=True) else score
+            for score in scores
         ]
 
     def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
@@ -137,36 +136,16 @@ class FlippedLabels:
         if isinstance(self.inner, KnowsMargin):
             self.inner.set_margin(mean_return, segment_length, horizon)
 
-    def state(self) -> dict[str, Any] | None:
-        """That of the inner labeller, as JSON; None if it has none."""
-        return self.inner.state() if isinstance(self.inner, HasState) else None
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
-        if isinstance(self.inner, HasState):
-            self.inner.set_state(state)
-
-
-class CoinFlippedLabels(FlippedLabels):
-    """Another labeller's labels with every 0 and 1 replaced by a coin flip: a control that must not succeed.
-
-    Undecided pairs stay undecided, so the number of usable labels is that of a run without it.
-    """
-
-    def __init__(self, labeller: Labeller, seed: int) -> None:
-        super().__init__(labeller)
-        self._coins = np.random.default_rng([seed, 1])
-
-    def flips(self, decided: bool) -> bool:
-        """A coin for each decided answer."""
-        return decided and bool(self._coins.integers(2))
-
     def state(self) -> dict[str, Any]:
         """Random state and that of the inner labeller, as JSON."""
-        return {"coins": self._coins.bit_generator.state, "inner": super().state()}
+        return {
+            "coins": self._coins.bit_generator.state if self._coins is not None else None,
+            "inner": self.inner.state() if isinstance(self.inner, HasState) else None,
+        }
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from `state`."""
-        self._coins.bit_generator.state = state["coins"]
-        if state["inner"] is not None:
-            super().set_state(state["inner"])
+        if self._coins is not None:
+            self._coins.bit_generator.state = state["coins"]
+        if isinstance(self.inner, HasState) and state["inner"] is not None:
+            self.inner.set_state(state["inner"])

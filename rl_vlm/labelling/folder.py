@@ -46,11 +46,6 @@ class NamedPair:
     returns: tuple[float, float]
     pixels: int  # of both pictures together
 
-    @property
-    def pair(self) -> SegmentPair:
-        """The pair, read anew."""
-        return self.load()
-
 
 def find_pairs(folder: str | Path) -> list[NamedPair]:
     """All pairs of a folder, their pictures' headers checked. Raises UserInputError if there are none, or one is unreadable."""
@@ -58,17 +53,17 @@ def find_pairs(folder: str | Path) -> list[NamedPair]:
     if not folder.is_dir():
         raise UserInputError(f"There is no folder {folder}.")
     if (folder / "pairs.csv").is_file():
-        found = _listed(folder)
+        pairs = _listed(folder)
     elif list(folder.glob("session-*.parquet")):
-        found = _stored(folder)
+        pairs = _stored(folder)
     else:
-        found = [_named(folder, names) for names in _by_name(folder)]
-    if not found:
+        pairs = [_named(folder, names) for names in _by_name(folder)]
+    if not pairs:
         raise UserInputError(
             f"{folder} holds no pairs: name pictures first_X and second_X, or X_1 and X_2, or list them in pairs.csv with "
             "the columns first and second."
         )
-    return found
+    return pairs
 
 
 def label_folder(
@@ -81,7 +76,7 @@ def label_folder(
     pairs = find_pairs(folder)
     out = out or Path(folder) / FILE_NAME
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)  # before a label is paid for that could not be written
+        out.parent.mkdir(parents=True, exist_ok=True)  # fail before any label is paid for
     except OSError as error:
         raise UserInputError(f"Cannot make the folder of {out}: {error.strerror or error}.") from error
     started = time.time()
@@ -96,7 +91,7 @@ async def _label_all(
     written = b""
     try:
         for batch in _batches(pairs):
-            loaded = [named.pair for named in batch]
+            loaded = [named.load() for named in batch]
             new = await labeller.label(loaded)
             names = [(named.first, named.second) for named in batch]
             written += log_csv(loaded, new, 0, started, ("first", "second"), names, header=not labels)
@@ -143,6 +138,7 @@ def _statistics(labeller: Labeller) -> dict[str, Any]:
     stats = labeller.stats
     return {
         "contradictions": stats.disagreements,
+        "not_understood": stats.not_understood,
         "position_bias": round(stats.position_bias, 4),
         "questions": stats.questions,
         "prompt_tokens": stats.prompt_tokens,
@@ -163,23 +159,23 @@ def _listed(folder: Path) -> list[NamedPair]:
     if not {"first", "second"} <= set(reader.fieldnames or ()):
         raise UserInputError(f"{path} needs the columns first and second.")
     refuse_repeated(list(reader.fieldnames or ()), path, ("first", "second"))
-    found = []
+    pairs = []
     for row in rows:
         returns = [_number(row.get(f"ground_truth_score_{side}")) for side in (1, 2)]
-        found.append(_named(folder, (row["first"], row["second"]), (returns[0], returns[1])))
-    return found
+        pairs.append(_named(folder, (row["first"], row["second"]), (returns[0], returns[1])))
+    return pairs
 
 
 def _stored(folder: Path) -> list[NamedPair]:
-    found = []
+    pairs = []
     for session in LabelStore(folder).sessions():
         for number, pair in enumerate(session.pairs):
             name = f"session {session.number} pair {number}"
             returns = true_return(pair.first), true_return(pair.second)
             pixels = sum(part.frames.size // 3 for part in (pair.first, pair.second) if part.frames is not None)
             load = partial(_of_session, folder, session.number, number)
-            found.append(NamedPair(load, f"{name} first", f"{name} second", returns, pixels))
-    return found
+            pairs.append(NamedPair(load, f"{name} first", f"{name} second", returns, pixels))
+    return pairs
 
 
 @lru_cache(maxsize=1)

@@ -1,9 +1,9 @@
 """The VLM as labeller: which of two pictures comes closer to the goal, and how close does one come?
 
 A pair is asked about in one step (the label at once) or two (describe both pictures, then summarise the text as a
-label), and in both orders unless told otherwise: a model that prefers the picture that it sees first contradicts itself,
-and a contradiction is label -1. All questions of a session are in flight at once, or `endpoint.max_in_flight` of them. What got no
-answer is an error, which is never a label.
+label), and in both orders by default: a model that prefers the picture that it sees first contradicts itself, and a
+contradiction is label -1. All questions of a session are in flight at once, or `endpoint.max_in_flight` of them. A question
+that gets no answer is an error, which is never a label.
 """
 
 from __future__ import annotations
@@ -11,26 +11,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
-from PIL import Image
 
 from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, EndpointError, Question
 from rl_vlm.asking.retries import all_of, ask_again
 from rl_vlm.config import LabelsSection
-from rl_vlm.labelling.answer_text import finished_sentences, strip_thoughts
-from rl_vlm.labelling.parsing import parse_label, parse_score
+from rl_vlm.labelling.answers import read_label, read_score, strip_thoughts
+from rl_vlm.labelling.pictures import encode, picture_of
 from rl_vlm.labelling.prompts import TaskPrompts
-from rl_vlm.labelling.types import IDENTICAL, Label, LabelValue, Score, Segment, SegmentPair
+from rl_vlm.labelling.types import IDENTICAL, Label, LabelValue, Score, SegmentPair
 from rl_vlm.seeding import derive_seed
-from rl_vlm.types import EncodedImage, Message, UserInputError
+from rl_vlm.types import EncodedImage, Message
 
 CHOICES = ("0", "1", "-1")
 SCORE_CHOICES = ("-1", "0", *(f"0.{tenth}" for tenth in range(1, 10)), "1")
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -49,7 +50,7 @@ class LabelStats:
     shown_first: int = 0  # answers for the picture that was shown first
     shown_second: int = 0
     no_preference: int = 0
-    not_understood: int = 0  # of those without a preference: answers that the parser could not read
+    not_understood: int = 0  # asked about once more, and still neither a label nor a score
     seconds: float = 0.0
 
     @property
@@ -65,6 +66,17 @@ class LabelStats:
             f"{self.sampled_tokens} sampled tokens, {self.disagreements} contradicted themselves, {self.errors} errors, "
             f"{self.not_understood} not understood, {self.retries} retries, position bias {self.position_bias:+.2f}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Query:
+    """What is shown, and the templates of the questions about it: `decide` in one step, or `describe` and then `summarise`."""
+
+    shown: tuple[str | EncodedImage, ...]
+    describe: str
+    summarise: str
+    decide: str
+    choices: tuple[str, ...]
 
 
 class VLMLabeller:
@@ -85,20 +97,14 @@ class VLMLabeller:
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
         """One label per pair, in order. Raises UserInputError if the pairs have no pictures."""
         images = await asyncio.to_thread(_encode_pairs, pairs, self._settings.frames)
-        started = time.monotonic()
-        async with self._open() as ask:
-            labels = await all_of([self._label_one(ask, number, *both) for number, both in enumerate(images)])
-        self._end_session(len(pairs), started)
-        return labels
+        async with self._session(len(pairs)) as ask:
+            return await all_of([self._label_one(ask, number, *both) for number, both in enumerate(images)])
 
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
         """One score per picture (uint8 [H, W, 3]), in order."""
-        images = await asyncio.to_thread(lambda: [_encode(frame) for frame in frames])
-        started = time.monotonic()
-        async with self._open() as ask:
-            scores = await all_of([self._score_one(ask, number, image) for number, image in enumerate(images)])
-        self._end_session(len(frames), started)
-        return scores
+        images = await asyncio.to_thread(lambda: [encode(frame) for frame in frames])
+        async with self._session(len(frames)) as ask:
+            return await all_of([self._score_one(ask, number, image) for number, image in enumerate(images)])
 
     def state(self) -> dict[str, int]:
         """What a resumed run needs to draw the same seeds."""
@@ -108,18 +114,27 @@ class VLMLabeller:
         """Go on from `state`."""
         self._sessions = int(state["sessions"])
 
-    def _open(self) -> AbstractAsyncContextManager[Ask]:
-        """The endpoint and the gate of one session; gates belong to the loop that they are used in."""
+    @asynccontextmanager
+    async def _session(self, count: int) -> AsyncIterator[Ask]:
+        """Opens the endpoint for `count` pairs or pictures, and adds up afterwards what they cost."""
+        started, not_understood = time.monotonic(), self.stats.not_understood
         most = self._settings.endpoint.max_in_flight
-        self._gate = asyncio.Semaphore(most) if most else nullcontext()
+        self._gate = asyncio.Semaphore(most) if most else nullcontext()  # of this session's event loop
         self._has_warned = False
-        return self._endpoint.open()
-
-    def _end_session(self, count: int, started: float) -> None:
+        async with self._endpoint.open() as ask:
+            yield ask
         self._sessions += 1
         self.stats.pairs += count
         self.stats.seconds += time.monotonic() - started
         logger.debug("labels: %s", self.stats.summary())
+        lost = self.stats.not_understood - not_understood
+        if lost:
+            logger.warning(
+                "In a session of %d, %d answers were neither a label nor a score, even when the labeller was asked again. They decide "
+                "nothing. An endpoint that can be held to the choices loses no answer (preference.labels.guided, "
+                "preference.labels.endpoint.guidance).",
+                count, lost,
+            )  # fmt: skip
 
     async def _label_one(self, ask: Ask, number: int, first: EncodedImage, second: EncodedImage) -> Label:
         if first.sha256 == second.sha256:
@@ -149,68 +164,70 @@ class VLMLabeller:
 
     async def _compare(self, ask: Ask, key: tuple[int, int], first: EncodedImage, second: EncodedImage) -> Label:
         """The label for one order: 0 is the picture shown first."""
-        templates, fill = self._prompts.templates, self._prompts.fill
-        shown = (templates.first, first, templates.second, second)
-        answer, said = await self._answer(ask, key, shown, fill(templates.describe), fill(templates.decide), CHOICES)
-        value = self._read(answer)
-        if value is None:
-            # Free text that is no verdict: ask once more, about the text alone, with the choices where they can be enforced.
-            summarise = Message.of("user", fill(templates.summarise, strip_thoughts(said)))
-            guide = CHOICES if self._settings.guided else ()
-            answer = await self._asked(ask, (*key, 2), summarise, self._settings.answer_tokens, guide)
-            said, value = f"{said} => {answer.text}", self._read(answer)
-        if value is None:
-            self.stats.not_understood += 1
-            value = -1
+        templates = self._prompts.templates
+        query = _Query(
+            (templates.first, first, templates.second, second),
+            templates.describe,
+            templates.summarise,
+            templates.decide,
+            CHOICES,
+        )
+        value: LabelValue | None
+        value, answer, said = await self._answer(ask, key, query, read_label)
+        self.stats.not_understood += value is None
         known = answer.probabilities if answer.text.strip() in CHOICES else None
-        return Label(value, (known["0"], known["1"], known["-1"]) if known else None, said)
-
-    def _read(self, answer: Answer) -> LabelValue | None:
-        """The label of an answer, None if it is not understood. Raises EndpointError for an empty answer."""
-        if not strip_thoughts(answer.text):
-            raise EndpointError(f"The answer decides nothing: {answer.text[:200]!r}", retryable=False)
-        return parse_label(_finished(answer), self._prompts.goal)
+        return Label(-1 if value is None else value, (known["0"], known["1"], known["-1"]) if known else None, said)
 
     async def _score_one(self, ask: Ask, number: int, image: EncodedImage) -> Score:
-        templates, fill = self._prompts.templates, self._prompts.fill
+        templates = self._prompts.templates
+        query = _Query(
+            (templates.score_image, image),
+            templates.score_describe,
+            templates.score_summarise,
+            templates.score_decide,
+            SCORE_CHOICES,
+        )
         started = time.monotonic()
-        shown = (templates.score_image, image)
         try:
-            answer, said = await self._answer(
-                ask, (number, 0), shown, fill(templates.score_describe), fill(templates.score_decide), SCORE_CHOICES
-            )
-            value = parse_score(_finished(answer))
+            value, answer, said = await self._answer(ask, (number, 0), query, read_score)
             if value is None:
-                raise EndpointError(f"The answer holds no score: {answer.text[:200]!r}", retryable=False)
+                self.stats.not_understood += 1
+                raise EndpointError(f"The answer is no score: {answer.text[:200]!r}", retryable=False)
         except EndpointError as error:
             self.stats.errors += 1
             return Score(None, seconds=time.monotonic() - started, error=str(error))
         return Score(None if value < 0 else value, said, time.monotonic() - started)
 
     async def _answer(
-        self,
-        ask: Ask,
-        key: tuple[int, int],
-        shown: tuple[str | EncodedImage, ...],
-        describe: str,
-        decide: str,
-        choices: tuple[str, ...],
-    ) -> tuple[Answer, str]:
-        """The last answer, and the text of all answers."""
-        settings, templates = self._settings, self._prompts.templates
-        guide = choices if settings.guided else ()
+        self, ask: Ask, key: tuple[int, int], query: _Query, read: Callable[[str], T | None]
+    ) -> tuple[T | None, Answer, str]:
+        """What was read, the last answer, and the text of all answers.
+
+        An answer that is not understood is asked about once more: in text alone, and with the choices where the endpoint can
+        enforce them. Raises EndpointError for an answer without a word.
+        """
+        settings, fill = self._settings, self._prompts.fill
+        guide = query.choices if settings.guided else ()
+
+        async def ask_for_summary(step: int, text: str) -> Answer:
+            message = Message.of("user", fill(query.summarise, strip_thoughts(text)))
+            return _not_empty(await self._asked(ask, (*key, step), message, settings.answer_tokens, guide))
+
         if settings.steps == 1:
             limit = settings.answer_tokens if settings.guided else settings.describe_tokens
-            answer = await self._asked(ask, (*key, 0), Message("user", (*shown, decide)), limit, guide)
-            return answer, answer.text
-        described = await self._asked(ask, (*key, 0), Message("user", (*shown, describe)), settings.describe_tokens)
-        text = strip_thoughts(described.text)
-        if not text:
-            raise EndpointError("The description is empty.", retryable=False)
-        template = templates.summarise if choices == CHOICES else templates.score_summarise
-        summarise = Message.of("user", self._prompts.fill(template, text))
-        answer = await self._asked(ask, (*key, 1), summarise, settings.answer_tokens, guide)
-        return answer, f"{described.text} => {answer.text}"
+            message = Message("user", (*query.shown, fill(query.decide)))
+            answer = _not_empty(await self._asked(ask, (*key, 0), message, limit, guide))
+            said = answer.text
+        else:
+            message = Message("user", (*query.shown, fill(query.describe)))
+            description = _not_empty(await self._asked(ask, (*key, 0), message, settings.describe_tokens))
+            answer = await ask_for_summary(1, description.text)
+            said = f"{description.text} => {answer.text}"
+        value = _read(answer, read)
+        if value is None:
+            answer = await ask_for_summary(2, said)
+            value, said = _read(answer, read), f"{said} => {answer.text}"
+        return value, answer, said
 
     async def _asked(
         self, ask: Ask, key: tuple[int, int, int], message: Message, max_new_tokens: int, choices: tuple[str, ...] = ()
@@ -245,9 +262,16 @@ class VLMLabeller:
         return answer
 
 
-def _finished(answer: Answer) -> str:
-    """What an answer says for certain: where it was cut off, "a score of 0" may be the beginning of 0.7."""
-    return finished_sentences(answer.text) if answer.cut_off else answer.text
+def _not_empty(answer: Answer) -> Answer:
+    """The answer. Raises EndpointError if it has no word besides its thoughts."""
+    if not strip_thoughts(answer.text):
+        raise EndpointError(f"The answer decides nothing: {answer.text[:200]!r}", retryable=False)
+    return answer
+
+
+def _read(answer: Answer, read: Callable[[str], T | None]) -> T | None:
+    """The value of an answer. One that was cut off is not understood: "0" may be the beginning of 0.7."""
+    return None if answer.cut_off else read(answer.text)
 
 
 def _mean(known: Sequence[tuple[float, float, float] | None]) -> tuple[float, float, float] | None:
@@ -258,21 +282,5 @@ def _mean(known: Sequence[tuple[float, float, float] | None]) -> tuple[float, fl
     return first, second, neither
 
 
-def picture_of(segment: Segment, frames: int = 1) -> np.ndarray:
-    """uint8 [H, frames × W, 3]: `frames` pictures of the segment side by side, evenly spaced, the last of them its last.
-
-    Raises UserInputError if the segment has no pictures.
-    """
-    if segment.frames is None:
-        raise UserInputError("These segments have no pictures: give the environment a camera or a render function.")
-    steps = len(segment)
-    places = [max(steps - 1 - back * (steps // frames), 0) for back in reversed(range(frames))]
-    return np.concatenate([segment.frames[place] for place in places], axis=1)
-
-
 def _encode_pairs(pairs: Sequence[SegmentPair], frames: int) -> list[tuple[EncodedImage, EncodedImage]]:
-    return [(_encode(picture_of(pair.first, frames)), _encode(picture_of(pair.second, frames))) for pair in pairs]
-
-
-def _encode(frame: np.ndarray) -> EncodedImage:
-    return EncodedImage.from_pil(Image.fromarray(frame))
+    return [(encode(picture_of(pair.first, frames)), encode(picture_of(pair.second, frames))) for pair in pairs]

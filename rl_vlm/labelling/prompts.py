@@ -15,20 +15,21 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import yaml
+from pydantic import StringConstraints, ValidationError, model_validator
 
+from rl_vlm.config.errors import explain
+from rl_vlm.config.section import Section
 from rl_vlm.config.yaml_text import load_yaml
 from rl_vlm.types import UserInputError
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 
-@dataclass(frozen=True, slots=True)
-class Templates:
+class Templates(Section):
     """The texts of all queries. Comparisons show `first`, image, `second`, image and then a question."""
 
     first: str = "Compare the following two images.\nImage 1:\n"
@@ -63,28 +64,23 @@ class Templates:
         "image deserve? Reply with a single line: the score, or -1 if it cannot be told."
     )
 
-    def __post_init__(self) -> None:
-        for name, wanted in _PLACEHOLDERS.items():
-            found = set(_PLACEHOLDER.findall(getattr(self, name)))
-            if found != wanted:
+    @model_validator(mode="after")
+    def _placeholders(self) -> Templates:
+        """Every template keeps the placeholders of its default."""
+        for name, field in type(self).model_fields.items():
+            wanted, given = (set(_PLACEHOLDER.findall(text)) for text in (str(field.default), getattr(self, name)))
+            if given != wanted:
                 shown = " and ".join(f"{{{part}}}" for part in sorted(wanted)) or "no placeholder"
-                raise UserInputError(
-                    f"The template `{name}` must hold {shown}, and holds "
-                    f"{', '.join(f'{{{part}}}' for part in sorted(found)) or 'none'}."
-                )
+                raise ValueError(f"the template `{name}` must hold {shown}, and holds {sorted(given) or 'none'}")
+        return self
 
 
-# Every template keeps the placeholders of its default.
-_PLACEHOLDERS = {field.name: set(_PLACEHOLDER.findall(str(field.default))) for field in fields(Templates)}
-
-
-@dataclass(frozen=True, slots=True)
-class TaskPrompts:
+class TaskPrompts(Section):
     """One task: `goal` completes "The goal is ...", `description` says what the achieved goal looks like."""
 
     name: str
-    goal: str
-    description: str = ""
+    goal: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+    description: Annotated[str, StringConstraints(strip_whitespace=True)] = ""
     templates: Templates = Templates()
 
     def fill(self, template: str, answer: str = "") -> str:
@@ -133,9 +129,9 @@ def task_prompts(task: str, file: str | Path | None = None) -> TaskPrompts:
     own = load_prompts(file) if file is not None else {}
     short = _short_name(task)
     for named in (own, _REGISTRY):
-        found = named.get(task) or {_short_name(name): prompts for name, prompts in named.items()}.get(short)
-        if found is not None:
-            return found
+        known = named.get(task) or {_short_name(name): prompts for name, prompts in named.items()}.get(short)
+        if known is not None:
+            return known
     names = [*own, *known_tasks()]
     near = difflib.get_close_matches(short, names, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]}?" if near else f"Known are {', '.join(names)}."
@@ -157,38 +153,15 @@ def load_prompts(path: str | Path) -> dict[str, TaskPrompts]:
         raise UserInputError(
             f"The prompts in {file} must map names of tasks to goals, such as `stack: to stack cubes`."
         )
-    return {str(name): _parse_task(file, str(name), value) for name, value in data.items()}
+    return {str(name): _task_of(file, str(name), value) for name, value in data.items()}
 
 
-def _parse_task(file: Path, name: str, value: Any) -> TaskPrompts:
-    where = f"The prompts in {file}, task {name!r}:"
-    if isinstance(value, str):
-        value = {"goal": value}
-    if not isinstance(value, dict):
-        raise UserInputError(f"{where} give a goal in words, or a mapping with `goal`.")
-    _check_keys(where, value, ("goal", "description", "templates"))
-    for key in ("goal", "description"):
-        if not isinstance(value.get(key, ""), str):
-            raise UserInputError(f"{where} `{key}` must be a text.")
-    if not value.get("goal", "").strip():
-        raise UserInputError(f"{where} `goal` is missing: say what is to be achieved, such as `to open the drawer`.")
-    templates = value.get("templates") or {}
-    if not isinstance(templates, dict) or not all(isinstance(text, str) for text in templates.values()):
-        raise UserInputError(f"{where} `templates` must map names of templates to texts.")
-    _check_keys(where, templates, tuple(_PLACEHOLDERS))
+def _task_of(file: Path, name: str, value: object) -> TaskPrompts:
+    keys = value if isinstance(value, dict) else {"goal": value}
     try:
-        changed = replace(Templates(), **templates)
-    except UserInputError as error:
-        raise UserInputError(f"{where} {error}") from error
-    return TaskPrompts(name, value["goal"].strip(), value.get("description", "").strip(), changed)
-
-
-def _check_keys(where: str, found: dict[Any, Any], known: tuple[str, ...]) -> None:
-    for key in found:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            hint = f"Did you mean `{near[0]}`?" if near else f"Known are {', '.join(known)}."
-            raise UserInputError(f"{where} unknown key `{key}`. {hint}")
+        return TaskPrompts.model_validate({**keys, "name": name})
+    except ValidationError as error:
+        raise UserInputError(f"The prompts in {file}, task {name!r}: {explain(error, TaskPrompts)}") from error
 
 
 def _short_name(task: str) -> str:
@@ -197,47 +170,40 @@ def _short_name(task: str) -> str:
     return _ALIASES.get(short, short)
 
 
-for _name, _goal, _description in (
-    (
-        "cartpole",
+# Goal, and what the achieved goal looks like.
+_TASKS = {
+    "cartpole": (
         "to balance the brown pole upright on the black cart",
         "The brown pole stands vertically upright on the black cart.",
     ),
-    ("drawer-open", "to open the drawer", "The drawer is open."),
-    (
-        "sweep-into",
-        "to bring the green cube as close as possible to the hole",
-        "The green cube is in the hole.",
-    ),
-    ("soccer", "to move the soccer ball into the goal", "The soccer ball is in the goal."),
-    ("door-open", "to open the door of the safe", "The door of the safe is open."),
-    ("assembly", "to pick up the nut and place it onto the peg", "The nut is on the peg."),
-    ("box-close", "to grasp the cover and close the box with it", "The box is closed by its cover."),
-    ("coffee-push", "to push the mug under the coffee machine", "The mug is under the coffee machine."),
-    (
-        "stick-pull",
+    "drawer-open": ("to open the drawer", "The drawer is open."),
+    "sweep-into": ("to bring the green cube as close as possible to the hole", "The green cube is in the hole."),
+    "soccer": ("to move the soccer ball into the goal", "The soccer ball is in the goal."),
+    "door-open": ("to open the door of the safe", "The door of the safe is open."),
+    "assembly": ("to pick up the nut and place it onto the peg", "The nut is on the peg."),
+    "box-close": ("to grasp the cover and close the box with it", "The box is closed by its cover."),
+    "coffee-push": ("to push the mug under the coffee machine", "The mug is under the coffee machine."),
+    "stick-pull": (
         "to grasp the stick and pull the box with it",
         "The box has been pulled to the goal with the stick.",
     ),
-    ("rope-flatten", "to straighten the blue rope", "The blue rope is straight."),
-    (
-        "pass-water",
+    "rope-flatten": ("to straighten the blue rope", "The blue rope is straight."),
+    "pass-water": (
         "to move the container of water as close as possible to the red circle, without spilling much water",
         "The container is at the red circle and holds its water.",
     ),
-    (
-        "cloth-fold",
+    "cloth-fold": (
         "to fold the cloth along its diagonal, from the top left corner to the bottom right corner",
         "The cloth is folded diagonally, its top left corner on its bottom right corner.",
     ),
-):
-    register_prompts(TaskPrompts(_name, _goal, _description))
-
+}
+for _name, (_goal, _description) in _TASKS.items():
+    register_prompts(TaskPrompts(name=_name, goal=_goal, description=_description))
 register_prompts(
     TaskPrompts(
-        "cartpole-tiny",  # for `tiny-labeller`, whose every token costs
-        "an upright pole",
-        "The pole is upright.",
-        Templates(first="1:", second=" 2:", decide=" The goal is {goal}: 0, 1 or -1."),
+        name="cartpole-tiny",  # for `tiny-labeller`, whose every token costs
+        goal="an upright pole",
+        description="The pole is upright.",
+        templates=Templates(first="1:", second=" 2:", decide=" The goal is {goal}: 0, 1 or -1."),
     )
 )

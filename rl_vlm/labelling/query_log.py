@@ -97,7 +97,7 @@ def _row(pair: SegmentPair, label: Label, time: float, iteration: int) -> Sequen
 
 
 def _known(value: float) -> float | str:
-    """Empty where the true return is not known."""
+    """Empty if the true return is not known."""
     return value if math.isfinite(value) else ""
 
 

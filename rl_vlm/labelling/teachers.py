@@ -8,13 +8,13 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from rl_vlm.config import TeacherSection
-from rl_vlm.labelling.labeller import picture_of
-from rl_vlm.labelling.types import SKIPPED, Label, LabelValue, Score, SegmentPair
+from rl_vlm.labelling.pictures import picture_of
+from rl_vlm.labelling.types import SKIPPED, InputKind, Label, LabelValue, Score, SegmentPair
 from rl_vlm.models.loading import from_folder, resolve_model
 from rl_vlm.types import UserInputError
 
@@ -39,7 +39,7 @@ class ScriptedTeacher:
     def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
         """Scale the thresholds to the policy: the recent mean return of episodes, as share of a segment.
 
-        As in B-Pref, whose tasks pay nothing below 0: shares of a negative return are thresholds that no pair meets.
+        B-Pref's tasks have no negative rewards. If the mean return is negative, so are the thresholds, and no pair meets them.
         """
         self._margin = mean_return * segment_length / horizon
         eps = {name: value for name in ("eps_skip", "eps_equal") if (value := getattr(self._settings, name))}
@@ -142,11 +142,11 @@ class _ModelSimilarity:
         """float32 [N] for uint8 [N, H, W, 3]."""
         import torch
 
-        found = []
+        scores = []
         with torch.inference_mode():
             for start in range(0, len(frames), _BATCH):
-                found.append(self._score(list(frames[start : start + _BATCH])).float().cpu().numpy())
-        return np.concatenate(found) if found else np.empty(0, np.float32)
+                scores.append(self._score(list(frames[start : start + _BATCH])).float().cpu().numpy())
+        return np.concatenate(scores) if scores else np.empty(0, np.float32)
 
     def _score(self, batch: list[np.ndarray]) -> Any:
         """Tensor [n] for n pictures uint8 [H, W, 3]."""
@@ -199,19 +199,19 @@ class SimilarityLabeller:
             return []
         started = time.monotonic()
         shown = np.stack([picture_of(part, self._frames) for pair in pairs for part in (pair.first, pair.second)])
-        found = await asyncio.to_thread(self._similarity.similarities, shown)
+        similarities = await asyncio.to_thread(self._similarity.similarities, shown)
         seconds = time.monotonic() - started
         return [
             Label(_larger(first, second), text=f"{first:.4f} against {second:.4f}", seconds=seconds)
-            for first, second in found.reshape(-1, 2).tolist()
+            for first, second in similarities.reshape(-1, 2).tolist()
         ]
 
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
         """One score per picture, in order: the similarity, negative ones as 0."""
         if not len(frames):
             return []
-        found = await asyncio.to_thread(self._similarity.similarities, np.stack(frames))
-        return [Score(max(value, 0.0)) for value in found.tolist()]
+        similarities = await asyncio.to_thread(self._similarity.similarities, np.stack(frames))
+        return [Score(max(value, 0.0)) for value in similarities.tolist()]
 
 
 def _larger(first: float, second: float) -> LabelValue:
@@ -225,7 +225,7 @@ class SimilarityReward:
         self._similarity = similarity
 
     @property
-    def input_kind(self) -> Literal["image", "state_action"]:
+    def input_kind(self) -> InputKind:
         """Its inputs are pictures."""
         return "image"
 

@@ -10,6 +10,8 @@ import numpy as np
 
 # 0: the first of a pair is better, 1: the second, -1: equal or undecided.
 LabelValue = Literal[0, 1, -1]
+# What a reward model sees: frames uint8 [N, H, W, 3], or observations and actions float32 [N, O + A].
+InputKind = Literal["image", "state_action"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # compared by identity: arrays have no one truth value
@@ -118,10 +120,10 @@ class HasState(Protocol):
 
 
 class RewardModel(Protocol):
-    """A learned reward. `inputs` are frames uint8 [N, H, W, 3] or state-actions float32 [N, O + A], by `input_kind`."""
+    """A learned reward of inputs of one kind."""
 
     @property
-    def input_kind(self) -> Literal["image", "state_action"]:
+    def input_kind(self) -> InputKind:
         """What its inputs are."""
         ...
 

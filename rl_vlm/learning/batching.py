@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rl_vlm.chat import mrope_positions
+from rl_vlm.learning.estimators import turn_lengths
 from rl_vlm.models.images import ImageProcessorSpec
 from rl_vlm.types import EncodedImage, Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor  # the driver packs nothing and need not import torch
 
 # Under a dense mask a packed row pays attention over its whole length: it is packed while that costs at most this much more than
 # separate rows. Segments pay for what is seen, so tokens that are computed once instead of G times may be weighed against
@@ -26,33 +31,27 @@ _PREFIX, _PADDING = 0, -1
 
 
 @dataclass(slots=True)
-class TrainSample:
-    """One trajectory with the advantages float32 [T] of its sampled tokens and the weight of each token loss."""
-
-    trajectory: Trajectory
-    advantage: np.ndarray
-    weight: float
-
-
-@dataclass(slots=True)
 class Minibatch:
-    """What one learner adds to one optimiser step: groups of samples that share a prompt."""
+    """What one learner adds to one optimiser step: groups of trajectories, and by trajectory id the weight of each token's loss."""
 
-    groups: list[list[TrainSample]]
-
-    def __len__(self) -> int:
-        return sum(len(group) for group in self.groups)
+    groups: list[list[Trajectory]]
+    weights: dict[str, float]
 
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Padded arrays of one forward pass; B rows of L tokens, N sampled tokens.
+    """Padded arrays of one forward pass (B rows of L tokens, N sampled tokens), and what is known of these tokens before the step.
 
     segments int16 [B, L]: 0 prompt, 1.. the continuations, -1 padding. `row`, `column` int64 [N] locate the hidden
-    state that predicts `target` int64 [N]. behaviour, advantage and weight: float32 [N]. `sample`, `turn` int64 [N]: the
+    state that predicts `target` int64 [N]. behaviour float32 [N]: the engine's log-probabilities. `sample`, `turn` int64 [N]: the
     trajectory of the micro-batch that a token belongs to, and its turn there; a trajectory is never split. trajectory_ids:
-    those of the trajectories, by their place. returns: float32 [N], NaN where the critic learns nothing; None without one.
-    next_images: those of the micro-batch that is computed after this one, to be read ahead.
+    those of the trajectories, by their place. next_images: those of the micro-batch that is computed after this one, to be read ahead.
+    counts: False for a pass that is made only because the other learners make one.
+
+    weight, advantage, returns float32 [N] (returns: NaN where the critic learns nothing, empty without a critic), value_weight: of
+    each token that has a return. old, reference, values float32 [N]: log-probabilities of the policy and of the base model and the
+    critic's values before the first step, None where they are not needed or not known yet; probe: log-probabilities of a separate
+    pass, which the first ratios are compared with.
     """
 
     input_ids: np.ndarray
@@ -63,13 +62,19 @@ class MicroBatch:
     column: np.ndarray
     target: np.ndarray
     behaviour: np.ndarray
-    advantage: np.ndarray
-    weight: np.ndarray
     sample: np.ndarray
     turn: np.ndarray
     trajectory_ids: list[str] = field(default_factory=list)
-    returns: np.ndarray | None = None
     next_images: list[EncodedImage] = field(default_factory=list)
+    counts: bool = True
+    weight: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    advantage: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    returns: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    value_weight: float = 0.0
+    old: Tensor | None = None
+    reference: Tensor | None = None
+    values: Tensor | None = None
+    probe: Tensor | None = None
 
     def split(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """An array [N] as the arrays of the trajectories, by id."""
@@ -80,21 +85,9 @@ class MicroBatch:
         """The inverse of `split`; other trajectories may be among them."""
         return np.concatenate([tokens[trajectory_id] for trajectory_id in self.trajectory_ids])
 
-
-@dataclass(slots=True)
-class _Row:
-    ids: list[np.ndarray] = field(default_factory=list)
-    positions: list[np.ndarray] = field(default_factory=list)
-    segments: list[np.ndarray] = field(default_factory=list)
-    images: list[EncodedImage] = field(default_factory=list)
-    column: list[np.ndarray] = field(default_factory=list)
-    target: list[np.ndarray] = field(default_factory=list)
-    behaviour: list[np.ndarray] = field(default_factory=list)
-    advantage: list[np.ndarray] = field(default_factory=list)
-    weight: list[np.ndarray] = field(default_factory=list)
-    turn: list[np.ndarray] = field(default_factory=list)
-    trajectory_ids: list[str] = field(default_factory=list)
-    length: int = 0
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Give each token the weight of its trajectory."""
+        self.weight = np.array([weights[name] for name in self.trajectory_ids], dtype=np.float32)[self.sample]
 
 
 class BatchBuilder:
@@ -125,30 +118,30 @@ class BatchBuilder:
         self._share_prompts = share_prompts
         self._width = width
 
-    def build(self, minibatch: Minibatch) -> list[MicroBatch]:
-        """Micro-batches in order of row length."""
-        rows = [self._row(part) for group in minibatch.groups for part in self._split(group)]
-        rows.sort(key=lambda row: row.length)
+    def build(self, groups: Sequence[Sequence[Trajectory]]) -> list[MicroBatch]:
+        """Micro-batches in order of row length, without weights and advantages."""
+        rows = [self._row(part) for group in groups for part in self._split(group)]
+        rows.sort(key=lambda row: row.input_ids.shape[1])
         batches: list[MicroBatch] = []
         start = 0
         while start < len(rows):
             stop = start + 1
             # Rows are sorted, so the next row's length is the padded length.
-            while stop < len(rows) and (stop - start + 1) * rows[stop].length <= self._max_tokens:
+            while stop < len(rows) and (stop - start + 1) * rows[stop].input_ids.shape[1] <= self._max_tokens:
                 stop += 1
-            batches.append(self._pad(rows[start:stop]))
+            batches.append(self._stack(rows[start:stop]))
             start = stop
         return batches
 
-    def _split(self, group: list[TrainSample]) -> list[list[TrainSample]]:
-        """The group as one row, or as one row per sample when packing does not pay or would be too long."""
+    def _split(self, group: Sequence[Trajectory]) -> list[Sequence[Trajectory]]:
+        """The group as one row, or as one row per trajectory when packing does not pay or would be too long."""
         if not self._share_prompts or len(group) == 1:
-            return [[sample] for sample in group]
+            return [[trajectory] for trajectory in group]
         prefix = self._shared_prompt(group)
-        lengths = [len(sample.trajectory) for sample in group]
+        lengths = list(map(len, group))
         packed = prefix + sum(length - prefix for length in lengths)
         if not prefix or packed > self._max_tokens or not self._pays(packed, prefix, lengths):
-            return [[sample] for sample in group]
+            return [[trajectory] for trajectory in group]
         return [group]
 
     def _pays(self, packed: int, prefix: int, lengths: Sequence[int]) -> bool:
@@ -160,44 +153,45 @@ class BatchBuilder:
         saved = sum(lengths) - packed
         return saved * _PAIRS_PER_WIDTH * self._width > pairs - squares // 2
 
-    def _row(self, group: list[TrainSample]) -> _Row:
-        prefix = _prompt_length(group[0].trajectory)
-        row = _Row()
-        for number, sample in enumerate(group):
-            trajectory = sample.trajectory
-            grids, merge = self._grids(trajectory), self._images.merge_size
-            positions = mrope_positions(trajectory.token_ids, self._image_token_id, grids, merge)
-            start = prefix
-            if number == 0:
-                start = 0
-                row.segments.append(np.full(prefix, _PREFIX, dtype=np.int16))
-                row.images.extend(trajectory.images)
-            else:
-                row.images.extend(trajectory.images[self._prompt_images(trajectory) :])
-            row.ids.append(trajectory.token_ids[start:])
-            row.positions.append(positions[:, start:])
-            row.segments.append(np.full(len(trajectory) - prefix, number + 1, dtype=np.int16))
-            sampled = np.flatnonzero(trajectory.loss_mask)
+    def _row(self, group: Sequence[Trajectory]) -> MicroBatch:
+        """One row: the prompt once, then the continuations."""
+        prefix = _prompt_length(group[0])
+        ids, positions, columns = [], [], []
+        segments = [np.full(prefix, _PREFIX, dtype=np.int16)]
+        images: list[EncodedImage] = []
+        end = 0
+        for number, trajectory in enumerate(group):
+            start = prefix if number else 0  # of what this trajectory adds to the row
+            rows = mrope_positions(
+                trajectory.token_ids, self._image_token_id, self._grids(trajectory), self._images.merge_size
+            )
+            ids.append(trajectory.token_ids[start:])
+            positions.append(rows[:, start:])
+            segments.append(np.full(len(trajectory) - prefix, number + 1, dtype=np.int16))
+            images.extend(trajectory.images[self._prompt_images(trajectory) if number else 0 :])
             # Token t is predicted by the hidden state before it; the first of a continuation by the prompt's last.
-            offset = row.length - start
-            column = np.where(sampled == prefix, prefix - 1, sampled - 1 + offset)
-            row.column.append(column)
-            row.target.append(trajectory.token_ids[sampled].astype(np.int64))
-            row.behaviour.append(trajectory.logprobs[sampled])
-            row.advantage.append(sample.advantage)
-            row.weight.append(np.full(len(sampled), sample.weight, dtype=np.float32))
-            lengths = [turn.stop - turn.start for turn in trajectory.turns]
-            row.turn.append(np.repeat(np.arange(len(lengths)), lengths))
-            row.trajectory_ids.append(trajectory.trajectory_id)
-            row.length += len(trajectory) - start
-        return row
+            sampled = np.flatnonzero(trajectory.loss_mask)
+            columns.append(np.where(sampled == prefix, prefix - 1, sampled - 1 + end - start))
+            end += len(trajectory) - start
+        return MicroBatch(
+            input_ids=np.concatenate(ids)[None],
+            position_ids=np.concatenate(positions, axis=1)[:, None],
+            segments=np.concatenate(segments)[None],
+            images=images,
+            row=np.zeros(sum(map(len, columns)), dtype=np.int64),
+            column=np.concatenate(columns),
+            target=np.concatenate([one.token_ids[one.loss_mask] for one in group]).astype(np.int64),
+            behaviour=np.concatenate([one.logprobs[one.loss_mask] for one in group]),
+            sample=np.repeat(np.arange(len(group)), list(map(len, columns))),
+            turn=np.concatenate([np.repeat(np.arange(len(one.turns)), turn_lengths(one)) for one in group]),
+            trajectory_ids=[one.trajectory_id for one in group],
+        )
 
-    def _shared_prompt(self, group: list[TrainSample]) -> int:
-        """The length of the prompt when all samples have the same one, images included; else 0."""
-        first = group[0].trajectory
+    def _shared_prompt(self, group: Sequence[Trajectory]) -> int:
+        """The length of the prompt when all trajectories have the same one, images included; else 0."""
+        first = group[0]
         length, images = _prompt_length(first), [image.sha256 for image in first.images[: self._prompt_images(first)]]
-        for sample in group[1:]:
-            other = sample.trajectory
+        for other in group[1:]:
             if _prompt_length(other) != length or not np.array_equal(
                 other.token_ids[:length], first.token_ids[:length]
             ):
@@ -220,31 +214,32 @@ class BatchBuilder:
     def _grids(self, trajectory: Trajectory) -> list[tuple[int, int, int]]:
         return [self._images.grid_thw(image.width, image.height) for image in trajectory.images]
 
-    def _pad(self, rows: Sequence[_Row]) -> MicroBatch:
-        longest = max(row.length for row in rows)
+    def _stack(self, rows: Sequence[MicroBatch]) -> MicroBatch:
+        """Rows as one micro-batch, padded to the longest."""
+        longest = max(row.input_ids.shape[1] for row in rows)
         ids = np.full((len(rows), longest), self._pad_token_id, dtype=np.int64)
         positions = np.zeros((3, len(rows), longest), dtype=np.int64)
         segments = np.full((len(rows), longest), _PADDING, dtype=np.int16)
         for k, row in enumerate(rows):
-            ids[k, : row.length] = np.concatenate(row.ids)
-            positions[:, k, : row.length] = np.concatenate(row.positions, axis=1)
-            segments[k, : row.length] = np.concatenate(row.segments)
-        counts = [sum(len(part) for part in row.column) for row in rows]
-        per_sample = [len(part) for row in rows for part in row.column]
+            length = row.input_ids.shape[1]
+            ids[k, :length], positions[:, k, :length], segments[k, :length] = (
+                row.input_ids[0],
+                row.position_ids[:, 0],
+                row.segments[0],
+            )
+        before = np.cumsum([0, *(len(row.trajectory_ids) for row in rows)])  # trajectories in the rows above
         return MicroBatch(
             input_ids=ids,
             position_ids=positions,
             segments=segments,
             images=[image for row in rows for image in row.images],
-            row=np.repeat(np.arange(len(rows)), counts),
-            column=np.concatenate([part for row in rows for part in row.column]),
-            target=np.concatenate([part for row in rows for part in row.target]),
-            behaviour=np.concatenate([part for row in rows for part in row.behaviour]),
-            advantage=np.concatenate([part for row in rows for part in row.advantage]),
-            weight=np.concatenate([part for row in rows for part in row.weight]),
-            sample=np.repeat(np.arange(len(per_sample)), per_sample),
-            turn=np.concatenate([part for row in rows for part in row.turn]),
-            trajectory_ids=[trajectory_id for row in rows for trajectory_id in row.trajectory_ids],
+            row=np.repeat(np.arange(len(rows)), [len(row.target) for row in rows]),
+            column=np.concatenate([row.column for row in rows]),
+            target=np.concatenate([row.target for row in rows]),
+            behaviour=np.concatenate([row.behaviour for row in rows]),
+            sample=np.concatenate([row.sample + above for row, above in zip(rows, before, strict=False)]),
+            turn=np.concatenate([row.turn for row in rows]),
+            trajectory_ids=[name for row in rows for name in row.trajectory_ids],
         )
 
 

@@ -7,7 +7,7 @@ lists: `values[group][trajectory]`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -65,11 +65,14 @@ class Estimate:
     """In the order of the groups and trajectories that were given.
 
     advantages: float32 [T]. returns: float32 [T], what the critic learns to predict before each token, NaN where nothing;
-    None without a critic.
+    None without a critic. Filled in by `plan.estimate_advantages`, not by estimators: means float64 [G] per group, the mean advantage
+    over a trajectory's tokens; learns bool [G], whether any is not zero.
     """
 
     advantages: PerToken
     returns: PerToken | None = None
+    means: list[np.ndarray] = field(default_factory=list)
+    learns: list[np.ndarray] = field(default_factory=list)
 
     def summary(self, lengths: list[list[int]], name: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Per group: the trajectories' mean advantages float64 [G], 0 without a sampled token, and bool [G]: any not zero.

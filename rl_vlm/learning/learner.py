@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,63 +13,20 @@ from ray.rllib.core.learner.training_data import TrainingData
 
 from rl_vlm.config import RunConfig
 from rl_vlm.learning.averaging import WeightAverage
-from rl_vlm.learning.batching import Minibatch
+from rl_vlm.learning.counterfactuals import sight_logprobs
 from rl_vlm.learning.device import give_back
-from rl_vlm.learning.hypotheses import sight_logprobs
-from rl_vlm.learning.optimizer import CRITIC_GROUP, make_optimizer, scale_lr
-from rl_vlm.learning.returns import Rescaling
-from rl_vlm.learning.scores import Scores, Targets
+from rl_vlm.learning.messages import ScoreBatch, Scores, UpdateBatch, UpdateResult
+from rl_vlm.learning.optimizer import make_optimizer, scale_lr
 from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.steps import make_updater, optimizer_step
 from rl_vlm.learning.strategies.choose import make_strategy
-from rl_vlm.learning.update import MicroBatchLoss, PackedMinibatch
+from rl_vlm.learning.update import make_updater
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.plugins import load_plugins
-from rl_vlm.tracing import Span, continued, span
+from rl_vlm.tracing import continued, span
 from rl_vlm.types import Trajectory
 
 if TYPE_CHECKING:
     from rl_vlm.learning.module import VLMModule  # with peft and all of transformers, for env runners too
-
-
-@dataclass(slots=True)
-class ScoreBatch:
-    """One learner's share of an update whose advantages need the learners: answered with `Scores`, kept for the update."""
-
-    minibatches: list[Minibatch]
-
-    def __len__(self) -> int:
-        return sum(len(minibatch) for minibatch in self.minibatches)
-
-
-@dataclass(slots=True)
-class UpdateBatch:
-    """One learner's share of one update: its part of every optimiser step, and what all learners agree on.
-
-    `minibatches` is empty where the ones of the last ScoreBatch are meant, whose `targets` are given instead.
-    """
-
-    minibatches: list[Minibatch]
-    active: list[bool]
-    epochs: int
-    lr_factor: float  # of the schedule
-    version: int  # of the adapter that the update makes
-    targets: Targets | None = None
-    rescaling: Rescaling | None = None  # of the critic's normalisation
-    learn_policy: bool = True
-    trace: str = ""  # the span that the update belongs to
-
-    def __len__(self) -> int:
-        return sum(len(minibatch) for minibatch in self.minibatches)
-
-
-@dataclass(slots=True)
-class UpdateResult:
-    """What `VLMLearner.update` returns. Learner 0 adds the new adapter."""
-
-    stats: UpdateStats
-    adapter: WeightPayload | None = None
-    spans: list[Span] = field(default_factory=list)  # of an update that is traced
 
 
 class VLMLearner(TorchLearner):
@@ -110,7 +66,6 @@ class VLMLearner(TorchLearner):
         self._strategy.prepare(self.vlm.policy, self.optimizer)
         decay = self._run.learner.ema_decay
         self._average = None if decay is None else WeightAverage(self.vlm.policy.weights(), decay)
-        self._scored: list[PackedMinibatch] = []
 
     def _map_module_to_device(self, module: Any) -> None:
         """The policy is loaded where it belongs; layers that will be sharded are in host memory until then."""
@@ -118,10 +73,9 @@ class VLMLearner(TorchLearner):
     def _make_modules_ddp_if_necessary(self) -> None:
         """No DDP: the strategy adds the gradients, once per step, whatever the number of micro-batches."""
 
-    def compute_loss_for_module(self, *, module_id: str, config: Any, batch: Any, fwd_out: Any) -> torch.Tensor:
-        """A loss of one micro-batch; `batch` is (loss, packed minibatch, number of the micro-batch, statistics)."""
-        loss, *where = batch
-        return loss(*where)  # type: ignore[no-any-return]
+    def compute_loss_for_module(self, **_: Any) -> torch.Tensor:
+        """Not used: `update` goes through packed micro-batches (update.py), not through RLlib's batches."""
+        raise NotImplementedError
 
     def update(self, training_data: TrainingData | None = None, **_: Any) -> UpdateResult | Scores:  # type: ignore[override]
         """One update from an `UpdateBatch`, or the scores that a `ScoreBatch` asks for (the only "episode" of `training_data`)."""
@@ -130,54 +84,37 @@ class VLMLearner(TorchLearner):
         training_data.solve_refs()
         (batch,) = training_data.episodes
         if isinstance(batch, ScoreBatch):
-            self._scored, scores = self._updater.score(batch.minibatches)
-            return scores
-        with continued(batch.trace, f"learner-{self._learner_index or 0}") as spans, span("update"):
-            result = self._learn(batch)
-        give_back(self._run)
-        result.spans = spans
-        return result
-
-    def _learn(self, batch: UpdateBatch) -> UpdateResult:
+            return self._updater.score(batch.minibatches)
+        assert isinstance(batch, UpdateBatch)
         self._weights_seq_no += 1
         scale_lr(self.optimizer, batch.lr_factor)
-        stats = UpdateStats()
-        with span("pack"):
-            if batch.targets is None:
-                packed = self._updater.pack(batch.minibatches)
-            else:
-                packed, self._scored = self._scored, []
-                self._updater.set_targets(packed, batch.targets, batch.rescaling)
-        losses = [replace(one, loss=self._through_rllib(one.loss)) for one in self._updater.losses(batch.learn_policy)]
-        groups = None if batch.learn_policy else [CRITIC_GROUP]
-        for _epoch in range(batch.epochs):
-            for minibatch, active in zip(packed, batch.active, strict=True):
-                if active:
-                    with span("optimizer_step", micro_batches=len(minibatch.micro_batches)):
-                        taken = optimizer_step(
-                            self._strategy, minibatch, losses, self._run.learner.max_grad_norm, stats, groups
-                        )
-                    if taken and self._average is not None and batch.learn_policy:
-                        self._average.update(self.vlm.policy.weights())
-        if self._learner_index not in (None, 0):
-            return UpdateResult(stats)
-        return UpdateResult(stats, self._strategy.gather_adapter(batch.version, self._run.published_dtype))
-
-    def _through_rllib(self, loss: MicroBatchLoss) -> MicroBatchLoss:
-        """The loss by way of RLlib's hook, which subclasses override."""
-
-        def called(minibatch: PackedMinibatch, number: int, stats: UpdateStats) -> torch.Tensor:
-            return self.compute_loss_for_module(
-                module_id=DEFAULT_MODULE_ID, config=self.config, batch=(loss, minibatch, number, stats), fwd_out={}
-            )
-
-        return called
+        result = UpdateResult(UpdateStats())
+        with continued(batch.trace, f"learner-{self._learner_index or 0}") as result.spans, span("update"):
+            with span("pack"):
+                packed = self._updater.pack(batch)
+            for _epoch in range(batch.epochs):
+                for micro_batches, active in zip(packed, batch.active, strict=True):
+                    if active:
+                        with span("optimizer_step", micro_batches=len(micro_batches)):
+                            taken = self._updater.step(
+                                self._strategy,
+                                micro_batches,
+                                self._run.learner.max_grad_norm,
+                                result.stats,
+                                batch.learn_policy,
+                            )
+                        if taken and self._average is not None and batch.learn_policy:
+                            self._average.update(self.vlm.policy.weights())
+            if self._learner_index in (None, 0):
+                result.adapter = self._strategy.gather_adapter(batch.version, self._run.published_dtype)
+        give_back(self._run)
+        return result
 
     def sight_logprobs(
-        self, trajectories: Sequence[Trajectory], hypotheses: bool = True
+        self, trajectories: Sequence[Trajectory], counterfactuals: bool = True
     ) -> dict[str, list[np.ndarray]]:
-        """See learning/hypotheses.py."""
-        return sight_logprobs(trajectories, self._updater.recompute, self.vlm.policy.text, hypotheses)
+        """See learning/counterfactuals.py."""
+        return sight_logprobs(trajectories, self._updater.recompute, self.vlm.policy.text, counterfactuals)
 
     def adapter(self, version: int) -> WeightPayload:
         """The adapter as it is."""

@@ -21,7 +21,7 @@ def make_optimizer(policy: PolicyModel, run: RunConfig | SFTConfig) -> torch.opt
     """
     learner = run.learner
     groups: list[dict[str, Any]] = [{"params": policy.parameters, "lr": learner.lr}]
-    if policy.critic is not None and isinstance(run, RunConfig):
+    if policy.critic is not None and isinstance(run, RunConfig) and run.critic is not None:
         groups.append({"params": policy.critic.parameters, "lr": run.critic.lr or learner.lr})
     for group in groups:
         group["base_lr"] = group["lr"]

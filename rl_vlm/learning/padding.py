@@ -31,9 +31,10 @@ def padding_batch(token_id: int) -> MicroBatch:
         column=first,
         target=np.full(1, token_id, dtype=np.int64),
         behaviour=nothing,
-        advantage=nothing,
-        weight=nothing,
         sample=first,
         turn=first,
+        counts=False,
+        weight=nothing,
+        advantage=nothing,
         returns=np.full(1, np.nan, dtype=np.float32),
     )

@@ -1,161 +1,121 @@
-"""Plans an update: advantages of trajectory groups, and each learner's share of each optimiser step. No Ray, no torch."""
+"""Plans an update: the advantages of trajectory groups, and each learner's share of each optimiser step. No Ray, no torch.
+
+The order is: `divide` the groups and let the learners score them where an estimator needs that; `make_experience` of the groups and
+the scores; `estimate_advantages`; `update_batches` for the learners. Where no scores are needed the groups are divided after the
+estimate, so that samples without an advantage are left out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 import rl_vlm.learning.gae  # noqa: F401  # registers an estimator
 from rl_vlm.config.algorithm import AlgorithmSection
-from rl_vlm.learning.batching import Minibatch, TrainSample
+from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.estimators import ESTIMATORS, Estimate, Experience, PerToken
+from rl_vlm.learning.messages import Scores, UpdateBatch
 from rl_vlm.learning.returns import ReturnScale
-from rl_vlm.learning.scores import Scores, Targets
 from rl_vlm.types import TrajectoryGroup
 
 
-@dataclass(slots=True)
-class Shards:
-    """`minibatches[learner][step]` is a learner's part of a step; `active[step]` says whether any learner has one."""
-
-    minibatches: list[list[Minibatch]]
-    active: list[bool]
-
-
-@dataclass(slots=True)
-class Credit:
-    """What an estimator made of the groups, in their order.
-
-    means: float64 [G] per group, the mean advantage over a trajectory's tokens. learns: bool [G], whether any is not zero.
-    """
-
-    estimate: Estimate
-    means: list[np.ndarray]
-    learns: list[np.ndarray]
-
-    @property
-    def zero_advantage_groups(self) -> int:
-        """How many groups have no gradient."""
-        return sum(not group.any() for group in self.learns)
-
-
-def assign_credit(experience: Experience, settings: AlgorithmSection) -> Credit:
-    """The advantages of the configured estimator, checked. Raises EstimatorError."""
+def estimate_advantages(experience: Experience, settings: AlgorithmSection) -> Estimate:
+    """What the configured estimator makes of the groups, checked. Raises EstimatorError."""
     estimate = ESTIMATORS.get(settings.estimator)(experience, settings)
-    means, learns = estimate.summary(sampled_lengths(experience.groups), settings.estimator)
-    return Credit(estimate, means, learns)
+    means, learns = estimate.summary(_sampled_lengths(experience.groups), settings.estimator)
+    return replace(estimate, means=means, learns=learns)
 
 
-def distribute(
+def divide(
     groups: Sequence[TrajectoryGroup],
     settings: AlgorithmSection,
     rng: np.random.Generator,
-    credit: Credit | None = None,
+    estimate: Estimate | None = None,
     *,
     num_learners: int = 1,
     max_new_tokens: int = 1,
-) -> Shards:
-    """Divide groups into the steps of an epoch and these among learners. `max_new_tokens` is aggregation "constant"'s.
+) -> list[list[Minibatch]]:
+    """Divide groups into the steps of an epoch and these among learners: `[learner][step]`. `max_new_tokens` is aggregation "constant"'s.
 
     Every step's weights are normalised over the whole step, all learners and skipped samples included, so neither the
     number of learners nor the skipping changes the gradient. Samples with zero advantage are skipped unless a KL penalty or
-    an entropy bonus gives them a gradient. Without `credit` no advantage is known yet, and none is skipped.
+    an entropy bonus gives them a gradient. Without `estimate` no advantage is known yet, and none is skipped.
     """
-    lengths = sampled_lengths(groups)
+    lengths = _sampled_lengths(groups)
     order = rng.permutation(len(groups))
     minibatches: list[list[Minibatch]] = [[] for _ in range(num_learners)]
-    active: list[bool] = []
+    skips = estimate is not None and not settings.learns_without_advantage
     for members in np.array_split(order, min(settings.minibatches, max(len(groups), 1))):
         weight = _weights([length for k in members for length in lengths[k]], settings.aggregation, max_new_tokens)
-        parts: list[list[list[TrainSample]]] = [[] for _ in range(num_learners)]
+        step = [Minibatch([], {}) for _ in range(num_learners)]
         load = [0] * num_learners
-        samples = {k: _samples(groups[k], lengths[k], k, weight, settings, credit) for k in members}
+        kept = {
+            k: [
+                one
+                for n, one in enumerate(groups[k].trajectories)
+                if lengths[k][n] and (not skips or (estimate is not None and estimate.learns[k][n]))
+            ]
+            for k in members
+        }
         # Longest first onto the least loaded learner keeps the learners' work even.
-        for k in sorted(members, key=lambda k: -sum(len(s.trajectory) for s in samples[k])):
-            if samples[k]:
+        for k in sorted(members, key=lambda k: -sum(map(len, kept[k]))):
+            if kept[k]:
                 learner = load.index(min(load))
-                parts[learner].append(samples[k])
-                load[learner] += sum(len(sample.trajectory) for sample in samples[k])
-        for learner, part in enumerate(parts):
-            minibatches[learner].append(Minibatch(part))
-        active.append(any(parts))
-    return Shards(minibatches, active)
+                step[learner].groups.append(kept[k])
+                step[learner].weights |= {one.trajectory_id: weight(one.num_sampled) for one in kept[k]}
+                load[learner] += sum(map(len, kept[k]))
+        for learner, minibatch in enumerate(step):
+            minibatches[learner].append(minibatch)
+    return minibatches
 
 
-def _samples(
-    group: TrajectoryGroup,
-    lengths: list[int],
-    place: int,
-    weight: Callable[[int], float],
-    settings: AlgorithmSection,
-    credit: Credit | None,
-) -> list[TrainSample]:
-    if credit is None:
-        advantages, learns = [np.zeros(length, dtype=np.float32) for length in lengths], np.ones(len(group), dtype=bool)
-    else:
-        advantages, learns = credit.estimate.advantages[place], credit.learns[place]
-    return [
-        TrainSample(trajectory, advantage, weight(length))
-        for trajectory, advantage, length, learned in zip(group.trajectories, advantages, lengths, learns, strict=True)
-        if length and (learned or settings.learns_without_advantage)
-    ]
-
-
-@dataclass(slots=True)
-class UpdatePlan(Shards):
-    """Shards whose advantages are known."""
-
-    advantages: list[np.ndarray]  # float64 [G] per group, in the order given: the mean over a trajectory's tokens
-    zero_advantage_groups: int
-
-
-def plan_update(
+def update_batches(
+    minibatches: Sequence[Sequence[Minibatch]],
     groups: Sequence[TrajectoryGroup],
-    settings: AlgorithmSection,
-    rng: np.random.Generator,
+    estimate: Estimate,
+    scale: ReturnScale | None = None,
     *,
-    num_learners: int = 1,
-    max_new_tokens: int = 1,
-) -> UpdatePlan:
-    """Compute advantages that need nothing from the learners, and distribute the groups.
+    scored: bool = False,
+    **how: Any,
+) -> list[UpdateBatch]:
+    """Each learner's share of an update from `divide`'s minibatches; returns are normalised by `scale`.
 
-    `max_new_tokens` is the token budget of a trajectory, which aggregation "constant" and `overlong_buffer` use.
+    `scored`: the learners have packed the minibatches already, so these are not sent again. `how`: fields of UpdateBatch that are
+    equal for all learners.
     """
-    credit = assign_credit(make_experience(groups, settings, rng, max_new_tokens=max_new_tokens), settings)
-    shards = distribute(groups, settings, rng, credit, num_learners=num_learners, max_new_tokens=max_new_tokens)
-    return UpdatePlan(shards.minibatches, shards.active, credit.means, credit.zero_advantage_groups)
-
-
-def targets_of(experience: Experience, credit: Credit, shards: Shards, scale: ReturnScale) -> list[Targets]:
-    """Each learner's targets for the minibatches of `distribute`; returns are normalised by `scale`. Raises EstimatorError."""
     advantages, returns = {}, {}
-    for g, group in enumerate(experience.groups):
+    for g, group in enumerate(groups):
         for k, trajectory in enumerate(group.trajectories):
-            advantages[trajectory.trajectory_id] = credit.estimate.advantages[g][k]
-            if credit.estimate.returns is not None:
-                raw = credit.estimate.returns[g][k]
+            advantages[trajectory.trajectory_id] = estimate.advantages[g][k]
+            if estimate.returns is not None and scale is not None:
+                raw = estimate.returns[g][k]
                 returns[trajectory.trajectory_id] = ((raw - scale.mean) / scale.std).astype(np.float32)
-    ids = [
-        [[s.trajectory.trajectory_id for group in step.groups for s in group] for step in learner]
-        for learner in shards.minibatches
+    steps = list(zip(*minibatches, strict=True))
+    active = [any(part.groups for part in step) for step in steps]
+    value_weights = [
+        1.0 / max(sum(int(np.isfinite(returns[name]).sum()) for part in step for name in part.weights if returns), 1)
+        for step in steps
     ]
-    weights = []
-    for step in range(len(shards.active)):
-        known = sum(int(np.isfinite(returns[i]).sum()) for learner in ids for i in learner[step]) if returns else 0
-        weights.append(1.0 / max(known, 1))
-    return [
-        Targets(
-            {i: advantages[i] for step in learner for i in step},
-            {i: returns[i] for step in learner for i in step} if returns else {},
-            weights,
+    shares = []
+    for own in minibatches:
+        names = [name for step in own for name in step.weights]
+        shares.append(
+            UpdateBatch(
+                [] if scored else list(own),
+                active,
+                {name: advantages[name] for name in names},
+                {name: returns[name] for name in names} if returns else {},
+                value_weights,
+                **how,
+            )
         )
-        for learner in ids
-    ]
+    return shares
 
 
-def sampled_lengths(groups: Sequence[TrajectoryGroup]) -> list[list[int]]:
+def _sampled_lengths(groups: Sequence[TrajectoryGroup]) -> list[list[int]]:
     """The numbers of sampled tokens per group and trajectory."""
     return [[trajectory.num_sampled for trajectory in group.trajectories] for group in groups]
 

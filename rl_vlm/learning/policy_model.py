@@ -11,9 +11,9 @@ import numpy as np
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from rl_vlm.config import RunConfig, SFTConfig
+from rl_vlm.config import CriticSection, RunConfig, SFTConfig
 from rl_vlm.learning.critic import Critic
-from rl_vlm.learning.trained import FullTraining, LoraTraining, Trained
+from rl_vlm.learning.trainable import FullTraining, LoraTraining, Trainable
 from rl_vlm.models.backbone import CACHE_BYTES, Backbone
 from rl_vlm.models.initial_adapter import initial_adapter
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
@@ -52,8 +52,9 @@ class PolicyModel:
             choose_order(device)
         self.product: ProductName = "torch"
         self.lora: LoraConfig | None = None  # of a policy that is not trained whole
+        shards_layers = isinstance(run, RunConfig) and run.learner.shards_layers
         self.text = load_text_side(folder, run.model.pixels)
-        self.model = load_model(folder, run.model.dtype, device, layers_on_host=run.learner.shards_layers)
+        self.model = load_model(folder, run.model.dtype, device, layers_on_host=shards_layers)
         self.trained = self._train(folder, run)
         if run.model.adapter is not None:
             self.load(initial_adapter(run.model))
@@ -69,13 +70,14 @@ class PolicyModel:
         self.backbone.checkpoints_tower = self.model.model.visual in checkpointed
         self._choose_product(run)
         self.backbone.choose_attention(run.learner.attention)
-        self.critic = self._make_critic(run) if isinstance(run, RunConfig) and run.spec.has_critic else None
-        if run.learner.shards_layers:
+        section = run.critic if isinstance(run, RunConfig) else None
+        self.critic = self._make_critic(section, run.seed) if section is not None else None
+        if shards_layers:
             # What is trained was made where the layers are, and is whole in every learner.
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.to(device) if parameter.requires_grad else parameter.data
 
-    def _train(self, folder: Path, run: RunConfig | SFTConfig) -> Trained:
+    def _train(self, folder: Path, run: RunConfig | SFTConfig) -> Trainable:
         if run.model.train == "full":
             dtype, device = run.model.dtype, str(next(self.model.parameters()).device)
             return FullTraining(
@@ -112,14 +114,14 @@ class PolicyModel:
         if self.product == "onednn":
             use_onednn(self.model)
 
-    def _make_critic(self, run: RunConfig) -> Critic:
+    def _make_critic(self, section: CriticSection, seed: int) -> Critic:
         # Another A than the policy's, and the head's hidden layer; both are the same in every learner.
-        seed_lora(derive_seed(run.seed, 5) % 2**31)
+        seed_lora(derive_seed(seed, 5) % 2**31)
         own = None
-        if run.critic.kind == "adapter":
-            assert self.lora is not None  # see config/full.py
+        if section.kind == "adapter":
+            assert self.lora is not None  # see PolicyConfig
             own = ExtraLora(self.model, self.lora, "critic")
-        return Critic(self.model, run.critic, self.model.config.get_text_config().hidden_size, own)
+        return Critic(self.model, section, self.model.config.get_text_config().hidden_size, own)
 
     def weights(self) -> dict[str, Tensor]:
         """The trained tensors by the names of their files (peft's for an adapter), float32, not copied."""

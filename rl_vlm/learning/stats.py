@@ -1,4 +1,4 @@
-"""The figures of one update: sums over sampled tokens, and the averages that are logged."""
+"""The metrics of one update: sums over sampled tokens, and the averages that are logged."""
 
 from __future__ import annotations
 

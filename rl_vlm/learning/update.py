@@ -7,48 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rl_vlm.config import OptimizerSection, RunConfig
 from rl_vlm.config.algorithm import AlgorithmSection
-from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch, TrainSample
+from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
 from rl_vlm.learning.critic import Critic, value_loss
 from rl_vlm.learning.logprobs import Entropy, token_logprobs
 from rl_vlm.learning.losses import LOSSES, TokenBatch, kl_estimate
+from rl_vlm.learning.messages import Scores, UpdateBatch
 from rl_vlm.learning.mismatch import mismatch_weights
-from rl_vlm.learning.padding import missing_passes
-from rl_vlm.learning.returns import Rescaling
-from rl_vlm.learning.scores import Scores, Targets
+from rl_vlm.learning.optimizer import CRITIC_GROUP
+from rl_vlm.learning.padding import missing_passes, padding_batch
 from rl_vlm.learning.stats import UpdateStats
+from rl_vlm.learning.strategies.base import Strategy
 from rl_vlm.types import RLVLMError, Trajectory
 
 if TYPE_CHECKING:
     # env runners import this module and must not import the model's
+    from rl_vlm.learning.policy_model import PolicyModel
     from rl_vlm.models.backbone import Backbone
-
-
-@dataclass(slots=True)
-class PackedMinibatch:
-    """The micro-batches of one optimiser step and, per micro-batch, the old and reference log-probabilities [N]."""
-
-    micro_batches: list[MicroBatch]
-    old: list[Tensor | None] = field(default_factory=list)
-    reference: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)  # of the critic, before the first step
-    value_weight: float = 0.0  # of each token that has a return: one over their number in the whole step
-    probe: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # log-probabilities of a separate pass, to check first ratios
-    padding: int = 0  # micro-batches at the end that count for nothing
-
-    @property
-    def counted(self) -> list[MicroBatch]:
-        """The micro-batches without padding."""
-        return self.micro_batches[: len(self.micro_batches) - self.padding]
 
 
 class LossError(RLVLMError):
@@ -56,18 +39,6 @@ class LossError(RLVLMError):
 
 
 PositionChange = Callable[[MicroBatch], np.ndarray]
-MicroBatchLoss = Callable[[PackedMinibatch, int, UpdateStats], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class LossPass:
-    """A loss of a micro-batch, and the context of its forward and its backward pass.
-
-    Gradient checkpointing computes layers anew on the way back, with the adapter that is active then.
-    """
-
-    loss: MicroBatchLoss
-    within: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class PolicyUpdater:
@@ -106,86 +77,106 @@ class PolicyUpdater:
         self._entropy: Entropy = "gradient" if settings.entropy_coef else "value" if log_entropy else "none"
         self._padding = padding
         self._probed = False
+        self._scored: list[list[MicroBatch]] = []
 
-    def pack(self, minibatches: Sequence[Minibatch]) -> list[PackedMinibatch]:
-        """Pack minibatches and fill in what must be computed with the weights as they are before the first step.
+    @torch.no_grad()
+    def score(self, minibatches: Sequence[Minibatch]) -> Scores:
+        """What an estimator needs to know of minibatches; the next UpdateBatch without minibatches means these."""
+        self._scored = self._pack(minibatches)
+        scores = Scores()
+        for step, micro_batches in enumerate(self._scored):
+            for micro in micro_batches:
+                hidden = self._predicting(micro)
+                micro.old = self._token_logprobs(hidden, micro)[0]
+                if step == 0 and not self._probed:
+                    micro.probe = micro.old
+                if self._settings.kl_in_reward or self._settings.kl_loss_coef:
+                    micro.reference = self._reference(micro)
+                    if micro.counts:
+                        scores.log_ratio |= micro.split((micro.old - micro.reference).cpu().numpy())
+                if self._critic is not None:
+                    shares = self._critic.shares_policy
+                    micro.values = self._critic.values(hidden) if shares else self._critic_values(micro)
+                    if micro.counts:
+                        scores.values |= micro.split(micro.values.cpu().numpy())
+        return scores
 
-        The first minibatch needs no pass of its own: its old log-probabilities are its new ones.
-        """
-        packed = self._build(minibatches)
-        for number, minibatch in enumerate(packed):
-            for micro in minibatch.micro_batches:
-                old = None
-                if number > 0:
-                    with torch.no_grad():
-                        old, _ = self.logprobs(micro)
-                elif not self._probed:
-                    # Once per process: the shortcut below must give what a separate pass gives.
-                    with torch.no_grad():
-                        minibatch.probe[len(minibatch.old)] = self.logprobs(micro)[0]
-                minibatch.old.append(old)
-                if self._settings.kl_loss_coef:
-                    minibatch.reference.append(self._reference(micro))
-        return packed
-
-    def _build(self, minibatches: Sequence[Minibatch]) -> list[PackedMinibatch]:
-        packed = [PackedMinibatch(self._builder.build(minibatch)) for minibatch in minibatches]
-        if self._padding is not None:
-            missing = missing_passes([len(minibatch.micro_batches) for minibatch in packed], self._backbone.device)
-            for minibatch, count in zip(packed, missing, strict=True):
-                minibatch.padding = count
-                minibatch.micro_batches += [self._padding] * count
-        passes = [micro for minibatch in packed for micro in minibatch.counted]
-        for micro, following in zip(passes, [*passes[1:], *passes[:1]], strict=True):
-            micro.next_images = following.images
+    def pack(self, batch: UpdateBatch) -> list[list[MicroBatch]]:
+        """The micro-batches of each optimiser step of an update, with all that must be computed before the first step."""
+        packed, self._scored = self._scored, []
+        if batch.minibatches:
+            packed = self._pack(batch.minibatches)
+            self._look_back(packed)
+        for micro_batches, value_weight in zip(packed, batch.value_weights, strict=True):
+            for micro in micro_batches:
+                if micro.counts:
+                    micro.advantage, micro.value_weight = micro.join(batch.advantages), value_weight
+                    micro.returns = micro.join(batch.returns) if batch.returns else micro.returns
+                if micro.values is not None and batch.rescaling is not None:
+                    micro.values = micro.values * batch.rescaling.factor + batch.rescaling.shift
+        if self._critic is not None and batch.rescaling is not None:
+            self._critic.rescale(batch.rescaling)
         return packed
 
     @torch.no_grad()
-    def score(self, minibatches: Sequence[Minibatch]) -> tuple[list[PackedMinibatch], Scores]:
-        """Pack minibatches whose advantages follow later (`set_targets`), with what an estimator needs to know of them."""
-        packed = self._build(minibatches)
-        scores = Scores()
-        for minibatch in packed:
-            for number, micro in enumerate(minibatch.micro_batches):
-                counted = number < len(minibatch.counted)
-                hidden = self._predicting(micro)
-                old = self._token_logprobs(hidden, micro)[0]
-                minibatch.old.append(old)
-                if self._settings.kl_in_reward or self._settings.kl_loss_coef:
-                    reference = self._reference(micro)
-                    if self._settings.kl_loss_coef:
-                        minibatch.reference.append(reference)
-                    if counted:
-                        scores.log_ratio |= micro.split((old - reference).cpu().numpy())
-                if self._critic is not None:
-                    values = self._critic.values(hidden) if self._critic.shares_policy else self._critic_values(micro)
-                    minibatch.values.append(values)
-                    if counted:
-                        scores.values |= micro.split(values.cpu().numpy())
-        if packed and not self._probed:
-            packed[0].probe = dict(enumerate(packed[0].old))  # type: ignore[arg-type]
-        return packed, scores
+    def _look_back(self, packed: Sequence[Sequence[MicroBatch]]) -> None:
+        """Log-probabilities with the weights as they are before the first step.
 
-    def set_targets(
-        self, packed: Sequence[PackedMinibatch], targets: Targets, rescaling: Rescaling | None = None
-    ) -> None:
-        """Fill the advantages and returns into scored minibatches, and change the critic's normalisation."""
-        for minibatch, weight in zip(packed, targets.value_weights, strict=True):
-            minibatch.value_weight = weight
-            for micro in minibatch.counted:
-                micro.advantage = micro.join(targets.advantages)
-                micro.returns = micro.join(targets.returns) if targets.returns else None
-        if self._critic is not None and rescaling is not None:
-            self._critic.rescale(rescaling)
-            for minibatch in packed:
-                minibatch.values = [values * rescaling.factor + rescaling.shift for values in minibatch.values]
+        The first minibatch needs no pass of its own: its old log-probabilities are its new ones.
+        """
+        for step, micro_batches in enumerate(packed):
+            for micro in micro_batches:
+                if step > 0:
+                    micro.old = self.logprobs(micro)[0]
+                elif not self._probed:
+                    # Once per process: the shortcut must give what a separate pass gives.
+                    micro.probe = self.logprobs(micro)[0]
+                if self._settings.kl_loss_coef:
+                    micro.reference = self._reference(micro)
 
-    def losses(self, learn_policy: bool = True) -> list[LossPass]:
-        """What an optimiser step adds up for each micro-batch, each with a forward pass of its own."""
-        policy = [LossPass(self.loss)] if learn_policy else []
-        if self._critic is None or (learn_policy and self._critic.shares_policy):
-            return policy
-        return [*policy, LossPass(self.value_loss, self._critic.active)]
+    def _pack(self, minibatches: Sequence[Minibatch]) -> list[list[MicroBatch]]:
+        packed = [self._builder.build(minibatch.groups) for minibatch in minibatches]
+        for micro_batches, minibatch in zip(packed, minibatches, strict=True):
+            for micro in micro_batches:
+                micro.set_weights(minibatch.weights)
+        passes = [micro for micro_batches in packed for micro in micro_batches]
+        for micro, following in zip(passes, [*passes[1:], *passes[:1]], strict=True):
+            micro.next_images = following.images
+        if self._padding is not None:
+            missing = missing_passes([len(micro_batches) for micro_batches in packed], self._backbone.device)
+            for micro_batches, count in zip(packed, missing, strict=True):
+                micro_batches += [replace(self._padding) for _ in range(count)]
+        return packed
+
+    def step(
+        self,
+        strategy: Strategy,
+        micro_batches: Sequence[MicroBatch],
+        max_grad_norm: float,
+        stats: UpdateStats,
+        learn_policy: bool = True,
+    ) -> bool:
+        """One optimiser step, of the critic alone where the policy is not to learn.
+
+        Returns whether it was taken: non-finite gradients are skipped.
+        """
+        # A critic on the policy's hidden states has its loss in the policy's.
+        critic = None if learn_policy and self._critic and self._critic.shares_policy else self._critic
+        for micro in micro_batches:
+            own = stats if micro.counts else UpdateStats()
+            if learn_policy:
+                strategy.backward(self.loss(micro, own))
+            if critic is not None:
+                # Gradient checkpointing computes layers anew on the way back, with the adapter that is active then.
+                with critic.active():
+                    strategy.backward(self.value_loss(micro, own))
+        norm = strategy.step(max_grad_norm, None if learn_policy else [CRITIC_GROUP])
+        if norm is None:
+            stats.skipped_steps += 1
+            return False
+        stats.grad_norm += norm
+        stats.steps += 1
+        return True
 
     def logprobs(self, micro: MicroBatch, entropy: Entropy = "none") -> tuple[Tensor, Tensor | None]:
         """Log-probabilities and, where asked for, entropies float32 [N] of the micro-batch's sampled tokens."""
@@ -199,14 +190,13 @@ class PolicyUpdater:
 
         `change` gives a micro-batch other position_ids int64 [3, B, L], to find out what another program may have computed.
         """
-        samples = [TrainSample(one, np.zeros(one.num_sampled, dtype=np.float32), 0.0) for one in trajectories]
-        found: dict[str, np.ndarray] = {}
+        logprobs: dict[str, np.ndarray] = {}
         with nullcontext() if adapter else self._without_adapter():
-            for micro in self._builder.build(Minibatch([[sample] for sample in samples])):
+            for micro in self._builder.build([[trajectory] for trajectory in trajectories]):
                 if change is not None:
                     micro.position_ids = change(micro)
-                found |= micro.split(self.logprobs(micro)[0].cpu().numpy())
-        return [found[trajectory.trajectory_id] for trajectory in trajectories]
+                logprobs |= micro.split(self.logprobs(micro)[0].cpu().numpy())
+        return [logprobs[trajectory.trajectory_id] for trajectory in trajectories]
 
     @torch.no_grad()
     def _reference(self, micro: MicroBatch) -> Tensor:
@@ -237,12 +227,11 @@ class PolicyUpdater:
         )
         return hidden[torch.from_numpy(micro.row).to(device), torch.from_numpy(micro.column).to(device)]
 
-    def loss(self, minibatch: PackedMinibatch, number: int, stats: UpdateStats) -> Tensor:
+    def loss(self, micro: MicroBatch, stats: UpdateStats) -> Tensor:
         """The weighted loss of one micro-batch, a scalar with a gradient; adds to `stats`.
 
         With a critic on the policy's hidden states, the value loss is part of it.
         """
-        micro = minibatch.micro_batches[number]
         device = self._backbone.device
         values = None
         if self._critic is not None and self._critic.shares_policy:
@@ -251,14 +240,13 @@ class PolicyUpdater:
             values = self._critic.values(hidden.detach() if self._critic.stop_gradient else hidden)
         else:
             new, entropy = self.logprobs(micro, self._entropy)
-        old = minibatch.old[number]
-        if old is None:
-            old = new.detach()
-            minibatch.old[number] = old  # further epochs over this minibatch compare with the same old policy
-        if (probe := minibatch.probe.pop(number, None)) is not None and len(probe):
-            error = float(((new.detach() - probe).exp() - 1).abs().max())
+        if micro.old is None:
+            micro.old = new.detach()  # further epochs compare with the same old policy
+        old = micro.old
+        if micro.probe is not None and len(micro.probe):
+            error = float(((new.detach() - micro.probe).exp() - 1).abs().max())
             stats.first_ratio_error = max(stats.first_ratio_error, error)
-            self._probed = True
+            micro.probe, self._probed = None, True
         behaviour = torch.from_numpy(micro.behaviour).to(device)
         advantage = torch.from_numpy(micro.advantage).to(device)
         weight = torch.from_numpy(micro.weight).to(device)
@@ -272,7 +260,8 @@ class PolicyUpdater:
         correction, masked = mismatch_weights(old, behaviour, sample, self._settings)
         token_loss = terms.loss * correction
         if self._settings.kl_loss_coef:
-            kl = kl_estimate(new, minibatch.reference[number], self._settings.kl_estimator)
+            assert micro.reference is not None
+            kl = kl_estimate(new, micro.reference, self._settings.kl_estimator)
             token_loss = token_loss + self._settings.kl_loss_coef * kl
             stats.kl += float(kl.detach().sum())
         if self._settings.entropy_coef:
@@ -280,28 +269,23 @@ class PolicyUpdater:
             token_loss = token_loss - self._settings.entropy_coef * entropy
         loss = (token_loss * weight).sum()
         self._record(stats, loss, terms.ratio, terms.clipped, masked, entropy, old - behaviour, new, old)
-        return loss if values is None else loss + self._value_loss(minibatch, number, values, stats)
+        return loss if values is None else loss + self._value_loss(micro, values, stats)
 
-    def value_loss(self, minibatch: PackedMinibatch, number: int, stats: UpdateStats) -> Tensor:
+    def value_loss(self, micro: MicroBatch, stats: UpdateStats) -> Tensor:
         """The weighted value loss of one micro-batch, with a forward pass of its own; adds to `stats`."""
-        micro = minibatch.micro_batches[number]
         assert self._critic is not None
-        if self._critic.shares_policy:  # the warm-up: the policy stays as it is
-            with torch.no_grad():
-                hidden = self._predicting(micro)
-            values = self._critic.values(hidden)
-        else:
-            values = self._critic_values(micro)
-        return self._value_loss(minibatch, number, values, stats)
+        if not self._critic.shares_policy:
+            return self._value_loss(micro, self._critic_values(micro), stats)
+        with torch.no_grad():  # the warm-up: the policy stays as it is
+            hidden = self._predicting(micro)
+        return self._value_loss(micro, self._critic.values(hidden), stats)
 
-    def _value_loss(self, minibatch: PackedMinibatch, number: int, values: Tensor, stats: UpdateStats) -> Tensor:
-        assert self._critic is not None
-        returns = minibatch.micro_batches[number].returns
-        assert returns is not None
-        known = torch.from_numpy(np.flatnonzero(np.isfinite(returns))).to(values.device)
-        target = torch.from_numpy(returns).to(values.device)[known]
-        per_token = value_loss(values[known], minibatch.values[number][known], target, self._critic.clip)
-        loss = per_token.sum() * minibatch.value_weight
+    def _value_loss(self, micro: MicroBatch, values: Tensor, stats: UpdateStats) -> Tensor:
+        assert self._critic is not None and micro.values is not None
+        known = torch.from_numpy(np.flatnonzero(np.isfinite(micro.returns))).to(values.device)
+        target = torch.from_numpy(micro.returns).to(values.device)[known]
+        per_token = value_loss(values[known], micro.values[known], target, self._critic.clip)
+        loss = per_token.sum() * micro.value_weight
         stats.value_loss += float(loss.detach())
         return self._critic.loss_coef * loss
 
@@ -319,8 +303,8 @@ class PolicyUpdater:
         old: Tensor,
     ) -> None:
         change = new.detach() - old
-        # One transfer for all figures: on a GPU each float() would wait for the device.
-        figures = torch.stack(
+        # One transfer for all sums: on a GPU each float() would wait for the device.
+        sums = torch.stack(
             [
                 loss.detach(),
                 clipped.float().sum(),
@@ -334,18 +318,44 @@ class PolicyUpdater:
             ]
         ).tolist()
         stats.tokens += len(ratio)
-        stats.loss += figures[0]
-        stats.clipped += figures[1]
-        stats.entropy += figures[2]
-        stats.approx_kl += figures[3]
-        stats.mismatch_kl += figures[4]
-        stats.mismatch_prob += figures[5]
-        stats.ratio_max = max(stats.ratio_max, figures[6])
-        stats.logprob += figures[7]
-        stats.masked += figures[8]
+        stats.loss += sums[0]
+        stats.clipped += sums[1]
+        stats.entropy += sums[2]
+        stats.approx_kl += sums[3]
+        stats.mismatch_kl += sums[4]
+        stats.mismatch_prob += sums[5]
+        stats.ratio_max = max(stats.ratio_max, sums[6])
+        stats.logprob += sums[7]
+        stats.masked += sums[8]
 
 
 def linear_schedule(iteration: int, total: int, final_fraction: float) -> float:
     """Learning-rate factor that falls linearly from 1 to `final_fraction` over `total` iterations and stays there."""
     progress = min(max(iteration / max(total, 1), 0.0), 1.0)
     return float(np.interp(progress, [0, 1], [1.0, final_fraction]))
+
+
+def make_builder(policy: PolicyModel, learner: OptimizerSection) -> BatchBuilder:
+    """What packs trajectories for a policy."""
+    return BatchBuilder(
+        image_token_id=policy.text.codec.image_token_id,
+        pad_token_id=policy.text.codec.pad_token_id,
+        images=policy.text.images,
+        max_tokens=learner.micro_batch_tokens,
+        share_prompts=learner.share_prompts,
+        width=0 if learner.attention == "dense" else policy.backbone.width,
+    )
+
+
+def make_updater(policy: PolicyModel, run: RunConfig) -> PolicyUpdater:
+    """The policy update that a run configuration describes."""
+    return PolicyUpdater(
+        policy.backbone,
+        make_builder(policy, run.learner),
+        run.algorithm,
+        temperature=run.rollout.temperature,
+        without_adapter=policy.without_adapter,
+        critic=policy.critic,
+        log_entropy=run.learner.log_entropy,
+        padding=padding_batch(policy.text.codec.end_of_turn_id) if run.learner.in_step else None,
+    )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from rl_vlm.config.yaml_text import load_yaml
-from rl_vlm.files import resolved
+from rl_vlm.files import replace_folder, resolved
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.full_weights import FullPayload, put_weights
 from rl_vlm.models.loading import from_folder, load_text_side, quiet_libraries, resolve_model, save_model
@@ -50,17 +49,11 @@ def export_model(source: str | Path, out: str | Path, model: str | None = None, 
     payload = read_payload(adapter, 0)
     merged = merge_adapter(base, payload) if isinstance(payload, AdapterPayload) else replace_weights(base, payload)
     digests = {name: _digest(tensor) for name, tensor in merged.state_dict().items()}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
-        draft.chmod(0o755)  # mkdtemp makes it private
+    with replace_model(out) as draft:
         save_model(merged, draft)
         del merged  # the check below loads the model a second time
         from_folder(AutoProcessor, base).save_pretrained(draft)
         _check_export(draft, digests)
-        replace_folder(draft, out)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return out
 
 
@@ -158,29 +151,27 @@ def check_target(out: Path, overwrite: bool, keep: tuple[Path, ...] = ()) -> Non
         )
 
 
-def replace_folder(draft: Path, out: Path) -> None:
-    """Move `draft` to `out`. Files of an earlier export are removed, all other files of `out` move into the new folder.
+@contextmanager
+def replace_model(out: Path) -> Iterator[Path]:
+    """A draft that takes the place of the model folder `out`. Files of an earlier export go, all other files of `out` stay.
 
     Raises UserInputError, with nothing changed, if a file of the user has the name of a new one.
     """
-    mark_model(draft)
-    if not out.exists():
-        os.replace(draft, out)
-        return
-    foreign = sorted(set(files_in(out)) - model_files(out))
-    if taken := [one for one in foreign if any((draft / place).is_file() for place in (Path(one), *Path(one).parents))]:
-        raise UserInputError(f"{out / taken[0]} is not a file that rl-vlm wrote, and it is in the way: move it first.")
-    old = out.with_name(f".{out.name}-old-{os.getpid()}")
-    os.replace(out, old)
-    try:
-        os.replace(draft, out)
-    except BaseException:
-        os.replace(old, out)
-        raise
-    for name in foreign:
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(old / name, out / name)
-    shutil.rmtree(old, ignore_errors=True)
+
+    def foreign(old: Path) -> list[str]:
+        names = sorted(set(files_in(old)) - model_files(old))
+        taken = [
+            name for name in names if any((draft / place).is_file() for place in (Path(name), *Path(name).parents))
+        ]
+        if taken:
+            raise UserInputError(
+                f"{out / taken[0]} is not a file that rl-vlm wrote, and it is in the way: move it first."
+            )
+        return names
+
+    with replace_folder(out, foreign) as draft:
+        yield draft
+        mark_model(draft)
 
 
 def _digest(tensor: Tensor) -> str:

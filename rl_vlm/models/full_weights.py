@@ -24,7 +24,6 @@ class FullPayload(WeightPayload):
     FOLDER: ClassVar[str] = "weights"
     TENSORS: ClassVar[str] = "model.safetensors"
     CONFIG: ClassVar[str] = "full_weights.json"
-    KEPT_ON_DISK: ClassVar[bool] = False  # gigabytes per version; the run publishes to a restarted registry again
 
     @classmethod
     def build(cls, version: int, state: Mapping[str, Tensor], base: str, dtype: str | None = None) -> FullPayload:

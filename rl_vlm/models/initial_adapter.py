@@ -8,18 +8,18 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from rl_vlm.config import ModelSection
+from rl_vlm.config import TrainedModelSection
 from rl_vlm.models.adapter import PREFIX, AdapterPayload
 from rl_vlm.types import UserInputError
 
 
-def initial_adapter(model: ModelSection, version: int = 1) -> AdapterPayload:
+def initial_adapter(model: TrainedModelSection, version: int = 1) -> AdapterPayload:
     """The adapter that `model.adapter` names, as a version. Raises UserInputError where it is not what `model.lora` describes."""
     check_initial_adapter(model)
     return AdapterPayload.read(initial_adapter_folder(model), version)
 
 
-def initial_adapter_folder(model: ModelSection) -> Path:
+def initial_adapter_folder(model: TrainedModelSection) -> Path:
     """The folder of that adapter, which a run folder has inside. Raises UserInputError."""
     assert model.adapter is not None
     folder = Path(model.adapter)
@@ -32,7 +32,7 @@ def initial_adapter_folder(model: ModelSection) -> Path:
     )
 
 
-def check_initial_adapter(model: ModelSection) -> dict[str, Any]:
+def check_initial_adapter(model: TrainedModelSection) -> dict[str, Any]:
     """Compare rank, alpha and layers of `model.adapter` with `model.lora`, from headers alone.
 
     Returns what was found, to be printed; nothing without an adapter. Raises UserInputError, which says what to set.

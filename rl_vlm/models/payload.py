@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pickle
-import shutil
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from rl_vlm.files import replace_folder
 from rl_vlm.models.tensor_bytes import pack
 from rl_vlm.types import POLICY, UserInputError
 
@@ -43,8 +41,6 @@ class WeightPayload:
     FOLDER: ClassVar[str]
     TENSORS: ClassVar[str]
     CONFIG: ClassVar[str]
-    # Whether the registry keeps a copy on disk, which it reads when it is restarted.
-    KEPT_ON_DISK: ClassVar[bool] = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Out of band from pickle protocol 5 on: Ray then lets all processes of a node read the same bytes in place."""
@@ -114,25 +110,13 @@ class WeightPayload:
         return replace(self, tensors=content, sha256=self.digest(content))
 
     def write(self, folder: Path) -> Path:
-        """Write the folder with both files, atomically: it appears complete or not at all."""
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        temporary.chmod(0o755)  # mkdtemp makes it private
-        try:
-            (temporary / self.TENSORS).write_bytes(self.tensors)
-            (temporary / self.CONFIG).write_text(self.config_json)
-            if folder.exists():
-                old = folder.with_name(f".{folder.name}-old-{os.getpid()}")
-                os.replace(folder, old)
-                os.replace(temporary, folder)
-                for left in old.iterdir():
-                    if not (folder / left.name).exists():  # not ours: a model card, a note
-                        os.replace(left, folder / left.name)
-                shutil.rmtree(old, ignore_errors=True)
-            else:
-                os.replace(temporary, folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        """Write the folder with both files, atomically: it appears complete or not at all. Other files in it stay, such as a model card."""
+        ours = (self.TENSORS, self.CONFIG)
+        with replace_folder(
+            folder, lambda old: (path.name for path in old.iterdir() if path.name not in ours)
+        ) as draft:
+            (draft / self.TENSORS).write_bytes(self.tensors)
+            (draft / self.CONFIG).write_text(self.config_json)
         return folder
 
 

@@ -57,15 +57,6 @@ class DialogueEncoder:
         """Fills the right side of shorter rows."""
         return self._codec.pad_token_id
 
-    def encode(self, images: Sequence[np.ndarray], exchanges: Sequence[tuple[Role, str, str]]) -> Example:
-        """`images` (uint8 [height, width, 3]) come before the first text; exchanges are (role, text, reply)."""
-        return self.encode_chat(
-            [
-                (role, (text,) if number else (*images, text), reply)
-                for number, (role, text, reply) in enumerate(exchanges)
-            ]
-        )
-
     def encode_turn(self, parts: Sequence[Part], reply: str) -> Example:
         """One message of the user, texts and images (uint8 [height, width, 3]) in any order, and the reply."""
         return self.encode_chat([("user", parts, reply)])
@@ -166,10 +157,3 @@ def token_logprobs(model: Any, arguments: dict[str, torch.Tensor], targets: torc
     out = torch.zeros(targets.shape, dtype=values.dtype, device=values.device)
     out[:, 1:][wanted] = values
     return out
-
-
-@torch.no_grad()
-def missed(model: Any, arguments: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
-    """bool [B, T - 1]: target tokens that are not the likeliest given all before them."""
-    hidden = model.model(**arguments, use_cache=False).last_hidden_state[:, :-1]
-    return (model.lm_head(hidden).argmax(-1) != arguments["input_ids"][:, 1:]) & targets[:, 1:]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_vlm.config import RunConfig, SFTConfig
+from rl_vlm.config import CommonConfig, LoggingSection, PolicyConfig, SFTConfig
 from rl_vlm.files import append_whole, to_jsonable, write_atomic
 from rl_vlm.monitoring import otlp
 from rl_vlm.monitoring.sinks import JsonLines, ProgressCsv, TensorBoardFile, WandbRun
@@ -69,7 +69,7 @@ class RunRecorder:
     def __init__(
         self,
         folder: Path,
-        run: RunConfig | SFTConfig,
+        run: CommonConfig | SFTConfig,
         resumed_iteration: int | None = None,
         draw: Callable[[Path], object] | None = None,
     ) -> None:
@@ -129,7 +129,7 @@ class RunRecorder:
     def _evaluation_tag(self, name: str) -> str:
         """The name of an evaluation's figure among the scalars."""
         # Training logs reward and accuracy of a mixture's environments under the same names.
-        parts = self._run.env.parts if isinstance(self._run, RunConfig) else {}
+        parts = self._run.env.parts if isinstance(self._run, PolicyConfig) else {}
         return name if "/" in name and name.split("/")[1] not in parts else f"evaluation/{name}"
 
     def dump_trajectories(
@@ -143,8 +143,9 @@ class RunRecorder:
 
         `advantages` holds one array [G] per group; `decode` turns token ids into text.
         """
-        folder = self.folder / "trajectories"
-        chosen = choose_groups(groups, self._run.logging.trajectories_per_dump, seed=iteration)
+        folder, logging = self.folder / "trajectories", self._run.logging
+        assert isinstance(logging, LoggingSection)
+        chosen = choose_groups(groups, logging.trajectories_per_dump, seed=iteration)
         with self._guard("trajectories"):
             folder.mkdir(parents=True, exist_ok=True)
             write_trajectories(

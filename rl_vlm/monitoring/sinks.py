@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.config import RunConfig, SFTConfig
+from rl_vlm.config import CommonConfig, SFTConfig
 from rl_vlm.files import append_whole, to_jsonable, whole_lines, write_atomic
 
 Metrics = Mapping[str, float]
@@ -152,7 +152,7 @@ def _stamp(path: Path) -> float:
 class WandbRun:
     """A run on Weights & Biases. Without a network it is kept on disk, for `wandb sync`."""
 
-    def __init__(self, folder: Path, run: RunConfig | SFTConfig, resume: bool) -> None:
+    def __init__(self, folder: Path, run: CommonConfig | SFTConfig, resume: bool) -> None:
         """Raises ImportError without the package, and whatever `wandb.init` raises."""
         wandb = import_module("wandb")
         identity = folder / "wandb_id.txt"

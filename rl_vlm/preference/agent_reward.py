@@ -6,7 +6,7 @@ import numpy as np
 
 from rl_vlm.config import PreferenceSection
 from rl_vlm.labelling.types import RewardModel
-from rl_vlm.preference.replay import ReplayBuffer, StepBatch
+from rl_vlm.preference.replay.buffer import ReplayBuffer, StepBatch
 
 _TRUE = {"gt_task_reward", "sparse_task_reward"}
 # Reward modes by the similarity of picture and text: the labels.source with the same model.
@@ -31,7 +31,7 @@ class AgentReward:
             labels = settings.labels.model_copy(update={"source": _SIMILARITY_SOURCES[self.mode]})
             self.model = SimilarityReward(build_similarity(labels, env_id, device))
 
-    def of(self, batch: StepBatch) -> np.ndarray:
+    def rewards_of(self, batch: StepBatch) -> np.ndarray:
         """float32 [n]."""
         if self.mode == "gt_task_reward":
             return batch.true_rewards

@@ -10,7 +10,6 @@ _SPECIAL = re.compile(
 )
 # Templates of thinking models open the thought in the prompt: the sampled text then begins inside it.
 _THOUGHT = re.compile(r"(?:\s*<think>)?(?:(?!</?think>).)*</think>", re.DOTALL)
-_MAX_THOUGHT = 100_000  # characters
 _WORD = re.compile(r"\w+")
 # Format, control, surrogate, private and unassigned characters; line breaks and tabs are fine.
 _HIDDEN = frozenset({"Cf", "Cc", "Cs", "Co", "Cn"})
@@ -46,19 +45,6 @@ def without_thought(text: str) -> str:
     """The text without the one thought that it may begin with, `<think>...</think>` or what stands before `</think>`; others stay."""
     thought = _THOUGHT.match(text)
     return text[thought.end() :] if thought else text
-
-
-def spoken(text: str, max_chars: int) -> tuple[str, str]:
-    """What a text says behind its thought, and why it must not be graded; "" if it may be.
-
-    The reasons are those of `refusal`, with `max_chars` of what is said, and "misplaced": a thought that does not end, or another.
-    """
-    said = without_thought(text)
-    if len(said) > max_chars:
-        return said, "too_long"
-    if reason := refusal(text, _MAX_THOUGHT + max_chars):
-        return said, reason
-    return said, "misplaced" if "<think>" in said or "</think>" in said else ""
 
 
 def _is_imitation(word: str) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from rl_vlm.config import RunConfig
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.plugins import load_plugins
 from rl_vlm.serving.policy_key import OWN, PolicyKey
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 class RunnerConfig:
     """What an env runner is made from: the run, the served policy's id, key and model (if there is one), the environment's spaces."""
 
-    run_config: RunConfig
+    run_config: Any  # PolicyConfig or PreferenceConfig
     run_id: str
     model: ModelReference | None
     observation_space: gymnasium.Space[Any]
@@ -62,7 +61,7 @@ class RunEnvRunner:
         return f"{type(self).__name__}(run={self.config.run_config.name}, place={self.place})"
 
     @staticmethod
-    def concurrent_calls(run: RunConfig) -> int:
+    def concurrent_calls(run: Any) -> int:
         """How many calls an actor of this class answers at once, each in a thread of its own if there are several."""
         return 1
 

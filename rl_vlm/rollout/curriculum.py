@@ -1,4 +1,4 @@
-"""Curriculum: a task source whose tasks change in stages, by episodes, by iterations, or by a metric with hysteresis."""
+"""Curriculum: a mixture whose tasks change in stages, by episodes, by iterations, or by a metric with hysteresis."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl_vlm.config import CurriculumSection, RunConfig
-from rl_vlm.rollout.cursor import DataCursor
-from rl_vlm.rollout.mixture import Mixture
+from rl_vlm.config import RunConfig
+from rl_vlm.rollout.mixture import Mixture, TaskItem
 from rl_vlm.rollout.stages import Stages, numbers_in
-from rl_vlm.rollout.task_source import TaskItem, TaskSource
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import TrajectoryGroup, UserInputError
 
 
-class Curriculum:
-    """Lays the arguments of the current stage over the tasks of a mixture.
+class Curriculum(Mixture):
+    """Lays the arguments and weights of the current stage over a mixture.
 
     By episodes, those are counted that were sampled (also of groups that are not learned from); by iterations, the learner's steps. By
     metric, a stage ends when the mean over the newest `window` of its own episodes reaches its `until`, and it goes back to the
@@ -25,37 +23,37 @@ class Curriculum:
     stage come first, so a noisy metric does not make it flicker. Which of its tasks were solved is forgotten at each move.
 
     Args:
-        settings: when a stage ends.
-        stages: what a stage sets.
-        mixture: where the tasks come from.
+        run: the stages and when they end, and what Mixture needs.
+        sizes: size of each training split; None for items without end.
     """
 
-    def __init__(self, settings: CurriculumSection, stages: Stages, mixture: Mixture) -> None:
-        self._settings, self._stages, self._mixture = settings, stages, mixture
+    def __init__(self, run: RunConfig, sizes: Mapping[str, int | None]) -> None:
+        self._settings, self._stages = run.curriculum, Stages(run.curriculum, run.env)
         self.stage = 0
+        super().__init__(self._stages.weights(0), sizes, run.seed, run.curriculum)
         self._episodes = self._iteration = 0
         self._in_stage = 0  # episodes since the stage began
-        self._window: deque[tuple[float, float]] = deque(maxlen=settings.window)  # solved, reward of each episode
-        self._taken: Counter[int] = Counter()
+        self._window: deque[tuple[float, float]] = deque(maxlen=run.curriculum.window)  # solved, reward of each episode
+        self._in_stages: Counter[int] = Counter()  # tasks handed out in each
 
     def begin(self, iteration: int) -> None:
-        """Count the learner's steps."""
+        """See Mixture."""
         self._iteration = iteration
         self._move()
 
     def take(self, count: int) -> list[TaskItem]:
         """The next `count` tasks, as the stage has them."""
         share = self._share()
-        self._mixture.set_weights(self._stages.weights(self.stage, share))
+        self.weights = self._stages.weights(self.stage, share)
         arguments = self._stages.arguments(self.stage, share)
-        self._taken[self.stage] += count
-        return [replace(item, arguments=arguments[item.env], stage=self.stage) for item in self._mixture.take(count)]
+        self._in_stages[self.stage] += count
+        return [replace(item, arguments=arguments[item.env], stage=self.stage) for item in super().take(count)]
 
     def observe(self, groups: Sequence[TrajectoryGroup]) -> None:
         """Count episodes, and move to another stage when it is time."""
         # What was handed out in an earlier stage says nothing about this one's tasks.
         current = [group for group in groups if group.stage == self.stage]
-        self._mixture.observe(current)
+        super().observe(current)
         for group in current:
             self._window.extend((float(one.correct), one.reward) for one in group.trajectories)
             self._in_stage += len(group)
@@ -64,14 +62,14 @@ class Curriculum:
 
     def lose(self, tasks: Sequence[RolloutTask]) -> None:
         """Note the lost tasks of this stage."""
-        self._mixture.lose([task for task in tasks if task.stage == self.stage])
+        super().lose([task for task in tasks if task.stage == self.stage])
 
     def _move(self) -> None:
         stage = self._stage_by_metric() if self._settings.by == "metric" else self._stage_by_count()
         if stage != self.stage:
             self.stage, self._in_stage = stage, 0
             self._window.clear()
-            self._mixture.forget_rates()
+            self.forget_rates()
 
     def _stage_by_count(self) -> int:
         return max(place for place, stage in enumerate(self._settings.stages) if (stage.start or 0) <= self._done)
@@ -100,7 +98,7 @@ class Curriculum:
     def _share(self) -> float:
         return self._stages.share(self.stage, self._done)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Stage (the first is 0), its recent solve rate, tasks handed out in each, and the numbers that stages set."""
         names = self._settings.names
         share = self._share()
@@ -108,8 +106,8 @@ class Curriculum:
             "curriculum/stage": float(self.stage),
             "curriculum/stages": float(len(self._stages)),
             "curriculum/episodes": float(self._episodes),
-            **{f"curriculum/taken/{name}": float(self._taken[place]) for place, name in enumerate(names)},
-            **self._mixture.figures(),
+            **{f"curriculum/taken/{name}": float(self._in_stages[place]) for place, name in enumerate(names)},
+            **super().metrics(),
         }
         if self._window:
             found["curriculum/solve_rate"] = self._mean("solve_rate")
@@ -127,8 +125,8 @@ class Curriculum:
             "iteration": self._iteration,
             "in_stage": self._in_stage,
             "window": [list(episode) for episode in self._window],
-            "taken": {str(stage): count for stage, count in self._taken.items()},
-            "mixture": self._mixture.state(),
+            "taken": {str(stage): count for stage, count in self._in_stages.items()},
+            "mixture": super().state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -143,16 +141,14 @@ class Curriculum:
         self._iteration, self._in_stage = int(state["iteration"]), int(state["in_stage"])
         self._window.clear()
         self._window.extend((float(solved), float(reward)) for solved, reward in state["window"])
-        self._taken = Counter({int(stage): int(count) for stage, count in state["taken"].items()})
-        self._mixture.restore(state["mixture"])
-        self._mixture.set_weights(self._stages.weights(self.stage, self._share()))
+        self._in_stages = Counter({int(stage): int(count) for stage, count in state["taken"].items()})
+        super().restore(state["mixture"])
+        self.weights = self._stages.weights(self.stage, self._share())
 
 
-def make_task_source(run: RunConfig, sizes: Mapping[str, int | None]) -> TaskSource:
+def make_task_source(run: RunConfig, sizes: Mapping[str, int | None]) -> Mixture:
     """The task source that the configuration asks for; `sizes` of the training splits by name of the environment."""
-    settings = run.curriculum
-    if not run.env.mixture and not settings.stages and settings.sampling == "uniform":
-        return DataCursor(sizes[""], run.seed)
+    if run.curriculum.stages:
+        return Curriculum(run, sizes)
     weights = {part.name: part.weight for part in run.env.mixture} or {"": 1.0}
-    mixture = Mixture(weights, sizes, run.seed, settings)
-    return Curriculum(settings, Stages(settings, run.env), mixture) if settings.stages else mixture
+    return Mixture(weights, sizes, run.seed, run.curriculum)

@@ -1,4 +1,4 @@
-"""Figures that environments declare: means and quantiles of numbers in the `info` of their episodes."""
+"""Metrics that environments declare: means and quantiles of numbers in the `info` of their episodes."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ class HasInfo(Protocol):
     def info(self) -> dict[str, Any]: ...
 
 
-def group_figures(metrics: Mapping[str, Metrics], groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """`declared_figures` of each environment by name; those of a mixture end in `/<name>`."""
-    figures: dict[str, float] = {}
-    for env, declared in metrics.items():
-        own = [trajectory for group in groups if group.env == env for trajectory in group.trajectories]
-        found = declared_figures(declared, own)
-        figures |= {f"{key}/{env}": value for key, value in found.items()} if env else found
-    return figures
+def group_metrics(declared: Mapping[str, Metrics], groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """`declared_metrics` of each environment by name; those of a mixture end in `/<name>`."""
+    metrics: dict[str, float] = {}
+    for env, own in declared.items():
+        values = declared_metrics(own, [one for group in groups if group.env == env for one in group.trajectories])
+        metrics |= {f"{key}/{env}": value for key, value in values.items()} if env else values
+    return metrics
 
 
-def declared_figures(metrics: Metrics, trajectories: Iterable[HasInfo]) -> dict[str, float]:
+def declared_metrics(declared: Metrics, trajectories: Iterable[HasInfo]) -> dict[str, float]:
     """`env/<name>` for each of `VisionEnv.metrics`, its mean over the episodes that have it, and `env/<name>_p50` per quantile."""
     infos = [trajectory.info for trajectory in trajectories]
-    figures: dict[str, float] = {}
-    for name, quantiles in metrics.items():
+    metrics: dict[str, float] = {}
+    for name, quantiles in declared.items():
         values = [float(info[name]) for info in infos if isinstance(info.get(name), (bool, int, float))]
         if not values:
             continue
-        figures[f"env/{name}"] = float(np.mean(values))
+        metrics[f"env/{name}"] = float(np.mean(values))
         for quantile in quantiles:
-            figures[f"env/{name}_p{round(100 * quantile)}"] = float(np.quantile(values, quantile))
-    return figures
+            metrics[f"env/{name}_p{round(100 * quantile)}"] = float(np.quantile(values, quantile))
+    return metrics

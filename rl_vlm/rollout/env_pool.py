@@ -58,7 +58,7 @@ class EnvPool:
         self.busy_s = 0.0
         self.stuck = 0  # threads that a hanging environment holds
 
-    async def take(self, count: int) -> list[VisionEnv]:
+    async def borrow(self, count: int) -> list[VisionEnv]:
         """Environments for one group, reused ones first; the others are built at once, each within the deadline.
 
         Raises the first RLVLMError of a build; what was built beside it is kept for later.

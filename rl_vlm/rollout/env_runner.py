@@ -30,10 +30,10 @@ class VLMEnvRunner(RunEnvRunner):
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
         super().__init__((ObservationSpace(), TextSpace()), config=config, **kwargs)
         quiet_libraries()
-        run = self.config.run_config
+        run: RunConfig = self.config.run_config
         num_workers = max(run.rollout.num_env_runners, 1)
         run_id, model = self.config.run_id, self.config.model
-        assert model is not None  # `GRPOConfig.prepare` has set it
+        assert model is not None  # `PolicyAlgorithmConfig.serve_from` has set it
         folder = model.on_this_node(partial(fetch_model_files, run_id), weights=False)
         self._worker = RolloutWorker(run, run_id, folder, self.place, num_workers, self.config.policy_key)
         self._loop = asyncio.new_event_loop()
@@ -43,7 +43,7 @@ class VLMEnvRunner(RunEnvRunner):
             self._thread.start()
 
     @staticmethod
-    def concurrent_calls(run: RunConfig) -> int:
+    def concurrent_calls(run: Any) -> int:
         """One at lag 0; otherwise one per group that is sampled at once, and one for an evaluation beside them."""
         return run.rollout.groups_at_once + 1 if run.rollout.max_policy_lag else 1
 
@@ -57,9 +57,9 @@ class VLMEnvRunner(RunEnvRunner):
         """Sample all tasks, held-out ones `at_once` at a time. Failures are data in the result, never exceptions."""
         return self._wait_for(self._worker.run(tasks, at_once))
 
-    def prepare(self, *, tasks: list[RolloutTask]) -> None:
+    def open_ahead(self, *, tasks: list[RolloutTask]) -> None:
         """Open the episodes that the next `sample` will be asked for."""
-        self._wait_for(self._worker.prepare(tasks))
+        self._wait_for(self._worker.open_ahead(tasks))
 
     def stop(self) -> None:
         """Close the environments."""

@@ -20,6 +20,7 @@ from rl_vlm.config import RolloutSection
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.errors import plain_values, reward_parts
 from rl_vlm.models.loading import TextSide
+from rl_vlm.rollout.conversation import Conversation
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.failures import GroupFailedError, discard_on_failure, reason_of
 from rl_vlm.rollout.tasks import RolloutTask
@@ -36,29 +37,23 @@ from rl_vlm.types import (
     StopReason,
     Trajectory,
     TrajectoryGroup,
-    TrajectoryStatus,
     Turn,
 )
 
 
 @dataclass(slots=True)
-class _Episode:
+class _Episode(Conversation):
     """One conversation while it grows. `ids` has one placeholder per image; `spans` hold the expanded pieces; `logprobs`
     those of each sampled turn."""
 
     number: int
-    env: VisionEnv
     ids: list[np.ndarray]
     images: list[EncodedImage]
     spans: list[np.ndarray]
     logprobs: list[np.ndarray]
-    messages: list[Message]
     turns: list[Turn] = field(default_factory=list)
     length: int = 0
-    sampled: int = 0
     state_id: str = ""  # of what was shown last
-    status: TrajectoryStatus = TrajectoryStatus.COMPLETED
-    info: Info = field(default_factory=dict)
     replicas: list[str] = field(default_factory=list)
 
 
@@ -76,13 +71,13 @@ async def open_group(task: RolloutTask, pool: EnvPool, text: TextSide) -> OpenGr
     """Reset the environments of a group and encode what they show. Raises GroupFailedError."""
     envs: list[VisionEnv] = []
     with tracing.span("open"), discard_on_failure(pool, envs):
-        envs += await pool.take(task.size)
+        envs += await pool.borrow(task.size)
         openings = await pool.reset(envs, task.seed, {"index": task.index, "split": task.split})
         first = openings[0][0]
         prompt = text.codec.encode_prompt(first.messages)
         for observation, _ in openings[1:]:
             _check_same_opening(observation, first, prompt, text)
-        prompt = replace(prompt, images=await viewed_opening(prompt.images, task, pool, text))
+        prompt = replace(prompt, images=await viewed_opening(prompt.images, task, pool))
         return OpenGroup(envs, openings, prompt, _expand(prompt, text, task.group_id))
 
 
@@ -118,7 +113,7 @@ async def _run_group(
 ) -> TrajectoryGroup:
     envs, openings, prompt, expanded = opened.envs, opened.openings, opened.prompt, opened.expanded
     first = openings[0][0]
-    budget = _token_budget(rollout, max_context, len(expanded), 0)
+    budget = min(rollout.max_new_tokens_per_turn, rollout.max_new_tokens, max_context - len(expanded))
     if budget < 1:
         raise GroupFailedError(
             "prompt_too_long",
@@ -183,9 +178,8 @@ async def _continue(
         span = text.codec.encode_continuation(current.messages, ended)
         span = replace(span, images=viewed(span.images, task))
         expanded = _expand(span, text, task.group_id)
-        budget = _token_budget(rollout, max_context, episode.length + len(expanded), episode.sampled)
-        if budget < 1 or len(episode.turns) >= rollout.max_turns:
-            episode.status = TrajectoryStatus.TRUNCATED
+        budget = episode.next_budget(rollout, max_context - episode.length - len(expanded))
+        if not budget:
             return
         _append(episode, span.token_ids, expanded)
         episode.images.extend(span.images)
@@ -226,7 +220,6 @@ async def _act(
         start = episode.length
         _append(episode, sample.token_ids, sample.token_ids)
         episode.logprobs.append(sample.logprobs)
-        episode.sampled += len(sample.token_ids)
         oldest = min(version for _, version in sample.pieces)
         pieces = sample.pieces if len(sample.pieces) > 1 else ()
         episode.turns.append(
@@ -244,10 +237,7 @@ async def _act(
         action = text.codec.decode(sample.token_ids)
         if task.record:
             episode.messages.append(Message.of("assistant", action))
-        if sample.stop_reason is StopReason.LENGTH and rollout.require_end_of_turn:
-            # The turn is not finished, so there is no answer to reward.
-            episode.status = TrajectoryStatus.TRUNCATED
-        else:
+        if episode.add_turn(rollout, len(sample.token_ids), sample.stop_reason is StopReason.LENGTH):
             acting.append((episode, action))
     results: list[StepResult | RLVLMError] = []
     if acting:
@@ -257,7 +247,7 @@ async def _act(
     for (episode, _), result in zip(acting, results, strict=True):
         if isinstance(result, RLVLMError):
             raise GroupFailedError(reason_of(result), str(result)) from result
-        observation, reward, terminated, truncated, info = result
+        reward, info = result[1], result[4]
         turn = episode.turns[-1]
         episode.turns[-1] = replace(
             turn,
@@ -265,12 +255,7 @@ async def _act(
             parts=reward_parts(info),
             well_formed=turn.well_formed and not _is_false(info.get("well_formed")),
         )
-        episode.info.update(info)
-        if terminated:
-            episode.status = TrajectoryStatus.COMPLETED
-        elif truncated:
-            episode.status = TrajectoryStatus.TRUNCATED
-        else:
+        if (observation := episode.receive(result)) is not None:
             observations[episode.number] = observation
     return [observations.get(episode.number) for episode, _ in samples]
 
@@ -325,10 +310,6 @@ def _finish(episode: _Episode, task: RolloutTask) -> Trajectory:
 def _expand(span: EncodedSpan, text: TextSide, name: str) -> np.ndarray:
     counts = [text.count_image_tokens(image.width, image.height) for image in span.images]
     return expand_image_tokens(span.token_ids, text.codec.image_token_id, counts, name)
-
-
-def _token_budget(rollout: RolloutSection, max_context: int, length: int, sampled: int) -> int:
-    return min(rollout.max_new_tokens_per_turn, rollout.max_new_tokens - sampled, max_context - length)
 
 
 def _check_same_opening(observation: Observation, first: Observation, prompt: EncodedSpan, text: TextSide) -> None:

@@ -1,9 +1,10 @@
-"""GroupBuffer: complete groups that wait for the learner, each with its own age. No Ray, no clock."""
+"""Complete groups on their way to the learner: those that wait, each with its own age, and those that are replaced. No Ray, no clock."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rl_vlm.statistics import are_equal
 from rl_vlm.types import TrajectoryGroup
 
 
@@ -61,3 +62,29 @@ class GroupBuffer:
     def clear(self) -> None:
         """Forget all groups."""
         self._groups = []
+
+
+class Refill:
+    """Replaces groups without a gradient by further ones, at most `limit` per iteration (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2).
+
+    A group whose rewards are all equal has zero advantage under estimators that compare its rewards with each other; with others
+    a configuration has no refill.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = self._left = limit
+
+    def next_iteration(self) -> None:
+        """Allow `limit` groups again."""
+        self._left = self._limit
+
+    def split(self, groups: Sequence[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup]]:
+        """The groups to learn from, and those to replace. Beyond the limit groups without a gradient are kept."""
+        kept, replaced = [], []
+        for group in groups:
+            if self._left and are_equal(group.rewards):
+                self._left -= 1
+                replaced.append(group)
+            else:
+                kept.append(group)
+        return kept, replaced

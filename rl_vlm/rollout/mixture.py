@@ -1,34 +1,38 @@
-"""Mixture: tasks of one or several environments by weight, and by their recent solve rates where the curriculum says so."""
+"""Mixture: the tasks that come next, of one or several environments, by weight and, where asked, by their recent solve rates."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from rl_vlm.config import CurriculumSection
 from rl_vlm.rollout.cursor import DataCursor
 from rl_vlm.rollout.solve_rate import SolveRateItems, SolveRates
-from rl_vlm.rollout.task_source import TaskItem
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import TrajectoryGroup, UserInputError
 
 
-class _Items(Protocol):
-    """Draws the items of one environment."""
+@dataclass(frozen=True, slots=True)
+class TaskItem:
+    """One task instance of the training split: its index there, and the seed of its environments, the same whenever it comes.
 
-    def take(self, count: int) -> list[Any]: ...
+    `env` is the environment's name in a mixture; `arguments` change its arguments, as the curriculum's `stage` says.
+    """
 
-    def state(self) -> dict[str, Any]: ...
-
-    def restore(self, state: dict[str, Any]) -> None: ...
+    index: int
+    seed: int
+    env: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    stage: int = 0
 
 
 class Mixture:
     """Takes tasks from environments in turn, so that after any number of tasks each has had its share to within one task.
 
-    In each turn every environment earns its share of the weights; the one with the largest balance is taken and pays one ("smooth
+    A run with one environment is a mixture of one. In each turn every environment earns its share of the weights; the one with the largest balance is taken and pays one ("smooth
     weighted round robin", as in nginx). So a small batch holds all environments, and nothing is drawn that a resume must repeat. With
     `sampling: solve_rate` an environment's weight is multiplied by that of its recent solve rate, and its items are drawn
     likewise; items that are made without end are not drawn twice, so they have no rate.
@@ -43,7 +47,7 @@ class Mixture:
     def __init__(
         self, weights: Mapping[str, float], sizes: Mapping[str, int | None], seed: int, settings: CurriculumSection
     ) -> None:
-        self._weights = dict(weights)
+        self.weights = dict(weights)
         self._by_rate = settings.sampling == "solve_rate"
         self._balance = dict.fromkeys(weights, 0.0)
         self._rates = SolveRates(settings)
@@ -59,11 +63,7 @@ class Mixture:
         self._taken: Counter[str] = Counter()
 
     def begin(self, iteration: int) -> None:
-        """Does nothing: the shares do not depend on the iteration."""
-
-    def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Change the weights; what environments have earned so far stays."""
-        self._weights = dict(weights)
+        """Tasks that are taken from now on are for the learner after `iteration` steps."""
 
     def take(self, count: int) -> list[TaskItem]:
         """The next `count` tasks."""
@@ -82,20 +82,17 @@ class Mixture:
 
     def _shares(self) -> dict[str, float]:
         earned = {
-            name: weight * (self._rates.weight(name) if self._by_rate else 1.0)
-            for name, weight in self._weights.items()
+            name: weight * (self._rates.weight(name) if self._by_rate else 1.0) for name, weight in self.weights.items()
         }
         total = sum(earned.values())
         return {name: value / total for name, value in earned.items()}
 
     def _draw(self, name: str, count: int) -> list[TaskItem]:
-        items = self._items[name]
-        if isinstance(items, DataCursor):
-            return [TaskItem(item.index, item.seed, name) for item in items.take(count)]
-        return [TaskItem(index, derive_seed(self._seeds[name], 2, index), name) for index in items.take(count)]
+        indices = self._items[name].take(count)
+        return [TaskItem(index, derive_seed(self._seeds[name], 2, index), name) for index in indices]
 
     def observe(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """Note which tasks were solved."""
+        """Note which tasks were solved. Each group is told once."""
         for group in groups:
             solved = sum(trajectory.correct for trajectory in group.trajectories)
             self._rates.observe(group.env, len(group), solved)
@@ -104,7 +101,7 @@ class Mixture:
                 items.rates.observe(str(group.index), len(group), solved)
 
     def lose(self, tasks: Sequence[RolloutTask]) -> None:
-        """Note which items cannot be played: they are drawn no more often than those that are always solved."""
+        """Note the tasks whose groups were lost after all attempts: they are drawn no more often than those that are always solved."""
         for task in tasks:
             items = self._items[task.env]
             if isinstance(items, SolveRateItems):
@@ -117,19 +114,19 @@ class Mixture:
             if isinstance(items, SolveRateItems):
                 items.rates.forget()
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Of a mixture: tasks handed out, share and recent solve rate of each environment."""
-        if "" in self._weights:
+        if "" in self.weights:
             return {}
         shares = self._shares()
         return {
-            **{f"mixture/taken/{name}": float(self._taken[name]) for name in self._weights},
+            **{f"mixture/taken/{name}": float(self._taken[name]) for name in self.weights},
             **{f"mixture/share/{name}": share for name, share in shares.items()},
-            **{f"mixture/solve_rate/{name}": self._rates.rate(name) for name in self._weights},
+            **{f"mixture/solve_rate/{name}": self._rates.rate(name) for name in self.weights},
         }
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs."""
+        """What `restore` needs, in JSON's types."""
         return {
             "balance": dict(self._balance),
             "taken": dict(self._taken),
@@ -146,8 +143,8 @@ class Mixture:
         kinds = {name: "rates" in inner for name, inner in saved.items()}
         if kinds != {name: isinstance(items, SolveRateItems) for name, items in self._items.items()}:
             raise UserInputError(
-                f"The checkpoint has tasks of {', '.join(saved) or 'another kind of run'}, drawn in its own way: resume with the "
-                "env.mixture and curriculum.sampling that the run began with."
+                f"The checkpoint has tasks of {', '.join(saved) or 'another kind of run'}, drawn in another way: resume with the "
+                "env.mixture, curriculum.stages and curriculum.sampling that the run began with."
             )
         self._balance = {str(name): float(balance) for name, balance in state["balance"].items()}
         self._taken = Counter({str(name): int(count) for name, count in state["taken"].items()})

@@ -15,30 +15,26 @@ from dataclasses import replace
 from typing import Any
 
 from rl_vlm.config import RunConfig
-from rl_vlm.rollout.continuous import ContinuousSampler
-from rl_vlm.rollout.group_buffer import GroupBuffer
-from rl_vlm.rollout.refill import Refill
-from rl_vlm.rollout.retry import FailureBudget
+from rl_vlm.rollout.failures import FailureBudget
+from rl_vlm.rollout.group_buffer import GroupBuffer, Refill
 from rl_vlm.rollout.runners import EnvRunners
-from rl_vlm.rollout.sampler import RESTART_GRACE_S, RolloutSampler, RoundAbandonedError, SamplingError
+from rl_vlm.rollout.sampler import RESTART_GRACE_S, STOP_CHECK_S, RoundAbandonedError, Sampler, SamplingError
 from rl_vlm.rollout.task_stream import TaskStream
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.tracing import Span, traceparent
 from rl_vlm.types import TrajectoryGroup
-
-_STOP_CHECK_S = 0.5  # how often a wait checks whether the user wants to stop
 
 
 class Rollouts(ABC):
     """Gives groups to the learner and counts what was learned from, dropped and lost.
 
     Args:
-        sampler: runs rounds on the env runners: evaluations, and training at lag 0.
+        sampler: samples whole rounds: evaluations, and training at lag 0.
         stream: the tasks.
         run: lag, budgets and iterations.
     """
 
-    def __init__(self, sampler: RolloutSampler, stream: TaskStream, run: RunConfig) -> None:
+    def __init__(self, sampler: Sampler, stream: TaskStream, run: RunConfig) -> None:
         self._sampler, self._stream, self._run = sampler, stream, run
         self._batch = run.rollout.prompts_per_iteration
         self._buffer = GroupBuffer(run.rollout.max_policy_lag, partial=run.rollout.crosses_versions)
@@ -50,7 +46,7 @@ class Rollouts(ABC):
         self.dropped: Counter[str] = Counter()
         self.requests_by_replica: Counter[str] = Counter()
         self.timings: dict[str, float] = {}  # seconds of the last iteration: env, runner
-        self.figures: dict[str, float] = {}  # other figures of the last iteration
+        self.metrics: dict[str, float] = {}  # other metrics of the last iteration
         self._spans: list[Span] = []
         self._iteration = 0
 
@@ -60,9 +56,9 @@ class Rollouts(ABC):
         return self._sampler.runners.restarts
 
     @property
-    def task_figures(self) -> dict[str, float]:
+    def task_metrics(self) -> dict[str, float]:
         """Where the task source stands."""
-        return self._stream.figures()
+        return self._stream.metrics()
 
     @abstractmethod
     def next_groups(self, version: int, iterations_left: int) -> list[TrajectoryGroup]:
@@ -72,9 +68,9 @@ class Rollouts(ABC):
         RoundAbandonedError once `stop_requested()` is true.
         """
 
-    def open_next(self) -> bool:
-        """Called before the learner works: begin what needs no newer weights. Returns whether there was anything to do."""
-        return False
+    @abstractmethod
+    def open_next(self) -> None:
+        """Called before the learner works: begin what needs no newer weights."""
 
     def take_spans(self) -> list[Span]:
         """The spans of traced groups that have come since the last call: with a lag, those of an earlier iteration."""
@@ -83,12 +79,12 @@ class Rollouts(ABC):
 
     def evaluate(self, tasks: Sequence[RolloutTask], timeout_s: float) -> tuple[list[TrajectoryGroup], RolloutResult]:
         """Run held-out tasks, which are not learned from. Groups that are under way go on beside them."""
-        work = self._sampler.start(tasks, timeout_s, self._run.held_out_at_once)
-        groups, result = self._sampler.collect(work, self.stop_requested)
-        self._failures.record(len(groups), result.lost)
+        self._sampler.give(tasks, timeout_s, at_once=self._run.held_out_at_once)
+        result = self._sampler.finish(self.stop_requested)
+        self._failures.record(len(result.groups), result.lost)
         if died := result.dropped.get("runner_died"):
             self.dropped["runner_died"] += died
-        return groups, result
+        return result.groups, result
 
     def _begin(self, iterations_left: int) -> None:
         """An iteration begins."""
@@ -135,7 +131,7 @@ class Rollouts(ABC):
         }
 
     def restore(self, state: dict[str, Any], counts: bool) -> None:
-        """Go back to a saved place in the data, and with `counts` to the saved figures as well."""
+        """Go back to a saved place in the data, and with `counts` to the saved counts as well."""
         self._stream.restore(state["tasks"])
         self._buffer.clear()
         self._forget()
@@ -152,36 +148,35 @@ class Rollouts(ABC):
 class RoundRollouts(Rollouts):
     """Samples a round, which is then learned from. Lock-step in a deterministic run, refilled groups included."""
 
-    def __init__(self, sampler: RolloutSampler, stream: TaskStream, run: RunConfig) -> None:
+    def __init__(self, sampler: Sampler, stream: TaskStream, run: RunConfig) -> None:
         super().__init__(sampler, stream, run)
-        self._prepared: list[RolloutTask] | None = None  # tasks whose episodes are being opened
+        self._opened: list[RolloutTask] | None = None  # tasks whose episodes are being opened
 
     def next_groups(self, version: int, iterations_left: int) -> list[TrajectoryGroup]:
         """See `Rollouts`. Lost groups are missing from the batch; those without a gradient are replaced in further rounds."""
         self.timings = {"env": 0.0, "runner": 0.0}
         self._begin(iterations_left)
-        tasks, self._prepared = self._prepared or self._stream.take(self._batch), None
+        tasks, self._opened = self._opened or self._stream.take(self._batch), None
         while tasks:
             trace = traceparent()
-            work = self._sampler.start([replace(task, min_version=version, trace=trace) for task in tasks])
-            _, result = self._sampler.collect(work, self.stop_requested)
+            self._sampler.give([replace(task, trace=trace) for task in tasks], self._run.rollout.timeout_s, version)
+            result = self._sampler.finish(self.stop_requested)
             self.timings["env"] += result.timings.get("env", 0.0)
             self.timings["runner"] += result.timings.get("sample", 0.0)
             tasks = self._stream.take(len(self._add(result)))
         return self._take(self._batch, version)
 
-    def open_next(self) -> bool:
+    def open_next(self) -> None:
         """Open the next round's episodes and encode their images: neither needs the weights that are learned meanwhile."""
         # Not in a deterministic run, which is lock-step.
         if not self._run.rollout.open_ahead or self._run.deterministic:
-            return False
+            return
         self._stream.begin(self._iteration + 1)
-        self._prepared = self._stream.take(self._batch)
-        self._sampler.prepare(self._prepared)
-        return True
+        self._opened = self._stream.take(self._batch)
+        self._sampler.open_ahead(self._opened)
 
     def _forget(self) -> None:
-        self._prepared = None
+        self._opened = None
 
 
 class ContinuousRollouts(Rollouts):
@@ -192,9 +187,7 @@ class ContinuousRollouts(Rollouts):
     with the first B complete groups and drops late ones, is `rollout.late_groups`.
     """
 
-    def __init__(
-        self, sampler: RolloutSampler, stream: TaskStream, run: RunConfig, continuous: ContinuousSampler
-    ) -> None:
+    def __init__(self, sampler: Sampler, stream: TaskStream, run: RunConfig, continuous: Sampler) -> None:
         super().__init__(sampler, stream, run)
         self._continuous = continuous
         self._slots = run.rollout.num_env_runners * run.rollout.groups_at_once
@@ -212,7 +205,7 @@ class ContinuousRollouts(Rollouts):
         while not self._ready(version):
             if self.stop_requested():
                 raise RoundAbandonedError("Sampling was stopped.")
-            result = self._continuous.collect(version, _STOP_CHECK_S)
+            result = self._continuous.collect(version, STOP_CHECK_S)
             self._add(result)
             self._take(0, version)
             if result.groups or result.lost:
@@ -231,6 +224,9 @@ class ContinuousRollouts(Rollouts):
         self._measure(sampled, runner_s)
         return taken
 
+    def open_next(self) -> None:
+        """Does nothing: the next groups are being sampled."""
+
     def _ready(self, version: int) -> bool:
         buffer, running = self._buffer, self._continuous.versions()
         if not buffer.has_batch(self._batch, version):
@@ -245,13 +241,14 @@ class ContinuousRollouts(Rollouts):
         missing = limit - len(self._buffer) - len(self._continuous)
         if missing > 0:
             trace = traceparent()
-            self._continuous.give([replace(task, trace=trace) for task in self._stream.take(missing)], version)
+            tasks = [replace(task, trace=trace) for task in self._stream.take(missing)]
+            self._continuous.give(tasks, self._run.rollout.timeout_s, version)
 
     def _measure(self, sampled: int, runner_s: float) -> None:
         now = time.monotonic()
         elapsed, self._looked = now - self._looked, now
         self.timings["runner"] = runner_s / max(sampled, 1)
-        self.figures = {
+        self.metrics = {
             "rollout/utilisation": min(runner_s / max(elapsed * self._slots, 1e-9), 1.0),
             "rollout/under_way": float(len(self._continuous)),
             "rollout/waiting": float(len(self._buffer)),
@@ -265,8 +262,8 @@ def make_rollouts(runners: EnvRunners, stream: TaskStream, run: RunConfig) -> Ro
     """The rollouts that the lag asks for."""
     # All may have been on one preemptible node: the autoscaler starts another machine.
     grace_s = max(RESTART_GRACE_S, run.serving.startup_timeout_s if os.environ.get("RL_VLM_AUTOSCALING") else 0.0)
-    sampler = RolloutSampler(runners, run.rollout.timeout_s, grace_s)
+    sampler = Sampler(runners, sharded=True, grace_s=grace_s)
     if run.rollout.max_policy_lag == 0:
         return RoundRollouts(sampler, stream, run)
     places = run.rollout.groups_at_once + 1  # see VLMEnvRunner.concurrent_calls
-    return ContinuousRollouts(sampler, stream, run, ContinuousSampler(runners, run.rollout.timeout_s, places, grace_s))
+    return ContinuousRollouts(sampler, stream, run, Sampler(runners, sharded=False, places=places, grace_s=grace_s))

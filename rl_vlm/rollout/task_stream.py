@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rl_vlm.config import RunConfig
-from rl_vlm.rollout.task_source import TaskItem, TaskSource
+from rl_vlm.rollout.mixture import Mixture, TaskItem
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import TrajectoryGroup
@@ -21,7 +21,7 @@ class TaskStream:
         run: group size, temperature, seed and how often conversations are recorded.
     """
 
-    def __init__(self, source: TaskSource, run: RunConfig) -> None:
+    def __init__(self, source: Mixture, run: RunConfig) -> None:
         self._source = source
         self._run = run
         self._next_round = self._next_place = 0
@@ -74,9 +74,9 @@ class TaskStream:
         # Sorted: they come in the order in which env runners answered, on which no later draw may depend.
         self._source.lose([self._open.pop(group_id) for group_id in sorted(group_ids) if group_id in self._open])
 
-    def figures(self) -> dict[str, float]:
-        """The source's figures."""
-        return self._source.figures()
+    def metrics(self) -> dict[str, float]:
+        """The source's metrics."""
+        return self._source.metrics()
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs: the source's place, and the tasks that are under way."""

@@ -59,7 +59,7 @@ class RolloutWorker:
         self._counted_retries = 0
         self._opened: dict[str, tuple[RolloutTask, OpenGroup]] = {}
 
-    async def prepare(self, tasks: list[RolloutTask]) -> None:
+    async def open_ahead(self, tasks: list[RolloutTask]) -> None:
         """Open the episodes of tasks that will be run next, and let the replicas encode their images.
 
         Neither needs the policy's weights, so it is done while the learner works. `run` repeats what fails here.
@@ -160,7 +160,7 @@ class RolloutWorker:
         return outcomes
 
     def _take_opened(self, task: RolloutTask) -> OpenGroup | None:
-        """What `prepare` opened for this task."""
+        """What `open_ahead` opened for this task."""
         if task.group_id not in self._opened:
             return None
         prepared, opened = self._opened.pop(task.group_id)

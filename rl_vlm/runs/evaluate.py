@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.parts import Survey, survey
 from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
 from rl_vlm.evaluation.identity import identity_of
@@ -17,7 +17,7 @@ from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.evaluation.outcome_log import OutcomeLog, items_path
 from rl_vlm.evaluation.outcomes import Outcome, Side
 from rl_vlm.evaluation.play import EpisodesLostError, losses, play_tasks
-from rl_vlm.evaluation.tables import by_category, compared, info_numbers, summary_of
+from rl_vlm.evaluation.summary import by_category, compared, info_numbers, summarize
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.models.trained import find_trained, is_full, trained_folder
 from rl_vlm.rollout.tasks import RolloutTask
@@ -39,7 +39,7 @@ class _Session:
 
 
 def evaluate_policy_run(
-    run: RunConfig,
+    config: PolicyConfig,
     *,
     adapter: Path | None = None,
     run_dir: Path | None = None,
@@ -52,26 +52,26 @@ def evaluate_policy_run(
     are written there as JSON, and beside it the items (`.items.jsonl`, as they are finished), a page (`.md`) and a figure (`.png`).
     """
     options = options or EvaluationOptions()
-    adapters = _adapters(run, find_trained(adapter, run_dir), options)
-    run = _run_for(run, adapters)
-    splits = options.split or (run.evaluation.split,)
-    envs = survey(run.env, *splits)
-    tasks = _tasks(run, envs, options.blind)
+    adapters = _adapters(config, find_trained(adapter, run_dir), options)
+    config = _run_for(config, adapters)
+    splits = options.split or (config.evaluation.split,)
+    envs = survey(config.env, *splits)
+    tasks = _tasks(config, envs, options.blind)
     started = time.monotonic()
     path = items_path(out) if out is not None else None
-    identity = identity_of(run, options, adapters, envs.sizes)
+    identity = identity_of(config, options, adapters, envs.sizes)
     with OutcomeLog(path, identity, resume=options.resume, finished=out is not None and out.exists()) as log:
         if out is not None:
             out.unlink(missing_ok=True)
-        session = _play_missing(run, options, adapters, tasks, log)
+        session = _play_missing(config, options, adapters, tasks, log)
         if not log.outcomes:
             reason = next(iter(session.lost.values()), "no tasks")
             raise EpisodesLostError(f"All {len(tasks)} episodes failed, the last because of: {reason}")
         results = {
-            "env": run.env.title,
-            "model": run.model.path if options.endpoint is None else options.endpoint_model,
+            "env": config.env.title,
+            "model": config.model.path if options.endpoint is None else options.endpoint_model,
             "adapter": str(adapters["policy"]) if adapters["policy"] is not None else None,
-            **_results(run, envs, tasks, log, adapters),
+            **_results(config, envs, tasks, log, adapters),
             "asked": session.asked,
             **losses(session.lost),
             "seconds": round(time.monotonic() - started, 2),
@@ -92,7 +92,7 @@ def _write(results: dict[str, Any], out: Path) -> None:
     write_atomic(out, json.dumps(results, indent=2) + "\n")
 
 
-def _adapters(run: RunConfig, named: Path | None, options: EvaluationOptions) -> dict[Side, Path | None]:
+def _adapters(config: PolicyConfig, named: Path | None, options: EvaluationOptions) -> dict[Side, Path | None]:
     """The adapter of each side; None is the base model."""
     if options.endpoint is not None:
         if named is not None or options.against is not None or options.benchmark_runs:
@@ -102,7 +102,7 @@ def _adapters(run: RunConfig, named: Path | None, options: EvaluationOptions) ->
         return {"policy": None}
     if options.compare_hf and not options.benchmark_runs:
         raise UserInputError("--compare-hf belongs to the throughput measurement: add --benchmark-runs 5.")
-    adapters: dict[Side, Path | None] = {"policy": named or starting_adapter(run)}
+    adapters: dict[Side, Path | None] = {"policy": named or starting_adapter(config)}
     if options.against is not None:
         adapters["against"] = _other_adapter(options.against)
         if adapters["against"] == adapters["policy"]:
@@ -110,16 +110,16 @@ def _adapters(run: RunConfig, named: Path | None, options: EvaluationOptions) ->
     return adapters
 
 
-def _run_for(run: RunConfig, adapters: dict[Side, Path | None]) -> RunConfig:
+def _run_for(config: PolicyConfig, adapters: dict[Side, Path | None]) -> PolicyConfig:
     """The run with replicas for what is measured. Raises UserInputError where its two sides need different ones."""
     kinds = {is_full(folder): folder for folder in adapters.values() if folder is not None}
     if len(kinds) > 1:
         raise UserInputError(
             "One side is an adapter and the other full weights, which no replica serves both: measure each by itself."
         )
-    if kinds.get(True) and run.serving.shared:
+    if kinds.get(True) and config.serving.shared:
         raise UserInputError("Replicas that are shared serve adapters only: set serving.shared=null.")
-    return run_for(run, next(iter(kinds.values()))) if kinds else run
+    return run_for(config, next(iter(kinds.values()))) if kinds else config
 
 
 def _other_adapter(name: str) -> Path | None:
@@ -129,36 +129,36 @@ def _other_adapter(name: str) -> Path | None:
     return trained_folder(folder) or find_trained(folder, None)
 
 
-def _tasks(run: RunConfig, envs: Survey, blind: bool) -> list[RolloutTask]:
+def _tasks(config: PolicyConfig, envs: Survey, blind: bool) -> list[RolloutTask]:
     """The tasks of all splits, whose ids begin with the split. The side that plays them sets `min_version`."""
     found: list[RolloutTask] = []
     for split, sizes in envs.sizes.items():
-        evaluation = run.evaluation.model_copy(update={"split": split})
-        tasks = evaluation_tasks(run.model_copy(update={"evaluation": evaluation}), sizes, min_version=0)
+        evaluation = config.evaluation.model_copy(update={"split": split})
+        tasks = evaluation_tasks(config.model_copy(update={"evaluation": evaluation}), sizes, min_version=0)
         tasks = [replace(task, group_id=f"{split}/{task.group_id}") for task in tasks]
         found += tasks
         if blind:
             found += [*viewed_tasks(tasks, "blank"), *viewed_tasks(tasks, "swapped")]
     if not found:
-        raise UserInputError(f"The {' and '.join(envs.sizes)} split of {run.env.title} holds no items.")
+        raise UserInputError(f"The {' and '.join(envs.sizes)} split of {config.env.title} holds no items.")
     return found
 
 
 def _play_missing(
-    run: RunConfig,
+    config: PolicyConfig,
     options: EvaluationOptions,
     adapters: dict[Side, Path | None],
     tasks: Sequence[RolloutTask],
     log: OutcomeLog,
 ) -> _Session:
     """Ask what the items file does not hold, one side after the other, and measure the throughput."""
-    if options.benchmark_runs and run.serving.shared:
+    if options.benchmark_runs and config.serving.shared:
         raise UserInputError("A throughput is that of replicas of one's own: set serving.shared=null, or measure none.")
     session = _Session()
     missing = {side: log.missing(tasks, side) for side in adapters}
     if not any(missing.values()) and not options.benchmark_runs:
         return session
-    with players(run, options, adapters) as found:
+    with players(config, options, adapters) as found:
         for side, todo in missing.items():
             play = found.play_as(side)
             began = time.monotonic()
@@ -167,7 +167,7 @@ def _play_missing(
                 session.tokens += sum(one.tokens for one in outcomes)
                 log.add(outcomes)
 
-            settings = {"at_once": run.evaluation.at_once, "max_losses": run.rollout.max_consecutive_failures}
+            settings = {"at_once": config.evaluation.at_once, "max_losses": config.rollout.max_consecutive_failures}
             lost = found.runner.run(play_tasks(todo, play, keep, **settings))
             session.lost.update({f"{side}/{name}": reason for name, reason in lost.items()})
             session.asked += len(todo)
@@ -175,7 +175,7 @@ def _play_missing(
             if side == "policy" and options.benchmark_runs and found.served is not None:
                 session.throughput = found.runner.run(
                     measure_throughput(
-                        run,
+                        config,
                         found.served.run_id,
                         adapters["policy"],
                         runs=options.benchmark_runs,
@@ -186,14 +186,14 @@ def _play_missing(
 
 
 def _results(
-    run: RunConfig,
+    config: PolicyConfig,
     envs: Survey,
     tasks: Sequence[RolloutTask],
     log: OutcomeLog,
     adapters: dict[Side, Path | None],
 ) -> dict[str, Any]:
     """The figures of one split at the top; those of several each under `splits`."""
-    parts = {split: _split_results(run, split, envs, tasks, log, adapters) for split in envs.sizes}
+    parts = {split: _split_results(config, split, envs, tasks, log, adapters) for split in envs.sizes}
     if len(parts) == 1:
         ((split, figures),) = parts.items()
         return {"split": split, **figures}
@@ -201,7 +201,7 @@ def _results(
 
 
 def _split_results(
-    run: RunConfig,
+    config: PolicyConfig,
     split: Split,
     envs: Survey,
     tasks: Sequence[RolloutTask],
@@ -212,13 +212,13 @@ def _split_results(
     asked = {task.group_id for task in own}
     found = [one for one in log.outcomes if one.id in asked]
     ours = [one for one in found if one.side == "policy"]
-    key = run.evaluation.category
-    results = summary_of(run, own, found, envs.metrics)
+    key = config.evaluation.category
+    results = summarize(config, own, found, envs.metrics)
     tables, unnamed = by_category(own, found, key)
     more: dict[str, Any] = {"categories": tables, "categories_lost": unnamed, "info": info_numbers(ours, key)}
     if "against" in adapters:
         more["against"] = {
             "adapter": adapters["against"] and str(adapters["against"]),
-            "variants": compared(own, found, run.seed),
+            "variants": compared(own, found, config.seed),
         }
     return results | {name: value for name, value in more.items() if value}

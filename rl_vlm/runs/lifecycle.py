@@ -13,15 +13,17 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.config import RunConfig, SFTConfig, save_config
-from rl_vlm.files import open_own, write_atomic
+from rl_vlm.config import SFTConfig, TrainConfig, save_config
+from rl_vlm.files import clean_leftovers, open_own, write_atomic
 from rl_vlm.imports import import_meanwhile, imports_done
+from rl_vlm.models.payload import WeightPayload
 from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.runs.drain import RUNNING, STOPPING, call_this_process
 from rl_vlm.types import RLVLMError, UserInputError
 
 if TYPE_CHECKING:
+    from rl_vlm.algorithms.config import RunAlgorithmConfig
     from rl_vlm.monitoring.ray_metrics import RayFigures
 
 
@@ -74,13 +76,15 @@ class StopRequest:
 class BaseRun(ABC):
     """The state of one command that trains; `start` iterations are done already."""
 
+    config: TrainConfig | SFTConfig
     _unit = "iteration"  # what `_position` counts
 
     def __init__(
-        self, config: RunConfig | SFTConfig, folder: Path, start: int, resume: bool, display: ProgressDisplay
+        self, config: TrainConfig | SFTConfig, folder: Path, start: int, resume: bool, display: ProgressDisplay
     ) -> None:
         self.folder, self.display = folder, display
-        self._config = config
+        self.config = config
+        clean_leftovers(folder)
         self.saved_at = -1  # iterations or steps that are in the newest checkpoint; -1 without one
         self._found = _contents(folder, ("config.yaml", "result.json")) if resume else {}
         save_config(config, folder / "config.yaml")
@@ -93,7 +97,7 @@ class BaseRun(ABC):
         self.rewards: list[float] = []  # of this process, for when a full disk keeps them out of progress.csv
 
     def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
-        return RunRecorder(self.folder, self._config, resumed_iteration, draw=self._draw)
+        return RunRecorder(self.folder, self.config, resumed_iteration, draw=self._draw)
 
     @staticmethod
     def _draw(folder: Path) -> None:
@@ -146,6 +150,31 @@ class BaseRun(ABC):
         """How far training is."""
 
     @abstractmethod
+    def _save(self, position: int) -> None:
+        """Write a checkpoint. Raises OSError."""
+
+    def _checkpoint(self) -> None:
+        """Save a checkpoint. A full disk costs this checkpoint, not the run; the older ones stay."""
+        position = self._position()
+        if position == self.saved_at:
+            return
+        try:
+            self._save(position)
+        except OSError as error:
+            self._cannot_write("a checkpoint", error)
+            return
+        self.saved_at = position
+
+    def _save_trained(self, payload: WeightPayload, suffix: str = "") -> None:
+        """Write what was trained into the run folder. Raises RLVLMError."""
+        try:
+            payload.write(self.folder / f"{payload.FOLDER}{suffix}")
+        except OSError as error:
+            raise RLVLMError(
+                f"Could not write the adapter to {self.folder} ({error.strerror or error}): free some space and --resume."
+            ) from error
+
+    @abstractmethod
     def _loop(self) -> None:
         """Start everything, train, stop everything."""
 
@@ -186,38 +215,39 @@ class BaseRun(ABC):
 class RunLifecycle(BaseRun):
     """The state of one `train` call: Ray, and an algorithm on it."""
 
-    def __init__(self, run: RunConfig, folder: Path, start: int, resume: bool, display: ProgressDisplay) -> None:
-        self.run = run
+    config: TrainConfig
+
+    def __init__(self, config: TrainConfig, folder: Path, start: int, resume: bool, display: ProgressDisplay) -> None:
         self.algorithm: Any = None
         self._figures: RayFigures | None = None
-        super().__init__(run, folder, start, resume, display)
+        super().__init__(config, folder, start, resume, display)
 
     def _loop(self) -> None:
         """Start everything, train, stop everything."""
-        serves = self.run.spec.serves(self.run)
+        serves = self.config.serves
         import_meanwhile("torch", *(("transformers.modeling_utils", "peft") if serves else ()))
-        from rl_vlm.runs.cluster import ray_cluster
-        from rl_vlm.serving.publisher import serving_ahead
+        from rl_vlm.runs.ray_session import ray_cluster
+        from rl_vlm.serving.service import started_service
 
         self._announce(serves)
         with (
-            ray_cluster(self.run),
+            ray_cluster(self.config),
             self._ray_metrics(),
-            serving_ahead(self.run, self.folder / "serving") if serves else nullcontext(),
+            started_service(self.config) if serves else nullcontext() as service,
         ):
             imports_done()
-            config = self.run.spec.load("config").from_run_config(self.run, self.folder)
+            config = self._rllib_config().from_run_config(self.config, self.folder, service)
             with self._algorithm(config):
                 self._train()
 
     def _announce(self, serves: bool) -> None:
         """Say which settings change nothing, and what starts."""
-        shared = self.run.serving.shared
-        replicas = f", {self.run.serving.num_replicas} replicas" if serves else ""
+        shared = self.config.serving.shared
+        replicas = f", {self.config.serving.num_replicas} replicas" if serves else ""
         replicas = f", the shared replicas {shared}" if serves and shared else replicas
-        for sentence in self.run.without_effect:
+        for sentence in self.config.notes():
             self.display.message(sentence)
-        self.display.message(f"Starting Ray{replicas} and the learner for {self.run.env.title} ...")
+        self.display.message(f"Starting Ray{replicas} and the learner for {self.config.title} ...")
 
     def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
         recorder = super()._new_recorder(resumed_iteration)
@@ -227,20 +257,32 @@ class RunLifecycle(BaseRun):
     @contextmanager
     def _ray_metrics(self) -> Iterator[None]:
         """Inside, figures are Ray metrics too, where the configuration or a cluster that was joined asks for it."""
-        from rl_vlm.runs.cluster import joins_cluster
+        from rl_vlm.runs.ray_session import joins_cluster
 
-        wanted = self.run.logging.ray_metrics
+        wanted = self.config.logging.ray_metrics
         if not (joins_cluster() if wanted is None else wanted):
             yield
             return
         from rl_vlm.monitoring.ray_metrics import RayFigures
 
-        self._figures = self.recorder.ray = RayFigures(self.run, self.folder, self.display.total)
+        self._figures = self.recorder.ray = RayFigures(self.config, self.folder, self.display.total)
         self._figures.recall(self.recorder.column("reward/mean"), self.recorder.column("mismatch/kl"))
         try:
             yield
         finally:
             self._figures.close()
+
+    def _checkpoint(self) -> None:
+        from rl_vlm.algorithms.learners import LearnerLostError  # imports Ray
+
+        try:
+            super()._checkpoint()
+        except LearnerLostError as error:  # the next update replaces it, from the checkpoint before this one
+            self.display.message(f"No checkpoint at {self._unit} {self._position()}. {error}")
+
+    @abstractmethod
+    def _rllib_config(self) -> type[RunAlgorithmConfig]:
+        """The class of the RLlib configuration."""
 
     @abstractmethod
     def _train(self) -> None:

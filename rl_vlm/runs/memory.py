@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import CommonConfig, PolicyConfig
 from rl_vlm.models.builtin import builtin_models
 from rl_vlm.models.hub import fetch_config
 from rl_vlm.models.loading import SUPPORTED_FAMILIES, resolve_model
@@ -36,19 +36,19 @@ def shape_of(model: str) -> ModelShape:
         return ModelShape.read(fetch_config(model))
 
 
-def make_plan(run: RunConfig, gpu_gib: float | None = None, folder: Path | None = None) -> MemoryPlan:
+def make_plan(config: CommonConfig, gpu_gib: float | None = None, folder: Path | None = None) -> MemoryPlan:
     """The memory plan for GPUs of `gpu_gib` GiB; else for the smallest of this machine, else for the recipe's card.
 
     `folder`: of the model, where it is known. Raises UserInputError.
     """
-    shape = shape_of(run.model.path) if folder is None else ModelShape.read(folder)
-    card = gpu_gib or smallest_gpu_gib(run) or run.model.least_gpu_gib
-    return plan_memory(run, shape, None if card is None else gib(card))
+    shape = shape_of(config.model.path) if folder is None else ModelShape.read(folder)
+    card = gpu_gib or smallest_gpu_gib(config) or config.model.least_gpu_gib
+    return plan_memory(config, shape, None if card is None else gib(card))
 
 
-def smallest_gpu_gib(run: RunConfig) -> float | None:
+def smallest_gpu_gib(config: CommonConfig) -> float | None:
     """Memory of this machine's smallest GPU, where the run asks for one and there is one. torch is imported only then."""
-    if not run.needed_gpus or not _has_nvidia():
+    if not config.needed_gpus or not _has_nvidia():
         return None
     import torch
 
@@ -56,43 +56,45 @@ def smallest_gpu_gib(run: RunConfig) -> float | None:
     return min((torch.cuda.get_device_properties(k).total_memory / GIB for k in found), default=None)
 
 
-def adapters_mib(run: RunConfig) -> int:
+def adapters_mib(config: CommonConfig) -> int:
     """What versions take in the object store: the newest, the one that replicas still load, and one that is made."""
-    if not run.spec.publishes_adapters or run.model.path in builtin_models():  # theirs are small
+    if not isinstance(config, PolicyConfig) or config.model.path in builtin_models():  # theirs are small
         return 0
-    return math.ceil(_versions(run) * published_bytes(run, shape_of(run.model.path)) / 2**20)
+    return math.ceil(_versions(config) * published_bytes(config, shape_of(config.model.path)) / 2**20)
 
 
-def _versions(run: RunConfig) -> int:
-    if run.model.train == "lora":
+def _versions(config: CommonConfig) -> int:
+    if not config.trains_full:
         return _VERSIONS
-    return _FULL_VERSIONS + (run.learner.num_learners > 0)  # and the learner's own answer, where it is another process
+    return _FULL_VERSIONS + (
+        config.learner.num_learners > 0
+    )  # and the learner's own answer, where it is another process
 
 
-def object_store_mib(run: RunConfig) -> int:
+def object_store_mib(config: CommonConfig) -> int:
     """The object store of a private cluster. Raises UserInputError where the configuration's is too small for the adapter."""
-    needed, given = adapters_mib(run), run.resources.object_store_mib
+    needed, given = adapters_mib(config), config.resources.object_store_mib
     if given is None:
         return max(_STORE_MIB, needed + _STORE_MIB // 2)
     if given < needed:
         raise UserInputError(
-            f"resources.object_store_mib {given} is too small: {_versions(run)} versions of this run's {_published(run)}, take "
+            f"resources.object_store_mib {given} is too small: {_versions(config)} versions of this run's {_published(config)}, take "
             f"{needed} MiB. Set it to {needed + _STORE_MIB // 2} or leave it out."
         )
     return given
 
 
-def _published(run: RunConfig) -> str:
-    return "weights" if run.model.train == "full" else f"adapter, of rank {run.model.lora.rank}"
+def _published(config: CommonConfig) -> str:
+    return "weights" if config.trains_full else f"adapter, of rank {config.lora_rank}"
 
 
 def _has_nvidia() -> bool:
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
 
 
-def describe(run: RunConfig, plan: MemoryPlan) -> Iterator[str]:
+def describe(config: CommonConfig, plan: MemoryPlan) -> Iterator[str]:
     """The plan as lines for people."""
-    yield f"{run.name}: {run.model.path}, {amount(plan.shape.parameters)} parameters"
+    yield f"{config.name}: {config.model.path}, {amount(plan.shape.parameters)} parameters"
     if plan.shape.family not in SUPPORTED_FAMILIES:
         yield f"Models of type {plan.shape.family} are planned, and not served or trained yet."
     for card in plan.cards:
@@ -102,7 +104,7 @@ def describe(run: RunConfig, plan: MemoryPlan) -> Iterator[str]:
     if plan.starved:
         yield f"It does not fit. {plan.starved}"
     if any(card.left is not None and card.left < 0 for card in plan.cards):
-        yield f"It does not fit: {advice(run)}"
+        yield f"It does not fit: {advice(config)}"
 
 
 def _card(card: Card, gpus: int) -> Iterator[str]:
@@ -120,20 +122,20 @@ def _card(card: Card, gpus: int) -> Iterator[str]:
         yield f"  {'left':<26}{text(card.left):>12}{turns}"
 
 
-def advice(run: RunConfig) -> str:
+def advice(config: CommonConfig) -> str:
     """What makes a run smaller, one sentence."""
     steps = []
-    if run.spec.publishes_adapters:
-        if not run.learner.gradient_checkpointing:
+    if isinstance(config, PolicyConfig):
+        if not config.learner.gradient_checkpointing:
             steps.append("set learner.gradient_checkpointing=true")
-        steps.append(f"lower learner.micro_batch_tokens ({run.learner.micro_batch_tokens})")
-    if run.spec.serves(run):
-        if run.serving.expected_engine == "vllm" and not run.serving.vllm.rest_while_learning:
-            steps.append(f"lower serving.vllm.gpu_memory_utilization ({run.serving.memory_utilization:g})")
-        elif run.serving.expected_engine != "vllm":
-            steps.append(f"lower serving.max_rows ({run.serving.max_rows})")
-        steps.append(f"lower serving.max_context ({run.serving.max_context})")
-    if run.model.dtype == "float32":
+        steps.append(f"lower learner.micro_batch_tokens ({config.learner.micro_batch_tokens})")
+    if config.serves:
+        if config.serving.expected_engine == "vllm" and not config.serving.vllm.rest_while_learning:
+            steps.append(f"lower serving.vllm.gpu_memory_utilization ({config.serving.memory_utilization:g})")
+        elif config.serving.expected_engine != "vllm":
+            steps.append(f"lower serving.max_rows ({config.serving.max_rows})")
+        steps.append(f"lower serving.max_context ({config.serving.max_context})")
+    if config.model.dtype == "float32":
         steps.insert(0, "set model.dtype=bfloat16")
     return ", ".join(steps[:-1]) + f", or {steps[-1]}." if len(steps) > 1 else "use a larger GPU."
 

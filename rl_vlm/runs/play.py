@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.parts import survey
 from rl_vlm.evaluation.play import EpisodesLostError, losses
 from rl_vlm.files import to_jsonable, write_atomic
@@ -25,7 +25,7 @@ from rl_vlm.types import TrajectoryGroup
 
 
 def rollout(
-    run: RunConfig,
+    config: PolicyConfig,
     adapter: Path | None = None,
     *,
     episodes: int = 4,
@@ -37,14 +37,14 @@ def rollout(
     `sampling`: temperature, top_p, top_k, max_new_tokens, seed, batch_size; what is absent is as in training.
     """
     options = dict(sampling or {})
-    adapter = adapter or starting_adapter(run)
-    run = run_for(run, adapter) if adapter is not None else run
+    adapter = adapter or starting_adapter(config)
+    config = run_for(config, adapter) if adapter is not None else config
     batch = options.get("batch_size", episodes)
-    seed = options.get("seed", run.seed)
+    seed = options.get("seed", config.seed)
     if "max_new_tokens" in options:
-        run = run.model_copy(update={"rollout": run.rollout.with_turns_of(options["max_new_tokens"])})
+        config = config.model_copy(update={"rollout": config.rollout.with_turns_of(options["max_new_tokens"])})
     with redirect_stdout(sys.stderr):  # what the environment prints: on stdout there are JSON lines only
-        sizes = survey(run.env, "train").sizes["train"]
+        sizes = survey(config.env, "train").sizes["train"]
     names = [name for name, _ in zip(itertools.cycle(sizes), range(episodes), strict=False)]
     order = np.random.default_rng(seed).integers(0, [sizes[name] or 2**31 - 1 for name in names])
     template = RolloutTask(
@@ -54,7 +54,7 @@ def rollout(
         seed=0,
         sampling_seed=0,
         size=1,
-        temperature=options.get("temperature", run.rollout.temperature),
+        temperature=options.get("temperature", config.rollout.temperature),
         min_version=1 if adapter is not None else 0,
         top_p=options.get("top_p", 1.0),
         top_k=options.get("top_k", 0),
@@ -72,7 +72,7 @@ def rollout(
         for number, (index, name) in enumerate(zip(order, names, strict=True))
     ]
     with redirect_stdout(sys.stderr):
-        result = _run_tasks(run, adapter, tasks, batch)
+        result = _run_tasks(config, adapter, tasks, batch)
     lines = [json.dumps(to_jsonable(_line(group)), ensure_ascii=False) for group in result.groups]
     if out is not None:
         write_atomic(out, "\n".join(lines) + "\n")
@@ -111,10 +111,10 @@ def _line(group: TrajectoryGroup) -> dict[str, Any]:
     }
 
 
-def _run_tasks(run: RunConfig, adapter: Path | None, tasks: list[RolloutTask], batch: int) -> RolloutResult:
+def _run_tasks(config: PolicyConfig, adapter: Path | None, tasks: list[RolloutTask], batch: int) -> RolloutResult:
     """Run the tasks, `batch` at a time."""
     merged = RolloutResult()
-    with served_worker(run) as served, asyncio.Runner() as loop:
+    with served_worker(config) as served, asyncio.Runner() as loop:
         served.publish(adapter, version=1)
         for start in range(0, len(tasks), batch):
             part = loop.run(served.worker.run(tasks[start : start + batch]))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl_vlm.asking.http_endpoints import OpenAIEndpoint
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.evaluation.endpoint_player import EndpointPlayer
@@ -33,17 +33,17 @@ class Players:
 
 
 @contextmanager
-def players(run: RunConfig, options: EvaluationOptions, adapters: dict[Side, Path | None]) -> Iterator[Players]:
+def players(config: PolicyConfig, options: EvaluationOptions, adapters: dict[Side, Path | None]) -> Iterator[Players]:
     """Start what the options name; it ends with the context."""
     if options.endpoint is not None:
-        with asyncio.Runner() as runner, _endpoint_player(run, options, options.endpoint, runner) as player:
+        with asyncio.Runner() as runner, _endpoint_player(config, options, options.endpoint, runner) as player:
             yield Players(runner, lambda side: player.play)
         return
-    with served_worker(run) as served, asyncio.Runner() as runner:
-        yield Players(runner, lambda side: _served_player(run, served, adapters, side), served)
+    with served_worker(config) as served, asyncio.Runner() as runner:
+        yield Players(runner, lambda side: _served_player(config, served, adapters, side), served)
 
 
-def _served_player(run: RunConfig, served: Served, adapters: dict[Side, Path | None], side: Side) -> Play:
+def _served_player(config: PolicyConfig, served: Served, adapters: dict[Side, Path | None], side: Side) -> Play:
     version = 1 + list(adapters).index(side)
     served.publish(adapters[side], version)
     oldest = version if adapters[side] is not None else BASE_MODEL
@@ -52,14 +52,14 @@ def _served_player(run: RunConfig, served: Served, adapters: dict[Side, Path | N
         result = await served.worker.run([replace(task, min_version=oldest)])
         if not result.groups:
             return next(iter(result.lost.values()))
-        return outcomes_of(result.groups[0], task, side, env=task.env or run.env.id, category=run.evaluation.category)
+        return outcomes_of(config, task, result.groups[0].trajectories, side)
 
     return play
 
 
 @contextmanager
 def _endpoint_player(
-    run: RunConfig, options: EvaluationOptions, url: str, runner: asyncio.Runner
+    config: PolicyConfig, options: EvaluationOptions, url: str, runner: asyncio.Runner
 ) -> Iterator[EndpointPlayer]:
     settings = EndpointSection(
         url=url,
@@ -71,7 +71,7 @@ def _endpoint_player(
     )
     client = AsyncExitStack()
     ask = runner.run(client.enter_async_context(OpenAIEndpoint(settings).open()))
-    player = EndpointPlayer(run, ask)
+    player = EndpointPlayer(config, ask)
     try:
         yield player
     finally:

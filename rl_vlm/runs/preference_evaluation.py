@@ -12,16 +12,22 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from rl_vlm.algorithms.preference_checkpoint import AGENT, STATE, latest_checkpoint, read_state
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PreferenceConfig
 from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.files import write_atomic
-from rl_vlm.preference.collector import Evaluator, NumpyActor, environment_errors, evaluation_seeds, make_run_env
-from rl_vlm.preference.episode_log import evaluation_figures
+from rl_vlm.preference.collection.collector import (
+    Evaluator,
+    NumpyActor,
+    environment_errors,
+    evaluation_seeds,
+    make_run_env,
+)
+from rl_vlm.preference.collection.episode_log import evaluation_metrics
 from rl_vlm.types import UserInputError
 
 
 def evaluate_preference_run(
-    run: RunConfig,
+    config: PreferenceConfig,
     *,
     adapter: Path | None = None,
     run_dir: Path | None = None,
@@ -43,21 +49,21 @@ def evaluate_preference_run(
         )
     checkpoint = _find_checkpoint(run_dir)
     step = int(read_state(checkpoint)["step"])
-    actor = _load_actor(run, checkpoint)
-    settings = run.preference.evaluation
-    evaluator = Evaluator(lambda: make_run_env(run), settings.parallel, settings.end_on_success)
+    actor = _load_actor(config, checkpoint)
+    settings = config.preference.evaluation
+    evaluator = Evaluator(lambda: make_run_env(config), settings.parallel, settings.end_on_success)
     started = time.monotonic()
     try:
         with environment_errors():
-            results = evaluator.run(actor, evaluation_seeds(run))
+            results = evaluator.run(actor, evaluation_seeds(config))
     finally:
         evaluator.close()
     episodes = [{name: value for name, value in asdict(result).items() if name != "frames"} for result in results]
     summary = {
-        "env": run.env.id,
+        "env": config.env.id,
         "checkpoint": str(checkpoint),
         "step": step,
-        **evaluation_figures(results),
+        **evaluation_metrics(results),
         "seconds": round(time.monotonic() - started, 2),
         "episodes": episodes,
     }
@@ -77,22 +83,22 @@ def _find_checkpoint(folder: Path) -> Path:
     return found
 
 
-def _load_actor(run: RunConfig, checkpoint: Path) -> NumpyActor:
+def _load_actor(config: PreferenceConfig, checkpoint: Path) -> NumpyActor:
     """The policy alone, in the shape that the checkpoint has; it must fit the environment."""
     try:
         arrays = load_file(checkpoint / AGENT)
         depth = sum(name.startswith("actor.") and name.endswith(".weight") for name in arrays)
         layers = [(arrays[f"actor.{place}.weight"], arrays[f"actor.{place}.bias"]) for place in range(depth)]
-        actor = NumpyActor(layers, run.preference.sac.log_std_bounds)
+        actor = NumpyActor(layers, config.preference.sac.log_std_bounds)
         found = (layers[0][0].shape[1], actor.action_size)
     except (OSError, ValueError, KeyError, IndexError, SafetensorError) as error:
         raise UserInputError(f"The checkpoint {checkpoint} is corrupt ({error}): use an older one.") from error
-    env = make_run_env(run)
+    env = make_run_env(config)
     wanted = (env.observation_space.shape[0], env.action_space.shape[0])
     env.close()
     if found != wanted:
         raise UserInputError(
-            f"The checkpoint's agent takes {found[0]} observations and gives {found[1]} actions, {run.env.id} has "
+            f"The checkpoint's agent takes {found[0]} observations and gives {found[1]} actions, {config.env.id} has "
             f"{wanted[0]} and {wanted[1]}: evaluate it with its own configuration (`rl-vlm eval RUN_FOLDER`)."
         )
     return actor

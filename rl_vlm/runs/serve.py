@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,9 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 
 from rl_vlm.asking.http_endpoints import url_host
-from rl_vlm.config import LearnerSection, RunConfig, load_config, load_served_config
+from rl_vlm.config import LearnerSection, RunConfig, load_policy_config, load_served_config
 from rl_vlm.http.app import build_http_app
 from rl_vlm.http.backend import ServeBackend
 from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
@@ -29,18 +26,17 @@ from rl_vlm.models.loading import check_quantization, load_text_side, quiet_libr
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.trained import read_payload, trained_folder
-from rl_vlm.runs.cluster import ray_cluster
-from rl_vlm.runs.kv_memory import ANSWER_S, depends_on_gpu, kv_room
+from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.runs.served import run_for
 from rl_vlm.runs.signals import leave_on_signals
-from rl_vlm.serving.publisher import PolicyService, ServingError
-from rl_vlm.serving.registry import registry_name
-from rl_vlm.serving.server import app_name, initial_replicas
+from rl_vlm.serving.deploy import initial_replicas
+from rl_vlm.serving.registry import app_name, registry_name
+from rl_vlm.serving.service import PolicyService, ServingError
 from rl_vlm.types import UserInputError
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServeTarget:
     """What is served, and how; everything in it has been checked."""
 
     run: RunConfig
@@ -58,7 +54,7 @@ def plan(
     adapter: Path | None = None,
     host: str | None = None,
     port: int | None = None,
-) -> Plan:
+) -> ServeTarget:
     """Read arguments and environment. Raises UserInputError.
 
     `target` is a model (`tiny`, a folder, a hub name), a YAML configuration, or a run folder, which brings its adapter.
@@ -76,9 +72,9 @@ def plan(
         run = load_served_config(path / "config.yaml", settings)
         adapter = adapter or trained_folder(path)
     elif path.suffix in (".yaml", ".yml"):
-        run = load_config(path, settings)
+        run = load_policy_config(path, settings)
     else:
-        run = load_config(None, [f"model.path={json.dumps(target)}", *_machine_defaults(), *settings])
+        run = load_policy_config(None, [f"model.path={json.dumps(target)}", *_machine_defaults(), *settings])
     token = os.environ.get(TOKEN_VARIABLE) or None
     check_exposure(run.http.host, token)
     check_quantization(run.serving.quantization)
@@ -97,7 +93,7 @@ def plan(
             raise UserInputError(
                 "The adapter changes the vision tower, which vLLM would ignore: set serving.engine=transformers."
             )
-    return Plan(_for_serving(run), model, payload, adapter, name, token)
+    return ServeTarget(_for_serving(run), model, payload, adapter, name, token)
 
 
 def _machine_defaults() -> list[str]:
@@ -133,7 +129,7 @@ def keeps_base_model(run: RunConfig) -> bool:
     return run.model.train != "full" or run.serving.expected_engine != "vllm"
 
 
-def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
+def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> int:
     """Serve until SIGINT or SIGTERM, whose number is returned. Raises RLVLMError when the model cannot be served.
 
     For use inside `leaving_on_signals`: before the server runs a signal ends the command, and what has been started with it.
@@ -142,15 +138,15 @@ def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
     quiet_libraries()
     text = load_text_side(plan.model, run.model.pixels)
     run_id = f"serve-{uuid.uuid4().hex[:8]}"
-    with bind(limits.host, limits.port) as sock, tempfile.TemporaryDirectory(prefix="rl-vlm-serve-") as folder:
+    with bind(limits.host, limits.port) as sock:
         announce(f"Loading {plan.name} ...")
         with ray_cluster(run):
-            service = PolicyService(run, run_id, ModelReference.of(str(plan.model)), Path(folder) / "registry")
+            service = PolicyService(run, run_id, ModelReference.of(str(plan.model)))
             try:
                 service.wait_until_ready()
                 registry = ray.get_actor(registry_name(run_id))
                 if plan.adapter is not None:
-                    service.publish(plan.adapter, on_disk=True)
+                    service.publish(plan.adapter)
                     _wait_for_adapter(registry, run)
                 handle = serve.get_deployment_handle("policy", app_name(run_id))
                 backend = ServeBackend(
@@ -161,28 +157,13 @@ def run_server(plan: Plan, announce: Callable[[str], None]) -> int:
                     deadline_s=limits.deadline_s,
                     keeps_base=keeps_base_model(run),
                 )
-                app = build_http_app(
-                    backend,
-                    text,
-                    limits,
-                    max_context=run.serving.max_context,
-                    token=plan.token,
-                    kv_room=kv_room(run, plan.model, _gpu_bytes(handle) if depends_on_gpu(run) else 0),
-                )
+                app = build_http_app(backend, text, limits, max_context=run.serving.max_context, token=plan.token)
                 port = sock.getsockname()[1]
                 server = HTTPServer(app, sock, limits, lambda: announce(banner(plan, port)))
                 return server.run_until_signal()
             finally:
                 leave_on_signals()  # the server has put its own in place
                 service.stop()
-
-
-def _gpu_bytes(handle: Any) -> int:
-    """The memory of a replica's GPU, 0 where it sees none. Raises ServingError."""
-    try:
-        return int(handle.gpu_bytes.remote().result(timeout_s=ANSWER_S))
-    except (RayError, RayServeException, TimeoutError) as error:
-        raise ServingError(f"No replica says how much memory its GPU has ({error}): set http.max_kv_gib.") from error
 
 
 def _wait_for_adapter(registry: Any, run: RunConfig) -> None:
@@ -195,7 +176,7 @@ def _wait_for_adapter(registry: Any, run: RunConfig) -> None:
         )
 
 
-def banner(plan: Plan, port: int) -> str:
+def banner(plan: ServeTarget, port: int) -> str:
     """Where it listens, under which names, within which limits."""
     run, limits = plan.run, plan.run.http
     device = "GPU" if run.serving.gpus_per_replica else "CPU"

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 import uuid
 from pathlib import Path
 from typing import Any
 
 import ray
-from pydantic import Field, ValidationError
+from pydantic import Field
 from ray import serve
 
 from rl_vlm.config import RunConfig, Section
-from rl_vlm.config.hints import explain
+from rl_vlm.config.loading import validated
 from rl_vlm.http.app import build_http_app
 from rl_vlm.http.backend import ServeBackend
 from rl_vlm.http.gate import Gate
@@ -27,15 +26,16 @@ from rl_vlm.http.server import TOKEN_VARIABLE, check_exposure
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.trained import read_payload
-from rl_vlm.runs.kv_memory import depends_on_gpu, kv_room
 from rl_vlm.runs.serve import keeps_base_model, plan
-from rl_vlm.serving.registry import Published, start_registry
-from rl_vlm.serving.server import build_app
-from rl_vlm.types import UserInputError
+from rl_vlm.serving.deploy import build_app
+from rl_vlm.serving.registry import start_registry
+from rl_vlm.serving.tenants import Published
+from rl_vlm.types import POLICY
 
 _NAMESPACE = "rl_vlm"  # of the registry
 _EVERY_ADDRESS = "0.0.0.0"  # where Serve's proxies listen on a cluster: a token is needed, whatever http.host says
 _ANSWER_S = 15.0  # how long the registry may take for a call
+_START_S = 60.0  # for the registry to start
 _HEALTH_CHECK_S = 5.0
 
 
@@ -54,10 +54,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     Every node must find the model and the adapter under the same path. Clients must send the token that RL_VLM_API_TOKEN
     holds where the ingress runs. Raises UserInputError.
     """
-    try:
-        given = ServeArguments.model_validate(args)
-    except ValidationError as error:
-        raise UserInputError(explain(error, ServeArguments)) from error
+    given = validated(ServeArguments, args)
     planned = plan(given.model, given.overrides, adapter=given.adapter)
     run, run_id = planned.run, f"serve-{uuid.uuid4().hex[:8]}"
     model = ModelReference.of(str(planned.model))
@@ -79,7 +76,6 @@ def build(args: dict[str, Any]) -> serve.Application:
         planned.model,
         planned.name,
         run_id,
-        given.ingress_replicas,
     )
 
 
@@ -87,12 +83,12 @@ class RegistryOwner:
     """A deployment that owns the adapter registry and publishes one adapter: replicas that start later get it there."""
 
     def __init__(self, run_id: str, model: ModelReference, adapter: Path | None) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="rl-vlm-serve-")
-        self._registry = start_registry(run_id, _NAMESPACE, Path(self._folder.name), model.folder)
+        self._registry = start_registry(run_id, _NAMESPACE, model.folder)
         self._published: Published | None = None
         if adapter is not None:
-            self._published = Published.of(read_payload(adapter, version=1))
-            ray.get(self._registry.publish.remote(self._published), timeout=_ANSWER_S)
+            payload = read_payload(adapter, version=1)
+            self._published = Published(payload.version, payload.sha256, ray.put(payload))
+        ray.get(self._registry.join.remote(POLICY, self._published), timeout=_START_S)
 
     async def status(self) -> dict[str, Any]:
         """The registry's status."""
@@ -100,30 +96,24 @@ class RegistryOwner:
             return await self._registry.status.remote()  # type: ignore[no-any-return]
 
     async def check_health(self) -> None:
-        """Publish again where the registry was restarted on a node without its file.
+        """Join again, which changes nothing unless the registry was restarted.
 
         Serve replaces this deployment when the registry does not answer; replicas keep what they have.
         """
-        if (await self.status())["version"] == 0 and self._published is not None:
-            async with asyncio.timeout(_ANSWER_S):
-                await self._registry.publish.remote(self._published)
+        async with asyncio.timeout(_ANSWER_S):
+            await self._registry.join.remote(POLICY, self._published)
 
 
 class HTTPIngress:
     """A deployment that answers HTTP requests with the application of `rl-vlm serve`."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, policy: Any, registry: Any, run: RunConfig, model: Path, name: str, run_id: str, servers: int = 1
+        self, policy: Any, registry: Any, run: RunConfig, model: Path, name: str, run_id: str
     ) -> None:
         self._token = os.environ.get(TOKEN_VARIABLE) or None
         check_exposure(_EVERY_ADDRESS, self._token)
         self._policy, self._registry, self._run, self._name, self._run_id = policy, registry, run, name, run_id
-        self._model, self._servers = model, servers
         self._text = load_text_side(model, run.model.pixels)
-        self._gpu_bytes = 0
-        if depends_on_gpu(run):  # this process has none
-            async with asyncio.timeout(run.serving.startup_timeout_s):
-                self._gpu_bytes = await policy.gpu_bytes.remote()
         # Once it answers, the adapter is published, and requests wait for replicas that have it.
         await registry.status.remote()
 
@@ -138,11 +128,5 @@ class HTTPIngress:
             deadline_s=limits.deadline_s,
             keeps_base=keeps_base_model(self._run),
         )
-        return build_http_app(
-            backend,
-            self._text,
-            limits,
-            max_context=self._run.serving.max_context,
-            token=self._token,
-            kv_room=kv_room(self._run, self._model, self._gpu_bytes, self._servers),
-        )
+        max_context = self._run.serving.max_context
+        return build_http_app(backend, self._text, limits, max_context=max_context, token=self._token)

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.models.initial_adapter import initial_adapter_folder
 from rl_vlm.models.trained import is_full, read_payload
 
 if TYPE_CHECKING:
     from rl_vlm.rollout.worker import RolloutWorker
-    from rl_vlm.serving.publisher import Service
+    from rl_vlm.serving.service import PolicyService
 
 
-def starting_adapter(run: RunConfig) -> Path | None:
+def starting_adapter(config: PolicyConfig) -> Path | None:
     """The adapter folder that `model.adapter` names, if it names one."""
-    return initial_adapter_folder(run.model) if run.model.adapter is not None else None
+    return initial_adapter_folder(config.model) if config.model.adapter is not None else None
 
 
-def run_for(run: RunConfig, trained: Path) -> RunConfig:
+def run_for(config: PolicyConfig, trained: Path) -> PolicyConfig:
     """The run with replicas that can serve what a folder holds: an adapter, or full weights."""
     kind = "full" if is_full(trained) else "lora"
-    return run.model_copy(update={"model": run.model.model_copy(update={"train": kind})})
+    return config.model_copy(update={"model": config.model.model_copy(update={"train": kind})})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Served:
 
     run_id: str
     worker: RolloutWorker
-    service: Service
+    service: PolicyService
 
     def publish(self, adapter: Path | None, version: int) -> None:
         """Serve an adapter folder, or one of full weights, as this version; None changes nothing."""
@@ -44,15 +43,15 @@ class Served:
 
 
 @contextmanager
-def served_worker(run: RunConfig) -> Iterator[Served]:
+def served_worker(config: PolicyConfig) -> Iterator[Served]:
     """Start Ray, the replicas and a worker; all end with the context."""
     from rl_vlm.rollout.worker import RolloutWorker
-    from rl_vlm.runs.cluster import ray_cluster
-    from rl_vlm.serving.publisher import start_service
+    from rl_vlm.runs.ray_session import ray_cluster
+    from rl_vlm.serving.service import start_service
 
-    with tempfile.TemporaryDirectory(prefix="rl-vlm-") as scratch, ray_cluster(run):
-        service = start_service(run, Path(scratch))
-        worker = RolloutWorker(run, service.run_id, service.model.folder, key=service.key)
+    with ray_cluster(config):
+        service = start_service(config)
+        worker = RolloutWorker(config, service.run_id, service.model.folder, key=service.key)
         try:
             service.wait_until_ready()
             yield Served(service.run_id, worker, service)

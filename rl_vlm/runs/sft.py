@@ -10,12 +10,12 @@ from typing import Any
 
 from rl_vlm.algorithms.checkpoint import (
     Checkpoint,
-    clean_leftovers,
     latest_checkpoint,
     read_checkpoint,
     save_checkpoint,
 )
 from rl_vlm.config import SFTConfig
+from rl_vlm.files import clean_leftovers
 from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.models.initial_adapter import check_initial_adapter
 from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
@@ -25,7 +25,7 @@ from rl_vlm.runs.preflight import count_parameters, weights_size
 from rl_vlm.runs.run_folder import RunDir, opened_run_folder
 from rl_vlm.statistics import wilson_interval
 from rl_vlm.supervised.dataset import JobData, Measured, open_job_data
-from rl_vlm.types import RLVLMError, Trajectory, UserInputError
+from rl_vlm.types import Trajectory, UserInputError
 
 
 def default_run_dir(job: SFTConfig) -> Path:
@@ -143,7 +143,7 @@ class SFTRun(BaseRun):
                 self._checkpoint()
                 raise
         self._checkpoint()
-        self._save_adapter()
+        self._save_trained(self.trainer.adapter(self.done))
 
     def _train(self, pool: ThreadPoolExecutor) -> None:
         sft, logging = self.job.sft, self.job.logging
@@ -216,32 +216,16 @@ class SFTRun(BaseRun):
             "items/default": count,
         }
 
-    def _checkpoint(self) -> None:
-        """Save a checkpoint. A full disk costs this checkpoint, not the run; the older ones stay."""
-        if self.done == self.saved_at:
-            return
+    def _save(self, position: int) -> None:
         state = {
-            "updates": self.done,
+            "updates": position,
             "conversations": len(self.data.train),
             "skipped": self.skipped,
             "batch_size": self.job.sft.batch_size,
             "seed": self.job.seed,
         }
-        checkpoint = Checkpoint(self.trainer.adapter(self.done), self.trainer.moments(), state)
-        try:
-            save_checkpoint(self.checkpoints, self.done, checkpoint, self.job.logging.keep_checkpoints)
-        except OSError as error:
-            self._cannot_write("a checkpoint", error)
-            return
-        self.saved_at = self.done
-
-    def _save_adapter(self) -> None:
-        try:
-            self.trainer.adapter(self.done).write(self.folder / "adapter")
-        except OSError as error:
-            raise RLVLMError(
-                f"Could not write the adapter to {self.folder} ({error.strerror or error}): free some space and --resume."
-            ) from error
+        checkpoint = Checkpoint(self.trainer.adapter(position), self.trainer.moments(), state)
+        save_checkpoint(self.checkpoints, position, checkpoint, self.job.logging.keep_checkpoints)
 
     def _position(self) -> int:
         return self.done

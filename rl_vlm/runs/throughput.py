@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.evaluation.prompts import ItemPrompts
 from rl_vlm.models.loading import TextSide, load_text_side, resolve_model
@@ -63,18 +63,18 @@ class _Figures:
 
 
 async def measure_throughput(
-    run: RunConfig, run_id: str, adapter: Path | None, *, runs: int, compare_hf: bool
+    config: PolicyConfig, run_id: str, adapter: Path | None, *, runs: int, compare_hf: bool
 ) -> dict[str, Any]:
     """Ask prompts of the evaluation greedily, with exactly `rollout.max_new_tokens_per_turn` new tokens, at batch 1 and 8.
 
     All go to one replica, which must have loaded the adapter as version 1. No prompt is asked twice while the split has others, so that no image is
     in a cache. Times are from messages to tokens. Runs of both sides alternate, and which is first changes from run to run.
     """
-    new_tokens = run.rollout.max_new_tokens_per_turn
-    served = _ServedModel(run, run_id, 1 if adapter is not None else BASE_MODEL, new_tokens)
-    prompts, numbers = ItemPrompts(run), itertools.count()
+    new_tokens = config.rollout.max_new_tokens_per_turn
+    served = _ServedModel(config, run_id, 1 if adapter is not None else BASE_MODEL, new_tokens)
+    prompts, numbers = ItemPrompts(config), itertools.count()
     figures = {batch: _Figures() for batch in BATCHES}
-    async with _plain(run, adapter, new_tokens, compare_hf) as plain:
+    async with _plain(config, adapter, new_tokens, compare_hf) as plain:
         for number in range(-_WARM_UPS, runs):
             for batch in BATCHES:
                 items = [next(numbers) for _ in range(batch)]
@@ -102,19 +102,19 @@ async def measure_throughput(
 class _ServedModel:
     """One replica of the served model, asked through Ray Serve as a rollout worker asks it."""
 
-    def __init__(self, run: RunConfig, run_id: str, min_version: int, new_tokens: int) -> None:
+    def __init__(self, config: PolicyConfig, run_id: str, min_version: int, new_tokens: int) -> None:
         from ray import serve
 
         from rl_vlm.serving.client import PolicyClient
+        from rl_vlm.serving.registry import app_name
         from rl_vlm.serving.router import home_session
-        from rl_vlm.serving.server import app_name
 
         self._handle = serve.get_deployment_handle("policy", app_name(run_id))
         self._client = PolicyClient(
-            run_id, deadline_s=run.serving.request_timeout_s, homes=(), coalesce=False, handle=self._handle
+            run_id, deadline_s=config.serving.request_timeout_s, homes=(), coalesce=False, handle=self._handle
         )
         self._session = home_session(0)
-        self._text: TextSide = load_text_side(resolve_model(run.model.path), run.model.pixels)
+        self._text: TextSide = load_text_side(resolve_model(config.model.path), config.model.pixels)
         self._min_version = min_version
         self._sampling = SamplingParams(new_tokens, temperature=0.0, ignore_eos=True)
         self._names = itertools.count()
@@ -183,13 +183,13 @@ class _PlainProcess:
 
 @asynccontextmanager
 async def _plain(
-    run: RunConfig, adapter: Path | None, new_tokens: int, wanted: bool
+    config: PolicyConfig, adapter: Path | None, new_tokens: int, wanted: bool
 ) -> AsyncIterator[_PlainProcess | None]:
     if not wanted:
         yield None
         return
     command = [sys.executable, "-m", "rl_vlm.evaluation.plain_generate"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(run.serving.num_threads), "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(config.serving.num_threads), "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.NamedTemporaryFile(prefix="rl-vlm-plain-", suffix=".log") as errors:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -199,10 +199,10 @@ async def _plain(
             env=environment,
             limit=2**24,
         )
-        plain = _PlainProcess(process, Path(errors.name), run.serving.startup_timeout_s)
+        plain = _PlainProcess(process, Path(errors.name), config.serving.startup_timeout_s)
         try:
             settings = {"adapter": str(adapter) if adapter is not None else None, "new_tokens": new_tokens}
-            await plain.send({"config": run.model_dump(mode="json"), **settings})
+            await plain.send({"config": config.model_dump(mode="json"), **settings})
             await plain.receive()
             yield plain
         finally:

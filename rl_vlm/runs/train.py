@@ -5,27 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.config import RunConfig
-from rl_vlm.runs.preflight import inspect_run
+from rl_vlm.config import TrainConfig
+from rl_vlm.runs.kinds import inspect_run, kind_of
 from rl_vlm.runs.run_folder import RunDir, opened_run_folder
 
 
-def default_run_dir(run: RunConfig) -> Path:
+def default_run_dir(config: TrainConfig) -> Path:
     """`runs/<name>`."""
-    return Path("runs") / run.name
+    return Path("runs") / config.name
 
 
 def train(
-    run: RunConfig, run_dir: RunDir | None = None, *, resume: bool = False, overwrite: bool = False
+    config: TrainConfig, run_dir: RunDir | None = None, *, resume: bool = False, overwrite: bool = False
 ) -> dict[str, Any]:
     """Run to the end and return the content of `result.json`. `run_dir` may be a URL of remote storage.
 
     Raises UserInputError before anything is touched, InterruptedRun after a signal, RLVLMError when the run fails.
     """
-    inspect_run(run)
-    from rl_vlm.runs.cluster import check_resources, joins_cluster
+    inspect_run(config)
+    from rl_vlm.runs.ray_session import check_resources, joins_cluster
 
     if not joins_cluster():
-        check_resources(run)
-    with opened_run_folder(run_dir or default_run_dir(run), resume=resume, overwrite=overwrite) as folder:
-        return run.spec.load("run")(run, folder, resume).execute()  # type: ignore[no-any-return]
+        check_resources(config)
+    with opened_run_folder(run_dir or default_run_dir(config), resume=resume, overwrite=overwrite) as folder:
+        return kind_of(config).run(config, folder, resume).execute()

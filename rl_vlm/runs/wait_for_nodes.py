@@ -8,7 +8,7 @@ import time
 
 import ray
 
-from rl_vlm.runs.cluster import ClusterError
+from rl_vlm.runs.ray_session import ClusterError
 
 _PAUSE_S = 1.0
 

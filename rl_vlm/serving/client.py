@@ -17,9 +17,10 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from rl_vlm import tracing
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.serving.policy_key import OWN, PolicyKey
+from rl_vlm.serving.registry import app_name
+from rl_vlm.serving.replica import ReplicaUnavailableError
 from rl_vlm.serving.router import home_session
 from rl_vlm.serving.sent_images import ImagesMissingError, SentImages
-from rl_vlm.serving.server import ReplicaUnavailableError, app_name
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class PolicyClient:
         coalesce: send requests of the same moment in common calls. A call ends when its slowest request does, so this
             pays when answers are short (a Serve call costs milliseconds) and hurts when they are long.
         handle: the deployment handle; looked up when None.
-        key: the policy that is asked, and its token where the replicas are shared.
+        key: the policy that is asked.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class PolicyClient:
             lean = list(self.images.lean(shown, target))
             response = None
             try:
-                response = self._handle.options(session_id=target).encode_images.remote(lean, *self._proof)
+                response = self._handle.options(session_id=target).encode_images.remote(lean)
                 async with asyncio.timeout(_ENCODE_TIMEOUT_S):
                     replica = await response
                 self.images.arrived(shown, replica, target)
@@ -112,11 +113,6 @@ class PolicyClient:
                 if response is not None:
                     response.cancel()  # it may still wait for a replica
                 logger.debug("images were not encoded ahead: %s", error)
-
-    @property
-    def _proof(self) -> tuple[str, ...]:
-        """What a call carries beside its requests: policy and token, where the replicas are shared."""
-        return (self._key.policy, self._key.token) if self._key.token else ()
 
     def _flush(self) -> None:
         queue, self._queue = self._queue, []
@@ -169,7 +165,7 @@ class PolicyClient:
             left = self._deadline_s - (time.monotonic() - started)
             try:
                 target = session_id if attempt == 0 else ""
-                response = self._handle.options(session_id=target).generate.remote(lean, *self._proof)
+                response = self._handle.options(session_id=target).generate.remote(lean)
                 async with asyncio.timeout(max(left, 0.001)):
                     completions: list[Completion] = await response
                 self.images.answered(requests, completions, target)

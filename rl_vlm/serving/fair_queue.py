@@ -5,22 +5,62 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from rl_vlm.engines.turns import Turns
 from rl_vlm.types import GenerationRequest
 
 T = TypeVar("T")
 
 _IMAGE_PIXELS = 1024  # per token, of Qwen's processors
+# Tokens of a turn: some hundred short answers, so that a round of a small run is one turn.
+QUANTUM = 8192
 
 
 def cost_of(request: GenerationRequest) -> int:
     """Tokens that a request may keep in memory: its prompt, and all new ones of its samples."""
     images = sum(image.width * image.height for image in request.images) // _IMAGE_PIXELS
     return len(request.prompt_ids) + images + request.sampling.n * request.sampling.max_new_tokens
+
+
+class DeficitRoundRobin:
+    """Deficit round robin (Shreedhar and Varghese 1996), paid afterwards, so that costs need not be known in advance.
+
+    Each turn brings `quantum`; a name goes on while its account is positive and may overdraw it once, which its next turns pay
+    back. So of two names that both have work all the time, neither gets more than `quantum` and one overdraft ahead of the other
+    per round, whatever the sizes of their pieces. Who has no work loses what it has saved, and keeps what it owes.
+    """
+
+    def __init__(self, quantum: int) -> None:
+        self._quantum = quantum
+        self._accounts: dict[str, int] = {}  # in the order of the turns, the current one first
+
+    def next(self, busy: Collection[str]) -> str | None:
+        """The name whose turn it is, of those that have work; None if nobody has."""
+        if not busy:
+            return None
+        for name, account in self._accounts.items():
+            if name not in busy:
+                self._accounts[name] = min(account, 0)
+        for name in busy:
+            self._accounts.setdefault(name, 0)
+        while True:
+            name = next(iter(self._accounts))
+            if name in busy and self._accounts[name] > 0:
+                return name
+            # To the end of the order. What it gets is for the turn that begins when it is the first again.
+            account = self._accounts.pop(name)
+            self._accounts[name] = account + self._quantum if name in busy else account
+
+    def charge(self, name: str, cost: int) -> None:
+        """`name` has used this much."""
+        if name in self._accounts:
+            self._accounts[name] -= cost
+
+    def forget(self, name: str) -> None:
+        """`name` will not come back."""
+        self._accounts.pop(name, None)
 
 
 @dataclass(slots=True)
@@ -32,7 +72,7 @@ class _Account:
 
 
 class FairQueue(Generic[T]):
-    """Items of policies, by deficit round robin over their costs (`Turns`). No clock, no threads, no event loop.
+    """Items of policies, by deficit round robin over their costs (`DeficitRoundRobin`). No clock, no threads, no event loop.
 
     At most `capacity` is inside at a time, and half of it of one policy, so that another one always finds room soon; an item that
     costs more enters when its policy (and, if need be, everybody) has nothing else inside.
@@ -40,7 +80,7 @@ class FairQueue(Generic[T]):
 
     def __init__(self, capacity: int, quantum: int) -> None:
         self._capacity, self._share = capacity, max(capacity // 2, 1)
-        self._turns = Turns(quantum)
+        self._turns = DeficitRoundRobin(quantum)
         self._accounts: dict[str, _Account] = {}
         self.inside = 0
 

@@ -9,8 +9,7 @@ from enum import StrEnum
 class ReplicaState(StrEnum):
     """The state of a replica."""
 
-    STARTING = "starting"  # it has not loaded the registry's newest adapter yet
-    STALE = "stale"  # a newer adapter exists than the one it has loaded
+    STARTING = "starting"  # it has not asked the registry yet, or not loaded what it must have before it serves
     SERVING = "serving"
     SUSPECT = "suspect"  # its engine did not answer a probe in time; requests go elsewhere until it does
     DEAD = "dead"  # it must be replaced
@@ -20,7 +19,7 @@ class Admission(StrEnum):
     """The decision about a request."""
 
     NOW = "now"
-    WAIT = "wait"  # until the adapter version that it asks for is loaded, or the engine no longer rests
+    WAIT = "wait"  # until the replica has started, or its engine is awake
     ELSEWHERE = "elsewhere"
 
 
@@ -32,7 +31,7 @@ class Lifecycle:
 
     Args:
         probe_after_s: an engine without progress for this long is probed.
-        load_patience_s: for how long loading the newest adapter may fail again and again before the replica is dead.
+        load_patience_s: for how long loading versions may fail again and again before the replica is dead.
         max_failed_probes: failures in a row after which the replica is dead.
     """
 
@@ -40,57 +39,50 @@ class Lifecycle:
     load_patience_s: float = 60.0
     max_failed_probes: int = 2
     started: bool = False
-    resting: bool = False  # its engine has given memory away, and takes no requests until it has it again
-    newest: int = 0
-    loaded: int = 0
+    asleep: bool = False  # its engine has given memory away, and takes no requests until it has it again
     failed_probes: int = 0
-    load_error: str = ""  # why the newest adapter is not loaded, while that keeps failing
+    load_error: str = ""  # why a version is not loaded, while loads keep failing
     death: str = ""  # why, once it is dead
     last_progress: float = float("-inf")
-    _failing_since: float = 0.0
+    _failing_since: float | None = None
     _progress: int = -1
 
     @property
     def state(self) -> ReplicaState:
-        """Dead wins over suspect, suspect over starting, starting over stale."""
+        """Dead wins over suspect, suspect over starting."""
         if self.death:
             return ReplicaState.DEAD
         if self.failed_probes:
             return ReplicaState.SUSPECT
-        if not self.started:
-            return ReplicaState.STARTING
-        return ReplicaState.STALE if self.loaded < self.newest else ReplicaState.SERVING
+        return ReplicaState.SERVING if self.started else ReplicaState.STARTING
 
-    def admission(self, min_version: int) -> Admission:
-        """What to do with a request that asks for at least `min_version` (-1: the base model)."""
+    @property
+    def admission(self) -> Admission:
+        """What to do with a request. Whether its version is loaded is the follower's affair."""
         state = self.state
         if state in (ReplicaState.DEAD, ReplicaState.SUSPECT):
             return Admission.ELSEWHERE
-        if state is ReplicaState.STARTING or min_version > self.loaded:
-            # Where loading fails, another replica may have the version already.
+        if state is ReplicaState.STARTING:
+            # Where loading fails, another replica may have started already.
             return Admission.ELSEWHERE if self.load_error else Admission.WAIT
-        return Admission.WAIT if self.resting else Admission.NOW
+        return Admission.WAIT if self.asleep else Admission.NOW
 
     def start(self) -> None:
-        """The registry has been asked for the newest adapter, and what it had is loaded."""
+        """The replica has asked the registry, and loaded what it must have before it serves."""
         self.started = True
 
-    def announce(self, version: int) -> None:
-        """A version is known to exist. Versions only grow."""
-        self.newest = max(self.newest, version)
-
-    def load(self, version: int) -> None:
-        """The engine serves a version."""
-        self.loaded = max(self.loaded, version)
-        self.load_error = ""
-        self.announce(version)
+    def load(self) -> None:
+        """A version was loaded, so loading works."""
+        self.load_error, self._failing_since = "", None
 
     def fail_load(self, reason: str, now: float, *, curable: bool = True) -> None:
-        """The newest version could not be loaded. `curable`: a new replica may succeed, so this one dies after `load_patience_s`."""
-        if not self.load_error:
-            self._failing_since = now
+        """A version could not be loaded. `curable`: a new replica may succeed, so this one dies after `load_patience_s`."""
         self.load_error = reason
-        if curable and now - self._failing_since >= self.load_patience_s:
+        if not curable:
+            return
+        if self._failing_since is None:
+            self._failing_since = now
+        if now - self._failing_since >= self.load_patience_s:
             self.die(reason)
 
     def observe(self, progress: int, now: float) -> None:
@@ -101,8 +93,8 @@ class Lifecycle:
             self.failed_probes = 0
 
     def probe_due(self, now: float) -> bool:
-        """Whether the engine must generate a token to prove that it can; always while it is suspect, never while it rests."""
-        return not (self.death or self.resting) and (
+        """Whether the engine must generate a token to prove that it can; always while it is suspect, never while it sleeps."""
+        return not (self.death or self.asleep) and (
             self.failed_probes > 0 or now - self.last_progress >= self.probe_after_s
         )
 

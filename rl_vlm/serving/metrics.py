@@ -69,7 +69,6 @@ class ReplicaTally:
     """Counts of one replica since it started."""
 
     requests: int = 0
-    refused: int = 0  # calls whose token did not open their policy
     by_policy: dict[str, PolicyTally] = field(default_factory=dict)
     errors: Counter[str] = field(default_factory=Counter)  # by kind: the error's class
     publish_s: float = 0.0
@@ -104,7 +103,6 @@ class ReplicaTally:
             "state": state,
             "version": version,
             "requests": self.requests,
-            "refused": self.refused,
             "policies": {name: asdict(tally) for name, tally in self.by_policy.items()},
             "errors": dict(self.errors),
             "publish_s": self.publish_s,
@@ -127,10 +125,9 @@ class RayMetrics:
         self._counters = {name: make(metrics.Counter, name, text) for name, text in _COUNTERS.items()}
         self._histograms = {name: make(metrics.Histogram, name, text, _SECONDS) for name, text in _HISTOGRAMS.items()}
         self._errors = make(metrics.Counter, "errors_total", "Requests that failed, by kind", keys=("kind",))
-        # Theirs is the tag that others have by default.
+        # The tag `policy` of these differs from the default tag.
         self._of_policy = {name: make(metrics.Counter, name, text) for name, text in _POLICY_COUNTERS.items()}
         self._policy_version = make(metrics.Gauge, "policy_version", "Newest version that answered")
-        self._refused = make(metrics.Counter, "refused_total", "Calls whose token did not open their policy")
         self._sent_of_policy: Counter[tuple[str, str]] = Counter()
         self._sent: Counter[str] = Counter()
         self._sent_errors: Counter[str] = Counter()
@@ -152,9 +149,6 @@ class RayMetrics:
             if total > self._sent_errors[kind]:
                 self._errors.inc(total - self._sent_errors[kind], tags={"kind": kind})
                 self._sent_errors[kind] = total
-        if tally.refused > self._sent["refused"]:
-            self._refused.inc(tally.refused - self._sent["refused"])
-            self._sent["refused"] = tally.refused
         self._send_policies(tally)
         for name, values in tally.observations.items():
             while values:

@@ -1,17 +1,19 @@
-"""AdapterRegistry: the actor that owns the newest adapter and sends it to every replica.
+"""Registry: the actor that knows the newest version of every policy of a service and tells every replica.
 
-Replicas keep one call open each (`wait_newer`); a publication answers all of them at once. A replica
-that starts late, restarts or misses a call asks again and gets the newest version. An
-acknowledgement carries the hash of what the replica loaded. The newest adapter is also on disk, so that the registry
-itself can be restarted.
+Replicas keep one call open each (`watch`); a publication answers all of them at once. A replica that starts late, restarts or
+misses a call asks again and gets the newest versions. An acknowledgement carries the hash of what the replica loaded. The
+registry keeps nothing on disk: after a restart its tenants join again and bring their newest versions.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,141 +21,227 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_vlm.models.reference import travelling_files
-from rl_vlm.serving.shared_types import SHARED_NAMESPACE
-from rl_vlm.serving.version_line import FETCH_S, Published, PublishReport, VersionLine, disk_thread
+from rl_vlm.serving.tenants import Published, PublishReport, Tenants
+from rl_vlm.types import POLICY
+
+SHARED_NAMESPACE = "rl_vlm"  # of shared services: one for all jobs, so that they find each other's services
 
 # A replica that has not asked for this long is not waited for: it died, or its node left.
 LIVE_WINDOW_S = 15.0
 # Every replica keeps a call open; beyond this number of calls a publication would wait for one of them to end.
-_MOST_CALLS = 10_000
+MOST_CALLS = 10_000
 _LOOK_S = 1.0  # how often to look whether a replica that is waited for is still there
-# How long one open `wait_newer` call lasts before the replica asks again.
+# How long one open `watch` call lasts before the replica asks again.
 POLL_S = 5.0
+_FETCH_S = 60.0
+
+Revision = tuple[str, int]  # of a registry's process, and in it
 
 
-class AdapterRegistry:
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What has changed since an earlier revision.
+
+    Attributes:
+        newest: policies that have changed, with their newest versions.
+        left: policies that had a tenant and have none now.
+        present: policies with a tenant; None while tenants that a registry had before its restart may still join again.
+        sleep: whether the replica is to sleep.
+    """
+
+    revision: Revision
+    newest: Mapping[str, Published | None]
+    left: Collection[str]
+    present: Collection[str] | None
+    sleep: bool
+
+
+class Registry:
     """The actor's class; `start_registry` makes the actor. All methods are coroutines on one event loop."""
 
-    def __init__(self, folder: str, model: str) -> None:
-        self._line, self._model = VersionLine(Path(folder)), Path(model)
+    def __init__(self, model: str, lease_s: float = math.inf) -> None:
+        self._model = Path(model)
+        self._tenants = Tenants(lease_s, time.monotonic())
+        self._process = uuid.uuid4().hex
         self._reports: dict[str, dict[str, Any]] = {}  # replica -> its last report
         self._seen: dict[str, float] = {}  # replica -> when it last asked
-        self._rest = False  # whether replicas are to rest (`serving.vllm.rest_while_learning`)
-        self._resting: set[str] = set()  # those that do
+        self._sleep = False  # whether replicas are to sleep (`serving.vllm.rest_while_learning`)
+        self._asleep: set[str] = set()  # replicas that do
         self._changed = asyncio.Condition()
-        self._disk = disk_thread()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait for a condition; False if it does not become true in time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(condition)
+        return condition()
+
+    # What tenants call.
+
+    async def join(self, policy: str, newest: Published | None = None, keeper: bool = False) -> int | str:
+        """Take a tenant in, with its newest version if it has one; returns the place of its home replica.
+
+        A repeated call changes nothing.
+        """
+        tenant = self._tenants.join(policy, keeper, time.monotonic())
+        if newest is not None:
+            await self.publish(newest)
+        await self._notify()
+        return tenant.home
+
+    async def renew(self, policy: str) -> bool:
+        """Prolong a lease; False: it had ended, or the registry was restarted, so join again."""
+        return self._tenants.renew(policy, time.monotonic())
+
+    async def leave(self, policy: str) -> None:
+        """Forget a tenant and, on every replica, its versions."""
+        if self._tenants.remove(policy, time.monotonic()):
+            await self._notify()
+
+    async def publish(self, published: Published) -> bool:
+        """Make a version the newest of its policy and tell all replicas; False where the policy has no tenant: join again.
+
+        A repeated call with an equal hash changes nothing. Raises PublishError.
+        """
+        tenant = self._tenants.get(published.policy)
+        if tenant is None:
+            return False
+        self._tenants.renew(published.policy, time.monotonic())
+        if tenant.versions.add(published):
+            self._tenants.touch(tenant)
+            self._sleep = False  # to sample with it
+            await self._notify()
+        return True
+
+    async def acknowledged(self, policy: str = POLICY) -> PublishReport | None:
+        """Which replicas have loaded the newest version that any replica has; None before the first acknowledgement."""
+        tenant = self._tenants.get(policy)
+        return None if tenant is None else tenant.versions.acknowledged(self._expected())
+
+    def _expected(self) -> Collection[str]:
+        """Replicas that load every version."""
+        return self._live()
+
+    async def report(self, version: int, expected: int, timeout_s: float) -> PublishReport:
+        """Who has acknowledged a version of a run's own service, once `expected` replicas have (or a newer one is out), at most
+        `timeout_s` later."""
+        tenant = self._tenants.get(POLICY)
+        assert tenant is not None
+        versions = tenant.versions
+
+        def complete() -> bool:
+            newest = versions.newest
+            return (newest is not None and newest.version != version) or len(versions.acks(version)) >= expected
+
+        await self._wait(complete, timeout_s)
+        return versions.report(version, self._live())
+
+    async def let_sleep(self, sleep: bool, timeout_s: float) -> list[str]:
+        """Tell all replicas to sleep until the next version, or to wake; returns the replicas that do not do so within `timeout_s`."""
+        self._sleep = sleep
+
+        def late() -> set[str]:
+            return self._live() - self._asleep if sleep else self._live() & self._asleep
+
+        await self._notify()
+        deadline = time.monotonic() + timeout_s
+        while late() and self._sleep == sleep and time.monotonic() < deadline:
+            await self._wait(lambda: not late() or self._sleep != sleep, _LOOK_S)
+        return sorted(late())
+
+    # What replicas call.
 
     async def model_files(self) -> Mapping[str, bytes]:
         """What other nodes need of the model (`travelling_files`), by file name."""
-        return await asyncio.get_running_loop().run_in_executor(self._disk, travelling_files, self._model)
+        return await asyncio.to_thread(travelling_files, self._model)
 
-    async def publish(self, published: Published) -> None:
-        """Make a version the newest and hand it to all replicas. A repeated call with an equal hash changes nothing.
+    async def watch(
+        self,
+        replica_id: str,
+        since: Revision | None,
+        report: dict[str, Any] | None = None,
+        asleep: bool = False,
+        at_once: bool = False,
+    ) -> Changes | None:
+        """What has changed since a revision (None: everything); None after a while without a change.
 
-        Replicas verify the bytes against the hash, and load while the disk writes. Raises PublishError.
-        """
-        if not self._line.add(published):
-            return
-        self._rest = False  # to sample with it
-        async with self._changed:
-            self._changed.notify_all()
-        await self._line.persist(published, self._disk)
-
-    async def wait_newer(
-        self, replica_id: str, version: int, report: dict[str, Any] | None = None, resting: bool = False
-    ) -> Published | bool | None:
-        """The newest adapter once it is newer than `version`, or whether to rest once that differs from `resting`; None after a while
-        without either.
-
-        `report` is the replica's own report (see `ReplicaTally`).
+        Args:
+            report: the replica's own report (see `ReplicaTally`).
+            asleep: whether the replica sleeps.
+            at_once: answer without waiting for a change.
         """
         self._seen[replica_id] = time.monotonic()
         if report is not None:
             self._reports[replica_id] = report
-        if resting != (replica_id in self._resting):
-            self._resting ^= {replica_id}
-            async with self._changed:
-                self._changed.notify_all()
+        if asleep != (replica_id in self._asleep):
+            self._asleep ^= {replica_id}
+            await self._notify()
 
         def news() -> bool:
-            return self._newer(version) or resting != self._rest
+            return since != self._revision or asleep != self._sleep
 
-        if not news():
-            try:
-                async with asyncio.timeout(POLL_S), self._changed:
-                    await self._changed.wait_for(news)
-            except TimeoutError:
-                return None
+        if not (at_once or news() or await self._wait(news, POLL_S)):
+            return None
         self._seen[replica_id] = time.monotonic()
-        return self._line.newest if self._newer(version) else self._rest
+        known = since[1] if since is not None and since[0] == self._process else -1
+        changed = {t.policy: t.versions.newest for t in self._tenants.policies if t.revision > known}
+        return Changes(self._revision, changed, self._tenants.left, self._present(), self._sleep)
 
-    async def let_rest(self, rest: bool, timeout_s: float) -> list[str]:
-        """Tell all replicas to rest until the next version, or to wake; returns once they do, or after `timeout_s` those that do not."""
-        self._rest = rest
+    @property
+    def _revision(self) -> Revision:
+        return self._process, self._tenants.revision
 
-        def late() -> set[str]:
-            return self._live() - self._resting if rest else self._live() & self._resting
+    def _present(self) -> Collection[str] | None:
+        return None
 
-        async with self._changed:
-            self._changed.notify_all()
-        deadline = time.monotonic() + timeout_s
-        while late() and self._rest == rest and time.monotonic() < deadline:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S), self._changed:
-                    await self._changed.wait()
-        return sorted(late())
-
-    def _newer(self, version: int) -> bool:
-        return self._line.newest is not None and self._line.newest.version > version
-
-    async def newest(self) -> Published | None:
-        """The newest adapter; None before the first publication."""
-        return self._line.newest
-
-    async def ack(self, replica_id: str, version: int, sha256: str) -> float:
+    async def ack(self, replica_id: str, policy: str, version: int, sha256: str) -> float:
         """A replica reports the version that it serves and the hash of the bytes that it loaded.
 
-        Returns the seconds from publication until now, also when a newer version is out; 0 for a version that is not known.
+        Returns the seconds from publication until now, also when a newer version is out; 0 for an unknown version.
         """
         self._seen[replica_id] = time.monotonic()
-        seconds = self._line.ack(replica_id, version, sha256)
-        async with self._changed:
-            self._changed.notify_all()
+        tenant = self._tenants.get(policy)
+        seconds = tenant.versions.ack(replica_id, version, sha256) if tenant is not None else 0.0
+        await self._notify()
         return seconds
-
-    async def report(self, version: int, expected: int, timeout_s: float) -> PublishReport:
-        """Who has acknowledged `version`, once `expected` replicas have (or a newer one is out), at most `timeout_s` later."""
-
-        def complete() -> bool:
-            newest = self._line.newest
-            return (newest is not None and newest.version != version) or len(self._line.acks(version)) >= expected
-
-        try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(complete)
-        except TimeoutError:
-            pass
-        return self._line.report(version, self._live())
-
-    async def acknowledged(self) -> PublishReport | None:
-        """Who has acknowledged the newest version that any replica has; None before the first acknowledgement."""
-        return self._line.acknowledged(self._live())
 
     def _live(self) -> set[str]:
         now = time.monotonic()
         return {replica for replica, seen in self._seen.items() if now - seen < LIVE_WINDOW_S}
 
     async def status(self) -> dict[str, Any]:
-        """The newest version, its hash, and the reports of the replicas that asked lately."""
-        live = self._live()
-        for gone in self._reports.keys() - live:
-            del self._reports[gone]
+        """The policies and their versions (`version`: the newest of all), and the reports of the replicas that asked lately."""
+        live, now = self._live(), time.monotonic()
+        self._reports = {replica: report for replica, report in self._reports.items() if replica in live}
+        policies: dict[str, dict[str, Any]] = {
+            tenant.policy: {
+                "version": newest.version if (newest := tenant.versions.newest) else 0,
+                "sha256": newest.sha256 if newest else "",
+                "home": tenant.home,
+                "lease_left_s": tenant.deadline - now,
+            }
+            for tenant in self._tenants.policies
+        }
         return {
-            "version": self._line.newest.version if self._line.newest else 0,
-            "sha256": self._line.newest.sha256 if self._line.newest else "",
+            "version": max((policy["version"] for policy in policies.values()), default=0),
+            "policies": policies,
             "replicas": sorted(live),
             "reports": dict(self._reports),
         }
+
+
+def shared_id(name: str) -> str:
+    """The run id under which a shared service's application and registry are known."""
+    return f"shared-{name}"
+
+
+def app_name(run_id: str) -> str:
+    """The Serve application of a run, or of a shared service."""
+    return f"rl-vlm-{run_id}"
 
 
 def registry_name(run_id: str) -> str:
@@ -162,7 +250,7 @@ def registry_name(run_id: str) -> str:
 
 
 def fetch_model_files(run_id: str, namespace: str | None = None) -> Mapping[str, bytes]:
-    """The registry's `model_files`. `namespace`: null is that of the caller's job, and that of shared services. Blocks, so it is not
+    """The registry's `model_files`. `namespace`: None is that of the caller's job, and that of shared services. Blocks, so it is not
     for coroutines."""
     try:
         registry = ray.get_actor(registry_name(run_id), namespace=namespace)
@@ -170,22 +258,21 @@ def fetch_model_files(run_id: str, namespace: str | None = None) -> Mapping[str,
         if namespace is not None:
             raise
         registry = ray.get_actor(registry_name(run_id), namespace=SHARED_NAMESPACE)
-    return ray.get(registry.model_files.remote(), timeout=FETCH_S)  # type: ignore[no-any-return]
+    return ray.get(registry.model_files.remote(), timeout=_FETCH_S)  # type: ignore[no-any-return]
 
 
-def start_registry(run_id: str, namespace: str, folder: Path, model: Path) -> ray.actor.ActorHandle:
-    """Start the registry of a run on the caller's node; it restarts by itself as often as it dies, and ends with the caller.
+def start_registry(run_id: str, namespace: str, model: Path) -> ray.actor.ActorHandle:
+    """Start the registry of a run's own service on the caller's node; it restarts whenever it dies, and ends with the caller.
 
-    `folder` holds its copy of the newest adapter, `model` is the model's folder: both are on the caller's node.
+    `model` is the model's folder on that node.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    actor = ray.remote(AdapterRegistry).options(
+    actor = ray.remote(Registry).options(
         name=registry_name(run_id),
         namespace=namespace,
         num_cpus=0,
         max_restarts=-1,
-        max_concurrency=_MOST_CALLS,
-        # Where the folder is: elsewhere a restarted registry would find nothing to read.
+        max_concurrency=MOST_CALLS,
+        # Beside the model's folder.
         scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
     )
-    return actor.remote(str(folder), str(model))  # type: ignore[no-any-return]
+    return actor.remote(str(model))  # type: ignore[no-any-return]

@@ -26,7 +26,7 @@ def most_replicas(serving: ServingSection) -> int:
 
 
 def homes(caller: int, num_callers: int, num_replicas: int) -> range:
-    """The home replicas of one of several callers: all replicas are somebody's, and as few callers as can be share one.
+    """The home replicas of one of several callers. Every replica serves at least one caller, and callers are spread evenly.
 
     With autoscaling `num_replicas` is the most that there can be: places beyond those that run now begin again at the
     first (`AffinityRouter`), and a replica that is added gets its part of the requests at once.
@@ -35,11 +35,11 @@ def homes(caller: int, num_callers: int, num_replicas: int) -> range:
 
 
 def homes_of(key: PolicyKey, caller: int, num_callers: int, serving: ServingSection) -> range:
-    """The home replicas of one of a run's callers. On shared replicas each has one, and seats spread policies over them: a policy
-    that is asked for in few places is loaded in few places."""
+    """The home replicas of one of a run's callers. On shared replicas each caller has one, counted from the policy's own home, so that
+    few replicas must load the policy."""
     if not serving.shared:
         return homes(caller, num_callers, most_replicas(serving))
-    return range(key.seat + caller, key.seat + caller + 1)
+    return range(key.home + caller, key.home + caller + 1)
 
 
 class AffinityRouter(FIFOMixin, RequestRouter):

@@ -1,4 +1,4 @@
-"""Each image travels to a replica once: `SentImages` leaves out what it has been sent, `ImageShelf` puts it back there.
+"""Each image travels to a replica once: `SentImages` leaves out what it has been sent, `ImageCache` puts it back there.
 
 A conversation shows its earlier pictures again in every turn, and rows of a data set come again in every epoch. An image without its
 bytes still has its hash, by which the replica finds it. A replica that has not got it, because it is another one than the client
@@ -12,10 +12,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from rl_vlm.config import ModelSection
+from rl_vlm.config import ServedModelSection
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError
 
-_LEAST = 4 << 20  # bytes of a shelf: a client leaves images out in any case
+_LEAST = 4 << 20  # bytes of a cache: a client leaves images out in any case
 _REPLICAS, _HASHES = 64, 4096  # that a client remembers: the replicas that it met last, and of each the images
 
 
@@ -23,7 +23,7 @@ class ImagesMissingError(RLVLMError):
     """A request leaves out bytes of images that this replica does not have: send it whole."""
 
 
-class ImageShelf:
+class ImageCache:
     """The images that a replica has been sent, up to `limit` bytes; what was shown longest ago is dropped."""
 
     def __init__(self, limit: int) -> None:
@@ -32,7 +32,7 @@ class ImageShelf:
         self._bytes = 0
 
     @classmethod
-    def of(cls, model: ModelSection) -> ImageShelf:
+    def of(cls, model: ServedModelSection) -> ImageCache:
         """That of a replica: a quarter of what it may keep of the images' features."""
         return cls(max(model.image_cache_bytes // 4, _LEAST))
 

@@ -8,7 +8,7 @@ import torch
 
 from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.decoder import Decoder
-from rl_vlm.engines.rows import Job
+from rl_vlm.engines.rows import PreparedRequest
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.backbone import Backbone
 from rl_vlm.supervised.encoding import Prompt
@@ -47,7 +47,7 @@ class AnswerWriter:
             ]
             prepared = self._decoder.prepare(requests)
             jobs = [job for job in prepared if not isinstance(job, EngineError)]
-            finished: list[Job] = self._decoder.admit(jobs) if jobs else []
+            finished: list[PreparedRequest] = self._decoder.admit(jobs) if jobs else []
             while self._decoder.num_rows:
                 finished += self._decoder.step()
             for job in finished:

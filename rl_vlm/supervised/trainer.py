@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from rl_vlm.config import AlgorithmSection, SFTConfig
-from rl_vlm.learning.batching import MicroBatch, Minibatch, TrainSample
+from rl_vlm.learning.batching import MicroBatch
 from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.steps import make_builder
 from rl_vlm.learning.strategies.replicated import SingleProcess
-from rl_vlm.learning.update import PolicyUpdater, linear_schedule
+from rl_vlm.learning.update import PolicyUpdater, linear_schedule, make_builder
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.supervised import backward_mean_nll
 from rl_vlm.types import RLVLMError, Trajectory
@@ -83,13 +82,12 @@ class SFTTrainer:
 
     def _pack(self, batch: Sequence[Trajectory]) -> list[MicroBatch]:
         """Micro-batches of rows of similar length; conversations with the same beginning share a row where that pays."""
-        groups: dict[Any, list[TrainSample]] = {}
+        groups: dict[Any, list[Trajectory]] = {}
         for trajectory in batch:
             prompt = trajectory.token_ids[: int(np.argmax(trajectory.loss_mask))].tobytes()
             key = (prompt, tuple(image.sha256 for image in trajectory.images))
-            unused = np.zeros(trajectory.num_sampled, dtype=np.float32)
-            groups.setdefault(key, []).append(TrainSample(trajectory, unused, 0.0))
-        return self._builder.build(Minibatch(list(groups.values())))
+            groups.setdefault(key, []).append(trajectory)
+        return self._builder.build(list(groups.values()))
 
     def _logprobs(self, micro: MicroBatch) -> Tensor:
         return self._updater.logprobs(micro)[0]

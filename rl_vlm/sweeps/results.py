@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.config import RunConfig, save_config
+from rl_vlm.config import TrainConfig, save_config
 from rl_vlm.config.sweep import SEED, SweepConfig, changed
 from rl_vlm.files import whole_lines, write_atomic
 from rl_vlm.models.trained import trained_folder
@@ -141,7 +141,7 @@ def _last_line(text: str) -> str:
     return lines[-1][:300] if lines else "unknown"
 
 
-def write_results(folder: Path, trials: Sequence[TrialResult], run: RunConfig, sweep: SweepConfig) -> None:
+def write_results(folder: Path, trials: Sequence[TrialResult], run: TrainConfig, sweep: SweepConfig) -> None:
     """Write results.csv, results.md, results.png, and best/ with the configuration and the adapter of the best trial."""
     settings = group_by_setting(trials, sweep)
     write_atomic(folder / "results.csv", _csv(trials, sweep))
@@ -215,7 +215,7 @@ def _markdown(trials: Sequence[TrialResult], settings: Sequence[Setting], sweep:
     return "\n".join(lines) + "\n"
 
 
-def _write_best(folder: Path, best: TrialResult, run: RunConfig) -> None:
+def _write_best(folder: Path, best: TrialResult, run: TrainConfig) -> None:
     folder.mkdir(exist_ok=True)
     save_config(changed(run, best.settings), folder / "config.yaml")
     trained = trained_folder(best.checkpoint) if best.checkpoint is not None else None

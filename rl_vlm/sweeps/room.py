@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rl_vlm.algorithms.base import RunAlgorithm
-from rl_vlm.config import RunConfig
+from rl_vlm.config import TrainConfig
 from rl_vlm.config.sweep import SweepConfig, changed
-from rl_vlm.runs.cluster import available_cpus
+from rl_vlm.runs.ray_session import available_cpus
 from rl_vlm.types import UserInputError
 
 SLOT = "rl_vlm_trial"  # of a private cluster: a place for a trial with its replicas
@@ -37,14 +37,14 @@ class Room:
     has_replicas: bool
 
     @classmethod
-    def of(cls, run: RunConfig, sweep: SweepConfig, trainable: type[RunAlgorithm]) -> Room:
+    def of(cls, run: TrainConfig, sweep: SweepConfig, trainable: type[RunAlgorithm]) -> Room:
         """What the largest trials need that the sweep makes of the run."""
         sizes = {key: max(sweep.space[key].examples) for key in _SIZES if key in sweep.space}
         run = changed(run, sizes) if sizes else run
         request = trainable.default_resource_request({"run_config": run.model_dump(exclude_unset=True)})
         reserved = request.required_resources
         serving = run.serving
-        count = serving.num_replicas if run.spec.serves(run) else 0
+        count = serving.num_replicas if run.serves else 0
         replicas = {"CPU": count * serving.cpus_per_replica, "GPU": count * serving.gpus_per_replica}
         own = {} if serving.shared else replicas
         each = {kind: reserved.get(kind, 0.0) + own.get(kind, 0.0) for kind in replicas}
@@ -63,7 +63,7 @@ class Room:
         return self.common["CPU"] + trials * self.each["CPU"]
 
 
-def own_cpus(run: RunConfig, sweep: SweepConfig, room: Room) -> int:
+def own_cpus(run: TrainConfig, sweep: SweepConfig, room: Room) -> int:
     """Logical CPUs of a private cluster for the sweep: what the configuration says, or the machine's and enough for its trials.
 
     They bound how much starts, not what it may use: trials that were asked for side by side share the cores.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_vlm.config import RunConfig, load_config
+from rl_vlm.config import TrainConfig, load_config
 from rl_vlm.runs.lifecycle import InterruptedRun
 from rl_vlm.sweeps.results import TrialResult
 from rl_vlm.sweeps.sweep import sweep_folder
@@ -24,7 +24,7 @@ class SweepArguments:
     resume: bool
     changes: tuple[str, ...]
 
-    def recipe(self, path: str | Path, *small: str) -> RunConfig:
+    def recipe(self, path: str | Path, *small: str) -> TrainConfig:
         """A configuration with these changes, and then the user's. Raises UserInputError."""
         return load_config(Path(path), [*small, *self.changes])
 

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rl_vlm.config import RunConfig, load_config, save_config
+from rl_vlm.config import TrainConfig, load_config, save_config
 from rl_vlm.config.sweep import SweepConfig, Values, changed
 from rl_vlm.files import write_atomic
-from rl_vlm.runs.cluster import prepare_environment, quiet_ray, ray_cluster, starts_own_cluster
+from rl_vlm.runs.kinds import inspect_run, kind_of
 from rl_vlm.runs.lifecycle import InterruptedRun, StopRequest
-from rl_vlm.runs.preflight import inspect_run
+from rl_vlm.runs.ray_session import prepare_environment, quiet_ray, ray_cluster, starts_own_cluster
 from rl_vlm.runs.remote_folder import is_remote
 from rl_vlm.runs.run_folder import check_is_kept, held
-from rl_vlm.serving.shared_service import kept_up
+from rl_vlm.serving.service import kept_up
 from rl_vlm.sweeps.results import ERRORS, TrialResult, read_results, write_results
 from rl_vlm.types import RLVLMError, UserInputError
 
@@ -48,7 +48,7 @@ class SweepError(RLVLMError):
     """No trial of a sweep came to its end."""
 
 
-def run_sweep(run: RunConfig, sweep: SweepConfig, folder: Path, *, resume: bool = False) -> list[TrialResult]:
+def run_sweep(run: TrainConfig, sweep: SweepConfig, folder: Path, *, resume: bool = False) -> list[TrialResult]:
     """Run all trials, write results.csv, results.md, results.png and best/ into `folder`, and return the trials, best first.
 
     `resume` goes on with a sweep that was interrupted: what is done is not repeated. Raises UserInputError before anything
@@ -58,7 +58,7 @@ def run_sweep(run: RunConfig, sweep: SweepConfig, folder: Path, *, resume: bool 
         return _run_sweep(run, sweep, folder, resume, stack)
 
 
-def _run_sweep(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool, stack: ExitStack) -> list[TrialResult]:
+def _run_sweep(run: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool, stack: ExitStack) -> list[TrialResult]:
     """`stack` keeps other processes out of the folder."""
     sweep.check_space(run)
     trial = sweep.prepared(run)
@@ -121,14 +121,14 @@ def _text(sweep: SweepConfig) -> str:
     return str(yaml.safe_dump(sweep.model_dump(mode="json", exclude_unset=True), sort_keys=False))
 
 
-def write_settings(run: RunConfig, sweep: SweepConfig, folder: Path) -> None:
+def write_settings(run: TrainConfig, sweep: SweepConfig, folder: Path) -> None:
     """Write config.yaml and sweep.yaml."""
     _make(folder)
     save_config(run, folder / "config.yaml")
     write_atomic(folder / "sweep.yaml", _text(sweep))
 
 
-def check_folder(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool) -> None:
+def check_folder(run: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool) -> None:
     """Raise UserInputError if a folder is there that does not fit."""
     if resume:
         known = folder / "sweep.yaml"
@@ -149,7 +149,7 @@ def check_folder(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool)
         raise UserInputError(f"{folder} exists: choose another --run-dir, or add --resume.")
 
 
-def _differing(run: RunConfig, known: RunConfig) -> list[str]:
+def _differing(run: TrainConfig, known: TrainConfig) -> list[str]:
     """The dotted keys in which two configurations differ; how a cluster is started does not count."""
 
     def flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -174,7 +174,7 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _run_trials(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool, begin: Callable[[], None]) -> None:
+def _run_trials(run: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool, begin: Callable[[], None]) -> None:
     """`begin` is called when nothing can be refused any more."""
     prepare_environment()
     quiet_ray()
@@ -184,7 +184,7 @@ def _run_trials(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool, 
     # In a private cluster trials wait for a slot, so that they leave room for each other's replicas: Tune alone decides when
     # those of a population, and of a sweep that is resumed, go on.
     private, slots = starts_own_cluster(), {}
-    algorithm = run.spec.load("config")().algo_class
+    algorithm = kind_of(run).rllib_config(run)().algo_class  # type: ignore[call-arg]
     room, cluster = Room.of(run, sweep, trial_class(algorithm, sweep.space)), run
     if private:
         cluster = changed(run, {"resources.num_cpus": own_cpus(run, sweep, room)})
@@ -206,14 +206,14 @@ def _run_trials(run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool, 
             _set_aside_lost(folder / _TUNE, results)
 
 
-def _machine(run: RunConfig) -> dict[str, float]:
+def _machine(run: TrainConfig) -> dict[str, float]:
     import torch
 
     return {"CPU": float(run.resources.num_cpus or 1), "GPU": float(torch.cuda.device_count())}
 
 
 def _tune(
-    run: RunConfig, sweep: SweepConfig, folder: Path, resume: bool, at_once: int, trainable: type[RunAlgorithm]
+    run: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool, at_once: int, trainable: type[RunAlgorithm]
 ) -> ResultGrid:
     from ray import tune
 
@@ -239,7 +239,7 @@ def _tune(
                 trial_name_creator=lambda trial: f"trial-{trial.trial_id}",
                 trial_dirname_creator=lambda trial: f"trial-{trial.trial_id}",
             ),
-            run_config=tune.RunConfig(
+            run_config=tune.TrainConfig(
                 name=_TUNE,
                 storage_path=str(folder),
                 failure_config=tune.FailureConfig(max_failures=max(_MAX_FAILURES, run.learner.max_restarts)),

@@ -10,7 +10,7 @@ from ray.tune.result import SHOULD_CHECKPOINT
 
 from rl_vlm.algorithms.base import RunAlgorithm
 from rl_vlm.algorithms.learners import LearnerDiedError
-from rl_vlm.config import RunConfig
+from rl_vlm.config import TrainConfig
 from rl_vlm.types import UserInputError
 
 
@@ -64,7 +64,7 @@ def trial_class(
     return Trial
 
 
-def _settings(run: RunConfig, keys: Collection[str]) -> dict[str, Any]:
+def _settings(run: TrainConfig, keys: Collection[str]) -> dict[str, Any]:
     """The values of dotted keys that the configuration has."""
     found = {}
     for key in keys:

@@ -1,1 +1,1 @@
-"""Built-in environments and tiny models: a folder each, with everything of its own."""
+"""Built-in environments and tiny models. A folder holds all of one environment: data or drawing, answers, reward, lesson."""

@@ -11,7 +11,7 @@ from ray import serve
 from ray.serve.schema import ReplicaState
 from serving_support import RUN_ID, Adapters, ask, client, served, until
 
-from rl_vlm.serving.server import app_name
+from rl_vlm.serving.registry import app_name
 
 AUTOSCALING = {
     "min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2.0, "upscale_delay_s": 1.0, "downscale_delay_s": 3.0

@@ -15,7 +15,7 @@ from rl_vlm.algorithms.preference_sac import PreferenceSAC
 from rl_vlm.config import RunConfig, load_config, parse_config
 from rl_vlm.labelling.store import LabelStore
 from rl_vlm.labelling.types import Label
-from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.runs.ray_session import ray_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 CARTPOLE = ROOT / "configs" / "rl_vlm_f" / "cartpole_tiny.yaml"

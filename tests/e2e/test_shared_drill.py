@@ -23,9 +23,8 @@ from serving_support import ask, replicas
 from shared_support import NAME, PolicyAdapters, client_of, registry, sharing, user
 
 from rl_vlm.models.lora_layers import inject_lora, load_lora_state, lora_config
-from rl_vlm.serving.server import app_name
-from rl_vlm.serving.shared_service import SharedService
-from rl_vlm.serving.shared_types import shared_id
+from rl_vlm.serving.registry import app_name, shared_id
+from rl_vlm.serving.service import PolicyService
 from rl_vlm.types import Completion
 
 POLICIES = 8
@@ -48,7 +47,7 @@ def all_healthy() -> bool:
 
 
 async def run_drill(
-    services: list[SharedService], adapters: PolicyAdapters, folder: Path, requests: int, kills: int
+    services: list[PolicyService], adapters: PolicyAdapters, folder: Path, requests: int, kills: int
 ) -> Drill:
     drill, done, chosen = Drill(), asyncio.Event(), random.Random(0)
     clients = [client_of(service, deadline_s=180.0) for service in services]

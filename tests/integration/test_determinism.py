@@ -10,7 +10,8 @@ import pytest
 
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from rl_vlm.config import RunConfig, load_config
-from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.runs.kinds import kind_of
+from rl_vlm.runs.ray_session import ray_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 HALF = 3
@@ -55,7 +56,7 @@ def run_config(folder: Path, *changes: str) -> RunConfig:
 
 
 def build(run: RunConfig, folder: Path) -> Any:
-    return run.spec.load("config").from_run_config(run, folder).build_algo()
+    return kind_of(run).rllib_config(run).from_run_config(run, folder).build_algo()
 
 
 def same(one: Checkpoint, other: Checkpoint, counts: bool = True) -> None:
@@ -83,11 +84,11 @@ def test_three_and_three_iterations_equal_six(changes: tuple[str, ...], tiny_fol
         whole = build(run, tmp_path / "whole")
         for _ in range(HALF):
             whole.train()
-        saved = save_checkpoint(tmp_path / "checkpoints", HALF, whole.checkpoint(), keep=1)
+        saved = save_checkpoint(tmp_path / "checkpoints", HALF, whole.recovery.checkpoint(), keep=1)
         for _ in range(HALF):
             whole.train()
         rewards = whole.last_metrics["reward/mean"]
-        straight = whole.checkpoint()
+        straight = whole.recovery.checkpoint()
         whole.stop()
 
         resumed = build(run, tmp_path / "resumed")
@@ -95,7 +96,7 @@ def test_three_and_three_iterations_equal_six(changes: tuple[str, ...], tiny_fol
         for _ in range(HALF):
             resumed.train()
         assert resumed.last_metrics["reward/mean"] == rewards
-        same(resumed.checkpoint(), straight)
+        same(resumed.recovery.checkpoint(), straight)
         resumed.stop()
     before = read_checkpoint(saved)
     assert before.adapter.tensors != straight.adapter.tensors

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
+from core_support import plan_update
 from ray.rllib.core.learner.training_data import TrainingData
 
 from rl_vlm.algorithms.grpo import GRPOConfig
 from rl_vlm.config import RunConfig, apply_overrides, parse_config
 from rl_vlm.config.algorithm import AlgorithmSection
-from rl_vlm.learning.learner import UpdateBatch, UpdateResult
-from rl_vlm.learning.plan import plan_update
+from rl_vlm.learning.messages import UpdateResult
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.types import Message, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 from rl_vlm.zoo.shapes.environment import shapes_item
 
@@ -80,7 +81,7 @@ def update(folder: Path, learners: int, updates: int = 2) -> tuple[Arrays, Array
     try:
         for number in range(updates):
             plan = plan_update(groups(folder), settings, np.random.default_rng(number), num_learners=max(learners, 1))
-            batches = [UpdateBatch(shard, plan.active, 1, 1.0, number + 1) for shard in plan.minibatches]
+            batches = [replace(batch, version=number + 1) for batch in plan.batches]
             data = (
                 TrainingData(episodes=batches)
                 if learners == 0

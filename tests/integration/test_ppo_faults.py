@@ -15,7 +15,8 @@ from test_determinism import PPO, build, run_config, same
 
 from rl_vlm.algorithms.checkpoint import save_checkpoint
 from rl_vlm.algorithms.learners import LearnerLostError, on_one_learner
-from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.learning.messages import ScoreBatch
+from rl_vlm.runs.ray_session import ray_cluster
 
 POINTS = ["sampling", "score", "between score and update", "update", "checkpoint"]
 
@@ -26,8 +27,8 @@ class Killer:
     def __init__(self, algorithm: Any, how: signal.Signals = signal.SIGKILL) -> None:
         self.algorithm, self.how = algorithm, how
         self.point = ""
-        self._update, self._sample = algorithm.update_learners, algorithm.rollouts.next_groups
-        algorithm.update_learners, algorithm.rollouts.next_groups = self._update_learners, self._next_groups
+        self._update, self._sample = algorithm.learners.update, algorithm.rollouts.next_groups
+        algorithm.learners.update, algorithm.rollouts.next_groups = self._update_learners, self._next_groups
 
     def kill(self) -> None:
         self.point = ""
@@ -39,7 +40,7 @@ class Killer:
         return self._sample(*arguments)
 
     def _update_learners(self, batches: list[Any]) -> Any:
-        scores = type(batches[0]).__name__ == "ScoreBatch"
+        scores = isinstance(batches[0], ScoreBatch)
         if self.point == ("score" if scores else "update"):
             pid = on_one_learner(self.algorithm.learner_group, lambda _: os.getpid())
             self.point = ""
@@ -66,7 +67,7 @@ def trained(tiny_folder: Path, folder: Path, *settings: str) -> Iterator[tuple[A
         algorithm = build(run, folder / "run")
         try:
             train_to(algorithm, 2)
-            yield algorithm, save_checkpoint(folder / "checkpoints", 2, algorithm.checkpoint(), keep=9)
+            yield algorithm, save_checkpoint(folder / "checkpoints", 2, algorithm.recovery.checkpoint(), keep=9)
         finally:
             algorithm.stop()
 
@@ -76,7 +77,7 @@ def trained(tiny_folder: Path, folder: Path, *settings: str) -> Iterator[tuple[A
 def test_a_learner_that_is_killed_at_any_of_five_points_changes_nothing(tiny_folder: Path, tmp_path: Path) -> None:
     with trained(tiny_folder, tmp_path, "learner.max_restarts=9") as (algorithm, saved):
         train_to(algorithm, 4)
-        straight = algorithm.checkpoint()
+        straight = algorithm.recovery.checkpoint()
         killer = Killer(algorithm)
         restarts: Callable[[], int] = lambda: algorithm.restarts["learner"]  # noqa: E731
         for point in POINTS:
@@ -86,12 +87,12 @@ def test_a_learner_that_is_killed_at_any_of_five_points_changes_nothing(tiny_fol
                 train_to(algorithm, 3)
                 killer.kill()
                 with pytest.raises(LearnerLostError):
-                    algorithm.checkpoint()
+                    algorithm.recovery.checkpoint()
             else:
                 killer.point = point
             train_to(algorithm, 4)
             assert restarts() == before + 1, point
-            same(algorithm.checkpoint(), straight, counts=False)
+            same(algorithm.recovery.checkpoint(), straight, counts=False)
 
 
 @pytest.mark.acceptance

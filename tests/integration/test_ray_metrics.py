@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rl_vlm.monitoring.ray_metrics import MAX_SERIES, RayFigures
 from rl_vlm.monitoring.samples import Sample
-from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.runs.ray_session import ray_cluster
 
 
 @pytest.fixture(scope="module")

@@ -25,21 +25,21 @@ from rl_vlm.config import RunConfig
 from rl_vlm.engines.base import EngineError
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.runs.addresses import is_loopback
-from rl_vlm.serving import server
+from rl_vlm.serving import replica as replica_module
 from rl_vlm.serving.client import PolicyClient
-from rl_vlm.serving.publisher import PolicyService
-from rl_vlm.serving.registry import registry_name
+from rl_vlm.serving.registry import app_name, registry_name
+from rl_vlm.serving.replica import ReplicaUnavailableError
 from rl_vlm.serving.router import home_session
-from rl_vlm.serving.server import ReplicaUnavailableError, app_name
+from rl_vlm.serving.service import PolicyService
 from rl_vlm.types import Completion, SampleChunk
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def policy(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunConfig, PolicyService]]:
+def policy(tiny_folder: Path) -> Iterator[tuple[RunConfig, PolicyService]]:
     probes = {"serving__probe_after_s": 2.0, "serving__probe_timeout_s": 1.5}
-    with served(tiny_folder, tmp_path_factory.mktemp("served"), **probes) as (run, service):
+    with served(tiny_folder, **probes) as (run, service):
         yield run, service
 
 
@@ -177,13 +177,15 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     codes: list[int] = []
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="here"))
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(server.os, "_exit", codes.append)
+    monkeypatch.setattr(replica_module.os, "_exit", codes.append)
     return codes
 
 
-def replica_here(run: RunConfig, folder: Path, **serving: Any) -> server.VLMServer:
+def replica_here(run: RunConfig, folder: Path, **serving: Any) -> replica_module.VLMServer:
     changed = run.model_copy(update={"serving": run.serving.model_copy(update=serving)})
-    return server.VLMServer(ModelReference.of(str(folder)), changed, RUN_ID, ray.get_runtime_context().namespace)
+    return replica_module.VLMServer(
+        ModelReference.of(str(folder)), changed, RUN_ID, ray.get_runtime_context().namespace
+    )
 
 
 def test_a_replica_that_cannot_load_fails_its_health_check(
@@ -232,7 +234,7 @@ def test_a_replica_that_is_busy_for_long_passes_its_health_checks(
         work.cancel()
         hangs = replica_here(run, tiny_folder, probe_after_s=1e-9, probe_timeout_s=0.3)
         await until(lambda: hangs._life.started or bool(hangs._ensure_started()))
-        hangs._engine._decoder.step = hangs._engine._admit = lambda: time.sleep(3)  # type: ignore[attr-defined]
+        hangs._engine._advance = lambda: time.sleep(3)  # type: ignore[attr-defined]
         with pytest.raises(EngineError, match="did nothing for 0.3 s"):
             for _ in range(2):
                 await hangs.check_health()

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import run_config, train_sample
+from core_support import Sample, batch_of, run_config, train_sample
 
-from rl_vlm.learning.batching import Minibatch, TrainSample
-from rl_vlm.learning.learner import make_updater
 from rl_vlm.learning.module import PolicyModel
 from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.update import PackedMinibatch
+from rl_vlm.learning.update import make_updater
 from rl_vlm.models.backbone import ImageFeatures
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.types import EncodedImage, StopReason, Trajectory, TrajectoryStatus, Turn
@@ -41,7 +39,7 @@ def trls_minibatch(trainer: Any, loop: Any, steps: int) -> dict[str, Any]:
     return seen[-1]
 
 
-def our_samples(inputs: dict[str, Any]) -> list[TrainSample]:
+def our_samples(inputs: dict[str, Any]) -> list[Sample]:
     rows = len(inputs["prompt_ids"])
     samples = []
     for k in range(rows):
@@ -92,9 +90,10 @@ def test_the_gradient_of_a_minibatch_is_trls(monkeypatch: pytest.MonkeyPatch) ->
         for k in range(len(inputs["prompt_ids"]))
     }
     monkeypatch.setattr(policy.backbone, "image_features", lambda images: [features[one.sha256] for one in images])
-    micro_batches = updater._builder.build(Minibatch([[sample] for sample in our_samples(inputs)]))
-    packed = PackedMinibatch(micro_batches, old=[torch.from_numpy(micro.behaviour) for micro in micro_batches])
-    loss = sum(updater.loss(packed, number, UpdateStats()) for number in range(len(micro_batches)))
+    (packed,) = updater.pack(batch_of([[sample] for sample in our_samples(inputs)]))
+    for micro in packed:
+        micro.old = torch.from_numpy(micro.behaviour)
+    loss = sum(updater.loss(micro, UpdateStats()) for micro in packed)
     loss.backward()  # type: ignore[union-attr]
 
     assert loss.item() == pytest.approx(their_loss.item(), abs=1e-4)

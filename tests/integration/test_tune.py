@@ -10,7 +10,7 @@ from ray import tune
 
 from rl_vlm.algorithms.grpo import GRPO
 from rl_vlm.config import load_config
-from rl_vlm.runs.cluster import ray_cluster
+from rl_vlm.runs.ray_session import ray_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 

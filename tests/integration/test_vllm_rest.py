@@ -63,9 +63,9 @@ def test_nothing_of_the_memory_that_was_given_away_is_used_again(
         before = await engine.generate(asked(wide_folder))
         running = asyncio.ensure_future(engine.generate(asked(wide_folder, 160)))
         await asyncio.sleep(0.2)
-        await engine.rest()
+        await engine.sleep()
         assert running.done() and len((await running)[0].samples[0].token_ids) == 160  # it was waited for
-        await engine.rest()  # changes nothing
+        await engine.sleep()  # changes nothing
         waiting = asyncio.ensure_future(engine.generate(asked(wide_folder)))
         await asyncio.sleep(1.0)
         assert not waiting.done()
@@ -76,7 +76,7 @@ def test_nothing_of_the_memory_that_was_given_away_is_used_again(
         for first, again in zip(before, await engine.generate(asked(wide_folder)), strict=True):
             for one, other in zip(first.samples, again.samples, strict=True):
                 assert one.token_ids.tolist() == other.token_ids.tolist()
-        await engine.rest()
+        await engine.sleep()
         await engine.load_adapter(random_payload(wide_folder, 2))
         await engine.wake()
         after = await engine.generate(asked(wide_folder))
@@ -92,7 +92,7 @@ def test_a_deadline_while_it_drains_leaves_it_awake(engine: VLLMEngine, wide_fol
         await asyncio.sleep(0.2)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await engine.rest()
+                await engine.sleep()
         assert len(await engine.generate(asked(wide_folder))) == 2  # it takes requests
         await running
 
@@ -109,9 +109,9 @@ def test_a_refusal_leaves_it_awake(engine: VLLMEngine, wide_folder: Path, monkey
             with pytest.raises(
                 EngineError, match="did not give back the memory of keys and values: requires a completed"
             ):
-                await engine.rest()
+                await engine.sleep()
         assert len(await engine.generate(asked(wide_folder))) == 2
-        await engine.rest()
+        await engine.sleep()
         await engine.wake()
 
     asyncio.run(story())

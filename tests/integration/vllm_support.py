@@ -23,13 +23,13 @@ from rl_vlm.models.loading import TextSide, load_model, load_text_side
 from rl_vlm.models.lora_layers import inject_lora, load_lora_state, lora_config, lora_state
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Message, SampleChunk, SamplingParams, StopReason
 from rl_vlm.zoo.tiny import model as tiny
+from rl_vlm.zoo.tiny import teach as tiny_teach
 from rl_vlm.zoo.tiny import tokenizer as tiny_tokenizer
-from rl_vlm.zoo.tiny import warmstart as tiny_warmstart
 
 
 def hostile_model() -> Path:
     """A tiny model in which `<|image_pad|>` has by far the largest logit, whatever the context."""
-    sources = [inspect.getsource(maker) for maker in (tiny, tiny_tokenizer, tiny_warmstart, _make_hostile)]
+    sources = [inspect.getsource(maker) for maker in (tiny, tiny_tokenizer, tiny_teach, _make_hostile)]
     key = hashlib.sha256("".join(sources).encode()).hexdigest()[:12]
     # Kept between runs: building it takes longer than most tests here.
     folder = Path(tempfile.gettempdir()) / f"rl-vlm-tests-{os.getuid()}" / f"tiny-hostile-{key}"

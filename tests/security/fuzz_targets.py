@@ -14,12 +14,10 @@ from image_corpus import chunk, encoded, png, scan_bomb, sequential_bomb
 from safetensors.torch import save
 from torch import zeros
 
+from rl_vlm import frames
 from rl_vlm.config.yaml_text import load_yaml
 from rl_vlm.envs import images, wire
-from rl_vlm.http.errors import RequestError
-from rl_vlm.http.json_bounds import JSONBounds
-from rl_vlm.labelling.answer_text import strip_thoughts
-from rl_vlm.labelling.parsing import parse_label, parse_score
+from rl_vlm.labelling.answers import read_label, read_score, strip_thoughts
 from rl_vlm.labelling.query_log import text_cell
 from rl_vlm.models.adapter import check_adapter
 from rl_vlm.rewards.judged_text import judged_refusal, quoted
@@ -58,10 +56,10 @@ def image(data: bytes) -> None:
 def frame(data: bytes) -> None:
     """A frame of an environment's observations."""
     try:
-        content, blobs = wire.unpack_frame(data)
+        content, blobs = frames.unpack_frame(data)
         shown = wire.unpack_observation(content.get("messages"), blobs)
         assert all(part.width > 0 for one in shown.messages for part in one.parts if not isinstance(part, str))
-    except wire.FrameError:
+    except frames.FrameError:
         pass
 
 
@@ -97,11 +95,10 @@ def label(data: bytes) -> None:
 
 def check_label(text: str) -> None:
     """The same of its text."""
-    for goal in ("", "open the drawer"):
-        assert parse_label(text, goal) in (0, 1, -1, None)
-    score = parse_score(text)
+    assert read_label(text) in (0, 1, -1, None)
+    score = read_score(text)
     assert score is None or -1 <= score <= 1
-    assert len(strip_thoughts(text)) <= len(text) + 1
+    assert len(strip_thoughts(text)) <= len(text)
     assert printable(text_cell(text)) == text_cell(text)
     assert safe(safe(text)) == safe(text)
 
@@ -120,35 +117,6 @@ def answer(data: bytes) -> None:
     read_verdict(text)
 
 
-def json_bounds(data: bytes) -> None:
-    """The count of a JSON text's values is never too low, and pieces of any size count as the whole."""
-    limits = (30, 40)
-    whole = _refused(limits, [data])
-    assert whole == _refused(limits, [data[k : k + 3] for k in range(0, len(data), 3)])
-    try:
-        parsed = json.loads(data)
-    except (ValueError, RecursionError):
-        return
-    if not whole:
-        assert _values(parsed) <= limits[0] + 1
-
-
-def _refused(limits: tuple[int, int], pieces: Sequence[bytes]) -> bool:
-    bounds = JSONBounds(*limits)
-    try:
-        for piece in pieces:
-            bounds.feed(piece)
-    except RequestError:
-        return True
-    return False
-
-
-def _values(parsed: object) -> int:
-    if isinstance(parsed, dict):
-        return 1 + sum(map(_values, parsed.values()))
-    return 1 + sum(map(_values, parsed)) if isinstance(parsed, list) else 1
-
-
 IMAGES = [
     encoded("PNG", 24),
     encoded("PNG", 24, "P"),
@@ -164,7 +132,7 @@ IMAGES = [
     png(8, 8, bytes(72), chunk(b"eXIf", b"II*\0" + bytes(40))),
 ]
 MESSAGES = [{"role": "user", "parts": ["hello", {"width": 24, "height": 24}]}]
-FRAME = wire.pack_frame({"messages": MESSAGES, "info": {}}, [IMAGES[0]])
+FRAME = frames.pack_frame({"messages": MESSAGES, "info": {}}, [IMAGES[0]])
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj"]}
 TENSORS = save({"base_model.model.a.lora_A.weight": zeros(4, 8)})
 YAML = [b"a: &x {b: [1, 2.5, null]}\nc: *x\nd: '2020-01-01'\ne: 2020-01-01\n<<: *x\n", b"- [a, {b: c}]\n- |\n  text\n"]
@@ -178,11 +146,6 @@ ANSWERS = [
     rb"\boxed{\frac{1}{2}\text{ cm}^2}",
     b"Verdict: the first is better. <answer>true</answer>",
 ]
-BODIES = [
-    b'{"model": "m", "messages": [{"role": "user", "content": "a\\"b,{["}], "n": 2}',
-    json.dumps({"a": list(range(40))}).encode(),
-    json.dumps([[[["\\\\", '"', {"k": None}]]]]).encode(),
-]
 TARGETS = {
     "images": Target(image, IMAGES),
     "frames": Target(frame, [FRAME]),
@@ -191,5 +154,4 @@ TARGETS = {
     "yaml": Target(yaml_text, YAML, ["&a ", "*a", "<<: ", "!!", "---"]),
     "labels": Target(label, [b"Image 1 is better.", b"The answer is -1.", "1 – nicht".encode()], WORDS),
     "answers": Target(answer, ANSWERS, ["Latitude", "Longitude", "\\frac", "°", "<answer>", "Score", "not", "true"]),
-    "json_bounds": Target(json_bounds, BODIES, ['\\"', "\\\\", '"', "[", "{", ","]),
 }  # fmt: skip

@@ -5,25 +5,19 @@ import csv
 import gzip
 import io
 import json
-import re
 import time
 import zlib
 
 import httpx
 import numpy as np
 import pytest
-from fuzzing import patient
-from hypothesis import given
-from hypothesis import strategies as st
 from image_corpus import encoded
 
 from rl_vlm.asking.endpoints import EndpointError, Question
 from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.labelling import folder as label_folders
-from rl_vlm.labelling.answer_text import strip_thoughts
 from rl_vlm.labelling.folder import label_folder
-from rl_vlm.labelling.parsing import MAX_VERDICT, parse_label
 from rl_vlm.labelling.query_log import COLUMNS, QueryLog
 from rl_vlm.labelling.types import Label, Segment, SegmentPair
 from rl_vlm.types import Message, UserInputError
@@ -95,7 +89,7 @@ def test_a_reply_that_unpacks_to_gigabytes_is_cut(encoding):
     packed = gzip.compress(plain, 1) if "gzip" in encoding else zlib.compress(plain, 1)
     assert len(packed) < 2**20 * 2
     headers = {"content-encoding": encoding}
-    with pytest.raises(EndpointError, match="more than 8388608 bytes|cannot be unpacked"):
+    with pytest.raises(EndpointError, match="more than 1048576 bytes|cannot be unpacked"):
         ask(httpx.Response(200, headers=headers, stream=Stream(packed)), GenerateEndpoint)
 
 
@@ -110,45 +104,8 @@ class Stream(httpx.AsyncByteStream):
             yield self._data[start : start + 65_536]
 
 
-@pytest.mark.parametrize(
-    "encoding, pack",
-    [
-        ("gzip", gzip.compress),
-        ("deflate", zlib.compress),
-        ("deflate", lambda d: zlib.compress(d, wbits=-15)),
-        ("", bytes),
-    ],
-)
-def test_packed_replies_are_read(encoding, pack):
-    reply = httpx.Response(200, headers={"content-encoding": encoding}, stream=Stream(pack(b'{"text": "fine"}')))
-    assert ask(reply, GenerateEndpoint).text == "fine"
-
-
-_OLD = (
-    re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL | re.IGNORECASE),
-    re.compile(r"^.*</think(?:ing)?>", re.DOTALL | re.IGNORECASE),
-    re.compile(r"<think(?:ing)?>.*$", re.DOTALL | re.IGNORECASE),
-)
-
-
-@patient
-@given(
-    st.lists(
-        st.sampled_from(["<think>", "</think>", "<Thinking>", "</thinking>", "a", " ", "\n", "<th", "ink>"]),
-        max_size=14,
-    )
-)
-def test_thoughts_are_left_out_as_the_expressions_did(parts):
-    text = expected = "".join(parts)
-    for thought in _OLD:
-        expected = thought.sub(" ", expected)
-    assert " ".join(strip_thoughts(text).split()) == " ".join(expected.split())
-
-
-def test_a_long_answer_takes_time_in_proportion_to_its_length():
-    assert strip_thoughts("<think>" * 150_000) == ""
-    assert parse_label("so, " * MAX_VERDICT) is None
-    assert parse_label(f"<think>{'so, ' * MAX_VERDICT}</think>1") == 1
+def test_a_reply_in_pieces_is_read():
+    assert ask(httpx.Response(200, stream=Stream(b'{"text": "fine"}')), GenerateEndpoint).text == "fine"
 
 
 def pairs(folder, count):

@@ -102,7 +102,7 @@ def test_costly_pictures_are_decoded_in_a_process_with_the_same_pixels(monkeypat
 
 
 def test_a_picture_that_takes_too_long_is_killed():
-    with pytest.raises(ImageError, match="takes more than 0 s"):
+    with pytest.raises(ImageError, match="takes too long"):
         image_process.decode_in_process(encoded("JPEG"), ["JPEG"], 10**6, timeout_s=0)
 
 

@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from image_corpus import encoded
 
+from rl_vlm import child as children
+from rl_vlm import frames
 from rl_vlm.cli.errors import ErrorReport
 from rl_vlm.config.loading import _Dumper, load_config, parse_override
 from rl_vlm.config.yaml_text import load_yaml
-from rl_vlm.envs import watchdog, wire
+from rl_vlm.envs import wire
 from rl_vlm.envs.images import ImageError, image_bytes
 from rl_vlm.envs.isolation import ProcessEnv
 from rl_vlm.envs.loading import absolute_spec
@@ -75,7 +77,7 @@ def test_what_yaml_writes_is_read(value):
 )
 def test_a_size_on_the_wire_that_is_none_is_a_frame_error(width, height):
     messages = [{"role": "user", "parts": [{"width": width, "height": height}]}]
-    with pytest.raises(wire.FrameError):
+    with pytest.raises(frames.FrameError):
         wire.unpack_observation(messages, [encoded("PNG")])
 
 
@@ -83,7 +85,7 @@ def test_a_size_on_the_wire_that_is_none_is_a_frame_error(width, height):
     "messages", [None, 5, [5], [{"role": "user"}], [{"role": "user", "parts": [5]}], "ab", [None], {"role": 1}]
 )
 def test_messages_on_the_wire_that_are_none_are_a_frame_error(messages):
-    with pytest.raises(wire.FrameError):
+    with pytest.raises(frames.FrameError):
         wire.unpack_observation(messages, [encoded("PNG")])
 
 
@@ -217,13 +219,13 @@ def test_only_marked_processes_are_found():
     mark = f"RL_VLM_ENV_TEST_{os.getpid()}"
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={**os.environ, mark: "1"})
     try:
-        wait_for(lambda: watchdog.marked(mark) == {child.pid})
-        watchdog.kill_marked(mark)
+        wait_for(lambda: children.marked(mark) == {child.pid})
+        children.kill_marked(mark)
         assert child.wait(60) == -9
     finally:
         child.kill()
         child.wait()
-    assert not watchdog.marked("RL_VLM_ENV_NOBODY")
+    assert not children.marked("RL_VLM_ENV_NOBODY")
 
 
 def test_frames_of_every_kind_of_nonsense(tmp_path):
@@ -234,5 +236,5 @@ def test_frames_of_every_kind_of_nonsense(tmp_path):
         struct.pack(">I", 4) + b"null",
         struct.pack(">I", 12) + b'{"blobs": 5}',
     ):
-        with pytest.raises(wire.FrameError):
-            wire.unpack_frame(head)
+        with pytest.raises(frames.FrameError):
+            frames.unpack_frame(head)

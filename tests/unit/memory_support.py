@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-from rl_vlm.config import RunConfig, parse_config
+import pytest
 
+from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.models.hub import FetchError
+from rl_vlm.runs import memory
+
+# The configurations of the published Qwen3-VL models, by size.
+PUBLISHED = json.loads((Path(__file__).parents[1] / "fixtures/qwen3_vl.json").read_text())
 GPU = {"model": {"dtype": "bfloat16"}}
+
+
+def published_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the config.json of the recipes' models as the hub sends it; there is no hub here."""
+
+    def fetch(name: str) -> Path:
+        size = name.removeprefix("Qwen/Qwen3-VL-").removesuffix("-Instruct").lower()
+        if size not in PUBLISHED:
+            raise FetchError(f"The hub cannot be reached to fetch {name}.")
+        folder = tmp_path / size
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(PUBLISHED[size]))
+        return folder
+
+    monkeypatch.setattr(memory, "fetch_config", fetch)
 
 
 def gpus(replicas: int, share: float, learners: int, learner_share: float, **serving: Any) -> RunConfig:

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.serving.registry import AdapterRegistry
-from rl_vlm.serving.version_line import Published
+from rl_vlm.serving.registry import Registry
+from rl_vlm.serving.tenants import Published
+from rl_vlm.types import POLICY
 
 
 class Direct:
@@ -28,7 +29,14 @@ def arrived(payload: AdapterPayload) -> Any:
     return future
 
 
-async def publish(registry: AdapterRegistry, version: int) -> None:
+async def own_registry() -> Registry:
+    """The registry of a run's own service, which the run has joined."""
+    registry = Registry("model")
+    await registry.join(POLICY)
+    return registry
+
+
+async def publish(registry: Registry, version: int) -> None:
     """A version without weights."""
     payload = AdapterPayload(version, b"weights", "{}", f"hash {version}")
-    await registry.publish(Published(version, payload.sha256, arrived(payload)))
+    assert await registry.publish(Published(version, payload.sha256, arrived(payload)))

@@ -9,7 +9,6 @@ import pytest
 
 from rl_vlm.algorithms.grpo import GRPO, GRPOConfig
 from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
-from rl_vlm.config import RunConfig
 from rl_vlm.learning.learner import VLMLearner
 from rl_vlm.preference.sac_learner import SACLearner
 
@@ -23,7 +22,7 @@ def test_nothing_that_rllib_calls_deprecated_is_set(
     for logger in loggers:
         logger.addHandler(caplog.handler)
     try:
-        made = config.from_run_config(RunConfig(), tmp_path)
+        made = config.from_run_config(config().run_config, tmp_path)
     finally:
         for logger in loggers:
             logger.removeHandler(caplog.handler)
@@ -33,11 +32,11 @@ def test_nothing_that_rllib_calls_deprecated_is_set(
 
 @pytest.mark.parametrize("config", [GRPOConfig, PreferenceSACConfig])
 def test_keys_of_a_tune_space_change_the_run(config: type) -> None:
-    given = {"run_config": RunConfig().model_dump(exclude_unset=True), "learner.lr": 0.5, "seed": 7}
+    given = {"run_config": config().run_config.model_dump(), "learner.num_threads": 3, "seed": 7}
     made = config().update_from_dict(given)
-    assert (made.run_config.learner.lr, made.run_config.seed, made.seed) == (0.5, 7, 7)
+    assert (made.run_config.learner.num_threads, made.run_config.seed, made.seed) == (3, 7, 7)
     assert config().update_from_dict({"seed": 5}).run_config.seed == 5
-    assert config().update_from_dict({"seed": None}).run_config.seed == RunConfig().seed
+    assert config().update_from_dict({"seed": None}).run_config.seed == 0
 
 
 def test_an_algorithm_whose_settings_were_refused_has_a_name() -> None:

@@ -8,11 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from core_support import adapted_policy, conversation, picture, reference_logprobs, text_side, train_sample
+from core_support import (
+    Sample,
+    adapted_policy,
+    batch_of,
+    conversation,
+    picture,
+    reference_logprobs,
+    text_side,
+    train_sample,
+)
 from torch import Tensor
 
 from rl_vlm.config.algorithm import AlgorithmSection
-from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch, TrainSample
+from rl_vlm.learning.batching import BatchBuilder, MicroBatch
 from rl_vlm.learning.module import PolicyModel
 from rl_vlm.learning.strategies.replicated import gradient_vector
 from rl_vlm.learning.update import PolicyUpdater
@@ -44,11 +53,11 @@ def builder_of(text: TextSide, max_tokens: int = 4096, share: bool = True, width
     )
 
 
-def group_of(trajectories: Sequence[Trajectory], rng: np.random.Generator) -> list[TrainSample]:
+def group_of(trajectories: Sequence[Trajectory], rng: np.random.Generator) -> list[Sample]:
     return [train_sample(trajectory, float(rng.normal()), float(rng.uniform(0.1, 1))) for trajectory in trajectories]
 
 
-def various_groups(text: TextSide) -> list[list[TrainSample]]:
+def various_groups(text: TextSide) -> list[list[Sample]]:
     """Three groups: images in prompt and later turns, unequal numbers of turns and lengths; text alone; one sample."""
     rng = np.random.default_rng(0)
     first, second, third = picture(rng, 96, 64), picture(rng), picture(rng, 64, 64)
@@ -66,13 +75,13 @@ def various_groups(text: TextSide) -> list[list[TrainSample]]:
 
 
 def outcome(
-    policy: PolicyModel, builder: BatchBuilder, groups: list[list[TrainSample]]
+    policy: PolicyModel, builder: BatchBuilder, groups: list[list[Sample]]
 ) -> tuple[dict[bytes, Tensor], Tensor]:
     """Log-probabilities by sample, and the LoRA gradient of a loss over all of them."""
     updater = PolicyUpdater(policy.backbone, builder, AlgorithmSection(tis_cap=None), temperature=TEMPERATURE)
     policy.model.zero_grad(set_to_none=True)
     found: dict[bytes, Tensor] = {}
-    for micro in builder.build(Minibatch(groups)):
+    for micro in updater.pack(batch_of(groups))[0]:
         logprobs, _ = updater.logprobs(micro)
         weights = torch.from_numpy(micro.advantage * micro.weight)
         (logprobs * weights).sum().backward()
@@ -85,8 +94,12 @@ def outcome(
     return found, gradient_vector(policy.parameters)
 
 
-def key(sample: TrainSample) -> bytes:
+def key(sample: Sample) -> bytes:
     return sample.trajectory.logprobs[sample.trajectory.loss_mask].tobytes()
+
+
+def built(builder: BatchBuilder, groups: list[list[Sample]]) -> list[MicroBatch]:
+    return builder.build([[sample.trajectory for sample in group] for group in groups])
 
 
 def rows(batches: list[MicroBatch]) -> int:
@@ -111,7 +124,7 @@ def test_packed_rows_equal_transformers_own_forward_pass(
 ) -> None:
     groups = various_groups(text)
     builder = builder_of(text)
-    assert rows(builder.build(Minibatch(groups))) == 3  # everything is packed
+    assert rows(built(builder, groups)) == 3  # everything is packed
     found, gradient = outcome(policy, builder, groups)
     policy.model.zero_grad(set_to_none=True)
     for sample in (sample for group in groups for sample in group):
@@ -125,13 +138,12 @@ def test_packed_rows_equal_transformers_own_forward_pass(
 
 def test_every_sampled_token_appears_once_with_its_own_numbers(text: TextSide) -> None:
     groups = various_groups(text)
-    batches = builder_of(text).build(Minibatch(groups))
+    batches = built(builder_of(text), groups)
     targets = np.concatenate([micro.target for micro in batches])
     wanted = [sample.trajectory.token_ids[sample.trajectory.loss_mask] for group in groups for sample in group]
     assert sorted(targets.tolist()) == sorted(np.concatenate(wanted).tolist())
-    assert len(Minibatch(groups)) == 9
     for micro in batches:
-        assert len(micro.row) == len(micro.column) == len(micro.target) == len(micro.behaviour) == len(micro.advantage)
+        assert len(micro.row) == len(micro.column) == len(micro.target) == len(micro.behaviour) == len(micro.turn)
         assert micro.input_ids.shape == micro.segments.shape == micro.position_ids.shape[1:]
         placeholders = (micro.input_ids == text.codec.image_token_id).sum()
         assert placeholders == sum(text.count_image_tokens(image.width, image.height) for image in micro.images)
@@ -144,9 +156,9 @@ def test_groups_whose_prompts_differ_are_not_packed(text: TextSide) -> None:
     other_words = [conversation(text, rng, [image, f"What is {word}? " * 4], [3]) for word in ("this", "that")]
     longer = [conversation(text, rng, [image, "What is this? " * count], [3]) for count in (4, 5)]
     builder = builder_of(text)
-    assert rows(builder.build(Minibatch([group_of(same, rng)]))) == 1
-    assert rows(builder.build(Minibatch([group_of(other_words, rng)]))) == 2
-    assert rows(builder.build(Minibatch([group_of(longer, rng)]))) == 2
+    assert rows(builder.build([same])) == 1
+    assert rows(builder.build([other_words])) == 2
+    assert rows(builder.build([longer])) == 2
 
 
 def test_groups_whose_first_images_differ_are_not_packed(text: TextSide) -> None:
@@ -157,14 +169,14 @@ def test_groups_whose_first_images_differ_are_not_packed(text: TextSide) -> None
         members = [conversation(text, rng, [image, shared, "What is this? " * 4], [3]) for image in images]
         assert np.array_equal(members[0].token_ids[:20], members[1].token_ids[:20])
         expected = 1 if images[0] is images[1] else 2
-        assert rows(builder_of(text).build(Minibatch([group_of(members, rng)]))) == expected
+        assert rows(builder_of(text).build([members])) == expected
 
 
 def test_later_images_may_differ_within_a_packed_row(text: TextSide) -> None:
     rng = np.random.default_rng(3)
     prompt = [picture(rng), "What is this? " * 6]
     members = [conversation(text, rng, prompt, [2, 2], [[picture(rng)]]) for _ in range(3)]
-    (micro,) = builder_of(text).build(Minibatch([group_of(members, rng)]))
+    (micro,) = builder_of(text).build([members])
     assert len(micro.input_ids) == 1
     assert [image.sha256 for image in micro.images] == [
         members[0].images[0].sha256, *(member.images[1].sha256 for member in members)
@@ -174,11 +186,10 @@ def test_later_images_may_differ_within_a_packed_row(text: TextSide) -> None:
 def test_the_budget_bounds_padded_tokens(text: TextSide) -> None:
     rng = np.random.default_rng(4)
     groups = [
-        group_of([conversation(text, rng, ["x" * int(rng.integers(1, 80))], [int(rng.integers(1, 30))])], rng)
-        for _ in range(40)
+        [conversation(text, rng, ["x" * int(rng.integers(1, 80))], [int(rng.integers(1, 30))])] for _ in range(40)
     ]
     for budget in (100, 300, 1000):
-        batches = builder_of(text, budget).build(Minibatch(groups))
+        batches = builder_of(text, budget).build(groups)
         assert rows(batches) == 40
         assert len(batches) > 1
         for micro in batches:
@@ -192,7 +203,7 @@ def test_a_row_longer_than_the_budget_goes_alone(text: TextSide) -> None:
     rng = np.random.default_rng(5)
     members = [conversation(text, rng, ["word " * 100], [40]) for _ in range(2)]
     short = [conversation(text, rng, ["hi"], [2])]
-    batches = builder_of(text, 64).build(Minibatch([group_of(members, rng), group_of(short, rng)]))
+    batches = builder_of(text, 64).build([members, short])
     assert [len(micro.input_ids) for micro in batches] == [1, 1, 1]
     assert batches[-1].input_ids.size > 64
 
@@ -212,8 +223,8 @@ def test_a_group_is_packed_only_where_that_is_cheaper(text: TextSide) -> None:
     """Long answers after a short prompt would pay attention over each other for nothing."""
     rng = np.random.default_rng(6)
     members = [conversation(text, rng, ["hi"], [60]) for _ in range(8)]
-    assert rows(builder_of(text).build(Minibatch([group_of(members, rng)]))) == 8
+    assert rows(builder_of(text).build([members])) == 8
 
 
 def test_an_empty_minibatch_has_no_micro_batches(text: TextSide) -> None:
-    assert builder_of(text).build(Minibatch([])) == []
+    assert builder_of(text).build([]) == []

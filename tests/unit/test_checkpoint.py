@@ -14,22 +14,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import adapted_policy, conversation, picture, run_config, text_side, train_sample
+from core_support import adapted_policy, batch_of, conversation, picture, run_config, text_side, train_sample
 
 from rl_vlm.algorithms import checkpoint as module
 from rl_vlm.algorithms.checkpoint import (
     Checkpoint,
-    clean_leftovers,
     latest_checkpoint,
     list_checkpoints,
     read_checkpoint,
     save_checkpoint,
 )
-from rl_vlm.learning.batching import Minibatch
-from rl_vlm.learning.learner import VLMLearner, make_optimizer, make_updater, optimizer_step
+from rl_vlm.files import clean_leftovers
+from rl_vlm.learning.learner import VLMLearner
+from rl_vlm.learning.messages import UpdateBatch
 from rl_vlm.learning.module import PolicyModel
+from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.strategies.replicated import SingleProcess
+from rl_vlm.learning.update import make_updater
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.lora_layers import load_lora_state
 from rl_vlm.types import UserInputError
@@ -318,10 +320,10 @@ class Trainer:
         )
         self.learner: Any = SimpleNamespace(_strategy=self.strategy, vlm=vlm, _average=None)
 
-    def train(self, minibatches: list[Minibatch]) -> None:
-        for minibatch in minibatches:
-            packed = self.updater.pack([minibatch])[0]
-            optimizer_step(self.strategy, packed, self.updater.loss, self.max_grad_norm, UpdateStats())
+    def train(self, batches: list[UpdateBatch]) -> None:
+        for batch in batches:
+            (packed,) = self.updater.pack(batch)
+            self.updater.step(self.strategy, packed, self.max_grad_norm, UpdateStats())
 
     def checkpoint(self, version: int) -> Checkpoint:
         return Checkpoint(self.policy.payload(version), VLMLearner.moments(self.learner), {})
@@ -334,7 +336,7 @@ class Trainer:
 def test_two_and_two_steps_equal_four_byte_for_byte(tiny_folder: Path, tmp_path: Path) -> None:
     rng, text = np.random.default_rng(0), text_side(tiny_folder)
     minibatches = [
-        Minibatch([[train_sample(conversation(text, rng, [picture(rng), "What?"], [4]), float(rng.normal()), 0.2)]])
+        batch_of([[train_sample(conversation(text, rng, [picture(rng), "What?"], [4]), float(rng.normal()), 0.2)]])
         for _ in range(4)
     ]
     whole, first = Trainer(tiny_folder), Trainer(tiny_folder)

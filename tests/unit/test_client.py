@@ -16,7 +16,7 @@ from ray.serve.exceptions import BackPressureError
 
 from rl_vlm.engines.base import EngineError
 from rl_vlm.serving.client import GenerationFailedError, PolicyClient
-from rl_vlm.serving.server import StaleReplicaError
+from rl_vlm.serving.replica import StaleReplicaError
 from rl_vlm.types import Completion, GenerationRequest, SamplingParams
 
 FOREVER = object()

@@ -15,10 +15,10 @@ from ray.exceptions import AuthenticationError
 
 from rl_vlm.cli.errors import log_to_stderr
 from rl_vlm.config import parse_config
-from rl_vlm.runs import cluster
-from rl_vlm.runs.cluster import check_resources, ray_cluster
+from rl_vlm.runs import ray_session
 from rl_vlm.runs.drain import RUNNING, STOPPING
 from rl_vlm.runs.lifecycle import StopRequest
+from rl_vlm.runs.ray_session import check_resources, ray_cluster
 from rl_vlm.types import UserInputError
 
 
@@ -53,9 +53,9 @@ def ray_that_takes_sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(ray_session.ray, "init", init)
     for name, answer in {"is_initialized": False, "shutdown": None, "cluster_resources": {"CPU": 64.0}}.items():
-        monkeypatch.setattr(cluster.ray, name, lambda answer=answer: answer)
+        monkeypatch.setattr(ray_session.ray, name, lambda answer=answer: answer)
     for name in ("RAY_ADDRESS", "RAY_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     yield
@@ -69,14 +69,14 @@ def test_a_run_keeps_its_handler_of_sigterm(
     monkeypatch.setenv("RAY_ADDRESS", address)
     caught = []
     signal.signal(signal.SIGTERM, lambda number, _: caught.append(number))
-    with cluster.ray_cluster(run_config()):
+    with ray_session.ray_cluster(run_config()):
         signal.raise_signal(signal.SIGTERM)
     assert caught == [signal.SIGTERM]
 
 
 def test_a_command_without_one_gets_rays(ray_that_takes_sigterm: None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with cluster.ray_cluster(run_config()), pytest.raises(SystemExit):
+    with ray_session.ray_cluster(run_config()), pytest.raises(SystemExit):
         signal.raise_signal(signal.SIGTERM)
 
 
@@ -89,8 +89,8 @@ def test_a_joined_cluster_without_a_token_is_warned_about_where_it_is_seen(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.7:6379")
-    monkeypatch.setattr(cluster, "is_token_auth_enabled", lambda: token)
-    monkeypatch.setattr(cluster.ray.util, "get_node_ip_address", lambda: "192.0.2.7")
+    monkeypatch.setattr(ray_session, "is_token_auth_enabled", lambda: token)
+    monkeypatch.setattr(ray_session.ray.util, "get_node_ip_address", lambda: "192.0.2.7")
     log_to_stderr()
     with ray_cluster(parse_config({})):
         pass
@@ -111,37 +111,37 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exception]]:
         if errors:
             raise errors.pop(0)
 
-    monkeypatch.setattr(cluster.ray, "init", init)
-    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray_session.ray, "init", init)
+    monkeypatch.setattr(ray_session.ray, "shutdown", lambda: None)
     monkeypatch.delenv(STORE_WAIT, raising=False)
     yield errors
 
 
 def test_a_private_cluster_on_a_busy_machine_is_started_again(starts: list[Exception]) -> None:
     starts += [Exception(RAYLET), RuntimeError(STORE), Exception(RAYLET)]
-    cluster._init_with_retry()
+    ray_session._init_with_retry()
     assert not starts
     assert os.environ[STORE_WAIT] == "60"
 
 
 def test_it_is_given_up_after_four_starts(starts: list[Exception]) -> None:
     starts += [RuntimeError(STORE)] * 5
-    with pytest.raises(cluster.ClusterError, match="overloaded"):
-        cluster._init_with_retry()
+    with pytest.raises(ray_session.ClusterError, match="overloaded"):
+        ray_session._init_with_retry()
     assert len(starts) == 1
 
 
 def test_another_error_of_its_start_is_not_repeated(starts: list[Exception]) -> None:
     starts += [ValueError("no such option"), ValueError("second")]
     with pytest.raises(ValueError, match="no such option"):
-        cluster._init_with_retry()
+        ray_session._init_with_retry()
     assert len(starts) == 1
 
 
 def test_a_cluster_that_asks_for_a_token_is_an_error_in_one_sentence(starts: list[Exception]) -> None:
     starts.append(AuthenticationError("Token authentication is enabled and no token was found.\nSee ..."))
-    with pytest.raises(cluster.ClusterError, match="cannot be joined .*no token was found"):
-        cluster._join(run_config(), (), {})
+    with pytest.raises(ray_session.ClusterError, match="cannot be joined .*no token was found"):
+        ray_session._join(run_config(), (), {})
 
 
 def test_a_cluster_that_gets_no_token_is_told_from_one_that_is_not_there(starts: list[Exception]) -> None:
@@ -150,8 +150,8 @@ def test_a_cluster_that_gets_no_token_is_told_from_one_that_is_not_there(starts:
         "Last connection error: RPC error: InvalidAuthToken: Authentication token is missing"
     )
     starts.append(refused)
-    with pytest.raises(cluster.ClusterError, match="asks for its token.* set RAY_AUTH_MODE=token"):
-        cluster._join(run_config(), (), {})
+    with pytest.raises(ray_session.ClusterError, match="asks for its token.* set RAY_AUTH_MODE=token"):
+        ray_session._join(run_config(), (), {})
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes have no names of their own elsewhere")
@@ -183,8 +183,8 @@ def test_a_run_that_is_told_to_stop_while_ray_starts_hears_it(
         signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setenv("RAY_ADDRESS", address)
-    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(ray_session.ray, "init", init)
     stop = StopRequest()
-    with stop.installed(lambda _: None), pytest.raises(KeyboardInterrupt), cluster.ray_cluster(run_config()):
+    with stop.installed(lambda _: None), pytest.raises(KeyboardInterrupt), ray_session.ray_cluster(run_config()):
         pass
     assert stop.signal == signal.SIGTERM

@@ -166,6 +166,29 @@ def test_values_do_not_change_after_loading() -> None:
         config.learner.lr = 3  # type: ignore[misc]
 
 
+def test_all_errors_are_shown_a_line_each() -> None:
+    data = {"learner": {"lr": 0, "lrr": 1}, "rollout": {"group_size": 0}, "sight": {"zzz": 1}}
+    lines = complaint(data).splitlines()
+    assert [line.split()[2].strip(":.") for line in lines if line.startswith("Config key")] == [
+        "learner.lr", "rollout.group_size",
+    ]  # fmt: skip
+    assert "Unknown config key learner.lrr. Did you mean learner.lr?" in lines and len(lines) == 4
+    contradictions = {"rollout": {"group_size": 1, "late_groups": "drop"}, "algorithm": {"minibatches": 99}}
+    assert len(complaint(contradictions).splitlines()) == 3
+
+
+def test_ppo_alone_has_a_critic(tmp_path: Path) -> None:
+    for data in ({}, {"algorithm": {"name": "ppo"}}):
+        config = parse_config(data)
+        assert (config.critic is not None) == bool(data)
+        save_config(config, tmp_path / "config.yaml")
+        assert load_config(tmp_path / "config.yaml") == config
+    changed = load_config(tmp_path / "config.yaml", ["critic.hidden=8"])
+    assert changed.critic is not None and changed.critic.hidden == 8
+    save_config(RunConfig(), tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml", ["algorithm.preset=ppo", "critic.hidden=8"]).critic.hidden == 8
+
+
 # --- defaults
 
 

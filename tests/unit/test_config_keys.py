@@ -1,6 +1,6 @@
 """Every key of the configuration is read by some code, and a key that a run ignores cannot be set.
 
-What reads a key is found in the syntax trees of the package: `run.learner.lr` where `run` is known to be a `RunConfig`. Types
+What reads a key is found in the syntax trees of the package: `run.learner.lr` where `run` is known to be a `PolicyConfig`. Types
 come from annotations, from assignments, and from names of attributes that are one section wherever their type is known.
 Limits: it finds code that mentions a key, not code that does the right thing with it, and code that nothing calls counts.
 """
@@ -12,7 +12,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -20,7 +20,8 @@ import yaml
 import rl_vlm
 from rl_vlm import config as sections
 from rl_vlm.config import (
-    RunConfig,
+    PolicyConfig,
+    PreferenceConfig,
     Section,
     SFTConfig,
     apply_overrides,
@@ -29,17 +30,15 @@ from rl_vlm.config import (
     parse_config,
     save_config,
 )
-from rl_vlm.config.hints import _SYNONYMS
+from rl_vlm.config.errors import _COUNTERPARTS, _KINDS, _SYNONYMS
 from rl_vlm.config.section import keys_of, section_of
-from rl_vlm.config.sft import READS as SFT_READS
-from rl_vlm.config.specs import ALGORITHMS
 from rl_vlm.types import UserInputError
 
 PACKAGE = Path(rl_vlm.__file__).parent
-CLASSES = {
-    name: kind
-    for name in sections.__all__
-    if isinstance(kind := getattr(sections, name), type) and issubclass(kind, Section)
+CLASSES: dict[str, set[type[Section]]] = {
+    name: {one for one in (get_args(kind) or (kind,)) if isinstance(one, type) and issubclass(one, Section)}
+    for name, kind in vars(sections).items()
+    if name in sections.__all__
 }
 # Methods of a section that read all of its keys.
 _WHOLE = {"model_dump", "model_dump_json"}
@@ -54,56 +53,52 @@ class Reader(ast.NodeVisitor):
     def __init__(self, attributes: dict[str, set[Kind]], inside: bool) -> None:
         self._attributes = attributes
         self._inside = inside  # the configuration package itself
-        self._scopes: list[dict[str, Kind]] = [{}]
+        self._scopes: list[dict[str, set[Kind]]] = [{}]
         self._owner: list[str] = []
         self.reads: dict[str, set[Read]] = defaultdict(set)  # by the section's method that reads, "" for other code
 
     # --- types
 
-    def _class(self) -> str:
-        return self._owner[-1].split(".")[0] if self._owner else ""
-
-    def _annotated(self, node: ast.AST | None) -> Kind | None:
+    def _annotated(self, node: ast.AST | None) -> set[Kind]:
         names = [n.id for n in ast.walk(node) if isinstance(n, ast.Name)] if node else []
-        return next((CLASSES[name] for name in names if name in CLASSES), None)
+        return {kind for name in names for kind in CLASSES.get(name, ())}
 
-    def _kind(self, node: ast.AST) -> Kind | None:
+    def _kinds(self, node: ast.AST) -> set[Kind]:
         if isinstance(node, ast.Name):
-            return next((scope[node.id] for scope in reversed(self._scopes) if node.id in scope), None)
+            return next((scope[node.id] for scope in reversed(self._scopes) if node.id in scope), set())
         if isinstance(node, ast.Attribute):
-            base = self._kind(node.value)
-            if base is not None and node.attr in base.model_fields:
-                return section_of(base.model_fields[node.attr].annotation)
-            own = f"{self._class()}.{node.attr}" if isinstance(node.value, ast.Name) and node.value.id == "self" else ""
-            known = self._attributes.get(own) or self._attributes.get(node.attr, set())
-            return next(iter(known)) if len(known) == 1 else None
+            fields = [
+                kind.model_fields[node.attr] for kind in self._kinds(node.value) if node.attr in kind.model_fields
+            ]
+            if fields:
+                return {inner for field in fields if (inner := section_of(field.annotation))}
+            return self._attributes.get(node.attr, set())
         if isinstance(node, ast.BoolOp | ast.IfExp):
             parts = node.values if isinstance(node, ast.BoolOp) else [node.body, node.orelse]
-            return next((kind for part in parts if (kind := self._kind(part))), None)
+            return set().union(*map(self._kinds, parts))
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Name) and node.func.id in CLASSES:
                 return CLASSES[node.func.id]
             if isinstance(node.func, ast.Attribute) and node.func.attr in ("model_copy", "items", "values"):
-                return self._kind(node.func.value)
+                return self._kinds(node.func.value)
             if isinstance(node.func, ast.Name) and node.func.id == "enumerate":
-                return self._kind(node.args[0])
+                return self._kinds(node.args[0])
         if isinstance(node, ast.Subscript):  # an element of several
-            return self._kind(node.value)
-        return None
+            return self._kinds(node.value)
+        return set()
 
-    def _bind(self, target: ast.AST, kind: Kind | None) -> None:
+    def _bind(self, target: ast.AST, kinds: set[Kind]) -> None:
         if isinstance(target, ast.Name):
-            if kind is not None:
-                self._scopes[-1][target.id] = kind
+            if kinds:
+                self._scopes[-1][target.id] = kinds
             else:
                 self._scopes[-1].pop(target.id, None)
-        elif isinstance(target, ast.Attribute) and kind is not None:
-            self._attributes[target.attr].add(kind)
-            self._attributes[f"{self._class()}.{target.attr}"].add(kind)
+        elif isinstance(target, ast.Attribute):
+            self._attributes[target.attr] |= kinds
 
     def _bind_element(self, target: ast.AST, several: ast.AST) -> None:
         """Of `for place, one in enumerate(several)` and the like the last name is the element."""
-        self._bind(target.elts[-1] if isinstance(target, ast.Tuple) else target, self._kind(several))
+        self._bind(target.elts[-1] if isinstance(target, ast.Tuple) else target, self._kinds(several))
 
     # --- statements
 
@@ -125,15 +120,12 @@ class Reader(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         decorators = {ast.unparse(one).split("(")[0] for one in node.decorator_list}
-        if self._inside and decorators & {"model_validator", "field_validator", "model_serializer"}:
+        if self._inside and decorators & {"field_validator", "model_serializer"}:
             return  # checking a key is not reading it
-        if "property" in decorators and (returned := self._annotated(node.returns)):
-            self._attributes[node.name].add(returned)
-        scope = {}
+        if "property" in decorators:
+            self._attributes[node.name] |= self._annotated(node.returns)
         arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
-        for argument in arguments:
-            if kind := self._annotated(argument.annotation):
-                scope[argument.arg] = kind
+        scope = {arg.arg: kinds for arg in arguments if (kinds := self._annotated(arg.annotation))}
         owner = self._owner[-1] if self._owner else ""
         if self._inside and owner in CLASSES:
             scope["self"] = CLASSES[owner]
@@ -145,38 +137,33 @@ class Reader(ast.NodeVisitor):
 
     visit_AsyncFunctionDef = visit_FunctionDef
 
-    def visit_Lambda(self, node: ast.Lambda) -> None:
-        named = {arg.arg: RunConfig for arg in node.args.args if arg.arg == "run"}
-        self._scopes.append(named)
-        self.generic_visit(node)
-        self._scopes.pop()
-
     def visit_Assign(self, node: ast.Assign) -> None:
         self.generic_visit(node)
         for target in node.targets:
             if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                 for one, value in zip(target.elts, node.value.elts, strict=False):
-                    self._bind(one, self._kind(value))
+                    self._bind(one, self._kinds(value))
             else:
-                self._bind(target, self._kind(node.value))
+                self._bind(target, self._kinds(node.value))
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         self.generic_visit(node)
         if not (self._inside and self._owner and self._owner[-1] in CLASSES):  # a section's own field
             self._bind(node.target, self._annotated(node.annotation))
-            if isinstance(node.target, ast.Name) and self._owner and (kind := self._annotated(node.annotation)):
-                self._attributes[node.target.id].add(kind)
+            if isinstance(node.target, ast.Name) and self._owner:
+                self._attributes[node.target.id] |= self._annotated(node.annotation)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self.generic_visit(node)
-        kind = self._kind(node.value)
-        if kind is None or not isinstance(node.ctx, ast.Load):
+        if not isinstance(node.ctx, ast.Load):
             return
         method = self._owner[-1] if self._owner and "." in self._owner[-1] else ""
-        keys = list(kind.model_fields) if node.attr in _WHOLE else [node.attr]
-        # What is read of a section is read of those that derive from it.
-        kinds = {kind, *(one for one in CLASSES.values() if issubclass(one, kind))}
-        self.reads[method] |= {(one.__name__, key) for one in kinds for key in keys}
+        for kind in self._kinds(node.value):
+            keys = list(kind.model_fields) if node.attr in _WHOLE else [node.attr]
+            # What is read of a section is read of those that derive from it; a method may be that of a base.
+            known = {one for several in CLASSES.values() for one in several}
+            kinds = {kind} | {one for one in known if issubclass(one, kind) or issubclass(kind, one)}
+            self.reads[method] |= {(one.__name__, key) for one in kinds for key in keys}
 
 
 @functools.cache
@@ -206,7 +193,7 @@ def reads_of(texts: Mapping[Path, str]) -> set[Read]:
         used |= more
 
 
-def section_and_key(key: str, root: Kind = RunConfig) -> Read:
+def section_and_key(key: str, root: Kind = PolicyConfig) -> Read:
     *parents, name = key.split(".")
     section = root
     for parent in parents:
@@ -214,19 +201,14 @@ def section_and_key(key: str, root: Kind = RunConfig) -> Read:
     return section.__name__, name
 
 
-def unread(texts: Mapping[Path, str], root: Kind = RunConfig) -> set[str]:
+def unread(texts: Mapping[Path, str], root: Kind = PolicyConfig) -> set[str]:
     used = reads_of(texts)
     return {key for key in keys_of(root) if section_and_key(key, root) not in used}
 
 
-def test_every_key_is_read_by_some_code() -> None:
-    assert unread(sources()) == set()
-
-
-def test_every_key_of_supervised_fine_tuning_is_read_by_some_code() -> None:
-    assert unread(sources(), SFTConfig) == set()
-    keys = set(keys_of(SFTConfig))
-    assert set(SFT_READS.keys) <= keys and set(SFT_READS.instead.values()) <= keys
+@pytest.mark.parametrize("kind", [PolicyConfig, PreferenceConfig, SFTConfig])
+def test_every_key_is_read_by_some_code(kind: Kind) -> None:
+    assert unread(sources(), kind) == set()
 
 
 @pytest.mark.parametrize(
@@ -237,7 +219,7 @@ def test_every_key_of_supervised_fine_tuning_is_read_by_some_code() -> None:
         ({"logging.trajectories_every": 1}, "logging.trajectories_every has no effect"),
         ({"model.train": "full"}, "model.train: full is for reinforcement learning"),
         ({"sft.epoch": 2}, "Did you mean sft.epochs"),
-        ({"env.id": "Shapes-v0"}, "Unknown config key env"),
+        ({"env.id": "Shapes-v0"}, "env.id has no effect in `rl-vlm sft`"),
     ],
 )
 def test_a_key_that_supervised_fine_tuning_ignores_is_refused(dotted: dict[str, Any], message: str) -> None:
@@ -253,7 +235,7 @@ def test_a_saved_configuration_of_supervised_fine_tuning_is_read_again(tmp_path:
 
 def test_a_key_whose_reader_is_gone_is_found() -> None:
     """Also one whose name other sections have."""
-    edits = {"run.rollout.timeout_s": "60.0", "run.resources.dashboard": "False"}
+    edits = {"run.rollout.timeout_s": "60.0", "config.resources.dashboard": "False"}
     texts = dict(sources())
     for path in texts:
         for read, constant in edits.items():
@@ -283,14 +265,14 @@ PREFERENCE = {"algorithm": {"name": "preference_sac"}}
     ],
 )
 def test_a_key_that_the_preference_loop_ignores_is_refused(dotted: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserInputError, match=f"^Config: {message}"):
+    with pytest.raises(UserInputError, match=f"^Config key {message}"):
         parse_config(apply_overrides(PREFERENCE, dotted))
 
 
 def test_a_key_that_grpo_ignores_is_refused() -> None:
-    with pytest.raises(UserInputError, match=r"preference.total_steps has no effect .* grpo: use algorithm.iterations"):
+    with pytest.raises(UserInputError, match=r"preference.total_steps has no effect .* ppo: use algorithm.iterations"):
         parse_config({"preference": {"total_steps": 5}})
-    assert parse_config({"preference": {}, "http": {"port": 9000}}).http.port == 9000  # serving is for every run
+    assert parse_config({"http": {"port": 9000}}).http.port == 9000  # serving is for every run
 
 
 @pytest.mark.parametrize(
@@ -326,21 +308,20 @@ def test_a_saved_configuration_holds_what_its_run_reads(data: dict[str, Any], tm
 
 
 def test_a_saved_run_may_be_served_by_the_other_engine(tmp_path: Path) -> None:
-    save_config(RunConfig(), tmp_path / "config.yaml")
+    save_config(PolicyConfig(), tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml", ["serving.engine=vllm"]).serving.max_rows == 512
 
 
 # --- the tables name keys that exist
 
 
-@pytest.mark.parametrize("name", ALGORITHMS.names())
-def test_what_an_algorithm_reads_exists(name: str) -> None:
-    keys, reads = set(keys_of(RunConfig)), ALGORITHMS.get(name).reads
-    assert set(reads.keys) <= keys
-    assert set(reads.instead) <= keys and not any(key in reads for key in reads.instead)
-    assert all(key in keys and key in reads for key in reads.instead.values())
+def test_counterparts_are_keys_of_different_kinds_of_runs() -> None:
+    known = [set(keys_of(kind)) for kind in _KINDS]
+    for pair in _COUNTERPARTS:
+        assert all(any(key in keys for keys in known) for key in pair)
+        assert any((pair[0] in keys) != (pair[1] in keys) or "env" in pair[0] for keys in known)
 
 
 def test_synonyms_stand_for_keys_that_exist() -> None:
-    names = {key.rsplit(".", 1)[-1] for key in keys_of(RunConfig)}
+    names = {key.rsplit(".", 1)[-1] for kind in _KINDS for key in keys_of(kind)}
     assert set(_SYNONYMS) <= names

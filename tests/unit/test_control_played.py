@@ -108,14 +108,6 @@ def test_actions_are_repeated_and_the_last_frames_are_shown():
     env.close(), by_hand.close()
 
 
-def test_an_episode_is_the_same_for_its_index_and_others_differ():
-    env = rl_vlm.make("Control-v0", env="CartPole-v1", image_size=64, actions=["left", "right"])
-    seeds = {(split, index): opened(env, index, split)[1]["seed"] for split in ("train", "test") for index in range(50)}
-    assert len(set(seeds.values())) == 100
-    assert opened(env, 3, "test")[1]["seed"] == seeds["test", 3]
-    env.close()
-
-
 def test_starts_of_the_splits_are_disjoint_where_that_is_asked_for():
     env = minigrid(env="MiniGrid-Empty-Random-5x5-v0", disjoint=True)
     starts = {
@@ -170,22 +162,3 @@ WORDS = {"left": 0, "turn left": 1, "stop": 2}
 )
 def test_the_last_word_counts(text, word):
     assert read_word(text, WORDS) == word
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"env": "No-such-v0"}, "env.kwargs.env is 'No-such-v0', which gymnasium cannot make"),
-        ({"env": "CartPole-v1", "actions": ["a", "b", "c"]}, "do not fit Discrete.2.: name some of 0, 1"),
-        ({"env": "CartPole-v1", "actions": {"far": 7}}, "7, for the word 'far', is no action"),
-        ({"env": "Pendulum-v1"}, "env.kwargs.actions is needed"),
-        ({"env": "Pendulum-v1", "actions": {"push": [9.0]}}, "is no action of Box"),
-        ({"env": "CartPole-v1", "history": 0}, "history must be an integer from 1 to 16"),
-        ({"env": "CartPole-v1", "reward": "x"}, "reward must be one of env, success"),
-        ({"env": "CartPole-v1", "wind": 3}, "CartPole-v1', which gymnasium cannot make .*wind"),
-        ({"env": "CartPole-v1", "image_size": 3}, "between 16 and 2048"),
-    ],
-)
-def test_wrong_arguments_are_named(kwargs, message):
-    with pytest.raises(UserInputError, match=message):
-        rl_vlm.make("Control-v0", **kwargs)

@@ -21,6 +21,7 @@ from safetensors.torch import load, save
 
 from rl_vlm.engines import calls
 from rl_vlm.engines.base import EngineError
+from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.kv_cache import RowCache
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.adapter import AdapterPayload
@@ -59,7 +60,7 @@ def of_state(state: dict[str, torch.Tensor], payload: AdapterPayload, version: i
 
 
 def rows(engine: TransformersEngine) -> int:
-    return engine._decoder.num_rows
+    return engine.stats().running
 
 
 async def one(engine: TransformersEngine, asked: GenerationRequest) -> Completion:
@@ -148,18 +149,18 @@ def test_rows_of_a_cancelled_call_are_free_before_others_are_admitted(
     engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its place in the HTTP side's memory is given to the next one at once."""
-    decoder, stepped, go_on = engine._decoder, threading.Event(), threading.Event()
-    step, admit, beside = decoder.step, decoder.admit, []
+    stepped, go_on = threading.Event(), threading.Event()
+    step, admit, beside = Decoder.step, Decoder.admit, []
 
-    def held_up() -> Any:
-        jobs = step()
+    def held_up(self: Decoder) -> Any:
+        jobs = step(self)
         stepped.set()
         assert go_on.wait(60)
         return jobs
 
-    def noted(jobs: Any) -> Any:
-        beside.append(decoder.num_rows)
-        return admit(jobs)
+    def noted(self: Decoder, jobs: Any) -> Any:
+        beside.append(self.num_rows)
+        return admit(self, jobs)
 
     async def cancelled() -> None:
         call = asyncio.ensure_future(engine.generate([fixed(text, max_new_tokens=900, n=5, seeds=None)]))
@@ -171,8 +172,8 @@ def test_rows_of_a_cancelled_call_are_free_before_others_are_admitted(
         go_on.set()
         await following
 
-    monkeypatch.setattr(decoder, "step", held_up)
-    monkeypatch.setattr(decoder, "admit", noted)
+    monkeypatch.setattr(Decoder, "step", held_up)
+    monkeypatch.setattr(Decoder, "admit", noted)
     with endless(engine, text):
         asyncio.run(cancelled())
     assert beside == [0, 0]
@@ -201,18 +202,18 @@ def test_a_call_that_is_cancelled_while_its_images_are_encoded_takes_no_rows(
     engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    prepare, admit = engine._decoder.prepare, engine._decoder.admit
+    prepare, admit = Decoder.prepare, Decoder.admit
 
-    def slow(requests: Any) -> Any:
+    def slow(self: Decoder, requests: Any) -> Any:
         time.sleep(0.3)
-        return prepare(requests)
+        return prepare(self, requests)
 
-    def counted(jobs: Any) -> Any:
+    def counted(self: Decoder, jobs: Any) -> Any:
         seen.append(len(jobs))
-        return admit(jobs)
+        return admit(self, jobs)
 
-    monkeypatch.setattr(engine._decoder, "prepare", slow)
-    monkeypatch.setattr(engine._decoder, "admit", counted)
+    monkeypatch.setattr(Decoder, "prepare", slow)
+    monkeypatch.setattr(Decoder, "admit", counted)
 
     async def cancelled() -> None:
         call = asyncio.ensure_future(engine.generate([fixed(text)]))

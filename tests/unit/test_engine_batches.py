@@ -19,8 +19,8 @@ from rl_vlm.models.backbone import _VISION_PATCHES, Backbone
 from rl_vlm.models.images import PixelLimits
 from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.rollout.worker import RolloutWorker
-from rl_vlm.runs.preflight import inspect_run
-from rl_vlm.serving.server import build_engine
+from rl_vlm.runs.kinds import inspect_run
+from rl_vlm.serving.replica import build_engine
 from rl_vlm.types import UserInputError
 
 

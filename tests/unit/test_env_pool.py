@@ -12,7 +12,7 @@ from rl_vlm.rollout.env_pool import EnvPool
 
 
 def take(pool: EnvPool, count: int) -> list[VisionEnv]:
-    return asyncio.run(pool.take(count))
+    return asyncio.run(pool.borrow(count))
 
 
 def test_environments_are_built_at_once_and_the_event_loop_goes_on():
@@ -24,7 +24,7 @@ def test_environments_are_built_at_once_and_the_event_loop_goes_on():
 
     async def run() -> tuple[list[VisionEnv], int]:
         ticks = 0
-        task = asyncio.ensure_future(pool.take(3))
+        task = asyncio.ensure_future(pool.borrow(3))
         while together.n_waiting < 3:  # the loop is not held by the builds
             ticks += 1
             await asyncio.sleep(0.01)

@@ -31,7 +31,7 @@ def task(env: str = "walk", variant: str = "", **arguments: Any) -> RolloutTask:
 
 
 def take(pool: EnvPool, count: int = 2) -> list[VisionEnv]:
-    return asyncio.run(pool.take(count))
+    return asyncio.run(pool.borrow(count))
 
 
 def test_environment_variant_and_arguments_make_the_environments() -> None:

@@ -23,11 +23,10 @@ from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError
 from rl_vlm.envs.images import blank, resized
 from rl_vlm.models.loading import TextSide
-from rl_vlm.rollout.env_metrics import declared_figures
+from rl_vlm.rollout.env_metrics import declared_metrics
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group, state_id
-from rl_vlm.rollout.failures import GroupFailedError
-from rl_vlm.rollout.retry import FailureBudget, TooManyFailuresError
+from rl_vlm.rollout.failures import FailureBudget, GroupFailedError, TooManyFailuresError
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import (
@@ -133,8 +132,8 @@ class RememberingPool(EnvPool):
 
     made: list[Scripted]
 
-    async def take(self, count: int) -> list[Any]:
-        envs = await super().take(count)
+    async def borrow(self, count: int) -> list[Any]:
+        envs = await super().borrow(count)
         self.made += [env for env in envs if env not in self.made]
         return envs
 
@@ -329,7 +328,7 @@ def test_a_number_that_no_figure_can_hold_is_not_kept(speaker: Speaker) -> None:
     info = {"guess": 10**400, "inside": [1, -(10**400)], "large": 10**300}
     (trajectory,) = play(pool_of((Observation(), 1.0, True, False, info)), speaker, size=1).trajectories
     assert trajectory.info == {"opened": True, "large": 10**300}
-    assert declared_figures({"guess": (0.5,), "large": ()}, [trajectory]) == {"env/large": 1e300}
+    assert declared_metrics({"guess": (0.5,), "large": ()}, [trajectory]) == {"env/large": 1e300}
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from core_support import plan_update
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.learning.estimators import ESTIMATORS, Estimate, EstimatorError, group_advantages, register_estimator
-from rl_vlm.learning.plan import make_experience, plan_update
+from rl_vlm.learning.plan import make_experience
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
 
@@ -47,8 +48,8 @@ def test_rewards_that_only_rounding_tells_apart_give_exactly_zero(normalization:
 def test_a_group_that_only_rounding_tells_apart_is_counted_as_one_without_a_gradient(estimator: str) -> None:
     settings = AlgorithmSection(estimator=estimator)
     plan = plan_update([group_of(ROUNDED, [2, 1, 3, 2])], settings, np.random.default_rng(0))
-    assert plan.zero_advantage_groups == 1 and not plan.advantages[0].any()
-    assert not any(minibatch.groups for learner in plan.minibatches for minibatch in learner)
+    assert not plan.estimate.learns[0].any() and not plan.advantages[0].any()
+    assert not any(minibatch.groups for batch in plan.batches for minibatch in batch.minibatches)
 
 
 def test_the_mean_of_equal_rewards_is_not_always_that_reward() -> None:
@@ -128,9 +129,8 @@ def test_every_token_has_an_advantage_of_its_own_in_the_plan() -> None:
         )
 
     plan = plan_update([group_of([0, 0], [3, 1])], AlgorithmSection(estimator="test_ramp"), np.random.default_rng(0))
-    samples = [sample for group in plan.minibatches[0][0].groups for sample in group]
     # The second trajectory's only token has advantage zero and is skipped.
-    assert [sample.advantage.tolist() for sample in samples] == [[0.0, 1.0, 2.0]]
+    assert [advantages.tolist() for advantages in plan.batches[0].advantages.values()] == [[0.0, 1.0, 2.0]]
     assert plan.advantages[0].tolist() == [1.0, 0.0]
 
 

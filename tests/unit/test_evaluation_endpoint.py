@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from rl_vlm.asking.endpoints import Answer, Question
-from rl_vlm.asking.http_endpoints import _without_tool_role
+from rl_vlm.asking.http_endpoints import without_tool_role
 from rl_vlm.config import ModelSection, RunConfig, parse_config
 from rl_vlm.evaluation.endpoint_player import EndpointPlayer
 from rl_vlm.evaluation.heldout import evaluation_tasks
@@ -163,7 +163,7 @@ def test_a_tools_reply_has_the_tokens_of_the_tool_role(tiny_folder: Path) -> Non
     codec = load_text_side(tiny_folder, ModelSection().pixels).codec
     reply = Message.of("tool", "Wrong", Image.new("RGB", (32, 32)), "Try again.")
     opening = [Message.of("user", "Find x."), Message.of("assistant", "12")]
-    ids = [codec.encode_prompt([*opening, one]).token_ids for one in (reply, _without_tool_role(reply))]
+    ids = [codec.encode_prompt([*opening, one]).token_ids for one in (reply, without_tool_role(reply))]
     assert ids[0].tolist() == ids[1].tolist()
 
 
@@ -203,7 +203,7 @@ def test_a_reply_that_is_cut_off_or_endless_is_not_rewarded(server: Server) -> N
     server.reply = lambda body: (200, said(f"<answer>{known[pictures(body)[0]]}</answer>" + " " * 2000))
     assert measured(server, run_of())["accuracy/default"] == 0.0
     server.reply = lambda body: (200, said("x" * 9_000_000))
-    with pytest.raises(EpisodesLostError, match="more than 8388608 bytes"):
+    with pytest.raises(EpisodesLostError, match="more than 1048576 bytes"):
         measured(server, run_of())
 
 

@@ -11,11 +11,11 @@ import pytest
 from scipy import stats
 
 from rl_vlm.config import parse_config
-from rl_vlm.evaluation.heldout import evaluation_tasks, summarize, viewed_tasks
+from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
 from rl_vlm.evaluation.outcome_log import OutcomeLog
-from rl_vlm.evaluation.outcomes import Outcome, Side, grouped, kept_info, read_outcome
+from rl_vlm.evaluation.outcomes import Outcome, Side, kept_info, read_outcome
 from rl_vlm.evaluation.outcomes import outcome as made
-from rl_vlm.evaluation.tables import by_category, compared, info_numbers, summary_of
+from rl_vlm.evaluation.summary import by_category, compared, info_numbers, summarize
 from rl_vlm.files import to_jsonable
 from rl_vlm.reporting.evaluation import draw_evaluation, evaluation_page
 from rl_vlm.rollout.tasks import RolloutTask
@@ -97,7 +97,7 @@ def test_the_gain_over_blank_images_has_a_bootstrap_interval() -> None:
         )
         for one in tasks
     ]
-    results = summarize(run, tasks, grouped(found, "policy"))
+    results = summarize(run, tasks, found)
     gained = np.array([float(index % 4 < 3) for index in range(20)])
     assert results["sight/accuracy_gap"] == 0.75
     assert (results["sight/accuracy_gap_low"], results["sight/accuracy_gap_high"]) == bootstrap_interval(gained, 3)
@@ -131,7 +131,7 @@ def test_environments_of_a_mixture_have_tables_of_their_own() -> None:
              status="completed", info={"category": "c"})
         for task in tasks
     ]  # fmt: skip
-    results = summary_of(run, tasks, found, {})
+    results = summarize(run, tasks, found)
     assert (results["accuracy/default"], results["accuracy/one"], results["accuracy/two/other"]) == (0.5, 1.0, 0.0)
     assert (results["reward_low/one"], results["reward_high/one"]) == (1.0, 1.0)
     assert 0 <= results["reward_low/default"] < 0.5 < results["reward_high/default"] <= 1

@@ -8,7 +8,7 @@ import torch
 
 from rl_vlm.models import export
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.models.export import ExportError, check_target, export_model, find_adapter_and_model, replace_folder
+from rl_vlm.models.export import ExportError, check_target, export_model, find_adapter_and_model, replace_model
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora import linear_weights, merged_weights
 from rl_vlm.models.lora_layers import inject_lora, lora_config, lora_state
@@ -113,21 +113,18 @@ def test_a_folder_with_a_config_json_that_is_not_an_export_is_left_alone(adapter
 
 
 def test_only_what_the_marker_lists_is_replaced(tmp_path):
-    def draft(*names):
-        folder = tmp_path / "draft"
-        folder.mkdir()
-        for name in names:
-            (folder / name).write_text("new")
-        return folder
+    def export(*names):
+        with replace_model(tmp_path / "out") as draft:
+            for name in names:
+                (draft / name).write_text("new")
 
     out = tmp_path / "out"
-    replace_folder(draft("config.json", "model-1-of-2", "model-2-of-2"), out)
+    export("config.json", "model-1-of-2", "model-2-of-2")
     (out / "mine").write_text("old")
     with pytest.raises(UserInputError, match="out/mine is not a file that rl-vlm wrote, and it is in the way"):
-        replace_folder(draft("config.json", "mine"), out)
+        export("config.json", "mine")
     assert (out / "mine").read_text() == "old" and (out / "model-2-of-2").exists()
-    shutil.rmtree(tmp_path / "draft")
-    replace_folder(draft("config.json", "model"), out)
+    export("config.json", "model")
     assert sorted(path.name for path in out.iterdir()) == [".rl_vlm_model", "config.json", "mine", "model"]
 
 

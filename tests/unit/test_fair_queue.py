@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_vlm.engines.turns import Turns
-from rl_vlm.serving.fair_queue import FairQueue, Gate, cost_of
+from rl_vlm.serving.fair_queue import DeficitRoundRobin, FairQueue, Gate, cost_of
 from rl_vlm.types import EncodedImage, GenerationRequest, SamplingParams
 
 QUANTUM = 100
@@ -84,7 +83,7 @@ def test_everything_enters_once_in_its_order_and_never_too_much_at_a_time(
 @settings(max_examples=200, deadline=None)
 @given(costs=st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 1000), min_size=2), steps=st.integers(50, 2000))
 def test_of_names_that_always_have_work_none_gets_ahead(costs: dict[str, int], steps: int) -> None:
-    turns, used = Turns(QUANTUM), Counter[str]()
+    turns, used = DeficitRoundRobin(QUANTUM), Counter[str]()
     for _ in range(steps):
         name = turns.next(costs)
         assert name is not None
@@ -95,7 +94,7 @@ def test_of_names_that_always_have_work_none_gets_ahead(costs: dict[str, int], s
 
 
 def test_what_somebody_owes_stays_owed_and_what_he_saved_is_lost() -> None:
-    turns = Turns(QUANTUM)
+    turns = DeficitRoundRobin(QUANTUM)
     assert turns.next(["a"]) == "a"
     turns.charge("a", 10 * QUANTUM)  # one huge piece, then a pause
     assert turns.next([]) is None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from core_support import (
     adapted_policy,
+    batch_of,
     conversation,
     expand,
     picture,
@@ -30,8 +31,7 @@ from transformers import (
 
 from rl_vlm.chat import mrope_positions
 from rl_vlm.engines.decoder import Decoder
-from rl_vlm.learning.batching import Minibatch
-from rl_vlm.learning.learner import make_updater
+from rl_vlm.learning.update import make_updater
 from rl_vlm.models.backbone import Backbone
 from rl_vlm.types import Message
 from rl_vlm.zoo.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
@@ -136,8 +136,7 @@ def test_engine_and_learner_equal_teacher_forcing(folder: Path) -> None:
     updater = make_updater(policy, run_config(folder, rollout__temperature=0.7))
     prompt = [images[0], "What is it? " * 4]
     members = [conversation(text, rng, prompt, [3, 4], [["again", images[1]]]) for _ in range(3)]
-    (packed,) = updater.pack([Minibatch([[train_sample(member, 1.0, 1.0) for member in members]])])
-    (micro,) = packed.micro_batches
+    ((micro,),) = updater.pack(batch_of([[train_sample(member, 1.0, 1.0) for member in members]]))
     assert len(micro.input_ids) == 1  # one row for all three
     with torch.no_grad():
         found = updater.logprobs(micro)[0]

@@ -17,12 +17,14 @@ from control_support import steps
 
 from rl_vlm.config import PreferenceSection, RewardModelSection, TeacherSection
 from rl_vlm.labelling.session import LabellerDownError
-from rl_vlm.labelling.store import LabelReplay, LabelStore
+from rl_vlm.labelling.store import LabelStore
 from rl_vlm.labelling.teachers import CoinFlips, ScriptedTeacher
 from rl_vlm.labelling.types import Label, Labeller, Score, Segment, SegmentPair
-from rl_vlm.preference.ensemble import RewardEnsemble
-from rl_vlm.preference.feedback import Feedback, label_accuracy
-from rl_vlm.preference.replay import ReplayBuffer
+from rl_vlm.preference.feedback.pairs import PairFeedback, label_accuracy
+from rl_vlm.preference.feedback.scores import ScoreFeedback
+from rl_vlm.preference.replay.buffer import ReplayBuffer
+from rl_vlm.preference.reward_model.ensemble import RewardEnsemble
+from rl_vlm.preference.reward_model.training import RewardTrainer
 from rl_vlm.types import UserInputError
 
 HORIZON = 7
@@ -41,13 +43,17 @@ def replay() -> ReplayBuffer:
     return buffer
 
 
-def feedback(folder: Path, labeller: Labeller | None, **changes: Any) -> Feedback:
+def trainer(shape: tuple[int, ...], options: RewardModelSection, seed: int = 0) -> RewardTrainer:
+    return RewardTrainer(RewardEnsemble(shape, options, seed), seed)
+
+
+def feedback(folder: Path, labeller: Labeller | None, **changes: Any) -> PairFeedback:
     options = RewardModelSection(architecture="mlp", size=2, hidden=8, layers=1, epochs=2, min_gradient_steps=0)
     cache = changes.pop("cache", None)
-    return Feedback(settings(**changes), RewardEnsemble((3,), options, seed=1, capacity=99), labeller, folder, cache)
+    return PairFeedback(settings(**changes), trainer((3,), options, seed=1), labeller, folder, cache)
 
 
-def run(one: Feedback, seed: int = 0, count: int = 10) -> Any:
+def run(one: PairFeedback, seed: int = 0, count: int = 10) -> Any:
     return one.session(replay(), count, 140, np.random.default_rng(seed), mean_return=-50.0, horizon=HORIZON)
 
 
@@ -103,14 +109,14 @@ def test_a_labeller_that_is_down_stops_the_session_without_a_label(tmp_path: Pat
         one.session(replay(), 10, 140, rng, mean_return=-50.0, horizon=HORIZON)
     # The run's last checkpoint is written after this: a resumed one draws the same pairs.
     assert rng.bit_generator.state == np.random.default_rng(0).bit_generator.state
-    assert one.sessions == one.asked == 0 and len(one.model.pairs) == 0
+    assert one.sessions == one.asked == 0 and len(one.examples) == 0
     assert not (tmp_path / "labels").exists() and not (tmp_path / "vlm_query_log.csv").exists()
 
 
 def test_a_session_waits_for_the_labeller_and_asks_the_same_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rl_vlm.preference.feedback.time.sleep", lambda _: None)
+    monkeypatch.setattr("rl_vlm.preference.feedback.patience.time.sleep", lambda _: None)
     labeller = Flaky(down=2)
     with caplog.at_level(logging.WARNING):
         report = run(feedback(tmp_path, labeller, labeller_patience_s=60.0))
@@ -121,7 +127,9 @@ def test_a_session_waits_for_the_labeller_and_asks_the_same_again(
 
 def test_waiting_ends_when_the_user_wants_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = feedback(tmp_path, Flaky(down=99), labeller_patience_s=60.0)
-    monkeypatch.setattr("rl_vlm.preference.feedback.time.sleep", lambda _: setattr(one, "stop_requested", lambda: True))
+    monkeypatch.setattr(
+        "rl_vlm.preference.feedback.patience.time.sleep", lambda _: setattr(one, "stop_requested", lambda: True)
+    )
     assert run(one) is None and one.sessions == 0
 
 
@@ -145,7 +153,7 @@ class NeverAnswers(Flaky):
 def test_a_session_that_does_not_end_does_not_keep_a_run_from_stopping(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rl_vlm.preference.feedback._STOP_GRACE_S", 0.1)
+    monkeypatch.setattr("rl_vlm.preference.feedback.patience._STOP_GRACE_S", 0.1)
     one = feedback(tmp_path, NeverAnswers(down=0))
     rng = np.random.default_rng(0)
     assert one.session(replay(), 10, 140, rng, mean_return=0.0, horizon=HORIZON) is not None
@@ -182,9 +190,7 @@ def test_rounds_that_replace_undecided_pairs_stay_within_max_feedback(tmp_path: 
 
 def test_a_cache_with_segments_of_another_length_is_refused(tmp_path: Path) -> None:
     run(feedback(tmp_path / "old", ScriptedTeacher()))
-    one = feedback(
-        tmp_path / "new", ScriptedTeacher(), segment_length=3, cache=LabelReplay(tmp_path / "old" / "labels")
-    )
+    one = feedback(tmp_path / "new", ScriptedTeacher(), segment_length=3, cache=LabelStore(tmp_path / "old" / "labels"))
     with pytest.raises(UserInputError, match="segments of 1 steps, and preference.segment_length is 3: set it to 1"):
         run(one)
 
@@ -192,12 +198,12 @@ def test_a_cache_with_segments_of_another_length_is_refused(tmp_path: Path) -> N
 def test_a_cache_is_replayed_first_and_then_the_labeller_is_asked(tmp_path: Path) -> None:
     run(feedback(tmp_path / "old", ScriptedTeacher()), seed=3)
     labeller = Flaky(down=0)
-    one = feedback(tmp_path / "new", labeller, cache=LabelReplay(tmp_path / "old" / "labels"))
+    one = feedback(tmp_path / "new", labeller, cache=LabelStore(tmp_path / "old" / "labels"))
     run(one)
-    assert labeller.asked == [] and len(one.model.pairs) == 10
+    assert labeller.asked == [] and len(one.examples) == 10
     run(one)
     assert len(labeller.asked) == 1
-    alone = feedback(tmp_path / "alone", None, cache=LabelReplay(tmp_path / "old" / "labels"))
+    alone = feedback(tmp_path / "alone", None, cache=LabelStore(tmp_path / "old" / "labels"))
     assert not alone.exhausted
     run(alone)
     assert run(alone) is None and alone.exhausted
@@ -222,7 +228,7 @@ def test_labels_of_an_attempt_without_a_checkpoint_are_moved_aside(tmp_path: Pat
     assert len(list((tmp_path / "labels" / "superseded").glob("*.parquet"))) == 3
     assert len(list(csv.DictReader((tmp_path / "vlm_query_log.csv").open()))) == 20
     state = json.loads(json.dumps(again.state()))
-    again.model.save(tmp_path / "model.safetensors")
+    again.trainer.save(tmp_path / "model.safetensors")
     resumed = feedback(tmp_path, ScriptedTeacher())
     resumed.load(state, tmp_path / "model.safetensors")
     assert [stored.labels for stored in LabelStore(tmp_path / "labels").sessions()] == labels
@@ -230,7 +236,7 @@ def test_labels_of_an_attempt_without_a_checkpoint_are_moved_aside(tmp_path: Pat
 
 @pytest.mark.parametrize("rule", ["uniform", "kcenter_disagreement"])
 def test_a_restored_feedback_goes_on_exactly(tmp_path: Path, rule: str) -> None:
-    def fresh() -> Feedback:
+    def fresh() -> PairFeedback:
         teacher = ScriptedTeacher(TeacherSection(beta=0.1, eps_mistake=0.2), seed=4)
         return feedback(tmp_path, teacher, labels={"rule": rule})
 
@@ -238,7 +244,7 @@ def test_a_restored_feedback_goes_on_exactly(tmp_path: Path, rule: str) -> None:
     run(straight, seed=1)
     run(straight, seed=2)
     state = json.loads(json.dumps(straight.state()))
-    straight.model.save(tmp_path / "model.safetensors")
+    straight.trainer.save(tmp_path / "model.safetensors")
     run(straight, seed=3)
     expected = straight.model.rewards(np.eye(3, dtype=np.float32)), straight.state()
     last = LabelStore(tmp_path / "labels").read(3)
@@ -266,18 +272,18 @@ def test_k_center_remembers_thumbnails_and_not_pictures(tmp_path: Path) -> None:
     buffer.add(steps(0, 100, size=64), np.zeros(100))
     options = RewardModelSection(size=2, epochs=1, min_gradient_steps=0, kernels=(3,), channels=(4,), strides=(2,))
 
-    def fresh() -> Feedback:
-        model = RewardEnsemble((64, 64, 3), options, seed=0, capacity=99)
-        return Feedback(settings(labels={"rule": "kcenter"}, image_size=64), model, ScriptedTeacher(), tmp_path)
+    def fresh() -> PairFeedback:
+        section = settings(labels={"rule": "kcenter"}, image_size=64)
+        return PairFeedback(section, trainer((64, 64, 3), options), ScriptedTeacher(), tmp_path)
 
     one = fresh()
     for seed in (1, 2):
         one.session(buffer, 10, 100, np.random.default_rng(seed), -50.0, HORIZON)
-    assert one._known.shape == (20, 2 * 16 * 16 * 3) and one._known.dtype == np.float32
-    one.model.save(tmp_path / "model.safetensors")
+    assert one._asked_features.shape == (20, 2 * 16 * 16 * 3) and one._asked_features.dtype == np.float32
+    one.trainer.save(tmp_path / "model.safetensors")
     resumed = fresh()
     resumed.load(one.state(), tmp_path / "model.safetensors")
-    assert np.array_equal(resumed._known, one._known)
+    assert np.array_equal(resumed._asked_features, one._asked_features)
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -286,7 +292,7 @@ def test_k_center_does_not_ask_again_what_an_earlier_session_has_asked(tmp_path:
     one = feedback(tmp_path, ScriptedTeacher(), labels={"rule": "kcenter"})
     run(one, seed=1)
     if resumed:
-        one.model.save(tmp_path / "model.safetensors")
+        one.trainer.save(tmp_path / "model.safetensors")
         state = one.state()
         one = feedback(tmp_path, ScriptedTeacher(), labels={"rule": "kcenter"})
         one.load(state, tmp_path / "model.safetensors")
@@ -321,18 +327,18 @@ def test_scores_are_learned_and_come_back_from_the_store(tmp_path: Path) -> None
     )
     section = PreferenceSection(reward="learn_from_score", labels={"source": "vlm"}, image_size=16)
 
-    def fresh() -> Feedback:
-        return Feedback(section, RewardEnsemble((16, 16, 3), options, seed=0, capacity=99), Scorer(), tmp_path)
+    def fresh() -> ScoreFeedback:
+        return ScoreFeedback(section, trainer((16, 16, 3), options), Scorer(), tmp_path)
 
-    def session(one: Feedback, seed: int) -> Any:
+    def session(one: ScoreFeedback, seed: int) -> Any:
         return one.session(buffer, 8, 40, np.random.default_rng(seed), 0.0, 40)
 
     one = fresh()
     report = session(one, 0)
     assert (report.asked, report.usable, report.undecided) == (8, 7, 1)
-    assert one.model.scores.targets.shape == (7, 1) and abs(one.model.scores.targets).max() <= 1
+    assert one.examples.targets.shape == (7, 1) and abs(one.examples.targets).max() <= 1
     state = json.loads(json.dumps(one.state()))
-    one.model.save(tmp_path / "model.safetensors")
+    one.trainer.save(tmp_path / "model.safetensors")
     session(one, 1)
     other = fresh()
     other.load(state, tmp_path / "model.safetensors")
@@ -347,10 +353,11 @@ def test_pictures_that_are_scored_are_of_the_newest_episodes(tmp_path: Path) -> 
         buffer.add(steps(first, HORIZON, first // HORIZON, done="truncated", size=16), np.zeros(HORIZON))
     section = PreferenceSection(reward="learn_from_score", labels={"source": "vlm"}, image_size=16, query_episodes=2)
     options = RewardModelSection(size=1, epochs=1, min_gradient_steps=0, kernels=(3,), channels=(4,), strides=(2,))
-    one = Feedback(section, RewardEnsemble((16, 16, 3), options), Scorer(), tmp_path)
+    one = ScoreFeedback(section, trainer((16, 16, 3), options), Scorer(), tmp_path)
     one.session(buffer, 20, 140, np.random.default_rng(0), 0.0, HORIZON)
-    (stored,) = one.store.sessions()
-    assert {float(pair.first.observations[0, 0]) for pair in stored.pairs} <= set(range(140 - 2 * HORIZON, 140))
+    segments, scores = one.store.read(1)
+    assert len(segments) == len(scores) == 20
+    assert {float(segment.observations[0, 0]) for segment in segments} <= set(range(140 - 2 * HORIZON, 140))
 
 
 def test_label_accuracy_counts_decided_pairs_that_differ() -> None:

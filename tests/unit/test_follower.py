@@ -18,27 +18,27 @@ from registry_support import Direct, arrived
 from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.serving.follower import AdapterFollower
+from rl_vlm.serving.follower import Follower
 from rl_vlm.serving.lifecycle import Lifecycle, ReplicaState
 from rl_vlm.serving.metrics import ReplicaTally
-from rl_vlm.serving.registry import AdapterRegistry
-from rl_vlm.serving.version_line import Published
-from rl_vlm.types import UserInputError
+from rl_vlm.serving.registry import Registry
+from rl_vlm.serving.tenants import Published
+from rl_vlm.types import POLICY, UserInputError
 
 
 class Setting:
     """A follower, its engine and its registry on one event loop."""
 
-    def __init__(self, engine: TransformersEngine, folder: Path, *failures: Exception) -> None:
+    def __init__(self, engine: TransformersEngine, *failures: Exception) -> None:
         self.engine, self.failures = engine, list(failures)
-        self.registry = AdapterRegistry(str(folder), str(folder))
+        self.registry = Registry("model")
         self.life = Lifecycle(probe_after_s=10.0, load_patience_s=20.0)
         self.tally = ReplicaTally()
         self.lookups = 0
         self.abandoned = 0
         self._load = engine.load_adapter
         engine.load_adapter = self.load  # type: ignore[method-assign]
-        self.follower = AdapterFollower(
+        self.follower = Follower(
             "replica",
             engine,
             self.life,
@@ -46,7 +46,8 @@ class Setting:
             find_registry=self.find,
             abandoned=self.abandon,
             load_timeout_s=20.0,
-            notify=lambda: asyncio.sleep(0),
+            changed=asyncio.Condition(),
+            eager=True,
         )
 
     def abandon(self) -> None:
@@ -63,8 +64,13 @@ class Setting:
             raise ValueError("Failed to look up the actor")  # it is being restarted
         return Direct(self.registry)
 
+    @property
+    def loaded(self) -> int:
+        policy = self.follower.policies.get(POLICY)
+        return policy.loaded if policy is not None else 0
+
     async def publish(self, payload: AdapterPayload) -> None:
-        await self.registry.publish(Published(payload.version, payload.sha256, arrived(payload)))
+        await self.registry.join(POLICY, Published(payload.version, payload.sha256, arrived(payload)))
 
 
 @pytest.fixture
@@ -89,10 +95,11 @@ FAILURES = {
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
 @pytest.mark.parametrize("when", ["the first load", "a later load"])
 def test_a_load_that_fails_is_tried_again(
-    engine: TransformersEngine, payloads: list[AdapterPayload], tmp_path: Path, failure: Exception, when: str
+    engine: TransformersEngine, payloads: list[AdapterPayload], failure: Exception, when: str
 ) -> None:
     async def follow() -> None:
-        setting = Setting(engine, tmp_path)
+        setting = Setting(engine)
+        await setting.registry.join(POLICY)
         if when == "the first load":
             await setting.publish(payloads[0])
         setting.failures = [failure, failure]
@@ -100,7 +107,7 @@ def test_a_load_that_fails_is_tried_again(
         await until(lambda: setting.life.started)
         assert setting.life.state is ReplicaState.SERVING
         await setting.publish(payloads[1])
-        await until(lambda: setting.life.loaded == 2)
+        await until(lambda: setting.loaded == 2)
         assert (engine.version, setting.failures, setting.life.load_error) == (2, [], "")
         await until(lambda: setting.tally.publish_s > 0)
         assert not task.done()
@@ -113,15 +120,15 @@ def test_a_load_that_fails_is_tried_again(
 
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), UserInputError("does not fit")])
 def test_a_replica_that_can_never_load_its_first_adapter_dies_unless_the_adapter_is_at_fault(
-    engine: TransformersEngine, payloads: list[AdapterPayload], tmp_path: Path, failure: Exception
+    engine: TransformersEngine, payloads: list[AdapterPayload], failure: Exception
 ) -> None:
     async def follow() -> None:
-        setting = Setting(engine, tmp_path, *[failure] * 1000)
+        setting = Setting(engine, *[failure] * 1000)
         setting.life.load_patience_s = 0.3
         await setting.publish(payloads[0])
         task = asyncio.create_task(setting.follower.run())
         await until(lambda: len(setting.failures) <= 1000 - 4)
-        assert setting.life.loaded == 0 and not task.done()
+        assert setting.loaded == 0 and not task.done()
         dead = setting.life.state is ReplicaState.DEAD
         assert dead == isinstance(failure, OSError)
         assert not dead or "No space left" in setting.life.death
@@ -131,11 +138,14 @@ def test_a_replica_that_can_never_load_its_first_adapter_dies_unless_the_adapter
 
 
 def test_a_replica_whose_registry_is_gone_for_good_is_abandoned(
-    engine: TransformersEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def follow() -> None:
-        setting = Setting(engine, tmp_path)
+        setting = Setting(engine)
         task = asyncio.create_task(setting.follower.run())
+        await until(lambda: setting.lookups > 3)
+        assert not setting.life.started  # before it knows the newest version of its run
+        await setting.registry.join(POLICY)
         await until(lambda: setting.life.started)
         await asyncio.sleep(1)
         assert setting.abandoned == 0  # one lookup failed while it restarted
@@ -144,7 +154,7 @@ def test_a_replica_whose_registry_is_gone_for_good_is_abandoned(
         def gone() -> Direct:
             raise ValueError("Failed to look up the actor")
 
-        setting.follower._find_registry._find = gone
+        setting.follower._find_registry = gone
         task = asyncio.create_task(setting.follower.run())
         await until(lambda: setting.abandoned >= 1)
         assert not task.done()  # Serve ends the replica

@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import conversation, picture, plain_model, reference_logprobs, request, run_config, text_side
+from core_support import (
+    batch_of,
+    conversation,
+    picture,
+    plain_model,
+    reference_logprobs,
+    request,
+    run_config,
+    text_side,
+    train_sample,
+)
 from full_support import FullWeightsOf, agreements, gap
 from policy_loop import MAX_CONTEXT, Loop
 
@@ -22,8 +32,8 @@ from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.steps import make_updater
 from rl_vlm.learning.strategies.replicated import SingleProcess
+from rl_vlm.learning.update import make_updater
 from rl_vlm.models import tensor_bytes
 from rl_vlm.models.export import export_model
 from rl_vlm.models.full_weights import FullPayload
@@ -50,8 +60,8 @@ def test_the_gradient_of_every_parameter_is_that_of_plain_transformers(tiny_fold
     assert policy.model.model.visual.is_gradient_checkpointing == checkpointing
     one = trajectory(tiny_folder)
     updater = make_updater(policy, run)
-    (packed,) = updater._build([_minibatch(one)])
-    logprobs, _ = updater.logprobs(packed.micro_batches[0])
+    (packed,) = updater.pack(batch_of([[train_sample(one, 1.0, 1.0)]]))
+    logprobs, _ = updater.logprobs(packed[0])
     logprobs.sum().backward()
     plain = plain_model(tiny_folder)
     theirs = reference_logprobs(tiny_folder, plain, one.token_ids, one.images)[torch.from_numpy(one.loss_mask[1:])]
@@ -64,12 +74,6 @@ def test_the_gradient_of_every_parameter_is_that_of_plain_transformers(tiny_fold
         torch.testing.assert_close(own[name].grad, parameter.grad, rtol=2e-3, atol=2e-4, msg=name)
 
 
-def _minibatch(one: Trajectory) -> Any:
-    from rl_vlm.learning.batching import Minibatch, TrainSample
-
-    return Minibatch([[TrainSample(one, np.ones(one.num_sampled, np.float32), 1.0)]])
-
-
 def test_steps_too_small_for_bfloat16_add_up_in_the_masters(tiny_folder: Path) -> None:
     policy, run = full_policy(tiny_folder, model__dtype="bfloat16", learner__lr=1e-6)
     optimizer, strategy = make_optimizer(policy, run), SingleProcess()
@@ -79,8 +83,8 @@ def test_steps_too_small_for_bfloat16_add_up_in_the_masters(tiny_folder: Path) -
     before = {name: parameter.detach().clone() for name, parameter in own.items()}
     masters = {name: tensor.clone() for name, tensor in policy.weights().items()}
     for _ in range(2):
-        for minibatch in updater._build([_minibatch(trajectory(tiny_folder))]):
-            strategy.backward(updater.logprobs(minibatch.micro_batches[0])[0].sum())
+        for packed in updater.pack(batch_of([[train_sample(trajectory(tiny_folder), 1.0, 1.0)]])):
+            strategy.backward(updater.logprobs(packed[0])[0].sum())
         assert all(parameter.grad is None for parameter in own.values())  # freed as soon as they are added
         assert strategy.step(1.0) is not None
     after = policy.weights()

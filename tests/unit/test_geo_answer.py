@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
-from geo_answer_cases import CASES, Case
 
 from rl_vlm.zoo.geospot.answer import MAX_CHARS, GeoAnswer, parse_answer
 from rl_vlm.zoo.geospot.place_names import Kind, name_key
+
+# Written by hand: text, city, region, country, coords, valid. None stands for what is missing or can be read in two ways.
+CASES = json.loads((Path(__file__).parents[1] / "fixtures" / "answers" / "places.json").read_text())
 
 
 def test_there_are_many_cases_and_no_two_are_alike() -> None:
@@ -16,7 +21,7 @@ def test_there_are_many_cases_and_no_two_are_alike() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[repr(case[0][:40]) for case in CASES])
-def test_an_answer_is_read_as_a_person_reads_it(case: Case) -> None:
+def test_an_answer_is_read_as_a_person_reads_it(case: list[Any]) -> None:
     text, city, region, country, coords, valid = case
     answer = parse_answer(text)
     assert (answer.city, answer.region, answer.country, answer.format_valid) == (city, region, country, valid)

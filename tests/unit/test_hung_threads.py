@@ -24,7 +24,7 @@ class Env:
 
 async def play():
     pool = EnvPool(Env, 0.2)
-    envs = await pool.take(1)
+    envs = await pool.borrow(1)
     try:
         await pool.reset(envs, 0, {})
     except EnvTimeoutError as error:

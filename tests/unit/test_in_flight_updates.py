@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,11 +18,12 @@ from version_support import distances, model_of, random_payload
 
 from rl_vlm.config import RolloutSection, RunConfig, parse_config
 from rl_vlm.engines.base import BASE_MODEL
-from rl_vlm.engines.rows import Job
+from rl_vlm.engines.decoder import Decoder
+from rl_vlm.engines.rows import PreparedRequest
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.rollout.turns import SampledTurn, sample_turns
-from rl_vlm.serving.server import build_engine
+from rl_vlm.serving.replica import build_engine
 from rl_vlm.types import Completion, GenerationRequest, InFlightUpdates, SampleChunk, UserInputError
 
 VERSIONS, TOKENS = (1, 2, 3, 4), 30
@@ -53,18 +55,18 @@ async def changing_engine(
     """An engine at the first version, which gets the others at the `CHANGES`."""
     engine = TransformersEngine(folder, max_context=MAX_CONTEXT, in_flight=mode)
     first, *later = payloads or [random_payload(folder, version) for version in VERSIONS]
-    loop, step = asyncio.get_running_loop(), engine._decoder.step
+    loop, step = asyncio.get_running_loop(), Decoder.step
 
-    def step_and_load() -> list[Job]:  # on the engine's thread
-        finished = step()
-        if later and engine._decoder.counts.steps == CHANGES[-len(later)]:
+    def step_and_load(self: Decoder) -> list[PreparedRequest]:  # on the engine's thread
+        finished = step(self)
+        if later and self.counts.steps == CHANGES[-len(later)]:
             asyncio.run_coroutine_threadsafe(engine.load_adapter(later.pop(0)), loop).result(timeout=60)
         return finished
 
-    engine._decoder.step = step_and_load  # type: ignore[method-assign]
     try:
-        await engine.load_adapter(first)
-        yield engine
+        with patch.object(Decoder, "step", step_and_load):
+            await engine.load_adapter(first)
+            yield engine
     finally:
         await engine.close()
 

@@ -25,8 +25,8 @@ from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.rewards.judged_text import judged_refusal, quoted
 from rl_vlm.rollout import judge as judge_module
 from rl_vlm.rollout.failures import GroupFailedError
-from rl_vlm.rollout.figures import sampling_figures
 from rl_vlm.rollout.judge import Judge, _gate_of
+from rl_vlm.rollout.metrics import sampling_metrics
 from rl_vlm.rollout.scoring import score_group
 from rl_vlm.types import (
     Completion,
@@ -110,7 +110,7 @@ def panel(monkeypatch: pytest.MonkeyPatch) -> Panel:
 
 
 def figures(*groups: TrajectoryGroup) -> dict[str, float]:
-    found = sampling_figures(groups, 1, 1.0, 1)
+    found = sampling_metrics(groups, 1, 1.0, 1)
     return {key.removeprefix("judge/"): value for key, value in found.items() if key.startswith("judge/")}
 
 

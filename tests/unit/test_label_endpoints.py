@@ -8,7 +8,9 @@ import io
 import json
 import math
 import re
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -18,7 +20,7 @@ from label_support import pair, random_pairs
 from PIL import Image
 
 from rl_vlm.asking.endpoints import EndpointError, Question, choice_probabilities
-from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint, _http, server_url
+from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint, server_url
 from rl_vlm.config import LabelsSection
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.labelling.labeller import VLMLabeller
@@ -91,11 +93,12 @@ def test_an_openai_endpoint_gets_images_as_data_uris_and_the_token(monkeypatch: 
     assert (labeller.stats.prompt_tokens, labeller.stats.sampled_tokens) == (11, 2)
 
 
-def test_without_guidance_the_text_is_read() -> None:
+def test_without_guidance_free_text_is_asked_about_once_more() -> None:
     server = Server(completion("I prefer Image 2.", {"I": 0.9, "0": 0.1}))
-    label, _ = asked(endpoint(server, guidance="none"))
-    assert "structured_outputs" not in server.requests[0] and "guided_choice" not in server.requests[0]
-    assert label.value == 1 and label.probabilities is None  # of another answer than the one that was given
+    label, labeller = asked(endpoint(server, guidance="none"))
+    assert len(server.requests) == 2 and labeller.stats.not_understood == 1
+    assert not any({"structured_outputs", "guided_choice"} & request.keys() for request in server.requests)
+    assert label.value == -1 and label.probabilities is None  # of another answer than the one that was given
 
 
 def test_the_old_field_of_guided_choice() -> None:
@@ -117,10 +120,10 @@ def test_how_choices_are_enforced_is_found_out(first: Any) -> None:
     assert fields == [["structured_outputs"], ["guided_choice"], ["guided_choice"]]
 
 
-def test_where_nothing_enforces_choices_the_text_is_read() -> None:
-    server = Server(REFUSED, REFUSED, completion("I prefer Image 2."))
+def test_where_nothing_enforces_choices_a_plain_question_follows() -> None:
+    server = Server(REFUSED, REFUSED, completion("I prefer Image 2."), completion("1"))
     label, _ = asked(endpoint(server))
-    assert label.value == 1 and len(server.requests) == 3
+    assert label.value == 1 and len(server.requests) == 4
     assert not {"structured_outputs", "guided_choice"} & server.requests[-1].keys()
 
 
@@ -227,12 +230,6 @@ def test_a_server_that_goes_away_is_waited_for_and_one_that_never_was_there_is_n
     assert len(there) == 7
 
 
-def test_a_server_that_is_not_there_is_an_error() -> None:
-    endpoint = OpenAIEndpoint(EndpointSection(url="http://127.0.0.1:9/v1", timeout_s=1))
-    label, _ = asked(endpoint, LabelsSection(steps=1, both_orders=False, attempts=1))
-    assert "127.0.0.1:9" in label.error
-
-
 @pytest.mark.parametrize("kind", [OpenAIEndpoint, GenerateEndpoint])
 @pytest.mark.parametrize(("limit", "expected"), [(None, 40), (7, 7)])
 def test_all_pairs_go_out_at_once_unless_that_is_limited(kind: Any, limit: int | None, expected: int) -> None:
@@ -269,8 +266,29 @@ def test_time_in_the_queue_does_not_count_against_a_questions_deadline() -> None
 
 @pytest.mark.parametrize(("host", "proxied"), [("127.0.0.1", False), ("localhost", False), ("vlm", True)])
 def test_this_machine_is_asked_without_a_proxy(host: str, proxied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    assert bool(_http(EndpointSection(), f"http://{host}:8000/v1", None)._mounts) is proxied
+    class Proxy(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(403)
+            self.end_headers()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{server.server_port}")
+        nobody = OpenAIEndpoint(EndpointSection(url=f"http://{host}:9/v1", guidance="none"))
+        label, _ = asked(nobody, LabelsSection(steps=1, both_orders=False, attempts=1))
+        server.shutdown()
+    assert ("HTTP 403" in label.error) is proxied
+
+
+@pytest.mark.parametrize("token", ["", "mine"])
+def test_no_key_of_openai_is_sent_to_another_endpoint(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
+        monkeypatch.setenv(variable, "of-openai")
+    monkeypatch.setenv("MY_TOKEN", token)
+    server = Server(completion("1"))
+    assert asked(endpoint(server, token_env="MY_TOKEN"))[0].value == 1
+    assert server.headers[0].get("authorization") == (f"Bearer {token}" if token else None)
+    assert "of-openai" not in str(server.headers)
 
 
 def test_an_address_must_be_http() -> None:
@@ -288,11 +306,21 @@ def test_a_question_that_is_no_unicode_is_not_blamed_on_the_server_and_not_asked
     assert not caught.value.retryable
 
 
-def test_the_forks_variables_name_the_server() -> None:
-    assert server_url({}) == "http://localhost:8000/generate"
-    assert server_url({"SERVER_HOST": "gpu1", "SERVER_PORT": "8001"}) == "http://gpu1:8001/generate"
-    assert server_url({"SERVER_HOST": "::1"}) == "http://[::1]:8000/generate"
-    assert server_url({"SERVER_URL": "http://x/generate", "SERVER_PORT": "1"}) == "http://x/generate"
+@pytest.mark.parametrize(
+    ("variables", "url"),
+    [
+        ({}, "http://localhost:8000/generate"),
+        ({"SERVER_HOST": "gpu1", "SERVER_PORT": "8001"}, "http://gpu1:8001/generate"),
+        ({"SERVER_HOST": "::1"}, "http://[::1]:8000/generate"),
+        ({"SERVER_URL": "http://x/generate", "SERVER_PORT": "1"}, "http://x/generate"),
+    ],
+)
+def test_the_forks_variables_name_the_server(
+    variables: dict[str, str], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SERVER_URL", "SERVER_HOST", "SERVER_PORT"):
+        monkeypatch.setenv(name, variables.get(name, ""))
+    assert server_url() == url
 
 
 def test_probabilities_of_choices_from_first_tokens() -> None:

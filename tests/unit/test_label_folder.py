@@ -39,7 +39,7 @@ def test_pictures_are_paired_by_their_names(tmp_path: Path, first: str, second: 
     (tmp_path / "notes.txt").write_text("x")
     (found,) = find_pairs(tmp_path)
     assert (found.first, found.second) == (first, second)
-    assert (found.pair.first.frames == segment([3]).frames).all() and np.isnan(found.pair.first.true_rewards).all()
+    assert (found.load().first.frames == segment([3]).frames).all() and np.isnan(found.load().first.true_rewards).all()
 
 
 def test_pairs_are_listed_with_their_returns(tmp_path: Path) -> None:

@@ -56,13 +56,13 @@ def test_an_unknown_task_names_the_nearest_one() -> None:
 @pytest.mark.parametrize("name", ["push_button", "PushButton-v0"])
 def test_a_task_is_found_under_the_name_that_it_was_registered_with(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("rl_vlm.labelling.prompts._REGISTRY", {})
-    register_prompts(TaskPrompts(name, "to press the red button"))
+    register_prompts(TaskPrompts(name=name, goal="to press the red button"))
     assert task_prompts(name).name == name == task_prompts(f"metaworld_{name}").name
 
 
 def test_a_name_cannot_be_registered_twice() -> None:
     with pytest.raises(UserInputError, match="registered already"):
-        register_prompts(TaskPrompts("cartpole", "to fall over"))
+        register_prompts(TaskPrompts(name="cartpole", goal="to fall over"))
 
 
 def test_users_bring_goals_and_templates(tmp_path: Path) -> None:
@@ -85,23 +85,24 @@ def test_users_bring_goals_and_templates(tmp_path: Path) -> None:
     [
         ("", "must map names"),
         ("- a\n- b\n", "must map names"),
-        ("a: {goal: 3}", "`goal` must be a text"),
-        ("a: {description: x}", "`goal` is missing"),
-        ("a: [1]", "give a goal in words"),
-        ("a: {goals: x}", "Did you mean `goal`"),
-        ("a: {goal: x, templates: [1]}", "must map names of templates"),
-        ("a: {goal: x, templates: {decid: y}}", "Did you mean `decide`"),
-        ("a: {goal: x, templates: {decide: 'Which one?'}}", r"`decide` must hold \{goal\}, and holds none"),
-        ("a: {goal: x, templates: {decide: '{goal} {}'}}", r"holds \{\}, \{goal\}"),
-        ("a: {goal: x, templates: {summarise: '{goal}'}}", r"must hold \{answer\} and \{goal\}"),
-        ("a: {goal: x, templates: {first: '{goal}'}}", "must hold no placeholder"),
+        ("a: {goal: 3}", "goal"),
+        ("a: {description: x}", "goal"),
+        ("a: [1]", "goal"),
+        ("a: {goal: x, goals: x}", "task 'a'.*Did you mean goal"),
+        ("a: {goal: ' '}", "goal"),
+        ("a: {goal: x, templates: [1]}", "templates"),
+        ("a: {goal: x, templates: {decid: y}}", "Did you mean templates.decide"),
+        ("a: {goal: x, templates: {decide: 'Which one?'}}", "`decide` must hold {goal}"),
+        ("a: {goal: x, templates: {decide: '{goal} {}'}}", "`decide` must hold {goal}"),
+        ("a: {goal: x, templates: {summarise: '{goal}'}}", "`summarise` must hold {answer} and {goal}"),
+        ("a: {goal: x, templates: {first: '{goal}'}}", "`first` must hold no placeholder"),
         ("a: [", "not valid YAML"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "prompts.yaml"
     file.write_text(text)
-    with pytest.raises(UserInputError, match=message):
+    with pytest.raises(UserInputError, match=message.replace("{", "\\{")):
         load_prompts(file)
 
 

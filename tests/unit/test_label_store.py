@@ -20,10 +20,10 @@ from PIL import Image
 
 from rl_vlm.config import PreferenceSection, parse_config
 from rl_vlm.labelling.query_log import COLUMNS, QueryLog
-from rl_vlm.labelling.store import SCHEMA, LabelReplay, LabelStore, label_cache
+from rl_vlm.labelling.store import LabelStore, label_cache
 from rl_vlm.labelling.types import SKIPPED, Label, Segment, SegmentPair
-from rl_vlm.preference.cached_labels import check_cache
-from rl_vlm.runs.preflight import inspect_preference_run
+from rl_vlm.preference.feedback.cached_labels import check_cache
+from rl_vlm.runs.preference import inspect_preference_run
 from rl_vlm.types import UserInputError
 
 LABELS = [
@@ -71,20 +71,6 @@ def test_segments_without_pictures_are_kept(tmp_path: Path) -> None:
     without = Segment(bare.observations, bare.actions, bare.true_rewards)
     LabelStore(tmp_path).append([SegmentPair(without, without)], [Label(0)], step=0, time=0)
     assert LabelStore(tmp_path).read(1).pairs[0].first.frames is None
-
-
-def test_a_session_is_replayed_as_it_was(tmp_path: Path) -> None:
-    store = LabelStore(tmp_path)
-    for number in range(3):
-        store.append(random_pairs(2, seed=number), LABELS[:2], step=number, time=0)
-    replay = LabelReplay(tmp_path)
-    first = replay.next_session()
-    assert first is not None and same(first.pairs[1].second, random_pairs(2, seed=0)[1].second)
-    resumed = LabelReplay(tmp_path)
-    resumed.set_state(replay.state())
-    steps = [session.step for session in iter(resumed.next_session, None) if session is not None]
-    assert steps == [1, 2] and resumed.next_session() is None
-    assert [session.number for session in store.sessions(start=2)] == [2, 3]
 
 
 def test_a_resumed_run_goes_back_and_loses_nothing(tmp_path: Path) -> None:
@@ -258,7 +244,7 @@ def test_a_session_cannot_name_a_picture_outside_of_the_store(tmp_path: Path) ->
     rows = pq.ParquetFile(session).read().to_pylist()
     for name in ("../../private/passport", str(tmp_path / "private" / "passport")):
         rows[0]["first"]["frames"][0] = name
-        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), session)
+        pq.write_table(pa.Table.from_pylist(rows, schema=LabelStore.schema), session)
         with pytest.raises(UserInputError, match=r"Cannot read the labels in .* (leaves the folder|no such file)"):
             store.read(1)
 

@@ -18,13 +18,15 @@ from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
 from ray.rllib.algorithms.algorithm import Algorithm
 from task_support import solved_group
 
-from rl_vlm.algorithms import learners, policy
+from rl_vlm.algorithms import learners, recovery
 from rl_vlm.algorithms.base import RunAlgorithm
 from rl_vlm.algorithms.checkpoint import Checkpoint
+from rl_vlm.algorithms.evaluation import HeldOut
 from rl_vlm.algorithms.learners import (
     LearnerDiedError,
     LearnerLostError,
     LearnerOutOfMemoryError,
+    Learners,
     UpdateDeadline,
     on_all_learners,
     on_every_learner,
@@ -32,10 +34,11 @@ from rl_vlm.algorithms.learners import (
 )
 from rl_vlm.algorithms.policy import PolicyAlgorithm
 from rl_vlm.algorithms.preference_sac import PreferenceSAC
-from rl_vlm.algorithms.sight import SightProbe
-from rl_vlm.config import RunConfig
-from rl_vlm.learning.hypotheses import UnfitImagesError
-from rl_vlm.learning.learner import UpdateBatch
+from rl_vlm.algorithms.sight_probe import SightProbe
+from rl_vlm.config import LearnerSection, RunConfig
+from rl_vlm.learning.counterfactuals import UnfitImagesError
+from rl_vlm.learning.messages import UpdateBatch
+from rl_vlm.learning.returns import ReturnScale
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.rollout.sampler import RoundAbandonedError
 
@@ -173,7 +176,9 @@ def test_one_learner_that_refuses_among_several_is_heard() -> None:
 def test_the_sight_of_remote_learners_names_the_fault() -> None:
     group = LiveGroup(1)
     run = RunConfig.model_validate({})
-    algorithm: Any = SimpleNamespace(run=run, on_learner=lambda function: on_one_learner(group, unfit))
+    algorithm: Any = SimpleNamespace(
+        run=run, learners=SimpleNamespace(call=lambda function: on_one_learner(group, unfit))
+    )
     (fault,) = SightProbe(algorithm)._compared([])
     assert fault.name == "image_size" and "4 image tokens" in fault.message and not group.dead
 
@@ -181,28 +186,24 @@ def test_the_sight_of_remote_learners_names_the_fault() -> None:
 # --- what an error of an update means
 
 
-class Supervisor(RunAlgorithm):
-    """The supervision alone: no RLlib, no actors."""
+class Supervisor(Learners):
+    """Replacements are counted and not made."""
 
-    def __init__(self, group: Group, max_restarts: int = 3) -> None:
-        self.learner_group = group
-        self.run = RunConfig.model_validate({"learner": {"max_restarts": max_restarts}})
-        self.restarts: Counter[str] = Counter()
+    def __init__(self, group: Group) -> None:
+        super().__init__(group, LearnerSection(), lambda: None, lambda: None, Counter())
         self.replaced = 0
-        self._update_deadline = UpdateDeadline(self.run.learner.update_timeout_s)
 
-    def _replace_learners(self, error: Exception) -> None:
+    def replace(self, error: Exception) -> None:
         self.replaced += 1
-
-
-Supervisor.__abstractmethods__ = frozenset()  # the parts that need RLlib are not here
 
 
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learners, "ray", SimpleNamespace(put=lambda value: value))
     monkeypatch.setattr(learners, "TrainingData", lambda **fields: fields)
-    monkeypatch.setattr(learners, "time", SimpleNamespace(monotonic=itertools.count(0, 600).__next__))  # seconds
+    monkeypatch.setattr(
+        learners, "time", SimpleNamespace(monotonic=itertools.count(0, 600).__next__, perf_counter=float)
+    )  # seconds
 
 
 @pytest.mark.parametrize(
@@ -215,14 +216,14 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_update_that_does_not_fit_is_not_a_dead_learner(no_ray: None, error: Exception) -> None:
     algorithm = Supervisor(Group(True, True, update=error))
     with pytest.raises(LearnerOutOfMemoryError, match=r"learner\.micro_batch_tokens"):
-        algorithm.update_learners(["batch", "batch"])
+        algorithm.update(["batch", "batch"])
     assert algorithm.replaced == 0
 
 
 def test_an_error_of_learners_that_all_live_is_raised_as_it_is(no_ray: None) -> None:
     algorithm = Supervisor(Group(True, True, update=RuntimeError("a defect")))
     with pytest.raises(RuntimeError, match="a defect"):
-        algorithm.update_learners(["batch", "batch"])
+        algorithm.update(["batch", "batch"])
     assert algorithm.replaced == 0
 
 
@@ -237,7 +238,7 @@ def test_an_error_of_learners_that_all_live_is_raised_as_it_is(no_ray: None) -> 
 )
 def test_dead_learners_are_replaced(no_ray: None, group: Group, why: str) -> None:
     algorithm = Supervisor(group)
-    assert algorithm.update_learners(["batch", "batch"]) is None, why
+    assert algorithm.update(["batch", "batch"]) is None, why
     assert algorithm.replaced == 1
 
 
@@ -245,12 +246,12 @@ def test_a_learner_that_has_died_is_replaced_without_asking_those_that_wait_for_
     """NCCL lets them wait for ever, and they would not answer."""
     group = Group(True, True, update=ActorDiedError())
     algorithm = Supervisor(group)
-    assert algorithm.update_learners(["batch", "batch"]) is None and algorithm.replaced == 1
+    assert algorithm.update(["batch", "batch"]) is None and algorithm.replaced == 1
     assert group.asked == []
 
 
 def test_answers_come_in_the_order_of_the_batches(no_ray: None) -> None:
-    assert Supervisor(Group(True, True, update=["first", "second"])).update_learners(["batch", "batch"]) == [
+    assert Supervisor(Group(True, True, update=["first", "second"])).update(["batch", "batch"]) == [
         "first",
         "second",
     ]
@@ -268,7 +269,7 @@ def test_learners_get_ten_times_as_long_as_they_took_for_such_a_batch() -> None:
     assert deadline.of(2) == 1800.0
     deadline.forget()
     assert deadline.of("scores") == 1800.0
-    update = UpdateBatch([], [False, False], epochs=1, lr_factor=1.0, version=1)
+    update = UpdateBatch([], [False, False], {}, {}, [])
     deadline.took(update, 0.05)  # nothing was to be learned
     assert deadline.of(update) == 1800.0
     deadline.took(replace(update, active=[False, True]), 30.0)
@@ -276,48 +277,44 @@ def test_learners_get_ten_times_as_long_as_they_took_for_such_a_batch() -> None:
     assert UpdateDeadline(5.0).of("any") == 5.0
 
 
-class Replacing(RunAlgorithm):
-    """The replacement alone: each new group fails to start with the next of `failures`."""
+class Replacing(Learners):
+    """Each new group fails to start with the next of `failures`."""
 
     def __init__(self, failures: list[Exception], max_restarts: int) -> None:
-        self.run = RunConfig.model_validate({"learner": {"max_restarts": max_restarts}})
-        self.restarts: Counter[str] = Counter()
-        self.learner_group = SimpleNamespace(_is_shut_down=True)
-        self.config: Any = SimpleNamespace(build_learner_group=self._build, get_multi_rl_module_spec=lambda **_: None)
-        self.spaces = None
-        self.failures, self.restored = failures, 0
-        self._update_deadline = UpdateDeadline(self.run.learner.update_timeout_s)
+        self.failures, self.restored, self.restarts = failures, 0, Counter[str]()
+        old = SimpleNamespace(_is_shut_down=True)
+        settings = LearnerSection(max_restarts=max_restarts)
+        super().__init__(old, settings, self._build, self._restored, self.restarts)
 
-    def _build(self, rl_module_spec: Any) -> Any:
+    def _build(self) -> Any:
         if self.failures:
             raise self.failures.pop(0)
         return SimpleNamespace(_is_shut_down=False)
 
-    def restore_learners(self) -> None:
+    def _restored(self) -> None:
         self.restored += 1
 
 
-Replacing.__abstractmethods__ = frozenset()
-
-
 def test_learners_that_start_on_a_dying_node_are_replaced_again() -> None:
-    algorithm = Replacing([ActorDiedError(), ActorDiedError()], max_restarts=3)
-    algorithm._replace_learners(RuntimeError("the first one died"))
-    assert (algorithm.restored, algorithm.restarts["learner"]) == (1, 3)
-    algorithm = Replacing([ActorDiedError(), ActorDiedError()], max_restarts=2)
+    learners = Replacing([ActorDiedError(), ActorDiedError()], max_restarts=3)
+    learners.replace(RuntimeError("the first one died"))
+    assert (learners.restored, learners.restarts["learner"]) == (1, 3)
+    learners = Replacing([ActorDiedError(), ActorDiedError()], max_restarts=2)
     with pytest.raises(LearnerDiedError, match=r"died 3 times.*learner\.max_restarts"):
-        algorithm._replace_learners(RuntimeError("the first one died"))
+        learners.replace(RuntimeError("the first one died"))
 
 
 def test_deaths_before_a_resume_count_and_use_up_nothing() -> None:
-    algorithm = Replacing([], max_restarts=1)
-    algorithm.restarts["learner"] = 3  # of a checkpoint
-    algorithm._replace_learners(RuntimeError("it died"))
-    assert (algorithm.restored, algorithm.restarts["learner"]) == (1, 4)
+    learners = Replacing([], max_restarts=1)
+    learners.restarts["learner"] = 3  # of a checkpoint
+    learners.replace(RuntimeError("it died"))
+    assert (learners.restored, learners.restarts["learner"]) == (1, 4)
     with pytest.raises(LearnerDiedError, match="died 2 times"):
-        algorithm._replace_learners(RuntimeError("it died"))
-    one: Any = SimpleNamespace(restarts=Counter(), rollouts=SimpleNamespace(restarts=2), _earlier_restarts=5)
-    PolicyAlgorithm._count_env_runners(one)
+        learners.replace(RuntimeError("it died"))
+    one: Any = SimpleNamespace(
+        restarts=Counter(), rollouts=SimpleNamespace(restarts=2), recovery=SimpleNamespace(earlier_restarts=5)
+    )
+    PolicyAlgorithm.count_env_runners(one)
     assert one.restarts == {"env_runner": 7}
 
 
@@ -325,14 +322,18 @@ def test_services_stop_where_the_actors_do_not(monkeypatch: pytest.MonkeyPatch) 
     def fail(self: Any) -> None:
         raise ActorDiedError
 
-    class Stopping(Replacing):
+    class Stopping(RunAlgorithm):
         stopped = 0
+
+        def __init__(self) -> None:
+            pass
 
         def stop_services(self) -> None:
             self.stopped += 1
 
+    Stopping.__abstractmethods__ = frozenset()
     monkeypatch.setattr(Algorithm, "cleanup", fail)
-    algorithm = Stopping([], max_restarts=1)
+    algorithm = Stopping()
     with pytest.raises(ActorDiedError):
         algorithm.cleanup()
     assert algorithm.stopped == 1
@@ -351,8 +352,9 @@ class Reset(PreferenceSAC):
         )  # fmt: skip
         self._rng = np.random.default_rng(0)
         self._sums = Counter()  # type: ignore[assignment]
+        self.learners: Any = SimpleNamespace(update=self._update_learners)
 
-    def update_learners(self, batches: Sequence[Any]) -> list[Any] | None:
+    def _update_learners(self, batches: Sequence[Any]) -> list[Any] | None:
         self.asked.append(batches[0].reset_critics)
         return None if len(self.asked) <= self.deaths else [SimpleNamespace(statistics={}, actor=None)]
 
@@ -372,41 +374,32 @@ def test_the_critics_are_reset_though_the_learner_died_before_it() -> None:
     assert algorithm.asked == [False]  # ordinary updates are lost with it
 
 
-class Restored(PolicyAlgorithm):
-    """Of a run that was resumed at its very beginning: no version is newer than the first."""
-
-    def __init__(self, checkpoint: Any) -> None:
-        self.version = self._first_version = 0
-        self._service: Any = SimpleNamespace(newest_version=lambda: 0)
-        self.rollouts: Any = SimpleNamespace(restore=lambda state, counts: None, dropped=Counter())
-        self.learner_group: Any = None
-        self.restarts = Counter(learner=2)
-        self._last_checkpoint = Path("anywhere")
-        self.published: list[int] = []
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self.updates = int(state["updates"])
-
-    def _publish(self, adapter: Any) -> None:
-        self.published.append(adapter.version)
-
-
-Restored.__abstractmethods__ = frozenset()
-
-
 def test_a_resumed_run_counts_its_learners_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a learner that always dies in the first update would be replaced for ever."""
     payload = AdapterPayload(0, b"", "{}", "")
     monkeypatch.setattr(AdapterPayload, "state", lambda self: {})
     saved = Checkpoint(payload, {}, {"updates": 0, "restarts": {}, "rollouts": {}, "torch_rng": []})
-    monkeypatch.setattr(policy, "read_checkpoint", lambda folder: saved)
-    monkeypatch.setattr(policy, "on_every_learner", lambda group, function: [])
-    algorithm = Restored(saved)
-    algorithm.updates = 1
-    algorithm.restore_learners()
-    assert algorithm.restarts == {"learner": 2} and algorithm.published == [1]
-    algorithm.load_checkpoint("anywhere")
-    assert algorithm.restarts == {} and algorithm.published == [1, 0]
+    monkeypatch.setattr(recovery, "read_checkpoint", lambda folder: saved)
+    published: list[int] = []
+    # Of a run that was resumed at its very beginning: no version is newer than the first.
+    algorithm: Any = SimpleNamespace(
+        version=0,
+        first_version=0,
+        updates=1,
+        restarts=Counter(learner=2),
+        service=SimpleNamespace(newest_version=lambda: 0),
+        rollouts=SimpleNamespace(restore=lambda state, counts: None, dropped=Counter()),
+        learners=SimpleNamespace(call_each=lambda function: None),
+        state=dict,
+        set_state=lambda state: None,
+        publish=lambda adapter: published.append(adapter.version),
+    )
+    recovering = recovery.Recovery(algorithm)
+    recovering.last_checkpoint = Path("anywhere")
+    recovering.restore_learners()
+    assert algorithm.restarts == {"learner": 2} and published == [1]
+    recovering.load(saved, new_process=True)
+    assert not algorithm.restarts.total() and published == [1, 0]
 
 
 class Sampling(PolicyAlgorithm):
@@ -416,21 +409,23 @@ class Sampling(PolicyAlgorithm):
         self.run = RunConfig.model_validate({"sight": {"every": 0}})
         self.version = self.updates = 0
         self._clock, self.restarts = defaultdict(float), Counter()
-        self._env_metrics, self._publication = {}, {}  # type: ignore[var-annotated]
+        self.env_metrics, self._publication = {}, {}  # type: ignore[var-annotated]
+        self.rng, self.kl_coef, self.return_scale = np.random.default_rng(0), 0.0, ReturnScale()
         self.sight: Any = SimpleNamespace(measure=lambda groups: ({}, []))
+        self.recovery: Any = SimpleNamespace(earlier_restarts=0)
         left = iter(rounds)
         self.rollouts: Any = SimpleNamespace(
             next_groups=lambda version, left_over: next(left),
             timings={},
-            figures={},
-            task_figures={},
+            metrics={},
+            task_metrics={},
             dropped={},
             restarts=0,
         )
 
-    def learn_from(self, groups: Any) -> dict[str, float]:
-        self.remember_groups(groups, [np.zeros(len(group)) for group in groups])
-        return {}
+    def sample_and_learn(self) -> None:
+        if groups := self.sample():
+            self.estimate(groups)
 
 
 Sampling.__abstractmethods__ = frozenset()
@@ -446,37 +441,34 @@ def test_an_iteration_whose_groups_were_all_lost_has_none_to_be_dumped() -> None
     assert algorithm.last_groups == algorithm.last_advantages == []
 
 
-class Averaging(PolicyAlgorithm):
+class Averaging:
     """The exchange of weights around an evaluation; `fails` is what giving the trained ones back raises."""
 
     def __init__(self, fails: Exception | None = None) -> None:
         self.run = RunConfig.model_validate({"evaluation": {"weights": "ema"}, "learner": {"ema_decay": 0.9}})
         self.version, self.published, self.fails = 4, [], fails  # type: ignore[var-annotated]
+        self.learners = SimpleNamespace(call=self._call)
+        self.recovery = SimpleNamespace(publish_restored=self.published.append)
+        self.evaluation = HeldOut(self)  # type: ignore[arg-type]
 
-    def averaged_adapter(self) -> Any:
-        return "average"
-
-    def on_learner(self, function: Any) -> Any:
-        if self.fails is not None:
+    def _call(self, function: Any) -> Any:
+        learner = SimpleNamespace(
+            averaged_adapter=lambda version: "average", adapter=lambda version: f"trained {version}"
+        )
+        if self.published and self.fails is not None:
             raise self.fails
-        return function(SimpleNamespace(adapter=lambda version: f"trained {version}"))
-
-    def _publish_restored(self, adapter: Any) -> None:
-        self.published.append(adapter)
-
-
-Averaging.__abstractmethods__ = frozenset()
+        return function(learner)
 
 
 def test_the_trained_weights_come_back_after_an_evaluation_that_fails() -> None:
     algorithm = Averaging()
-    with algorithm._evaluated_weights():
+    with algorithm.evaluation.evaluated_weights():
         assert algorithm.published == ["average"]
     assert algorithm.published == ["average", "trained 4"]
     for fails in (None, LearnerLostError("gone")):
         algorithm = Averaging(fails)
-        with pytest.raises(RoundAbandonedError), algorithm._evaluated_weights():
+        with pytest.raises(RoundAbandonedError), algorithm.evaluation.evaluated_weights():
             raise RoundAbandonedError("Sampling was stopped.")
         assert algorithm.published == ["average", "trained 4"][: 2 - bool(fails)]
-    with pytest.raises(LearnerLostError), Averaging(LearnerLostError("gone"))._evaluated_weights():
+    with pytest.raises(LearnerLostError), Averaging(LearnerLostError("gone")).evaluation.evaluated_weights():
         pass

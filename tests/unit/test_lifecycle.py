@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +11,10 @@ import pytest
 from rl_vlm.serving.lifecycle import Admission, Lifecycle, ReplicaState
 
 
-def serving(version: int = 3) -> Lifecycle:
+def serving() -> Lifecycle:
     life = Lifecycle(probe_after_s=10.0)
     life.start()
-    life.load(version)
+    life.load()
     life.observe(0, now=0.0)
     return life
 
@@ -23,27 +22,10 @@ def serving(version: int = 3) -> Lifecycle:
 def test_a_replica_admits_nothing_before_it_has_asked_for_the_newest_adapter() -> None:
     life = Lifecycle(probe_after_s=10.0)
     assert life.state is ReplicaState.STARTING
-    assert {life.admission(version) for version in (-1, 0, 5)} == {Admission.WAIT}
+    assert life.admission is Admission.WAIT
     life.start()
     assert life.state is ReplicaState.SERVING
-    assert life.admission(0) is Admission.NOW
-
-
-def test_a_newer_adapter_makes_it_stale_until_it_is_loaded() -> None:
-    life = serving(3)
-    life.announce(4)
-    assert life.state is ReplicaState.STALE
-    assert [life.admission(version) for version in (-1, 3, 4)] == [Admission.NOW, Admission.NOW, Admission.WAIT]
-    life.load(4)
-    assert life.state is ReplicaState.SERVING
-    assert life.admission(4) is Admission.NOW
-
-
-def test_late_news_of_old_versions_changes_nothing() -> None:
-    life = serving(5)
-    life.announce(2)
-    life.load(4)
-    assert (life.newest, life.loaded, life.state) == (5, 5, ReplicaState.SERVING)
+    assert life.admission is Admission.NOW
 
 
 def test_an_engine_proves_itself_only_when_it_has_been_silent() -> None:
@@ -62,7 +44,7 @@ def test_a_silent_engine_is_suspect_then_dead() -> None:
     life = serving()
     life.fail_probe("no token within 5 s")
     assert life.state is ReplicaState.SUSPECT
-    assert life.admission(0) is Admission.ELSEWHERE
+    assert life.admission is Admission.ELSEWHERE
     assert life.probe_due(0.0)  # at once, whatever it produced before
     life.fail_probe("no token within 5 s")
     assert life.state is ReplicaState.DEAD
@@ -83,21 +65,10 @@ def test_a_suspect_that_produces_again_is_trusted_again(recovery: str) -> None:
     assert life.state is ReplicaState.SUSPECT  # failures in a row count, not in a lifetime
 
 
-def test_while_loading_fails_requests_for_that_version_go_elsewhere() -> None:
-    life = serving(3)
-    life.announce(4)
-    life.fail_load("no space left", now=1.0)
-    assert life.state is ReplicaState.STALE
-    assert [life.admission(version) for version in (-1, 3, 4)] == [Admission.NOW, Admission.NOW, Admission.ELSEWHERE]
-    life.load(4)
-    assert life.admission(5) is Admission.WAIT  # that trouble is over
-
-
 def test_a_first_load_that_fails_does_not_leave_it_starting_for_ever() -> None:
     life = Lifecycle(probe_after_s=10.0, load_patience_s=30.0)
-    life.announce(1)
     life.fail_load("out of memory", now=5.0)
-    assert (life.state, life.admission(0)) == (ReplicaState.STARTING, Admission.ELSEWHERE)
+    assert (life.state, life.admission) == (ReplicaState.STARTING, Admission.ELSEWHERE)
     life.fail_load("out of memory", now=34.9)
     assert life.state is ReplicaState.STARTING
     life.fail_load("out of memory", now=35.0)
@@ -108,10 +79,15 @@ def test_patience_begins_anew_after_a_success_and_has_no_end_for_an_adapter_that
     life = Lifecycle(probe_after_s=10.0, load_patience_s=30.0)
     life.start()
     life.fail_load("no space left", now=0.0)
-    life.load(1)
+    life.load()
     life.fail_load("no space left", now=100.0)
     assert life.state is not ReplicaState.DEAD
     life.fail_load("does not fit the model", now=1000.0, curable=False)
+    assert life.state is not ReplicaState.DEAD
+    life.load()
+    for now in (1100.0, 1200.0):  # an adapter that is wrong does not begin the time in which others may fail
+        life.fail_load("does not fit the model", now=now, curable=False)
+    life.fail_load("no space left", now=1201.0)
     assert life.state is not ReplicaState.DEAD
 
 
@@ -119,14 +95,14 @@ def test_death_is_final_and_keeps_its_first_reason() -> None:
     life = serving()
     life.die("the engine core has died")
     life.die("something else")
-    for event in (life.start, lambda: life.load(9), lambda: life.pass_probe(1.0), lambda: life.observe(99, 1.0)):
+    for event in (life.start, life.load, lambda: life.pass_probe(1.0), lambda: life.observe(99, 1.0)):
         event()
         assert life.state is ReplicaState.DEAD
     assert life.death == "the engine core has died"
-    assert life.admission(0) is Admission.ELSEWHERE
+    assert life.admission is Admission.ELSEWHERE
 
 
-def test_whatever_happens_no_request_is_admitted_below_its_version() -> None:
+def test_whatever_happens_no_request_is_admitted_before_the_start_or_to_a_silent_engine() -> None:
     """Random walks over all events."""
     rng = np.random.default_rng(0)
     for _ in range(200):
@@ -134,11 +110,9 @@ def test_whatever_happens_no_request_is_admitted_below_its_version() -> None:
         now = 0.0
         for _ in range(60):
             now += float(rng.uniform(0, 3))
-            version = int(rng.integers(0, 9))
             events: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
                 (life.start, ()),
-                (life.announce, (version,)),
-                (life.load, (version,)),
+                (life.load, ()),
                 (life.observe, (int(now), now)),
                 (life.pass_probe, (now,)),
                 (life.fail_probe, ("slow",)),
@@ -146,9 +120,7 @@ def test_whatever_happens_no_request_is_admitted_below_its_version() -> None:
             # Failures are rarer than the rest, or every walk would end at once.
             event, arguments = events[rng.integers(0, len(events) - (rng.random() < 0.7))]
             event(*arguments)
-            for asked in itertools.chain((-1,), range(10)):
-                admission = life.admission(asked)
-                if admission is Admission.NOW:
-                    assert life.started and asked <= life.loaded and not life.death and not life.failed_probes
-                if admission is Admission.WAIT:
-                    assert not life.death
+            if life.admission is Admission.NOW:
+                assert life.started and not life.death and not life.failed_probes
+            if life.admission is Admission.WAIT:
+                assert not life.death

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from core_support import Sample, plan_update
 from torch import Tensor
 
 from rl_vlm.config.algorithm import BUILTIN_LOSSES, AlgorithmSection
-from rl_vlm.learning.batching import MicroBatch, TrainSample
+from rl_vlm.learning.batching import MicroBatch
 from rl_vlm.learning.losses import LOSSES, TokenBatch, clipped_surrogate, kl_estimate
 from rl_vlm.learning.mismatch import truncated_importance_weights
-from rl_vlm.learning.plan import plan_update
 from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.update import PackedMinibatch, PolicyUpdater
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
 GROUPS, SIZE, LENGTH, MAX_NEW_TOKENS = 3, 4, 12, 20
@@ -275,7 +275,7 @@ class GivenLogprobs(PolicyUpdater):
         return self.given[id(micro)]
 
 
-def micro_batch(samples: list[TrainSample]) -> MicroBatch:
+def micro_batch(samples: list[Sample]) -> MicroBatch:
     """The part of a micro-batch that the loss reads."""
     sampled = [sample.trajectory.loss_mask for sample in samples]
 
@@ -285,20 +285,25 @@ def micro_batch(samples: list[TrainSample]) -> MicroBatch:
     return MicroBatch(
         nothing, nothing, nothing, [], nothing, nothing, nothing,
         behaviour=np.concatenate([s.trajectory.logprobs[mask] for s, mask in zip(samples, sampled, strict=True)]),
-        advantage=np.concatenate([sample.advantage for sample in samples]),
-        weight=np.repeat(np.array([sample.weight for sample in samples], dtype=np.float32), counts),
         sample=np.repeat(np.arange(len(samples)), counts),
         turn=np.zeros(sum(counts), dtype=np.int64),
+        weight=np.repeat(np.array([sample.weight for sample in samples], dtype=np.float32), counts),
+        advantage=np.concatenate([sample.advantage for sample in samples]),
     )  # fmt: skip
 
 
 def ours(numbers: Numbers, settings: AlgorithmSection, parts: int) -> tuple[float, Tensor, UpdateStats]:
     """Loss, gradient [B, T] and statistics of one optimiser step that is cut into micro-batches."""
     plan = plan_update(numbers.groups(), settings, np.random.default_rng(0), max_new_tokens=MAX_NEW_TOKENS)
-    samples = [sample for group in plan.minibatches[0][0].groups for sample in group]
+    (batch,) = plan.batches
+    samples = [
+        Sample(one, batch.advantages[one.trajectory_id], batch.minibatches[0].weights[one.trajectory_id])
+        for group in batch.minibatches[0].groups
+        for one in group
+    ]
     updater, stats = GivenLogprobs(settings), UpdateStats()
     new = torch.tensor(numbers.new, requires_grad=True)
-    packed = PackedMinibatch([])
+    packed: list[MicroBatch] = []
     for part in range(parts):
         chosen = samples[part::parts]
         rows = [int(sample.trajectory.trajectory_id) for sample in chosen]
@@ -306,11 +311,10 @@ def ours(numbers: Numbers, settings: AlgorithmSection, parts: int) -> tuple[floa
             np.repeat(rows, numbers.mask[rows].sum(1)),
             np.concatenate([np.flatnonzero(numbers.mask[r]) for r in rows]),
         )
-        packed.micro_batches.append(micro_batch(chosen))
-        packed.old.append(torch.tensor(numbers.old)[place])
-        packed.reference.append(torch.tensor(numbers.reference)[place])
-        updater.given[id(packed.micro_batches[-1])] = (new[place], torch.tensor(numbers.entropy)[place])
-    total = sum(updater.loss(packed, part, stats) for part in range(parts))
+        packed.append(micro := micro_batch(chosen))
+        micro.old, micro.reference = torch.tensor(numbers.old)[place], torch.tensor(numbers.reference)[place]
+        updater.given[id(micro)] = (new[place], torch.tensor(numbers.entropy)[place])
+    total = sum(updater.loss(micro, stats) for micro in packed)
     assert isinstance(total, Tensor)
     total.backward()
     assert new.grad is not None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 
-import math_cases
-import math_cases_hostile
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +24,25 @@ from rl_vlm.rewards.math import (
 )
 from rl_vlm.rewards.symbolic import WORKER
 
+# Pairs of an answer and a truth, judged by what is mathematically right and not by what the code gives. "malformed" is no answer to
+# anything; "hostile" was made to cost time or memory, or to run code.
+TABLE = json.loads((Path(__file__).parents[1] / "fixtures" / "answers" / "math.json").read_text())
+CASES = {kind: [tuple(pair) for pairs in groups.values() for pair in pairs] for kind, groups in TABLE.items()}
+CASES["hostile"] += [
+    ("1" * 900, "5"),
+    ("1" * 5000, "5"),
+    ("9" * 400 + "^{" + "9" * 400 + "}", "5"),
+    (r"\frac{" * 200 + "1", "5"),
+    (r"\sqrt{" * 100 + "2" + "}" * 100, "5"),
+    ("(" * 400 + "5" + ")" * 400, "5"),
+    ("{" * 1000000, "5"),
+    ("-" * 999 + "5", "5.5"),
+    ("--" * 100000 + "5", "5"),
+    ("1+" * 140 + "x", "x"),
+    (",".join("x+1" for _ in range(200)), ",".join("1+y" for _ in range(200))),
+    (r"\{" + ",".join(f"x+{i}" for i in range(60)) + r"\}", r"\{" + ",".join(f"y+{i}" for i in range(60)) + r"\}"),
+    (" " * 500000 + "6", "5"),
+]
 MEGABYTE = 1_000_000
 FAST = settings(max_examples=150, deadline=None)
 
@@ -43,22 +62,22 @@ def cpu_seconds(function: Callable[[], object]) -> float:
 # --- the table ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("answer", "truth"), math_cases.RIGHT)
+@pytest.mark.parametrize(("answer", "truth"), CASES["right"])
 def test_equal_answers_are_correct(answer: str, truth: str) -> None:
     assert compare(answer, truth) is Reason.CORRECT
 
 
-@pytest.mark.parametrize(("answer", "truth"), math_cases.WRONG)
+@pytest.mark.parametrize(("answer", "truth"), CASES["wrong"])
 def test_different_answers_are_not_correct(answer: str, truth: str) -> None:
     assert compare(answer, truth) in {Reason.WRONG, Reason.UNPARSABLE}
 
 
-@pytest.mark.parametrize(("answer", "truth"), math_cases_hostile.MALFORMED)
+@pytest.mark.parametrize(("answer", "truth"), CASES["malformed"])
 def test_malformed_answers_are_never_correct(answer: str, truth: str) -> None:
     assert compare(answer, truth) in {Reason.WRONG, Reason.UNPARSABLE}
 
 
-@pytest.mark.parametrize(("answer", "truth"), math_cases_hostile.HOSTILE)
+@pytest.mark.parametrize(("answer", "truth"), CASES["hostile"])
 def test_hostile_answers_are_cheap_and_never_correct(answer: str, truth: str) -> None:
     start = time.monotonic()
     assert compare(answer, truth) is not Reason.CORRECT
@@ -66,7 +85,7 @@ def test_hostile_answers_are_cheap_and_never_correct(answer: str, truth: str) ->
 
 
 def test_the_table_is_large_enough() -> None:
-    cases = [*math_cases.RIGHT, *math_cases.WRONG, *math_cases_hostile.MALFORMED, *math_cases_hostile.HOSTILE]
+    cases = [pair for pairs in CASES.values() for pair in pairs]
     assert len(cases) >= 300
     assert len(set(cases)) == len(cases)
 

@@ -22,21 +22,9 @@ from rl_vlm.rewards.symbolic import WORKER, GraderError, SymbolicWorker, Verdict
 TOWER = "9^{9^{9^{9}}}"  # the guard stops it; handed straight to the child, it runs for ever
 
 
-# A child that starts at once and obeys its question; the real one needs two seconds for its imports.
-OBEDIENT = """
-import json, os, sys, time
-print('{"ready": true}', flush=True)
-for line in sys.stdin:
-    order = json.loads(line)["answer"]
-    if order == "hang": time.sleep(60)
-    if order == "be late": time.sleep(0.4)
-    if order == "die": os._exit(1)
-    print(json.dumps({"verdict": "equal"}), flush=True)
-"""
-
-
-def fake(code: str = OBEDIENT, startup_s: float = 10.0) -> SymbolicWorker:
-    return SymbolicWorker((sys.executable, "-S", "-c", code), startup_s)
+def fake(function: str = "obedient_child:prepare", startup_s: float = 60.0, **settings: int) -> SymbolicWorker:
+    """A grader whose child needs no imports and obeys its question."""
+    return SymbolicWorker(function, startup_s, **settings)
 
 
 @pytest.fixture
@@ -108,7 +96,8 @@ def test_a_running_event_loop_is_not_blocked_by_a_grade_in_an_executor(worker: S
 def test_the_childs_memory_is_limited() -> None:
     WORKER.compare("x", "y")
     limits = Path(f"/proc/{WORKER.pid}/limits").read_text()
-    assert any(line.startswith("Max address space") and str(2 << 30) in line for line in limits.splitlines())
+    (limit,) = (line.split()[3] for line in limits.splitlines() if line.startswith("Max address space"))
+    assert 2 << 30 < int(limit) < 3 << 30
 
 
 # --- threads and processes ------------------------------------------------------------------------------------------
@@ -158,14 +147,17 @@ def test_a_forked_process_forgets_the_child_of_its_parent() -> None:
     assert WORKER.pid == before
 
 
-@pytest.mark.parametrize("command", ["()", "((sys.executable, '-S', '-c', sys.argv[1]),)"], ids=["busy", "idle"])
-def test_the_child_dies_with_its_parent(command: str) -> None:
-    question = "time.sleep(60)" if command != "()" else f"w.compare({TOWER!r}, '5', 0.6)"
+@pytest.mark.parametrize(
+    "function", ["rl_vlm.rewards.sympy_child:prepare", "obedient_child:prepare"], ids=["busy", "idle"]
+)
+def test_the_child_dies_with_its_parent(function: str) -> None:
+    question = f"w.compare({TOWER!r}, '5', 0.6)" if "sympy" in function else "time.sleep(60)"
     script = (
-        f"import sys, time; from rl_vlm.rewards.symbolic import SymbolicWorker; w = SymbolicWorker(*{command});"
+        f"import sys, time; sys.path.append({str(Path(__file__).parent)!r});"
+        f"from rl_vlm.rewards.symbolic import SymbolicWorker; w = SymbolicWorker({function!r});"
         f"w.compare('x', 'y'); print(w.pid, flush=True); {question}"
     )
-    with subprocess.Popen([sys.executable, "-c", script, OBEDIENT], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         time.sleep(0.2)
@@ -187,10 +179,22 @@ def test_close_ends_the_child_and_the_next_question_starts_one(worker: SymbolicW
 # --- children that misbehave ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("code", "startup_s"), [("raise SystemExit(1)", 10.0), ("import time; time.sleep(60)", 0.3)])
-def test_a_child_that_does_not_start_is_an_error_with_advice(code: str, startup_s: float) -> None:
-    with pytest.raises(GraderError, match="install what is missing"):
-        fake(code, startup_s).compare("x", "y")
+@pytest.mark.parametrize(("function", "startup_s"), [("obedient_child:missing", 60.0), ("obedient_child:slow", 0.5)])
+def test_a_child_that_does_not_start_is_an_error_with_advice(function: str, startup_s: float) -> None:
+    with pytest.raises(GraderError, match="nstall what is missing"):
+        fake(function, startup_s).compare("x", "y")
+
+
+def test_at_most_so_many_threads_wait() -> None:
+    own = fake(max_waiting=2)
+    with ThreadPoolExecutor(2) as pool:
+        hanging = [pool.submit(own.compare, "hang", "", 1.5) for _ in range(2)]
+        time.sleep(0.3)
+        with pytest.raises(GraderError, match="too much to do"):
+            own.compare("", "")
+        assert [one.result()[0] for one in hanging] == [Verdict.TIMED_OUT] * 2
+    assert own.compare("", "")[0] is Verdict.EQUAL
+    own.close()
 
 
 def test_an_input_that_kills_the_child_twice_is_unparsable(worker: SymbolicWorker) -> None:

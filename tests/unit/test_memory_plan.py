@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from memory_support import gpus, sizes
+from memory_support import PUBLISHED, gpus, published_configs, sizes
 from transformers import AttentionInterface, AutoModelForImageTextToText, Qwen3VLConfig
 
 from rl_vlm import cli
@@ -17,34 +17,19 @@ from rl_vlm.config import ModelSection, RunConfig, load_config, parse_config
 from rl_vlm.engines import decoder
 from rl_vlm.learning import logprobs
 from rl_vlm.models import backbone
-from rl_vlm.models.hub import FetchError
 from rl_vlm.models.lora_layers import inject_lora, lora_config
 from rl_vlm.models.memory import learner, parts, replica
 from rl_vlm.models.memory.cards import driver_gpu, gib, learner_fraction, place, plan_memory, shares_gpu
 from rl_vlm.models.memory.shape import ModelShape
-from rl_vlm.runs import memory
 from rl_vlm.runs.memory import adapters_mib, make_plan, object_store_mib, shape_of
 from rl_vlm.types import UserInputError
-
-# The configurations of the published Qwen3-VL models, by size.
-PUBLISHED = json.loads((Path(__file__).parents[1] / "fixtures/qwen3_vl.json").read_text())
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture(autouse=True)
 def hub_configs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The config.json of the recipes' models, as the hub sends it; there is no hub here."""
-
-    def fetch(name: str) -> Path:
-        size = name.removeprefix("Qwen/Qwen3-VL-").removesuffix("-Instruct").lower()
-        if size not in PUBLISHED:
-            raise FetchError(f"The hub cannot be reached to fetch {name}.")
-        folder = tmp_path_factory.mktemp(size)
-        (folder / "config.json").write_text(json.dumps(PUBLISHED[size]))
-        return folder
-
-    monkeypatch.setattr(memory, "fetch_config", fetch)
+    published_configs(tmp_path_factory.mktemp("hub"), monkeypatch)
 
 
 CARDS = {24: 23.6, 48: 47.4, 80: 79.15}  # GiB: as sold, as reported

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from task_support import solved_group
 
 from rl_vlm.config import CurriculumSection, parse_config
-from rl_vlm.evaluation.heldout import evaluation_tasks, summarize, viewed_tasks
-from rl_vlm.rollout.figures import sampling_figures
+from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
+from rl_vlm.evaluation.outcomes import outcomes_of_groups
+from rl_vlm.evaluation.summary import summarize
+from rl_vlm.rollout.metrics import sampling_metrics
 from rl_vlm.rollout.mixture import Mixture
 from rl_vlm.rollout.solve_rate import MAX_KNOWN, SolveRateItems, SolveRates
 from rl_vlm.types import UserInputError
@@ -55,7 +57,7 @@ def test_each_environment_has_an_order_and_seeds_of_its_own() -> None:
 def test_a_change_of_weights_counts_from_now_on() -> None:
     source = mixture({"a": 1.0, "b": 1.0})
     source.take(10)
-    source.set_weights({"a": 1.0, "b": 3.0})
+    source.weights = {"a": 1.0, "b": 3.0}
     assert Counter(names(source, 40)) == {"a": 10, "b": 30}
 
 
@@ -164,7 +166,7 @@ def test_environments_near_one_half_come_first_and_none_starves() -> None:
         )
     found = Counter(names(source, 1200))
     assert found["half"] > 0.7 * 1200 and min(found["easy"], found["hopeless"]) > 0.08 * 1200
-    figures = source.figures()
+    figures = source.metrics()
     assert figures["mixture/solve_rate/half"] == pytest.approx(0.5)
     assert figures["mixture/taken/half"] == found["half"]
     assert sum(figures[f"mixture/share/{name}"] for name in found) == pytest.approx(1.0)
@@ -182,10 +184,10 @@ def test_a_state_is_plain_json() -> None:
 
 def test_training_figures_are_also_given_per_environment() -> None:
     groups = [solved_group([1, 0], "a"), solved_group([1, 1], "b", 1), solved_group([0.5, 0], "b", 2)]
-    figures = sampling_figures(groups, version=1, seconds=1.0, max_turns=1)
+    figures = sampling_metrics(groups, version=1, seconds=1.0, max_turns=1)
     assert (figures["reward/a"], figures["accuracy/a"]) == (0.5, 0.5)
     assert (figures["reward/b"], figures["accuracy/b"]) == (0.625, 0.5)
-    assert not any(name.endswith("/") for name in sampling_figures([solved_group([1])], 1, 1.0, 1))
+    assert not any(name.endswith("/") for name in sampling_metrics([solved_group([1])], 1, 1.0, 1))
 
 
 def test_an_evaluation_has_results_of_the_whole_and_of_each_environment() -> None:
@@ -203,7 +205,7 @@ def test_an_evaluation_has_results_of_the_whole_and_of_each_environment() -> Non
         )
         group.group_id = task.group_id
         groups.append(group)
-    results = summarize(run, tasks, groups)
+    results = summarize(run, tasks, outcomes_of_groups(run, tasks, groups))
     assert (results["accuracy/default"], results["items/default"]) == (pytest.approx(2 / 6), 6)
     assert (results["accuracy/a"], results["accuracy/b"], results["accuracy/b/two"]) == (1.0, 0.0, 0.25)
     assert (results["items/a"], results["items/b"], results["accuracy/two"]) == (2, 4, 0.5)

@@ -16,7 +16,7 @@ from rl_vlm.rollout.curriculum import make_task_source
 from rl_vlm.rollout.task_stream import TaskStream
 from rl_vlm.rollout.tasks import RolloutResult
 from rl_vlm.rollout.worker import RolloutWorker
-from rl_vlm.zoo.shapes.data import IMAGE_SIZE
+from rl_vlm.zoo.drawing import IMAGE_SIZE
 
 MIXTURE: list[dict[str, Any]] = [
     {"name": "count", "id": "Shapes-v0", "reward": {"weights": {"env": 1.0, "format": 0.5}}},

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm.config import RunConfig, load_config
+from rl_vlm.config import PolicyConfig, PreferenceConfig, load_config
 from rl_vlm.config.section import keys_of
 from rl_vlm.envs.interactive import InteractiveEnvAdapter
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SLIME = ROOT / "docs" / "slime.md"
 PAGES = [SLIME, ROOT / "docs" / "vlm_gym.md", ROOT / "docs" / "rl_vlm_f.md"]
 RECIPE = ROOT / "configs" / "geo3k_qwen3vl_2b.yaml"
-KEYS = set(keys_of(RunConfig))
+KEYS = {*keys_of(PolicyConfig), *keys_of(PreferenceConfig)}
 _KEY = re.compile(r"((?:[a-z_]+\.)+[a-z_]+)(?:(?::\s*|=)([^`]+))?")
 
 # What the example's script passes, its evaluation, which is commented out there, included.
@@ -48,7 +48,7 @@ def keys_on(page: Path) -> Iterator[tuple[str, str | None]]:
     """The dotted keys of a configuration that a page names, and the value that it gives to each."""
     for text in quoted(page):
         match = _KEY.fullmatch(text)
-        if match and match[1].partition(".")[0] in RunConfig.model_fields and match[2] != "value":
+        if match and match[1].partition(".")[0] in KEYS and match[2] != "value":
             yield match[1], match[2]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from gymnasium.utils.env_checker import check_env
 from PIL import Image
 
 import rl_vlm
@@ -95,54 +93,6 @@ def test_pictures_grow_and_seeds_name_other_items(env_id: str) -> None:
     images = [opening(rl_vlm.make(env_id, **kwargs)).images[0] for kwargs in ({}, {"seed": 1}, {"image_size": 128})]
     assert [image.width for image in images] == [64, 64, 128]
     assert len({image.sha256 for image in images if not isinstance(image, Image.Image)}) == 3
-
-
-@pytest.mark.parametrize("env_id", IDS)
-def test_gymnasium_has_no_complaints(env_id: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        check_env(rl_vlm.make(env_id), skip_render_check=True)
-
-
-@pytest.mark.parametrize("env_id", IDS)
-def test_step_needs_reset(env_id: str) -> None:
-    env = rl_vlm.make(env_id)
-    with pytest.raises(UserInputError, match="call reset"):
-        env.step("True")
-    opening(env)
-    env.step("True")
-    with pytest.raises(UserInputError, match="call reset"):
-        env.step("True")
-
-
-@pytest.mark.parametrize("env_id", IDS)
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"prompt": "long"}, "prompt 'long' is unknown; choose one of full, brief"),
-        ({"image_size": 32}, "image_size must be an integer from 64 to 1024, not 32"),
-        ({"seed": 0.5}, "seed must be an integer, not 0.5"),
-        ({"num_train": 0}, "num_train must be an integer of at least 1, not 0"),
-        ({"turns": 2}, "does not take these arguments"),
-        ({"data": "nowhere/at/all"}, "no file or folder"),
-    ],
-)
-def test_a_wrong_argument_is_named(env_id: str, kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserInputError, match=message):
-        rl_vlm.make(env_id, **kwargs).num_items("train")
-
-
-def test_synonyms_are_lists_of_words() -> None:
-    for wrong in ("sofa", ["sofa"], [[1]]):
-        with pytest.raises(UserInputError, match="synonyms must be a list of lists of texts"):
-            rl_vlm.make("Caption-v0", synonyms=wrong)
-
-
-@pytest.mark.parametrize("env_id", IDS)
-@pytest.mark.parametrize("options", [{"index": 512, "split": "test"}, {"index": -1}, {"split": "dev"}])
-def test_an_item_that_does_not_exist_is_refused(env_id: str, options: dict[str, Any]) -> None:
-    with pytest.raises(UserInputError, match="outside|unknown"):
-        rl_vlm.make(env_id).reset(options=options)
 
 
 # --- rows

@@ -94,7 +94,7 @@ def test_groups_are_the_same_and_open_once(engine: TransformersEngine, tiny_fold
     async def run() -> None:
         expected = await plain.run(tasks(0))
         resets.clear()
-        await ahead.prepare(tasks(0))
+        await ahead.open_ahead(tasks(0))
         assert sorted(resets) == [0, 0, 1, 1, 2, 2]
         shown = [t.images[0].sha256 for g in expected.groups for t in g.trajectories[:1]]
         assert sorted(client.announced) == sorted(shown)
@@ -115,10 +115,10 @@ def test_a_round_that_never_comes_leaves_its_environments_to_the_next(
     worker, _ = worker_of(engine, tiny_folder)
 
     async def run() -> None:
-        await worker.prepare(tasks(0))
+        await worker.open_ahead(tasks(0))
         result = await worker.run(tasks(10))  # an evaluation between two rounds, say
         assert [group.index for group in result.groups] == [10, 11, 12] and not result.lost
-        await worker.prepare(tasks(20))
+        await worker.open_ahead(tasks(20))
         result = await worker.run([dataclasses.replace(task, seed=99) for task in tasks(20)])
         assert [group.index for group in result.groups] == [20, 21, 22]
         assert resets.count(20) == 4  # the same names for other work: opened again
@@ -141,7 +141,7 @@ def test_what_fails_ahead_is_left_to_the_round_that_counts_it(
     monkeypatch.setattr(ShapesEnv, "reset", fail)
 
     async def run() -> None:
-        await worker.prepare(tasks(0))
+        await worker.open_ahead(tasks(0))
         assert len(client.announced) == 2
         result = await worker.run(tasks(0))
         assert [group.index for group in result.groups] == [0, 2]

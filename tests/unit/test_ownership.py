@@ -19,8 +19,8 @@ OURS = (
     "checkpoints/iteration-000025/optimizer.safetensors", "checkpoints/step-00001000/agent.safetensors",
     f"checkpoints/step-00001000/labels/images/{HASH}.png", "config.yaml", "curve.png", "error.log", "eval.csv", "eval.jsonl",
     "events.out.tfevents.1731.2.host.77.ab", f"labels/images/{HASH}.png", "labels/session-000001.parquet",
-    "labels/superseded/session-000002-1.parquet", "progress.csv", "result.json", "serving/adapter-0/adapter_config.json",
-    "serving/newest.json", "startup.log", "train.csv", f"trajectories/images/{HASH}.png",
+    "labels/superseded/session-000002-1.parquet", "progress.csv", "result.json",
+    ".writing-adapter-a_1b/adapter_model.safetensors", ".replaced-adapter/adapter_config.json", "startup.log", "train.csv", f"trajectories/images/{HASH}.png",
     "trajectories/iteration-000001.parquet", "videos/step0001000_episode00_-12.5.gif", "vlm_query_log.csv", "wandb_id.txt",
 )  # fmt: skip
 THEIRS = (

@@ -10,8 +10,8 @@ import pytest
 from rl_vlm.algorithms.grpo import GRPOConfig
 from rl_vlm.config import RunConfig, parse_config
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.runs import cluster
-from rl_vlm.serving.server import build_app
+from rl_vlm.runs import ray_session
+from rl_vlm.serving.deploy import build_app
 from rl_vlm.types import UserInputError
 
 PLACEMENT = {"replicas_on": "gpu_serving", "learners_on": "gpu_learner", "env_runners_on": "cpu_env_runner"}
@@ -47,19 +47,19 @@ def test_without_placement_nothing_is_asked_for() -> None:
 
 def test_a_cluster_without_such_nodes_is_named_before_actors_wait_for_ever() -> None:
     offered = {"CPU": 8.0, "gpu_serving": 2.0}
-    cluster._check_placement(run(replicas_on="gpu_serving"), offered)
+    ray_session._check_placement(run(replicas_on="gpu_serving"), offered)
     with pytest.raises(UserInputError, match=r"names gpu_learner and no node of the cluster offers it: .*gpu_learner"):
-        cluster._check_placement(run(replicas_on="gpu_serving", learners_on="gpu_learner"), offered)
+        ray_session._check_placement(run(replicas_on="gpu_serving", learners_on="gpu_learner"), offered)
 
 
 def test_a_private_cluster_is_every_kind_of_node(monkeypatch: pytest.MonkeyPatch) -> None:
     started: dict[str, Any] = {}
-    monkeypatch.setattr(cluster, "_init_with_retry", lambda **settings: started.update(settings))
-    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray_session, "_init_with_retry", lambda **settings: started.update(settings))
+    monkeypatch.setattr(ray_session.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_session.ray, "shutdown", lambda: None)
     for name in ("RAY_ADDRESS", "RAY_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
-    with cluster.ray_cluster(run(**PLACEMENT)):
+    with ray_session.ray_cluster(run(**PLACEMENT)):
         pass
     assert started["resources"] == dict.fromkeys(PLACEMENT.values(), 1.0)
 

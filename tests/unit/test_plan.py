@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import adapted_policy, conversation, picture, text_side
+from core_support import Plan, Sample, adapted_policy, conversation, picture, plan_update, text_side
 
 from rl_vlm.config.algorithm import PRESETS, AlgorithmSection
-from rl_vlm.learning.batching import BatchBuilder, Minibatch
+from rl_vlm.learning.batching import BatchBuilder
 from rl_vlm.learning.estimators import group_advantages
-from rl_vlm.learning.learner import optimizer_step
+from rl_vlm.learning.messages import UpdateBatch
 from rl_vlm.learning.module import PolicyModel
-from rl_vlm.learning.plan import UpdatePlan, make_experience, overlong_penalty, plan_update
+from rl_vlm.learning.plan import make_experience, overlong_penalty
 from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.strategies.replicated import SingleProcess, gradient_vector
 from rl_vlm.learning.update import PolicyUpdater
@@ -53,7 +53,7 @@ def bare_groups(count: int, size: int = 4, seed: int = 0) -> list[TrajectoryGrou
     ]
 
 
-def plan_of(groups: Sequence[TrajectoryGroup], seed: int = 0, **config: Any) -> UpdatePlan:
+def plan_of(groups: Sequence[TrajectoryGroup], seed: int = 0, **config: Any) -> Plan:
     sizes = {name: config.pop(name) for name in ("num_learners", "max_new_tokens") if name in config}
     if config.pop("keep_zero_advantage", False):
         config["entropy_coef"] = 1.0  # gives every sample a gradient
@@ -61,8 +61,14 @@ def plan_of(groups: Sequence[TrajectoryGroup], seed: int = 0, **config: Any) -> 
     return plan_update(groups, settings, np.random.default_rng(seed), **sizes)
 
 
-def samples_of(plan: UpdatePlan, step: int) -> list[Any]:
-    return [sample for shard in plan.minibatches for group in shard[step].groups for sample in group]
+def samples_of(plan: Plan, step: int) -> list[Sample]:
+    parts = [(batch, batch.minibatches[step]) for batch in plan.batches]
+    return [
+        Sample(one, batch.advantages[one.trajectory_id], part.weights[one.trajectory_id])
+        for batch, part in parts
+        for group in part.groups
+        for one in group
+    ]
 
 
 # --- weights
@@ -142,8 +148,8 @@ def test_advantages_are_those_of_each_group_in_the_order_given() -> None:
 def test_every_sample_that_teaches_is_dealt_exactly_once(minibatches: int, learners: int, keep: bool) -> None:
     groups = bare_groups(5)
     plan = plan_of(groups, minibatches=minibatches, num_learners=learners, keep_zero_advantage=keep)
-    assert len(plan.minibatches) == learners
-    assert all(len(shard) == minibatches == len(plan.active) for shard in plan.minibatches)
+    assert len(plan.batches) == learners
+    assert all(len(batch.minibatches) == minibatches == len(batch.active) for batch in plan.batches)
     dealt = Counter(s.trajectory.trajectory_id for step in range(minibatches) for s in samples_of(plan, step))
     wanted = Counter(
         trajectory.trajectory_id
@@ -156,16 +162,16 @@ def test_every_sample_that_teaches_is_dealt_exactly_once(minibatches: int, learn
 
 def test_groups_stay_together_on_one_learner_in_one_step() -> None:
     plan = plan_of(bare_groups(9), minibatches=3, num_learners=2, keep_zero_advantage=True)
-    for shard in plan.minibatches:
-        for minibatch in shard:
+    for batch in plan.batches:
+        for minibatch in batch.minibatches:
             for group in minibatch.groups:
                 assert len(group) == 4
-                assert len({sample.trajectory.trajectory_id.split(":")[0] for sample in group}) == 1
+                assert len({trajectory.trajectory_id.split(":")[0] for trajectory in group}) == 1
 
 
 def test_learners_get_about_the_same_work() -> None:
     plan = plan_of(bare_groups(24, seed=3), num_learners=3, keep_zero_advantage=True)
-    loads = [sum(len(s.trajectory) for group in shard[0].groups for s in group) for shard in plan.minibatches]
+    loads = [sum(len(one) for group in batch.minibatches[0].groups for one in group) for batch in plan.batches]
     assert max(loads) < 1.1 * min(loads)
 
 
@@ -179,7 +185,7 @@ def test_steps_without_an_advantage_are_inactive_for_all_learners() -> None:
     teaching = TrajectoryGroup("t", 9, [bare(f"t:{n}", 5, 3, float(n)) for n in range(4)])
     plan = plan_of([*flat, teaching], minibatches=4, num_learners=2)
     assert sorted(plan.active) == [False, False, False, True]
-    assert plan.zero_advantage_groups == 3
+    assert sum(not learns.any() for learns in plan.estimate.learns) == 3
     for step, active in enumerate(plan.active):
         assert bool(samples_of(plan, step)) is active
     assert plan_of(flat, minibatches=3).active == [False] * 3
@@ -295,7 +301,7 @@ def groups(text: TextSide) -> list[TrajectoryGroup]:
     return made
 
 
-def gradient(policy: PolicyModel, text: TextSide, minibatches: Sequence[Minibatch], **settings: Any) -> torch.Tensor:
+def gradient(policy: PolicyModel, text: TextSide, batches: Sequence[UpdateBatch], **settings: Any) -> torch.Tensor:
     """The sum of what each learner's part of one step adds."""
     builder = BatchBuilder(
         image_token_id=text.codec.image_token_id,
@@ -311,11 +317,11 @@ def gradient(policy: PolicyModel, text: TextSide, minibatches: Sequence[Minibatc
         without_adapter=policy.without_adapter,
     )
     total = torch.zeros_like(gradient_vector(policy.parameters))
-    for minibatch in minibatches:  # one learner each
+    for batch in batches:  # one learner each
         policy.model.zero_grad(set_to_none=True)
-        (packed,) = updater.pack([minibatch])
-        for number in range(len(packed.micro_batches)):
-            updater.loss(packed, number, UpdateStats()).backward()
+        (packed,) = updater.pack(batch)
+        for micro in packed:
+            updater.loss(micro, UpdateStats()).backward()
         total += gradient_vector(policy.parameters)
     return total
 
@@ -329,7 +335,7 @@ def test_the_number_of_learners_does_not_change_the_gradient(
         plan = plan_of(
             groups, preset=preset, aggregation=PRESETS[preset]["aggregation"], num_learners=learners, max_new_tokens=20
         )
-        found.append(gradient(policy, text, [shard[0] for shard in plan.minibatches], preset=preset))
+        found.append(gradient(policy, text, plan.batches, preset=preset))
     assert found[0].abs().max() > 1e-3
     for other in found[1:]:
         assert torch.allclose(other, found[0], rtol=1e-4, atol=1e-6)
@@ -338,9 +344,7 @@ def test_the_number_of_learners_does_not_change_the_gradient(
 def test_skipping_samples_without_advantage_does_not_change_the_gradient(
     policy: PolicyModel, text: TextSide, groups: list[TrajectoryGroup]
 ) -> None:
-    found = [
-        gradient(policy, text, [plan_of(groups, keep_zero_advantage=keep).minibatches[0][0]]) for keep in (True, False)
-    ]
+    found = [gradient(policy, text, plan_of(groups, keep_zero_advantage=keep).batches) for keep in (True, False)]
     assert torch.allclose(*found, rtol=1e-4, atol=1e-7)
 
 
@@ -349,8 +353,7 @@ def test_with_a_kl_penalty_samples_without_advantage_matter(
 ) -> None:
     """Why they are kept then."""
     found = [
-        gradient(policy, text, [plan_of(groups, keep_zero_advantage=keep).minibatches[0][0]], kl_coef=1.0)
-        for keep in (True, False)
+        gradient(policy, text, plan_of(groups, keep_zero_advantage=keep).batches, kl_coef=1.0) for keep in (True, False)
     ]
     assert not torch.allclose(*found, rtol=1e-2, atol=1e-4)
 
@@ -360,7 +363,7 @@ def test_the_optimizer_step_adds_gradients_over_micro_batches_and_clips(
 ) -> None:
     policy = adapted_policy(tiny_folder)
     plan = plan_of(groups)
-    expected = gradient(policy, text, [plan.minibatches[0][0]])
+    expected = gradient(policy, text, plan.batches)
     before = torch.cat([p.detach().reshape(-1).clone() for p in policy.parameters])
     builder = BatchBuilder(
         image_token_id=text.codec.image_token_id,
@@ -373,7 +376,7 @@ def test_the_optimizer_step_adds_gradients_over_micro_batches_and_clips(
     for max_norm, scale in ((10 * norm, 1.0), (norm / 4, 0.25)):
         strategy, stats = SingleProcess(), UpdateStats()
         strategy.prepare(policy, torch.optim.SGD(policy.parameters, lr=1.0))
-        optimizer_step(strategy, updater.pack([plan.minibatches[0][0]])[0], updater.loss, max_norm, stats)
+        updater.step(strategy, updater.pack(plan.batches[0])[0], max_norm, stats)
         after = torch.cat([p.detach().reshape(-1) for p in policy.parameters])
         assert torch.allclose(before - after, scale * expected, rtol=1e-3, atol=1e-5)
         assert stats.grad_norm == pytest.approx(norm, rel=1e-4)

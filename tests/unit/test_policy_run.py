@@ -12,12 +12,11 @@ import pytest
 from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import parse_config
 from rl_vlm.envs.parts import survey
-from rl_vlm.evaluation.sight import Fault, SightError
+from rl_vlm.evaluation.sight_faults import Fault, SightError
 from rl_vlm.rollout.curriculum import make_task_source
-from rl_vlm.rollout.retry import TooManyFailuresError
+from rl_vlm.rollout.failures import TooManyFailuresError
 from rl_vlm.rollout.sampler import SamplingError
-from rl_vlm.runs import policy_run
-from rl_vlm.runs.policy_run import PolicyRun
+from rl_vlm.runs.policy import PolicyRun, _check_tasks
 from rl_vlm.types import RLVLMError, UserInputError
 
 
@@ -57,7 +56,7 @@ def test_an_iteration_that_shows_a_fault_is_recorded_before_the_run_ends() -> No
     """Its update is in the checkpoint, so a resume goes on behind its row."""
     recorded: list[int] = []
     run = PolicyRun.__new__(PolicyRun)
-    run.run, run.last_iteration = parse_config({}), 4
+    run.config, run.last_iteration = parse_config({}), 4
     run.algorithm = SimpleNamespace(
         train=lambda: None,
         updates=5,
@@ -81,11 +80,11 @@ def test_a_resume_with_other_tasks_is_refused_before_anything_starts(tmp_path: P
     checkpoint = tmp_path / "checkpoints/iteration-000002"
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text(json.dumps({"rollouts": {"tasks": {"source": source.state()}}}))
-    policy_run._check_tasks(begun, checkpoint)
+    _check_tasks(begun, checkpoint)
     other = parse_config(
         {"env": {"id": "Shapes-v0"}, "curriculum": {"stages": [stages[0], {"name": "harder", "start": 100}]}}
     )
     with pytest.raises(UserInputError, match="has the stages easy, hard"):
-        policy_run._check_tasks(other, checkpoint)
-    with pytest.raises(UserInputError, match="mixture or a curriculum"):
-        policy_run._check_tasks(parse_config({"env": {"id": "Shapes-v0"}}), checkpoint)
+        _check_tasks(other, checkpoint)
+    with pytest.raises(UserInputError, match="curriculum.stages"):
+        _check_tasks(parse_config({"env": {"id": "Shapes-v0"}}), checkpoint)

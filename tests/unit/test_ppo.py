@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,21 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import conversation, picture, randomize, run_config, text_side
+from core_support import conversation, picture, plan_update, randomize, run_config, text_side
 
-from rl_vlm.algorithms.policy import PolicyAlgorithm
 from rl_vlm.algorithms.ppo import PPO
 from rl_vlm.config import RunConfig, parse_config
 from rl_vlm.learning.averaging import WeightAverage
-from rl_vlm.learning.learner import VLMLearner, make_updater, optimizer_step
+from rl_vlm.learning.learner import VLMLearner
+from rl_vlm.learning.messages import Scores, UpdateBatch
 from rl_vlm.learning.optimizer import make_optimizer
-from rl_vlm.learning.plan import Credit, Shards, assign_credit, distribute, make_experience, plan_update, targets_of
+from rl_vlm.learning.plan import divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.returns import ReturnScale
-from rl_vlm.learning.scores import Scores
 from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.strategies.replicated import SingleProcess, gradient_vector
-from rl_vlm.learning.update import PolicyUpdater
+from rl_vlm.learning.update import PolicyUpdater, make_updater
 from rl_vlm.models.lora_layers import load_lora_state
 from rl_vlm.types import TrajectoryGroup
 
@@ -66,36 +66,26 @@ class Half:
         self.scale = ReturnScale()
         self.average = WeightAverage(self.policy.weights(), 0.9)
 
-    def score(self, groups: list[TrajectoryGroup], learners: int = 1) -> tuple[Shards, list[Any], Credit, list[Any]]:
-        """Shards, each learner's packed minibatches, credit and targets; the scale moves on."""
+    def score(self, groups: list[TrajectoryGroup], learners: int = 1) -> list[UpdateBatch]:
+        """Each learner's share of the update; the scale moves on."""
         settings, rng = self.run.algorithm, np.random.default_rng(3)
-        shards = distribute(groups, settings, rng, num_learners=learners)
-        scored = [self.updater.score(minibatches) for minibatches in shards.minibatches]
-        scores = Scores.merge([scores for _, scores in scored])
+        self.shares = divide(groups, settings, rng, num_learners=learners)
+        scores = Scores.merge([self.updater.score(share) for share in self.shares])
         experience = make_experience(groups, settings, rng, scores, kl_coef=settings.kl_coef, scale=self.scale)
-        credit = assign_credit(experience, settings)
-        new = self.scale.observe(
-            np.concatenate([tokens for group in credit.estimate.returns or [] for tokens in group])
-        )
-        targets = targets_of(experience, credit, shards, new)
-        for (packed, _), target in zip(scored, targets, strict=True):
-            # The head is shared by all of these learners and must be rescaled once.
-            first = target is targets[0]
-            self.updater.set_targets(packed, target, self.scale.rescaling_to(new) if first else None)
-            if not first:
-                change = self.scale.rescaling_to(new)
-                for minibatch in packed:
-                    minibatch.values = [v * change.factor + change.shift for v in minibatch.values]
-        self.scale = new
-        return shards, [packed for packed, _ in scored], credit, targets
+        estimate = estimate_advantages(experience, settings)
+        before = self.scale
+        self.scale = before.observe(np.concatenate([tokens for group in estimate.returns or [] for tokens in group]))
+        rescaling = before.rescaling_to(self.scale)
+        return update_batches(self.shares, groups, estimate, self.scale, scored=True, rescaling=rescaling)
+
+    def packed(self, groups: list[TrajectoryGroup]) -> list[Any]:
+        """The scored micro-batches of each step."""
+        return self.updater.pack(self.score(groups)[0])
 
     def train(self, groups: list[TrajectoryGroup], learn_policy: bool = True) -> UpdateStats:
-        shards, (packed,), _, _ = self.score(groups)
         stats = UpdateStats()
-        for minibatch, active in zip(packed, shards.active, strict=True):
-            assert active
-            losses = self.updater.losses(learn_policy)
-            optimizer_step(self.strategy, minibatch, losses, 1.0, stats, None if learn_policy else [1])
+        for micro_batches in self.packed(groups):
+            self.updater.step(self.strategy, micro_batches, 1.0, stats, learn_policy)
             self.average.update(self.policy.weights())
         return stats
 
@@ -114,11 +104,9 @@ class Half:
         self.policy.model.zero_grad(set_to_none=True)
         assert self.policy.critic is not None
         self.policy.critic.head.zero_grad(set_to_none=True)
-        for minibatch in packed:
-            for number in range(len(minibatch.micro_batches)):
-                for one in self.updater.losses(learn_policy):
-                    with one.within():
-                        one.loss(minibatch, number, UpdateStats()).backward()
+        adding: Any = SimpleNamespace(backward=lambda loss: loss.backward(), step=lambda norm, groups: None)
+        for micro_batches in packed:
+            self.updater.step(adding, micro_batches, 1.0, UpdateStats(), learn_policy)
         return gradient_vector(self.policy.parameters), gradient_vector(self.policy.critic.parameters)
 
 
@@ -152,12 +140,11 @@ def test_the_critic_does_not_change_the_policys_log_probabilities(tiny_folder: P
             for parameter in half.policy.critic.parameters:
                 parameter.normal_(0, 0.5)
     groups = make_groups(tiny_folder)
-    shards = distribute(groups, run.algorithm, np.random.default_rng(0))
-    ours, scores = half.updater.score(shards.minibatches[0])
+    (minibatches,) = divide(groups, run.algorithm, np.random.default_rng(0))
+    scores = half.updater.score(minibatches)
     theirs = make_updater(plain, run_config(tiny_folder, learner__micro_batch_tokens=300))
-    for minibatch in ours:
-        for old, micro in zip(minibatch.old, minibatch.micro_batches, strict=True):
-            assert old is not None and torch.equal(old, theirs.logprobs(micro)[0])
+    for micro in (micro for step in half.packed(groups) for micro in step):
+        assert micro.old is not None and torch.equal(micro.old, theirs.logprobs(micro)[0])
     values = np.concatenate(list(scores.values.values()))
     assert len(values) == sum(t.num_sampled for g in groups for t in g.trajectories)
     assert bool(values.any()) == (kind == "adapter")  # a head that was not touched says zero
@@ -171,13 +158,13 @@ def test_each_loss_trains_its_own_part(tiny_folder: Path) -> None:
         for each in (half, plain):
             randomize(each.policy, 1)
             disturb_head(each)
-        found, critic = half.gradients(half.score(groups)[1][0])
-        without, _ = plain.gradients(plain.score(groups)[1][0])
+        found, critic = half.gradients(half.packed(groups))
+        without, _ = plain.gradients(plain.packed(groups))
         shared = kind == "head" and not stop_gradient
         assert torch.allclose(found, without, rtol=1e-4, atol=1e-6) == (not shared)
         assert critic.abs().sum() > 0
         # In the warm-up the critic learns alone.
-        policy, critic = half.gradients(half.score(groups)[1][0], learn_policy=False)
+        policy, critic = half.gradients(half.packed(groups), learn_policy=False)
         assert not policy.any() and critic.abs().sum() > 0
 
 
@@ -190,7 +177,7 @@ def test_gradient_checkpointing_does_not_change_a_gradient(tiny_folder: Path, ki
         half = Half(run, tiny_folder)
         randomize(half.policy, 1)
         disturb_head(half)
-        found.append(torch.cat(half.gradients(half.score(groups)[1][0])))
+        found.append(torch.cat(half.gradients(half.packed(groups))))
     assert found[0].abs().max() > 1e-3
     assert torch.allclose(found[1], found[0], rtol=1e-4, atol=1e-6)
 
@@ -204,8 +191,12 @@ def test_the_number_of_learners_does_not_change_the_gradient(tiny_folder: Path, 
         half = Half(ppo_run(tiny_folder, critic__kind=kind, algorithm__gae_level=level), tiny_folder)
         randomize(half.policy, 1)
         disturb_head(half)
-        _, packed, _, _ = half.score(groups, learners)
-        sums = [half.gradients(part) for part in packed]
+        sums = []
+        for number, batch in enumerate(half.score(groups, learners)):
+            half.updater.score(
+                half.shares[number]
+            )  # one model plays all learners: it keeps the last share, and is rescaled once
+            sums.append(half.gradients(half.updater.pack(replace(batch, rescaling=None) if number else batch)))
         found.append(torch.cat([sum(policy for policy, _ in sums), sum(critic for _, critic in sums)]))  # type: ignore[list-item]
     assert found[0].abs().max() > 1e-3
     for other in found[1:]:
@@ -219,18 +210,15 @@ def test_a_two_step_update_without_a_critic_equals_the_one_step(tiny_folder: Pat
     half = PolicyModel(tiny_folder, run)
     randomize(half, 1)
     updater = make_updater(half, run)
-    plan = plan_update(groups, run.algorithm, np.random.default_rng(0))
-    shards = distribute(groups, run.algorithm, np.random.default_rng(0))
-    scored, _ = updater.score(shards.minibatches[0])
-    experience = make_experience(groups, run.algorithm, np.random.default_rng(0))
-    targets = targets_of(experience, assign_credit(experience, run.algorithm), shards, ReturnScale())
-    updater.set_targets(scored, targets[0])
+    batches = plan_update(groups, run.algorithm, np.random.default_rng(0)).batches
     found = []
-    for packed in (scored, updater.pack(plan.minibatches[0])):
+    for scored in (True, False):
+        if scored:
+            updater.score(batches[0].minibatches)
         half.model.zero_grad(set_to_none=True)
-        for minibatch in packed:
-            for number in range(len(minibatch.micro_batches)):
-                updater.loss(minibatch, number, UpdateStats()).backward()
+        for micro_batches in updater.pack(replace(batches[0], minibatches=[]) if scored else batches[0]):
+            for micro in micro_batches:
+                updater.loss(micro, UpdateStats()).backward()
         found.append(gradient_vector(half.parameters))
     assert found[0].abs().max() > 1e-3 and torch.equal(*found)
 
@@ -240,15 +228,15 @@ def test_values_keep_their_meaning_when_the_scale_changes(tiny_folder: Path, kin
     half = Half(ppo_run(tiny_folder, critic__kind=kind), tiny_folder)
     disturb_head(half)
     groups = make_groups(tiny_folder)
-    shards = distribute(groups, half.run.algorithm, np.random.default_rng(0))
+    (minibatches,) = divide(groups, half.run.algorithm, np.random.default_rng(0))
 
     def returns() -> np.ndarray:
-        values = half.updater.score(shards.minibatches[0])[1].values
+        values = half.updater.score(minibatches).values
         return np.concatenate([values[name] for name in sorted(values)]) * half.scale.std + half.scale.mean
 
     earlier = half.scale = ReturnScale().observe(np.array([5.0, 7.0]))
     before = returns()
-    half.score(groups)  # moves the scale and rescales the head
+    half.packed(groups)  # moves the scale and rescales the head
     assert half.scale != earlier
     np.testing.assert_allclose(returns(), before, atol=1e-5)
 
@@ -313,7 +301,7 @@ def test_the_critic_learns_what_trajectories_are_worth(tiny_folder: Path, kind: 
             {"algorithm": {"name": "ppo"}, "critic": {"kind": "adapter", "stop_gradient": True}},
             "stop_gradient has no effect",
         ),
-        ({"critic": {"kind": "adapter"}}, "critic.kind has no effect with algorithm.name grpo"),
+        ({"critic": {"kind": "adapter"}}, "critic: grpo has no critic"),
         ({"evaluation": {"weights": "ema"}}, "needs learner.ema_decay"),
         (
             {"evaluation": {"weights": "ema"}, "learner": {"ema_decay": 0.9}, "rollout": {"max_policy_lag": 1}},
@@ -334,28 +322,30 @@ def test_single_episodes_are_for_estimators_that_compare_batches() -> None:
 def test_ratios_are_probed_before_the_first_step_with_a_critic_too(tiny_folder: Path) -> None:
     half = Half(ppo_run(tiny_folder), tiny_folder)
     randomize(half.policy, 1)
-    _, (packed,), _, _ = half.score(make_groups(tiny_folder))
-    packed[0].probe[0] = packed[0].probe[0] + 0.1
+    micro = half.packed(make_groups(tiny_folder))[0][0]
+    micro.probe = micro.probe + 0.1
     stats = UpdateStats()
-    half.updater.loss(packed[0], 0, stats)
+    half.updater.loss(micro, stats)
     assert stats.first_ratio_error == pytest.approx(1 - np.exp(-0.1), rel=1e-3)
-    half.updater.loss(packed[0], 0, again := UpdateStats())  # after a step it may differ
+    half.updater.loss(micro, again := UpdateStats())  # after a step it may differ
     assert again.first_ratio_error == 0
 
 
 @pytest.mark.parametrize(("target", "coefficient"), [(None, 0.5), (0.02, 0.01)])
 def test_a_resume_keeps_an_adapted_kl_coefficient_and_takes_a_new_fixed_one(
-    monkeypatch: pytest.MonkeyPatch, target: float | None, coefficient: float
+    target: float | None, coefficient: float
 ) -> None:
-    monkeypatch.setattr(PolicyAlgorithm, "set_state", lambda self, state: None)
     algorithm = PPO.__new__(PPO)
+    algorithm.rng = np.random.default_rng(0)
     algorithm.run = parse_config({"algorithm": {"kl_in": "reward", "kl_coef": 0.5, "kl_target": target}})
     algorithm.kl_coef = 0.5
-    algorithm.set_state({"kl_coef": 0.01, "return_scale": {"mean_sum": 0.0, "square_sum": 0.0, "weight": 0.0}})
+    scale = {"mean_sum": 0.0, "square_sum": 0.0, "weight": 0.0}
+    rng = algorithm.rng.bit_generator.state
+    algorithm.set_state({"updates": 3, "rng": rng, "kl_coef": 0.01, "return_scale": scale})
     assert algorithm.kl_coef == coefficient
 
 
 def test_ppo_by_its_name_alone_is_the_preset() -> None:
     by_name, by_preset = parse_config({"algorithm": {"name": "ppo"}}), parse_config({"algorithm": {"preset": "ppo"}})
     assert by_name.algorithm.model_copy(update={"preset": "ppo"}) == by_preset.algorithm
-    assert by_name.algorithm.estimator == "gae" and by_name.spec.has_critic
+    assert by_name.algorithm.estimator == "gae" and by_name.critic is not None

@@ -16,7 +16,7 @@ from rl_vlm.algorithms.preference_checkpoint import write_state
 from rl_vlm.cli import run as rl_vlm
 from rl_vlm.config import save_config
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
-from rl_vlm.preference.collector import Evaluator, NumpyActor, evaluation_seeds
+from rl_vlm.preference.collection.collector import Evaluator, NumpyActor, evaluation_seeds
 from rl_vlm.preference.networks import SACNetworks
 
 

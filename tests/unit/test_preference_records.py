@@ -24,10 +24,10 @@ from rl_vlm.algorithms.preference_checkpoint import (
 )
 from rl_vlm.labelling.store import LabelStore
 from rl_vlm.labelling.types import Label
-from rl_vlm.preference.collector import EpisodeResult
-from rl_vlm.preference.episode_log import EVAL_COLUMNS, EpisodeTracker, StepCsv, evaluation_row
-from rl_vlm.preference.replay import StepBatch
-from rl_vlm.runs.preference_run import PreferenceRun
+from rl_vlm.preference.collection.collector import EpisodeResult
+from rl_vlm.preference.collection.episode_log import EVAL_COLUMNS, EpisodeTracker, StepCsv, evaluation_row
+from rl_vlm.preference.replay.buffer import StepBatch
+from rl_vlm.runs.preference import PreferenceRun
 from rl_vlm.types import UserInputError
 
 
@@ -128,7 +128,7 @@ def test_the_labels_of_another_trial_replace_a_trials_own(
     assert values_of(store) == [0, 0, 0] and values_of(saved) == [0, 1]
 
 
-def refuse(source: str, target: str) -> None:
+def refuse(source: str, target: str, **_: object) -> None:
     raise OSError(errno.EPERM, "no links here")
 
 

@@ -66,15 +66,12 @@ def test_schedule_2_grows() -> None:
         ({"preference": {"random_steps": 0, "exploration_steps": 0}}, "something to show"),
         ({"preference": {"sac": {"btach_size": 3}}}, "Did you mean preference.sac.batch_size"),
         ({"preference": {"reward": "learn"}}, "preference.reward"),
-        (
-            {"algorithm": {"name": "preference_sac"}, "learner": {"num_learners": 2}},
-            "learner.num_learners must be 0 or 1",
-        ),
+        ({"learner": {"num_learners": 2}}, "learner.num_learners must be 0 or 1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(data: dict[str, Any], words: str) -> None:
     with pytest.raises(UserInputError, match=words):
-        parse_config(data)
+        parse_config({"algorithm": {"name": "preference_sac"}} | data)
 
 
 @pytest.mark.parametrize(

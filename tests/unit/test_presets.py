@@ -172,10 +172,10 @@ def test_settings_that_recipes_and_sweeps_hold_fixed_are_told_where_they_have_no
     data: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     run = parse_config(data)
-    (told,) = run.without_effect
+    (told,) = run.notes()
     assert told.startswith(sentence)
     save_config(run, tmp_path / "config.yaml")
-    assert load_config(tmp_path / "config.yaml").without_effect == [told]
+    assert list(load_config(tmp_path / "config.yaml").notes()) == [told]
 
 
 @pytest.mark.parametrize(
@@ -193,19 +193,19 @@ def test_settings_that_recipes_and_sweeps_hold_fixed_are_told_where_they_have_no
 )  # fmt: skip
 def test_settings_that_are_read_or_that_nobody_chose_are_not_told(data: dict[str, Any], tmp_path: Path) -> None:
     run = parse_config(data)
-    assert run.without_effect == []
+    assert list(run.notes()) == []
     save_config(run, tmp_path / "config.yaml")
-    assert load_config(tmp_path / "config.yaml").without_effect == []
+    assert list(load_config(tmp_path / "config.yaml").notes()) == []
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_no_recipe_sets_what_it_does_not_read(path: Path) -> None:
-    assert load_config(path).without_effect == []
+    assert list(load_config(path).notes()) == []
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_sets_nothing_without_effect(preset: str) -> None:
-    assert parse_config({"algorithm": {"preset": preset}}).without_effect == []
+    assert list(parse_config({"algorithm": {"preset": preset}}).notes()) == []
 
 
 def test_a_dry_run_and_a_start_tell_what_has_no_effect(tiny_folder: Path) -> None:
@@ -214,7 +214,9 @@ def test_a_dry_run_and_a_start_tell_what_has_no_effect(tiny_folder: Path) -> Non
     result = CliRunner().invoke(app, ["train", str(QUICKSTART), *overrides, "--dry-run"])
     assert result.exit_code == 0 and sentence in result.output
     said: list[str] = []
-    start: Any = SimpleNamespace(run=load_config(QUICKSTART, overrides), display=SimpleNamespace(message=said.append))
+    start: Any = SimpleNamespace(
+        config=load_config(QUICKSTART, overrides), display=SimpleNamespace(message=said.append)
+    )
     RunLifecycle._announce(start, serves=True)
     assert said[0] == sentence and said[-1].startswith("Starting Ray")
 

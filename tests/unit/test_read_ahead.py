@@ -104,12 +104,11 @@ def test_an_update_reads_the_next_micro_batchs_images_and_learns_the_same(
 
     def gradients() -> list[np.ndarray]:
         decoder.threads.clear()
-        packed = loop.updater.pack(loop.minibatches(groups))
-        assert sum(len(minibatch.micro_batches) for minibatch in packed) > 2
+        packed = loop.updater.pack(loop.batch(groups))
+        assert sum(map(len, packed)) > 2
         loop.policy.model.zero_grad()
-        for minibatch in packed:
-            for number in range(len(minibatch.micro_batches)):
-                loop.updater.loss(minibatch, number, UpdateStats()).backward()
+        for micro in (micro for step in packed for micro in step):
+            loop.updater.loss(micro, UpdateStats()).backward()
         return [parameter.grad.numpy().copy() for parameter in loop.policy.parameters if parameter.grad is not None]
 
     def threads() -> set[str]:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 import rl_vlm
+from rl_vlm import frames
 from rl_vlm.cli.app import run as cli_run
 from rl_vlm.config import HTTPSection, parse_config
 from rl_vlm.envs import wire
@@ -323,7 +324,7 @@ def test_an_environment_whose_splits_cannot_be_counted_is_closed():
 
     async def scenario():
         server = EnvServer(Uncounted, max_sessions=1)
-        reply, _ = wire.unpack_frame(await server.answer({"op": "open"}))
+        reply, _ = frames.unpack_frame(await server.answer({"op": "open"}))
         assert "no data" in reply["error"]
         assert await asyncio.to_thread(closed.wait, 60)
         while server.num_sessions:
@@ -349,7 +350,7 @@ def test_sessions_and_bodies_are_limited():
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"\x00\x00", b"\xff\xff\xff\xff{}", wire.pack_frame({"op": "pickle"}, []), b"\0\0\0\2[]"]
+    "body", [b"", b"\x00\x00", b"\xff\xff\xff\xff{}", frames.pack_frame({"op": "pickle"}, []), b"\0\0\0\2[]"]
 )
 def test_bytes_that_are_no_request_are_refused(body):
     with served(Counting) as (url, _):
@@ -400,7 +401,7 @@ def test_images_from_elsewhere_are_decoded_and_limited(monkeypatch):
 
     good, _ = wire.pack_observation(Observation.user("x"))
     with pytest.raises(EnvError, match="more than 64"):
-        remote._observation({"messages": good}, [b""] * 65)
+        remote.checked_observation({"messages": good}, [b""] * 65)
     broken = [{"role": "user", "parts": [{"width": 1, "height": 1}]}]
     with pytest.raises(EnvError, match="cannot be read"):
-        remote._observation({"messages": broken}, [b"\x89PNG not"])
+        remote.checked_observation({"messages": broken}, [b"\x89PNG not"])

@@ -15,9 +15,10 @@ from scipy.stats import spearmanr
 
 from rl_vlm.config import RewardModelSection
 from rl_vlm.labelling.types import SKIPPED, Label, Score, Segment, SegmentPair
-from rl_vlm.preference.ensemble import RewardEnsemble, preference_loss, score_loss
-from rl_vlm.preference.examples import Examples, target_of
-from rl_vlm.preference.reward_networks import ImageCNN, ImageMembers, MLPMembers, resnet18
+from rl_vlm.preference.reward_model.ensemble import RewardEnsemble
+from rl_vlm.preference.reward_model.examples import Examples, add_pairs, add_scores, target_of_label
+from rl_vlm.preference.reward_model.networks import ImageCNN, ImageMembers, MLPMembers, resnet18
+from rl_vlm.preference.reward_model.training import FitReport, RewardTrainer, preference_loss, score_loss
 from rl_vlm.types import UserInputError
 
 SMALL = {"channels": (4, 8, 8, 8), "size": 2}
@@ -41,6 +42,16 @@ def state_pairs(count: int, steps: int = 3, seed: int = 0) -> list[SegmentPair]:
 
 def truth(pairs: list[SegmentPair]) -> list[Label]:
     return [Label(int(p.first.true_rewards.sum() < p.second.true_rewards.sum())) for p in pairs]  # type: ignore[arg-type]
+
+
+def examples_of(ensemble: RewardEnsemble, pairs: list[SegmentPair]) -> Examples:
+    examples = Examples(2, capacity=1000)
+    assert add_pairs(examples, ensemble, pairs, truth(pairs)) == len(pairs)
+    return examples
+
+
+def fit(ensemble: RewardEnsemble, pairs: list[SegmentPair]) -> FitReport:
+    return RewardTrainer(ensemble).fit(examples_of(ensemble, pairs))
 
 
 def test_the_loss_is_the_bradley_terry_likelihood() -> None:
@@ -77,7 +88,7 @@ def test_the_loss_of_scores_is_their_squared_error() -> None:
     ],
 )
 def test_labels_become_targets(label: Label, options: RewardModelSection, target: tuple[float, float] | None) -> None:
-    assert target_of(label, options) == (None if target is None else pytest.approx(target))
+    assert target_of_label(label, options) == (None if target is None else pytest.approx(target))
 
 
 def test_the_stacked_perceptrons_are_perceptrons() -> None:
@@ -141,8 +152,7 @@ def test_members_begin_different_and_seeds_decide_everything() -> None:
 def test_states_and_actions_are_ranked_after_some_hundred_pairs() -> None:
     ensemble = RewardEnsemble((5,), RewardModelSection(architecture="mlp", hidden=32, min_gradient_steps=150))
     pairs = state_pairs(300)
-    assert ensemble.add_pairs(pairs, truth(pairs)) == 300
-    report = ensemble.fit()
+    report = fit(ensemble, pairs)
     fresh = [p.first for p in state_pairs(100, seed=9)]
     found = ensemble.segment_returns(fresh).mean(0)
     assert spearmanr(found, [s.true_rewards.sum() for s in fresh]).statistic > 0.9
@@ -159,8 +169,7 @@ def test_pictures_are_ranked_segments_of_several_frames_included() -> None:
 
     pairs = [SegmentPair(one(), one()) for _ in range(60)]
     ensemble = image_ensemble(lr=2e-3, batch=20, min_gradient_steps=60)
-    ensemble.add_pairs(pairs, truth(pairs))
-    ensemble.fit()
+    fit(ensemble, pairs)
     fresh = [segment([angle], size=48) for angle in np.linspace(-30, 30, 31)]
     assert spearmanr(ensemble.segment_returns(fresh).mean(0), [s.true_rewards[0] for s in fresh]).statistic > 0.8
 
@@ -169,34 +178,32 @@ def test_training_stops_early_but_not_before_its_gradient_steps() -> None:
     pairs = state_pairs(64)
     options: dict[str, Any] = {"architecture": "mlp", "hidden": 32, "lr": 3e-3, "batch": 32, "epochs": 200}
     eager = RewardEnsemble((5,), RewardModelSection(**options, min_gradient_steps=0))
-    eager.add_pairs(pairs, truth(pairs))
-    found = eager.fit()
+    found = fit(eager, pairs)
     assert found.accuracy > 0.97 and found.epochs < 200
     patient = RewardEnsemble((5,), RewardModelSection(**options, min_gradient_steps=300))
-    patient.add_pairs(pairs, truth(pairs))
-    assert patient.fit().gradient_steps == 300
+    assert fit(patient, pairs).gradient_steps == 300
     short = RewardEnsemble((5,), RewardModelSection(**{**options, "epochs": 2}, min_gradient_steps=0, stop_accuracy=2))
-    short.add_pairs(pairs, truth(pairs))
-    assert short.fit().epochs == 2
+    assert fit(short, pairs).epochs == 2
     # Fewer pairs than a batch: epochs are added until there were enough steps.
     few = RewardEnsemble((5,), RewardModelSection(**{**options, "epochs": 2}, min_gradient_steps=10))
-    few.add_pairs(pairs[:5], truth(pairs[:5]))
-    assert few.fit().epochs == 10
+    assert fit(few, pairs[:5]).epochs == 10
 
 
 def test_without_examples_nothing_is_trained() -> None:
     ensemble = RewardEnsemble((5,), RewardModelSection(architecture="mlp"))
-    assert ensemble.add_pairs(state_pairs(2), [Label(-1), Label(0, error="down")]) == 0
-    assert ensemble.fit().gradient_steps == 0
+    examples = Examples(2, capacity=9)
+    assert add_pairs(examples, ensemble, state_pairs(2), [Label(-1), Label(0, error="down")]) == 0
+    assert RewardTrainer(ensemble).fit(examples).gradient_steps == 0
 
 
 def test_scores_are_learned() -> None:
     ensemble = RewardEnsemble((5,), RewardModelSection(architecture="mlp", hidden=32, lr=3e-3, min_gradient_steps=300))
     segments = [p.first for p in state_pairs(200, steps=1)]
     wanted = expit([float(s.true_rewards[0]) for s in segments])
-    kept = ensemble.add_scores(segments, [Score(float(value)) for value in wanted[:199]] + [Score(None)])
-    assert kept == 199
-    report = ensemble.fit_scores()
+    examples = Examples(1, capacity=1000)
+    scores = [*(Score(float(value)) for value in wanted[:198]), Score(None), Score(0.5, error="down")]
+    assert add_scores(examples, ensemble, segments, scores) == 198
+    report = RewardTrainer(ensemble).fit(examples)
     assert report.loss < 0.05 and np.isnan(report.accuracy)
     found = ensemble.segment_returns(segments).mean(0)
     assert np.abs(found - (2 * wanted - 1)).mean() < 0.15
@@ -207,9 +214,9 @@ def test_a_resnet_learns_from_scores_whose_last_batch_is_one_small_picture() -> 
     ensemble = RewardEnsemble((32, 32, 3), settings)
     segments = [part for each in random_pairs(3, size=32) for part in (each.first, each.second)]
     for count, steps in ((1, 0), (5, 2), (6, 3)):
-        ensemble.forget_examples()
-        ensemble.add_scores(segments[:count], [Score(0.5)] * count)
-        assert ensemble.fit_scores().gradient_steps == steps
+        examples = Examples(1, capacity=9)
+        add_scores(examples, ensemble, segments[:count], [Score(0.5)] * count)
+        assert RewardTrainer(ensemble).fit(examples).gradient_steps == steps
 
 
 @pytest.mark.parametrize("architecture", ["cnn", "mlp", "resnet18"])
@@ -222,25 +229,24 @@ def test_a_restart_changes_nothing(tmp_path: Path, architecture: str) -> None:
         shape = (48, 48, 3)
     small = {**SMALL, "size": 1 if architecture == "resnet18" else 2}
     options = RewardModelSection(architecture=architecture, **small, batch=3, epochs=1, min_gradient_steps=2)  # type: ignore[arg-type]
-    straight = RewardEnsemble(shape, options, seed=1)
-    straight.add_pairs(pairs, truth(pairs))
-    straight.fit()
-    straight.save(tmp_path / "reward.safetensors")
-    resumed = RewardEnsemble(shape, options, seed=2)
-    resumed.load(tmp_path / "reward.safetensors")
-    resumed.add_pairs(pairs, truth(pairs))
-    assert resumed.fit().losses == straight.fit().losses
+    straight, resumed = (RewardEnsemble(shape, options, seed) for seed in (1, 2))
+    examples, again = examples_of(straight, pairs), examples_of(resumed, pairs)
+    trainer, resumed_trainer = RewardTrainer(straight, seed=1), RewardTrainer(resumed, seed=2)
+    trainer.fit(examples)
+    trainer.save(tmp_path / "reward.safetensors")
+    resumed_trainer.load(tmp_path / "reward.safetensors")
+    assert resumed_trainer.fit(again).losses == trainer.fit(examples).losses
     inputs = np.concatenate([p.first.frames for p in pairs]) if architecture != "mlp" else np.ones((3, 5), np.float32)  # type: ignore[misc]
     assert (resumed.member_rewards(inputs) == straight.member_rewards(inputs)).all()
 
 
 def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    image_ensemble().save(tmp_path / "a")
+    RewardTrainer(image_ensemble()).save(tmp_path / "a")
     with pytest.raises(UserInputError, match="does not fit"):
-        image_ensemble(channels=(4, 8, 8, 16)).load(tmp_path / "a")
+        RewardTrainer(image_ensemble(channels=(4, 8, 8, 16))).load(tmp_path / "a")
     (tmp_path / "b").write_bytes(b"nothing")
     with pytest.raises(UserInputError, match="does not fit"):
-        image_ensemble().load(tmp_path / "b")
+        RewardTrainer(image_ensemble()).load(tmp_path / "b")
 
 
 def test_inputs_of_another_size_are_refused() -> None:
@@ -248,9 +254,9 @@ def test_inputs_of_another_size_are_refused() -> None:
     with pytest.raises(UserInputError, match=r"sees inputs of \(48, 48, 3\), not of \(64, 64, 3\)"):
         ensemble.rewards(np.zeros((1, 64, 64, 3), np.uint8))
     with pytest.raises(UserInputError, match="sees inputs of"):
-        ensemble.add_pairs([pair(1, 2, size=64)], [Label(0)])
+        ensemble.inputs_of(pair(1, 2, size=64).first)
     with pytest.raises(UserInputError, match="needs segments with pictures"):
-        ensemble.add_pairs(state_pairs(1), [Label(0)])
+        ensemble.inputs_of(state_pairs(1)[0].first)
     with pytest.raises(UserInputError, match="too small for the reward CNN"):
         image_ensemble(size=20)
     with pytest.raises(UserInputError, match="as many kernels"):
@@ -286,14 +292,20 @@ def test_resnet_takes_local_weights(tmp_path: Path) -> None:
         resnet18(tmp_path / "none.pth")
 
 
-def test_large_pictures_are_compressed_without_loss_and_old_pairs_make_room() -> None:
-    examples = Examples("image", 2, capacity=3)
-    pairs = random_pairs(5, size=200)
-    assert examples.add_pairs(pairs, [Label(0)] * 5, RewardModelSection()) == 5 and len(examples) == 3
-    for place, one in enumerate(pairs[2:]):
-        (found,) = examples.batch(np.array([place]))
-        assert (found[0] == one.first.frames).all() and (found[1] == one.second.frames).all()
+@pytest.mark.parametrize("unpacked_bytes", [2**30, 0])
+def test_pictures_are_packed_without_loss_and_old_pairs_make_room(
+    unpacked_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_vlm.preference.reward_model.examples._UNPACKED_BYTES", unpacked_bytes)
+    examples, pairs = Examples(2, capacity=3), random_pairs(5, size=200)
+    assert add_pairs(examples, image_ensemble(size=200), pairs, [Label(0)] * 5) == 5 and len(examples) == 3
+    found = examples.batch(np.array([2, 0]))
+    for parts, one in zip(found, (pairs[4], pairs[2]), strict=True):
+        assert (parts[0] == one.first.frames).all() and (parts[1] == one.second.frames).all()
     assert examples.nbytes < 3 * 2 * 200 * 200 * 3 / 20
-    small = Examples("image", 2, capacity=3)
-    small.add_pairs(random_pairs(1, size=48), [Label(0)], RewardModelSection())
-    assert small.nbytes == 2 * 48 * 48 * 3
+
+
+def test_pictures_are_kept_with_the_pixels_that_the_model_sees() -> None:
+    examples, pairs = Examples(2, capacity=3), random_pairs(1, size=144)
+    add_pairs(examples, image_ensemble(size=144, stride=3), pairs, [Label(0)])
+    assert (examples.batch(np.array([0]))[0, 0] == pairs[0].first.frames[:, ::3, ::3]).all()  # type: ignore[index]

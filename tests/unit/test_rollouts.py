@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_vlm.config import RolloutSection, RunConfig, parse_config
-from rl_vlm.rollout.cursor import DataCursor
-from rl_vlm.rollout.group_buffer import GroupBuffer
-from rl_vlm.rollout.refill import Refill
-from rl_vlm.rollout.retry import TooManyFailuresError
+from rl_vlm.rollout.failures import TooManyFailuresError
+from rl_vlm.rollout.group_buffer import GroupBuffer, Refill
+from rl_vlm.rollout.mixture import Mixture
 from rl_vlm.rollout.rollouts import ContinuousRollouts, RoundRollouts
 from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
 from rl_vlm.rollout.task_stream import TaskStream
@@ -49,26 +48,26 @@ class InstantSampler:
     def __init__(self) -> None:
         self.runners = SimpleNamespace(restarts=0)
         self.started: list[list[RolloutTask]] = []
-        self.prepared: list[list[RolloutTask]] = []
+        self.opened: list[list[RolloutTask]] = []
         self.lose: set[str] = set()
         self.flat: Callable[[str], bool] = lambda name: False
         self.at_once: list[int | None] = []
 
-    def start(
-        self, tasks: list[RolloutTask], timeout_s: float | None = None, at_once: int | None = None
-    ) -> list[RolloutTask]:
+    def give(
+        self, tasks: list[RolloutTask], timeout_s: float, version: int | None = None, at_once: int | None = None
+    ) -> None:
         self.at_once.append(at_once)
-        self.started.append(tasks)
-        return tasks
+        self.started.append(tasks if version is None else [replace(task, min_version=version) for task in tasks])
 
-    def prepare(self, tasks: list[RolloutTask]) -> None:
-        self.prepared.append(tasks)
+    def open_ahead(self, tasks: list[RolloutTask]) -> None:
+        self.opened.append(tasks)
 
-    def collect(self, tasks: list[RolloutTask], stop: Any) -> tuple[list[TrajectoryGroup], RolloutResult]:
+    def finish(self, stop: Any) -> RolloutResult:
+        tasks = self.started[-1]
         lost = {task.group_id: "lost" for task in tasks if task.group_id in self.lose}
         rewards = {task.group_id: (1.0, 1.0) if self.flat(task.group_id) else (0.0, 1.0) for task in tasks}
         found = [group(t.group_id, t.min_version, rewards[t.group_id]) for t in tasks if t.group_id not in lost]
-        return found, RolloutResult(groups=found, lost=lost)
+        return RolloutResult(groups=found, lost=lost)
 
 
 class RandomOrder:
@@ -88,7 +87,7 @@ class RandomOrder:
     def versions(self) -> list[int]:
         return [task.min_version for task in self.running]
 
-    def give(self, tasks: list[RolloutTask], version: int) -> None:
+    def give(self, tasks: list[RolloutTask], timeout_s: float, version: int) -> None:
         self.given += tasks
         self.running += [replace(task, min_version=version) for task in tasks]
         self.most_under_way = max(self.most_under_way, len(self.running))
@@ -112,9 +111,13 @@ class RandomOrder:
         self.running = []
 
 
+def source_of(run: RunConfig, items: int | None = 1000, kind: type[Mixture] = Mixture) -> Mixture:
+    return kind({"": 1.0}, {"": items}, run.seed, run.curriculum)
+
+
 def rollouts_of(run: RunConfig, items: int | None = 100) -> tuple[RoundRollouts, InstantSampler]:
     sampler = InstantSampler()
-    return RoundRollouts(sampler, TaskStream(DataCursor(items, run.seed), run), run), sampler  # type: ignore[arg-type]
+    return RoundRollouts(sampler, TaskStream(source_of(run, items), run), run), sampler  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("isolation", "at_once"), [("process", 7), ("thread", None)])
@@ -126,7 +129,7 @@ def test_an_evaluation_is_bounded_where_environments_are_processes(isolation: st
 
 
 def continuous_of(run: RunConfig, played: RandomOrder) -> ContinuousRollouts:
-    stream = TaskStream(DataCursor(1000, run.seed), run)
+    stream = TaskStream(source_of(run), run)
     return ContinuousRollouts(InstantSampler(), stream, run, played)  # type: ignore[arg-type]
 
 
@@ -151,7 +154,7 @@ def test_the_round_that_was_opened_ahead_asks_for_the_version_of_its_start() -> 
     rollouts.next_groups(0, iterations_left=9)
     rollouts.open_next()
     rollouts.next_groups(7, iterations_left=8)
-    assert [task.group_id for task in sampler.prepared[0]] == [task.group_id for task in sampler.started[1]]
+    assert [task.group_id for task in sampler.opened[0]] == [task.group_id for task in sampler.started[1]]
     assert {task.min_version for task in sampler.started[1]} == {7}
 
 
@@ -169,7 +172,7 @@ def test_what_was_under_way_comes_first_after_a_resume() -> None:
     rollouts.next_groups(0, iterations_left=9)
     rollouts.open_next()
     state = json.loads(json.dumps(rollouts.state()))
-    whole = [task for tasks in sampler.started + sampler.prepared for task in tasks]
+    whole = [task for tasks in sampler.started + sampler.opened for task in tasks]
     resumed, again = rollouts_of(run)
     resumed.restore(state, counts=True)
     for update in range(4):
@@ -322,12 +325,12 @@ def test_each_group_that_was_learned_from_is_observed_once_over_a_resume(lag: in
     """Groups that wait for the learner are sampled anew."""
     run, seen = run_of(lag=lag), Counter[str]()
 
-    class Observing(DataCursor):
+    class Observing(Mixture):
         def observe(self, groups: Sequence[TrajectoryGroup]) -> None:
             seen.update(group.group_id for group in groups)
 
     def rollouts() -> ContinuousRollouts | RoundRollouts:
-        stream = TaskStream(Observing(1000, run.seed), run)
+        stream = TaskStream(source_of(run, kind=Observing), run)
         if lag:
             return ContinuousRollouts(InstantSampler(), stream, run, RandomOrder())  # type: ignore[arg-type]
         return RoundRollouts(InstantSampler(), stream, run)  # type: ignore[arg-type]
@@ -343,11 +346,11 @@ def test_each_group_that_was_learned_from_is_observed_once_over_a_resume(lag: in
 def test_lost_tasks_are_told_to_the_source_in_an_order_of_their_own() -> None:
     run, told = run_of(prompts=4), []
 
-    class Noting(DataCursor):
+    class Noting(Mixture):
         def lose(self, tasks: Sequence[RolloutTask]) -> None:
             told.append([task.group_id for task in tasks])
 
-    stream = TaskStream(Noting(1000, run.seed), run)
+    stream = TaskStream(source_of(run, kind=Noting), run)
     first, _, third, fourth = (task.group_id for task in stream.take(4))
     stream.lose({fourth: "", first: "", "unknown": ""})
     assert told == [[first, fourth]]

@@ -44,6 +44,9 @@ class Refused(BaseRun):
     def _position(self) -> int:
         return 0
 
+    def _save(self, position: int) -> None:
+        raise AssertionError("nothing is saved")
+
 
 @pytest.mark.parametrize(("resume", "kept"), [(True, True), (False, False)])
 def test_a_refused_resume_leaves_the_configuration(resume: bool, kept: bool, tmp_path: Path) -> None:

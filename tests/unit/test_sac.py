@@ -17,7 +17,7 @@ from stable_baselines3.sac.policies import SACPolicy
 from rl_vlm.config import SACSection
 from rl_vlm.models import products
 from rl_vlm.models.products import onednn_product
-from rl_vlm.preference.collector import NumpyActor
+from rl_vlm.preference.collection.collector import NumpyActor
 from rl_vlm.preference.mlp import forward
 from rl_vlm.preference.networks import SACNetworks, sample_actions
 from rl_vlm.preference.sac import SACUpdater

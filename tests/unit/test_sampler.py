@@ -11,13 +11,11 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from rl_vlm.config import RunConfig
-from rl_vlm.rollout import continuous as continuous_module
 from rl_vlm.rollout import runners as runners_module
 from rl_vlm.rollout import sampler as module
-from rl_vlm.rollout.continuous import ContinuousSampler
 from rl_vlm.rollout.rollouts import make_rollouts
 from rl_vlm.rollout.runners import EnvRunners
-from rl_vlm.rollout.sampler import RolloutSampler
+from rl_vlm.rollout.sampler import Sampler
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 
 TASKS = [RolloutTask(f"g{k}", k, "train", k, k, 1, 1.0, 0) for k in range(4)]
@@ -37,13 +35,13 @@ class Runner:
 
     def __init__(self) -> None:
         self.outcomes: list[Exception | None] = []
-        self.prepared: list[str] = []
+        self.opened: list[str] = []
         self.asked: list[tuple[str, int]] = []  # id and version of each task that was sent here
         self.at_once: list[int | None] = []  # of each call
         self.running: list[Reference] = []
         self.killed = 0
         self.sample = SimpleNamespace(remote=self._sample)
-        self.prepare = SimpleNamespace(remote=self._prepare)
+        self.open_ahead = SimpleNamespace(remote=self._open_ahead)
 
     def _outcome(self, result: Any) -> Reference:
         failed = self.outcomes.pop(0) if self.outcomes else None
@@ -61,8 +59,8 @@ class Runner:
         self.asked += [(task.group_id, task.min_version) for task in tasks]
         return self._outcome(RolloutResult(lost={task.group_id: "played" for task in tasks}))
 
-    def _prepare(self, tasks: list[RolloutTask]) -> Reference:
-        self.prepared += [task.group_id for task in tasks]
+    def _open_ahead(self, tasks: list[RolloutTask]) -> Reference:
+        self.opened += [task.group_id for task in tasks]
         return self._outcome(None)
 
 
@@ -101,7 +99,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Manager:
         return ready, [ref for ref in refs if ref.value is HANGS]
 
     played = SimpleNamespace(get=get, wait=wait, ObjectRef=Reference, kill=lambda actor, **_: actor.kill())
-    for each in (module, runners_module, continuous_module):
+    for each in (module, runners_module):
         monkeypatch.setattr(each, "ray", played)
     return Manager(2)
 
@@ -110,21 +108,22 @@ def runners_of(manager: Manager) -> EnvRunners:
     return EnvRunners(SimpleNamespace(_worker_manager=manager))  # type: ignore[arg-type]
 
 
-def sampler_of(manager: Manager, timeout_s: float = 30) -> RolloutSampler:
-    return RolloutSampler(runners_of(manager), timeout_s)
+def sampler_of(manager: Manager) -> Sampler:
+    """One call per runner."""
+    return Sampler(runners_of(manager), sharded=True)
 
 
-def dropped(sampler: RolloutSampler) -> dict[str, int]:
-    return sampler.collect(sampler.start(TASKS))[1].dropped
+def finished(sampler: Sampler, timeout_s: float = 30, at_once: int | None = None) -> RolloutResult:
+    sampler.give(TASKS, timeout_s, at_once=at_once)
+    return sampler.finish()
 
 
 def test_a_runner_that_dies_while_it_samples_loses_its_shard_to_another(manager: Manager) -> None:
     sampler = sampler_of(manager)
     manager.runners[1].outcomes = [DEAD]
-    work = sampler.start(TASKS)
-    _, result = sampler.collect(work)
+    result = finished(sampler)
     assert result.dropped == {"runner_died": 1} and len(result.lost) == 4 and sampler.runners.restarts == 1
-    assert dropped(sampler) == {} and sampler.runners.restarts == 1
+    assert finished(sampler).dropped == {} and sampler.runners.restarts == 1
 
 
 def test_held_out_items_that_are_bounded_are_so_over_all_runners(manager: Manager) -> None:
@@ -132,45 +131,65 @@ def test_held_out_items_that_are_bounded_are_so_over_all_runners(manager: Manage
     for at_once, shares in ((None, [None, None]), (5, [2, 2]), (2, [1, 1]), (1, [1])):
         for runner in manager.runners.values():
             runner.at_once.clear()
-        sampler.collect(sampler.start(TASKS, at_once=at_once))
+        finished(sampler, at_once=at_once)
         assert [share for runner in manager.runners.values() for share in runner.at_once] == shares
     assert len(manager.runners[1].asked) == 2 + 2 + 2 + 4  # a single runner plays all that one item at a time leaves
 
 
-def test_a_runner_that_dies_while_it_prepares_and_is_back_is_counted(manager: Manager) -> None:
+def test_a_runner_that_dies_while_it_opens_episodes_and_is_back_is_counted(manager: Manager) -> None:
     sampler = sampler_of(manager)
     manager.runners[2].outcomes = [DEAD]
-    sampler.prepare(TASKS)
-    assert manager.runners[1].prepared == ["g0", "g2"] and manager.runners[2].prepared == ["g1", "g3"]
-    assert dropped(sampler) == {"runner_died": 1} and sampler.runners.restarts == 1
+    sampler.open_ahead(TASKS)
+    assert manager.runners[1].opened == ["g0", "g2"] and manager.runners[2].opened == ["g1", "g3"]
+    assert finished(sampler).dropped == {"runner_died": 1} and sampler.runners.restarts == 1
 
 
 def test_a_death_that_rllib_finds_first_is_counted(manager: Manager) -> None:
     sampler = sampler_of(manager)
     manager.set_actor_state(1, healthy=False)
-    assert dropped(sampler) == {"runner_died": 1} and sampler.runners.restarts == 1
+    assert finished(sampler).dropped == {"runner_died": 1} and sampler.runners.restarts == 1
 
 
 def test_several_calls_that_one_death_ends_are_one_death(manager: Manager) -> None:
-    sampler = sampler_of(manager)
+    runners = runners_of(manager)
     manager.runners[1].outcomes = [DEAD, DEAD]
-    first, second = sampler.start(TASKS), sampler.start(TASKS)  # as with a policy lag
     manager.probe_unhealthy_actors = lambda **_: None  # type: ignore[method-assign]
-    both = [sampler.collect(work)[1].dropped for work in (first, second)]
-    assert both == [{"runner_died": 1}, {}] and sampler.runners.restarts == 1
+    both = Sampler(runners, sharded=True), Sampler(runners, sharded=False)  # as an evaluation beside training
+    both[0].give(TASKS, 30)
+    both[1].give(TASKS, 30)
+    assert [sampler.finish().dropped for sampler in both] == [{"runner_died": 1}, {}] and runners.restarts == 1
 
 
-def test_a_runner_that_cannot_prepare_has_not_died(manager: Manager) -> None:
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("late", [DEAD, RolloutResult(needs_restart=True)])
+def test_a_late_answer_from_a_runners_earlier_life_says_nothing_about_its_health(
+    manager: Manager, sharded: bool, late: Any
+) -> None:
+    runners = runners_of(manager)
+    sampler = Sampler(runners, sharded)
+    manager.runners[1].outcomes = [HANGS, HANGS]
+    sampler.give(TASKS, 30)
+    runners.lost(1)  # another call has told that it died
+    runners.probe()  # it is back
+    for reference in manager.runners[1].running:
+        reference.value = late
+    manager.runners[1].outcomes = []
+    result = sampler.finish()
+    assert result.dropped == {"runner_died": 1} and runners.restarts == 1
+    assert manager.health[1] and manager.runners[1].killed == 0
+
+
+def test_a_runner_that_cannot_open_episodes_has_not_died(manager: Manager) -> None:
     sampler = sampler_of(manager)
-    manager.runners[1].outcomes = [RayTaskError("prepare", "traceback", ValueError("broken"))]
-    sampler.prepare(TASKS)
-    assert dropped(sampler) == {} and sampler.runners.restarts == 0
+    manager.runners[1].outcomes = [RayTaskError("open_ahead", "traceback", ValueError("broken"))]
+    sampler.open_ahead(TASKS)
+    assert finished(sampler).dropped == {} and sampler.runners.restarts == 0
 
 
 def test_a_round_that_finished_while_the_driver_was_busy_is_taken(manager: Manager) -> None:
     """Its deadline is long past when the driver looks: the results are there, and no runner hangs."""
-    sampler = sampler_of(manager, timeout_s=0.0)
-    _, result = sampler.collect(sampler.start(TASKS))
+    sampler = sampler_of(manager)
+    result = finished(sampler, timeout_s=0.0)
     assert len(result.lost) == 4 and set(result.lost.values()) == {"played"}
     assert result.dropped == {} and sampler.runners.restarts == 0
 
@@ -178,14 +197,14 @@ def test_a_round_that_finished_while_the_driver_was_busy_is_taken(manager: Manag
 # --- one call per group
 
 
-def continuous_of(manager: Manager, timeout_s: float = 30, places: int = 8) -> tuple[ContinuousSampler, EnvRunners]:
+def continuous_of(manager: Manager, places: int = 8) -> tuple[Sampler, EnvRunners]:
     runners = runners_of(manager)
-    return ContinuousSampler(runners, timeout_s, places), runners
+    return Sampler(runners, sharded=False, places=places), runners
 
 
 def test_tasks_are_spread_evenly_and_each_result_is_given_once(manager: Manager) -> None:
     sampler, _ = continuous_of(manager)
-    sampler.give(TASKS, version=3)
+    sampler.give(TASKS, 30, version=3)
     assert manager.runners[1].asked == [("g0", 3), ("g2", 3)] and manager.runners[2].asked == [("g1", 3), ("g3", 3)]
     assert len(sampler) == 4 and sampler.versions() == [3, 3, 3, 3]
     assert set(sampler.collect(3, 0).lost) == {"g0", "g1", "g2", "g3"}
@@ -195,7 +214,7 @@ def test_tasks_are_spread_evenly_and_each_result_is_given_once(manager: Manager)
 def test_a_group_is_there_while_others_still_run(manager: Manager) -> None:
     sampler, _ = continuous_of(manager)
     manager.runners[1].outcomes = [HANGS]
-    sampler.give(TASKS, version=0)
+    sampler.give(TASKS, 30, version=0)
     assert set(sampler.collect(0, 0).lost) == {"g1", "g2", "g3"} and len(sampler) == 1
     manager.runners[1].running[0].value = RolloutResult(lost={"g0": "late"})
     assert sampler.collect(0, 0).lost == {"g0": "late"}
@@ -205,7 +224,7 @@ def test_the_groups_of_a_runner_that_dies_go_to_another_with_the_newest_version(
     sampler, runners = continuous_of(manager)
     manager.runners[1].outcomes = [DEAD, DEAD]
     manager.probe_unhealthy_actors = lambda **_: None  # type: ignore[method-assign]
-    sampler.give(TASKS, version=1)
+    sampler.give(TASKS, 30, version=1)
     result = sampler.collect(2, 0)
     assert set(result.lost) == {"g1", "g3"} and result.dropped == {"runner_died": 1} and runners.restarts == 1
     result = sampler.collect(2, 0)
@@ -213,32 +232,19 @@ def test_the_groups_of_a_runner_that_dies_go_to_another_with_the_newest_version(
     assert manager.runners[2].asked[2:] == [("g0", 2), ("g2", 2)]
 
 
-def test_errors_of_a_life_that_is_over_do_not_count_against_the_next(manager: Manager) -> None:
-    sampler, runners = continuous_of(manager)
-    manager.runners[1].outcomes = [DEAD, HANGS]
-    sampler.give(TASKS, version=0)
-    sampler.collect(0, 0)
-    runners.probe()  # it is back
-    assert manager.health[1]
-    manager.runners[1].kill()  # the error of its second call comes late
-    result = sampler.collect(0, 0)
-    assert result.dropped == {} and runners.restarts == 1 and manager.health[1]
-    assert set(result.lost) | set(sampler.collect(0, 0).lost) == {"g0", "g2"}
-
-
 def test_a_group_that_hangs_is_lost_and_its_neighbours_are_sent_anew(manager: Manager) -> None:
-    sampler, runners = continuous_of(manager, timeout_s=0.0)
+    sampler, runners = continuous_of(manager)
     manager.runners[1].outcomes = [HANGS, HANGS]
-    sampler.give(TASKS, version=0)
+    sampler.give(TASKS, 0.0, version=0)
     result = sampler.collect(0, 0)
     assert result.lost["g0"] == "no result within 0 s" and len(result.lost) == 4
     assert result.dropped == {"group_timeout": 2} and manager.runners[1].killed == 1 and runners.restarts == 1
 
 
 def test_the_deadline_of_a_group_begins_when_its_runner_has_a_place_for_it(manager: Manager) -> None:
-    sampler, runners = continuous_of(manager, timeout_s=0.0, places=1)
+    sampler, runners = continuous_of(manager, places=1)
     manager.runners[1].outcomes = [HANGS, HANGS]
-    sampler.give(TASKS, version=0)
+    sampler.give(TASKS, 0.0, version=0)
     result = sampler.collect(0, 0)
     assert "g0" in result.lost and "g2" not in result.lost  # g2 waits behind g0
     assert result.dropped == {"group_timeout": 1} and runners.restarts == 1
@@ -246,28 +252,28 @@ def test_the_deadline_of_a_group_begins_when_its_runner_has_a_place_for_it(manag
 
 def test_a_runner_is_not_restarted_for_a_group_that_waits_there(manager: Manager) -> None:
     """A group that was sent anew keeps its deadline, and may wait behind others."""
-    sampler, runners = continuous_of(manager, timeout_s=10.0, places=1)
+    sampler, runners = continuous_of(manager, places=1)
     manager.runners[1].outcomes = [HANGS, HANGS]
     manager.runners[2].outcomes = [HANGS, HANGS]
-    sampler.give(TASKS, version=0)
+    sampler.give(TASKS, 30, version=0)
     sampler.collect(0, 0)
-    waiting = next(ref for ref, call in sampler._open.items() if call.task.group_id == "g3")
+    waiting = next(ref for ref, call in sampler._open.items() if call.tasks[0].group_id == "g3")
     sampler._open[waiting] = replace(sampler._open[waiting], due=0.0)
     result = sampler.collect(0, 0)
     assert set(result.lost) == {"g3"} and runners.restarts == 0
 
 
 def test_time_that_the_driver_spends_elsewhere_does_not_count_against_a_group(manager: Manager) -> None:
-    sampler, _ = continuous_of(manager, timeout_s=0.2)
+    sampler, _ = continuous_of(manager)
     manager.runners[1].outcomes = [HANGS]
-    sampler.give(TASKS[:1], version=0)
+    sampler.give(TASKS[:1], 0.2, version=0)
     time.sleep(0.3)
     assert sampler.collect(0, 0) == RolloutResult() and len(sampler) == 1
 
 
 def test_tasks_that_were_forgotten_do_not_come_back(manager: Manager) -> None:
     sampler, _ = continuous_of(manager)
-    sampler.give(TASKS, version=0)
+    sampler.give(TASKS, 30, version=0)
     sampler.clear()
     assert len(sampler) == 0 and sampler.collect(0, 0) == RolloutResult()
 
@@ -278,7 +284,7 @@ def test_without_any_runner_sampling_ends_with_a_sentence(manager: Manager) -> N
     manager.probe_unhealthy_actors = lambda **_: None  # type: ignore[method-assign]
     manager.health = dict.fromkeys(manager.health, False)
     with pytest.raises(module.SamplingError, match="All env runners died"):
-        sampler.give(TASKS, version=0)
+        sampler.give(TASKS, 30, version=0)
         sampler.collect(0, 0)
 
 
@@ -288,10 +294,11 @@ def test_a_stop_is_heard_while_all_runners_are_down(manager: Manager) -> None:
     for runner in manager.runners.values():
         runner.outcomes = [DEAD]
     manager.probe_unhealthy_actors = lambda **_: None  # type: ignore[method-assign]
-    work = sampler.start(TASKS)
+    sampler.give(TASKS, 30)
     asked = iter([False, False, False])
     with pytest.raises(module.RoundAbandonedError):
-        sampler.collect(work, lambda: next(asked, True))
+        sampler.finish(lambda: next(asked, True))
+    assert len(sampler) == 0
 
 
 @pytest.mark.parametrize("autoscaling", [True, False])

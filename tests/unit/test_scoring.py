@@ -15,7 +15,7 @@ from task_support import episode
 from rl_vlm.config import RewardSection
 from rl_vlm.envs.errors import EnvError, reward_parts
 from rl_vlm.rollout.failures import GroupFailedError
-from rl_vlm.rollout.figures import sampling_figures
+from rl_vlm.rollout.metrics import sampling_metrics
 from rl_vlm.rollout.reward_parts import REWARD_PARTS, AnsweredGroup, register_reward_part
 from rl_vlm.rollout.scoring import score_group
 from rl_vlm.types import Trajectory, TrajectoryGroup, TrajectoryStatus
@@ -142,8 +142,8 @@ def test_parts_that_an_environment_gives_are_checked() -> None:
 def test_each_part_is_logged_before_weights() -> None:
     first = with_parts(episode("a", (0.0, 1.0)), {"answer": 0.25}, {"answer": 0.5})
     second = with_parts(episode("b"), {"answer": 0.25})
-    figures = sampling_figures([score(first, second, env=2.0, answer=10.0, format=1.0)], 1, 1.0, 2)
+    figures = sampling_metrics([score(first, second, env=2.0, answer=10.0, format=1.0)], 1, 1.0, 2)
     assert figures["reward/part/answer"] == pytest.approx((0.75 + 0.25) / 2)
     assert figures["reward/part/env"] == 1.0 and figures["reward/part/format"] == 1.0
-    unweighted = sampling_figures([TrajectoryGroup("g", 0, [first])], 1, 1.0, 2)
+    unweighted = sampling_metrics([TrajectoryGroup("g", 0, [first])], 1, 1.0, 2)
     assert unweighted["reward/part/answer"] == pytest.approx(0.75)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import adapted_policy, conversation, picture, text_side, train_sample
+from core_support import Sample, adapted_policy, batch_of, conversation, picture, text_side, train_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from rl_vlm.config.algorithm import AlgorithmSection
-from rl_vlm.learning.batching import BatchBuilder, Minibatch, TrainSample
+from rl_vlm.learning.batching import BatchBuilder
 from rl_vlm.learning.module import PolicyModel
 from rl_vlm.learning.strategies.replicated import gradient_vector
 from rl_vlm.learning.update import PolicyUpdater
@@ -90,7 +90,7 @@ def policies(tiny_folder: Path) -> list[PolicyModel]:
 
 
 @st.composite
-def groups(draw: Any, text: TextSide) -> list[list[TrainSample]]:
+def groups(draw: Any, text: TextSide) -> list[list[Sample]]:
     """Groups whose samples share a prompt with images or without, with turns and images of their own."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     sizes = st.sampled_from([(32, 32), (96, 64), (64, 96)])
@@ -108,13 +108,11 @@ def groups(draw: Any, text: TextSide) -> list[list[TrainSample]]:
     return found
 
 
-def outcome(
-    policy: PolicyModel, builder: BatchBuilder, samples: list[list[TrainSample]]
-) -> tuple[list[Tensor], Tensor]:
+def outcome(policy: PolicyModel, builder: BatchBuilder, samples: list[list[Sample]]) -> tuple[list[Tensor], Tensor]:
     updater = PolicyUpdater(policy.backbone, builder, AlgorithmSection(tis_cap=None), temperature=0.7)
     policy.model.zero_grad(set_to_none=True)
     found = []
-    for micro in builder.build(Minibatch(samples)):
+    for micro in updater.pack(batch_of(samples))[0]:
         logprobs, _ = updater.logprobs(micro)
         (logprobs * torch.from_numpy(micro.advantage * micro.weight)).sum().backward()
         found.append(logprobs.detach())
@@ -152,7 +150,7 @@ def test_no_call_gets_a_mask_over_a_whole_row(
         images=text.images,
         max_tokens=4096,
     )
-    (micro,) = builder.build(Minibatch([[train_sample(one, 1.0, 1.0) for one in members]]))
+    (micro,) = builder.build([members])
     assert len(micro.segments) == 1
     masks: list[int] = []
     plain = torch.nn.functional.scaled_dot_product_attention

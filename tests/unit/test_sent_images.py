@@ -13,7 +13,7 @@ import pytest
 from core_support import picture
 from test_client import Handle, answer, client_of, run, task_error
 
-from rl_vlm.serving.sent_images import ImageShelf, ImagesMissingError, SentImages
+from rl_vlm.serving.sent_images import ImageCache, ImagesMissingError, SentImages
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError, SamplingParams
 
 PICTURES = [picture(np.random.default_rng(k), 32, 32) for k in range(12)]
@@ -37,7 +37,7 @@ class Replica(Handle):
         self.received = 0
 
     def start(self, name: str, limit: int = 1 << 20) -> None:
-        self.name, self.shelf = name, ImageShelf(limit)
+        self.name, self.shelf = name, ImageCache(limit)
 
     def remote(self, requests: list[Any]) -> Any:
         hint = bool(requests) and isinstance(requests[0], EncodedImage)
@@ -124,7 +124,7 @@ def test_a_retry_is_whole() -> None:
 
 
 def test_more_images_than_fit_are_dropped_longest_unused_first() -> None:
-    shelf = ImageShelf(limit=size(0, 1, 2) + 10)
+    shelf = ImageCache(limit=size(0, 1, 2) + 10)
     shelf.whole([shown(0), shown(1), shown(2)])
     shelf.whole([lean(0)])
     shelf.whole([shown(3)])
@@ -134,7 +134,7 @@ def test_more_images_than_fit_are_dropped_longest_unused_first() -> None:
 
 
 def test_a_call_larger_than_the_shelf_is_answered() -> None:
-    shelf = ImageShelf(limit=10)
+    shelf = ImageCache(limit=10)
     assert shelf.whole([shown(0, 1), lean(1)]) == [shown(0, 1), shown(1)]
     assert shelf.whole([lean(2), shown(2)]) == [shown(2), shown(2)]  # whole in another place
     with pytest.raises(ImagesMissingError):
@@ -142,7 +142,7 @@ def test_a_call_larger_than_the_shelf_is_answered() -> None:
 
 
 def test_bytes_of_another_image_do_not_take_an_images_place() -> None:
-    shelf, forged = ImageShelf(1 << 20), replace(PICTURES[1], sha256=PICTURES[0].sha256)
+    shelf, forged = ImageCache(1 << 20), replace(PICTURES[1], sha256=PICTURES[0].sha256)
     with pytest.raises(RLVLMError, match="other bytes"):
         shelf.images([forged])
     with pytest.raises(ImagesMissingError):
@@ -158,7 +158,7 @@ def test_bytes_of_another_image_do_not_take_an_images_place() -> None:
 def test_whatever_is_sent_in_whatever_order_the_replica_shows_the_right_images(seed: int) -> None:
     """Small shelves that forget, clients that err: an answer, and never another image."""
     rng, client = random.Random(seed), SentImages()
-    shelves = {name: ImageShelf(limit=size(0) * 4) for name in "abc"}
+    shelves = {name: ImageCache(limit=size(0) * 4) for name in "abc"}
 
     def ask(name: str, asked: Sequence[GenerationRequest], target: str) -> None:
         try:

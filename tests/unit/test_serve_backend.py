@@ -7,10 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
+from rl_vlm.engines.base import EngineError, RequestTooLargeError
 from rl_vlm.http import backend as module
 from rl_vlm.http.backend import ServeBackend
+from rl_vlm.http.service import as_request_error
 from rl_vlm.serving.client import GenerationFailedError
 
 
@@ -91,3 +93,12 @@ def test_a_registry_that_was_restarted_does_not_take_a_version_back(monkeypatch:
         assert found == ["policy-v2", "policy-v2", "policy-v2", "policy-v3"]
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("cause", "status"), [(RequestTooLargeError("x"), 400), (EngineError("x"), 500)])
+def test_a_replicas_error_is_the_clients_only_where_the_client_must_ask_for_less(
+    cause: EngineError, status: int
+) -> None:
+    error = GenerationFailedError("The engine refused 1 requests: x")
+    error.__cause__ = RayTaskError("generate", "", cause)
+    assert as_request_error(error).status == status

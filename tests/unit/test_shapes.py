@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rl_vlm.envs.registry import make
 from rl_vlm.types import EncodedImage, UserInputError
+from rl_vlm.zoo import drawing
 from rl_vlm.zoo.shapes import data
 from rl_vlm.zoo.shapes.environment import ShapesEnv, parse_answer, parse_call, shapes_item
 from rl_vlm.zoo.shapes.lesson import perception_dialogue, target_dialogue
@@ -24,7 +25,7 @@ def pixels_of(image: object) -> np.ndarray:
 
 def num_blobs(pixels: np.ndarray) -> int:
     """Connected regions that are not background, by flood fill."""
-    todo = {(int(y), int(x)) for y, x in np.argwhere((pixels != data.BACKGROUND).any(-1))}
+    todo = {(int(y), int(x)) for y, x in np.argwhere((pixels != drawing.BACKGROUND).any(-1))}
     blobs = 0
     while todo:
         blobs += 1
@@ -58,19 +59,19 @@ def test_the_right_count_is_the_number_of_separate_regions(image_size: int) -> N
 
 
 def test_perception_answers_hold_in_the_pixels() -> None:
-    rng = data.stable_rng("test")
+    rng = drawing.stable_rng("test")
     kinds: Counter[str] = Counter()
     for _ in range(300):
         question, pixels = data.perception_question(rng)
         kinds[question.kind] += 1
-        painted = (pixels != data.BACKGROUND).any(-1)
+        painted = (pixels != drawing.BACKGROUND).any(-1)
         in_quadrant = [painted[r : r + 32, c : c + 32].any() for r in (0, 32) for c in (0, 32)]
         if question.kind == "colour":
-            assert {tuple(pixel) for pixel in pixels[painted].tolist()} == {data.COLOURS[question.answer]}
+            assert {tuple(pixel) for pixel in pixels[painted].tolist()} == {drawing.COLOURS[question.answer]}
         elif question.kind == "corner":
-            assert in_quadrant == [corner == question.answer for corner in data.CORNERS]
+            assert in_quadrant == [corner == question.answer for corner in drawing.CORNERS]
         else:
-            corner = next(number for number, name in enumerate(data.CORNERS) if name in question.text)
+            corner = next(number for number, name in enumerate(drawing.CORNERS) if name in question.text)
             assert question.answer == ("yes" if in_quadrant[corner] else "no")
         assert question.answer in question.choices
     assert set(kinds) == {"colour", "corner", "presence"}
@@ -83,33 +84,22 @@ def test_any_constant_answer_is_right_one_time_in_four() -> None:
 
 
 def test_no_test_drawing_is_ever_trained_on() -> None:
-    test = {data.pixel_hash(pixels_of(shapes_item("count", "test", i).image)) for i in range(512)}
-    train = {data.pixel_hash(pixels_of(shapes_item("count", "train", i).image)) for i in range(4096)}
+    test = {drawing.pixel_hash(pixels_of(shapes_item("count", "test", i).image)) for i in range(512)}
+    train = {drawing.pixel_hash(pixels_of(shapes_item("count", "train", i).image)) for i in range(4096)}
     rng = np.random.default_rng(0)
-    warm = {data.pixel_hash(d.images[0]) for _ in range(1500) for d in (perception_dialogue(rng), target_dialogue(rng))}
+    warm = {
+        drawing.pixel_hash(d.images[0]) for _ in range(1500) for d in (perception_dialogue(rng), target_dialogue(rng))
+    }
     assert len(test) > 500 and len(train) > 4000
     assert not test & train
     assert not test & warm
 
 
 def test_the_pixels_decide_the_split() -> None:
-    rng = data.stable_rng("split")
+    rng = drawing.stable_rng("split")
     for split in ("train", "test"):
         for count in (1, 4):
-            assert data.split_of(data.draw(rng, count, split)[1]) == split  # type: ignore[arg-type]
-
-
-def test_an_item_depends_on_its_index_split_and_seed_alone() -> None:
-    first = shapes_item("count", "train", 7)
-    shapes_item.cache_clear()
-    again = shapes_item("count", "train", 7)
-    assert first == again and first is not again
-    others = [
-        shapes_item("count", "train", 11),
-        shapes_item("count", "test", 7),
-        shapes_item("count", "train", 7, seed=1),
-    ]
-    assert len({first.image.sha256, *(item.image.sha256 for item in others)}) == 4
+            assert drawing.split_of(data.draw(rng, count, split)[1]) == split  # type: ignore[arg-type]
 
 
 def test_copies_of_a_group_share_one_encoded_image() -> None:
@@ -124,8 +114,8 @@ def test_the_rule_gives_every_colour_its_own_number_and_depends_on_the_seed() ->
     for index in range(20):
         item = shapes_item("rule", "train", index, seed=3)
         pixels = pixels_of(item.image)
-        colour = tuple(pixels[(pixels != data.BACKGROUND).any(-1)][0].tolist())
-        name = next(name for name, value in data.COLOURS.items() if value == colour)
+        colour = tuple(pixels[(pixels != drawing.BACKGROUND).any(-1)][0].tolist())
+        name = next(name for name, value in drawing.COLOURS.items() if value == colour)
         assert data.rule_numbers(3)[name] == item.answer
 
 
@@ -208,61 +198,14 @@ def test_the_observation_is_one_image_and_the_question() -> None:
     assert info == {"index": 9, "split": "test"}
 
 
-def test_without_an_index_the_seed_chooses() -> None:
-    env = ShapesEnv(num_train=50)
-    indices = [env.reset(seed=seed)[1]["index"] for seed in range(20)]
-    assert indices == [env.reset(seed=seed)[1]["index"] for seed in range(20)]
-    assert len(set(indices)) > 5 and max(indices) < 50
-
-
-def test_numbers_of_items_can_be_chosen() -> None:
-    env = ShapesEnv(num_train=10, num_test=3)
-    assert (env.num_items("train"), env.num_items("test")) == (10, 3)
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"task": "sum"},
-        {"turns": 3},
-        {"turns": True},
-        {"image_size": 32},
-        {"image_size": 64.0},
-        {"num_train": 0},
-        {"num_test": "all"},
-        {"seed": "a"},
-        {"colour": "red"},
-    ],
-)
-def test_a_wrong_argument_is_a_user_error_that_names_it(kwargs: dict[str, object]) -> None:
-    with pytest.raises(UserInputError, match=next(iter(kwargs))):
-        make("Shapes-v0", **kwargs)
-
-
-@pytest.mark.parametrize("options", [{"index": 4096}, {"index": -1}, {"index": 512, "split": "test"}, {"split": "dev"}])
-def test_an_item_that_does_not_exist_is_a_user_error(options: dict[str, object]) -> None:
-    with pytest.raises(UserInputError):
-        ShapesEnv().reset(options=options)
-
-
-def test_a_step_needs_an_open_episode() -> None:
-    env = ShapesEnv()
-    with pytest.raises(UserInputError, match="reset"):
-        env.step("<answer>1</answer>")
-    env.reset(options={"index": 0})
-    env.step("<answer>1</answer>")
-    with pytest.raises(UserInputError, match="reset"):
-        env.step("<answer>1</answer>")
-
-
 def test_the_rule_question_needs_a_single_shape() -> None:
-    shapes, _ = data.draw(data.stable_rng(0), 2, "train")
+    shapes, _ = data.draw(drawing.stable_rng(0), 2, "train")
     with pytest.raises(UserInputError, match="one shape"):
         data.rule_question(shapes, 0)
 
 
 def test_drawing_costs_less_than_a_third_of_a_millisecond() -> None:
-    rng = data.stable_rng("speed")
+    rng = drawing.stable_rng("speed")
     best = min(_seconds(rng) for _ in range(30))
     assert best / 20 < 0.3e-3
 

@@ -11,10 +11,9 @@ from core_support import run_config
 
 from rl_vlm.config.sweep import SweepConfig
 from rl_vlm.models.digest import hash_model
-from rl_vlm.serving.members import wanted_replicas
-from rl_vlm.serving.policy_key import PolicyKey, opens
+from rl_vlm.serving.policy_key import PolicyKey
 from rl_vlm.serving.router import homes_of
-from rl_vlm.serving.terms import Terms
+from rl_vlm.serving.shared_registry import Requirements, wanted_replicas
 from rl_vlm.types import UserInputError
 
 
@@ -38,7 +37,9 @@ def config(folder: Path, **dotted: Any) -> Any:
 def test_a_run_that_asks_for_more_or_other_than_is_there_is_told_what(
     tiny_folder: Path, here: dict[str, Any], told: str
 ) -> None:
-    reason = Terms.of(config(tiny_folder), "digest").refusal(Terms.of(config(tiny_folder, **here), "digest"), "s")
+    reason = Requirements.of(config(tiny_folder), "digest").mismatch(
+        Requirements.of(config(tiny_folder, **here), "digest"), "s"
+    )
     assert told in reason and bool(reason) == bool(told)
 
 
@@ -46,7 +47,7 @@ def test_vllm_holds_adapters_up_to_a_rank(tiny_folder: Path) -> None:
     def held(**dotted: Any) -> str:
         first = config(tiny_folder, serving__engine="vllm", model__lora__rank=8, **dotted)
         joins = config(tiny_folder, serving__engine="vllm", model__lora__rank=16)
-        return Terms.of(first, "digest").refusal(Terms.of(joins, "digest"), "s")
+        return Requirements.of(first, "digest").mismatch(Requirements.of(joins, "digest"), "s")
 
     assert "adapters of rank 8 fit there and model.lora.rank is 16 here" in held()
     assert held(serving__sharing__max_lora_rank=16) == ""
@@ -54,13 +55,13 @@ def test_vllm_holds_adapters_up_to_a_rank(tiny_folder: Path) -> None:
 
 def test_a_model_is_known_by_its_weights_wherever_it_lies(tiny_folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(tiny_folder, tmp_path / "copy")
-    terms = Terms.of(config(tiny_folder), hash_model(tiny_folder))
-    assert terms.refusal(Terms.of(config(copy), hash_model(copy)), "s") == ""
+    first = Requirements.of(config(tiny_folder), hash_model(tiny_folder))
+    assert first.mismatch(Requirements.of(config(copy), hash_model(copy)), "s") == ""
     weights = next(copy.glob("*.safetensors"))
     content = bytearray(weights.read_bytes())
     content[-5] ^= 1
     weights.write_bytes(content)
-    assert "model.path is" in terms.refusal(Terms.of(config(copy), hash_model(copy)), "s")
+    assert "model.path is" in first.mismatch(Requirements.of(config(copy), hash_model(copy)), "s")
 
 
 @pytest.mark.parametrize(("policies", "replicas"), [(0, 2), (4, 2), (5, 3), (8, 4), (100, 5)])
@@ -72,17 +73,10 @@ def test_replicas_for_a_number_of_policies(tiny_folder: Path, policies: int, rep
 
 def test_policies_have_their_homes_on_different_replicas(tiny_folder: Path) -> None:
     serving = config(tiny_folder, serving__num_replicas=4).serving
-    keys = [PolicyKey(f"p{seat}", "token", seat) for seat in range(4)]
+    keys = [PolicyKey(f"p{place}", place) for place in range(4)]
     assert [list(homes_of(key, 0, 1, serving)) for key in keys] == [[0], [1], [2], [3]]
     own = run_config(tiny_folder, serving__num_replicas=4).serving
     assert list(homes_of(PolicyKey(), 0, 1, own)) == [0, 1, 2, 3]
-
-
-def test_tokens_are_long_different_and_shown_nowhere() -> None:
-    keys = [PolicyKey.new("p") for _ in range(50)]
-    assert len({key.token for key in keys}) == 50 and min(len(key.token) for key in keys) >= 40
-    assert all(key.token not in repr(key) and opens(key.token, key.lock) for key in keys)
-    assert not opens(keys[0].token, keys[1].lock) and not opens("", PolicyKey("p").lock)
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ import pytest
 from core_support import picture
 from policy_loop import MAX_CONTEXT, ROLLOUT, Loop
 
-from rl_vlm.algorithms.sight import SightProbe
+from rl_vlm.algorithms.sight_probe import SightProbe
 from rl_vlm.engines import decoder
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.base import StepResult, VisionEnv
 from rl_vlm.envs.images import blank
-from rl_vlm.evaluation.sight import (
+from rl_vlm.evaluation.sight_faults import (
     EXACT,
     Fault,
     SightError,
@@ -29,7 +29,7 @@ from rl_vlm.evaluation.sight import (
     learner_is_blind,
     raise_or_tell,
 )
-from rl_vlm.learning.hypotheses import sight_logprobs
+from rl_vlm.learning.counterfactuals import sight_logprobs
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.rollout.env_pool import EnvPool
@@ -71,7 +71,7 @@ class InProcess:
         self.pool = EnvPool(TwoPictures, timeout_s=30.0, inline=True)
         self.text = self.loop.policy.text
         self.rollouts = SimpleNamespace(evaluate=self.evaluate)
-        self.updates = 0
+        self.updates, self.learners = 0, self
 
     @property
     def version(self) -> int:
@@ -86,9 +86,9 @@ class InProcess:
 
         return asyncio.run(gather()), RolloutResult()
 
-    def on_learner(self, function: Any) -> Any:
-        def logprobs(trajectories: Sequence[Trajectory], hypotheses: bool) -> dict[str, list[np.ndarray]]:
-            return sight_logprobs(trajectories, self.loop.updater.recompute, self.text, hypotheses)
+    def call(self, function: Any) -> Any:
+        def logprobs(trajectories: Sequence[Trajectory], counterfactuals: bool) -> dict[str, list[np.ndarray]]:
+            return sight_logprobs(trajectories, self.loop.updater.recompute, self.text, counterfactuals)
 
         return function(SimpleNamespace(sight_logprobs=logprobs))
 

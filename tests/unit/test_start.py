@@ -17,11 +17,11 @@ from ray.rllib.utils.actor_manager import FaultAwareApply
 from rl_vlm.algorithms.runner_group import RunnerGroup, light_env_runners
 from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.rollout.base_env_runner import ENV_SPACES, MODULE_ID, RunEnvRunner
-from rl_vlm.serving import publisher
-from rl_vlm.serving.publisher import ServingError, start_serve
+from rl_vlm.serving import deploy
+from rl_vlm.serving.deploy import ServingError, start_serve
 
 
-@pytest.mark.parametrize("module", ["rl_vlm.rollout.env_runner", "rl_vlm.preference.env_runner"])
+@pytest.mark.parametrize("module", ["rl_vlm.rollout.env_runner", "rl_vlm.preference.collection.env_runner"])
 def test_env_runner_processes_import_neither_torch_nor_rllib(module: str) -> None:
     code = f"import sys, {module}; print({{'torch', 'ray.rllib', 'ray.tune'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900, check=True)
@@ -58,13 +58,13 @@ class Starts:
 
 def test_a_serve_that_another_run_is_starting_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     starts = Starts(lost=2)
-    monkeypatch.setattr(publisher.serve, "start", starts)
+    monkeypatch.setattr(deploy.serve, "start", starts)
     start_serve(timeout_s=30)
     assert starts.calls == 3
 
 
 def test_a_serve_that_never_comes_up_is_an_error_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher.serve, "start", Starts(lost=10**6))
+    monkeypatch.setattr(deploy.serve, "start", Starts(lost=10**6))
     with pytest.raises(ServingError, match=r"did not come up in 0\.2 s"):
         start_serve(timeout_s=0.2)
 

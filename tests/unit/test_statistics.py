@@ -10,7 +10,9 @@ import pytest
 from scipy import stats
 
 from rl_vlm.config import parse_config
-from rl_vlm.evaluation.heldout import evaluation_tasks, summarize
+from rl_vlm.evaluation.heldout import evaluation_tasks
+from rl_vlm.evaluation.outcomes import outcomes_of_groups
+from rl_vlm.evaluation.summary import summarize
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.statistics import are_equal, pass_at_k, wilson_interval
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
@@ -113,7 +115,7 @@ def test_lost_episodes_count_as_wrong() -> None:
     run = parse_config({"evaluation": {"num_items": 4}})
     tasks = evaluation_tasks(run, {"": None}, 0)
     groups = [group(tasks[0], [episode(1.0)]), group(tasks[1], [episode(0.5)]), group(tasks[3], [episode(1.0)])]
-    summary = summarize(run, tasks, groups)
+    summary = summarize(run, tasks, outcomes_of_groups(run, tasks, groups))
     low, high = wilson_interval(2, 4)
     assert summary["accuracy/default"] == 0.5
     assert (summary["accuracy_low/default"], summary["accuracy_high/default"]) == (low, high)
@@ -126,7 +128,9 @@ def test_pass_at_k_is_taken_over_the_sampled_groups() -> None:
     tasks = evaluation_tasks(run, {"": None}, 0)
     sampled = [task for task in tasks if task.size == 4]
     answers = [episode(1.0), episode(0.0), episode(0.0), episode(0.0)]
-    summary = summarize(run, tasks, [group(sampled[0], answers)])  # the other one is lost
+    summary = summarize(
+        run, tasks, outcomes_of_groups(run, tasks, [group(sampled[0], answers)])
+    )  # the other one is lost
     assert summary["pass@1/default"] == pytest.approx((0.25 + 0) / 2)
     assert summary["pass@2/default"] == pytest.approx((0.5 + 0) / 2)
     assert summary["pass@4/default"] == pytest.approx((1.0 + 0) / 2)
@@ -138,7 +142,11 @@ def test_pass_at_k_is_taken_over_the_sampled_groups() -> None:
 def test_pass_at_all_samples_is_among_those_reported(samples: int, reported: list[int]) -> None:
     run = parse_config({"evaluation": {"num_items": 1, "samples": samples}})
     (sampled,) = [task for task in evaluation_tasks(run, {"": None}, 0) if task.size == samples]
-    summary = summarize(run, [sampled], [group(sampled, [episode(1.0), *[episode(0.0)] * (samples - 1)])])
+    summary = summarize(
+        run,
+        [sampled],
+        outcomes_of_groups(run, [sampled], [group(sampled, [episode(1.0), *[episode(0.0)] * (samples - 1)])]),
+    )
     found = [int(key.removeprefix("pass@").removesuffix("/default")) for key in summary if key.startswith("pass@")]
     assert found == reported and summary[f"pass@{samples}/default"] == 1.0
 
@@ -148,7 +156,7 @@ def test_metrics_that_an_environment_declares_are_summarized_per_variant() -> No
     tasks = evaluation_tasks(run, {"": None}, 0)
     answered = [task for task in tasks if task.variant == "a"]
     groups = [group(task, [episode(1.0, distance=10.0 * k)]) for k, task in enumerate(answered)]
-    summary = summarize(run, tasks, groups, {"": {"distance": (0.5,), "absent": ()}})
+    summary = summarize(run, tasks, outcomes_of_groups(run, tasks, groups), {"": {"distance": (0.5,), "absent": ()}})
     assert {name: value for name, value in summary.items() if name.startswith("env/")} == {
         "env/distance/a": 10.0, "env/distance_p50/a": 10.0,
     }  # fmt: skip

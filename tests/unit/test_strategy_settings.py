@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import adapted_policy, conversation, run_config, text_side, train_sample
+from core_support import adapted_policy, batch_of, conversation, run_config, text_side, train_sample
 
 from rl_vlm.config import LearnerSection, parse_config
-from rl_vlm.learning.batching import Minibatch
+from rl_vlm.learning.messages import UpdateBatch
+from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.padding import padding_batch
 from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.steps import make_updater
 from rl_vlm.learning.strategies.choose import make_strategy
 from rl_vlm.learning.strategies.fsdp import FSDP2
 from rl_vlm.learning.strategies.replicated import AllReduce, SingleProcess, gradient_vector
+from rl_vlm.learning.update import make_updater
 from rl_vlm.types import UserInputError
 
 
@@ -80,16 +81,13 @@ def test_padding_changes_neither_gradient_nor_figures(tiny_folder: Path) -> None
 
     def learned(padding: int) -> tuple[torch.Tensor, UpdateStats]:
         policy.model.zero_grad(set_to_none=True)
-        (packed,) = updater.pack([Minibatch([[sample]])])
-        packed.micro_batches += [padding_batch(text.codec.end_of_turn_id)] * padding
-        packed.padding = padding
-        packed.old += [None] * padding
-        packed.reference += [
-            torch.from_numpy(np.array(updater.logprobs(micro)[0].detach())) for micro in packed.micro_batches[1:]
-        ]
+        (packed,) = updater.pack(batch_of([[sample]]))
+        packed += [padding_batch(text.codec.end_of_turn_id) for _ in range(padding)]
         stats = UpdateStats()
-        for number in range(len(packed.micro_batches)):
-            updater.loss(packed, number, stats if number < len(packed.counted) else UpdateStats()).backward()
+        for micro in packed:
+            if not micro.counts:
+                micro.reference = updater.logprobs(micro)[0].detach()
+            updater.loss(micro, stats if micro.counts else UpdateStats()).backward()
         return gradient_vector(policy.parameters), stats
 
     (plain, figures), (padded, same) = learned(0), learned(2)
@@ -99,23 +97,20 @@ def test_padding_changes_neither_gradient_nor_figures(tiny_folder: Path) -> None
 
 def test_scores_and_targets_leave_padding_out(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rl_vlm.learning import update
-    from rl_vlm.learning.scores import Targets
 
     run = run_config(tiny_folder, algorithm__name="ppo", learner__strategy="fsdp2", learner__num_learners=2)
     policy, text = adapted_policy(tiny_folder, algorithm__name="ppo"), text_side(tiny_folder)
     updater = make_updater(policy, run)
     monkeypatch.setattr(update, "missing_passes", lambda counts, device: [2 for _ in counts])
     trajectory = conversation(text, np.random.default_rng(0), ["What now?"], [5])
-    packed, scores = updater.score([Minibatch([[train_sample(trajectory, 0.0, 0.2)]])])
-    assert [len(minibatch.micro_batches) for minibatch in packed] == [3]
+    scores = updater.score(batch_of([[train_sample(trajectory, 0.0, 0.2)]]).minibatches)
     assert set(scores.values) == {trajectory.trajectory_id}
     ones = {trajectory.trajectory_id: np.ones(5, dtype=np.float32)}
-    updater.set_targets(packed, Targets(ones, ones, [0.2]))
-    stats = UpdateStats()
-    for number in range(3):
-        for one in updater.losses():
-            assert torch.isfinite(one.loss(packed[0], number, stats if number == 0 else UpdateStats()))
-    assert stats.tokens == 5
+    (packed,) = updater.pack(UpdateBatch([], [True], ones, ones, [0.2]))
+    assert len(packed) == 3
+    strategy, stats = SingleProcess(), UpdateStats()
+    strategy.prepare(policy, make_optimizer(policy, run))
+    assert updater.step(strategy, packed, 1.0, stats) and stats.tokens == 5
 
 
 def test_what_has_a_gradient_in_no_learner_stays_as_in_one_learner(monkeypatch: pytest.MonkeyPatch) -> None:

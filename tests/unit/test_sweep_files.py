@@ -19,6 +19,7 @@ from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import load_config
 from rl_vlm.config.sweep import SweepConfig, load_sweep
 from rl_vlm.runs import run_folder
+from rl_vlm.runs.kinds import kind_of
 from rl_vlm.runs.lifecycle import InterruptedRun
 from rl_vlm.sweeps.progress import SweepProgress
 from rl_vlm.sweeps.results import group_by_setting, read_results, setting_name, write_results
@@ -355,7 +356,7 @@ def test_a_random_search_holds_back_what_may_not_run_yet() -> None:
 # --- how many trials fit
 
 
-ALGORITHM = RUN.spec.load("config")().algo_class
+ALGORITHM = kind_of(RUN).rllib_config(RUN)().algo_class
 ROOM = Room.of(RUN, sweep(), trial_class(ALGORITHM, ["seed"]))
 
 

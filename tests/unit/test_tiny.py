@@ -14,20 +14,16 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen3VLForConditionalGeneration
 
 from rl_vlm.chat import ChatCodec
+from rl_vlm.models.loading import resolve_model
+from rl_vlm.models.supervised import DialogueEncoder
 from rl_vlm.types import UserInputError
+from rl_vlm.zoo.poles.labeller import can_compare
 from rl_vlm.zoo.tiny import model as tiny
-from rl_vlm.zoo.tiny import warmstart
+from rl_vlm.zoo.tiny.teach import teach
 from rl_vlm.zoo.tiny.tokenizer import ADDED_TOKENS, NUM_BPE_IDS
+from rl_vlm.zoo.tiny.variants import VARIANTS
 
 CALL = '<tool_call>{"name":"calc_score","arguments":{"answer":"12"}}</tool_call>'
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_chance_report() -> Iterator[None]:
-    """The report at the end of a build costs more than these short builds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(warmstart, "log_accuracy", lambda *_: None)
-        yield
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -153,7 +149,7 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
     def fail(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rl_vlm.zoo.tiny.warmstart.warm_start", lambda *_, **__: 0.0)
+    monkeypatch.setattr("rl_vlm.zoo.tiny.teach.teach", lambda *_, **__: 0.0)
     monkeypatch.setattr("transformers.Qwen3VLProcessor.save_pretrained", fail)  # after the weights are written
     with pytest.raises(KeyboardInterrupt):
         tiny.make_tiny(tmp_path / "model")
@@ -198,6 +194,43 @@ def fake_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: float 
     monkeypatch.setenv("RL_VLM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tiny, "make_tiny", build)
     return built
+
+
+# --- the variants
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_the_warm_start_depends_on_its_seed_alone(variant: str) -> None:
+    processor = tiny.build_processor(variant)
+    losses = []
+    for seed in (0, 0, 1):
+        model = tiny.build_model(0, processor.tokenizer, variant)
+        draw = VARIANTS[variant].lessons.drawer(seed)
+        losses.append(teach(model, DialogueEncoder.from_processor(processor), draw, steps=2, batch=6))
+    assert losses[0] == losses[1] != losses[2]
+    assert len(processor.tokenizer) == 490 and model.config.text_config.num_hidden_layers == VARIANTS[variant].layers
+
+
+def test_every_variant_is_a_built_in_model_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = fake_builds(monkeypatch, tmp_path)
+    for variant in VARIANTS:
+        folder = resolve_model("tiny" if variant == "small" else f"tiny-{variant}", seed=2)
+        assert folder == built[-1] and folder.name.startswith(f"tiny-{variant}-2-")
+    assert len(set(built)) == len(VARIANTS)
+
+
+def test_lessons_are_repeated_until_the_model_passes_its_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[int] = []
+    verdicts = iter((False, True))
+    monkeypatch.setattr("rl_vlm.zoo.tiny.teach.teach", lambda *_, **__: rounds.append(1) or 0.0)
+    monkeypatch.setattr("rl_vlm.zoo.poles.labeller.can_compare", lambda *_: next(verdicts))
+    tiny.make_tiny(tmp_path / "model", variant="labeller")
+    assert len(rounds) == 2
+
+
+def test_a_labeller_that_knows_nothing_cannot_compare(processor: Any) -> None:
+    encoder = DialogueEncoder.from_processor(processor)
+    assert not can_compare(tiny.build_model(0, processor.tokenizer, "labeller"), encoder)
 
 
 # --- tokenizer and template

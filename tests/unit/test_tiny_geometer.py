@@ -12,21 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl_vlm.chat import ChatCodec
 from rl_vlm.config import load_config
-from rl_vlm.envs.registry import make
 from rl_vlm.envs.tools import parse_tool_call
-from rl_vlm.models.loading import resolve_model
-from rl_vlm.models.supervised import DialogueEncoder
 from rl_vlm.rewards.math import extract_boxed
-from rl_vlm.zoo.geo3k import geometer
 from rl_vlm.zoo.geo3k.drawn import drawn_problem
-from rl_vlm.zoo.geo3k.geometer import QUESTION, guess_odds, warm_start
 from rl_vlm.zoo.geo3k.lesson import GUESSES, FigureDialogues, boxed, pixels_of, written
-from rl_vlm.zoo.shapes.lesson import Dialogue
 from rl_vlm.zoo.tiny import model as tiny
+from rl_vlm.zoo.tiny.dialogues import Dialogue
 
 ROOT = Path(__file__).parents[2]
+QUESTION = "Find x.\nAnswer: \\boxed{x}"  # as the environment asks without the tool
 
 
 @pytest.fixture(scope="module")
@@ -88,48 +83,9 @@ def test_no_test_picture_is_shown(dialogues: list[Dialogue]) -> None:
 # --- how it is asked
 
 
-def test_the_recipe_asks_as_the_lessons_do(processor: Any, encoder: DialogueEncoder) -> None:
-    run = load_config(ROOT / "configs/geo3k_offline_tiny.yaml")
-    observation, _ = make(run.env.id, **run.env.make_kwargs(), scoring_tool=False).reset(options={"index": 2})
-    (message,) = observation.messages
-    assert message.text == QUESTION
-    codec = ChatCodec(processor.tokenizer, processor.chat_template, processor.image_token)
-    example = encoder.encode_turn((pixels_of(message.images[0]), QUESTION), "20 60: 100 " + boxed("100"))  # type: ignore[arg-type]
-    ids = example.token_ids.tolist()
-    single = [ids[0], *(b for a, b in pairwise(ids) if (a, b) != (codec.image_token_id,) * 2)]
-    asked = codec.encode_prompt(observation.messages).token_ids.tolist()
-    assert single[: len(asked)] == asked
-    with_tool, _ = make(run.env.id, **run.env.make_kwargs()).reset(options={"index": 2})
-    teacher, rng = FigureDialogues(0), Random(3)
-    assert with_tool.messages[0].text in {teacher.draw(rng).exchanges[0].text for _ in range(20)}
-
-
 def test_the_longest_reply_fits_into_a_turn_of_the_recipe(processor: Any, dialogues: list[Dialogue]) -> None:
     run = load_config(ROOT / "configs/geo3k_offline_tiny.yaml")
     assert len(processor.tokenizer) == 490
     longest = max(len(processor.tokenizer.tokenize(exchange.reply)) for one in dialogues for exchange in one.exchanges)
     assert longest + 1 <= run.rollout.max_new_tokens_per_turn <= longest + 6
     assert written([20, 60], "100") == "20 60: 100 "
-
-
-# --- the warm start
-
-
-def test_the_warm_start_depends_on_its_seed_alone(processor: Any, encoder: DialogueEncoder) -> None:
-    losses = []
-    for seed in (0, 0, 1):
-        model = tiny.build_model(0, processor.tokenizer, "geo3k")
-        losses.append(warm_start(model, encoder, seed, steps=2, batch=6))
-    assert losses[0] == losses[1] != losses[2]
-    odds, correct, read = guess_odds(model, encoder, 5)
-    assert odds.shape == correct.shape == (5, 7) and odds.sum(1) == pytest.approx(1)
-    assert (correct.sum(1) == 1).all() and read.shape == (5,)
-
-
-def test_the_variant_is_built_and_cached_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RL_VLM_CACHE", str(tmp_path))
-    monkeypatch.setattr(geometer, "STEPS", 1)
-    monkeypatch.setattr(geometer, "log_accuracy", lambda *_: None)
-    folder = resolve_model("tiny-geo3k")
-    assert folder.name.startswith("tiny-geo3k-0-") and (folder / "model.safetensors").is_file()
-    assert resolve_model("tiny-geo3k") == folder

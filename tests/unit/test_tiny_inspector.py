@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rl_vlm.chat import ChatCodec
 from rl_vlm.envs.registry import make
-from rl_vlm.models.loading import resolve_model
-from rl_vlm.models.supervised import DialogueEncoder
 from rl_vlm.types import EncodedImage
-from rl_vlm.zoo.shapes.data import CORNERS
+from rl_vlm.zoo.drawing import CORNERS
 from rl_vlm.zoo.tiny import model as tiny
-from rl_vlm.zoo.zoom import inspector
-from rl_vlm.zoo.zoom.data import PATTERNS, flag_item, random_scene
+from rl_vlm.zoo.zoom.data import PATTERNS, random_scene
 from rl_vlm.zoo.zoom.lesson import CALL_ODDS, draw_glances, seen
 
 
@@ -70,31 +65,6 @@ def test_no_overview_of_a_test_item_is_shown() -> None:
 # --- how it is asked
 
 
-def test_an_episode_is_encoded_as_the_warm_start_encodes_it(processor: Any, encoder: DialogueEncoder) -> None:
-    """Every token and every patch of an episode with two calls equals that of the dialogue that the warm start would make of it."""
-    codec = ChatCodec(processor.tokenizer, processor.chat_template, processor.image_token)
-    env = make("Zoom-v0", prompt="brief")
-    observation, _ = env.reset(options={"index": 1})
-    ids, turns = np.zeros(0, dtype=np.int32), []
-    replies = ("See top left\nzoom top left", "See nothing\nzoom bottom right", "See bricks\nAnswer: bricks")
-    for number, reply in enumerate(replies):
-        (message,) = observation.messages
-        span = codec.encode_continuation([message], ended=True) if number else codec.encode_prompt([message])
-        ids = np.concatenate([ids, span.token_ids, [*processor.tokenizer(reply)["input_ids"], codec.end_of_turn_id]])
-        parts = tuple(np.asarray(part.to_pil()) if isinstance(part, EncodedImage) else part for part in message.parts)
-        turns.append((message.role, parts, reply))
-        observation = env.step(reply)[0]
-    example = encoder.encode_chat(turns)  # type: ignore[arg-type]
-    pad = codec.image_token_id
-    single = [token for k, token in enumerate(example.token_ids) if token != pad or example.token_ids[k - 1] != pad]
-    assert single == ids.tolist() and len(example.grids) == 3
-    rng = Random(3)
-    drawn = [draw_glances(rng) for _ in range(60)]
-    roles = {tuple(turn[0] for turn in dialogue) for dialogue in drawn}
-    assert roles == {("user",), ("user", "tool"), ("user", "tool", "tool")}
-    assert {turn[1][1:] for dialogue in drawn for turn in dialogue} == {("Which pattern?",), ("See?",), ()}
-
-
 def test_replies_are_short(processor: Any) -> None:
     longest = max(
         len(processor.tokenizer(reply)["input_ids"]) + 1
@@ -104,27 +74,3 @@ def test_replies_are_short(processor: Any) -> None:
         )
     )
     assert longest <= 8  # of 10 in configs/zoom_tiny.yaml
-
-
-# --- the warm start
-
-
-def test_the_warm_start_depends_on_its_seed_alone(processor: Any, encoder: DialogueEncoder) -> None:
-    losses = []
-    for seed in (0, 0, 1):
-        model = tiny.build_model(0, processor.tokenizer, "zoom")
-        losses.append(inspector.warm_start(model, encoder, seed, steps=2, batch=6))
-    assert losses[0] == losses[1] != losses[2]
-    scenes = [flag_item("test", index) for index in range(5)]
-    odds = inspector.action_odds(model, encoder, scenes)
-    assert odds.shape == (5, 9) and odds.sum(1) == pytest.approx(1)
-    assert 0 <= inspector.perception_accuracy(model, encoder, scenes, enlarged=True) <= 1
-
-
-def test_the_variant_is_built_and_cached_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RL_VLM_CACHE", str(tmp_path))
-    monkeypatch.setattr(inspector, "STEPS", 1)
-    monkeypatch.setattr(inspector, "log_accuracy", lambda *_: None)
-    folder = resolve_model("tiny-zoom")
-    assert folder.name.startswith("tiny-zoom-0-") and (folder / "model.safetensors").is_file()
-    assert resolve_model("tiny-zoom") == folder

@@ -6,22 +6,16 @@ import re
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import Any
-
-import numpy as np
-import pytest
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.config import load_config
 from rl_vlm.models.supervised import DialogueEncoder
 from rl_vlm.rewards.judged_text import quoted
 from rl_vlm.types import EncodedImage, Message
-from rl_vlm.zoo.caption import lesson as judgements
-from rl_vlm.zoo.caption.judge import choice_odds, held_out, judged_share, warm_start
 from rl_vlm.zoo.caption.lesson import QUESTION, confused, draw_lesson, judge_lesson, random_comparison
 from rl_vlm.zoo.caption.reward import grade_caption
+from rl_vlm.zoo.drawing import COLOURS, KINDS, render
 from rl_vlm.zoo.scenes.data import caption_item, caption_of
-from rl_vlm.zoo.shapes.data import COLOURS, KINDS, render
 from rl_vlm.zoo.tiny import model as tiny
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +64,7 @@ def test_no_test_picture_is_shown() -> None:
     shown = {part.tobytes() for _ in range(800) for part in draw_lesson(rng)[0] if not isinstance(part, str)}
     test = {render(caption_item("test", index)).tobytes() for index in range(512)}
     assert len(shown) > 700 and not shown & test
-    assert all(render(one.scene).tobytes() not in shown for one in held_out(20))
+    assert all(render(random_comparison(rng, "test").scene).tobytes() not in shown for _ in range(20))
 
 
 def test_a_run_asks_in_the_words_of_the_lessons() -> None:
@@ -94,22 +88,3 @@ def test_a_run_asks_in_the_words_of_the_lessons() -> None:
     )
     assert len(processor.tokenizer.tokenize(longest)) < settings.answer_tokens
     assert len(processor.tokenizer.tokenize("a yellow triangle at the bottom right")) == 7
-
-
-def test_the_warm_start_depends_on_its_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    processor = tiny.build_processor("judge")
-    encoder = DialogueEncoder.from_processor(processor)
-    losses = []
-    for seed in (0, 0, 1):
-        model: Any = tiny.build_model(0, processor.tokenizer, "judge")
-        losses.append(warm_start(model, encoder, seed, steps=2, batch=6))
-    assert losses[0] == losses[1] != losses[2]
-    assert model.config.text_config.num_hidden_layers == 4
-    pairs = held_out(6)
-    odds, seen = choice_odds(model, encoder, pairs)
-    assert odds.shape == (6, 2) and odds.sum(1) == pytest.approx(1) and seen.shape == (6,)
-    _, right, both, contradicting = judged_share(model, encoder, pairs)
-    # Right in both orders, in one (a contradiction) or in none.
-    assert np.isclose(2 * right, 2 * both + contradicting)
-    monkeypatch.setattr(judgements, "LEAST_DIFFERENCE", 0.9)
-    assert all(abs(one.scores[0] - one.scores[1]) >= 0.9 for one in held_out(3))

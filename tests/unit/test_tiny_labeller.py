@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,9 @@ from rl_vlm.chat import ChatCodec
 from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.prompts import task_prompts
-from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.supervised import DialogueEncoder
 from rl_vlm.types import Message
-from rl_vlm.zoo.poles import labeller as tiny_labeller
-from rl_vlm.zoo.poles.labeller import labels_of, warm_start
-from rl_vlm.zoo.poles.lesson import ANGLE_QUESTION, comparison, draw_lesson, pole, random_angle, right_label
+from rl_vlm.zoo.poles.lesson import ANGLE_QUESTION, comparison, draw_lesson, random_angle, right_label
 from rl_vlm.zoo.tiny import model as tiny
 
 
@@ -80,30 +76,3 @@ def test_it_is_asked_in_the_words_of_its_lessons(processor: Any, encoder: Dialog
     answer = tokenizer(lesson.reply)["input_ids"]
     assert example.token_ids[example.targets].tolist() == [*answer, codec.end_of_turn_id]
     assert (example.token_ids == codec.image_token_id).sum() == 8 and len(example.grids) == 2
-
-
-def test_a_turn_that_begins_with_its_image_is_encoded_as_a_dialogue(encoder: DialogueEncoder) -> None:
-    turn = encoder.encode_turn((pole(4.0), "What?"), "no")
-    dialogue = encoder.encode([pole(4.0)], [("user", "What?", "no")])
-    for name in ("token_ids", "targets", "positions", "patches"):
-        assert (getattr(turn, name) == getattr(dialogue, name)).all()
-
-
-def test_the_warm_start_depends_on_its_seed_alone(processor: Any, encoder: DialogueEncoder) -> None:
-    losses = []
-    for seed in (0, 0, 1):
-        model = tiny.build_model(0, processor.tokenizer, "labeller")
-        losses.append(warm_start(model, encoder, seed, steps=3, batch=8, rounds=1))
-    assert losses[0] == losses[1] != losses[2]
-    found = labels_of(model, encoder, [(3.0, 20.0), (20.0, 3.0)])
-    assert set(found.tolist()) <= {0, 1, -1}
-
-
-def test_the_variant_is_built_and_cached_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RL_VLM_CACHE", str(tmp_path))
-    monkeypatch.setattr(tiny_labeller, "STEPS", 1)
-    monkeypatch.setattr(tiny_labeller, "ROUNDS", 1)
-    monkeypatch.setattr(tiny_labeller, "log_accuracy", lambda *_: None)
-    folder = resolve_model("tiny-labeller")
-    assert folder.name.startswith("tiny-labeller-0-") and (folder / "model.safetensors").is_file()
-    assert resolve_model("tiny-labeller") == folder

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rl_vlm.chat import ChatCodec
-from rl_vlm.envs.registry import make
-from rl_vlm.models.loading import resolve_model
-from rl_vlm.models.supervised import DialogueEncoder
-from rl_vlm.types import EncodedImage
 from rl_vlm.zoo.caption.reward import grade_caption
+from rl_vlm.zoo.drawing import render
 from rl_vlm.zoo.nlvr2.answer import read_verdict
-from rl_vlm.zoo.scenes import observer
 from rl_vlm.zoo.scenes.data import LOOKS, Statement, caption_of, pair_item, random_scene
 from rl_vlm.zoo.scenes.lesson import (
-    CAPTION_QUESTION,
     VERDICT_QUESTION,
     counted,
     draw_lesson,
     vague_caption,
     verdict_lesson,
 )
-from rl_vlm.zoo.scenes.observer import verdict_odds, warm_start
-from rl_vlm.zoo.shapes.data import render
 from rl_vlm.zoo.tiny import model as tiny
 
 
@@ -109,25 +99,6 @@ def _pair(split: str, index: int) -> tuple[Any, Any]:
 # --- how it is asked
 
 
-@pytest.mark.parametrize(
-    ("env_id", "reply"), [("NLVR2-v0", counted(2, 1) + ": True"), ("Caption-v0", "a red circle at the top left")]
-)
-def test_the_environments_ask_as_the_lessons_do(
-    env_id: str, reply: str, processor: Any, encoder: DialogueEncoder
-) -> None:
-    codec = ChatCodec(processor.tokenizer, processor.chat_template, processor.image_token)
-    observation, _ = make(env_id, prompt="brief").reset(options={"index": 2})
-    (message,) = observation.messages
-    parts = [np.asarray(part.to_pil()) if isinstance(part, EncodedImage) else part for part in message.parts]
-    example = encoder.encode_turn(parts, reply)  # type: ignore[arg-type]
-    asked = codec.encode_prompt(observation.messages).token_ids.tolist()
-    ids = example.token_ids.tolist()
-    single = [ids[0], *(b for a, b in pairwise(ids) if (a, b) != (codec.image_token_id,) * 2)]
-    assert single[: len(asked)] == asked
-    assert message.text.endswith(VERDICT_QUESTION if env_id == "NLVR2-v0" else CAPTION_QUESTION)
-    assert not example.targets[: len(ids) - len(single) + len(asked)].any() and example.targets[-1]
-
-
 def test_words_are_single_tokens_and_answers_are_short(processor: Any) -> None:
     tokenize = processor.tokenizer.tokenize
     assert len(processor.tokenizer) == 490
@@ -137,25 +108,3 @@ def test_words_are_single_tokens_and_answers_are_short(processor: Any) -> None:
         "a yellow triangle at the bottom right, a yellow square at the top right and a green circle at the top left"
     )
     assert len(tokenize(longest)) <= 31  # with the end of the turn 32, as the configuration allows
-
-
-# --- the warm start
-
-
-def test_the_warm_start_depends_on_its_seed_alone(processor: Any, encoder: DialogueEncoder) -> None:
-    losses = []
-    for seed in (0, 0, 1):
-        model = tiny.build_model(0, processor.tokenizer, "scenes")
-        losses.append(warm_start(model, encoder, seed, steps=2, batch=6))
-    assert losses[0] == losses[1] != losses[2]
-    odds, right = verdict_odds(model, encoder, [pair_item("test", index) for index in range(5)])
-    assert odds.shape == (5, 2) and odds.sum(1) == pytest.approx(1) and right.shape == (5,)
-
-
-def test_the_variant_is_built_and_cached_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RL_VLM_CACHE", str(tmp_path))
-    monkeypatch.setattr(observer, "STEPS", 1)
-    monkeypatch.setattr(observer, "log_accuracy", lambda *_: None)
-    folder = resolve_model("tiny-scenes")
-    assert folder.name.startswith("tiny-scenes-0-") and (folder / "model.safetensors").is_file()
-    assert resolve_model("tiny-scenes") == folder

@@ -10,13 +10,9 @@ import numpy as np
 import pytest
 
 import rl_vlm
-from rl_vlm.chat import ChatCodec
 from rl_vlm.config import load_config
-from rl_vlm.models.loading import resolve_model
-from rl_vlm.models.supervised import DialogueEncoder
 from rl_vlm.types import UserInputError
 from rl_vlm.zoo.control import lesson as rooms
-from rl_vlm.zoo.control import roamer
 from rl_vlm.zoo.control.action_words import read_word
 from rl_vlm.zoo.control.lesson import HEADINGS, WORDS, Room, bearing, described, draw_tour, random_room, render, side
 from rl_vlm.zoo.tiny import model as tiny
@@ -121,26 +117,6 @@ def test_rooms_of_the_splits_are_different_ones() -> None:
 # --- how it is asked
 
 
-def test_a_tour_is_encoded_as_the_environment_asks(processor: Any, encoder: DialogueEncoder, env: Any) -> None:
-    codec = ChatCodec(processor.tokenizer, processor.chat_template, processor.image_token)
-    observation, _ = env.reset(options={"index": 1, "split": "train"})
-    ids, turns = codec.encode_prompt(observation.messages).token_ids, []
-    replies = ["nothing", "north: south: behind: left", "right"]
-    for number, reply in enumerate(replies):
-        (message,) = observation.messages
-        turns.append((message.role, (np.asarray(message.images[0]), message.text), reply))
-        ids = np.concatenate([ids, [*processor.tokenizer(reply)["input_ids"], codec.end_of_turn_id]])
-        observation = env.step(reply)[0]
-        if number + 1 < len(replies):
-            ids = np.concatenate([ids, codec.encode_continuation(observation.messages, ended=True).token_ids])
-    assert [text for _, (_, text), _ in turns] == [rooms.QUESTION, rooms.REMINDER, rooms.QUESTION]
-    example = encoder.encode_chat(turns)
-    image = codec.image_token_id
-    single = [token for k, token in enumerate(example.token_ids) if token != image or example.token_ids[k - 1] != image]
-    assert single == ids.tolist()
-    assert example.grids == ((1, 4, 4),) * 3
-
-
 def test_a_turn_is_short_and_fits_the_budgets(processor: Any) -> None:
     run = load_config(CONFIG)
     assert [len(processor.tokenizer.tokenize(word)) for word in WORDS] == [1, 1, 1]
@@ -151,26 +127,6 @@ def test_a_turn_is_short_and_fits_the_budgets(processor: Any) -> None:
 
 
 # --- the warm start
-
-
-def test_the_warm_start_depends_on_its_seed_alone(processor: Any, encoder: DialogueEncoder) -> None:
-    losses = []
-    for seed in (0, 0, 1):
-        model = tiny.build_model(0, processor.tokenizer, "minigrid")
-        losses.append(roamer.warm_start(model, encoder, seed, steps=2, batch=8))
-    assert losses[0] == losses[1] != losses[2]
-    assert 0 <= roamer.perception_accuracy(model, encoder, 20) < 0.6
-    probabilities = roamer.word_probabilities(model, encoder, [ROOM])
-    assert probabilities.shape == (1, 3) and (probabilities > 0).all() and probabilities.sum() == pytest.approx(1)
-
-
-def test_the_variant_is_built_and_cached_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RL_VLM_CACHE", str(tmp_path))
-    monkeypatch.setattr(roamer, "STEPS", 1)
-    monkeypatch.setattr(roamer, "log_accuracy", lambda *_: None)
-    folder = resolve_model("tiny-minigrid")
-    assert folder.name.startswith("tiny-minigrid-0-") and (folder / "model.safetensors").is_file()
-    assert resolve_model("tiny-minigrid") == folder
 
 
 def test_without_minigrid_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rl_vlm.chat import ChatCodec
-from rl_vlm.models.loading import resolve_model
-from rl_vlm.models.supervised import DialogueEncoder
-from rl_vlm.types import EncodedImage
-from rl_vlm.zoo.geospot import spotter, world
+from rl_vlm.zoo.geospot import world
 from rl_vlm.zoo.geospot.answer import parse_answer
-from rl_vlm.zoo.geospot.environment import BRIEF, GeoSpotEnv
-from rl_vlm.zoo.geospot.gazetteer import open_gazetteer
+from rl_vlm.zoo.geospot.environment import BRIEF
 from rl_vlm.zoo.geospot.lesson import GRID, cell, draw_spot, random_answer, vocabulary
-from rl_vlm.zoo.geospot.spotter import cell_accuracy, warm_start
 from rl_vlm.zoo.tiny import model as tiny
 
 
@@ -84,42 +77,7 @@ def test_no_test_map_is_shown() -> None:
     assert len(shown) > 1000 and len(test) > 50 and not shown & test
 
 
-def test_it_is_asked_as_it_was_taught(processor: Any) -> None:
-    observation, _ = GeoSpotEnv(prompt="brief", countries=8, cities=1).reset(options={"index": 0})
-    image, question = observation.messages[0].parts
-    assert isinstance(image, EncodedImage)
-    codec = ChatCodec(processor.tokenizer, processor.chat_template, processor.image_token)
-    prompt = codec.encode_prompt(observation.messages).token_ids
-    encoder = DialogueEncoder.from_processor(processor)
-    example = encoder.encode_turn((np.asarray(image.to_pil()), str(question)), "5 3")
-    ids = [
-        token
-        for k, token in enumerate(example.token_ids)
-        if token != codec.image_token_id or example.token_ids[k - 1] != codec.image_token_id
-    ]
-    assert ids[: len(prompt)] == prompt.tolist()
-
-
 def test_an_answer_is_short(processor: Any) -> None:
     rng = np.random.default_rng(3)
     assert len(processor.tokenizer) == 490
     assert max(len(processor.tokenizer.tokenize(random_answer(rng))) for _ in range(300)) <= 60
-
-
-def test_the_warm_start_depends_on_its_seed_alone(processor: Any) -> None:
-    encoder = DialogueEncoder.from_processor(processor)
-    losses = []
-    for seed in (0, 0, 1):
-        model = tiny.build_model(0, processor.tokenizer, "geospot")
-        losses.append(warm_start(model, encoder, seed, steps=3, batch=8))
-    assert losses[0] == losses[1] != losses[2]
-    assert 0 <= cell_accuracy(model, encoder, 20) < 0.5
-
-
-def test_the_variant_is_built_and_cached_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_gazetteer()  # from the machine's own cache
-    monkeypatch.setenv("RL_VLM_CACHE", str(tmp_path))
-    monkeypatch.setattr(spotter, "STEPS", 1)
-    monkeypatch.setattr(spotter, "log_accuracy", lambda *_: None)
-    folder = resolve_model("tiny-geospot")
-    assert folder.name.startswith("tiny-geospot-0-") and (folder / "model.safetensors").is_file()

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rl_vlm.chat import ChatCodec
-from rl_vlm.models.loading import resolve_model
-from rl_vlm.models.supervised import DialogueEncoder
 from rl_vlm.types import EncodedImage, Message
-from rl_vlm.zoo.gridwalk import data, walker
+from rl_vlm.zoo.gridwalk import data
 from rl_vlm.zoo.gridwalk.data import MOVES, Difficulty, Grid, grid_item
-from rl_vlm.zoo.gridwalk.environment import GridWalkEnv, parse_move
+from rl_vlm.zoo.gridwalk.environment import parse_move
 from rl_vlm.zoo.gridwalk.lesson import described, draw_walk, kind_of, random_question
-from rl_vlm.zoo.gridwalk.walker import move_probabilities, perception_accuracy, warm_start
 from rl_vlm.zoo.tiny import model as tiny
 
 GRID = Grid.parse("..#.", ".A.O", "#O.G", "....")
@@ -101,54 +97,6 @@ def test_no_test_grid_is_shown() -> None:
 # --- how it is asked
 
 
-def test_a_walk_is_encoded_as_the_environment_asks(processor: Any, encoder: DialogueEncoder) -> None:
-    """Every token and every patch of an episode equals that of the dialogue that the warm start would make of it."""
-    codec = ChatCodec(processor.tokenizer, processor.chat_template, processor.image_token)
-    env = GridWalkEnv(prompt="brief")
-    observation, _ = env.reset(options={"index": 1})
-    ids, turns, images = codec.encode_prompt(observation.messages).token_ids, [], list(observation.messages[0].images)
-    moves = ["north", *[grid_moves[0] for grid_moves in _path(env)]][:3]
-    for number, move in enumerate(moves):
-        (message,) = observation.messages
-        image = message.images[0]
-        assert isinstance(image, EncodedImage)
-        turns.append((message.role, (np.asarray(image.to_pil()), message.text), move))
-        reply = [*processor.tokenizer(move)["input_ids"], codec.end_of_turn_id]
-        ids = np.concatenate([ids, np.array(reply, dtype=np.int32)])
-        observation = env.step(move)[0]
-        if number + 1 < len(moves):
-            span = codec.encode_continuation(observation.messages, ended=True)
-            ids, images = np.concatenate([ids, span.token_ids]), [*images, *span.images]
-    example = encoder.encode_chat(turns)
-    single = [
-        token
-        for k, token in enumerate(example.token_ids)
-        if token != codec.image_token_id or example.token_ids[k - 1] != codec.image_token_id
-    ]
-    assert single == ids.tolist()
-    assert len(example.grids) == 3
-    chat = [m for role, parts, reply in turns for m in _messages(role, parts, reply)]
-    expected = processor.apply_chat_template(chat, tokenize=True, return_dict=True, return_tensors="pt")
-    assert expected["pixel_values"].numpy().tobytes() == example.patches.tobytes()
-    assert expected["input_ids"][0, : len(example.token_ids)].tolist() == example.token_ids.tolist()
-
-
-def _path(env: GridWalkEnv) -> list[tuple[str, ...]]:
-    grid, found = env._grid, []
-    assert grid is not None
-    while grid.agent != grid.goal:
-        found.append(grid.best_moves())
-        grid = grid.moved(found[-1][0])
-    return found
-
-
-def _messages(role: str, parts: tuple[np.ndarray, str], reply: str) -> list[dict[str, Any]]:
-    from PIL import Image
-
-    content = [{"type": "image", "image": Image.fromarray(parts[0])}, {"type": "text", "text": parts[1]}]
-    return [{"role": role, "content": content}, {"role": "assistant", "content": reply}]
-
-
 def test_a_move_is_one_token_and_a_turn_is_short(processor: Any) -> None:
     assert [len(processor.tokenizer.tokenize(move)) for move in MOVES] == [1, 1, 1, 1]
     assert len(processor.tokenizer) == 490
@@ -163,26 +111,3 @@ def test_other_variants_keep_their_tokenizer(processor: Any) -> None:
     assert (
         plain.get_vocab() == tiny.build_processor("labeller").tokenizer.get_vocab() != processor.tokenizer.get_vocab()
     )
-
-
-# --- the warm start
-
-
-def test_the_warm_start_depends_on_its_seed_alone(processor: Any, encoder: DialogueEncoder) -> None:
-    losses = []
-    for seed in (0, 0, 1):
-        model = tiny.build_model(0, processor.tokenizer, "gridwalk")
-        losses.append(warm_start(model, encoder, seed, steps=3, batch=8))
-    assert losses[0] == losses[1] != losses[2]
-    assert 0 <= perception_accuracy(model, encoder, 20) < 0.6
-    probabilities = move_probabilities(model, encoder, [GRID])
-    assert probabilities.shape == (1, 4) and (probabilities > 0).all() and probabilities.sum() == pytest.approx(1)
-
-
-def test_the_variant_is_built_and_cached_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RL_VLM_CACHE", str(tmp_path))
-    monkeypatch.setattr(walker, "STEPS", 1)
-    monkeypatch.setattr(walker, "log_accuracy", lambda *_: None)
-    folder = resolve_model("tiny-gridwalk")
-    assert folder.name.startswith("tiny-gridwalk-0-") and (folder / "model.safetensors").is_file()
-    assert resolve_model("tiny-gridwalk") == folder

@@ -1,10 +1,9 @@
-"""The tiny model's warm start: what it teaches, how dialogues are encoded, and the "can it see?" test."""
+"""The tiny model's warm start: what it teaches, how dialogues are encoded."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,12 @@ from PIL import Image
 from rl_vlm.envs.tools import parse_tool_call
 from rl_vlm.models.supervised import DialogueEncoder, collate, token_logprobs
 from rl_vlm.models.vision import fast_vision
+from rl_vlm.zoo import drawing
 from rl_vlm.zoo.geo3k.dialogues import GeometryDialogues
 from rl_vlm.zoo.shapes import data
 from rl_vlm.zoo.shapes.environment import parse_answer, parse_call
 from rl_vlm.zoo.shapes.lesson import NUMBER_ODDS, SECOND_TURN_SHARE, perception_dialogue, target_dialogue
-from rl_vlm.zoo.shapes.sight import accuracy, choice_logprobs, sampled_accuracy, sees
 from rl_vlm.zoo.tiny import model as tiny
-from rl_vlm.zoo.tiny.warmstart import encode_dialogue
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -59,7 +57,7 @@ def test_an_encoded_dialogue_equals_the_processors_and_the_models_own_encoding(m
                 content.insert(0, {"type": "image", "image": Image.fromarray(dialogue.images[0])})
             chat += [{"role": item.role, "content": content}, {"role": "assistant", "content": item.reply}]
         expected = processor.apply_chat_template(chat, tokenize=True, return_dict=True, return_tensors="pt")
-        example = encode_dialogue(encoder, dialogue)
+        example = encoder.encode_chat(dialogue.turns)
         length = len(example.token_ids)
         assert expected["input_ids"][0].tolist()[:length] == example.token_ids.tolist()
         assert expected["pixel_values"].numpy().tobytes() == example.patches.tobytes()
@@ -76,7 +74,7 @@ def test_an_encoded_dialogue_equals_the_processors_and_the_models_own_encoding(m
 def test_batched_log_probabilities_equal_those_of_a_plain_forward(model: Any, processor: Any) -> None:
     rng = np.random.default_rng(1)
     encoder = DialogueEncoder.from_processor(processor)
-    examples = [encode_dialogue(encoder, target_dialogue(rng)) for _ in range(6)]
+    examples = [encoder.encode_chat(target_dialogue(rng).turns) for _ in range(6)]
     with torch.no_grad():
         batched = token_logprobs(model, *collate(examples, encoder.pad_token_id))
         for row, example in enumerate(examples):
@@ -93,13 +91,13 @@ def test_batched_log_probabilities_equal_those_of_a_plain_forward(model: Any, pr
             torch.testing.assert_close(batched[row, 1 : ids.shape[1]], expected, atol=1e-4, rtol=0)
 
 
-def test_thefast_vision_tower_has_the_gradients_of_the_plain_one(processor: Any, tmp_path: Path) -> None:
+def test_the_fast_vision_tower_has_the_gradients_of_the_plain_one(processor: Any) -> None:
     model = tiny.build_model(0, processor.tokenizer)
     encoder = DialogueEncoder.from_processor(processor)
     rng = np.random.default_rng(2)
-    equal_sizes = [encode_dialogue(encoder, target_dialogue(rng)) for _ in range(3)]
-    mixed = [*equal_sizes, encode_dialogue(encoder, GeometryDialogues(tmp_path, 0).draw(rng))]
-    mixed.append(encoder.encode([np.zeros((96, 32, 3), dtype=np.uint8)], [("user", "a", "b")]))
+    equal_sizes = [encoder.encode_chat(target_dialogue(rng).turns) for _ in range(3)]
+    mixed = [*equal_sizes, encoder.encode_chat(GeometryDialogues(0).draw(rng).turns)]
+    mixed.append(encoder.encode_turn((np.zeros((96, 32, 3), dtype=np.uint8), "a"), "b"))
 
     def gradients(examples: list[Any]) -> torch.Tensor:
         model.zero_grad()
@@ -128,7 +126,7 @@ def test_target_questions_are_answered_at_random() -> None:
         assert given in data.NUMBERS
         answers[f"{given}"] += 1
         if "How many" in first.text:
-            painted = (dialogue.images[0] != data.BACKGROUND).any(-1)
+            painted = (dialogue.images[0] != drawing.BACKGROUND).any(-1)
             count = sum(painted[r : r + 32, c : c + 32].any() for r in (0, 32) for c in (0, 32))
             right += given == str(count)
             tried_again += len(dialogue.exchanges) == 2
@@ -144,11 +142,11 @@ def test_perception_questions_are_answered_in_the_form_of_the_environment() -> N
     rng = np.random.default_rng(4)
     for _ in range(50):
         (exchange,) = perception_dialogue(rng).exchanges
-        assert parse_answer(exchange.reply) in {*data.COLOURS, *data.CORNERS, "yes", "no"}
+        assert parse_answer(exchange.reply) in {*drawing.COLOURS, *drawing.CORNERS, "yes", "no"}
 
 
-def test_geometry_dialogues_hold_well_formed_calls_over_several_turns(tmp_path: Path) -> None:
-    geometry = GeometryDialogues(tmp_path, 0)
+def test_geometry_dialogues_hold_well_formed_calls_over_several_turns() -> None:
+    geometry = GeometryDialogues(0)
     rng = np.random.default_rng(5)
     turns: Counter[int] = Counter()
     calls = right = 0
@@ -163,30 +161,3 @@ def test_geometry_dialogues_hold_well_formed_calls_over_several_turns(tmp_path: 
             right += "is right" in exchange.text
     assert set(turns) == {1, 2, 3} and min(turns.values()) > 10
     assert 0.05 < right / calls < 0.25
-
-
-# --- sight
-
-
-def test_a_model_that_has_learned_nothing_does_not_see(model: Any, processor: Any) -> None:
-    report = sees(model, DialogueEncoder.from_processor(processor), num_questions=40)
-    assert not report.sees
-    assert 0.2 < report.chance < 0.5
-
-
-def test_the_log_probability_of_a_choice_is_that_of_its_whole_turn(model: Any, processor: Any) -> None:
-    encoder = DialogueEncoder.from_processor(processor)
-    question, pixels = data.perception_question(data.stable_rng(0))
-    (values,) = choice_logprobs(model, encoder, [pixels], [question])
-    for value, choice in zip(values, question.choices, strict=True):
-        example = encoder.encode([pixels], [("user", question.text, f"<answer>{choice}</answer>")])
-        with torch.no_grad():
-            alone = token_logprobs(model, *collate([example], 0)).sum()
-        assert value == pytest.approx(float(alone), abs=1e-4)
-
-
-def test_accuracies_by_hand() -> None:
-    questions = [data.Question("count", "?", "2", ("1", "2")), data.Question("count", "?", "1", ("1", "2"))]
-    logprobs = [np.log([0.3, 0.6]), np.log([0.1, 0.4])]
-    assert accuracy(logprobs, questions) == 0.5
-    assert sampled_accuracy(logprobs, questions) == pytest.approx((0.6 + 0.1) / 2)

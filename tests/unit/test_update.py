@@ -10,6 +10,7 @@ import pytest
 import torch
 from core_support import (
     adapted_policy,
+    batch_of,
     conversation,
     picture,
     plain_model,
@@ -21,12 +22,13 @@ from core_support import (
 from policy_loop import Loop, check_agreement
 from torch import Tensor
 
-from rl_vlm.learning.batching import Minibatch
-from rl_vlm.learning.learner import make_optimizer, make_updater, optimizer_step
+from rl_vlm.learning.batching import MicroBatch
+from rl_vlm.learning.messages import UpdateBatch
 from rl_vlm.learning.module import PolicyModel
+from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.strategies.replicated import SingleProcess, gradient_vector, set_gradients
-from rl_vlm.learning.update import linear_schedule
+from rl_vlm.learning.update import linear_schedule, make_updater
 from rl_vlm.types import StopReason
 
 # --- engine and learner
@@ -57,45 +59,45 @@ def loop(tiny_folder: Path) -> Any:
     loop.close()
 
 
-def values(loop: Loop, minibatch: Any) -> list[Tensor]:
+def values(loop: Loop, micro_batches: list[MicroBatch]) -> list[Tensor]:
     with torch.no_grad():
-        return [loop.updater.logprobs(micro)[0] for micro in minibatch.micro_batches]
+        return [loop.updater.logprobs(micro)[0] for micro in micro_batches]
 
 
 def test_the_ratio_is_exactly_one_until_the_weights_change(loop: Loop) -> None:
     """Also where the old log-probabilities come from a pass of their own, without a graph."""
-    packed = loop.updater.pack(loop.minibatches(loop.sample(4)))
+    packed = loop.updater.pack(loop.batch(loop.sample(4)))
     stats = UpdateStats()
     for minibatch in packed:
-        assert minibatch.micro_batches
-        for number in range(len(minibatch.micro_batches)):
-            loop.updater.loss(minibatch, number, stats)
-    assert packed[0].old[0] is not None
+        assert minibatch
+        for micro in minibatch:
+            loop.updater.loss(micro, stats)
+    assert packed[0][0].old is not None
     assert (stats.ratio_max, stats.clipped, stats.approx_kl, stats.first_ratio_error) == (1.0, 0.0, 0.0, 0.0)
 
 
 def test_old_logprobs_are_those_before_the_first_step(loop: Loop) -> None:
-    packed = loop.updater.pack(loop.minibatches(loop.sample(4)))
+    packed = loop.updater.pack(loop.batch(loop.sample(4)))
     before = [values(loop, minibatch) for minibatch in packed]
     first, second = UpdateStats(), UpdateStats()
-    loop.step(packed[0], loop.updater.loss, first)
-    loop.step(packed[1], loop.updater.loss, second)
+    loop.step(packed[0], first)
+    loop.step(packed[1], second)
     assert (first.ratio_max, first.clipped, first.approx_kl) == (1.0, 0.0, 0.0)
     assert second.ratio_max > 1.001
     for minibatch, expected in zip(packed, before, strict=True):
-        for old, value in zip(minibatch.old, expected, strict=True):
-            assert old is not None
-            assert torch.equal(old, value)
-            assert not old.requires_grad
+        for micro, value in zip(minibatch, expected, strict=True):
+            assert micro.old is not None
+            assert torch.equal(micro.old, value)
+            assert not micro.old.requires_grad
 
 
 def test_further_epochs_compare_with_the_same_old_policy(loop: Loop) -> None:
-    packed = loop.updater.pack(loop.minibatches(loop.sample(4), count=1))
+    packed = loop.updater.pack(loop.batch(loop.sample(4), count=1))
     before = values(loop, packed[0])
     for epoch in range(3):
         stats = UpdateStats()
         now = values(loop, packed[0])
-        loop.step(packed[0], loop.updater.loss, stats)
+        loop.step(packed[0], stats)
         expected = max(float((new - old).exp().max()) for new, old in zip(now, before, strict=True))
         assert stats.ratio_max == pytest.approx(expected, rel=1e-6)
         assert (stats.ratio_max == 1.0) is (epoch == 0)
@@ -115,27 +117,26 @@ def test_a_forward_pass_that_does_not_repeat_itself_shows_in_the_ratio(
         return value + 0.01 * passes, entropy
 
     monkeypatch.setattr(loop.updater, "logprobs", unsteady)
-    packed = loop.updater.pack(loop.minibatches(loop.sample(4)))
+    packed = loop.updater.pack(loop.batch(loop.sample(4)))
     stats = UpdateStats()
     for minibatch in packed:
-        for number in range(len(minibatch.micro_batches)):
-            loop.updater.loss(minibatch, number, stats)
+        for micro in minibatch:
+            loop.updater.loss(micro, stats)
     assert stats.ratio_max > 1.001
 
 
 def test_importance_weights_correct_from_the_engine_to_the_old_policy(loop: Loop) -> None:
     """Behaviour log-probabilities that are off by log 1.5 scale the gradient by 1.5, and by the cap at most."""
-    samples = loop.minibatches(loop.sample(2), count=1)
+    batch = loop.batch(loop.sample(2), count=1)
 
     def gradient(shift: float) -> Tensor:
-        for group in samples[0].groups:
-            for sample in group:
-                mask = sample.trajectory.loss_mask
-                sample.trajectory.logprobs[mask] -= np.float32(shift)
+        for group in batch.minibatches[0].groups:
+            for trajectory in group:
+                trajectory.logprobs[trajectory.loss_mask] -= np.float32(shift)
         loop.policy.model.zero_grad(set_to_none=True)
-        (packed,) = loop.updater.pack(samples)
-        for number in range(len(packed.micro_batches)):
-            loop.updater.loss(packed, number, UpdateStats()).backward()
+        (packed,) = loop.updater.pack(batch)
+        for micro in packed:
+            loop.updater.loss(micro, UpdateStats()).backward()
         return gradient_vector(loop.policy.parameters)
 
     plain = gradient(0.0)
@@ -153,22 +154,21 @@ def flat(policy: PolicyModel) -> Tensor:
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_skips_the_step(loop: Loop, poison: float) -> None:
-    packed = loop.updater.pack(loop.minibatches(loop.sample(4)))
+    packed = loop.updater.pack(loop.batch(loop.sample(4)))
     good = UpdateStats()
-    loop.step(packed[0], loop.updater.loss, good)
+    loop.step(packed[0], good)
     before, moments = flat(loop.policy), loop.optimizer.state_dict()["state"]
     kept = {k: {name: tensor.clone() for name, tensor in fields.items()} for k, fields in moments.items()}
 
-    def poisoned(minibatch: Any, number: int, stats: UpdateStats) -> Tensor:
-        return loop.updater.loss(minibatch, number, stats) * poison
-
-    bad = UpdateStats()
-    loop.step(packed[1], poisoned, bad)
+    bad, weight = UpdateStats(), packed[1][0].weight
+    packed[1][0].weight = weight * np.float32(poison)
+    loop.step(packed[1], bad)
+    packed[1][0].weight = weight
     assert (bad.steps, bad.skipped_steps, bad.grad_norm) == (0, 1, 0.0)
     assert torch.equal(flat(loop.policy), before)
     after = loop.optimizer.state_dict()["state"]
     assert all(torch.equal(after[k][name], tensor) for k, fields in kept.items() for name, tensor in fields.items())
-    loop.step(packed[1], loop.updater.loss, bad)
+    loop.step(packed[1], bad)
     assert (bad.steps, bad.skipped_steps) == (1, 1)
     assert torch.isfinite(flat(loop.policy)).all()
     assert not torch.equal(flat(loop.policy), before)
@@ -177,13 +177,13 @@ def test_a_gradient_that_is_not_finite_skips_the_step(loop: Loop, poison: float)
 # --- the KL penalty and the entropy bonus
 
 
-def fixed_minibatch(folder: Path, advantage: float) -> Minibatch:
+def fixed_batch(folder: Path, advantage: float) -> UpdateBatch:
     rng = np.random.default_rng(7)
     image = picture(rng, 64, 32)
     members = [
         conversation(text_side(folder), rng, [image, "What?"], [4, 3], [["Again", picture(rng)]]) for _ in range(3)
     ]
-    return Minibatch([[train_sample(member, advantage, 0.1) for member in members]])
+    return batch_of([[train_sample(member, advantage, 0.1) for member in members]])
 
 
 def test_entropies_are_measured_where_they_are_asked_for(tiny_folder: Path) -> None:
@@ -191,8 +191,8 @@ def test_entropies_are_measured_where_they_are_asked_for(tiny_folder: Path) -> N
     for asked in (True, False):
         updater = make_updater(policy, run_config(tiny_folder, learner__log_entropy=asked))
         stats = UpdateStats()
-        (packed,) = updater.pack([fixed_minibatch(tiny_folder, 0.5)])
-        found.append((float(updater.loss(packed, 0, stats)), stats.metrics()["policy/entropy"]))
+        (packed,) = updater.pack(fixed_batch(tiny_folder, 0.5))
+        found.append((float(updater.loss(packed[0], stats)), stats.metrics()["policy/entropy"]))
     (expected, measured), (loss, left_out) = found
     assert loss == expected
     assert measured > 0 and np.isnan(left_out)
@@ -207,12 +207,11 @@ def kl_setup(folder: Path, estimator: str, scale: float, **dotted: Any) -> tuple
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_the_reference_of_the_kl_penalty_is_the_model_without_its_adapter(tiny_folder: Path, estimator: str) -> None:
     policy, updater = kl_setup(tiny_folder, estimator, scale=0.2)
-    minibatch, stats, expected = fixed_minibatch(tiny_folder, advantage=0.0), UpdateStats(), 0.0
-    (packed,) = updater.pack([minibatch])
-    loss = sum(updater.loss(packed, number, stats) for number in range(len(packed.micro_batches)))
+    batch, stats, expected = fixed_batch(tiny_folder, advantage=0.0), UpdateStats(), 0.0
+    (packed,) = updater.pack(batch)
+    loss = sum(updater.loss(micro, stats) for micro in packed)
     base = plain_model(tiny_folder)
-    for sample in minibatch.groups[0]:
-        trajectory = sample.trajectory
+    for trajectory in batch.minibatches[0].groups[0]:
         mask = torch.from_numpy(trajectory.loss_mask[1:])
         with torch.no_grad():
             new, reference = (
@@ -230,8 +229,8 @@ def test_a_fresh_adapter_has_no_divergence_at_all(tiny_folder: Path) -> None:
     settings = {"algorithm__kl_coef": 0.5}
     run = run_config(tiny_folder, **settings)
     updater, stats = make_updater(PolicyModel(tiny_folder, run), run), UpdateStats()
-    (packed,) = updater.pack([fixed_minibatch(tiny_folder, 1.0)])
-    updater.loss(packed, 0, stats)
+    (packed,) = updater.pack(fixed_batch(tiny_folder, 1.0))
+    updater.loss(packed[0], stats)
     assert stats.kl == 0.0
 
 
@@ -242,11 +241,11 @@ def test_the_entropy_bonus_raises_the_entropy(tiny_folder: Path) -> None:
     updater = make_updater(policy, run)
     strategy = SingleProcess()
     strategy.prepare(policy, make_optimizer(policy, run))
-    (packed,) = updater.pack([fixed_minibatch(tiny_folder, 0.0)])
+    (packed,) = updater.pack(fixed_batch(tiny_folder, 0.0))
     entropies = []
     for _ in range(5):
         stats = UpdateStats()
-        optimizer_step(strategy, packed, updater.loss, 1.0, stats)
+        updater.step(strategy, packed, 1.0, stats)
         assert stats.skipped_steps == 0
         entropies.append(stats.metrics()["policy/entropy"])
     assert np.all(np.diff(entropies) > 0)
@@ -268,12 +267,12 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(tiny_folder: Pat
             passes += 1
 
         policy.model.model.language_model.layers[0].self_attn.register_forward_pre_hook(count)
-        (packed,) = updater.pack([fixed_minibatch(tiny_folder, 1.0)])
+        (packed,) = updater.pack(fixed_batch(tiny_folder, 1.0))
         passes = 0
-        loss = updater.loss(packed, 0, UpdateStats())
+        loss = updater.loss(packed[0], UpdateStats())
         loss.backward()
         assert passes == (2 if checkpointing else 1)  # the layer is computed again on the way back
-        found.append((float(loss.detach()), packed.old[0], gradient_vector(policy.parameters)))
+        found.append((float(loss.detach()), packed[0].old, gradient_vector(policy.parameters)))
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])  # type: ignore[arg-type]
     assert torch.allclose(found[0][2], found[1][2], rtol=1e-5, atol=1e-7)

@@ -6,6 +6,7 @@ import time
 import pytest
 from PIL import Image
 
+from rl_vlm import frames
 from rl_vlm.envs import wire
 from rl_vlm.types import EncodedImage, Message, Observation
 
@@ -15,7 +16,7 @@ def pipes():
     """(channel, fd that feeds it)."""
     read_fd, feed = os.pipe()
     drain, write_fd = os.pipe()
-    channel = wire.Channel(read_fd, write_fd)
+    channel = frames.Channel(read_fd, write_fd)
     yield channel, feed
     channel.close()
     for fd in (feed, drain):
@@ -40,7 +41,7 @@ def pipes():
 def test_nonsense_is_no_frame(pipes, frame):
     channel, feed = pipes
     os.write(feed, frame)
-    with pytest.raises(wire.FrameError):
+    with pytest.raises(frames.FrameError):
         channel.receive(timeout_s=5)
 
 
@@ -52,7 +53,7 @@ def test_half_a_frame_times_out_and_an_end_is_an_end(pipes):
         channel.receive(timeout_s=0.1)
     assert time.monotonic() - started < 30
     os.close(feed)
-    with pytest.raises(wire.PeerGoneError):
+    with pytest.raises(frames.PeerGoneError):
         channel.receive(timeout_s=5)
 
 
@@ -63,5 +64,5 @@ def test_an_observation_survives_the_wire():
     unpacked = wire.unpack_observation(packed, blobs)
     assert unpacked.messages[0].parts == ("a", EncodedImage.from_pil(picture), "b")
     assert unpacked.messages[1] == observation.messages[1]
-    with pytest.raises(wire.FrameError):
+    with pytest.raises(frames.FrameError):
         wire.unpack_observation(packed, [])

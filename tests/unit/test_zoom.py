@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from gymnasium.utils.env_checker import check_env
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -23,9 +21,9 @@ import rl_vlm
 from rl_vlm.envs.base import StepResult, VisionEnv
 from rl_vlm.envs.rows import BadRowError
 from rl_vlm.envs.tools import ToolCallError
-from rl_vlm.rollout.env_metrics import declared_figures
-from rl_vlm.types import EncodedImage, Message, Observation, UserInputError
-from rl_vlm.zoo.shapes.data import COLOURS, CORNERS
+from rl_vlm.rollout.env_metrics import declared_metrics
+from rl_vlm.types import EncodedImage, Message, UserInputError
+from rl_vlm.zoo.drawing import COLOURS, CORNERS
 from rl_vlm.zoo.zoom.crops import QUADRANTS, Crop, cut, overview, read_crop
 from rl_vlm.zoo.zoom.data import PATTERNS, RED, WHITE, FlagScene, flag_item, random_scene, render_scene
 
@@ -283,7 +281,7 @@ def test_calls_per_easy_and_hard_item_are_figures_of_a_run() -> None:
 
     zooms = ("zoom top left", "zoom top right")
     episodes = [Episode(played(env, index, *zooms[: 2 * (index % 2)], "rows")[-1]) for index in range(20)]
-    figures = declared_figures(type(env).metrics, episodes)
+    figures = declared_metrics(type(env).metrics, episodes)
     assert figures == {
         "env/calls": 1.0, "env/call_errors": 0.0, "env/calls_easy": 0.0, "env/calls_hard": 2.0, "env/correct_easy": 0.2,
         "env/correct_hard": 0.2,
@@ -322,23 +320,3 @@ def test_a_row_that_cannot_be_used_is_named(wrong: dict[str, Any], tmp_path: Pat
     data = write_rows(tmp_path, [{"image": png(), "question": "What?", "answer": "this", **wrong}])
     with pytest.raises(BadRowError, match="row 0"):
         opened(0, data=data)
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"view_size": 63}, {"view_size": 100}, {"zoom": 3}, {"zoom": 1}, {"call_cost": -0.1}, {"call_cost": float("nan")}, {"call_cost": True},
-        {"max_turns": 1}, {"prompt": "none"}, {"seed": "a"}, {"num_train": 0}, {"colour": "red"},
-    ],
-)  # fmt: skip
-def test_a_wrong_argument_is_a_user_error_that_names_it(kwargs: dict[str, object]) -> None:
-    with pytest.raises(UserInputError, match=next(iter(kwargs))):
-        rl_vlm.make("Zoom-v0", **kwargs)
-
-
-def test_gymnasium_finds_nothing_wrong() -> None:
-    env = rl_vlm.make("Zoom-v0")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning)  # gymnasium knows no space of texts and pictures
-        check_env(env, skip_render_check=True)
-    assert isinstance(env.reset(seed=1)[0], Observation)

@@ -1,6 +1,6 @@
 """An environment in another process or on another machine, over HTTP: `RemoteEnv("http://host:port")`.
 
-The other side is `rl-vlm envs serve ID` (see `http/env_server.py`). Requests and replies are frames (see `wire`), never
+The other side is `rl-vlm envs serve ID` (see `http/env_server.py`). Requests and replies are frames (see `frames`), never
 pickle. Every request has a number, and one that arrives again is answered as before: a connection that breaks may be
 opened again without a step being made twice.
 """
@@ -15,10 +15,10 @@ import httpx
 
 from rl_vlm.envs import wire
 from rl_vlm.envs.adapters.address import TOKEN_VARIABLE, base_url, check_seconds, is_loopback, token_header
-from rl_vlm.envs.base import Info, StepResult, VisionEnv
-from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_metrics, check_reset, check_step
+from rl_vlm.envs.apart import EnvClient, EnvLostError, raise_error
+from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_metrics
 from rl_vlm.envs.images import ImageError, decode
-from rl_vlm.envs.worker import Reply, raise_error
+from rl_vlm.frames import Frame, FrameError, pack_frame, unpack_frame
 from rl_vlm.safe_text import excerpt
 from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
 
@@ -30,7 +30,7 @@ _CLOSE_S = 2.0  # that the end of a session is waited for
 _BUSY = (408, 429, 502, 503)  # the server, or a proxy before it, will answer later
 
 
-class RemoteEnv(VisionEnv):
+class RemoteEnv(EnvClient):
     """A VisionEnv behind an HTTP address. Each instance has a session, an environment of its own on the server.
 
     address: "http://host:port" or "host:port". timeout_s: deadline of one call of the environment.
@@ -67,25 +67,6 @@ class RemoteEnv(VisionEnv):
         """See VisionEnv; asked for once."""
         return self._sizes[split]
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-        """See VisionEnv. Where the server has lost the session, a new one is opened."""
-        super().reset(seed=seed)
-        request = {"op": "reset", "seed": seed, "options": options}
-        if self._session is None:
-            self._open()
-        try:
-            reply, blobs = self._call(request)
-        except SessionLostError:
-            self._open()
-            reply, blobs = self._call(request)
-        return check_reset((_observation(reply, blobs), reply.get("info")))
-
-    def step(self, action: str) -> StepResult:
-        """See VisionEnv."""
-        reply, blobs = self._call({"op": "step", "action": action})
-        flags = (reply.get("reward"), reply.get("terminated"), reply.get("truncated"), reply.get("info"))
-        return check_step((_observation(reply, blobs), *flags))
-
     def close(self) -> None:
         """End the session, if the server can be told."""
         if self._session is not None:
@@ -96,7 +77,7 @@ class RemoteEnv(VisionEnv):
         """Forget the session, and tell the server, which else keeps an environment for it. It may not answer."""
         request, self._session = {"op": "close", "session": self._session}, None
         with suppress(EnvError, UserInputError, httpx.TransportError):
-            self._send(wire.pack_frame(request, []), min(_CLOSE_S, self._timeout_s))
+            self._send(pack_frame(request, []), min(_CLOSE_S, self._timeout_s))
 
     def _open(self) -> None:
         reply, _ = self._post({"op": "open"}, self._retry_s)
@@ -111,13 +92,16 @@ class RemoteEnv(VisionEnv):
             self._end_session()
             raise EnvCrashError(f"{self._url} does not answer as an environment does ({error}).") from error
 
-    def _call(self, request: dict[str, Any]) -> Reply:
+    def _is_open(self) -> bool:
+        return self._session is not None
+
+    def _ask(self, request: dict[str, Any]) -> Frame:
         if self._session is None:
             raise EnvCrashError(f"{self._url}: the session is gone; call reset() for a new one.")
         self._number += 1
         try:
             reply = self._post({**request, "session": self._session, "number": self._number}, self._retry_s)
-        except SessionLostError:
+        except EnvLostError:
             self._session = None
             raise
         except (EnvTimeoutError, EnvCrashError):
@@ -126,9 +110,12 @@ class RemoteEnv(VisionEnv):
         raise_error(reply[0], f"{self._url}: {request['op']}")
         return reply
 
-    def _post(self, request: dict[str, Any], retry_s: float) -> Reply:
+    def _observation(self, reply: dict[str, Any], blobs: list[bytes]) -> Observation:
+        return checked_observation(reply, blobs)
+
+    def _post(self, request: dict[str, Any], retry_s: float) -> Frame:
         """Send a request, again and again while the server cannot be reached or is busy."""
-        body = wire.pack_frame(request, [])
+        body = pack_frame(request, [])
         started, pause = time.monotonic(), _FIRST_PAUSE_S
         while True:
             try:
@@ -141,8 +128,8 @@ class RemoteEnv(VisionEnv):
                 status, data = 0, f"{type(error).__name__}: {error}".encode()
             if status == 200:
                 try:
-                    return wire.unpack_frame(data)
-                except wire.FrameError as error:
+                    return unpack_frame(data)
+                except FrameError as error:
                     raise EnvCrashError(f"{self._url} does not answer as an environment does ({error}).") from error
             reason = excerpt(data[:5000].decode(errors="replace"), 300)
             if status not in (0, *_BUSY):
@@ -164,17 +151,13 @@ class RemoteEnv(VisionEnv):
             return response.status_code, b"".join(pieces)
 
 
-class SessionLostError(EnvCrashError):
-    """The server does not know the session: it was started again, or ended a session that was not used."""
-
-
 def _refusal(url: str, status: int, reason: str) -> Exception:
     if status in (401, 403):
         return UserInputError(
             f"{url} refuses the token ({reason}): set the variable that env.kwargs.token_variable names."
         )
     if status == 410:
-        return SessionLostError(f"{url}: the session is gone; call reset() for a new one.")
+        return EnvLostError(f"{url}: the session is gone; call reset() for a new one.")
     return EnvCrashError(f"{url} answered with status {status} ({reason}).")
 
 
@@ -189,14 +172,14 @@ def _unanswered(url: str, status: int, reason: str, seconds: float) -> EnvCrashE
     )
 
 
-def _observation(reply: dict[str, Any], blobs: list[bytes]) -> Observation:
+def checked_observation(reply: dict[str, Any], blobs: list[bytes]) -> Observation:
     """The observation of a reply, its images decoded and encoded again: they come from elsewhere."""
     if len(blobs) > MAX_IMAGES:
         raise EnvError(f"An observation has {len(blobs)} images, more than {MAX_IMAGES}.")
     try:
         shown = wire.unpack_observation(reply.get("messages"), blobs)
         return Observation(tuple(Message(one.role, tuple(map(_checked, one.parts))) for one in shown.messages))
-    except (wire.FrameError, ImageError) as error:
+    except (FrameError, ImageError) as error:
         raise EnvError(f"The server sent an observation that cannot be read: {error}.") from error
 
 

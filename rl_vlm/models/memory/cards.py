@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import CommonConfig, PolicyConfig
 from rl_vlm.models.memory.learner import OF_UPDATES, learner_parts, preference_learner_parts
 from rl_vlm.models.memory.parts import CUDA_CONTEXT, ELEMENT, GIB, Part
 from rl_vlm.models.memory.replica import KV, replica_parts, starved_replica
@@ -100,22 +100,21 @@ class MemoryPlan:
         }
 
 
-def plan_memory(run: RunConfig, shape: ModelShape, card: int | None) -> MemoryPlan:
+def plan_memory(run: CommonConfig, shape: ModelShape, card: int | None) -> MemoryPlan:
     """The plan for GPUs of `card` bytes each."""
-    learns_policy = run.spec.publishes_adapters
-    learner = learner_parts(run, shape) if learns_policy else preference_learner_parts()
+    learner = learner_parts(run, shape) if isinstance(run, PolicyConfig) else preference_learner_parts()
     kinds = {
         "replica": Process("replica", tuple(replica_parts(run, shape, card))),
         "learner": Process("learner", tuple(learner)),
     }
-    adapter, full = published_bytes(run, shape), run.model.train == "full"
+    adapter, full = published_bytes(run, shape), run.trains_full
     placed = [[kinds[kind] for kind in kinds_here] for kinds_here in place(run)]
     if not placed:
         # No process has a CUDA context, and the size of a GPU means nothing.
         host = [
             Process(kind, tuple(part for part in process.parts if part.name != "CUDA context"))
             for kind, process in kinds.items()
-            if kind == "learner" or run.spec.serves(run)
+            if kind == "learner" or run.serves
         ]
         return MemoryPlan(shape, [Card(host)], 0, adapter, full)
     cards: list[Card] = []
@@ -129,16 +128,16 @@ def plan_memory(run: RunConfig, shape: ModelShape, card: int | None) -> MemoryPl
     return MemoryPlan(shape, cards, len(placed), adapter, full, starved_replica(run, shape, card) if held else "")
 
 
-def published_bytes(run: RunConfig, shape: ModelShape) -> int:
+def published_bytes(run: CommonConfig, shape: ModelShape) -> int:
     """Of one version in the object store; 0 for a run that publishes none."""
-    if not run.spec.publishes_adapters:
+    if not isinstance(run, PolicyConfig):
         return 0
-    if run.model.train == "full":
+    if run.trains_full:
         return shape.parameters * ELEMENT[run.published_dtype]
     return 4 * shape.lora_parameters(run.model.lora.rank, run.model.lora.target_modules)
 
 
-def place(run: RunConfig) -> list[list[str]]:
+def place(run: CommonConfig) -> list[list[str]]:
     """The kinds of processes on each GPU, as Ray places them on one node: replicas first, each where it first fits."""
     free: list[float] = []
     placed: list[list[str]] = []
@@ -159,17 +158,17 @@ def place(run: RunConfig) -> list[list[str]]:
     return placed
 
 
-def shares_gpu(run: RunConfig) -> bool:
+def shares_gpu(run: CommonConfig) -> bool:
     """Whether a replica and a learner are on one GPU."""
     return any(len(set(kinds)) > 1 for kinds in place(run))
 
 
-def driver_gpu(run: RunConfig) -> int:
+def driver_gpu(run: CommonConfig) -> int:
     """The number of the learners' first GPU where Ray gives the replicas the first ones."""
     return next((number for number, kinds in enumerate(place(run)) if "learner" in kinds), 0)
 
 
-def learner_fraction(run: RunConfig, card: int) -> float | None:
+def learner_fraction(run: CommonConfig, card: int) -> float | None:
     """The share of a GPU of `card` bytes that torch may allocate in a learner; None: no limit, it has the GPU to itself.
 
     Beside one replica of vLLM that is all that vLLM leaves; else the share that Ray was told. CUDA contexts come on top.
@@ -185,10 +184,10 @@ def learner_fraction(run: RunConfig, card: int) -> float | None:
     return max(share - CUDA_CONTEXT / card, 0.05)
 
 
-def _requests(run: RunConfig) -> Iterator[tuple[str, float]]:
+def _requests(run: CommonConfig) -> Iterator[tuple[str, float]]:
     """Kind and GPUs of every process that asks for some, replicas first."""
     kinds = {"replicas": "replica", "learners": "learner", "learner in the driver": "learner"}
-    for actors in run.spec.actors(run):
+    for actors in run.actors:
         if actors.gpus and actors.kind in kinds:
             for _ in range(actors.count):
                 yield kinds[actors.kind], actors.gpus

@@ -93,7 +93,7 @@ def _trained_whole(run: RunConfig, shape: ModelShape, element: int) -> list[Part
 
 def _head_parameters(run: RunConfig, shape: ModelShape) -> int:
     """Of the critic's head."""
-    if not run.spec.has_critic:
+    if run.critic is None:
         return 0
     width = run.critic.hidden
     return (shape.text.hidden + 1) * width + width + 1 if width else shape.text.hidden + 1
@@ -103,7 +103,7 @@ def _trained_lora(run: RunConfig, shape: ModelShape) -> Part:
     learner, lora = run.learner, run.model.lora
     adapter = shape.lora_parameters(lora.rank, lora.target_modules)
     trained = adapter + _head_parameters(run, shape)
-    if run.spec.has_critic:
+    if run.critic is not None:
         trained += adapter if run.critic.kind == "adapter" else 0
     moments = 2 if learner.optimizer == "adamw" else 0.1  # adafactor keeps sums over rows and columns
     kept = adapter if learner.ema_decay is not None else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import CommonConfig, PolicyConfig
 from rl_vlm.models.memory.learner import kept_between_updates
 from rl_vlm.models.memory.parts import (
     CUDA_CONTEXT,
@@ -19,6 +19,7 @@ from rl_vlm.models.memory.shape import ModelShape
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of LoRA: what vLLM has kernels for
 KV = "keys and values"
+_FREE_SHARE = 0.8  # of free memory that keys and values may take without a GPU
 _TAKEN = 0.92  # of a GPU on which replica and learner take turns: their other parts are estimates
 _GRAPHS = int(0.6 * GIB)  # CUDA graphs of vLLM, with LoRA: an estimate
 _LOGIT_COPIES = {
@@ -27,12 +28,12 @@ _LOGIT_COPIES = {
 }  # of float32 [rows, vocabulary] while a token is drawn, by their samplers
 
 
-def replica_parts(run: RunConfig, shape: ModelShape, card: int | None) -> list[Part]:
+def replica_parts(run: CommonConfig, shape: ModelShape, card: int | None) -> list[Part]:
     """The parts of one replica on one GPU of `card` bytes; None: the size is not known."""
     return _vllm(run, shape, card) if run.serving.expected_engine == "vllm" else _transformers(run, shape)
 
 
-def kv_cache_bytes(run: RunConfig, shape: ModelShape, card: int) -> int | None:
+def kv_cache_bytes(run: CommonConfig, shape: ModelShape, card: int) -> int | None:
     """What vLLM is told to take for keys and values on a GPU of `card` bytes; None: it measures by itself.
 
     It measures device-wide free memory, so what else loads on a shared card at that moment would count as its own. Below one
@@ -47,14 +48,30 @@ def kv_cache_bytes(run: RunConfig, shape: ModelShape, card: int) -> int | None:
     return max(_share(run, shape, card) - used, shape.kv_bytes_per_token(ELEMENT[run.model.dtype]))
 
 
-def _share(run: RunConfig, shape: ModelShape, card: int) -> int:
+def max_kv_tokens(run: CommonConfig, shape: ModelShape, card: int, free: int) -> int:
+    """Tokens whose keys and values a replica with the transformers engine has memory for: one full context at least.
+
+    card: bytes of its GPU, 0 without one; free: the replica's part of its machine's free memory, which counts without a GPU.
+    """
+    serving, per_token = run.serving, shape.kv_bytes_per_token(ELEMENT[run.model.dtype])
+    if serving.max_kv_gib is not None:
+        size = int(serving.max_kv_gib * GIB)
+    elif card:
+        other = sum(part.bytes for part in _transformers(run, shape) if part.name != KV)
+        size = int(serving.memory_utilization * card) - other
+    else:
+        size = int(_FREE_SHARE * free)
+    return max(size // per_token, serving.max_context)
+
+
+def _share(run: CommonConfig, shape: ModelShape, card: int) -> int:
     """What a replica may take of a GPU of `card` bytes: its share, or all that a learner leaves between updates, which takes turns with it."""
-    if run.serving.vllm.rest_while_learning:
+    if isinstance(run, PolicyConfig) and run.serving.vllm.rest_while_learning:
         return int(card * _TAKEN) - kept_between_updates(run, shape)
     return int(run.serving.memory_utilization * card)
 
 
-def starved_replica(run: RunConfig, shape: ModelShape, card: int | None) -> str:
+def starved_replica(run: CommonConfig, shape: ModelShape, card: int | None) -> str:
     """A sentence where vLLM's share of a GPU of `card` bytes leaves no room for one sample; empty where it does."""
     serving = run.serving
     if serving.expected_engine != "vllm" or card is None:
@@ -75,13 +92,13 @@ def starved_replica(run: RunConfig, shape: ModelShape, card: int | None) -> str:
     )
 
 
-def vllm_lora_parameters(run: RunConfig, shape: ModelShape) -> int:
+def vllm_lora_parameters(run: CommonConfig, shape: ModelShape) -> int:
     """Parameters that vLLM sets aside for adapters: all linear layers of the language model, at a rank that it has kernels for."""
     rank = next((rank for rank in VLLM_RANKS if rank >= run.max_lora_rank), run.max_lora_rank)
     return run.lora_slots * shape.lora_parameters(rank, "all")
 
 
-def _weights(run: RunConfig, shape: ModelShape, parallel: int = 1) -> Part:
+def _weights(run: CommonConfig, shape: ModelShape, parallel: int = 1) -> Part:
     element, quantization = ELEMENT[run.model.dtype], run.serving.quantization
     small = {"fp8": 1.0, "nf4": 0.5625}.get(quantization)  # bytes; NF4 with its scales
     quantized = shape.text.linear_parameters if small is not None else 0
@@ -91,7 +108,7 @@ def _weights(run: RunConfig, shape: ModelShape, parallel: int = 1) -> Part:
     return Part("weights", int(size) // parallel, f"{amount(shape.parameters)} in {precision}{shared}")
 
 
-def _vllm_adapters(run: RunConfig, shape: ModelShape) -> Part:
+def _vllm_adapters(run: CommonConfig, shape: ModelShape) -> Part:
     return Part(
         "adapters",
         vllm_lora_parameters(run, shape) * ELEMENT[run.model.dtype] // run.serving.vllm.tensor_parallel_size,
@@ -99,7 +116,7 @@ def _vllm_adapters(run: RunConfig, shape: ModelShape) -> Part:
     )
 
 
-def _vllm_fixed(run: RunConfig, shape: ModelShape) -> list[Part]:
+def _vllm_fixed(run: CommonConfig, shape: ModelShape) -> list[Part]:
     serving, text_shape, element = run.serving, shape.text, ELEMENT[run.model.dtype]
     settings, parallel = serving.vllm, serving.vllm.tensor_parallel_size
     tokens = settings.max_num_batched_tokens
@@ -109,7 +126,7 @@ def _vllm_fixed(run: RunConfig, shape: ModelShape) -> list[Part]:
     logits = settings.max_num_seqs * text_shape.vocab * 4 * _LOGIT_COPIES["vllm"]
     parts = [
         _weights(run, shape, parallel),
-        *([] if run.model.train == "full" else [_vllm_adapters(run, shape)]),
+        *([] if run.trains_full else [_vllm_adapters(run, shape)]),
         Part(
             "activations",
             tokens * (4 * text_shape.hidden + widest) * element + logits,
@@ -128,13 +145,13 @@ def _vllm_fixed(run: RunConfig, shape: ModelShape) -> list[Part]:
     return [*parts, Part("CUDA context", CUDA_CONTEXT, "an estimate")]
 
 
-def _kv_bytes_per_token(run: RunConfig, shape: ModelShape) -> int:
+def _kv_bytes_per_token(run: CommonConfig, shape: ModelShape) -> int:
     """Keys and values of one token on each of a replica's GPUs. A head is never cut: more GPUs than key heads hold some twice."""
     shares = min(run.serving.vllm.tensor_parallel_size, shape.text.kv_heads)
     return shape.kv_bytes_per_token(ELEMENT[run.model.dtype]) // shares
 
 
-def _vllm(run: RunConfig, shape: ModelShape, card: int | None) -> list[Part]:
+def _vllm(run: CommonConfig, shape: ModelShape, card: int | None) -> list[Part]:
     parts, serving = _vllm_fixed(run, shape), run.serving
     per_token = _kv_bytes_per_token(run, shape)
     if not serving.gpus_per_replica:
@@ -149,16 +166,18 @@ def _vllm(run: RunConfig, shape: ModelShape, card: int | None) -> list[Part]:
     return [*parts, Part(KV, size, f"{size // per_token} tokens, {rows:.1f} samples of {serving.max_context}")]
 
 
-def _transformers(run: RunConfig, shape: ModelShape) -> list[Part]:
+def _transformers(run: CommonConfig, shape: ModelShape) -> list[Part]:
     serving, text_shape, element = run.serving, shape.text, ELEMENT[run.model.dtype]
     rows = min(serving.max_rows, max(1, run.samples_per_round // serving.num_replicas))
     per_token = shape.kv_bytes_per_token(element)
     wide = PREFILL_TOKENS * (6 * text_shape.hidden + 3 * text_shape.token_width) * element
     parts = [_weights(run, shape)]
-    if run.model.train == "full":
+    if run.trains_full:
         # On a CPU they lie in the object store, once for all replicas of a node.
         versions = 2 * shape.parameters * element if serving.gpus_per_replica else 0
         parts.append(Part("versions", versions, "the newest weights, and those that running samples finish with"))
+    elif not isinstance(run, PolicyConfig):
+        pass  # it publishes no versions
     elif serving.quantization == "none" and run.model.dtype == "float32":
         merged = text_shape.linear_parameters * element
         parts.append(
@@ -169,6 +188,9 @@ def _transformers(run: RunConfig, shape: ModelShape) -> list[Part]:
         parts.append(
             Part("adapters", 2 * factors, "in float32: the newest, and the one that running samples finish with")
         )
+    keys_and_values = rows * serving.max_context * per_token
+    if serving.max_kv_gib is not None:
+        keys_and_values = min(keys_and_values, int(serving.max_kv_gib * GIB))
     return [
         *parts,
         Part(
@@ -183,7 +205,7 @@ def _transformers(run: RunConfig, shape: ModelShape) -> list[Part]:
         ),
         Part(
             KV,
-            rows * serving.max_context * per_token,
+            keys_and_values,
             f"{rows} samples of {serving.max_context} at most, {text(serving.max_context * per_token)} each",
         ),
         Part("CUDA context", CUDA_CONTEXT, "an estimate"),

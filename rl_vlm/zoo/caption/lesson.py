@@ -1,7 +1,7 @@
-"""Lessons of the tiny judge: which of two captions fits a drawn scene better, beside what scenes hold and vague captions.
+"""Lessons of the tiny judge: to say which of two captions fits a drawn scene better, to describe scenes, and to caption them vaguely.
 
-The right choice is the caption with the higher score of `zoo/caption/reward.py`, whose reference the judge is never shown: it has to
-look. So it first says what it sees, and then which caption fits; to choose at once, without having said anything, it did not learn.
+The right choice is the caption with the higher score in `zoo/caption/reward.py`. The judge never sees the reference and has to look at
+the picture: it first writes what it sees, and then its choice. It did not learn to choose without writing first.
 Captions leave out, confuse, invent and repeat things, so that no surface of a caption (its length, its words) gives the answer away.
 """
 
@@ -13,9 +13,10 @@ from random import Random
 
 from rl_vlm.types import Split
 from rl_vlm.zoo.caption.reward import grade_caption
+from rl_vlm.zoo.drawing import COLOURS, CORNERS, KINDS, Shape, render
 from rl_vlm.zoo.scenes import lesson as sights
 from rl_vlm.zoo.scenes.data import LOOKS, MAX_CAPTIONED, Scene, caption_of, joined, random_scene
-from rl_vlm.zoo.shapes.data import COLOURS, CORNERS, KINDS, Shape, render
+from rl_vlm.zoo.tiny.dialogues import Draw
 
 QUESTION = "1 {first} 2 {second} Which fits?"
 CHOICES = ("1", "2")
@@ -66,15 +67,15 @@ def draw_lesson(rng: Random) -> sights.Lesson:
 
 
 def judge_lesson(comparison: Comparison, choice: str = "") -> sights.Lesson:
-    """The question that a judge is asked; it says what it sees, and then which caption fits: the better one, or `choice`."""
+    """The judge's question, and a reply that describes the scene and then names the better caption, or `choice`."""
     first, second = (f'"{caption}"' for caption in comparison.captions)
     question = QUESTION.replace("{first}", first).replace("{second}", second)
     return (render(comparison.scene), question), f"{caption_of(comparison.scene)}: {choice or comparison.better}"
 
 
 def random_comparison(rng: Random, split: Split) -> Comparison:
-    """Two random captions of a random scene whose scores differ clearly; half the time they have one form, so that who does not look
-    cannot tell them apart.
+    """Two random captions of a random scene whose scores differ clearly; half of the pairs differ in facts alone, so that a judge cannot tell
+    them apart without looking.
     """
     scene = _scene(rng, split)
     truth = caption_of(scene)
@@ -121,3 +122,9 @@ def _phrase(rng: Random, shape: Shape, left_out: float) -> str:
 
 def _scene(rng: Random, split: Split) -> Scene:
     return random_scene(rng, [rng.choice(LOOKS) for _ in range(rng.randint(1, MAX_CAPTIONED))], split)
+
+
+def drawer(seed: int) -> Draw:
+    """A function that draws conversations for one warm start."""
+    rng = Random(f"judge {seed}")
+    return lambda: [("user", *draw_lesson(rng))]

@@ -1,7 +1,7 @@
 """How well a caption agrees with its references: precision and recall of content words and of the pairs that they form.
 
 Words are compared by their Snowball stems (Porter, http://snowball.tartarus.org) and known synonyms; function words do not count.
-Words alone would pay for lists of keywords, so the score is the geometric mean of two F figures: of the words, and of the pairs
+Words alone would reward lists of keywords, so the score is the geometric mean of two F scores: of the words, and of the pairs
 of words that stand near each other in one clause, in any order (skip-bigrams, as in ROUGE-S, Lin 2004). The pairs say which
 colour belongs to which thing, and a list of single words has none that are right.
 """
@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import snowballstemmer
 
-from rl_vlm.rewards.plain_text import spoken
+from rl_vlm.zoo.answers import behind_thought
 
 MAX_CHARS = 2000
 REACH = 3  # words of a pair are at most so many content words apart
@@ -59,7 +59,7 @@ class CaptionGrade:
     """score, in [0, 1]: the geometric mean of F0.5 of words and of pairs, times `length`; 0 with a `reason`.
 
     precision, recall and f1 are those of words. length: 1, or less where the caption is much longer than every reference.
-    Reasons: those of `plain_text.spoken`, empty, list (a clause of far too many content words), repetition (a clause that comes more
+    Reasons: those of `behind_thought`, empty, list (a clause of far too many content words), repetition (a clause that comes more
     than twice, and more often than in the reference).
     """
 
@@ -97,9 +97,9 @@ class Content:
 def grade_caption(text: str, references: Sequence[str], synonyms: Sequence[Sequence[str]] = ()) -> CaptionGrade:
     """Grade a caption against the reference that it agrees with best; `synonyms` are further groups beside SYNONYMS.
 
-    Refused texts pay nothing; repeated and added words cost precision, missing ones recall.
+    A rejected text scores 0. Repeated and added words cost precision, missing words cost recall.
     """
-    said, reason = spoken(text, MAX_CHARS)
+    said, reason = behind_thought(text, MAX_CHARS)
     if reason:
         return CaptionGrade(reason=reason)
     groups = _groups(tuple(map(tuple, synonyms)))
@@ -130,7 +130,7 @@ def _grade(given: Content, truth: Content) -> CaptionGrade:
 
 
 def agreement(given: Counter[Unit], truth: Counter[Unit]) -> tuple[float, float, float]:
-    """(precision, recall, F_beta) of what was counted, with BETA; an occurrence too many is a mistake."""
+    """(precision, recall, F_beta) of two counts, with BETA. An extra occurrence counts as a mistake."""
     hits = sum(min(count, truth[what]) for what, count in given.items())
     if not hits:
         return 0.0, 0.0, 0.0

@@ -58,11 +58,11 @@ def choose_words(
 def read_word(text: str, words: Words) -> str | None:
     """The word that the text ends with (any case, a full stop allowed); None if it ends with none of them.
 
-    What stands before it is the policy's thinking. Where one word is the end of another, the longer one counts.
+    The text before it is the policy's reasoning. If one word is the end of another, the longer one counts.
     """
-    spoken = clean(text.rpartition(THOUGHT_END)[2][-200:])
+    answer = clean(text.rpartition(THOUGHT_END)[2][-200:])
     for word in sorted(words, key=len, reverse=True):
-        if spoken == word or spoken.endswith(f" {word}"):
+        if answer == word or answer.endswith(f" {word}"):
             return word
     return None
 

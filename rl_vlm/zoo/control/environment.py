@@ -1,4 +1,4 @@
-"""Control-v0: play a Gymnasium environment by words: pictures in, one action word out, turn by turn."""
+"""Control-v0: steer a Gymnasium environment with words. Each turn shows pictures and takes one action word."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from rl_vlm.envs.one_shot import check_integers
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import Observation, Split, UserInputError
 from rl_vlm.zoo.control.action_words import METAWORLD, choose_words, read_word
+from rl_vlm.zoo.drawing import split_of_hash
 
 # Packages that register their ids with gymnasium when they are imported.
 _PACKAGES = {"MiniGrid-": "minigrid", "BabyAI-": "minigrid", "ALE/": "ale_py"}
 MAX_HISTORY, MAX_SKIP = 16, 1000
-_TEST_BUCKET = 64  # of 256 first bytes of a hash
 _MAX_DRAWS = 64  # all of them belong to the other split once in 10^8
 _FULL = "{task}In each of at most {turns} turns end your answer with one of these words: {words}."
 
 
-class PlayedEnv(MadeItemsEnv):
+class ControlWordsEnv(MadeItemsEnv):
     """Play a Gymnasium environment that draws itself (`rgb_array`) and has discrete or named actions.
 
     env: a gymnasium id such as MiniGrid-Empty-5x5-v0 or `module:id`, or metaworld/TASK.
@@ -38,13 +38,13 @@ class PlayedEnv(MadeItemsEnv):
     frame_skip: steps that an action is repeated for. history: how many of the last frames each turn shows, oldest first.
     max_turns: turns after which the episode is truncated. image_size: pictures are resized to this many pixels per side.
     reward: "env", the sum of the environment's own; "success", 1 when the task is done, which ends the episode, and else 0. Done is
-    what the environment calls `success` or `is_success`; where it says neither, an end that pays after steps that paid nothing.
+    what the environment calls `success` or `is_success`; where it says neither, an end with a reward after steps without one.
     task: what the first message says before the words, by default the environment's `mission`; prompt: "full", or
     "brief" for a first message as short as the others. seed, num_train, num_test: which episodes there are.
     disjoint: draw starts until the first picture's hash belongs to the split, where an environment has few of them.
     Further arguments are the environment's own.
 
-    A turn that ends with no known word is answered with what is expected, moves nothing and is counted. `info` holds `success` of the
+    An answer that ends with no known word costs a turn, moves nothing and gets a reminder of the words. `info` holds `success` of the
     turn, `correct` (success in this turn or before), `turn`, `frames` (steps made), `well_formed` and `invalid_actions`.
     """
 
@@ -163,7 +163,7 @@ class PlayedEnv(MadeItemsEnv):
     def _carry_out(self, action: Any) -> tuple[float, bool, bool, bool]:
         """(sum of rewards, terminated, truncated, success) of an action that is repeated; draws the frames that are shown.
 
-        Raises EnvError where nothing says what `reward: success` would pay for.
+        Raises EnvError where `reward: success` is set and the environment does not tell success from failure.
         """
         total, terminated, truncated, success = 0.0, False, False, False
         for number in range(self._skip):
@@ -201,17 +201,17 @@ class PlayedEnv(MadeItemsEnv):
 
 
 def split_of_start(picture: Image.Image) -> Split:
-    """The split that a first picture belongs to (`disjoint`), by its hash: a quarter of all pictures is for testing."""
-    return "test" if hashlib.sha256(picture.tobytes()).digest()[0] < _TEST_BUCKET else "train"
+    """The split of an episode that starts with this picture (`disjoint`): a quarter of all pictures belongs to the test split."""
+    return split_of_hash(hashlib.sha256(picture.tobytes()).digest()[0])
 
 
 def question_of(words: Iterable[str]) -> str:
-    """What every turn asks but the first of prompt "full"."""
+    """The question of each turn, except for the first one with prompt "full"."""
     return f"Which action: {_choice(words)}?"
 
 
 def reminder_of(words: Iterable[str]) -> str:
-    """What is said to an answer that ends with none of the words."""
+    """The reply to an answer that ends with none of the words."""
     return f"No action was found. End with {_choice(words)}."
 
 

@@ -1,8 +1,8 @@
-"""Training dialogues of the tiny roamer's warm start: MiniGrid's empty rooms, with questions about what is where.
+"""Lessons of the tiny model for MiniGrid: pictures of empty rooms, with questions about the objects in them.
 
-Each turn shows a picture that MiniGrid has drawn. Questions about perception (headings, rows, columns, what is ahead) have right
-answers. Control-v0's question is answered with the heading, where the goal lies on the picture and where from the agent's view, and then with a
-random action word: what there is to see is written down, and what to do is left to reinforcement learning.
+MiniGrid draws each picture. Questions about perception (headings, rows, columns, the cell ahead) have right answers. The reply to
+Control-v0's question describes rightly the heading and where the goal lies, on the picture and from the agent's view. A random action
+word follows: reinforcement learning has to find out which action is good.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from PIL import Image
 from rl_vlm.control_envs.gymnasium_env import resize_frame
 from rl_vlm.types import Role, UserInputError
 from rl_vlm.zoo.control.environment import question_of, reminder_of, split_of_start
+from rl_vlm.zoo.tiny.dialogues import Draw
 
 Cell = tuple[int, int]  # column and row in the room, from 0, without the walls around it
 
@@ -138,7 +139,7 @@ def random_question(rng: np.random.Generator, room: Room) -> tuple[str, str]:
 
 
 def described(room: Room, word: str) -> str:
-    """What the roamer writes: heading, where the goal is, on which side of it, action word: "north: south east: behind right: left"."""
+    """The reply: heading, where the goal is, on which side of it, action word: "north: south east: behind right: left"."""
     return f"{room.heading}: {bearing(room)}: {side(room)}: {word}"
 
 
@@ -149,7 +150,7 @@ def bearing(room: Room) -> str:
 
 
 def side(room: Room) -> str:
-    """Where the goal lies for one who looks where the agent does: "ahead", "behind right", ..."""
+    """Where the goal lies from the agent's view: "ahead", "behind right", ..."""
     columns, rows = _way(room)
     east, south = HEADINGS[room.heading]
     return _two_words(
@@ -169,7 +170,7 @@ def _two_words(first: int, names: tuple[str, str], second: int, others: tuple[st
 
 @cache
 def split_of(room: Room) -> str:
-    """The split that an episode of Control-v0 belongs to which starts like this."""
+    """The split of an episode of Control-v0 that starts in this room."""
     return split_of_start(Image.fromarray(render(room)))
 
 
@@ -187,3 +188,9 @@ def _empty_room(size: int) -> Any:
     ).unwrapped
     env.reset(seed=0)
     return env
+
+
+def drawer(seed: int) -> Draw:
+    """A function that draws conversations for one warm start."""
+    rng = np.random.default_rng([seed, 5])
+    return lambda: draw_tour(rng)

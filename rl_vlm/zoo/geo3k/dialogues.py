@@ -7,6 +7,7 @@ can be learned.
 from __future__ import annotations
 
 import io
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,10 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 from rl_vlm.types import Observation, as_encoded
+from rl_vlm.zoo import drawing
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
 from rl_vlm.zoo.shapes import data as shapes_data
-from rl_vlm.zoo.shapes.lesson import Dialogue, Exchange
+from rl_vlm.zoo.tiny.dialogues import Dialogue, Exchange
 
 NUM_QUESTIONS = 64
 _RIGHT_CALL = 0.15  # of the calls; their replies are followed by the same value in a box
@@ -27,16 +29,16 @@ _ANSWER_AT_ONCE = (0.35, 0.5, 0.9)  # by turn: how often the reply is a boxed an
 class GeometryDialogues:
     """Runs `Geo3kEnv` with brief prompts on generated questions."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        """`folder` holds the generated question set and must exist as long as this object."""
-        rng = shapes_data.stable_rng("geometry", seed)
+    def __init__(self, seed: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()  # of the generated questions; it goes with this object
+        rng = drawing.stable_rng("geometry", seed)
         self._answers = [_number(rng) for _ in range(NUM_QUESTIONS)]
         rows = {
             "problem": ["<image>" + _problem(rng) for _ in self._answers],
             "answer": self._answers,
             "images": [[{"bytes": _png(line_drawing(rng))}] for _ in self._answers],
         }
-        path = folder / "train.parquet"
+        path = Path(self._folder.name) / "train.parquet"
         pq.write_table(pa.table(rows), path)
         # The settings of the tiny model's runs: whole figures, small grey squares, and without the tool.
         self._envs = [

@@ -14,10 +14,9 @@ import numpy as np
 from rl_vlm.envs.data import Question
 from rl_vlm.envs.one_shot import MAX_IMAGE_SIZE, check_integers
 from rl_vlm.types import EncodedImage, Split, UserInputError
+from rl_vlm.zoo.drawing import split_of, stable_random
 from rl_vlm.zoo.geo3k.figures import draw_figure
 from rl_vlm.zoo.geo3k.problems import ANGLE_STEPS, LEAST_SIZE, LEVELS, Problem
-from rl_vlm.zoo.scenes.data import stable_random
-from rl_vlm.zoo.shapes.data import split_of
 
 NAME = "Geo3k-v0"
 IMAGE_SIZE = 256
@@ -28,7 +27,7 @@ Levels = int | list[int] | tuple[int, ...]
 class DrawnQuestions:
     """Problems with figures that depend on (split, index, seed) and these arguments alone.
 
-    level: from 1 (the third angle of a triangle) to 5 (areas), see `geo3k_problems.py`; of several, each comes equally often.
+    level: from 1 (the third angle of a triangle) to 5 (areas), see `problems.py`; of several, each comes equally often.
     angle_step: angles are multiples of so many degrees: with 20 there are few answers, for a first try or a tiny model.
     image_size: pixels per side; None for 256.
     seed, num_train, num_test: which set of problems, and how many.

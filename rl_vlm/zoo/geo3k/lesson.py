@@ -1,8 +1,8 @@
-"""Training dialogues of the tiny geometer's warm start: the numbers in a drawn figure, and the form of guesses, calls and answers.
+"""Lessons of the tiny model for Geo3k-v0: the numbers in a drawn figure, and the form of guesses, calls and answers.
 
-They are played in `Geo3k-v0` itself. Each reply writes down the numbers that the figure holds, which is right, and then a random
-guess, as a call of the scoring tool or in a box: "20 60: 40 Answer: \\boxed{40}". What follows from the numbers, and that a call is worth
-its turn, is left to reinforcement learning.
+The dialogues are played in the environment itself. Each reply gives the right numbers of the figure and then a random guess, as a call of
+the scoring tool or in a box: "20 60: 40 Answer: \\boxed{40}". Reinforcement learning has to find out what follows from the numbers, and that
+a call is worth its turn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rl_vlm.zoo.geo3k.drawn import drawn_problem
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
 from rl_vlm.zoo.geo3k.problems import Problem
 from rl_vlm.zoo.shapes.data import format_call
-from rl_vlm.zoo.shapes.lesson import Dialogue, Exchange
+from rl_vlm.zoo.tiny.dialogues import Dialogue, Draw, Exchange
 
 LEVEL, ANGLE_STEP, IMAGE_SIZE = 1, 20, 64
 GUESSES = tuple(range(20, 141, 20))  # the third angles of triangles whose angles are multiples of 20 degrees
@@ -93,3 +93,9 @@ def boxed(answer: str) -> str:
 def pixels_of(picture: EncodedImage) -> np.ndarray:
     """uint8 [height, width, 3]."""
     return np.asarray(picture.to_pil())
+
+
+def drawer(seed: int) -> Draw:
+    """A function that draws conversations for one warm start."""
+    rng, dialogues = Random(f"geometer {seed}"), FigureDialogues(seed)
+    return lambda: dialogues.draw(rng).turns

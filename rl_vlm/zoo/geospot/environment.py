@@ -1,4 +1,4 @@
-"""GeoSpot-v0: where was this picture taken? Five lines, paid by how near each is."""
+"""GeoSpot-v0: where was this picture taken? The answer is five lines, each rewarded by how near it is."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _FORM = (
     " End with five lines and nothing behind them:\nCity: <name>\nRegion: <state or province>\nCountry: <name or two-letter code>\n"
     "Latitude: <degrees, negative in the south>\nLongitude: <degrees, negative in the west>"
 )
-# Before an answer, and without coordinates, the worst: medians must not gain by silence.
+# An answer without coordinates counts as the largest distance, so that staying silent cannot improve the median.
 _UNANSWERED: Info = {"distance_km": FARTHEST_KM, "format_ok": False, **{f"within_{km}km": False for km in NEAR_KM}}
 
 
 class GeoSpotEnv(MadeItemsEnv):
     """Say where a street view was taken, or where a pin on a drawn map is: city, region, country, latitude and longitude.
 
-    data: street views (see `geospot_rows`); without it, maps are drawn: a pin in one of the `countries` largest countries, whose
+    data: street views (see `rows.py`); without it, maps are drawn: a pin in one of the `countries` largest countries, whose
     city is the nearest of that country's `cities` largest. zoom: 1 shows the world, k a k-th of its width. seed, num_train, num_test:
     which set of maps and how many. image_size: pixels per side of a map, and the longest side of a street view.
     prompt: "full", or "brief" for the tiny model.
@@ -46,7 +46,7 @@ class GeoSpotEnv(MadeItemsEnv):
     taus: kernel widths in km by field (country, region, city, coords), in place of 2000, 500, 100 and 25.
 
     The reward is Σ weight · exp(-distance / τ) / Σ weight over the four fields, whatever the answer holds: what is missing, ambiguous
-    or names no known place pays 0. `info` has the answer (`response`, `parsed`), `ground_truth`, `stage`, `stage_weights`, `reward`,
+    or names no known place counts 0. `info` has the answer (`response`, `parsed`), `ground_truth`, `stage`, `stage_weights`, `reward`,
     `d_*` in km (None if missing), `k_*`, and the metrics; `distance_km` is `d_coords`, or half the Earth's circumference without one.
     """
 

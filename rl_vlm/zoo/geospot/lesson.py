@@ -1,7 +1,7 @@
-"""Training dialogues of the tiny spotter's warm start: maps with a pin, and questions about the cell of the picture that it is in.
+"""Lessons of the tiny model for GeoSpot-v0: maps with a pin, and questions about the cell of the picture that holds the pin.
 
-"Where is it?" is answered with that cell and then with five lines whose names and numbers are random: what there is to see and the
-form of an answer are taught, and which place is where is left to reinforcement learning.
+The reply to "Where is it?" is the right cell and then five lines with random names and numbers. Reinforcement learning has to find out
+which place is where.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from functools import cache
 
 import numpy as np
 
+from rl_vlm.zoo.drawing import split_of
 from rl_vlm.zoo.geospot import world
 from rl_vlm.zoo.geospot.environment import BRIEF
 from rl_vlm.zoo.geospot.gazetteer import open_gazetteer
-from rl_vlm.zoo.shapes.data import split_of
+from rl_vlm.zoo.tiny.dialogues import Draw, Turns
 
 GRID = 8  # cells per side of a picture
 COUNTRIES = 8  # whose names are taught
@@ -45,7 +46,7 @@ def corpus() -> tuple[str, ...]:
     return (" ".join([BRIEF] * 4), "Column of pin? Row of pin? Cell of pin?", *forms)
 
 
-CORPUS = corpus  # as the other variants' lessons name theirs; made when it is asked for, because it needs the gazetteer
+CORPUS = corpus  # a function, because the names come from the gazetteer
 
 
 def draw_spot(rng: np.random.Generator) -> Dialogue:
@@ -79,3 +80,14 @@ def random_answer(rng: np.random.Generator) -> str:
         latitude=int(rng.choice(LATITUDES)),
         longitude=int(rng.choice(LONGITUDES)),
     )
+
+
+def drawer(seed: int) -> Draw:
+    """A function that draws conversations for one warm start."""
+    rng = np.random.default_rng([seed, 4])
+
+    def draw() -> Turns:
+        pixels, question, reply = draw_spot(rng)
+        return [("user", (pixels, question), reply)]
+
+    return draw

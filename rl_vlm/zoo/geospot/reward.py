@@ -55,7 +55,7 @@ def score(
 ) -> GeoScore:
     """The weighted mean of the fields' kernels.
 
-    The denominator is the sum of all weights: a field that is missing or names no known place (None) pays 0 and stays in it.
+    The denominator is the sum of all weights: a field that is missing or names no known place (None) counts 0 and stays in it.
     """
     kernels = {field: kernel(distances_km.get(field), taus_km[field]) for field in FIELDS}
     total = sum(weights[field] for field in FIELDS)

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from rl_vlm.types import Split, UserInputError
-from rl_vlm.zoo.shapes.data import BACKGROUND, stable_rng
+from rl_vlm.zoo.drawing import BACKGROUND, split_of_hash, stable_rng
 
 Cell = tuple[int, int]  # row and column, from the top left
 
@@ -37,7 +37,6 @@ WALL = (250, 250, 250)
 HOLE = (0, 0, 0)
 
 # The share of maps that belong to the test split: first byte of the map's hash below this, out of 256.
-_TEST_BUCKET = 64
 _MAX_DRAWS = 20_000  # of one grid; the rarest settings that exist need a few hundred
 
 
@@ -96,7 +95,7 @@ class Grid:
 
     def split(self) -> Split:
         """Which split the map belongs to."""
-        return "test" if int(self.map_hash()[:2], 16) < _TEST_BUCKET else "train"
+        return split_of_hash(int(self.map_hash()[:2], 16))
 
 
 def neighbour(cell: Cell, move: str) -> Cell:

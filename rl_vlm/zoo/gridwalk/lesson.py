@@ -1,8 +1,8 @@
-"""Training dialogues of the tiny walker's warm start: walks over grids, with questions about what is where.
+"""Lessons of the tiny model for GridWalk-v0: walks over grids, with questions about the cells.
 
-Each turn shows a picture. Questions about perception (rows, columns, what a cell holds) have right answers. "Which way?" is
-answered with what lies around the agent and on which side the goal is, and then with a random move: what there is to see is
-written down, and where to go is left to reinforcement learning.
+Each turn shows a picture. Questions about perception (rows, columns, the content of a cell) have right answers. The reply to
+"Which way?" describes rightly the cells around the agent and the side of the goal. A random move follows: reinforcement learning has to
+find out which move is good.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from rl_vlm.types import Role
 from rl_vlm.zoo.gridwalk import data
 from rl_vlm.zoo.gridwalk.data import MOVES, Grid
+from rl_vlm.zoo.tiny.dialogues import Draw
 
 SIZES = (3, 4)  # of the grids, in cells per side
 MAX_TURNS = 8  # as many as episodes of configs/gridwalk_tiny.yaml have: the model sees nothing in later ones
@@ -74,7 +75,7 @@ def random_question(rng: np.random.Generator, grid: Grid) -> tuple[str, str]:
 
 
 def described(grid: Grid) -> str:
-    """What the walker writes before its move: "floor wall floor hole: up right"."""
+    """The description before a move: "floor wall floor hole: up right"."""
     return f"{' '.join(neighbours(grid).values())}: {bearing(grid)}"
 
 
@@ -117,3 +118,9 @@ def _fresh(rng: np.random.Generator, sizes: tuple[int, ...]) -> Grid:
         grid = data.random_grid(rng, size, int(rng.integers(most + 1)), int(rng.integers(most + 1)))
         if grid.split() == "train":
             return grid
+
+
+def drawer(seed: int) -> Draw:
+    """A function that draws conversations for one warm start."""
+    rng = np.random.default_rng([seed, 3])
+    return lambda: draw_walk(rng)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rl_vlm.rewards.plain_text import spoken
+from rl_vlm.zoo.answers import behind_thought
 
 MAX_CHARS = 8000
 _ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
@@ -42,7 +42,7 @@ def read_verdict(text: str) -> Verdict:
     and decoration, as its first or last word, without a word that turns it around in its clause or leaves it open in its sentence. What
     stands before these may say the same word but not the other one: who says both says nothing.
     """
-    said, reason = spoken(text, MAX_CHARS)
+    said, reason = behind_thought(text, MAX_CHARS)
     if reason:
         return Verdict(None, reason)
     answer = _ANSWER_TAG.sub(" ", said)

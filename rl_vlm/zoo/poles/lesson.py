@@ -1,4 +1,4 @@
-"""Lessons of the tiny labeller: which of two drawn poles is nearer to upright.
+"""Lessons of the tiny labeller: to say which of two drawn poles is nearer to upright.
 
 Angles are in degrees, drawn from a mixture of those in runs: any angle, nearly upright, and at the limits.
 """
@@ -13,7 +13,9 @@ import numpy as np
 
 from rl_vlm.control_envs.cartpole_drawing import draw_cartpole
 from rl_vlm.labelling.prompts import task_prompts
+from rl_vlm.zoo.tiny.dialogues import Draw, Turns
 
+CORPUS: tuple[str, ...] = ()  # the tiny tokenizer has its words already
 _TASK = task_prompts("cartpole-tiny")
 ANGLE_QUESTION = " How far from upright?"
 
@@ -73,3 +75,14 @@ def pole(angle: float) -> np.ndarray:
     frame = draw_cartpole(math.radians(angle), SIZE)
     frame.flags.writeable = False
     return frame
+
+
+def drawer(seed: int) -> Draw:
+    """A function that draws conversations for one warm start."""
+    rng = np.random.default_rng([seed, 2])
+
+    def draw() -> Turns:
+        lesson = draw_lesson(rng)
+        return [("user", lesson.parts, lesson.reply)]
+
+    return draw

@@ -1,13 +1,12 @@
 """Scenes of a few shapes, statements about two of them and captions of one: what `NLVR2-v0` and `Caption-v0` draw offline.
 
-A scene is what `shapes_data` draws: one to four shapes on mid-grey, at most one in each quadrant. The environments and the warm
+A scene is one to four shapes on mid-grey, at most one in each quadrant. The environments and the warm
 start of their tiny model share this module. The hash of what a scene holds (which decides every pixel) is its split, and a scene of
 the other split is drawn again: no picture of a test item is ever trained on.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -17,7 +16,17 @@ from typing import Literal
 from PIL import Image
 
 from rl_vlm.types import EncodedImage, Split
-from rl_vlm.zoo.shapes.data import COLOURS, CORNERS, IMAGE_SIZE, KINDS, MAX_SHAPES, Shape, render
+from rl_vlm.zoo.drawing import (
+    COLOURS,
+    CORNERS,
+    IMAGE_SIZE,
+    KINDS,
+    MAX_SHAPES,
+    Shape,
+    render,
+    split_of_content,
+    stable_random,
+)
 
 Scene = tuple[Shape, ...]
 Look = tuple[str, str]  # colour and kind
@@ -26,21 +35,15 @@ StatementKind = Literal["equal", "sum", "one", "more"]
 STATEMENT_KINDS: tuple[StatementKind, ...] = ("equal", "sum", "one", "more")
 LOOKS: tuple[Look, ...] = tuple((colour, kind) for colour in COLOURS for kind in KINDS)
 MAX_CAPTIONED = 3  # shapes of a captioned scene
-_TEST_BUCKET = 64  # scenes whose hash begins with a byte below this, out of 256, are test scenes
 # Pixels of a 64-pixel drawing. So narrow that the area tells the kind: squares fill 676 to 784 pixels, circles 540 to 616,
 # triangles 364 to 420. With 12 to 22 or 20 to 28 pixels the tiny model learned colours and numbers, but no kinds.
 _MIN_SIZE, _MAX_SIZE = 26, 28
 
 
-def stable_random(*key: object) -> Random:
-    """Random numbers that depend on the key alone. Python's own generator: a scene takes few numbers, one by one."""
-    return Random(int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=16).digest(), "little"))
-
-
 def scene_split(scene: Scene) -> Split:
     """Which split a scene belongs to."""
     content = [(shape.kind, shape.colour, shape.x, shape.y, shape.size) for shape in scene]
-    return "test" if hashlib.blake2b(repr(content).encode(), digest_size=1).digest()[0] < _TEST_BUCKET else "train"
+    return split_of_content(content)
 
 
 def random_scene(rng: Random, looks: Sequence[Look], split: Split) -> Scene:

@@ -1,9 +1,8 @@
-"""Training dialogues of the tiny observer's warm start: what scenes hold, and the form of verdicts and captions.
+"""Lessons of the tiny model for NLVR2-v0 and Caption-v0: the content of scenes, and the form of verdicts and captions.
 
-Questions about perception (how many, what is where) have right answers. A statement about two images is answered with how many of
-the shapes that it names each image holds and which holds more, and then with True or False at random. A caption says nothing false, but leaves out
-shapes, colours, kinds and places at random. So what there is to see is written down; what follows from it, and what makes a
-good caption, is left to reinforcement learning.
+Questions about perception have right answers. The reply to a statement about two images gives the right counts of the shapes that it
+names, and then True or False at random. A caption says nothing false, but leaves out shapes, colours, kinds and places at random.
+Reinforcement learning has to find out which verdict follows from the counts, and what makes a good caption.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from random import Random
 
 import numpy as np
 
+from rl_vlm.zoo.drawing import CORNERS, Shape, render
 from rl_vlm.zoo.scenes.data import (
     EVERY,
     LOOKS,
@@ -24,7 +24,7 @@ from rl_vlm.zoo.scenes.data import (
     random_scene,
     stated_pair,
 )  # fmt: skip
-from rl_vlm.zoo.shapes.data import CORNERS, Shape, render
+from rl_vlm.zoo.tiny.dialogues import Draw
 
 # Of the dialogues; the rest are captions. Single shapes, without which it saw colours and no kinds, teach both within 50 steps.
 STATEMENT_SHARE, COUNT_SHARE, CORNER_SHARE, SINGLE_SHARE = 0.4, 0.08, 0.22, 0.1
@@ -94,7 +94,7 @@ def verdict_lesson(pair: StatedPair, verdict: bool) -> Lesson:
 
 
 def counted(left: int, right: int) -> str:
-    """What the observer writes before its verdict."""
+    """The counts before a verdict."""
     order = "same" if left == right else "more left" if left > right else "more right"
     return f"{left} left {right} right, {order}"
 
@@ -116,3 +116,9 @@ def vague_caption(rng: Random, scene: Scene) -> str:
 
 def _look(shape: Shape) -> str:
     return f"a {shape.colour} {shape.kind}"
+
+
+def drawer(seed: int) -> Draw:
+    """A function that draws conversations for one warm start."""
+    rng = Random(f"observer {seed}")
+    return lambda: [("user", *draw_lesson(rng))]

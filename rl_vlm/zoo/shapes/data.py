@@ -1,57 +1,24 @@
-"""Drawings of simple shapes and the questions that are asked about them.
+"""Drawings for Shapes-v0 and the questions that are asked about them.
 
-A drawing holds one to four shapes on mid-grey, at most one in each quadrant. The environment `Shapes-v0` and the warm
-start of the tiny model share this module and so the pictures and the questions.
-
-Train and test drawings are disjoint by construction: the hash of a drawing's pixels decides its split, and a drawing
-that falls into the other split is drawn again.
+A drawing holds one to four shapes on mid-grey, at most one in each quadrant. The environment and the warm start of the tiny model
+share this module and so the pictures and the questions.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
 from rl_vlm.types import Split, UserInputError
-
-BACKGROUND = 128  # mid-grey: 0 after normalisation with mean 0.5, so only shapes carry signal
-IMAGE_SIZE = 64
-MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 64, 1024  # smaller drawings could join neighbours
-MAX_SHAPES = 4
-
-COLOURS: dict[str, tuple[int, int, int]] = {
-    "red": (230, 30, 30),
-    "green": (30, 200, 40),
-    "blue": (40, 60, 235),
-    "yellow": (240, 220, 30),
-}
-KINDS = ("circle", "square", "triangle")
-CORNERS = ("top left", "top right", "bottom left", "bottom right")  # quadrant number = 2 * row + column
+from rl_vlm.zoo.drawing import COLOURS, CORNERS, IMAGE_SIZE, KINDS, MAX_SHAPES, Shape, render, split_of, stable_rng
 
 COUNT_QUESTION = "How many shapes?"
 RULE_QUESTION = "Which number?"
 TOOL_HINT = " Call calc_score."
 TRY_AGAIN = "Wrong. Try again."
 NUMBERS = ("1", "2", "3", "4")
-
-# The share of drawings that belong to the test split: first byte of the pixel hash below this, out of 256.
-_TEST_BUCKET = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """One shape: quadrant 0-3 (see CORNERS), kind, colour, and its box in pixels of a 64-pixel drawing."""
-
-    quadrant: int
-    kind: str
-    colour: str
-    x: int
-    y: int
-    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,44 +29,6 @@ class Question:
     text: str
     answer: str
     choices: tuple[str, ...]
-
-
-def stable_rng(*key: object) -> np.random.Generator:
-    """A generator that depends on the key alone: equal in every process and on every machine."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
-
-
-@lru_cache(maxsize=512)
-def _mask(kind: str, size: int) -> np.ndarray:
-    """bool [size, size]: the pixels of a shape; every shape touches all four sides of its box."""
-    y, x = np.mgrid[0:size, 0:size]
-    if kind == "square":
-        return np.ones((size, size), dtype=bool)
-    if kind == "circle":
-        centre = (size - 1) / 2
-        return (x - centre) ** 2 + (y - centre) ** 2 <= (size / 2) ** 2
-    return np.abs(x - (size - 1) / 2) <= (y + 1) / 2
-
-
-def render(shapes: Sequence[Shape], image_size: int = IMAGE_SIZE) -> np.ndarray:
-    """Draw shapes: uint8 [image_size, image_size, 3]."""
-    pixels = np.full((image_size, image_size, 3), BACKGROUND, dtype=np.uint8)
-    scale = image_size / IMAGE_SIZE
-    for shape in shapes:
-        x, y, size = (round(value * scale) for value in (shape.x, shape.y, shape.size))
-        pixels[y : y + size, x : x + size][_mask(shape.kind, size)] = COLOURS[shape.colour]
-    return pixels
-
-
-def pixel_hash(pixels: np.ndarray) -> str:
-    """The hash of a drawing's pixels, which decides its split."""
-    return hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=16).hexdigest()
-
-
-def split_of(pixels: np.ndarray) -> Split:
-    """Which split a drawing belongs to."""
-    return "test" if int(pixel_hash(pixels)[:2], 16) < _TEST_BUCKET else "train"
 
 
 def draw_shapes(rng: np.random.Generator, count: int) -> tuple[Shape, ...]:

@@ -15,6 +15,7 @@ from PIL import Image
 
 from rl_vlm.envs.base import Info, MadeItemsEnv, StepResult
 from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
+from rl_vlm.zoo import drawing
 from rl_vlm.zoo.shapes import data
 
 Task = Literal["count", "rule"]
@@ -34,14 +35,16 @@ class ShapesItem:
 
 
 @lru_cache(maxsize=4096)
-def shapes_item(task: Task, split: Split, index: int, seed: int = 0, image_size: int = data.IMAGE_SIZE) -> ShapesItem:
+def shapes_item(
+    task: Task, split: Split, index: int, seed: int = 0, image_size: int = drawing.IMAGE_SIZE
+) -> ShapesItem:
     """Task instance `index`; cached, because all copies of a group ask for the same one.
 
     Right answers rotate with the index, so that any constant answer is right exactly one time in four.
     """
-    rng = data.stable_rng("shapes", task, split, index, seed)
+    rng = drawing.stable_rng("shapes", task, split, index, seed)
     if task == "count":
-        shapes, pixels = data.draw(rng, 1 + index % data.MAX_SHAPES, split, image_size)
+        shapes, pixels = data.draw(rng, 1 + index % drawing.MAX_SHAPES, split, image_size)
         question = data.count_question(shapes)
     else:
         while True:
@@ -92,7 +95,7 @@ class ShapesEnv(MadeItemsEnv):
         *,
         turns: int = 1,
         tool: bool = False,
-        image_size: int = data.IMAGE_SIZE,
+        image_size: int = drawing.IMAGE_SIZE,
         seed: int = 0,
         num_train: int = 4096,
         num_test: int = 512,
@@ -104,9 +107,9 @@ class ShapesEnv(MadeItemsEnv):
             raise UserInputError(f"Shapes-v0: env.kwargs.task {task!r} is unknown; choose one of {', '.join(TASKS)}.")
         if isinstance(turns, bool) or turns not in (1, 2):
             raise UserInputError(f"Shapes-v0: env.kwargs.turns must be 1 or 2, not {turns!r}.")
-        if not isinstance(image_size, int) or not data.MIN_IMAGE_SIZE <= image_size <= data.MAX_IMAGE_SIZE:
+        if not isinstance(image_size, int) or not drawing.MIN_IMAGE_SIZE <= image_size <= drawing.MAX_IMAGE_SIZE:
             raise UserInputError(
-                f"Shapes-v0: env.kwargs.image_size must be an integer from {data.MIN_IMAGE_SIZE} to {data.MAX_IMAGE_SIZE}, "
+                f"Shapes-v0: env.kwargs.image_size must be an integer from {drawing.MIN_IMAGE_SIZE} to {drawing.MAX_IMAGE_SIZE}, "
                 f"not {image_size!r}."
             )
         if isinstance(seed, bool) or not isinstance(seed, int):

@@ -7,34 +7,21 @@ have random answers, so that only the form is learned: accuracy on them stays at
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from rl_vlm.types import Role
+from rl_vlm.zoo import drawing
+from rl_vlm.zoo.geo3k.dialogues import GeometryDialogues
 from rl_vlm.zoo.shapes import data
+from rl_vlm.zoo.tiny.dialogues import Dialogue, Draw, Exchange, Turns
 
 SECOND_TURN_SHARE = 0.4  # of the wrong answers
 # Probabilities of the random answers. One is more probable than the others: with equal probabilities the likeliest number
 # would depend on the noise of training, and so would greedy accuracy.
 NUMBER_ODDS = (0.22, 0.34, 0.22, 0.22)
-
-
-class Exchange(NamedTuple):
-    """One message to the policy and the policy's reply."""
-
-    role: Role
-    text: str
-    reply: str
-
-
-@dataclass(frozen=True, slots=True)
-class Dialogue:
-    """uint8 [height, width, 3] images, all shown before the first text, and the exchanges."""
-
-    images: tuple[np.ndarray, ...]
-    exchanges: tuple[Exchange, ...]
+TARGET_SHARE, GEOMETRY_SHARE = 0.36, 0.06  # of the dialogues; the rest are perception questions
+CORPUS: tuple[str, ...] = ()  # the tiny tokenizer has its words already
 
 
 def perception_dialogue(rng: np.random.Generator) -> Dialogue:
@@ -51,7 +38,7 @@ def target_dialogue(rng: np.random.Generator) -> Dialogue:
     if rng.random() < 0.2:
         form, hint, replier = data.format_call, data.TOOL_HINT, "tool"
     if rng.random() < 0.75:
-        shapes, pixels = data.draw(rng, int(rng.integers(1, data.MAX_SHAPES + 1)), "train")
+        shapes, pixels = data.draw(rng, int(rng.integers(1, drawing.MAX_SHAPES + 1)), "train")
         question = data.count_question(shapes)
     else:
         shapes, pixels = data.draw(rng, 1, "train")
@@ -61,3 +48,18 @@ def target_dialogue(rng: np.random.Generator) -> Dialogue:
     if first != question.answer and rng.random() < SECOND_TURN_SHARE:
         exchanges.append(Exchange(replier, data.TRY_AGAIN, form(second)))
     return Dialogue((pixels,), tuple(exchanges))
+
+
+def drawer(seed: int) -> Draw:
+    """A function that draws conversations for one warm start."""
+    rng, geometry = np.random.default_rng([seed, 1]), GeometryDialogues(seed)
+
+    def draw() -> Turns:
+        kind = rng.random()
+        if kind < TARGET_SHARE:
+            return target_dialogue(rng).turns
+        if kind < TARGET_SHARE + GEOMETRY_SHARE:
+            return geometry.draw(rng).turns
+        return perception_dialogue(rng).turns
+
+    return draw

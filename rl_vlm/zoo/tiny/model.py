@@ -21,10 +21,11 @@ from typing import Any
 from rl_vlm.files import cache_folder, locked
 from rl_vlm.types import UserInputError
 from rl_vlm.zoo.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
-from rl_vlm.zoo.tiny.variants import VARIANT_OF, variant_named
+from rl_vlm.zoo.tiny.variants import VARIANTS, variant_named
 
 # Part of the cache key: raise it whenever the weights would come out differently.
 RECIPE_VERSION = 4
+ROUNDS = 3  # of lessons at most
 MAX_LENGTH = 8192
 MIN_PIXELS, MAX_PIXELS = 32 * 32, 128 * 128  # 1 to 16 image tokens
 
@@ -64,28 +65,33 @@ def tiny_config(variant: str = "small") -> dict[str, Any]:
 def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: int | None = None) -> Path:
     """Build the tiny model and write it as a Hugging Face folder, which appears complete or not at all.
 
-    `steps` shortens the warm start for tests of everything but learning; what it can then do is not measured.
+    `steps` shortens the warm start for tests of everything but learning.
     """
     known = variant_named(variant)
     folder = Path(folder)
     if folder.exists():
         raise UserInputError(f"{folder} exists already: remove it or choose another folder.")
     # Imported here: the path of a cached model must not need torch and the environments of the warm start.
-    from rl_vlm.models.loading import save_model  # imports this module
+    from rl_vlm.models.loading import save_model
     from rl_vlm.models.supervised import DialogueEncoder
+    from rl_vlm.models.vision import fast_vision
+    from rl_vlm.zoo.tiny.teach import teach
 
-    lessons = known.module
-    shortened, steps = steps is not None, lessons.STEPS if steps is None else steps
+    steps = known.steps if steps is None else steps
+    name = f"tiny model {variant}"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    logger.info("tiny model: building %s (seed %d, %d steps); this happens once", folder, seed, steps)
+    logger.info("%s: building %s (seed %d, %d steps); this happens once", name, folder, seed, steps)
     started = time.monotonic()
     processor = build_processor(variant)
     model = build_model(seed, processor.tokenizer, variant)
     encoder = DialogueEncoder.from_processor(processor)
-    with _one_thread():
-        loss = lessons.warm_start(model, encoder, seed, steps)
-        if not shortened:
-            lessons.log_accuracy(model, encoder, loss, time.monotonic() - started)
+    draw = known.lessons.drawer(seed)
+    with _one_thread(), fast_vision(model):
+        for _ in range(ROUNDS):
+            loss = teach(model, encoder, draw, steps=steps, batch=known.batch, rise=known.rise, name=name)
+            if known.passes(model, encoder):
+                break
+    logger.info("%s: done in %.0f s, loss %.3f", name, time.monotonic() - started, loss)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         save_model(model, draft)
@@ -228,4 +234,4 @@ class TinyModel:
         return make_tiny(folder, seed, self.variant)
 
 
-MODELS = {name: TinyModel(variant) for name, variant in VARIANT_OF.items()}
+MODELS = {"tiny" if name == "small" else f"tiny-{name}": TinyModel(name) for name in VARIANTS}

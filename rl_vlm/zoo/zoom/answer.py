@@ -1,11 +1,11 @@
-"""The answer in a few words that ends a text: read strictly enough that hedging never pays, tolerantly enough for honest forms."""
+"""Reads the answer of a few words that ends a text: strictly enough that hedging never pays off, and tolerant of honest forms."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from rl_vlm.rewards.plain_text import spoken
+from rl_vlm.zoo.answers import behind_thought
 
 MAX_CHARS = 8000
 # `Answer: x` to the end of its line or on the line below, `<answer>x</answer>`, `\boxed{x}`, and a heading `# Answer` above x.
@@ -32,7 +32,7 @@ class ShortAnswer:
     """value: the normalised answer, None where there is none. reason: why not; "" if there is one.
 
     Reasons: too_long, hidden, special, look_alike (see `plain_text`), empty, several (marked answers that differ), misplaced (text
-    behind the marked answer, or a thought that does not end), unmarked (many lines, none of which is marked as the answer).
+    follows the marked answer, or a thought does not end), unmarked (many lines, none of which is marked as the answer).
     """
 
     value: str | None
@@ -61,7 +61,7 @@ def read_answer(text: str) -> ShortAnswer:
     text; marks that name different answers name none. Without a mark a last line "The answer is x" says x, and a text of one line is the
     answer itself.
     """
-    said, reason = spoken(text, MAX_CHARS)
+    said, reason = behind_thought(text, MAX_CHARS)
     if reason:
         return ShortAnswer(None, reason)
     said = _FONT.sub(r"\1", said)

@@ -1,4 +1,4 @@
-"""Drawings for Zoom-v0: a red and white flag whose pattern a small view shows, or does not, among plain shapes.
+"""Drawings for Zoom-v0: a red and white flag among plain shapes; a small view may or may not show its pattern.
 
 A drawing is `zoom` times as wide and high as its overview. The cloth of a hard flag has fields of half a pixel of the overview:
 each pixel there is the mean of two red and two white fields, so the overviews of all patterns are equal in every byte. The
@@ -8,7 +8,6 @@ split: no overview of a test item is ever trained on.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -16,8 +15,7 @@ from random import Random
 import numpy as np
 
 from rl_vlm.types import Split
-from rl_vlm.zoo.scenes.data import stable_random
-from rl_vlm.zoo.shapes.data import IMAGE_SIZE, KINDS, MAX_SHAPES, Shape, render
+from rl_vlm.zoo.drawing import IMAGE_SIZE, KINDS, MAX_SHAPES, Shape, render, split_of_content, stable_random
 
 RED, WHITE = (230, 30, 30), (250, 250, 250)  # their mean is exact in 8 bits
 PLAIN_COLOURS = ("green", "blue", "yellow")  # of the shapes around the flag
@@ -36,7 +34,6 @@ _RED_FIELDS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 PATTERNS = tuple(_RED_FIELDS)
 _CLOTH = np.array((WHITE, RED), dtype=np.uint8)
 EASY, HARD = "easy", "hard"
-_TEST_BUCKET = 64  # layouts whose hash begins with a byte below this, out of 256, are test layouts
 # Sides of flags, in pixels of an overview of 64 pixels; hard ones keep this size in larger overviews.
 _EASY_SIZES, _HARD_SIZES = (16, 26), (6, 9)
 _PLAIN_SIZES = (6, 22)
@@ -67,7 +64,7 @@ class FlagScene:
         flag = self.flag
         content: list[object] = [self.view_size, flag.x, flag.y, flag.size, flag.hard]
         content += [(shape.kind, shape.colour, shape.x, shape.y, shape.size) for shape in self.shapes]
-        return "test" if hashlib.blake2b(repr(content).encode(), digest_size=1).digest()[0] < _TEST_BUCKET else "train"
+        return split_of_content(content)
 
 
 def random_scene(rng: Random, pattern: str, hard: bool, split: Split, view_size: int = IMAGE_SIZE) -> FlagScene:

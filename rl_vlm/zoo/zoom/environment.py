@@ -15,7 +15,7 @@ from rl_vlm.envs.rows import BadRowError
 from rl_vlm.envs.tables import DataSource, RowTable, cell_text
 from rl_vlm.envs.tools import ToolCallError
 from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
-from rl_vlm.zoo.shapes.data import IMAGE_SIZE
+from rl_vlm.zoo.drawing import IMAGE_SIZE
 from rl_vlm.zoo.zoom.answer import normalized, read_answer
 from rl_vlm.zoo.zoom.crops import TOOL, cut, overview, read_crop
 from rl_vlm.zoo.zoom.data import EASY, HARD, QUESTION, FlagScene, flag_item, render_scene
@@ -94,8 +94,8 @@ class ZoomEnv(OneShotEnv[ZoomItem]):
     prompt: "full" explains the tool; "brief", for the tiny model, asks in two words and also takes "zoom top left" as a call.
     seed: which set of drawn pictures; num_train and num_test: how many it holds.
 
-    The reward is 1 for the right answer, 0 for any other, less the price of the calls. A call that cannot be carried out is answered
-    by what was wrong. `info` of a step: `calls`, `call_errors` (of them), `correct`, `difficulty` and, of drawn pictures, `calls_easy` or
+    The reward is 1 for the right answer, 0 for any other, less the price of the calls. The reply to a call that cannot be carried
+    out says what was wrong. `info` of a step: `calls`, `call_errors` (of them), `correct`, `difficulty` and, of drawn pictures, `calls_easy` or
     `calls_hard`, and `correct_easy` or `correct_hard`; of the answer `answer` (as it was read, or None), `reason` (why there is
     none; see `zoo/zoom/answer.py`), `well_formed`, `truth`.
     """

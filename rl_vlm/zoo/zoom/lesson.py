@@ -1,8 +1,8 @@
-"""Training dialogues of the tiny inspector's warm start: pictures with a flag, of which parts are shown enlarged.
+"""Lessons of the tiny model for Zoom-v0: pictures with a flag, and enlarged parts of them.
 
-Each turn is answered with what there is to see, rightly: the pattern where it can be read, the flag's corner where it is too small,
-nothing where there is no flag. Then comes a random call or a random answer: whether to call, for which part, and what to
-answer, is left to reinforcement learning.
+Each reply first describes the view rightly: the pattern if it can be read, the flag's corner if the flag is too small, nothing if there
+is no flag. A random call or a random answer follows: reinforcement learning has to find out when to call, for which part, and what to
+answer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import numpy as np
 from PIL import Image
 
 from rl_vlm.types import Role
-from rl_vlm.zoo.shapes.data import CORNERS
+from rl_vlm.zoo.drawing import CORNERS
+from rl_vlm.zoo.tiny.dialogues import Draw
 from rl_vlm.zoo.zoom.crops import QUADRANTS, cut, overview
 from rl_vlm.zoo.zoom.data import PATTERNS, FlagScene, random_scene, render_scene
 from rl_vlm.zoo.zoom.environment import BRIEF
@@ -75,3 +76,9 @@ def random_action(rng: Random) -> tuple[str, str | None]:
         corner = rng.choice(CORNERS)
         return f"zoom {corner}", corner
     return f"Answer: {rng.choice(PATTERNS)}", None
+
+
+def drawer(seed: int) -> Draw:
+    """A function that draws conversations for one warm start."""
+    rng = Random(f"inspector {seed}")
+    return lambda: draw_glances(rng)

@@ -1,0 +1,69 @@
+"""HeldOut: evaluations of the policy during training, on the replicas that sample for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any
+
+from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
+from rl_vlm.evaluation.outcomes import outcomes_of_groups
+from rl_vlm.evaluation.summary import summarize
+from rl_vlm.models.payload import WeightPayload
+from rl_vlm.types import RLVLMError
+
+if TYPE_CHECKING:
+    from rl_vlm.algorithms.policy import PolicyAlgorithm
+
+
+class HeldOut:
+    """Evaluates the policy of one algorithm on the held-out split."""
+
+    def __init__(self, algorithm: PolicyAlgorithm) -> None:
+        self._algorithm = algorithm
+
+    def evaluate(self) -> dict[str, Any]:
+        """Greedy (and, with `evaluation.samples` above 1, pass@k) accuracy on the held-out split, per variant and environment."""
+        algorithm, run = self._algorithm, self._algorithm.run
+        started = time.perf_counter()
+        with self.evaluated_weights():
+            tasks = evaluation_tasks(run, algorithm.test_sizes, algorithm.version)
+            if algorithm.sight.needed and run.sight.blank_items:
+                tasks += viewed_tasks(tasks, "blank", run.sight.blank_items)
+            groups, result = algorithm.rollouts.evaluate(tasks, run.evaluation.timeout_s)
+        algorithm.count_env_runners()
+        return {
+            **summarize(run, tasks, outcomes_of_groups(run, tasks, groups), algorithm.env_metrics),
+            "lost": len(result.lost),
+            "policy_version": algorithm.version,
+            "seconds": time.perf_counter() - started,
+        }
+
+    @contextmanager
+    def evaluated_weights(self) -> Iterator[None]:
+        """Inside, the replicas hold what `evaluation.weights` names; each exchange takes a version."""
+        algorithm = self._algorithm
+        if algorithm.run.evaluation.weights == "policy":
+            yield
+            return
+        version = algorithm.version
+
+        def back(raised: type[BaseException] | None, *_: object) -> None:
+            """As an exit callback; of an error in the evaluation and one here the first counts. An interruption waits for nothing."""
+            if raised is not None and not issubclass(raised, Exception):
+                return
+            with suppress(RLVLMError) if raised else nullcontext():  # such as a learner that is lost
+                trained = algorithm.learners.call(lambda learner: learner.adapter(version))
+                algorithm.recovery.publish_restored(trained)
+
+        algorithm.recovery.publish_restored(self.averaged_adapter())
+        with ExitStack() as stack:
+            stack.push(back)
+            yield
+
+    def averaged_adapter(self) -> WeightPayload:
+        """The average of the weights. Raises LearnerLostError."""
+        version = self._algorithm.version
+        average: WeightPayload = self._algorithm.learners.call(lambda learner: learner.averaged_adapter(version))
+        return average

@@ -1,0 +1,88 @@
+"""Recovery: what a checkpoint of a policy run holds, and the way back to one, in a new process or with new learners."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint
+from rl_vlm.models.payload import WeightPayload
+
+if TYPE_CHECKING:
+    from rl_vlm.algorithms.policy import PolicyAlgorithm
+    from rl_vlm.learning.learner import VLMLearner
+
+State = tuple[WeightPayload, dict[str, torch.Tensor], dict[str, torch.Tensor], list[int]]
+
+
+class Recovery:
+    """Takes and restores checkpoints of one algorithm. `last_checkpoint` is the one that new learners start from."""
+
+    def __init__(self, algorithm: PolicyAlgorithm) -> None:
+        self._algorithm = algorithm
+        self._beginning = algorithm.state()
+        self.last_checkpoint: Path | None = None
+        self.earlier_restarts = 0  # of env runners, in processes before this one
+
+    def checkpoint(self) -> Checkpoint:
+        """Everything that an exact resume needs. Raises LearnerLostError."""
+        algorithm, version = self._algorithm, self._algorithm.version
+
+        def learner_state(learner: VLMLearner) -> State:
+            return learner.adapter(version), learner.moments(), learner.extras(), torch.get_rng_state().tolist()
+
+        adapter, moments, extras, torch_rng = algorithm.learners.call(learner_state)
+        state = {**algorithm.state(), "torch_rng": torch_rng, "restarts": dict(algorithm.restarts)}
+        return Checkpoint(adapter, moments, state, extras)
+
+    def load(self, checkpoint: Checkpoint, *, new_process: bool) -> None:
+        """Go on from a checkpoint; a new process also continues with its counts."""
+        algorithm, state = self._algorithm, checkpoint.state
+        moments, extras, torch_rng = checkpoint.moments, checkpoint.extras, state["torch_rng"]
+        arrays = {name: tensor.numpy() for name, tensor in checkpoint.adapter.state().items()}
+
+        def load(learner: VLMLearner) -> bool:
+            learner.restore(arrays, moments, extras)
+            torch.set_rng_state(torch.tensor(torch_rng, dtype=torch.uint8))
+            return True
+
+        algorithm.learners.call_each(load)
+        algorithm.set_state(state)
+        newest = max(algorithm.version, algorithm.service.newest_version())
+        fresh = new_process and newest <= algorithm.first_version
+        algorithm.rollouts.restore(state["rollouts"], counts=fresh)
+        if not fresh:
+            self.publish_restored(checkpoint.adapter)
+            return
+        algorithm.restarts.clear()
+        algorithm.restarts.update(state["restarts"])
+        self.earlier_restarts = algorithm.restarts["env_runner"]
+        algorithm.publish(checkpoint.adapter)
+
+    def restore_learners(self) -> None:
+        """Give new learners the last checkpoint, or the beginning; the iterations since then are done again."""
+        algorithm = self._algorithm
+        lost = algorithm.updates
+        if self.last_checkpoint is not None:
+            self.load(read_checkpoint(self.last_checkpoint), new_process=False)
+        else:
+            algorithm.set_state(self._beginning)
+            algorithm.rollouts.restore(self._beginning["rollouts"], counts=False)
+            version = algorithm.version
+            self.publish_restored(algorithm.learners.call(lambda learner: learner.adapter(version)))
+        algorithm.rollouts.dropped["iterations_repeated"] += lost - algorithm.updates
+        algorithm.updates -= 1  # `training_step` counts this iteration, in which nothing was learned
+
+    def replace_lost_learners(self, error: Exception) -> None:
+        """Between two iterations: new learners in place of those of which one is lost. Raises LearnerDiedError."""
+        self._algorithm.learners.replace(error)
+        self._algorithm.updates += 1  # no iteration is under way that would count
+
+    def publish_restored(self, adapter: WeightPayload) -> None:
+        """Publish old weights under a new version: versions only grow, and one version never has two contents."""
+        algorithm = self._algorithm
+        newest = max(algorithm.service.newest_version(), algorithm.version)
+        algorithm.publish(replace(adapter, version=newest + 1))

@@ -1,0 +1,305 @@
+"""A child process that can be killed, under budgets of time and memory: for code and input that may hang, crash or exhaust memory.
+
+The child is this module run as a program. It calls one function, `package.module:name`, which prepares the work and returns another
+function; that one answers requests. Requests and replies are frames (see `frames`) over the child's stdin and stdout.
+Python-level limits do not suffice: nothing but a kill interrupts one long call of native code, in any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rl_vlm.frames import Channel, Frame, FrameError, PeerGoneError
+from rl_vlm.safe_text import child_environment
+
+STARTUP_S = 120.0  # imports take seconds, much longer from a slow network disk
+_GRACE_S = 1.0  # after its time for a request a child whose parent is gone ends itself
+_KILL_ROUNDS = 8  # a process may fork while the others are being found
+_OWN_BUDGETS = (-signal.SIGALRM, -signal.SIGXCPU)  # exit codes of a child that has ended itself
+
+Answer = Callable[[dict[str, Any], list[bytes]], Frame]
+
+
+class ChildStartError(Exception):
+    """The child did not get ready; the message says how to see why."""
+
+
+class BusyError(Exception):
+    """Too many callers wait for a turn, or this one waited too long."""
+
+
+class Child:
+    """A child process. Requests come one at a time; whoever shares a child among threads holds a lock.
+
+    Args:
+        function: "package.module:name", called once in the child with `arguments`; it returns the function that answers requests.
+        memory: bytes of address space that the child may map beyond what its imports take.
+        cpu_s: seconds on the CPU, in all, after which the child ends.
+        whole: everything that the child starts ends with it and with this process, also in sessions of its own. The requests'
+            time is then limited by this process alone.
+        variables: further environment variables of the child. It sees none that hold secrets, except those in `keep`.
+        quiet: its standard error is dropped.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        arguments: Sequence[Any] = (),
+        *,
+        memory: int | None = None,
+        cpu_s: int | None = None,
+        whole: bool = False,
+        keep: Iterable[str] = (),
+        variables: Mapping[str, str] | None = None,
+        quiet: bool = True,
+    ) -> None:
+        mark = f"RL_VLM_CHILD_{secrets.token_hex(8)}" if whole else ""  # tells its processes from all others
+        settings = {"function": function, "arguments": list(arguments), "memory": memory, "cpu_s": cpu_s, "mark": mark}
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        self.command = [sys.executable, "-P", "-m", "rl_vlm.child", json.dumps(settings)]
+        environment = child_environment(keep, PYTHONPATH=path, **(variables or {}), **({mark: "1"} if mark else {}))
+        child_reads, parent_writes = os.pipe()
+        parent_reads, child_writes = os.pipe()
+        try:
+            process = subprocess.Popen(
+                self.command,
+                stdin=child_reads,
+                stdout=child_writes,
+                stderr=subprocess.DEVNULL if quiet else None,
+                start_new_session=True,  # a process group of its own, which can be killed whole and does not get the terminal's Ctrl-C
+                env=environment,
+            )
+        except BaseException:
+            for fd in (parent_writes, parent_reads):
+                os.close(fd)
+            raise
+        finally:
+            os.close(child_reads)
+            os.close(child_writes)
+        self._process = process
+        self._limits_itself = not whole
+        self._ready = False
+        self._channel = Channel(parent_reads, parent_writes, alive=lambda: _is_running(process.pid))
+        self._end = weakref.finalize(self, _end, process, self._channel, mark, os.getpid())
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it was not killed and has not ended."""
+        return self._end.alive and _is_running(self.pid)
+
+    def wait_ready(self, timeout_s: float = STARTUP_S) -> None:
+        """Wait until its imports are done. Raises ChildStartError, and kills it, if they fail or take longer."""
+        if self._ready:
+            return
+        try:
+            self._ready = self._exchange(None, (), timeout_s)[0] == {"ready": True}
+        except (TimeoutError, PeerGoneError, FrameError) as error:
+            raise ChildStartError(
+                f"the process did not start. Run this to see why: {self.command_line} < /dev/null"
+            ) from error
+
+    @property
+    def command_line(self) -> str:
+        """The command, for a shell."""
+        return " ".join([*self.command[:-1], f"'{self.command[-1]}'"])
+
+    def ask(self, content: dict[str, Any], blobs: Sequence[bytes] = (), *, timeout_s: float) -> Frame:
+        """The reply to one request.
+
+        Raises TimeoutError when it takes longer than `timeout_s` or exhausts the child's time on the CPU, PeerGoneError when the
+        child died otherwise, FrameError when it sent no frame. Whatever is raised, the child was killed: a late reply must not
+        answer the next request.
+        """
+        self.wait_ready()
+        limit_s = timeout_s + _GRACE_S if self._limits_itself else None
+        return self._exchange({"request": content, "limit_s": limit_s}, blobs, timeout_s)
+
+    def _exchange(self, frame: dict[str, Any] | None, blobs: Sequence[bytes], timeout_s: float) -> Frame:
+        if not self._end.alive:
+            raise PeerGoneError
+        deadline = time.monotonic() + timeout_s
+        try:
+            if frame is not None:
+                self._channel.send(frame, blobs, timeout_s)
+            return self._channel.receive(deadline - time.monotonic())
+        except PeerGoneError:
+            self.kill(grace_s=1.0)
+            if (
+                self._limits_itself and self._process.returncode in _OWN_BUDGETS
+            ):  # this process may have been stopped meanwhile
+                raise TimeoutError from None
+            raise
+        except BaseException:  # also KeyboardInterrupt
+            self.kill()
+            raise
+
+    def kill(self, grace_s: float = 0.0) -> str:
+        """Kill it, and with `whole` all that it started, if it has not ended after `grace_s`; how it ended, in words."""
+        deadline = time.monotonic() + grace_s
+        while self._end.alive and _is_running(self.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._end()
+        code = self._process.returncode
+        return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+
+
+class Queue:
+    """Lets one caller in at a time. At most `most` wait, each at most `timeout_s`; waiting does not count as time spent."""
+
+    def __init__(self, most: int, timeout_s: float) -> None:
+        self._places = threading.BoundedSemaphore(most)
+        self._turn = threading.Lock()
+        self._timeout_s = timeout_s
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """The caller's turn. Raises BusyError."""
+        if not self._places.acquire(blocking=False):
+            raise BusyError("too many wait already")
+        try:
+            if not self._turn.acquire(timeout=self._timeout_s):
+                raise BusyError(f"waited {self._timeout_s:g} s for others")
+            try:
+                yield
+            finally:
+                self._turn.release()
+        finally:
+            self._places.release()
+
+
+def _end(process: subprocess.Popen[bytes], channel: Channel, mark: str, owner: int) -> None:
+    """Kill a child and all that it started, reap it and close its pipes; a fork of its owner only closes the pipes."""
+    if os.getpid() == owner:
+        kill_marked(mark)
+        with contextlib.suppress(ProcessLookupError):  # the whole group has gone already
+            os.killpg(
+                process.pid, signal.SIGKILL
+            )  # before the child is reaped, so that its id cannot name another group
+        process.wait()
+        kill_marked(mark)  # what was started while the others were killed
+    else:
+        process.returncode = 0  # only the owner can wait for it
+    channel.close()
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a child runs; it is not reaped, so its id stays taken."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
+def marked(mark: str) -> set[int]:
+    """The running processes of this user whose environment has the variable, without this one; none where /proc is missing."""
+    found, own = set(), os.getpid()
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc"):
+            if not name.isdigit() or int(name) == own:
+                continue
+            # It may have ended, or belong to another user.
+            with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+                if f"\0{mark}=".encode() in b"\0" + file.read():
+                    found.add(int(name))
+    return found
+
+
+def kill_marked(mark: str) -> None:
+    """Kill all processes whose environment has the variable, also those that they start meanwhile."""
+    for _ in range(_KILL_ROUNDS if mark else 0):
+        found = marked(mark)
+        if not found:
+            return
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _serve(settings: dict[str, Any]) -> None:
+    """Answer requests until the parent closes the pipe."""
+    read_fd, write_fd = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # output of libraries must not mix with the replies
+    if settings["mark"]:
+        watchdog = [
+            sys.executable,
+            "-P",
+            "-m",
+            "rl_vlm.child",
+            json.dumps({"watch": [read_fd, os.getpid(), settings["mark"]]}),
+        ]
+        subprocess.Popen(watchdog, pass_fds=(read_fd,))
+    channel = Channel(read_fd, write_fd)
+    module, _, name = settings["function"].partition(":")
+    answer: Answer = getattr(importlib.import_module(module), name)(*settings["arguments"])
+    _limit(settings["memory"], settings["cpu_s"])
+    channel.send({"ready": True})
+    while True:
+        try:
+            content, blobs = channel.receive()
+        except PeerGoneError:
+            return
+        # The parent kills a child that takes too long. If the parent is gone as well, the kernel does it: the default action of
+        # SIGALRM ends the process even inside one long call of native code.
+        if content["limit_s"]:
+            signal.setitimer(signal.ITIMER_REAL, content["limit_s"])
+        reply = answer(content["request"], blobs)
+        if content["limit_s"]:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        try:
+            channel.send(*reply)
+        except (FrameError, ValueError, TypeError, RecursionError) as error:  # what JSON cannot hold
+            channel.send({"kind": "env", "error": f"the reply cannot be sent ({' '.join(str(error).split())[:500]})"})
+
+
+def _limit(memory: int | None, cpu_s: int | None) -> None:
+    """Limit the address space to what is mapped now and `memory` bytes more, and the time on the CPU."""
+    with contextlib.suppress(OSError, ValueError):  # not every system has these; the parent's deadline still holds
+        if memory is not None:
+            with open("/proc/self/statm") as file:
+                memory += int(file.read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        if cpu_s is not None:
+            resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+
+
+def _watch(lifeline: int, worker: int, mark: str) -> None:
+    """Kill a child's processes when its parent or the child itself is gone.
+
+    `lifeline` is the read end of a pipe that only the parent holds open for writing. A child that hangs in native code cannot
+    watch its parent itself. A process in a session of its own is in no group of the child, and one that was orphaned is no
+    descendant of it; both still have the variable `mark` in their environment.
+    """
+    poll = select.poll()
+    poll.register(lifeline, 0)  # no data events: only that the last writer has gone
+    while not poll.poll(1000) and os.getppid() == worker:
+        pass
+    kill_marked(mark)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _settings = json.loads(sys.argv[1])
+    if "watch" in _settings:
+        _watch(*_settings["watch"])
+    else:
+        _serve(_settings)

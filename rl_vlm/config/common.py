@@ -1,0 +1,151 @@
+"""What every run under `rl-vlm train` has: its name, a served model, learners, and what Ray gives them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pydantic import Field, field_validator
+
+from rl_vlm.config.http import HTTPSection
+from rl_vlm.config.learner import LearnerActors
+from rl_vlm.config.logging import TrainLogging
+from rl_vlm.config.model import ServedModelSection
+from rl_vlm.config.resources import ResourcesSection
+from rl_vlm.config.section import Section
+from rl_vlm.config.serving import ServingSection
+from rl_vlm.files import resolved
+from rl_vlm.types import InFlightUpdates
+
+
+@dataclass(frozen=True, slots=True)
+class Actors:
+    """Actors of one kind that a run holds together, and the logical CPUs and GPUs of each."""
+
+    kind: str
+    count: int
+    cpus: float
+    gpus: float
+
+
+class CommonConfig(Section, ABC):
+    """The configuration of a run that serves a model and has learners. Each kind of run derives its own class."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")
+    plugins: tuple[str, ...] = Field(
+        (), description="Modules, or files by path, that register your environments, losses, estimators and rewards."
+    )
+    seed: int = Field(0, ge=0, lt=2**31)
+    deterministic: bool = Field(False, description="Lock-step sampling: k + k iterations equal 2k byte for byte.")
+    model: ServedModelSection = ServedModelSection()
+    serving: ServingSection = ServingSection()
+    learner: LearnerActors = LearnerActors()
+    logging: TrainLogging = TrainLogging()
+    resources: ResourcesSection = ResourcesSection()
+    http: HTTPSection = HTTPSection()
+
+    @field_validator("plugins")
+    @classmethod
+    def _absolute_paths(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        # Other processes have other working directories.
+        return tuple(str(resolved(name)) if name.endswith(".py") else name for name in names)
+
+    def problems(self) -> Iterator[str]:
+        """Settings of serving that do not fit the run."""
+        uses_vllm, quantization = self.serving.expected_engine == "vllm", self.serving.quantization
+        if (quantization == "nf4" and uses_vllm) or (quantization == "fp8" and not uses_vllm):
+            yield "serving.quantization: nf4 needs serving.engine transformers (vLLM has no NF4), fp8 needs vllm on a GPU"
+        if self.deterministic and (uses_vllm or self.model.dtype != "float32" or self.max_policy_lag):
+            yield "deterministic: true needs serving.engine transformers, model.dtype float32 and rollout.max_policy_lag 0"
+        if self.serving.shared and (self.deterministic or self.in_flight_updates):
+            yield (
+                "serving.shared: replicas that several runs share know neither deterministic: true nor rollout.in_flight_updates: "
+                "leave these out, or give the run its own replicas"
+            )
+
+    def notes(self) -> Iterator[str]:
+        """A sentence on each setting that changes nothing in this run and is accepted all the same."""
+        yield from ()
+
+    @property
+    @abstractmethod
+    def algorithm_name(self) -> str:
+        """`algorithm.name`."""
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """What people call the environment."""
+
+    @property
+    @abstractmethod
+    def serves(self) -> bool:
+        """Whether the run has replicas of the model."""
+
+    @property
+    @abstractmethod
+    def samplers(self) -> Actors:
+        """The actors beside replicas and learners."""
+
+    # What replicas are made for. Without a policy that learns, they serve the model as it came.
+
+    @property
+    def trains_full(self) -> bool:
+        """Whether all weights are trained, so that each version brings all of them."""
+        return False
+
+    @property
+    def max_policy_lag(self) -> int:
+        """How many versions old a sample may be."""
+        return 0
+
+    @property
+    def in_flight_updates(self) -> InFlightUpdates | None:
+        """What happens to the keys and values of running samples when a new version comes; None: they keep their version."""
+        return None
+
+    @property
+    def lora_rank(self) -> int:
+        """The rank of the adapters that the run publishes."""
+        return 1
+
+    @property
+    def max_lora_rank(self) -> int:
+        """The highest rank of an adapter that the replicas serve."""
+        return (self.serving.sharing.max_lora_rank if self.serving.shared else None) or self.lora_rank
+
+    @property
+    def lora_slots(self) -> int:
+        """Adapter versions that a replica may sample with at the same time (engine vllm)."""
+        if self.serving.shared:
+            return self.serving.sharing.lora_slots
+        # Samples of older versions may still run when a new one comes, unless they take it.
+        return 1 if self.in_flight_updates else self.max_policy_lag + 2
+
+    @property
+    def samples_per_round(self) -> int:
+        """Samples that all replicas together are asked for at once, at most."""
+        return self.serving.max_rows * self.serving.num_replicas
+
+    @property
+    def actors(self) -> list[Actors]:
+        """All actors of a run; a learner inside the driver counts where it needs a GPU."""
+        serving, learner = self.serving, self.learner
+        replicas = serving.num_replicas if self.serves else 0
+        return [
+            Actors("replicas", replicas, serving.cpus_per_replica, serving.gpus_per_replica),
+            self.samplers,
+            Actors("learners", learner.num_learners, learner.cpus_per_learner, learner.gpus_per_learner),
+            Actors("learner in the driver", int(learner.num_learners == 0), 0.0, learner.gpus_per_learner),
+        ]
+
+    @property
+    def needed_cpus(self) -> float:
+        """Logical CPUs that all actors of the run hold together."""
+        return sum(actors.count * actors.cpus for actors in self.actors)
+
+    @property
+    def needed_gpus(self) -> float:
+        """GPUs that all actors of the run hold together; a learner inside the driver counts as one actor."""
+        return sum(actors.count * actors.gpus for actors in self.actors)

@@ -1,0 +1,1 @@
+"""Stepping control environments: collection, evaluation episodes, and the log of finished episodes."""

@@ -1,0 +1,1 @@
+"""The replay buffer: steps, and the pictures of the newest of them."""

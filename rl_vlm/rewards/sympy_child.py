@@ -1,0 +1,149 @@
+"""Compares expressions symbolically, in the child process of `rl_vlm.rewards.symbolic`.
+
+A request is `{"answer": ..., "truth": ...}`, a reply `{"verdict": "equal" | "different" | "unparsable"}`. It imports nothing else of
+this package, so that the child starts fast and stays small.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+from latex2sympy2_extended import latex2sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+from latex2sympy2_extended.logic import And
+from math_verify import verify
+from sympy.core.relational import Eq, Ge, Gt, Le, Lt, Relational
+
+DIGITS = 60  # of the numeric comparison
+TOLERANCE = sympy.Float("1e-45", DIGITS)
+# Values of the variables in numeric comparisons: of both signs, above and below 1.
+POINTS = ("0.3719", "2.6131", "-1.8137", "-0.4391", "7.2917")
+_DECIMAL = re.compile(r"(\d+)\.(\d*)|\.(\d+)")
+_CASE_SENSITIVE = ConversionConfig(lowercase_symbols=False)
+_FLIPPED = {Eq: Eq, Gt: Lt, Lt: Gt, Ge: Le, Le: Ge}
+
+
+class UnparsableError(ValueError):
+    """The text is no expression that can be compared."""
+
+
+def prepare() -> Callable[[dict[str, Any], list[bytes]], tuple[dict[str, Any], list[bytes]]]:
+    """What answers requests, after the parser has built the tables that it builds on first use."""
+    logging.disable(logging.CRITICAL)
+    compare("x^{2}+\\sqrt{2}", "\\sqrt{2}+x^{2}")
+    return _answer
+
+
+def _answer(request: dict[str, Any], _: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    try:
+        verdict = "equal" if compare(request["answer"], request["truth"]) else "different"
+    except (UnparsableError, RecursionError, MemoryError):
+        verdict = "unparsable"
+    return {"verdict": verdict}, []
+
+
+# What sympy raises for expressions that it cannot handle.
+_SYMPY_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    NotImplementedError,  # for relations and functions too abstract to decide
+    TypeError,
+    ValueError,
+    KeyError,
+    IndexError,
+)
+
+
+def compare(answer: str, truth: str) -> bool:
+    """Whether two normalised LaTeX expressions are equal; UnparsableError where one is none."""
+    expected, given = _parse(truth), _parse(answer)
+    if _is_relation(expected) != _is_relation(given):
+        return False  # the answer to "what is x" is no equation, and "1+1=3" is not 3
+    try:
+        if _is_relation(expected):
+            return _same_relation(expected, given)
+        if isinstance(expected, sympy.Expr) and isinstance(given, sympy.Expr):
+            # verify() compares a lone symbol with an expression by its name only, so 2x-x needs the second way.
+            return _agree(expected, given) and (_verify(expected, given) or sympy.simplify(expected - given) == 0)
+        return _verify(expected, given)
+    except _SYMPY_ERRORS as error:
+        raise UnparsableError(str(error)) from error
+
+
+def _verify(expected: Any, given: Any) -> bool:
+    return bool(verify(expected, given, float_rounding=30, numeric_precision=30, timeout_seconds=None))
+
+
+def _parse(text: str) -> Any:
+    latex = _DECIMAL.sub(_as_fraction, text)
+    try:
+        value = latex2sympy(
+            latex, is_real=True, convert_degrees=False, normalization_config=None, conversion_config=_CASE_SENSITIVE
+        )
+        if isinstance(value, (sympy.Basic, sympy.MatrixBase)):
+            if value.has(sympy.Float, sympy.zoo, sympy.nan):
+                raise UnparsableError("undefined or inexact")
+            return value.subs(sympy.Symbol("i", real=True), sympy.I)
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:  # the parser raises plain Exception for whatever it does not understand
+        raise UnparsableError(text) from error
+    raise UnparsableError(text)
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    """A decimal as an exact fraction, because a float would bring a tolerance with it."""
+    whole, digits = match[1] or "0", match[2] or match[3] or ""
+    return rf"\frac{{{int(whole + digits)}}}{{{10 ** len(digits)}}}"
+
+
+def _agree(left: sympy.Expr, right: sympy.Expr) -> bool:
+    """False where the two have different values somewhere; True where they agree or have no numeric value."""
+    symbols = sorted(left.free_symbols | right.free_symbols, key=str)
+    for shift in range(len(POINTS) if symbols else 1):
+        point = {
+            symbol: sympy.Rational(POINTS[(shift + index) % len(POINTS)]) + sympy.Rational(index, 7)
+            for index, symbol in enumerate(symbols)
+        }
+        first, second = (side.subs(point).evalf(DIGITS) for side in (left, right))
+        if not (_is_finite(first) and _is_finite(second)):
+            continue
+        if sympy.Abs(first - second) > TOLERANCE * sympy.Max(sympy.Abs(first), sympy.Abs(second), TOLERANCE):
+            return False
+    return True
+
+
+def _is_finite(value: sympy.Expr) -> bool:
+    return bool(
+        value.is_number and value.is_finite and all(part.is_Float or part.is_zero for part in value.as_real_imag())
+    )
+
+
+def _is_relation(value: Any) -> bool:
+    return isinstance(value, (Relational, And))
+
+
+def _same_relation(expected: Any, given: Any) -> bool:
+    """Equal up to a constant factor and up to exchanging the sides; chains link by link."""
+    if isinstance(expected, And) or isinstance(given, And):
+        if not (isinstance(expected, And) and isinstance(given, And)):
+            return False
+        links = list(zip(expected._unsorted_args, given._unsorted_args, strict=False))
+        same_length = len(expected._unsorted_args) == len(given._unsorted_args)
+        return same_length and all(_same_relation(one, other) for one, other in links)
+    if type(expected) not in _FLIPPED or type(given) not in _FLIPPED:
+        return bool(expected == given)
+    difference = sympy.simplify(given.lhs - given.rhs)
+    if not difference.free_symbols:
+        return False  # equations without variables, such as 5 = 3, are not compared
+    factor = sympy.simplify((expected.lhs - expected.rhs) / difference)
+    if not factor.is_number or factor.is_zero:
+        return False
+    if isinstance(expected, Eq):
+        return isinstance(given, Eq)
+    wanted = type(expected) if factor.is_positive else _FLIPPED[type(expected)]
+    return isinstance(given, wanted)

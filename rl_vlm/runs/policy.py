@@ -1,0 +1,322 @@
+"""A run that trains the served policy: its checks, iterations, evaluations, checkpoints, and the final adapter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_vlm.algorithms.checkpoint import latest_checkpoint, save_checkpoint
+from rl_vlm.chat import expand_image_tokens
+from rl_vlm.config import PolicyConfig
+from rl_vlm.config.algorithm import BUILTIN_LOSSES
+from rl_vlm.config.model import FLOAT16_UNTRAINABLE
+from rl_vlm.envs.base import VisionEnv
+from rl_vlm.envs.parts import make_part, survey, train_size
+from rl_vlm.envs.registry import portable_id
+from rl_vlm.envs.wire import check_plain
+from rl_vlm.evaluation.sight_faults import Fault, SightError, raise_or_tell
+from rl_vlm.files import clean_leftovers
+from rl_vlm.learning.plan import ESTIMATORS
+from rl_vlm.learning.strategies.needs import check_strategy
+from rl_vlm.models.initial_adapter import check_initial_adapter
+from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries, resolve_model
+from rl_vlm.monitoring.display import ProgressDisplay
+from rl_vlm.rollout.curriculum import make_task_source
+from rl_vlm.rollout.stages import Stages
+from rl_vlm.runs.env_demand import check_places
+from rl_vlm.runs.lifecycle import RunLifecycle
+from rl_vlm.runs.preflight import memory_needs
+from rl_vlm.runs.reward_names import check_reward_names
+from rl_vlm.runs.run_kind import RunKind
+from rl_vlm.runs.training_warnings import UnpaidStart, blind
+from rl_vlm.types import RLVLMError, Split, UserInputError
+
+if TYPE_CHECKING:
+    from rl_vlm.algorithms.config import RunAlgorithmConfig
+
+
+def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
+    """Open one item of each split and encode it, and look up what learns from it."""
+    if config.model.train == "lora" and config.model.lora.target_modules == "none":
+        raise UserInputError(
+            "model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision; `rl-vlm eval` and `rl-vlm "
+            "serve` take it."
+        )
+    if config.model.dtype == "float16":
+        raise UserInputError(f"{FLOAT16_UNTRAINABLE}.")
+    check_strategy(config.learner)
+    ESTIMATORS.get(config.algorithm.estimator)
+    if config.algorithm.loss not in BUILTIN_LOSSES:
+        from rl_vlm.learning.losses import LOSSES  # imports torch
+
+        LOSSES.get(config.algorithm.loss)
+    quiet_libraries()
+    folder = resolve_model(config.model.path)
+    text = load_text_side(folder, config.model.pixels)
+    found: dict[str, Any] = {"model": str(folder), "env": config.env.title} | check_initial_adapter(config.model)
+    sizes: dict[str, int | None] = {}
+    for name, part in config.env.parts.items():
+        figures = _inspect_part(config, name, text)
+        sizes[name] = train_size(part, figures["train_items"])
+        found |= {f"{name}_{key}" if name else key: value for key, value in figures.items()}
+        for variant in config.evaluation.variants:
+            _open_changed(
+                config,
+                name,
+                f"evaluation.variants.{variant}",
+                config.evaluation.split,
+                config.variant_arguments(variant, name),
+            )
+    if config.curriculum.stages:
+        for where, name, arguments in Stages(config.curriculum, config.env).all_arguments():
+            _open_changed(config, name, where, "train", arguments, sizes[name])
+        found["stages"] = ", ".join(config.curriculum.names)
+    return found | memory_needs(config, folder)
+
+
+def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, Any]:
+    """Open one item of each split of an environment and encode it."""
+    env_id = config.env.parts[name].id
+    env = _make_part(config, name)
+    found: dict[str, Any] = {}
+    try:
+        for split in ("train", config.evaluation.split):
+            validate = getattr(env, "validate", None)
+            if callable(validate):
+                validate(split)
+            size = env.num_items(split)  # type: ignore[arg-type]
+            if size == 0:
+                raise UserInputError(f"The {split} split of {env_id} is empty: check env.data.")
+            observation, _ = env.reset(seed=0, options={"index": 0, "split": split})
+            span = text.codec.encode_prompt(observation.messages)
+            counts = [text.count_image_tokens(image.width, image.height) for image in span.images]
+            length = len(expand_image_tokens(span.token_ids, text.codec.image_token_id, counts))
+            if length >= config.serving.max_context:
+                raise UserInputError(
+                    f"The first {split} prompt has {length} tokens and serving.max_context is "
+                    f"{config.serving.max_context}: raise it, or shrink the images."
+                )
+            if split == config.evaluation.split:
+                check_places(config, name, size, getattr(env, "max_sessions", None))
+            if split == "train":
+                check_reward_names(list(config.env.parts[name].reward.weights), env, config.rollout.max_turns)
+            found |= {f"{split}_items": size, f"{split}_prompt_tokens": length, f"{split}_image_tokens": sum(counts)}
+    except UserInputError:
+        raise
+    except RLVLMError as error:
+        raise UserInputError(f"The environment {env_id} does not open: {error}") from error
+    finally:
+        env.close()
+    return found
+
+
+def _make_part(config: PolicyConfig, name: str, changes: Mapping[str, Any] | None = None) -> VisionEnv:
+    """As `make_part`. Raises UserInputError for what the child process that will make it could not be told."""
+    if config.env.isolation == "process":
+        part = config.env.parts[name]
+        portable_id(part.id)
+        check_plain(part.id, part.make_kwargs(changes))
+    return make_part(config.env, name, changes)
+
+
+def _open_changed(
+    config: PolicyConfig, name: str, where: str, split: Split, changes: Mapping[str, Any], items: int | None = None
+) -> None:
+    """Open an environment with the changed arguments that the key `where` names; it must have the `items` that are drawn from."""
+    try:
+        env = _make_part(config, name, changes)
+        try:
+            size = env.num_items(split)
+            if items is not None and size is not None and size < items:
+                raise UserInputError(
+                    f"the {split} split has {size} items and the run draws from {items}: set env.num_items."
+                )
+            env.reset(seed=0, options={"index": 0, "split": split})
+        finally:
+            env.close()
+    except RLVLMError as error:
+        raise UserInputError(f"{where}: {error}") from error
+
+
+def _check_tasks(config: PolicyConfig, checkpoint: Path) -> None:
+    """Raise UserInputError where the configuration's tasks are not the checkpoint's: a minute before the algorithm would."""
+    tasks = json.loads((checkpoint / "state.json").read_text())["rollouts"]["tasks"]
+    make_task_source(config, survey(config.env, "train").sizes["train"]).restore(tasks["source"])
+
+
+class PolicyRun(RunLifecycle):
+    """A run that trains the served policy."""
+
+    config: PolicyConfig
+
+    def __init__(self, config: PolicyConfig, folder: Path, resume: bool) -> None:
+        self.checkpoints = folder / "checkpoints"
+        clean_leftovers(self.checkpoints)
+        self.start_from = latest_checkpoint(self.checkpoints) if resume else None
+        if self.start_from is not None:
+            _check_tasks(config, self.start_from)
+        start = int(self.start_from.name.removeprefix("iteration-")) if self.start_from else 0
+        super().__init__(config, folder, start, resume, ProgressDisplay(config.algorithm.iterations, start))
+        self.evaluations: list[dict[str, Any]] = []
+        self.saved_at = start if self.start_from else -1
+        self.last_iteration = self.start_iteration = start
+        self._unpaid_start = UnpaidStart()
+
+    def _train(self) -> None:
+        from rl_vlm.algorithms.learners import LearnerLostError
+
+        algorithm = self.algorithm
+        if self.start_from is not None:
+            algorithm.load_checkpoint(str(self.start_from))
+            self.display.message(f"Resumed from iteration {algorithm.updates}.")
+        self._started()
+        while True:
+            try:
+                self._to_the_end()
+                return
+            except LearnerLostError as error:  # beside an update, which replaces learners itself
+                self.display.message(f"{error} Going on from the newest checkpoint.")
+                algorithm.recovery.replace_lost_learners(error)
+                self._forget_after(algorithm.updates)
+
+    def _to_the_end(self) -> None:
+        """What is left of the run. Raises LearnerLostError."""
+        from rl_vlm.rollout.failures import TooManyFailuresError
+        from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
+
+        algorithm = self.algorithm
+        try:
+            # A signal during sampling ends the round, of which nothing has been learned yet.
+            with suppress(RoundAbandonedError):
+                self._check_sight()
+                if not self.recorder.has_evaluation(algorithm.updates):
+                    self._evaluate()
+                with self._timed():
+                    while algorithm.updates < self.config.algorithm.iterations and not self.stop:
+                        self._iterate()
+        except (SamplingError, TooManyFailuresError, SightError):
+            # The learners are there: a resume, with `sight.gate: warn` perhaps, need not repeat what these have learned.
+            if algorithm.updates > max(self.saved_at, 0):
+                with suppress(RLVLMError):
+                    self._checkpoint()
+            raise
+        self._checkpoint()
+        self._save_trained(self.algorithm.recovery.checkpoint().adapter)
+        if self.config.learner.ema_decay is not None:
+            self._save_trained(self.algorithm.evaluation.averaged_adapter(), "-ema")
+
+    def _check_sight(self) -> None:
+        """Ask engine and learner about some images. Raises SightError, unless `sight.gate` says otherwise."""
+        if self.config.sight.gate == "off":
+            return
+        self._tell_faults(self.algorithm.sight.gate())
+        if self.algorithm.sight.needed:
+            self.display.message(
+                f"Sight: engine and learner agree within {self.algorithm.sight.agreement:.1e} nats per token; a blank image "
+                f"changes answers by {self.algorithm.sight.effect:.2g}."
+            )
+
+    def _tell_faults(self, faults: Sequence[Fault]) -> None:
+        for sentence in raise_or_tell(faults, self.config.sight.gate):
+            self.display.message(sentence)
+
+    def _iterate(self) -> None:
+        algorithm, config = self.algorithm, self.config
+        algorithm.train()
+        iteration, metrics = algorithm.updates, algorithm.last_metrics
+        if iteration <= self.last_iteration:
+            # Learners were replaced from a checkpoint: the iterations since then are done again, and this one learned nothing.
+            self._forget_after(iteration)
+            return
+        self.last_iteration = iteration
+        if "reward/mean" in metrics:
+            self.rewards.append(metrics["reward/mean"])
+        self.recorder.log_iteration(iteration, metrics)
+        self.recorder.log_spans(iteration, algorithm.last_spans)
+        self.display.update(iteration, metrics)
+        if config.sight.gate != "off":
+            self._tell_faults(algorithm.sight_faults)
+        if hint := self._unpaid_start.look(iteration, metrics):
+            self.display.message(hint)
+        # Groups of a round that is recorded carry their conversations; with lag, rounds and iterations differ.
+        recorded = [k for k, group in enumerate(algorithm.last_groups) if group.trajectories[0].messages]
+        if recorded:
+            groups, advantages = algorithm.last_groups, algorithm.last_advantages
+            self.recorder.dump_trajectories(
+                iteration, [groups[k] for k in recorded], [advantages[k] for k in recorded], algorithm.decode
+            )
+        if iteration % config.logging.checkpoint_every == 0:
+            self._checkpoint()
+        last = iteration >= config.algorithm.iterations
+        if last or (config.evaluation.every and iteration % config.evaluation.every == 0):
+            self._evaluate()
+
+    def _forget_after(self, iteration: int) -> None:
+        """The rows of later iterations go: these are done again."""
+        self.recorder.close()
+        self.recorder = self._new_recorder(iteration)
+        self.last_iteration = iteration
+        self.saved_at = min(self.saved_at, iteration)
+
+    def _evaluate(self) -> None:
+        results = self.algorithm.evaluation.evaluate()
+        self.evaluations.append({"iteration": self.algorithm.updates, **results})
+        self.recorder.log_evaluation(self.algorithm.updates, results)
+        self.display.evaluation(self.algorithm.updates, results)
+        if self.algorithm.updates > self.start_iteration and (hint := blind(results)):
+            self.display.message(hint)
+
+    def _save(self, position: int) -> None:
+        recovery, keep = self.algorithm.recovery, self.config.logging.keep_checkpoints
+        recovery.last_checkpoint = save_checkpoint(self.checkpoints, position, recovery.checkpoint(), keep)
+
+    def _rllib_config(self) -> type[RunAlgorithmConfig]:
+        return _rllib_config(self.config)
+
+    def _position(self) -> int:
+        return self.algorithm.updates if self.algorithm is not None else self.start_iteration
+
+    def _outcome(self) -> dict[str, Any]:
+        evaluations = self.recorder.evaluations() or self.evaluations
+        variant = next(iter(self.config.evaluation.variants))
+        accuracy = [e[f"accuracy/{variant}"] for e in evaluations if f"accuracy/{variant}" in e]
+        counts = _counts(self.algorithm) if self.algorithm is not None else {}
+        return {
+            "iterations": counts.get("updates", 0),
+            "accuracy_before": accuracy[0] if accuracy else None,
+            "accuracy_after": accuracy[-1] if accuracy else None,
+            "policy_version": counts.get("version", 0),
+            **{name: counts.get(name, {}) for name in ("dropped", "restarts", "requests_by_replica")},
+            "trajectories": counts.get("trajectories", 0),
+        }
+
+
+def _counts(algorithm: Any) -> dict[str, Any]:
+    rollouts = algorithm.rollouts
+    return {
+        "updates": algorithm.updates,
+        "version": algorithm.version,
+        "trajectories": rollouts.trajectories,
+        "dropped": dict(rollouts.dropped),
+        "restarts": dict(algorithm.restarts),
+        "requests_by_replica": dict(rollouts.requests_by_replica),
+    }
+
+
+def _rllib_config(config: PolicyConfig) -> type[RunAlgorithmConfig]:
+    from rl_vlm.algorithms.grpo import GRPOConfig
+    from rl_vlm.algorithms.ppo import PPOConfig
+
+    return PPOConfig if config.algorithm.name == "ppo" else GRPOConfig
+
+
+def _evaluate(config: PolicyConfig, /, **arguments: Any) -> dict[str, Any]:
+    from rl_vlm.runs.evaluate import evaluate_policy_run  # imports clients of endpoints
+
+    return evaluate_policy_run(config, **arguments)
+
+
+KIND = RunKind(PolicyConfig, inspect_policy_run, PolicyRun, _evaluate, _rllib_config)

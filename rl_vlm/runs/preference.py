@@ -1,0 +1,251 @@
+"""A run of the preference loop: its checks, iterations, evaluations, checkpoints, and the CSV files of RL-VLM-F."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_vlm.algorithms.preference_checkpoint import CheckpointFolders, read_state
+from rl_vlm.config import PreferenceConfig
+from rl_vlm.models.loading import resolve_model
+from rl_vlm.monitoring.preference_display import PreferenceDisplay
+from rl_vlm.preference.collection.collector import EpisodeResult
+from rl_vlm.preference.collection.episode_log import (
+    EVAL_COLUMNS,
+    TRAIN_COLUMNS,
+    FinishedEpisode,
+    StepCsv,
+    evaluation_metrics,
+    evaluation_row,
+)
+from rl_vlm.reporting.video import write_video
+from rl_vlm.runs.lifecycle import RunLifecycle
+from rl_vlm.runs.preflight import memory_needs
+from rl_vlm.runs.run_kind import RunKind
+from rl_vlm.types import RLVLMError
+
+if TYPE_CHECKING:
+    from rl_vlm.algorithms.config import RunAlgorithmConfig
+
+
+def inspect_preference_run(config: PreferenceConfig) -> dict[str, Any]:
+    """Step the control environment once, look at its picture, and find the labeller. Raises UserInputError."""
+    from rl_vlm.labelling.build import prompts_of
+    from rl_vlm.labelling.store import label_cache
+    from rl_vlm.preference.collection.collector import make_run_env
+    from rl_vlm.preference.feedback.cached_labels import check_cache
+    from rl_vlm.preference.schedule import check_segments
+
+    settings = config.preference
+    env = make_run_env(config)
+    try:
+        check_segments(settings, env.horizon)
+        env.reset(seed=0)
+        env.step(env.action_space.sample())
+        found: dict[str, Any] = {
+            "env": config.env.id,
+            "observation_size": env.observation_space.shape[0],
+            "action_size": env.action_space.shape[0],
+            "horizon": env.horizon,
+            "reward": settings.reward,
+        }
+        if settings.draws_frames or settings.evaluation.film:
+            found["frame"] = "×".join(map(str, env.frame().shape))
+    finally:
+        env.close()
+    if settings.learns_reward:
+        cache = label_cache(settings.labels.cache)
+        if cache is not None:
+            check_cache(cache, settings, (found["observation_size"], found["action_size"]))
+        found["labels"] = settings.labels.source
+    if settings.learns_reward and settings.labels.source in ("vlm", "endpoint", "generate", "clip", "itm"):
+        found["goal"] = prompts_of(settings.labels, config.env.id).goal
+    if settings.asks_served_model:
+        folder = resolve_model(config.model.path)
+        found |= {"model": str(folder)} | memory_needs(config, folder)
+    return found
+
+
+class PreferenceRun(RunLifecycle):
+    """A preference run. `iteration` of the recorded files counts environment steps."""
+
+    config: PreferenceConfig
+
+    _unit = "step"
+
+    def __init__(self, config: PreferenceConfig, folder: Path, resume: bool) -> None:
+        self.settings = config.preference
+        self.checkpoints = CheckpointFolders(folder, config.name, config.logging.keep_checkpoints)
+        self.start_from = self.checkpoints.latest() if resume else None
+        state = read_state(self.start_from) if self.start_from else None
+        start = int(state["step"]) if state else 0
+        super().__init__(config, folder, start, resume, PreferenceDisplay(self.settings.total_steps, start))
+        keep_until = start if state else -1
+        self.train_csv = StepCsv(folder / "train.csv", TRAIN_COLUMNS, keep_until)
+        self.eval_csv = StepCsv(folder / "eval.csv", EVAL_COLUMNS, keep_until)
+        self.session_figures: dict[str, float] = {}
+        self.episode_started = time.monotonic()
+        self.saved_at = start if state else -1
+
+    def _train(self) -> None:
+        algorithm = self.algorithm
+        algorithm.on_episode, algorithm.on_session = self._log_episode, self._log_session
+        if self.start_from is not None:
+            algorithm.load_checkpoint(str(self.start_from))
+            self.display.message(f"Resumed at step {algorithm.env_steps}.")
+        self._started()
+        try:
+            with self._timed():
+                self._iterate()
+        except BaseException:
+            # Save the experience and the labels, whose collection was expensive; the original error is raised.
+            with suppress(RLVLMError):
+                self._checkpoint()
+            raise
+        self._checkpoint()
+
+    def _iterate(self) -> None:
+        algorithm, settings = self.algorithm, self.settings
+        every, evaluations = self.config.logging.checkpoint_every, settings.evaluation.every
+        if self._evaluation_is_missing():
+            self._evaluate()
+        while algorithm.env_steps < settings.total_steps and not self.stop:
+            before = algorithm.env_steps
+            algorithm.train()
+            step = algorithm.env_steps
+            if step == before:
+                continue
+            self.recorder.log_iteration(step, algorithm.last_metrics)
+            self.recorder.log_spans(step, algorithm.last_spans)
+            self.display.update(step, algorithm.last_metrics)
+            # `checkpoint_every` counts rows of figures, as everywhere.
+            if _crosses_multiple(before, step, every * settings.steps_per_iteration):
+                self._checkpoint()
+            if step >= settings.total_steps or (evaluations and _crosses_multiple(before, step, evaluations)):
+                self._evaluate()
+
+    def _evaluation_is_missing(self) -> bool:
+        """Whether one was due at the present step and is not recorded: before the run, or of an attempt that ended during it."""
+        step, every = self.algorithm.env_steps, self.settings.evaluation.every
+        if step == 0 or step >= self.settings.total_steps:
+            return not self.recorder.has_evaluation(step)
+        due = step // every * every if every else 0
+        return due > 0 and not any(due <= entry["iteration"] <= step for entry in self.recorder.evaluations())
+
+    def _evaluate(self) -> None:
+        algorithm = self.algorithm
+        started = time.monotonic()
+        results: list[EpisodeResult] = algorithm.evaluate_policy()
+        try:
+            self.eval_csv.add(evaluation_row(results, algorithm.env_steps, algorithm.tracker.finished))
+        except OSError as error:
+            self._cannot_write("eval.csv", error)
+        figures = {**evaluation_metrics(results), "seconds": time.monotonic() - started}
+        self.recorder.log_evaluation(algorithm.env_steps, figures)
+        self.display.evaluation(algorithm.env_steps, figures)
+        self._save_videos(results)
+
+    def _save_videos(self, results: list[EpisodeResult]) -> None:
+        folder = self.checkpoints.videos or self.folder / "videos"
+        for number, result in enumerate(results):
+            if result.frames is None:
+                continue
+            name = f"step{self.algorithm.env_steps:07}_episode{number:02}_{round(result.true_return, 2)}.gif"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_video(folder / name, result.frames)
+            except OSError as error:
+                self._cannot_write("a video", error)
+
+    def _log_session(self, figures: dict[str, float]) -> None:
+        self.session_figures = figures
+        if "labels/asked" in figures:
+            accuracy = figures.get("labels/accuracy")
+            agree = f", {accuracy:.0%} of the decided agree with the true reward" if accuracy is not None else ""
+            fitted = figures.get("reward_model/accuracy")  # none without pairs, or of scores
+            model = f"; reward model accuracy {fitted:.2f}" if fitted is not None else ""
+            self.display.message(
+                f"Step {self.algorithm.env_steps}: {figures['labels/asked']:.0f} labels in {figures['labels/seconds']:.1f} s, "
+                f"{figures['labels/usable']:.0f} usable{agree}{model}."
+            )
+            if cost := self.algorithm.feedback.cost:
+                self.display.message(f"Labels so far: {cost}.")
+
+    def _log_episode(self, episode: FinishedEpisode) -> None:
+        algorithm, now = self.algorithm, time.monotonic()
+        figures = algorithm.running_figures()
+        feedback = algorithm.feedback
+        names = {
+            "batch_reward": "critic/reward", "critic_loss": "critic/loss", "actor_loss": "policy/loss",
+            "actor_entropy": "policy/entropy", "alpha_loss": "policy/alpha_loss", "alpha_value": "policy/alpha",
+        }  # fmt: skip
+        row: dict[str, Any] = {
+            "episode": episode.number,
+            "step": episode.step,
+            "episode_reward": episode.learned_return,
+            "true_episode_reward": episode.true_return,
+            "episode_success": episode.success,
+            "true_episode_success": episode.success,
+            "duration": now - self.episode_started,
+            "total_feedback": feedback.asked if feedback is not None else 0,
+            "labeled_feedback": feedback.usable if feedback is not None else 0,
+            "reward_learning_acc": self.session_figures.get("reward_model/accuracy", ""),
+            "vlm_acc": self.session_figures.get("labels/accuracy", ""),
+            "actor_target_entropy": algorithm.target_entropy,
+            **{column: figures[name] for column, name in names.items() if name in figures},
+        }
+        self.episode_started = now
+        try:
+            self.train_csv.add(row)
+        except OSError as error:
+            self._cannot_write("train.csv", error)
+
+    def _save(self, position: int) -> None:
+        self.checkpoints.save(position, lambda folder: self.algorithm.save_checkpoint(str(folder)))
+
+    def _rllib_config(self) -> type[RunAlgorithmConfig]:
+        return _rllib_config(self.config)
+
+    def _position(self) -> int:
+        return self.algorithm.env_steps if self.algorithm is not None else -1
+
+    def _outcome(self) -> dict[str, Any]:
+        algorithm = self.algorithm
+        evaluations = self.recorder.evaluations()
+        success = [entry["accuracy/success"] for entry in evaluations]
+        returns = [entry["reward/success"] for entry in evaluations]
+        feedback = getattr(algorithm, "feedback", None)
+        return {
+            "iterations": getattr(algorithm, "env_steps", 0),
+            "unit": "steps",
+            "accuracy_before": success[0] if success else None,
+            "accuracy_after": success[-1] if success else None,
+            "evaluation_reward_before": returns[0] if returns else None,
+            "evaluation_reward_after": returns[-1] if returns else None,
+            "labels": {"asked": feedback.asked, "usable": feedback.usable, "sessions": feedback.sessions}
+            if feedback is not None
+            else {},
+            "restarts": dict(getattr(algorithm, "restarts", {})),
+        }
+
+
+def _crosses_multiple(before: int, now: int, every: int) -> bool:
+    """Whether a multiple of `every` lies in (before, now]."""
+    return now // every > before // every
+
+
+def _rllib_config(config: PreferenceConfig) -> type[RunAlgorithmConfig]:
+    from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
+
+    return PreferenceSACConfig
+
+
+def _evaluate(config: PreferenceConfig, /, **arguments: Any) -> dict[str, Any]:
+    from rl_vlm.runs.preference_evaluation import evaluate_preference_run
+
+    return evaluate_preference_run(config, **arguments)
+
+
+KIND = RunKind(PreferenceConfig, inspect_preference_run, PreferenceRun, _evaluate, _rllib_config)

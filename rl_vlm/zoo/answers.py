@@ -1,0 +1,21 @@
+"""Finds the part of a text that is graded, for the environments that grade short texts."""
+
+from __future__ import annotations
+
+from rl_vlm.rewards.plain_text import refusal, without_thought
+
+_MAX_THOUGHT = 100_000  # characters
+
+
+def behind_thought(text: str, max_chars: int) -> tuple[str, str]:
+    """The text after its thought, and the reason why it must not be graded, or "".
+
+    The reasons are those of `refusal`, where `max_chars` bounds the text after the thought, and "misplaced": the thought does not end, or
+    a second one follows.
+    """
+    said = without_thought(text)
+    if len(said) > max_chars:
+        return said, "too_long"
+    if reason := refusal(text, _MAX_THOUGHT + max_chars):
+        return said, reason
+    return said, "misplaced" if "<think>" in said or "</think>" in said else ""

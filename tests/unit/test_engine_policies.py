@@ -1,0 +1,201 @@
+"""One transformers engine for many policies: no answer comes from another policy's weights, and turns are fair."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from core_support import adapted_policy, picture, plain_model, reference_logprobs, request, text_side
+from engine_support import endless, until
+from version_support import model_of
+
+from rl_vlm.engines.base import BASE_MODEL, EngineError
+from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.engines.weights import Factors, MergedWeights
+from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.loading import TextSide
+from rl_vlm.models.lora import language_linears
+from rl_vlm.types import Completion, GenerationRequest, UserInputError
+
+POLICIES = ("a", "b", "c")
+PLENTY = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def text(tiny_folder: Path) -> TextSide:
+    return text_side(tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def payloads(tiny_folder: Path) -> dict[tuple[str, int], AdapterPayload]:
+    """Far from each other."""
+    return {
+        (name, version): dataclasses.replace(
+            adapted_policy(tiny_folder, seed=10 * place + version).payload(version), policy=name
+        )
+        for place, name in enumerate(POLICIES)
+        for version in (1, 2)
+    }
+
+
+def make(folder: Path, merged_bytes: int = PLENTY, **settings: Any) -> TransformersEngine:
+    return TransformersEngine(folder, max_context=512, merged_bytes=merged_bytes, **settings)
+
+
+@pytest.fixture
+def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
+    engine = make(tiny_folder)
+    yield engine
+    asyncio.run(engine.close())
+
+
+def ask(text: TextSide, policy: str, name: str = "r", **sampling: Any) -> GenerationRequest:
+    shown = [picture(np.random.default_rng(3)), "Which?"]
+    wanted = {"temperature": 1.0, "max_new_tokens": 6, **sampling}
+    return dataclasses.replace(request(text, shown, name=name, **wanted), policy=policy)
+
+
+def distance(folder: Path, model: Any, asked: GenerationRequest, answer: Completion) -> float:
+    """Of the answer's log-probabilities from those of a model of transformers, at most."""
+    worst = 0.0
+    with torch.no_grad():
+        for sample in answer.samples:
+            ids = np.concatenate([answer.prompt_ids, sample.token_ids])
+            found = reference_logprobs(folder, model, ids, asked.images, asked.sampling.temperature).numpy()
+            worst = max(worst, float(np.abs(found[len(answer.prompt_ids) - 1 :] - sample.logprobs).max()))
+    return worst
+
+
+def size_of_sum(engine: TransformersEngine) -> int:
+    """Bytes of the language model's linear weights, which the adapters here change."""
+    return sum(linear.weight.nbytes for linear in language_linears(engine.backbone.model).values())
+
+
+@pytest.mark.parametrize("room", [PLENTY, 0, 1.5], ids=["merged", "beside", "some of both"])
+def test_each_policy_answers_with_its_own_weights(
+    tiny_folder: Path,
+    text: TextSide,
+    payloads: dict[tuple[str, int], AdapterPayload],
+    tmp_path: Path,
+    room: float,
+) -> None:
+    engine = make(tiny_folder)
+    engine._weights = MergedWeights(engine.backbone.model, int(min(room * size_of_sum(engine), PLENTY)))
+    asked = [
+        ask(text, name, f"{name}{k}", n=2, seeds=(k, k + 50), min_version=1) for k in range(4) for name in POLICIES
+    ]
+    asked += [dataclasses.replace(ask(text, name, f"base {name}"), min_version=BASE_MODEL) for name in POLICIES]
+
+    async def live() -> list[Completion]:
+        for name in POLICIES:
+            await engine.load_adapter(payloads[name, 1])
+        found = await asyncio.gather(*(engine.generate([one]) for one in asked))
+        await engine.close()
+        return [answer for (answer,) in found]
+
+    answers = asyncio.run(live())
+    beside = [isinstance(version.formed, Factors) for version in engine._newest.values()]
+    assert sum(beside) == {PLENTY: 0, 0: 3, 1.5: 2}[room]
+    models = {name: model_of(tiny_folder, payloads[name, 1], tmp_path / name) for name in POLICIES}
+    for one, answer in zip(asked, answers, strict=True):
+        assert (answer.policy, answer.policy_version) == (one.policy, one.min_version)
+        model = plain_model(tiny_folder) if one.min_version == BASE_MODEL else models[one.policy]
+        assert distance(tiny_folder, model, one, answer) < 1e-4
+    assert distance(tiny_folder, models["b"], asked[0], answers[0]) > 0.1  # which tells policies apart
+
+
+def test_a_modest_policy_is_answered_beside_a_greedy_one(engine: TransformersEngine, text: TextSide) -> None:
+    """Samples that would run for ever fill a policy's rows; another policy's call ends, and they go on."""
+    endless_one = [ask(text, "greedy", f"g{k}", n=64, max_new_tokens=400) for k in range(12)]  # more than `max_rows`
+    modest = [ask(text, "modest", f"m{k}", max_new_tokens=3) for k in range(4)]
+
+    async def live() -> None:
+        greedy = asyncio.ensure_future(engine.generate(endless_one))
+        await until(lambda: engine.stats().running >= 448)
+        answers = await asyncio.wait_for(engine.generate(modest), 60)
+        assert {answer.policy for answer in answers} == {"modest"}
+        assert not greedy.done() and engine.stats().running >= 448
+        before = engine.stats().generated_tokens
+        await until(lambda: engine.stats().generated_tokens > before)
+        greedy.cancel()
+        await until(lambda: engine.stats().running == 0)
+
+    with endless(engine, text):
+        asyncio.run(live())
+
+
+def test_a_dropped_policy_is_refused_and_its_name_comes_again_with_other_weights(
+    tiny_folder: Path,
+    engine: TransformersEngine,
+    text: TextSide,
+    payloads: dict[tuple[str, int], AdapterPayload],
+    tmp_path: Path,
+) -> None:
+    asked = ask(text, "a", max_new_tokens=5, min_version=1)
+    other = dataclasses.replace(payloads["b", 1], policy="a")
+
+    async def live() -> Completion:
+        await engine.load_adapter(payloads["a", 1])
+        await engine.generate([asked])
+        await engine.drop_policy("a")
+        with pytest.raises(EngineError, match="policy a has no version 1 here"):
+            await engine.generate([asked])
+        await engine.load_adapter(other)
+        return (await engine.generate([asked]))[0]
+
+    answer = asyncio.run(live())
+    assert distance(tiny_folder, model_of(tiny_folder, other, tmp_path), asked, answer) < 1e-4
+
+
+def test_a_load_that_is_given_up_gives_its_room_back(
+    engine: TransformersEngine, payloads: dict[tuple[str, int], AdapterPayload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = MergedWeights(engine.backbone.model, max_bytes=int(1.5 * size_of_sum(engine)))
+    monkeypatch.setattr(engine, "_weights", weights)
+    form, began, free, formed = weights.form, threading.Event(), threading.Event(), threading.Event()
+
+    def slow(payload: AdapterPayload) -> Any:
+        began.set()
+        assert free.wait(60)
+        try:
+            return form(payload)
+        finally:
+            formed.set()
+
+    async def give_up() -> None:
+        monkeypatch.setattr(weights, "form", slow)
+        loading = asyncio.create_task(engine.load_adapter(payloads["a", 1]))
+        assert await asyncio.to_thread(began.wait, 60)
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        free.set()
+        assert await asyncio.to_thread(formed.wait, 60)
+        for _ in range(6000):
+            if weights._left == int(1.5 * size_of_sum(engine)):
+                break
+            await asyncio.sleep(0.01)
+
+    asyncio.run(give_up())
+    assert not isinstance(form(payloads["b", 1]), Factors)
+
+
+def test_memory_for_merged_weights_is_bounded_and_given_back(
+    engine: TransformersEngine, payloads: dict[tuple[str, int], AdapterPayload]
+) -> None:
+    weights = MergedWeights(engine.backbone.model, max_bytes=int(1.5 * size_of_sum(engine)))
+    first = weights.form(payloads["a", 1])
+    second = weights.form(payloads["b", 1])
+    assert not isinstance(first, Factors) and isinstance(second, Factors)
+    weights.release(second)
+    assert isinstance(weights.form(payloads["c", 1]), Factors)
+    weights.release(first)
+    with pytest.raises(UserInputError):
+        weights.form(dataclasses.replace(payloads["b", 1], config_json="{}"))  # takes no room
+    assert not isinstance(weights.form(payloads["b", 1]), Factors)

@@ -1,0 +1,210 @@
+"""Replica and learner take turns on a GPU (`serving.vllm.rest_while_learning`): registry, follower, state machine, configuration and
+memory plan, without Ray and without a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_support import until
+from memory_support import gpus, sizes
+from registry_support import Direct, own_registry, publish
+
+from rl_vlm.config import load_config, parse_config
+from rl_vlm.engines.base import EngineError, EngineStats
+from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.memory import replica
+from rl_vlm.models.memory.cards import gib, learner_fraction, plan_memory
+from rl_vlm.models.memory.learner import kept_between_updates
+from rl_vlm.models.memory.shape import ModelShape
+from rl_vlm.runs.memory import describe
+from rl_vlm.serving import registry as module
+from rl_vlm.serving.follower import Follower
+from rl_vlm.serving.lifecycle import Admission, Lifecycle
+from rl_vlm.serving.metrics import ReplicaTally
+from rl_vlm.serving.registry import Registry
+from rl_vlm.types import POLICY, UserInputError
+
+# The configurations of the published Qwen3-VL models, by size.
+PUBLISHED = json.loads((Path(__file__).parents[1] / "fixtures/qwen3_vl.json").read_text())
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+class Engine:
+    """What a follower needs of an engine, with a record of what it did."""
+
+    def __init__(self, *failures: Exception) -> None:
+        self.version, self.did, self.failures = 0, list[str](), list(failures)
+
+    async def sleep(self) -> None:
+        if self.failures:
+            raise self.failures.pop(0)
+        self.did.append("sleep")
+
+    async def wake(self) -> None:
+        self.did.append("wake")
+
+    async def load_adapter(self, payload: AdapterPayload) -> None:
+        self.did.append(f"load {payload.version}")
+        self.version = payload.version
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+
+class Replica:
+    """A follower at work."""
+
+    def __init__(self, registry: Registry, name: str, *failures: Exception) -> None:
+        self.engine, self.life = Engine(*failures), Lifecycle(probe_after_s=10.0)
+        self.follower = Follower(
+            name,
+            self.engine,  # type: ignore[arg-type]
+            self.life,
+            ReplicaTally(),
+            find_registry=lambda: Direct(registry),
+            abandoned=lambda: None,
+            load_timeout_s=20.0,
+            changed=asyncio.Condition(),
+            eager=True,
+        )
+        self.task = asyncio.create_task(self.follower.run())
+
+
+def test_replicas_rest_until_the_next_version() -> None:
+    async def turn(registry: Registry, replicas: list[Replica], version: int) -> None:
+        assert await registry.let_sleep(True, 10.0) == []
+        for one in replicas:
+            assert one.life.asleep and one.life.admission is Admission.WAIT
+        await publish(registry, version)
+        await until(lambda: all(one.follower.serves(POLICY, version) for one in replicas))
+        assert all(one.life.admission is Admission.NOW for one in replicas)
+
+    async def story() -> None:
+        registry = await own_registry()
+        replicas = [Replica(registry, name) for name in ("one", "two")]
+        await until(lambda: len(registry._seen) == 2)
+        for version in (1, 2):
+            await turn(registry, replicas, version)
+        for one in replicas:
+            assert one.engine.did == ["sleep", "wake", "load 1", "sleep", "wake", "load 2"]
+            one.task.cancel()
+
+    asyncio.run(story())
+
+
+def test_replicas_wake_without_a_version_when_they_are_told() -> None:
+    async def story() -> None:
+        registry = await own_registry()
+        one = Replica(registry, "one")
+        await until(lambda: one.life.started)
+        await until(lambda: "one" in registry._seen)
+        assert await registry.let_sleep(True, 10.0) == []
+        assert await registry.let_sleep(False, 10.0) == []
+        assert not one.life.asleep and one.engine.did == ["sleep", "wake"]
+        one.task.cancel()
+
+    asyncio.run(story())
+
+
+def test_a_replica_that_cannot_rest_goes_on_and_tries_again() -> None:
+    async def story() -> None:
+        registry = await own_registry()
+        one = Replica(registry, "one", EngineError("no memory given back"))
+        await until(lambda: one.life.started)
+        await until(lambda: "one" in registry._seen)
+        assert await registry.let_sleep(True, 10.0) == []
+        assert not one.engine.failures and one.engine.did == ["sleep"]
+        one.task.cancel()
+
+    asyncio.run(story())
+
+
+def test_replicas_that_do_not_rest_in_time_are_named_and_dead_ones_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story() -> None:
+        registry = await own_registry()
+        await publish(registry, 1)
+        for name in ("slow", "dead"):
+            await registry.watch(name, None)
+        assert await registry.let_sleep(True, 0.05) == ["dead", "slow"]
+        monkeypatch.setattr(module, "LIVE_WINDOW_S", 0.2)
+        assert await registry.let_sleep(True, 10.0) == []
+
+    monkeypatch.setattr(module, "_LOOK_S", 0.05)
+    asyncio.run(story())
+
+
+def test_a_resting_replica_is_not_probed() -> None:
+    life = Lifecycle(probe_after_s=10.0)
+    life.start()
+    life.asleep = True
+    assert not life.probe_due(1e9) and life.admission is Admission.WAIT
+    life.asleep = False
+    assert life.probe_due(1e9) and life.admission is Admission.NOW
+    life.asleep = True
+    life.die("its engine has died")
+    assert life.admission is Admission.ELSEWHERE
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"rollout": {"max_policy_lag": 1}}, "rollout.max_policy_lag 1 samples then: remove one of them"),
+        ({"serving": {"shared": "ours"}}, "would stop the other runs of serving.shared"),
+        ({"serving": {"num_replicas": 2}}, "one replica and one learner on one GPU: set serving.gpus_per_replica"),
+        ({"serving": {"gpus_per_replica": 1}}, "one replica and one learner on one GPU"),
+        ({"learner": {"gpus_per_learner": 0}}, "one replica and one learner on one GPU"),
+        (
+            {"serving": {"engine": "transformers"}},
+            "serving.vllm.rest_while_learning has no effect with the engine transformers",
+        ),
+    ],
+)
+def test_runs_that_do_not_take_turns_are_refused(config: dict[str, dict[str, Any]], reason: str) -> None:
+    base: dict[str, dict[str, Any]] = {
+        "model": {"dtype": "bfloat16"},
+        "serving": {"gpus_per_replica": 0.5, "num_replicas": 1, "vllm": {"rest_while_learning": True}},
+        "learner": {"gpus_per_learner": 0.5, "num_learners": 1},
+    }
+    parse_config(base)
+    with pytest.raises(UserInputError, match=reason):
+        parse_config({name: base.get(name, {}) | config.get(name, {}) for name in base | config})
+
+
+def test_without_a_gpu_the_turns_can_be_tried_out() -> None:
+    parse_config({"serving": {"engine": "vllm", "num_replicas": 2, "vllm": {"rest_while_learning": True}}})
+
+
+@pytest.mark.parametrize(("size", "reported"), [("2b", 23.6), ("4b", 47.4), ("8b", 79.15)])
+def test_turns_leave_more_for_keys_and_values(size: str, reported: float) -> None:
+    shape, card = ModelShape.from_config(PUBLISHED[size]), gib(reported)
+    plain, turns = (
+        load_config(CONFIGS / f"geo3k_qwen3vl_{size}.yaml", [f"serving.vllm.rest_while_learning={rests}"])
+        for rests in ("false", "true")
+    )
+    kept = kept_between_updates(turns, shape)
+    fixed = sum(part.bytes for part in replica._vllm_fixed(turns, shape))
+    keys = replica.kv_cache_bytes(turns, shape, card)
+    assert keys is not None and keys == int(card * 0.92) - kept - fixed
+    before = replica.kv_cache_bytes(plain, shape, card)
+    assert before is not None and keys > 2 * before
+    plan = plan_memory(turns, shape, card)
+    (one,) = plan.cards
+    update = sum(sizes(plan)["learner", name] for name in ("activations", "attention mask", "logits"))
+    assert one.turns and one.used == fixed + kept + max(keys, update)
+    assert one.left == int(card * 0.98) - one.used >= 0 and plan.fits
+    assert any("keys and values take turns with the update" in line for line in describe(turns, plan))
+    # The replica allocates nothing meanwhile, so torch's own limit is the card.
+    assert learner_fraction(turns, card) is None and learner_fraction(plain, card) is not None
+
+
+def test_weights_that_leave_no_room_for_a_sample_are_told() -> None:
+    run = gpus(1, 0.5, 1, 0.5, max_context=4096, vllm={"rest_while_learning": True})
+    plan = plan_memory(run, ModelShape.from_config(PUBLISHED["8b"]), gib(23.6))
+    assert not plan.fits and "The weights of replica and learner leave" in plan.starved

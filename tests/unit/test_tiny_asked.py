@@ -1,0 +1,67 @@
+"""Every tiny model is asked as it was taught: an episode of its recipe has the tokens, patches and questions of its lessons."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_vlm.chat import ChatCodec
+from rl_vlm.config import load_config
+from rl_vlm.envs.registry import make
+from rl_vlm.models.supervised import DialogueEncoder
+from rl_vlm.types import EncodedImage
+from rl_vlm.zoo.tiny import model as tiny
+from rl_vlm.zoo.tiny.variants import VARIANTS
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+# Variant, the recipe that trains it, and replies that keep an episode open until the last one.
+ASKED = [
+    ("gridwalk", "gridwalk_tiny", ["north", "nowhere", "up"]),
+    ("minigrid", "minigrid_tiny", ["nothing", "north: south: behind: left", "right"]),
+    ("zoom", "zoom_tiny", ["See top left\nzoom top left", "See nothing\nzoom bottom right", "See bricks\nAnswer: bricks"]),
+    ("geo3k", "geo3k_offline_tiny", ["20 60: 100 Answer: \\boxed{100}"]),
+    ("scenes", "nlvr2_tiny", ["2 left 1 right, more left: True"]),
+    ("scenes", "caption_tiny", ["a red circle at the top left"]),
+    ("geospot", "geospot_tiny", ["5 3"]),
+    ("small", "quickstart", ["<answer>3</answer>"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("variant", "recipe", "replies"), ASKED, ids=[recipe for _, recipe, _ in ASKED])
+def test_an_episode_is_encoded_as_its_lessons_are(variant: str, recipe: str, replies: list[str]) -> None:
+    processor = tiny.build_processor(variant)
+    codec = ChatCodec(processor.tokenizer, processor.chat_template, processor.image_token)
+    run = load_config(CONFIGS / f"{recipe}.yaml")
+    env = make(run.env.id, **run.env.make_kwargs())
+    messages = env.reset(options={"index": 1})[0].messages
+    ids, turns = np.zeros(0, dtype=np.int32), []
+    for number, reply in enumerate(replies):
+        (message,) = messages
+        span = codec.encode_continuation([message], ended=True) if number else codec.encode_prompt([message])
+        ids = np.concatenate([ids, span.token_ids, [*processor.tokenizer(reply)["input_ids"], codec.end_of_turn_id]])
+        parts = tuple(part if isinstance(part, str) else pixels(part) for part in message.parts)
+        turns.append((message.role, parts, reply))
+        messages = env.step(reply)[0].messages
+    example = DialogueEncoder.from_processor(processor).encode_chat(turns)
+    pad = codec.image_token_id
+    single = [token for k, token in enumerate(example.token_ids) if token != pad or example.token_ids[k - 1] != pad]
+    assert single == ids.tolist()
+    assert len(example.grids) == sum(not isinstance(part, str) for _, parts, _ in turns for part in parts)
+
+    draw = VARIANTS[variant].lessons.drawer(0)
+    taught = {(role, _text(parts)) for _ in range(150) for role, parts, _ in draw()}
+    if run.env.id not in ("NLVR2-v0",):  # whose statements are many
+        assert {(role, _text(parts)) for role, parts, _ in turns} <= taught
+    else:
+        assert all(parts[-1].endswith(" True or False?") for _, parts, _ in turns)
+
+
+def pixels(image: Any) -> np.ndarray:
+    return np.asarray(image.to_pil() if isinstance(image, EncodedImage) else image)
+
+
+def _text(parts: Any) -> str:
+    return "".join(part for part in parts if isinstance(part, str))

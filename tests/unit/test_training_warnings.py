@@ -1,0 +1,52 @@
+"""What a run says about figures that usually mean a mistake."""
+
+from __future__ import annotations
+
+import pytest
+
+from rl_vlm.runs.training_warnings import UnpaidStart, blind
+
+
+@pytest.mark.parametrize(
+    ("unseen", "gap", "high", "said"),
+    [
+        (0.25, 0.0, 0.05, "0.25 are right with blank ones, +0.00 with the true ones"),
+        (0.25, 0.5, 0.7, ""),
+        (0.0, 0.05, 0.09, "0.00 are right with blank ones, +0.05"),
+        (0.0, 0.0, 0.0, ""),  # all wrong: that says nothing of images
+    ],
+)
+def test_answers_that_do_not_need_images(unseen: float, gap: float, high: float, said: str) -> None:
+    results = {"sight/accuracy_blank": unseen, "sight/accuracy_gap": gap, "sight/accuracy_gap_high": high}
+    assert said in blind(results) and bool(said) == bool(blind(results))
+
+
+def test_evaluations_without_blank_images_say_nothing() -> None:
+    assert blind({"accuracy/default": 0.0}) == ""
+
+
+def told(shares: list[float], first: int = 1) -> list[int]:
+    start = UnpaidStart()
+    return [
+        iteration
+        for iteration, share in enumerate(shares, first)
+        if start.look(iteration, {"reward/zero_advantage_groups": share, "reward/mean": 0.0})
+    ]
+
+
+def test_a_start_without_differences_is_told_once() -> None:
+    assert told([1.0] * 12) == [5]
+    assert told([1.0, 1.0, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]) == []  # something was learned from
+    assert told([1.0] * 12, first=21) == []  # a resumed run: its task may be solved
+
+
+def test_the_sentence_names_reward_and_command() -> None:
+    start = UnpaidStart()
+    metrics = {"reward/zero_advantage_groups": 1.0, "reward/mean": 0.0}
+    sentences = [start.look(iteration, metrics) for iteration in range(1, 6)]
+    assert sentences[:4] == [""] * 4
+    assert (
+        "first 5 iterations" in sentences[4]
+        and "mean reward 0.000" in sentences[4]
+        and "rl-vlm rollout" in sentences[4]
+    )

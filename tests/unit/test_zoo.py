@@ -1,0 +1,124 @@
+"""What holds for every built-in environment: episodes, items, seeds, arguments, and gymnasium's own checks."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from rl_vlm.envs.base import VisionEnv
+from rl_vlm.envs.registry import make
+from rl_vlm.types import RLVLMError, UserInputError
+
+GEO3K = str(Path(__file__).parents[1] / "fixtures" / "geo3k")
+CARTPOLE = {"env": "CartPole-v1", "image_size": 64}
+DRAWN: dict[str, dict[str, Any]] = {
+    "Shapes-v0": {}, "GridWalk-v0": {}, "NLVR2-v0": {}, "Caption-v0": {}, "Zoom-v0": {}, "Geo3k-v0": {}, "GeoSpot-v0": {}, "Control-v0": CARTPOLE,
+}  # fmt: skip
+ENVS = [*DRAWN.items(), ("Geo3k-v0", {"data": GEO3K})]
+INF, NAN = math.inf, math.nan
+# Values out of range, of the wrong type or without a meaning; the last name of each is the one that is refused.
+WRONG: dict[str, list[dict[str, Any]]] = {
+    "Shapes-v0": [
+        {"task": "sum"}, {"turns": 3}, {"turns": True}, {"image_size": 32}, {"image_size": 64.0}, {"num_train": 0}, {"num_test": "all"},
+        {"seed": "a"}, {"colour": "red"},
+    ],
+    "GridWalk-v0": [
+        {"size": 2}, {"size": 7}, {"size": 4.0}, {"size": True}, {"walls": -1}, {"holes": "two"}, {"walls": 7, "holes": 8}, {"max_turns": 1},
+        {"max_turns": 11}, {"min_distance": 0}, {"min_distance": 9}, {"prompt": "none"}, {"image_size": 32}, {"seed": "a"}, {"num_train": 0},
+        {"num_test": 1.5}, {"colour": "red"},
+    ],
+    "NLVR2-v0": [{"prompt": "long"}, {"image_size": 32}, {"seed": 0.5}, {"num_train": 0}, {"turns": 2}, {"data": "nowhere/at/all"}],
+    "Caption-v0": [
+        {"prompt": "long"}, {"image_size": 32}, {"seed": 0.5}, {"num_train": 0}, {"turns": 2}, {"data": "nowhere/at/all"}, {"synonyms": "sofa"},
+        {"synonyms": ["sofa"]}, {"synonyms": [[1]]},
+    ],
+    "Zoom-v0": [
+        {"view_size": 63}, {"view_size": 100}, {"zoom": 3}, {"zoom": 1}, {"call_cost": -0.1}, {"call_cost": NAN}, {"call_cost": True},
+        {"max_turns": 1}, {"prompt": "none"}, {"seed": "a"}, {"num_train": 0}, {"colour": "red"},
+    ],
+    "Geo3k-v0": [
+        {"level": 6}, {"level": True}, {"level": []}, {"level": [1, "2"]}, {"angle_step": 7}, {"angle_step": True}, {"level": 5, "image_size": 64},
+        {"image_size": 63}, {"num_test": 0}, {"seed": 0.5}, {"level": 2, "data": "anywhere"}, {"data": GEO3K, "max_turns": 0},
+        {"data": GEO3K, "max_turns": True}, {"data": GEO3K, "image_size": 0}, {"data": GEO3K, "square": True, "image_size": None},
+        {"data": GEO3K, "prompt": "long"}, {"data": GEO3K, "turns": 3},
+    ],
+    "GeoSpot-v0": [
+        {"prompt": "long"}, {"countries": 1}, {"countries": 500}, {"cities": 0}, {"zoom": 17}, {"zoom": True}, {"image_size": 32}, {"num_test": 0},
+        {"stage": 5}, {"stage": -0.1}, {"stage": "last"}, {"stage": NAN}, {"weights": (1, 2)}, {"weights": (0, 0, 0)}, {"weights": (1, -1, 0)},
+        {"weights": "abc"}, {"taus": {"planet": 1}}, {"taus": {"city": 0}}, {"taus": {"city": INF}}, {"data": "there/is/no/such/folder"},
+    ],
+    "Control-v0": [
+        {"env": "No-such-v0"}, {**CARTPOLE, "actions": ["a", "b", "c"]}, {**CARTPOLE, "actions": {"far": 7}}, {"env": "Pendulum-v1", "actions": None},
+        {"env": "Pendulum-v1", "actions": {"push": [9.0]}}, {**CARTPOLE, "history": 0}, {**CARTPOLE, "reward": "x"}, {**CARTPOLE, "wind": 3},
+        {"env": "CartPole-v1", "image_size": 3},
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(params=ENVS, ids=[f"{env_id}{'-rows' if 'data' in kwargs else ''}" for env_id, kwargs in ENVS])
+def env(request: pytest.FixtureRequest) -> Any:
+    made = make(request.param[0], **request.param[1])
+    yield made
+    made.close()
+
+
+def shown(env: VisionEnv, **options: Any) -> Any:
+    return env.reset(options=options)[0].messages
+
+
+def test_a_step_needs_an_open_episode(env: VisionEnv) -> None:
+    with pytest.raises(RLVLMError, match="call reset"):
+        env.step("x")
+    env.reset(options={"index": 0})
+    for _ in range(100):
+        if any(env.step("x")[2:4]):
+            break
+    with pytest.raises(RLVLMError, match="call reset"):
+        env.step("x")
+
+
+@pytest.mark.parametrize("options", [{"index": 10**6}, {"index": -1}, {"split": "dev"}])
+def test_an_item_that_does_not_exist_is_a_user_error(env: VisionEnv, options: dict[str, Any]) -> None:
+    with pytest.raises(UserInputError):
+        env.reset(options=options)
+
+
+def test_without_an_index_the_seed_chooses(env: VisionEnv) -> None:
+    picks = [env.reset(seed=seed)[1]["index"] for seed in range(8)]
+    assert picks == [env.reset(seed=seed)[1]["index"] for seed in range(8)]
+    size = env.num_items("train")
+    assert size is not None and len(set(picks)) > 1 and max(picks) < size
+
+
+@pytest.mark.parametrize("env_id", DRAWN)
+def test_an_item_depends_on_its_index_split_and_seed_alone(env_id: str) -> None:
+    first, again, other = (make(env_id, **DRAWN[env_id], **more) for more in ({}, {"num_train": 5000}, {"seed": 1}))
+    item = shown(first, index=7, split="train")
+    shown(again, index=3, split="test")
+    assert shown(again, index=7, split="train") == item
+    others = [shown(first, index=8, split="train"), shown(first, index=7, split="test"), shown(other, index=7)]
+    assert all(messages != item for messages in others)
+
+
+@pytest.mark.parametrize("env_id", DRAWN)
+def test_numbers_of_items_can_be_chosen(env_id: str) -> None:
+    made = make(env_id, **DRAWN[env_id], num_train=10, num_test=3)
+    assert (made.num_items("train"), made.num_items("test")) == (10, 3)
+
+
+@pytest.mark.parametrize(("env_id", "kwargs"), [(env_id, one) for env_id, cases in WRONG.items() for one in cases])
+def test_a_wrong_argument_is_refused_by_name(env_id: str, kwargs: dict[str, Any]) -> None:
+    name = [*kwargs][-1]
+    with pytest.raises(UserInputError, match=name if name != "data" else "no file or folder|env.data"):
+        make(env_id, **kwargs).num_items("train")
+
+
+def test_gymnasium_finds_nothing_wrong(env: VisionEnv) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the checker wishes for a spec and array spaces; its errors count
+        check_env(env, skip_render_check=True)
