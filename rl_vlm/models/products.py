@@ -25,6 +25,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     is_plain = x.numel() * weight.shape[0] < _SMALL or not USE_ONEDNN or torch.compiler.is_compiling()
     if is_plain or not (_is_float32_on_cpu(x) and _is_float32_on_cpu(weight)):
         return functional.linear(x, weight, bias)
+    if not torch.is_grad_enabled():
+        return _onednn(x, weight, bias)
     # The view outside the function: autograd forbids changing a view that a function returns in place.
     return _Linear.apply(x.reshape(-1, weight.shape[1]), weight, bias).view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
 
@@ -33,13 +35,17 @@ def _is_float32_on_cpu(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+
+
 class _Linear(torch.autograd.Function):
     """oneDNN's product, which torch cannot differentiate."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+        return _onednn(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
