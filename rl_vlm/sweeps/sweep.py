@@ -239,7 +239,7 @@ def _tune(
                 trial_name_creator=lambda trial: f"trial-{trial.trial_id}",
                 trial_dirname_creator=lambda trial: f"trial-{trial.trial_id}",
             ),
-            run_config=tune.TrainConfig(
+            run_config=tune.RunConfig(
                 name=_TUNE,
                 storage_path=str(folder),
                 failure_config=tune.FailureConfig(max_failures=max(_MAX_FAILURES, run.learner.max_restarts)),

@@ -137,7 +137,7 @@ def test_bad_data_is_refused_before_anything_starts(
         ("env.id=Shape-v0", "Did you mean Shapes-v0"),
         ("env.id=no/such/file.py", "no/such/file.py"),
         ("env.kwargs={task: juggle}", "juggle"),
-        ("env={id: GridWalk-v0, kwargs: {size: 9}}", "size must be an integer from 3 to 6"),
+        ("env={id: GridWalk-v0, kwargs: {size: 9}}", "env.kwargs.size must be less than or equal to 6"),
         ("env={id: GridWalk-v0, kwargs: {size: 3, walls: 0, holes: 0, min_distance: 7}}", "lower min_distance"),
         ("model.path=/no/such/folder", "/no/such/folder"),
         ("model.path=Qwen/Qwen3-VL-2B-Instruct", "rl-vlm fetch"),

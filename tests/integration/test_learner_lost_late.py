@@ -13,11 +13,12 @@ import pytest
 from test_determinism import run_config
 
 from rl_vlm.algorithms.learners import on_one_learner
+from rl_vlm.models.payload import WeightPayload
 from rl_vlm.runs.policy import PolicyRun
 
 
 class Dying(PolicyRun):
-    """Kills its learner before the second evaluation and before the first time that the adapter is saved."""
+    """Kills its learner before the second evaluation and between the adapter and the averaged one at the end."""
 
     killed = 0
 
@@ -30,10 +31,10 @@ class Dying(PolicyRun):
             self._kill()
         super()._evaluate()
 
-    def _save_adapter(self) -> None:
-        if self.killed == 1:
+    def _save_trained(self, payload: WeightPayload, suffix: str = "") -> None:
+        super()._save_trained(payload, suffix)
+        if self.killed == 1:  # before the averaged adapter is fetched
             self._kill()
-        super()._save_adapter()
 
 
 @pytest.mark.timeout(300)
