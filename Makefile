@@ -33,6 +33,7 @@ $(STAMP): $(REQUIREMENTS) requirements/kustomize.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet 'uv>=0.8'
 	$(BIN)/uv pip sync --quiet --python $(BIN)/python $(REQUIREMENTS)
+	@rm -rf rl_vlm.egg-info # an older one would hide entry points that have come since
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
 	$(BIN)/python -m pip install --quiet --ignore-requires-python --no-deps --require-hashes -r requirements/kustomize.txt
 	@rm -f $(VENV)/installed-*.txt && touch $(STAMP)
