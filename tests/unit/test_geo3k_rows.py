@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from rl_vlm.envs.data import BadRowError, open_dataset
-from rl_vlm.envs.errors import EnvError, check_step
+from rl_vlm.envs.errors import check_step
+from rl_vlm.types import UserInputError
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
 
 GEO3K = str(Path(__file__).parents[1] / "fixtures" / "geo3k")
@@ -30,5 +31,5 @@ def test_a_bad_row_is_an_error_at_reset(tmp_path):
     env = Geo3kEnv(data=str(tmp_path))
     with pytest.raises(BadRowError, match="row 0: image 0 is not a readable image"):
         env.reset(options={"index": 0})
-    with pytest.raises(EnvError, match="call reset"):
+    with pytest.raises(UserInputError, match="call reset"):
         env.step("x")

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+from rl_vlm.envs.registry import make
 from rl_vlm.types import UserInputError
 from rl_vlm.zoo.geospot import world
 from rl_vlm.zoo.geospot.environment import GeoSpotEnv
@@ -119,4 +120,4 @@ def test_an_environment_is_made_without_the_gazetteers_index(monkeypatch: pytest
     mapped_countries.cache_clear()
     assert GeoSpotEnv(countries=MOST_COUNTRIES).num_items("train") == 4096
     with pytest.raises(UserInputError, match="countries"):
-        GeoSpotEnv(countries=MOST_COUNTRIES + 1)
+        make("GeoSpot-v0", countries=MOST_COUNTRIES + 1)

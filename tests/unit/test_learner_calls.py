@@ -356,7 +356,7 @@ class Reset(PreferenceSAC):
 
     def _update_learners(self, batches: Sequence[Any]) -> list[Any] | None:
         self.asked.append(batches[0].reset_critics)
-        return None if len(self.asked) <= self.deaths else [SimpleNamespace(statistics={}, actor=None)]
+        return None if len(self.asked) <= self.deaths else [({}, None)]
 
     def _actor_of(self, layers: Any) -> Any:
         return None
