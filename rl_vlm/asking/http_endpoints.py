@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import reprlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ _OPENAI_HEADERS = (
 _FORMS = ("structured_outputs", "guided_choice", "none")
 
 
-class _HTTPEndpoint:
+class _HTTPEndpoint(ABC):
     """What both kinds share: one address, and a client for it while it is open."""
 
     def __init__(self, settings: EndpointSection, url: str, transport: httpx.AsyncBaseTransport | None) -> None:
@@ -43,8 +44,9 @@ class _HTTPEndpoint:
         async with _Server(self._settings, self._url, self._transport) as server:
             yield functools.partial(self._ask, server)
 
+    @abstractmethod
     async def _ask(self, server: _Server, question: Question) -> Answer:
-        raise NotImplementedError
+        """Ask one question. Raises EndpointError."""
 
 
 class OpenAIEndpoint(_HTTPEndpoint):

@@ -74,8 +74,8 @@ class VLMLearner(TorchLearner):
         """No DDP: the strategy adds the gradients, once per step, whatever the number of micro-batches."""
 
     def compute_loss_for_module(self, **_: Any) -> torch.Tensor:
-        """Not used: `update` goes through packed micro-batches (update.py), not through RLlib's batches."""
-        raise NotImplementedError
+        """RLlib wants this method; `update` goes through packed micro-batches (update.py) instead of RLlib's batches."""
+        raise RuntimeError("PolicyUpdater computes the loss: RLlib's own update loop never runs.")
 
     def update(self, training_data: TrainingData | None = None, **_: Any) -> UpdateResult | Scores:  # type: ignore[override]
         """One update from an `UpdateBatch`, or the scores that a `ScoreBatch` asks for (the only "episode" of `training_data`)."""

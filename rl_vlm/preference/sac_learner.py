@@ -83,7 +83,7 @@ class SACLearner(TorchLearner):
 
     def compute_loss_for_module(self, *, module_id: str, config: Any, batch: Batch, fwd_out: Any) -> Tensor:
         """RLlib wants this method; `update` makes a step for each loss instead."""
-        raise NotImplementedError("SACUpdater makes the steps: each loss has an optimiser of its own.")
+        raise RuntimeError("SACUpdater makes the steps: each loss has an optimiser of its own.")
 
     def update(self, training_data: TrainingData | None = None, **_: Any) -> SACUpdateResult:  # type: ignore[override]
         """Make the updates of one `SACUpdateBatch` (the only "episode" of `training_data`)."""

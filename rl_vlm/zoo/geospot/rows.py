@@ -22,9 +22,9 @@ from rl_vlm.envs.rows import BadRowError, Rows, check_columns
 from rl_vlm.envs.tables import (
     DataSource,
     RowTable,
+    TableSet,
     file_versions,
     open_rows,
-    refuse_shared_rows,
     select,
     source_files,
     split_slice,
@@ -149,21 +149,11 @@ class StreetViewTable(RowTable[StreetView]):
             logger.warning("skipped a row of %s: %s%s", self.name, reason, more)
 
 
-class StreetViews:
-    """The splits of a set of street views, each opened on first use."""
+class StreetViews(TableSet[StreetViewTable]):
+    """The splits of a set of street views, which may be CSV files too."""
 
     def __init__(self, data: DataSource) -> None:
-        self._data = data
-        self._checked = False
-
-    def split(self, split: Split) -> StreetViewTable:
-        """The views of a split. Raises UserInputError if there are none, or if train and test name the same rows."""
-        if split not in ("train", "test"):
-            raise UserInputError(f'There is no split {split!r}; use "train" or "test".')
-        if not self._checked:
-            refuse_shared_rows(self._data, lambda one: self._open(one).selected)
-            self._checked = True
-        return self._open(split)
+        super().__init__(StreetViewTable, data)
 
     def _open(self, split: Split) -> StreetViewTable:
         source = split_source(self._data, split)
