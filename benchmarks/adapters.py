@@ -21,7 +21,7 @@ from models import random_model
 from report import Report
 
 from rl_vlm.config import RunConfig, load_config
-from rl_vlm.learning.module import PolicyModel
+from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference

@@ -26,7 +26,7 @@ from report import Report
 from simulated import HOSTS, ReplicaHost, publish_locally, runners
 
 from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.rollout.group_buffer import GroupBuffer
+from rl_vlm.rollout.rollouts import GroupBuffer
 from rl_vlm.rollout.sampler import Sampler
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.serving.registry import Registry, start_registry

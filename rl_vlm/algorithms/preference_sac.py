@@ -27,7 +27,7 @@ from rl_vlm.algorithms.base import RunAlgorithm
 from rl_vlm.algorithms.config import RunAlgorithmConfig
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.files import link_tree
-from rl_vlm.learning.device import driver_device
+from rl_vlm.models.devices import driver_device
 from rl_vlm.plugins import load_plugins
 from rl_vlm.preference.agent_reward import AgentReward
 from rl_vlm.preference.collection.collector import EpisodeResult, NumpyActor, evaluation_seeds, make_run_env

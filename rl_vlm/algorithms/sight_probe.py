@@ -19,7 +19,7 @@ from rl_vlm.evaluation.sight_faults import (
     explain,
     learner_is_blind,
 )
-from rl_vlm.learning.counterfactuals import UnfitImagesError
+from rl_vlm.learning.update import UnfitImagesError
 from rl_vlm.rollout.tasks import RolloutTask, View
 from rl_vlm.statistics import mean_kl
 from rl_vlm.types import Trajectory, TrajectoryGroup

@@ -13,8 +13,7 @@ import numpy as np
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.evaluation.outcomes import LOST, Outcome, Side, label, outcome
-from rl_vlm.rollout.env_metrics import Metrics, declared_metrics
-from rl_vlm.rollout.judge_metrics import judge_metrics
+from rl_vlm.rollout.metrics import Metrics, declared_metrics, judge_metrics
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.statistics import bootstrap_interval, mcnemar_p_value, pass_at_k, wilson_interval
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_vlm.models.devices import linear, wide_product
 from rl_vlm.models.memory.parts import HEAD_TILES
-from rl_vlm.models.products import linear, wide_product
 
 if TYPE_CHECKING:
     from rl_vlm.models.backbone import Backbone

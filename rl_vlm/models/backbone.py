@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from rl_vlm.models.devices import wide_product
 from rl_vlm.models.images import ImageProcessorSpec
 from rl_vlm.models.loading import HeadDType
 from rl_vlm.models.memory.parts import PATCHES_AT_ONCE, PATCHES_ON_CPU
-from rl_vlm.models.products import wide_product
 from rl_vlm.models.read_ahead import ReadAhead
 from rl_vlm.models.segments import SegmentLayout, dense_mask, use_segments
 from rl_vlm.models.vision import fast_vision

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rl_vlm.config import SACSection
-from rl_vlm.models.products import FastLinear
+from rl_vlm.models.devices import FastLinear
 
 
 def sample_actions(head: Tensor, noise: Tensor, log_std_bounds: tuple[float, float]) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,12 +21,10 @@ from rl_vlm.envs.wire import check_plain
 from rl_vlm.evaluation.sight_faults import Fault, SightError, raise_or_tell
 from rl_vlm.files import clean_leftovers
 from rl_vlm.learning.plan import ESTIMATORS
-from rl_vlm.learning.strategies.needs import check_strategy
 from rl_vlm.models.initial_adapter import check_initial_adapter
 from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.monitoring.display import ProgressDisplay
-from rl_vlm.rollout.curriculum import make_task_source
-from rl_vlm.rollout.stages import Stages
+from rl_vlm.rollout.curriculum import Stages, make_task_source
 from rl_vlm.runs.env_demand import check_places
 from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.runs.preflight import memory_needs
@@ -47,7 +46,10 @@ def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
         )
     if config.model.dtype == "float16":
         raise UserInputError(f"{FLOAT16_UNTRAINABLE}.")
-    check_strategy(config.learner)
+    if config.learner.zero_stage and importlib.util.find_spec("deepspeed") is None:
+        raise UserInputError(
+            f"learner.strategy {config.learner.strategy} needs the package deepspeed: pip install 'rl-vlm[deepspeed]'."
+        )
     ESTIMATORS.get(config.algorithm.estimator)
     if config.algorithm.loss not in BUILTIN_LOSSES:
         from rl_vlm.learning.losses import LOSSES  # imports torch
@@ -184,7 +186,7 @@ class PolicyRun(RunLifecycle):
 
     def _to_the_end(self) -> None:
         """What is left of the run. Raises LearnerLostError."""
-        from rl_vlm.rollout.failures import TooManyFailuresError
+        from rl_vlm.rollout.env_pool import TooManyFailuresError
         from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
 
         algorithm = self.algorithm

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import check_step, reward_parts
-from rl_vlm.rollout.reward_parts import REWARD_PARTS
-from rl_vlm.rollout.scoring import OWN
+from rl_vlm.rollout.scoring import OWN, REWARD_PARTS
 from rl_vlm.types import UserInputError
 
 logger = logging.getLogger(__name__)

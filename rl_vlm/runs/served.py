@@ -13,7 +13,7 @@ from rl_vlm.models.initial_adapter import initial_adapter_folder
 from rl_vlm.models.trained import is_full, read_payload
 
 if TYPE_CHECKING:
-    from rl_vlm.rollout.worker import RolloutWorker
+    from rl_vlm.rollout.env_runner import RolloutWorker
     from rl_vlm.serving.service import PolicyService
 
 
@@ -45,7 +45,7 @@ class Served:
 @contextmanager
 def served_worker(config: PolicyConfig) -> Iterator[Served]:
     """Start Ray, the replicas and a worker; all end with the context."""
-    from rl_vlm.rollout.worker import RolloutWorker
+    from rl_vlm.rollout.env_runner import RolloutWorker
     from rl_vlm.runs.ray_session import ray_cluster
     from rl_vlm.serving.service import start_service
 

@@ -19,7 +19,7 @@ from runs import REPLICA, ServeProcess
 from safetensors.torch import load, save
 
 from rl_vlm.config import parse_config
-from rl_vlm.learning.module import PolicyModel
+from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.adapter import AdapterPayload
 
 HI: list[Any] = [{"role": "user", "content": "How many shapes are there?"}]

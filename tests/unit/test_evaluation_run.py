@@ -19,10 +19,10 @@ from rl_vlm.config import RunConfig, apply_overrides, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.evaluation.play import EpisodesLostError
-from rl_vlm.learning.module import PolicyModel
+from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.rollout.env_runner import RolloutWorker
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
-from rl_vlm.rollout.worker import RolloutWorker
 from rl_vlm.runs import players
 from rl_vlm.runs.evaluate import evaluate_policy_run
 from rl_vlm.types import RLVLMError, UserInputError

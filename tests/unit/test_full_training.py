@@ -30,10 +30,9 @@ from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, save_check
 from rl_vlm.config import RunConfig, load_config
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies.replicated import SingleProcess
-from rl_vlm.learning.update import make_updater
+from rl_vlm.learning.strategies import SingleProcess
+from rl_vlm.learning.update import make_optimizer, make_updater
 from rl_vlm.models import tensor_bytes
 from rl_vlm.models.export import export_model
 from rl_vlm.models.full_weights import FullPayload

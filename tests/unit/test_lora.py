@@ -15,7 +15,7 @@ from core_support import adapted_policy, plain_model, reference_logits
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
-from rl_vlm.learning.module import PolicyModel
+from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_model
 from rl_vlm.models.lora import TARGET_MODULES, linear_weights, merged_weights

@@ -12,7 +12,7 @@ import pytest
 from core_support import picture, pictures
 from policy_loop import Loop
 
-from rl_vlm.learning.stats import UpdateStats
+from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.models import read_ahead
 from rl_vlm.models.images import ImageError, ImageProcessorSpec, frame_patches
 from rl_vlm.models.read_ahead import ReadAhead

@@ -29,7 +29,7 @@ from rl_vlm.evaluation.sight_faults import (
     learner_is_blind,
     raise_or_tell,
 )
-from rl_vlm.learning.counterfactuals import sight_logprobs
+from rl_vlm.learning.update import sight_logprobs
 from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.rollout.env_pool import EnvPool

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.labelling.store import LabelStore, label_cache
 from rl_vlm.labelling.types import Scorer
-from rl_vlm.learning.device import driver_device
+from rl_vlm.models.devices import driver_device
 from rl_vlm.preference.feedback.cached_labels import check_cache
 from rl_vlm.preference.feedback.feedback import Feedback
 from rl_vlm.preference.feedback.pairs import PairFeedback

@@ -1,21 +1,55 @@
-"""Every learner holds the whole model: one process alone, or several that add their gradients once per step."""
+"""How the learners of a group share one optimiser step: compute, add up and apply gradients, and store the optimiser's state."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from rl_vlm.learning.optimizer import POLICY_GROUP
+from rl_vlm.config import LearnerSection
+from rl_vlm.learning.update import POLICY_GROUP
 from rl_vlm.models.payload import WeightPayload
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
     from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
 
+
+class Strategy(Protocol):
+    """One optimiser step is: `backward` for each micro-batch, then `step`."""
+
+    def prepare(self, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
+        """Set the policy and its optimiser, once, before the first step."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of one micro-batch; loss weights are already normalised over all learners."""
+        ...
+
+    def step(self, max_grad_norm: float, groups: Sequence[int] | None = None) -> float | None:
+        """Clip each of the optimiser's parameter groups to the norm, step them (None: all), forget the gradients.
+
+        Returns the norm of the first one before clipping; None: not finite, not stepped.
+        """
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """The optimiser's state as CPU tensors by name (`exp_avg.3`), the same whatever the number of learners."""
+        ...
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Load what `state` returned, also for another number of learners."""
+        ...
+
+    def gather_adapter(self, version: int, dtype: str | None = None) -> WeightPayload:
+        """The adapter as it is, or rounded to `dtype`, as an immutable version."""
+        ...
+
+
+# Every learner holds the whole model: one process alone, or several that add their gradients once per step.
 
 _BUCKET = 50_000_000  # elements that are added at once
 
@@ -114,3 +148,20 @@ def set_gradients(parameters: Sequence[torch.nn.Parameter], vector: Tensor) -> N
         count = parameter.numel()
         parameter.grad = vector[offset : offset + count].view_as(parameter)
         offset += count
+
+
+# The strategy that a configuration names.
+
+
+def make_strategy(learner: LearnerSection) -> Strategy:
+    """The strategy of a learner group; the larger ones are imported where they are used."""
+    if learner.strategy == "fsdp2":
+        from rl_vlm.learning.sharded import FSDP2
+
+        return FSDP2(learner.offload_params)
+    if learner.zero_stage:
+        from rl_vlm.learning.sharded import Zero
+
+        return Zero(learner.zero_stage, learner.offload_optimizer, learner.offload_params)
+    name = learner.strategy or ("all_reduce" if learner.num_learners > 1 else "single")
+    return AllReduce() if name == "all_reduce" else SingleProcess()

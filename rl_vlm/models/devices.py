@@ -1,13 +1,43 @@
-"""Matrix products: float32 on a CPU by the faster library, and operands of 16 bits with float32 sums."""
+"""What a process computes on: its device, the precision of its matrix products, and which library computes them."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from rl_vlm.config import CommonConfig
+from rl_vlm.models.memory.cards import driver_gpu, learner_fraction
+
+
+def choose_precision(dtype: str, device: str) -> None:
+    """On a GPU let matrices in float32 be multiplied in TF32, unless the model itself is in float32 (`dtype`).
+
+    These are LoRA's, whose weights vLLM rounds to bfloat16, of fewer digits than TF32, and a critic's head. Learner and engine
+    call this, so that both round alike.
+    """
+    if device.startswith("cuda"):
+        # Said in both cases: an earlier model of this process may have been of the other kind.
+        torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
+
+
+def choose_order(device: str) -> None:
+    """On a GPU let torch take kernels that add up in one order, for a learner whose bytes must repeat.
+
+    Others, such as attention's backward pass, add as their threads come to it. An operation that has no such kernel raises.
+    """
+    if device.startswith("cuda"):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+        torch.use_deterministic_algorithms(True)
+        # Else a pass over memory that is written anyway.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+# Matrix products: float32 on a CPU by the faster library, and operands of 16 bits with float32 sums.
 
 # torch's default library, MKL, uses no AVX-512 on AMD's processors. oneDNN does, and takes about half the time there.
 USE_ONEDNN = (
@@ -92,3 +122,43 @@ class _WideProduct(torch.autograd.Function):
         rounded = gradient.to(weight.dtype)
         of_x = rounded @ weight if ctx.needs_input_grad[0] else None
         return of_x, rounded.t() @ x if ctx.needs_input_grad[1] else None
+
+
+# Where a learner computes, and how much of a GPU that others use too it may take.
+
+
+def learner_device(run: CommonConfig) -> str:
+    """The device of a learner in this process: Ray shows an actor its own GPU alone, and a driver all of them.
+
+    In the driver it is one that no replica has been given, unless there is room for both on one.
+    """
+    if run.learner.gpus_per_learner <= 0 or not torch.cuda.is_available():
+        return "cpu"
+    return "cuda" if run.learner.num_learners else driver_device(run)
+
+
+def driver_device(run: CommonConfig) -> str:
+    """The device of what computes in the driver beside its learners: their GPU, where they have one."""
+    if run.learner.gpus_per_learner <= 0 or not torch.cuda.is_available():
+        return "cpu"
+    return f"cuda:{min(driver_gpu(run), torch.cuda.device_count() - 1)}"
+
+
+def give_back(run: CommonConfig) -> None:
+    """Free what torch keeps for later updates, where a replica takes turns with this learner on a GPU."""
+    if run.serving.vllm.rest_while_learning and learner_device(run) != "cpu":
+        torch.cuda.empty_cache()
+
+
+def limit_memory(run: CommonConfig, device: str) -> None:
+    """Keep torch in this process to the learner's share of a GPU that a replica uses too.
+
+    Beyond it an allocation fails here, with a sentence, instead of in the replica.
+    """
+    if not device.startswith("cuda"):
+        return
+    index = torch.device(device).index
+    number = torch.cuda.current_device() if index is None else index  # torch wants one here
+    fraction = learner_fraction(run, torch.cuda.get_device_properties(number).total_memory)
+    if fraction is not None:
+        torch.cuda.set_per_process_memory_fraction(fraction, number)
