@@ -22,9 +22,9 @@ from report import Report
 
 from rl_vlm.config import RunConfig, load_config
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.serving.client import PolicyClient
 from rl_vlm.serving.registry import registry_name

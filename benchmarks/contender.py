@@ -41,8 +41,8 @@ class Ours:
     """The system: Ray Serve, env runners, learner group. `rounds` collects rollouts in whole rounds."""
 
     def __init__(self, run: RunConfig, rounds: bool = False) -> None:
-        from rl_vlm.runs.kinds import kind_of
         from rl_vlm.runs.ray_session import ray_cluster
+        from rl_vlm.runs.train import kind_of
 
         self._cluster = ray_cluster(run)
         self._cluster.__enter__()

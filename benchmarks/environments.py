@@ -17,7 +17,7 @@ from typing import Any
 from compare import train
 
 from rl_vlm.files import write_atomic
-from rl_vlm.reporting.style import COLORS, MUTED, new_figure, save_figure, style_panel
+from rl_vlm.plots.curves import COLORS, MUTED, new_figure, save_figure, style_panel
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ("nlvr2", "caption", "zoom", "geo3k_offline", "minigrid", "geospot")

@@ -21,10 +21,9 @@ from typing import Any
 from compare import train
 from report import Report
 
-from rl_vlm.config.algorithm import PRESETS
+from rl_vlm.config.learner import PRESETS
 from rl_vlm.files import write_atomic
-from rl_vlm.reporting.curve import Series, read_curves
-from rl_vlm.reporting.style import COLORS, MUTED, new_figure, save_figure, style_panel
+from rl_vlm.plots.curves import COLORS, MUTED, Series, new_figure, read_curves, save_figure, style_panel
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 QUICKSTART_LR = 2e-3

@@ -20,7 +20,7 @@ import psutil
 from report import Report
 
 from rl_vlm.control_envs.metaworld import MetaWorldEnv
-from rl_vlm.preference.replay.buffer import ReplayBuffer, StepBatch
+from rl_vlm.preference.replay import ReplayBuffer, StepBatch
 
 ROWS, FRAMES, IMAGE_SIZE, LIMIT = 1_000_000, 200_000, 300, 16e9
 

@@ -24,9 +24,7 @@ from rl_vlm.config import RewardModelSection, TeacherSection
 from rl_vlm.control_envs.metaworld import MetaWorldEnv
 from rl_vlm.labelling.teachers import ScriptedTeacher
 from rl_vlm.labelling.types import Segment, SegmentPair
-from rl_vlm.preference.reward_model.ensemble import RewardEnsemble
-from rl_vlm.preference.reward_model.examples import Examples, add_pairs
-from rl_vlm.preference.reward_model.training import RewardTrainer
+from rl_vlm.preference.reward_model import Examples, RewardEnsemble, RewardTrainer, add_pairs
 
 NOISE = (0.0, 0.2, 0.5, 1.0)  # standard deviations, in actions of -1 to 1
 EVERY = 3  # of an episode's frames one in this many is kept

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig, apply_overrides, parse_config
-from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.estimators import Estimate
 from rl_vlm.learning.plan import UpdateBatch, divide, estimate_advantages, make_experience, update_batches

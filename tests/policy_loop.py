@@ -12,7 +12,7 @@ import torch
 from core_support import picture, plain_model, plan_update, reference_logprobs, run_config
 
 from rl_vlm.config import RolloutSection
-from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.engines.base import Engine
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.base import StepResult, VisionEnv

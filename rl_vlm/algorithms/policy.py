@@ -15,16 +15,14 @@ from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
 from rl_vlm import tracing
-from rl_vlm.algorithms.base import RunAlgorithm
+from rl_vlm.algorithms.base import RunAlgorithm, RunAlgorithmConfig
 from rl_vlm.algorithms.checkpoint import read_checkpoint, write_checkpoint
-from rl_vlm.algorithms.config import RunAlgorithmConfig
 from rl_vlm.algorithms.evaluation import HeldOut
 from rl_vlm.algorithms.recovery import Recovery
-from rl_vlm.algorithms.sight_probe import SightProbe
+from rl_vlm.algorithms.sight import Fault, SightProbe
 from rl_vlm.config import AlgorithmSection, PolicyConfig
 from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.envs.parts import survey
-from rl_vlm.evaluation.sight_faults import Fault
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.estimators import Estimate, Experience, ReturnScale, explained_variance, flat
 from rl_vlm.learning.learner import VLMLearner
@@ -41,8 +39,8 @@ from rl_vlm.learning.plan import (
 from rl_vlm.learning.update import linear_schedule
 from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.models.memory.cards import shares_gpu
-from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
+from rl_vlm.models.weights import WeightPayload
 from rl_vlm.plugins import load_plugins
 from rl_vlm.rollout.curriculum import make_task_source
 from rl_vlm.rollout.env_runner import VLMEnvRunner
@@ -51,7 +49,7 @@ from rl_vlm.rollout.rollouts import make_rollouts
 from rl_vlm.rollout.sampler import EnvRunners
 from rl_vlm.rollout.tasks import TaskStream
 from rl_vlm.seeding import derive_seed
-from rl_vlm.serving.policy_key import OWN
+from rl_vlm.serving.registry import OWN
 from rl_vlm.serving.service import PolicyService, start_service
 from rl_vlm.statistics import mean_kl
 from rl_vlm.types import RLVLMError, TrajectoryGroup

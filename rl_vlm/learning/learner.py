@@ -18,8 +18,8 @@ from rl_vlm.learning.plan import ScoreBatch, Scores, UpdateBatch, UpdateResult, 
 from rl_vlm.learning.strategies import make_strategy
 from rl_vlm.learning.update import WeightAverage, make_optimizer, make_updater, scale_lr, sight_logprobs
 from rl_vlm.models.devices import give_back, learner_device, limit_memory
-from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
+from rl_vlm.models.weights import WeightPayload
 from rl_vlm.plugins import load_plugins
 from rl_vlm.serving.registry import fetch_model_files
 from rl_vlm.tracing import continued, span

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.estimators import ESTIMATORS, Estimate, Experience, PerToken, Rescaling, ReturnScale
-from rl_vlm.models.payload import WeightPayload
+from rl_vlm.models.weights import WeightPayload
 from rl_vlm.tracing import Span
 from rl_vlm.types import TrajectoryGroup
 

@@ -15,14 +15,11 @@ from torch import Tensor, nn
 
 from rl_vlm.config import CriticSection, RunConfig, SFTConfig
 from rl_vlm.learning.estimators import Rescaling
-from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.models.backbone import CACHE_BYTES, Backbone
 from rl_vlm.models.devices import choose_order, choose_precision, use_fast_products
-from rl_vlm.models.full_weights import FullPayload, check_fits
-from rl_vlm.models.initial_adapter import initial_adapter
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora_layers import ExtraLora, inject_lora, load_lora_state, lora_config, lora_state, seed_lora
-from rl_vlm.models.payload import WeightPayload
+from rl_vlm.models.qwen_vl import CACHE_BYTES, Backbone
+from rl_vlm.models.weights import AdapterPayload, FullPayload, WeightPayload, check_fits, initial_adapter
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import UserInputError
 

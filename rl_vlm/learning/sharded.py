@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from rl_vlm.learning.strategies import AllReduce
-from rl_vlm.models.payload import WeightPayload
+from rl_vlm.models.weights import WeightPayload
 
 if TYPE_CHECKING:
     from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too

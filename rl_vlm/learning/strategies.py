@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from rl_vlm.config import LearnerSection
-from rl_vlm.learning.update import POLICY_GROUP
-from rl_vlm.models.payload import WeightPayload
+from rl_vlm.models.weights import WeightPayload
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
     from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
+
+POLICY_GROUP, CRITIC_GROUP = 0, 1  # of the optimiser's parameter groups
 
 
 class Strategy(Protocol):

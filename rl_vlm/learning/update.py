@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from rl_vlm.config import OptimizerSection, RunConfig, SFTConfig
-from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.envs.images import blanked, resized
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
 from rl_vlm.learning.logprobs import Entropy, token_logprobs
 from rl_vlm.learning.losses import LOSSES, TokenBatch, kl_estimate, mismatch_weights
 from rl_vlm.learning.plan import Scores, UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import Critic, value_loss
-from rl_vlm.learning.strategies import Strategy
+from rl_vlm.learning.strategies import CRITIC_GROUP, Strategy
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import EncodedImage, RLVLMError, Trajectory
 
 if TYPE_CHECKING:
     from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
-    from rl_vlm.models.backbone import Backbone
+    from rl_vlm.models.qwen_vl import Backbone
 
 
 def missing_passes(counts: Sequence[int], device: torch.device) -> list[int]:
@@ -92,8 +92,6 @@ class WeightAverage:
 
 
 # The optimiser of the trained weights and of a critic.
-
-POLICY_GROUP, CRITIC_GROUP = 0, 1  # of the optimiser's parameter groups
 
 
 def make_optimizer(policy: PolicyModel, run: RunConfig | SFTConfig) -> torch.optim.Optimizer:

@@ -25,10 +25,8 @@ from rl_vlm.rollout.env_pool import EnvPools, GroupFailedError
 from rl_vlm.rollout.episodes import OpenGroup, open_group, run_group
 from rl_vlm.rollout.scoring import score_group
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
-from rl_vlm.serving.client import PolicyClient
-from rl_vlm.serving.policy_key import OWN, PolicyKey
-from rl_vlm.serving.registry import fetch_model_files
-from rl_vlm.serving.router import homes_of
+from rl_vlm.serving.client import PolicyClient, homes_of
+from rl_vlm.serving.registry import OWN, PolicyKey, fetch_model_files
 from rl_vlm.tracing import continued, span
 from rl_vlm.types import EncodedImage, TrajectoryGroup
 

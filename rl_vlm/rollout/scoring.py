@@ -22,14 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, Question, ServedEndpoint
-from rl_vlm.asking.retries import all_of, ask_again
+from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, Question, ServedEndpoint, all_of, ask_again
 from rl_vlm.config import EndpointSection, JudgeSection, RewardSection
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.models.loading import TextSide
 from rl_vlm.registry import Registry
-from rl_vlm.rewards.judged_text import judged_refusal, quoted
-from rl_vlm.rewards.plain_text import without_thought
+from rl_vlm.rewards.text import judged_refusal, quoted, without_thought
 from rl_vlm.rollout.env_pool import GroupFailedError
 from rl_vlm.rollout.episodes import CompletionClient
 from rl_vlm.types import (

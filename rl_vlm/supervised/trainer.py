@@ -18,8 +18,8 @@ from rl_vlm.learning.batching import MicroBatch
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import SingleProcess
 from rl_vlm.learning.update import PolicyUpdater, linear_schedule, make_builder, make_optimizer
-from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.supervised import backward_mean_nll
+from rl_vlm.models.weights import WeightPayload
 from rl_vlm.types import RLVLMError, Trajectory
 
 

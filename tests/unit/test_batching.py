@@ -20,7 +20,7 @@ from core_support import (
 )
 from torch import Tensor
 
-from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import gradient_vector

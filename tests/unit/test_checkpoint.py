@@ -30,8 +30,8 @@ from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import SingleProcess
 from rl_vlm.learning.update import make_optimizer, make_updater
-from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.lora_layers import load_lora_state
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import UserInputError
 
 FILES = ["state.json", "optimizer.safetensors", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"]

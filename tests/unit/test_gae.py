@@ -11,7 +11,7 @@ import torch
 from stable_baselines3.common.buffers import RolloutBuffer
 
 from rl_vlm.algorithms.policy import adapted_kl_coef
-from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.learning.estimators import (
     EstimatorError,
     Experience,

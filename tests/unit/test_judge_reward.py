@@ -22,7 +22,7 @@ from rl_vlm.config import EndpointSection, RewardSection, RunConfig, parse_confi
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import TextSide, load_text_side
-from rl_vlm.rewards.judged_text import judged_refusal, quoted
+from rl_vlm.rewards.text import judged_refusal, quoted
 from rl_vlm.rollout import scoring as judge_module
 from rl_vlm.rollout.env_pool import GroupFailedError
 from rl_vlm.rollout.metrics import sampling_metrics

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rl_vlm.learning.logprobs import Tile, token_logprobs
 from rl_vlm.models import devices
-from rl_vlm.models.backbone import Backbone
+from rl_vlm.models.qwen_vl import Backbone
 
 VOCABULARY, WIDTH, COUNT = 50, 16, 23
 SUPPRESSED = [0, 7, 8, 49]

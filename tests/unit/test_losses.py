@@ -16,7 +16,7 @@ import torch
 from core_support import Sample, plan_update
 from torch import Tensor
 
-from rl_vlm.config.algorithm import BUILTIN_LOSSES, AlgorithmSection
+from rl_vlm.config.learner import BUILTIN_LOSSES, AlgorithmSection
 from rl_vlm.learning.batching import MicroBatch
 from rl_vlm.learning.losses import LOSSES, TokenBatch, clipped_surrogate, kl_estimate, truncated_importance_weights
 from rl_vlm.learning.plan import UpdateStats

@@ -14,8 +14,7 @@ from task_support import solved_group
 
 from rl_vlm.config import CurriculumSection, parse_config
 from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
-from rl_vlm.evaluation.outcomes import outcomes_of_groups
-from rl_vlm.evaluation.summary import summarize
+from rl_vlm.evaluation.outcomes import outcomes_of_groups, summarize
 from rl_vlm.rollout.metrics import sampling_metrics
 from rl_vlm.rollout.tasks import MAX_KNOWN, Mixture, SolveRateItems, SolveRates
 from rl_vlm.types import UserInputError

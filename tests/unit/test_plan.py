@@ -12,7 +12,7 @@ import pytest
 import torch
 from core_support import Plan, Sample, adapted_policy, conversation, picture, plan_update, text_side
 
-from rl_vlm.config.algorithm import PRESETS, AlgorithmSection
+from rl_vlm.config.learner import PRESETS, AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder
 from rl_vlm.learning.estimators import group_advantages
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats, make_experience, overlong_penalty

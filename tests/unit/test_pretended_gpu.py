@@ -25,12 +25,9 @@ from rl_vlm.learning.plan import Scores, UpdateStats, divide, estimate_advantage
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import SingleProcess
 from rl_vlm.learning.update import WeightAverage, make_optimizer, make_updater, sight_logprobs
-from rl_vlm.models.payload import WeightPayload
-from rl_vlm.preference.networks import SACNetworks
-from rl_vlm.preference.reward_model.ensemble import RewardEnsemble
-from rl_vlm.preference.reward_model.examples import Examples, add_pairs
-from rl_vlm.preference.reward_model.training import RewardTrainer
-from rl_vlm.preference.sac import Batch, SACUpdater
+from rl_vlm.models.weights import WeightPayload
+from rl_vlm.preference.reward_model import Examples, RewardEnsemble, RewardTrainer, add_pairs
+from rl_vlm.preference.sac import Batch, SACNetworks, SACUpdater
 from rl_vlm.supervised.trainer import SFTTrainer
 from rl_vlm.types import Completion, TrajectoryGroup
 
