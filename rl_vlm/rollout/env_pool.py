@@ -19,9 +19,9 @@ from rl_vlm.config import RunConfig
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_step
 from rl_vlm.envs.parts import make_part
-from rl_vlm.hung_threads import note_hung_thread
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import Observation, RLVLMError
+from rl_vlm.waiting import note_hung_thread
 
 Timed = tuple[Any, float]  # the result or RLVLMError of a call, and its seconds
 

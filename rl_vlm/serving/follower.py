@@ -18,10 +18,10 @@ from typing import Any
 
 from ray.util import metrics
 
-from rl_vlm.coroutines import repeat
 from rl_vlm.engines.base import BASE_MODEL, Engine, EngineStats
 from rl_vlm.serving.registry import POLL_S, Changes, Published, Revision
 from rl_vlm.types import Completion, RLVLMError, UserInputError
+from rl_vlm.waiting import repeat
 
 # The state machine of a replica, without Ray and without a clock of its own.
 
