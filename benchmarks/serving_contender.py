@@ -55,7 +55,7 @@ class Prompts:
         return words
 
     def _image_tokens(self) -> int:
-        return self._text.count_image_tokens(SIDE, SIDE)
+        return self._text.images.count_tokens(SIDE, SIDE)
 
     def _request(self, words: str) -> GenerationRequest:
         pixels = self._rng.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
@@ -94,7 +94,7 @@ class Generate:
 
     def _generate(self, requests: list[GenerationRequest]) -> int:
         torch, codec = self._torch, self._text.codec
-        counts = [self._text.count_image_tokens(SIDE, SIDE)]
+        counts = [self._text.images.count_tokens(SIDE, SIDE)]
         rows = [expand_image_tokens(request.prompt_ids, codec.image_token_id, counts) for request in requests]
         ids = torch.from_numpy(np.stack(rows).astype(np.int64)).to(self._device)
         images = [image.to_pil() for request in requests for image in request.images]

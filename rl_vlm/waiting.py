@@ -1,18 +1,16 @@
-"""Waiting: all coroutines or none, following something for ever, and calls that may hang, whose process still ends."""
+"""Waiting: for all coroutines or none, and for calls that may hang, whose process still ends."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between attempts that fail
 
 
 async def all_or_none(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -24,19 +22,6 @@ async def all_or_none(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def repeat(attempt: Callable[[], Awaitable[None]], logger: logging.Logger, failure: str) -> None:
-    """Repeat until cancelled. No failure ends it: each is logged as `failure`, and pauses grow from one to the next."""
-    pause = _FIRST_PAUSE_S
-    while True:
-        try:
-            await attempt()
-            pause = _FIRST_PAUSE_S
-        except Exception as error:
-            logger.warning("%s: %r", failure, error)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 # Calls that may hang, and the end of a process in which one does: Python would wait for it, and a job would not end

@@ -22,7 +22,7 @@ from common import Report, arguments, device_of, free, full_batch, make_policy, 
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from rl_vlm.learning import logprobs
+from rl_vlm.learning import losses
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import SingleProcess
@@ -161,7 +161,7 @@ class Speed:
                 before = torch.cuda.memory_allocated() if self.device == "cuda" else 0
 
                 def work(options: dict[str, Any] = options) -> None:
-                    logprobs.token_logprobs(backbone, hidden, targets, 1.0, **options)[0].sum().backward()
+                    losses.token_logprobs(backbone, hidden, targets, 1.0, **options)[0].sum().backward()
 
                 taken = seconds(work, self.device, self.repeats)
                 peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if self.device == "cuda" else None
@@ -287,7 +287,7 @@ def _head_options() -> list[tuple[str, dict[str, Any]]]:
     tiles = [(1024, 16384), (4096, 16384), (4096, 65536)]
     return [
         ("as it is", {}),
-        *((f"tiles of {rows} × {columns}", {"tile": logprobs.Tile(rows, columns)}) for rows, columns in tiles),
+        *((f"tiles of {rows} × {columns}", {"tile": losses.Tile(rows, columns)}) for rows, columns in tiles),
     ]
 
 

@@ -337,7 +337,8 @@ class EnvPools:
             self._pools[key].close_surplus(self._episodes if key[1] == _UNCHANGED else 0)
 
     def _changes(self, task: RolloutTask) -> dict[str, Any]:
-        return {**self._run.variant_arguments(task.variant, task.env), **task.arguments}
+        variant = self._run.variant_arguments(task.variant, task.env) if task.variant else {}
+        return {**variant, **task.arguments}
 
     def _key(self, task: RolloutTask) -> tuple[str, str]:
         return task.env, json.dumps(self._changes(task), sort_keys=True)

@@ -277,7 +277,7 @@ class VLMServer:
         self._images = ImageCache.of(run.model)
         self._metrics = RayMetrics(run.name, app_name(run_id), self.replica_id)
         text = load_text_side(folder, run.model.pixels)
-        self._count_image_tokens = text.count_image_tokens
+        self._count_image_tokens = text.images.count_tokens
         self._probe_ids = text.codec.encode_prompt([Message.of("user", "1")]).token_ids
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []

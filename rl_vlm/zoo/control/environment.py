@@ -20,7 +20,7 @@ from rl_vlm.control_envs.metaworld import task_name
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.errors import EnvError
 from rl_vlm.envs.images import one_line
-from rl_vlm.seeding import derive_seed
+from rl_vlm.numerics import derive_seed
 from rl_vlm.types import Observation, Split, UserInputError
 from rl_vlm.zoo.drawing import split_of_hash
 
