@@ -31,7 +31,7 @@ from rl_vlm.config import RunConfig, apply_overrides, parse_config
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.plan import UpdateBatch
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.models.loading import TextSide, quiet_libraries
+from rl_vlm.models.loading import TextSide, choose_attention, quiet_libraries
 from rl_vlm.types import EncodedImage, Message, StopReason, Trajectory, TrajectoryStatus, Turn
 from rl_vlm.zoo.tiny import model as tiny
 from rl_vlm.zoo.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
@@ -133,7 +133,8 @@ def write_folder(folder: Path, size: str) -> Path:
     if size != "tiny":
         data = json.loads(_PUBLISHED.read_text())[size]
         for section in ("text_config", "vision_config"):
-            data[section] = {**like.to_dict()[section], **data[section]}
+            # As published: weights drawn as widely as the tiny model's would make bfloat16's rounding grow from layer to layer.
+            data[section] = {**like.to_dict()[section], "initializer_range": 0.02, **data[section]}
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             data["text_config"][name] = getattr(like.text_config, name)
         tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -166,6 +167,7 @@ def random_weights(seed: int = 0) -> Iterator[None]:
         layers_on_host: bool = False,
     ) -> Any:
         assert quantization == "none" and not layers_on_host
+        choose_attention(device)
         torch.manual_seed(seed)
         with torch.device(device):
             model = AutoModelForImageTextToText.from_config(

@@ -194,10 +194,7 @@ def load_model(
         raise UserInputError(f"Device {device} was asked for and torch sees no GPU here: set the device to cpu.")
     from transformers import AutoModelForImageTextToText
 
-    if device.startswith("cuda"):
-        # torch prefers cuDNN's attention on Hopper and later, which plans anew for each shape: tens of milliseconds, where
-        # nearly every micro-batch and decoding step has a shape of its own.
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    choose_attention(device)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
     if quantization == "nf4":
         options |= {"quantization_config": _nf4(options["dtype"]), "device_map": {"": device}}
@@ -211,6 +208,17 @@ def load_model(
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # it would compute in bfloat16 whatever `dtype` says
     return model.eval()  # type: ignore[no-any-return]
+
+
+def choose_attention(device: str) -> None:
+    """On a GPU keep torch from cuDNN's attention, which it prefers on Hopper and later.
+
+    That plans anew for each shape: tens of milliseconds, where nearly every micro-batch and decoding step has a shape of its own.
+    """
+    import torch
+
+    if device.startswith("cuda"):
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @contextmanager
