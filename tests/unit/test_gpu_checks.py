@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
+import json
 import sys
 from pathlib import Path
 from unittest import mock
@@ -31,6 +32,12 @@ except SystemExit as end:
     assert "Size 2b needs a GPU" in str(end)
 else:
     raise AssertionError("not refused")
+
+# Weights as wide as the tiny model's would make rounding errors grow from layer to layer.
+with correctness.scratch("2b") as folder:
+    config = json.loads((folder / "config.json").read_text())
+    ranges = [config[section]["initializer_range"] for section in ("text_config", "vision_config")]
+    assert ranges == [0.02, 0.02], ranges
 
 # What a learner with wrong positions computes must be noticed.
 def flat(ids, *_):
