@@ -1,4 +1,4 @@
-"""One contender of `learner.py` in a process of its own: reads `step` and `quit`, answers with JSON lines.
+"""One contender of `learner.py` in a process of its own: it makes a step for each line.
 
 All contenders have the same model, LoRA weights and batch: rows of 16 prompt tokens and a completion, which no two share.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from turns import serve
 
 from rl_vlm.config import RunConfig, parse_config
 
@@ -162,16 +161,14 @@ def main() -> None:
     parser.add_argument("threads", type=int)
     parser.add_argument("--gradients", type=Path)
     args = parser.parse_args()
-    # Libraries print to stdout as they like; answers go to the real one.
-    answers, sys.stdout = sys.stdout, sys.stderr
-    torch.set_num_threads(args.threads)
-    size = (args.folder, args.rows, args.length, args.threads)
-    loss, parameters = trl(*size) if args.kind == "trl" else ours(*size, log_entropy=args.kind != "lean")
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
-        if line.strip() == "quit":
-            break
-        print(json.dumps(step(loss, parameters, args.gradients)), file=answers, flush=True)
+
+    def prepare() -> Callable[[str], dict[str, Any]]:
+        torch.set_num_threads(args.threads)
+        size = (args.folder, args.rows, args.length, args.threads)
+        loss, parameters = trl(*size) if args.kind == "trl" else ours(*size, log_entropy=args.kind != "lean")
+        return lambda _: step(loss, parameters, args.gradients)
+
+    serve(prepare)
 
 
 if __name__ == "__main__":

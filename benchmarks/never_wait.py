@@ -29,10 +29,7 @@ def measure(quick: bool) -> Report:
     """Run everything and return the report."""
     report = Report("Rollouts of very different length: trajectories learned from per second")
     rounds, steps = (3, 4) if quick else (6, 8)
-    contenders = [
-        Stepper(LAG_0, "ours", *SETTINGS),
-        Stepper(NEVER_WAIT, "ours", *SETTINGS, "rollout.max_policy_lag=2"),
-    ]
+    contenders = [Stepper(LAG_0, "ours", *SETTINGS), Stepper(NEVER_WAIT, "ours", *SETTINGS, "rollout.max_policy_lag=2")]
     if not quick:
         contenders.append(Stepper(DROP, "ours", *SETTINGS, "rollout.max_policy_lag=2", "rollout.late_groups=drop"))
     rates: dict[str, list[float]] = {contender.label: [] for contender in contenders}

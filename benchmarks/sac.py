@@ -10,70 +10,35 @@ another process on the core does not count. The full benchmark also prints the s
 
 from __future__ import annotations
 
-import argparse
 import csv
-import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from report import Report
+from report import Report, command_line
+from turns import HERE, Contender
 
-HERE = Path(__file__).parent
 SIZES = ((256, 2, 256), (256, 3, 512))
 CONTENDERS = ("eager", "compiled", "sb3", "sbx")
 LABELS = {"eager": "rl_vlm", "compiled": "rl_vlm, compiled", "sb3": "Stable-Baselines3", "sbx": "SBX"}
 
 
-class Contender:
-    """A contender's process."""
+class Updater(Contender):
+    """A contender that makes SAC updates."""
 
     def __init__(self, kind: str, size: tuple[int, int, int]) -> None:
+        variables = {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0"}
+        super().__init__(LABELS[kind], "sac_contender.py", kind, *size, **variables)
         self.kind = kind
         self.rates: list[float] = []
-        command = [sys.executable, str(HERE / "sac_contender.py"), kind, *map(str, size)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0"}
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{LABELS[self.kind]} ended: run benchmarks/sac_contender.py {self.kind} to see why.")
-        return json.loads(line)  # type: ignore[no-any-return]
-
-    def wait_until_ready(self) -> None:
-        """Wait for imports and a full replay buffer."""
-        self._answer()
 
     def run(self, updates: int, keep: bool = True) -> None:
         """Make some updates; `keep` counts them."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"update {updates}\n")
-        self._process.stdin.flush()
-        spent = self._answer()
+        spent = self.ask(str(updates))
         if keep:
-            self.rates.append(updates / spent["cpu"])
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+            self.rates.append(updates / spent)
 
 
 def share_of_updates() -> tuple[float, float]:
@@ -95,7 +60,7 @@ def measure(quick: bool) -> Report:
     for size in SIZES[:1] if quick else SIZES:
         hidden, depth, batch = size
         name = f"{hidden}×{depth} batch {batch}"
-        contenders = [Contender(kind, size) for kind in kinds]
+        contenders = [Updater(kind, size) for kind in kinds]
         try:
             for contender in contenders:
                 contender.wait_until_ready()
@@ -108,7 +73,7 @@ def measure(quick: bool) -> Report:
                 contender.close()
         medians = {}
         for contender in contenders:
-            report.add(f"{name} {LABELS[contender.kind]}", contender.rates, unit="/s")
+            report.add(f"{name} {contender.label}", contender.rates, unit="/s")
             medians[contender.kind] = statistics.median(contender.rates)
         for kind in ("eager", "compiled"):
             for peer in ("sb3", "sbx"):
@@ -124,10 +89,7 @@ def measure(quick: bool) -> Report:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="end within a minute: one size, nothing compiled")
-    parser.add_argument("--out", type=Path, help="write JSON here")
-    args = parser.parse_args()
+    args = command_line(__doc__, "end within a minute: one size, nothing compiled").parse_args()
     measure(args.quick).finish(args.out)
 
 

@@ -83,8 +83,7 @@ def registry(report: Report, replicas: int, count: int) -> None:
     """Publication latency, in the registry's process and over Ray."""
     own = Registry("model")
     report.add(
-        f"registry, {replicas} replicas, in process",
-        asyncio.run(publish_locally(own, replicas, versions(count), 0.0)),
+        f"registry, {replicas} replicas, in process", asyncio.run(publish_locally(own, replicas, versions(count), 0.0))
     )
     actor = start_registry(f"scale-{replicas}", "scale", Path("model"))
     ray.get(actor.join.remote(POLICY), timeout=60)

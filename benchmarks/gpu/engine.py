@@ -30,15 +30,7 @@ from rl_vlm.learning.stats import UpdateStats
 from rl_vlm.learning.strategies.replicated import SingleProcess
 from rl_vlm.learning.update import make_updater
 from rl_vlm.models.lora import lora_factors
-from rl_vlm.types import (
-    Completion,
-    GenerationRequest,
-    Message,
-    SamplingParams,
-    Trajectory,
-    TrajectoryStatus,
-    Turn,
-)
+from rl_vlm.types import Completion, GenerationRequest, Message, SamplingParams, Trajectory, TrajectoryStatus, Turn
 
 _START_S = 240.0  # until the learning process has done its first step
 _STOP_S = 30.0
