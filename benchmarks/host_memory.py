@@ -13,7 +13,6 @@ no use and fill their cache for as long as it is larger than the run: the defaul
 
 from __future__ import annotations
 
-import argparse
 import csv
 import os
 import subprocess
@@ -26,16 +25,14 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from report import Report
+from memory import memory_of
+from report import Report, command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = {
-    "ServeReplica": "replicas",
-    "EnvRunner": "env runners",
-    "Learner": "learner",
-    "_WrappedExecutable": "learner",
+    "ServeReplica": "replicas", "EnvRunner": "env runners", "Learner": "learner", "_WrappedExecutable": "learner",
     "rl_vlm.cli": "driver",
-}
+}  # fmt: skip
 GROUPS, GROUP_SIZE, WARM, PATIENCE_S = 8, 8, 5, 900.0
 
 
@@ -108,51 +105,28 @@ def _end_of(folder: Path) -> str:
 
 def _memory(process: psutil.Process) -> Counter[str]:
     now: Counter[str] = Counter()
-    for one in [process, *process.children(recursive=True)]:
-        try:
-            name = " ".join(one.cmdline())[:200]
-            kind = next((kind for part, kind in KINDS.items() if part in name), "Ray and others")
-            own, shared = _proportional(one.pid)
-        except (psutil.Error, OSError):  # it has ended meanwhile
-            continue
-        now[kind] += own
-        now["shared memory"] += shared
+    for kind, size in memory_of(process, KINDS, "Pss_Anon", "Ray and others"):
+        now[kind] += size
+    now["shared memory"] = sum(size for _, size in memory_of(process, KINDS, "Pss_Shmem", ""))
     return now
-
-
-def _proportional(pid: int) -> tuple[int, int]:
-    """Bytes of a process's own memory and its part of shared memory. Raises OSError where it has ended."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
-    return sizes["Pss_Anon"], sizes["Pss_Shmem"]
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "12 iterations, to see that it runs")
     parser.add_argument("--iterations", type=int, default=50)
     parser.add_argument("--turns", type=int, default=8, help="the most turns of an episode, each with a picture")
     parser.add_argument("--image-cache-mib", type=int, default=16, help="of learner and replica")
-    parser.add_argument("--quick", action="store_true", help="12 iterations, to see that it runs")
-    parser.add_argument("--out", type=Path, help="write JSON here")
     args = parser.parse_args()
     os.environ.setdefault("RAY_worker_niceness", "0")
     report = Report("Host memory of a run whose episodes are full of images")
     with tempfile.TemporaryDirectory(prefix="rl-vlm-memory-") as folder:
-        history = measure(
-            12 if args.quick else max(args.iterations, 12), args.turns, args.image_cache_mib, Path(folder)
-        )
-    early, late = history.samples[WARM : WARM + 5], history.samples[-5:]
-    for kind in sorted({kind for sample in history.samples for kind in sample}):
-        values = [sample[kind] / 2**20 for sample in late]
-        before = float(np.median([sample[kind] / 2**20 for sample in early]))
-        report.add(kind, values, unit="MiB", before=before)
-    report.add(
-        "all",
-        list(history.totals[-5:] / 2**20),
-        unit="MiB",
-        before=float(np.median(history.totals[WARM : WARM + 5])) / 2**20,
-    )
+        iterations = 12 if args.quick else max(args.iterations, 12)
+        history = measure(iterations, args.turns, args.image_cache_mib, Path(folder))
+    samples = [{**sample, "all": total} for sample, total in zip(history.samples, history.totals, strict=True)]
+    for kind in sorted({kind for sample in samples for kind in sample}, key=lambda kind: (kind == "all", kind)):
+        sizes = [sample.get(kind, 0) / 2**20 for sample in samples]
+        report.add(kind, sizes[-5:], unit="MiB", before=float(np.median(sizes[WARM : WARM + 5])))
     for number in range(len(history.samples) // 10):  # how it went
         report.add(f"all, iteration {10 * number + 10}", [history.totals[10 * number + 9] / 2**20], unit="MiB")
     report.ratios["growth after the fifth iteration (goal: at most 0.02)"] = history.growth

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import random
@@ -22,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import ray
-from report import Report
+from report import Report, command_line
 from simulated import HOSTS, ReplicaHost, publish_locally, runners
 
 from rl_vlm.models.adapter import AdapterPayload
@@ -182,11 +181,8 @@ def measure(quick: bool) -> Report:
 
 def main() -> None:
     """Measure, print, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small numbers: half a minute")
-    parser.add_argument("--out", type=Path, help="JSON goes here")
-    given = parser.parse_args()
-    measure(given.quick).finish(given.out)
+    args = command_line(__doc__, "small numbers: half a minute").parse_args()
+    measure(args.quick).finish(args.out)
 
 
 if __name__ == "__main__":
