@@ -91,7 +91,7 @@ def _group_size(folder: Path) -> int:
 
 def draw(outcomes: dict[str, list[Outcome]], of: str, path: Path) -> None:
     """The score over episodes: a line for the mean of the seeds, a band from the least to the best of them."""
-    from rl_vlm.reporting.style import COLORS, MARKERS, new_figure, save_figure, style_panel
+    from rl_vlm.plots.curves import COLORS, MARKERS, new_figure, save_figure, style_panel
 
     figure = new_figure(8.0, 4.6)
     panel = figure.add_axes((0.1, 0.14, 0.87, 0.8))

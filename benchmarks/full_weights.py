@@ -19,7 +19,7 @@ from report import Report, command_line
 from safetensors.torch import save
 from torch import Tensor
 
-from rl_vlm.models.full_weights import FullPayload
+from rl_vlm.models.weights import FullPayload
 
 SHAPES = {"q": (4096, 2560), "k": (1024, 2560), "v": (1024, 2560), "o": (2560, 4096), "gate": (9728, 2560), "up": (9728, 2560), "down": (2560, 9728)}  # fmt: skip
 

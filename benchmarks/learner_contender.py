@@ -60,9 +60,8 @@ def ours(
 ) -> tuple[Callable[[], Tensor], list[Tensor]]:
     """The loss of the system's policy update, and the LoRA weights."""
     from rl_vlm.learning.batching import Minibatch
-    from rl_vlm.learning.messages import UpdateBatch
+    from rl_vlm.learning.plan import UpdateBatch, UpdateStats
     from rl_vlm.learning.policy_model import PolicyModel
-    from rl_vlm.learning.stats import UpdateStats
     from rl_vlm.learning.update import make_updater
     from rl_vlm.types import StopReason, Trajectory, TrajectoryStatus, Turn
 

@@ -54,8 +54,8 @@ class Ours:
     """The system: Ray Serve, env runners, learner group."""
 
     def __init__(self, run: RunConfig) -> None:
-        from rl_vlm.runs.kinds import kind_of
         from rl_vlm.runs.ray_session import ray_cluster
+        from rl_vlm.runs.train import kind_of
 
         cluster = ray_cluster(run)
         cluster.__enter__()

@@ -31,8 +31,8 @@ class Ours:
         from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
         from rl_vlm.config import parse_config
         from rl_vlm.control_envs.registry import make_control_env
-        from rl_vlm.preference.collection.collector import Collector
-        from rl_vlm.preference.replay.buffer import ReplayBuffer
+        from rl_vlm.preference.collector import Collector
+        from rl_vlm.preference.replay import ReplayBuffer
 
         # What Stable-Baselines3 and SBX do: targets move at every update.
         sac = {"hidden": hidden, "depth": depth, "batch_size": batch, "target_update_every": 1}

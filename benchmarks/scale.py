@@ -24,13 +24,12 @@ import ray
 from report import Report, command_line
 from simulated import HOSTS, ReplicaHost, publish_locally, runners
 
-from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.rollout.group_buffer import GroupBuffer
+from rl_vlm.models.weights import AdapterPayload
+from rl_vlm.rollout.rollouts import GroupBuffer
 from rl_vlm.rollout.sampler import Sampler
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.serving.registry import Registry, start_registry
-from rl_vlm.serving.router import AffinityRouter, home_session
-from rl_vlm.serving.tenants import Published
+from rl_vlm.serving.client import AffinityRouter, home_session
+from rl_vlm.serving.registry import Published, Registry, start_registry
 from rl_vlm.types import POLICY
 
 GROUP_S, LAG = 2.0, 2

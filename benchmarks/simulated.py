@@ -12,10 +12,9 @@ import numpy as np
 import ray
 from ray.rllib.utils.actor_manager import FaultTolerantActorManager
 
-from rl_vlm.rollout.runners import EnvRunners
+from rl_vlm.rollout.sampler import EnvRunners
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
-from rl_vlm.serving.registry import Changes, Registry
-from rl_vlm.serving.tenants import Published
+from rl_vlm.serving.registry import Changes, Published, Registry
 from rl_vlm.types import POLICY, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
 HOSTS = 2  # processes that the simulated runners, or replicas, live in

@@ -17,12 +17,10 @@ from rl_vlm.asking.endpoints import EngineClient
 from rl_vlm.config import RunConfig, load_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.registry import make
-from rl_vlm.learning.optimizer import make_optimizer, scale_lr
-from rl_vlm.learning.plan import divide, estimate_advantages, make_experience, update_batches
+from rl_vlm.learning.plan import UpdateStats, divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.strategies.replicated import SingleProcess
-from rl_vlm.learning.update import linear_schedule, make_updater
+from rl_vlm.learning.strategies import SingleProcess
+from rl_vlm.learning.update import linear_schedule, make_optimizer, make_updater, scale_lr
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group

@@ -15,12 +15,11 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig, apply_overrides, parse_config
-from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.estimators import Estimate
-from rl_vlm.learning.messages import UpdateBatch
-from rl_vlm.learning.module import PolicyModel
-from rl_vlm.learning.plan import divide, estimate_advantages, make_experience, update_batches
+from rl_vlm.learning.plan import UpdateBatch, divide, estimate_advantages, make_experience, update_batches
+from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries
 from rl_vlm.types import (
     EncodedImage,

@@ -13,8 +13,7 @@ from core_support import plain_model, reference_logprobs
 from policy_loop import Loop
 from serving_support import client
 
-from rl_vlm.models.full_weights import FullPayload, put_weights
-from rl_vlm.models.payload import WeightPayload
+from rl_vlm.models.weights import FullPayload, WeightPayload, put_weights
 from rl_vlm.serving.service import PolicyService
 from rl_vlm.types import Completion, GenerationRequest
 

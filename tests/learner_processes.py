@@ -15,11 +15,10 @@ import torch
 from core_support import conversation, picture, plan_update, randomize, run_config, text_side
 from ports import free_ports
 
-from rl_vlm.learning.module import PolicyModel
-from rl_vlm.learning.optimizer import make_optimizer
-from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.strategies.choose import make_strategy
-from rl_vlm.learning.update import make_updater
+from rl_vlm.learning.plan import UpdateStats
+from rl_vlm.learning.policy_model import PolicyModel
+from rl_vlm.learning.strategies import make_strategy
+from rl_vlm.learning.update import make_optimizer, make_updater
 from rl_vlm.types import TrajectoryGroup
 
 TIMEOUT_S = 300.0

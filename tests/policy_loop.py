@@ -12,17 +12,15 @@ import torch
 from core_support import picture, plain_model, plan_update, reference_logprobs, run_config
 
 from rl_vlm.config import RolloutSection
-from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.engines.base import Engine
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.base import StepResult, VisionEnv
 from rl_vlm.learning.batching import MicroBatch
-from rl_vlm.learning.messages import UpdateBatch
-from rl_vlm.learning.module import PolicyModel
-from rl_vlm.learning.optimizer import make_optimizer
-from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.strategies.replicated import SingleProcess
-from rl_vlm.learning.update import make_updater
+from rl_vlm.learning.plan import UpdateBatch, UpdateStats
+from rl_vlm.learning.policy_model import PolicyModel
+from rl_vlm.learning.strategies import SingleProcess
+from rl_vlm.learning.update import make_optimizer, make_updater
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group
 from rl_vlm.rollout.tasks import RolloutTask

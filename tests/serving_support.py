@@ -14,10 +14,10 @@ from core_support import run_config
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.config import RunConfig
-from rl_vlm.learning.module import PolicyModel
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.serving.client import PolicyClient
 from rl_vlm.serving.service import PolicyService

@@ -13,8 +13,8 @@ from core_support import run_config
 from serving_support import Adapters
 
 from rl_vlm.config import RunConfig
-from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.reference import ModelReference
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.serving.client import PolicyClient
 from rl_vlm.serving.registry import SHARED_NAMESPACE, registry_name, shared_id

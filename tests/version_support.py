@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from rl_vlm.chat import mrope_positions
 from rl_vlm.config import RolloutSection
 from rl_vlm.engines.base import Engine
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group
 from rl_vlm.rollout.tasks import RolloutTask

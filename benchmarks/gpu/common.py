@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig, apply_overrides, parse_config
 from rl_vlm.learning.batching import Minibatch
-from rl_vlm.learning.messages import UpdateBatch
+from rl_vlm.learning.plan import UpdateBatch
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.loading import TextSide, quiet_libraries
 from rl_vlm.types import EncodedImage, Message, StopReason, Trajectory, TrajectoryStatus, Turn

@@ -29,12 +29,10 @@ from common import (
 )  # fmt: skip
 
 from rl_vlm.config import RunConfig
-from rl_vlm.learning.messages import UpdateBatch
-from rl_vlm.learning.optimizer import make_optimizer
+from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.strategies.replicated import SingleProcess, gradient_vector
-from rl_vlm.learning.update import make_updater
+from rl_vlm.learning.strategies import SingleProcess, gradient_vector
+from rl_vlm.learning.update import make_optimizer, make_updater
 from rl_vlm.models.images import patchify
 from rl_vlm.types import Trajectory
 

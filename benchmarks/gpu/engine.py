@@ -24,11 +24,10 @@ import torch
 from common import Report, arguments, device_of, full_batch, make_policy, picture, random_weights, run_config, scratch
 
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.learning.optimizer import make_optimizer
+from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.strategies.replicated import SingleProcess
-from rl_vlm.learning.update import make_updater
+from rl_vlm.learning.strategies import SingleProcess
+from rl_vlm.learning.update import make_optimizer, make_updater
 from rl_vlm.models.lora import lora_factors
 from rl_vlm.types import Completion, GenerationRequest, Message, SamplingParams, Trajectory, TrajectoryStatus, Turn
 

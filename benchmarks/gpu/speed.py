@@ -23,11 +23,10 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from rl_vlm.learning import logprobs
-from rl_vlm.learning.optimizer import make_optimizer
+from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.strategies.replicated import SingleProcess
-from rl_vlm.learning.update import make_updater
+from rl_vlm.learning.strategies import SingleProcess
+from rl_vlm.learning.update import make_optimizer, make_updater
 from rl_vlm.models.images import patchify
 from rl_vlm.models.memory.cards import gib, plan_memory
 from rl_vlm.models.memory.shape import ModelShape

@@ -19,10 +19,14 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from rl_vlm.files import replace_folder
-from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.models.payload import WeightPayload
-from rl_vlm.models.tensor_bytes import file_digest, write_tensors
-from rl_vlm.models.trained import read_payload, trained_folder
+from rl_vlm.models.weights import (
+    AdapterPayload,
+    WeightPayload,
+    file_digest,
+    read_payload,
+    trained_folder,
+    write_tensors,
+)
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
-from rl_vlm.evaluation.outcomes import outcomes_of_groups
-from rl_vlm.evaluation.summary import summarize
-from rl_vlm.models.payload import WeightPayload
+from rl_vlm.evaluation.outcomes import outcomes_of_groups, summarize
+from rl_vlm.models.weights import WeightPayload
 from rl_vlm.types import RLVLMError
 
 if TYPE_CHECKING:

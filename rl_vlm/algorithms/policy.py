@@ -15,38 +15,41 @@ from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
 from rl_vlm import tracing
-from rl_vlm.algorithms.base import RunAlgorithm
+from rl_vlm.algorithms.base import RunAlgorithm, RunAlgorithmConfig
 from rl_vlm.algorithms.checkpoint import read_checkpoint, write_checkpoint
-from rl_vlm.algorithms.config import RunAlgorithmConfig
 from rl_vlm.algorithms.evaluation import HeldOut
 from rl_vlm.algorithms.recovery import Recovery
-from rl_vlm.algorithms.sight_probe import SightProbe
+from rl_vlm.algorithms.sight import Fault, SightProbe
 from rl_vlm.config import AlgorithmSection, PolicyConfig
 from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.envs.parts import survey
-from rl_vlm.evaluation.sight_faults import Fault
 from rl_vlm.learning.batching import Minibatch
-from rl_vlm.learning.estimators import Estimate, Experience, flat
+from rl_vlm.learning.estimators import Estimate, Experience, ReturnScale, explained_variance, flat
 from rl_vlm.learning.learner import VLMLearner
-from rl_vlm.learning.messages import ScoreBatch, Scores, UpdateResult
-from rl_vlm.learning.plan import divide, estimate_advantages, make_experience, update_batches
-from rl_vlm.learning.returns import ReturnScale, explained_variance
-from rl_vlm.learning.stats import UpdateStats
+from rl_vlm.learning.plan import (
+    ScoreBatch,
+    Scores,
+    UpdateResult,
+    UpdateStats,
+    divide,
+    estimate_advantages,
+    make_experience,
+    update_batches,
+)
 from rl_vlm.learning.update import linear_schedule
 from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.models.memory.cards import shares_gpu
-from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
+from rl_vlm.models.weights import WeightPayload
 from rl_vlm.plugins import load_plugins
 from rl_vlm.rollout.curriculum import make_task_source
-from rl_vlm.rollout.env_metrics import group_metrics
 from rl_vlm.rollout.env_runner import VLMEnvRunner
-from rl_vlm.rollout.metrics import sampling_metrics
+from rl_vlm.rollout.metrics import group_metrics, sampling_metrics
 from rl_vlm.rollout.rollouts import make_rollouts
-from rl_vlm.rollout.runners import EnvRunners
-from rl_vlm.rollout.task_stream import TaskStream
+from rl_vlm.rollout.sampler import EnvRunners
+from rl_vlm.rollout.tasks import TaskStream
 from rl_vlm.seeding import derive_seed
-from rl_vlm.serving.policy_key import OWN
+from rl_vlm.serving.registry import OWN
 from rl_vlm.serving.service import PolicyService, start_service
 from rl_vlm.statistics import mean_kl
 from rl_vlm.types import RLVLMError, TrajectoryGroup
@@ -83,7 +86,7 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
 
     def get_default_rl_module_spec(self) -> RLModuleSpec:
         """RLlib asks for the module that the learners train."""
-        from rl_vlm.learning.module import VLMModule  # env runners must not import it
+        from rl_vlm.learning.learner import VLMModule  # env runners must not import it
 
         return RLModuleSpec(
             module_class=VLMModule,

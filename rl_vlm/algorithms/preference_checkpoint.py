@@ -24,7 +24,7 @@ from rl_vlm.algorithms.checkpoint import (
 )
 from rl_vlm.algorithms.checkpoint import list_checkpoints as list_folders
 from rl_vlm.files import clean_leftovers, link_tree, replace_folder, write_atomic
-from rl_vlm.labelling.session_files import SessionFiles
+from rl_vlm.labelling.store import SessionFiles
 from rl_vlm.types import UserInputError
 
 AGENT, REPLAY, REWARD_MODEL, LABELS, STATE = (

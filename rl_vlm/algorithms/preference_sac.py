@@ -23,23 +23,29 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
 from rl_vlm.algorithms import preference_checkpoint as checkpoints
-from rl_vlm.algorithms.base import RunAlgorithm
-from rl_vlm.algorithms.config import RunAlgorithmConfig
+from rl_vlm.algorithms.base import RunAlgorithm, RunAlgorithmConfig
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.files import link_tree
-from rl_vlm.learning.device import driver_device
+from rl_vlm.models.devices import driver_device
 from rl_vlm.plugins import load_plugins
-from rl_vlm.preference.agent_reward import AgentReward
-from rl_vlm.preference.collection.collector import EpisodeResult, NumpyActor, evaluation_seeds, make_run_env
-from rl_vlm.preference.collection.env_runner import ControlEnvRunner
-from rl_vlm.preference.collection.episode_log import EpisodeTracker, FinishedEpisode, evaluation_metrics
-from rl_vlm.preference.collection.sampler import ControlSampler
-from rl_vlm.preference.feedback.build import LabellerService, build_feedback
-from rl_vlm.preference.feedback.feedback import Feedback
-from rl_vlm.preference.replay.buffer import ReplayBuffer
+from rl_vlm.preference.build_feedback import LabellerService, build_feedback
+from rl_vlm.preference.collector import ControlEnvRunner, EpisodeResult, NumpyActor, evaluation_seeds, make_run_env
+from rl_vlm.preference.feedback import Feedback
+from rl_vlm.preference.replay import ReplayBuffer
+from rl_vlm.preference.reward_model import AgentReward
 from rl_vlm.preference.sac import Batch
 from rl_vlm.preference.sac_learner import SACLearner, SACModule, SACUpdateBatch
-from rl_vlm.preference.schedule import check_segments, first_session_step, next_boundary, phase, session_size
+from rl_vlm.preference.sampling import (
+    ControlSampler,
+    EpisodeTracker,
+    FinishedEpisode,
+    check_segments,
+    evaluation_metrics,
+    first_session_step,
+    next_boundary,
+    phase,
+    session_size,
+)
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import UserInputError
 

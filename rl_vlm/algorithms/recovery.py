@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint
-from rl_vlm.models.payload import WeightPayload
+from rl_vlm.models.weights import WeightPayload
 
 if TYPE_CHECKING:
     from rl_vlm.algorithms.policy import PolicyAlgorithm

@@ -5,17 +5,19 @@ An endpoint answers many questions at once. A failure is an `EndpointError`, nev
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 from rl_vlm.engines.base import BASE_MODEL, Engine
-from rl_vlm.types import Completion, GenerationRequest, Message, RLVLMError, SamplingParams, StopReason
+from rl_vlm.types import Completion, GenerationRequest, Message, RLVLMError, SamplingParams, StopReason, UserInputError
 
 if TYPE_CHECKING:
     from rl_vlm.models.loading import TextSide  # transformers: an endpoint needs none of it
@@ -150,3 +152,63 @@ def choice_probabilities(first: Iterable[tuple[str, float]], choices: Sequence[s
             mass[owners[0]] += math.exp(logprob)
     total = sum(mass.values())
     return {choice: value / total for choice, value in mass.items()} if total > 0 else None
+
+
+# Asks an endpoint again after failures that may pass, and many questions at once.
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
+
+T = TypeVar("T")
+
+
+async def ask_again(
+    ask: Ask,
+    question: Callable[[int], Question],
+    *,
+    attempts: int,
+    deadline_s: float,
+    who: str,
+    on_retry: Callable[[EndpointError], None] = lambda error: None,
+) -> Answer:
+    """One answer within `deadline_s` and after at most `attempts`; `question(n)` makes the question of attempt n.
+
+    Attempts at which the endpoint is busy do not count: only the deadline ends them. `on_retry` gets the error that the next
+    attempt follows. Raises EndpointError, which names `who` was asked; an error that is not retryable ends it at once.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + deadline_s
+    reason = "no answer"
+    asked = failed = 0
+    while failed < attempts and (asked == 0 or loop.time() < deadline):
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await ask(question(asked))
+        except TimeoutError:
+            break
+        except UserInputError:
+            raise
+        except RLVLMError as error:
+            known = error if isinstance(error, EndpointError) else EndpointError(str(error))
+            if not known.retryable:
+                raise
+            reason, pause = str(error), known.retry_after_s
+        failed += not known.busy
+        if failed < attempts:
+            on_retry(known)
+            # Jitter keeps questions that failed together from coming back together.
+            backoff = min(_FIRST_PAUSE_S * 2 ** min(asked, 30), _LONGEST_PAUSE_S)
+            pause = max(pause, random.uniform(0.5, 1) * backoff)
+            await asyncio.sleep(max(min(pause, deadline - loop.time()), 0.0))
+        asked += 1
+    limit = f"in {attempts} attempts" if failed >= attempts else f"within {deadline_s:g} s"
+    raise EndpointError(f"The {who} gave no answer {limit}: {reason}")
+
+
+async def all_of(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all at once; the first that raises an exception ends the others and is raised itself."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -11,9 +11,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from rl_vlm.cli import cluster, envs, evaluation, labels, runs, serve, sft, sweep, tools, top
-from rl_vlm.cli.errors import error_report, log_to_stderr
-from rl_vlm.cli.output import say
+from rl_vlm.cli import envs, evaluation, labels, runs, tools
+from rl_vlm.cli.output import error_report, log_to_stderr, say
 from rl_vlm.hung_threads import leave
 
 app = typer.Typer(
@@ -24,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for family in (runs, sft, sweep, evaluation, serve, labels, top, envs, cluster, tools):
+for family in (runs, evaluation, labels, envs, tools):
     app.add_typer(family.commands)
 
 

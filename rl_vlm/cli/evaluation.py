@@ -101,8 +101,8 @@ def evaluate(
         run = run.model_copy(update={"rollout": run.rollout.with_turns_of(max_new_tokens)})
     source = run_dir if endpoint else _source(config, adapter, run_dir)
     _check_out(out, needed=resume)
-    from rl_vlm.evaluation.options import EvaluationOptions
-    from rl_vlm.runs.kinds import kind_of
+    from rl_vlm.evaluation.heldout import EvaluationOptions
+    from rl_vlm.runs.train import kind_of
 
     options = EvaluationOptions(
         blind=blind,
@@ -149,7 +149,7 @@ def rollout(
     changes = {"model.path": model, "env.id": env, "model.min_pixels": min_pixels, "model.max_pixels": max_pixels}
     run = of_policy(_load(config, overrides, changes, needs=("model", "env")))
     _check_out(out)
-    from rl_vlm.models.trained import find_trained
+    from rl_vlm.models.weights import find_trained
     from rl_vlm.runs import play
     from rl_vlm.types import SamplingParams
 

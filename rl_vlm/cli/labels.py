@@ -57,9 +57,9 @@ def label(
 ) -> None:
     """Label a folder of picture pairs: which is nearer to the goal? Writes a CSV and prints a summary as JSON."""
     from rl_vlm.config import EndpointSection, LabelsSection
-    from rl_vlm.labelling.build import prompts_of
     from rl_vlm.labelling.folder import label_folder
-    from rl_vlm.labelling.query_log import FILE_NAME
+    from rl_vlm.labelling.store import FILE_NAME
+    from rl_vlm.labelling.teachers import prompts_of
     from rl_vlm.types import UserInputError
 
     if sum(bool(named) for named in (model, endpoint, generate)) != 1:
@@ -90,7 +90,7 @@ def label(
 
 def _labeller(section: Any, model: str) -> tuple[Any, Any]:
     """The labeller, and what closes its engine (None without one)."""
-    from rl_vlm.labelling.build import build_labeller
+    from rl_vlm.labelling.teachers import build_labeller
 
     if section.source != "vlm":
         return build_labeller(section), None
@@ -146,7 +146,7 @@ def learning_curve(
     ] = "auto",
 ) -> None:
     """Success rate, or return, over environment steps; mean and 95 % interval where a curve has several runs."""
-    from rl_vlm.reporting.learning_curve import DEFAULT_FILE, draw_learning_curve
+    from rl_vlm.plots.curves import DEFAULT_FILE, draw_learning_curve
 
     kinds: dict[str, list[str]] = {}
     for run in runs:
@@ -170,7 +170,7 @@ def label_accuracy(
 ) -> None:
     """How often labels are right, wrong or undecided, by how far apart the true returns are."""
     from rl_vlm.files import to_jsonable
-    from rl_vlm.reporting.label_accuracy import DEFAULT_FILE, draw_label_accuracy
+    from rl_vlm.plots.label_accuracy import DEFAULT_FILE, draw_label_accuracy
 
     outputs = out or [Path(DEFAULT_FILE)]
     # Without a decided label there is no accuracy, and JSON has no NaN.

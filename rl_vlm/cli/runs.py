@@ -1,4 +1,4 @@
-"""The commands around runs: `rl-vlm train`, `plan` and `export`. Those that measure are in evaluation.py."""
+"""The commands around runs: `rl-vlm train`, `plan`, `export`, `sft`, `sft-example`, `sweep` and `serve`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from rl_vlm.cli.errors import error_report
 from rl_vlm.cli.options import (
+    Adapter,
     Config,
     DeleteFirst,
     NewRunDir,
@@ -19,7 +19,7 @@ from rl_vlm.cli.options import (
     load_run,
     refuse_both,
 )
-from rl_vlm.cli.output import say
+from rl_vlm.cli.output import error_report, say
 
 commands = typer.Typer()
 
@@ -38,11 +38,11 @@ def train(
     """Train a policy. Ctrl-C saves a checkpoint; --resume goes on from it."""
     refuse_both(resume, overwrite)
     run = load_run(config, overrides)
-    from rl_vlm.runs import kinds
     from rl_vlm.runs import train as training
+    from rl_vlm.runs.train import inspect_run
 
     if dry_run:
-        for name, value in kinds.inspect_run(run).items():
+        for name, value in inspect_run(run).items():
             say(f"{name}: {value}")
         for sentence in run.notes():
             say(sentence)
@@ -106,3 +106,124 @@ def _summary(result: dict[str, Any], place: str) -> str:
         if after is not None:  # there is no before of a single row
             parts.append(f"{label} {after:.3f}" if before is None else f"{label} {before:.3f} → {after:.3f}")
     return f"{', '.join(parts)}; see {place}/curve.png"
+
+
+# The commands of supervised fine-tuning: `rl-vlm sft` and `rl-vlm sft-example`.
+
+
+@commands.command(epilog="Example: rl-vlm sft configs/sft_tiny.yaml sft.data=my-data learner.lr=1e-4")
+def sft(
+    config: Config,
+    overrides: Overrides = None,
+    run_dir: NewRunDir = None,
+    resume: Resume = False,
+    overwrite: DeleteFirst = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check configuration, model and every conversation; train nothing.")
+    ] = False,
+) -> None:
+    """Fine-tune on conversations with images (LoRA). Ctrl-C saves a checkpoint; --resume goes on from it."""
+    from rl_vlm.config import load_sft_config
+
+    refuse_both(resume, overwrite)
+    job = load_sft_config(config / "config.yaml" if config.is_dir() else config, overrides or ())
+    from rl_vlm.runs import sft as tuning
+
+    if dry_run:
+        for name, value in tuning.inspect_sft(job)[0].items():
+            say(f"{name}: {value}")
+        say(f"{job.name}: nothing is wrong with the configuration, the model and the data.")
+        return
+    if resume and config.is_dir():  # the run itself, wherever it is
+        run_dir = run_dir or str(config)
+    place = run_dir or str(tuning.default_run_dir(job))
+    error_report.folder = Path(place)
+    result = tuning.sft(job, run_dir, resume=resume, overwrite=overwrite, progress=say)
+    say(_sft_summary(result, place))
+    if result.get("status") != "done":
+        raise typer.Exit(1)
+
+
+@commands.command(
+    "sft-example", epilog="Example: rl-vlm sft-example my-data; rl-vlm sft configs/sft_tiny.yaml sft.data=my-data"
+)
+def sft_example(
+    folder: Annotated[Path, typer.Argument(help="The folder to write: new, or empty.")],
+) -> None:
+    """Write the built-in conversations about shapes as files, as an example of the form that your own take."""
+    from rl_vlm.supervised.example import write_example
+
+    counts = ", ".join(f"{count} conversations in {split}.jsonl" for split, count in write_example(folder).items())
+    say(f"Wrote {folder}: {counts}.")
+
+
+def _sft_summary(result: dict[str, Any], place: str) -> str:
+    parts = [f"{result.get('status')} after {result.get('iterations')} steps"]
+    for label, name in (("held-out loss", "eval_loss"), ("exact answers", "accuracy")):
+        before, after = result.get(f"{name}_before"), result.get(f"{name}_after")
+        if before is not None and after is not None:
+            parts.append(f"{label} {before:.3f} → {after:.3f}")
+    return f"{', '.join(parts)}; the adapter is in {place}/adapter, the curve in {place}/curve.png"
+
+
+# `rl-vlm sweep`: many runs of one configuration with Ray Tune.
+
+
+@commands.command(epilog="Example: rl-vlm sweep configs/quickstart.yaml --space tune/spaces/grpo.yaml")
+def sweep(
+    config: Config,
+    overrides: Overrides = None,
+    space: Annotated[Path, typer.Option(help="The YAML file that says what varies; see tune/spaces/.")] = ...,  # type: ignore[assignment]
+    run_dir: Annotated[str | None, typer.Option(help="Where the results go; runs/NAME-sweep by default.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an interrupted sweep; nothing is repeated.")
+    ] = False,
+) -> None:
+    """Train with many settings and compare them: a table, a figure, and the best configuration and adapter."""
+    from rl_vlm.config.sweep import load_sweep
+
+    run, found = load_run(config, overrides), load_sweep(space)
+    from rl_vlm.sweeps.sweep import run_sweep, sweep_folder
+
+    folder = sweep_folder(run_dir or Path("runs") / f"{run.name}-sweep")
+    trials = run_sweep(run, found, folder, resume=resume)
+    best = trials[0]
+    settings = ", ".join(f"{key}={value}" for key, value in best.settings.items())
+    say(
+        f"{sum(trial.finished for trial in trials)} of {len(trials)} trials finished; best {found.metric} {best.best:.3f} with {settings}"
+    )
+    say(f"See {folder / 'results.md'}, {folder / 'results.png'} and {folder / 'best'}.")
+    if not all(trial.finished for trial in trials):
+        raise typer.Exit(1)
+
+
+# The command `rl-vlm serve`.
+
+
+@commands.command(epilog="Example: rl-vlm serve tiny http.max_queue=64 --port 8080")
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="tiny, a model folder, a hub name, a YAML configuration or a run folder. LOCAL_MODEL_PATH."
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    adapter: Adapter = None,
+    host: Annotated[str | None, typer.Option(help="127.0.0.1 by default, or SERVER_HOST.")] = None,
+    port: Annotated[int | None, typer.Option(help="8000 by default, or SERVER_PORT; 0: any free one.")] = None,
+) -> None:
+    """Serve a model over HTTP: OpenAI's chat completions and /generate. Beyond loopback RL_VLM_API_TOKEN is required."""
+    if model is not None and "=" in model and not Path(model).exists():
+        overrides = [model, *(overrides or [])]
+        model = None  # it comes from LOCAL_MODEL_PATH
+    from rl_vlm.runs.lifecycle import leaving_on_signals
+
+    with leaving_on_signals():  # importing takes seconds
+        from rl_vlm.models.weights import find_trained
+        from rl_vlm.runs import serve as launch
+
+        find_trained(adapter, None)
+
+        planned = launch.plan(model, overrides or (), adapter=adapter, host=host, port=port)
+        raise typer.Exit(128 + launch.run_server(planned, say))

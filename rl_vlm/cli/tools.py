@@ -1,7 +1,8 @@
-"""The commands that prepare and check a machine: `rl-vlm fetch`, `doctor` and `model make-tiny`."""
+"""The commands that prepare, check and watch machines: `rl-vlm fetch`, `doctor`, `model make-tiny`, `cluster drain` and `top`."""
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -71,9 +72,8 @@ def make_tiny(
 ) -> None:
     """Build the tiny vision-language model, which needs no network. It takes about a minute."""
     from rl_vlm.files import link_tree
-    from rl_vlm.models.builtin import builtin_models
     from rl_vlm.models.export import check_target, replace_model
-    from rl_vlm.models.loading import quiet_libraries
+    from rl_vlm.models.loading import builtin_models, quiet_libraries
     from rl_vlm.types import UserInputError
 
     quiet_libraries()
@@ -90,3 +90,76 @@ def make_tiny(
         with replace_model(folder) as draft:
             link_tree(made, draft)
     say(str(folder))
+
+
+# The command around clusters: `rl-vlm cluster drain`.
+
+cluster = typer.Typer(help="What the nodes of a cluster call.", no_args_is_help=True)
+commands.add_typer(cluster, name="cluster")
+
+
+@cluster.callback()
+def _group() -> None:
+    """Keep `drain` a command of its own: typer would make a group's only command the group."""
+
+
+@cluster.command(epilog="Example: rl-vlm cluster drain --timeout 110")
+def drain(
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for them.")] = 110.0,
+    actors: Annotated[
+        bool, typer.Option("--actors", help="Only wait, until no actor of a run works on this machine.")
+    ] = False,
+) -> None:
+    """Send SIGTERM to the runs of this user on this machine and wait until they have saved their checkpoints.
+
+    Containers call it before they are stopped: the head's as it is; a worker's with --actors, because a run needs its
+    learners to save. Exit code 1: some did not end in time.
+    """
+    from rl_vlm.runs.lifecycle import drain_runs, wait_for_actors
+
+    left = wait_for_actors(timeout) if actors else drain_runs(timeout)
+    if left:
+        say(f"Still running after {timeout:g} s: {', '.join(map(str, left))}.", err=True)
+        raise typer.Exit(1)
+
+
+# `rl-vlm top`: what runs on a cluster, from its metrics.
+
+WIDE = 180  # columns
+
+
+@commands.command(
+    epilog="Examples: rl-vlm top; rl-vlm top --once --json; rl-vlm top --prometheus http://localhost:9090"
+)
+def top(
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="The Ray dashboard, http://HEAD:8265. Without it RAY_API_SERVER_ADDRESS, else this machine's."
+        ),
+    ] = None,
+    prometheus: Annotated[
+        str | None, typer.Option(help="Read a Prometheus instead, such as http://localhost:9090.")
+    ] = None,
+    every: Annotated[float, typer.Option(min=0.5, help="Seconds between two readings.")] = 5.0,
+    once: Annotated[bool, typer.Option("--once", help="Show it once and end.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show runs, replicas, queues, versions and GPU memory of a cluster, live."""
+    from rich.console import Console
+
+    from rl_vlm.monitoring import overview
+    from rl_vlm.monitoring.top import show
+    from rl_vlm.types import UserInputError
+
+    if address is not None and prometheus is not None:
+        raise UserInputError("--address and --prometheus contradict each other: give one of them.")
+
+    def read() -> tuple[list[overview.Sample], list[str]]:
+        if prometheus is not None:
+            return overview.read_prometheus(prometheus), []
+        return overview.read_cluster(address or overview.default_dashboard())
+
+    # In a pipe or a file there is no width to fit.
+    console = Console() if sys.stdout.isatty() else Console(width=WIDE)
+    show(read, console, every_s=every, once=once, as_lines=as_json)

@@ -1,14 +1,15 @@
 """The configuration of a run: sections only, one file per concern. Nothing here imports what reads it."""
 
-from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.config.common import Actors, CommonConfig
-from rl_vlm.config.critic import CriticSection
-from rl_vlm.config.curriculum import CurriculumSection, StageSection
-from rl_vlm.config.env import EnvPart, EnvSection, MixtureSection
-from rl_vlm.config.evaluation import EvaluationDeadline, EvaluationSection
-from rl_vlm.config.http import HTTPSection
 from rl_vlm.config.labels import EndpointSection, LabelsSection, TeacherSection
-from rl_vlm.config.learner import ComputeSection, LearnerActors, LearnerSection, OptimizerSection
+from rl_vlm.config.learner import (
+    AlgorithmSection,
+    ComputeSection,
+    CriticSection,
+    LearnerActors,
+    LearnerSection,
+    OptimizerSection,
+)
 from rl_vlm.config.loading import (
     TrainConfig,
     apply_overrides,
@@ -20,8 +21,6 @@ from rl_vlm.config.loading import (
     parse_config,
     save_config,
 )
-from rl_vlm.config.logging import LoggingSection, PlainLogging, TrainLogging
-from rl_vlm.config.model import LoraSection, ModelSection, PlainModelSection, ServedModelSection, TrainedModelSection
 from rl_vlm.config.policy import PolicyConfig
 from rl_vlm.config.preference import (
     CollectionSection,
@@ -29,14 +28,33 @@ from rl_vlm.config.preference import (
     ControlEvaluationSection,
     PreferenceConfig,
     PreferenceSection,
+    RewardModelSection,
+    SACSection,
 )
-from rl_vlm.config.resources import ResourcesSection
-from rl_vlm.config.reward import JudgeSection, RewardSection
-from rl_vlm.config.reward_model import RewardModelSection
-from rl_vlm.config.rollout import RolloutSection
-from rl_vlm.config.sac import SACSection
-from rl_vlm.config.section import Section
-from rl_vlm.config.serving import AutoscalingSection, ServingSection, VLLMSection
+from rl_vlm.config.rollout import (
+    CurriculumSection,
+    EnvPart,
+    EnvSection,
+    EvaluationDeadline,
+    EvaluationSection,
+    JudgeSection,
+    MixtureSection,
+    RewardSection,
+    RolloutSection,
+    StageSection,
+)
+from rl_vlm.config.section import LoggingSection, PlainLogging, ResourcesSection, Section, TrainLogging
+from rl_vlm.config.serving import (
+    AutoscalingSection,
+    HTTPSection,
+    LoraSection,
+    ModelSection,
+    PlainModelSection,
+    ServedModelSection,
+    ServingSection,
+    TrainedModelSection,
+    VLLMSection,
+)
 from rl_vlm.config.sft import SFTConfig, SFTSection
 
 RunConfig = PolicyConfig

@@ -8,13 +8,9 @@ from dataclasses import dataclass
 
 from pydantic import Field, field_validator
 
-from rl_vlm.config.http import HTTPSection
 from rl_vlm.config.learner import LearnerActors
-from rl_vlm.config.logging import TrainLogging
-from rl_vlm.config.model import ServedModelSection
-from rl_vlm.config.resources import ResourcesSection
-from rl_vlm.config.section import Section
-from rl_vlm.config.serving import ServingSection
+from rl_vlm.config.section import ResourcesSection, Section, TrainLogging
+from rl_vlm.config.serving import HTTPSection, ServedModelSection, ServingSection
 from rl_vlm.files import resolved
 from rl_vlm.types import InFlightUpdates
 

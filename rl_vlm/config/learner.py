@@ -1,11 +1,11 @@
-"""`learner`: the learner group and its optimiser."""
+"""`learner`, `algorithm` and `critic`: the learner group, its optimiser, and what it learns by."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from rl_vlm.config.section import Beta, Section
 
@@ -139,3 +139,296 @@ class LearnerSection(LearnerActors, OptimizerSection):
     def in_step(self) -> bool:
         """See LearnerActors."""
         return self.strategy == "fsdp2" or bool(self.zero_stage)
+
+
+# `critic`: PPO's value function.
+
+
+class CriticSection(Section):
+    """The value function of PPO: a linear head on the last hidden state of the policy, or of an adapter of its own."""
+
+    kind: Literal["head", "adapter"] = Field(
+        "head",
+        description="head: on the policy's hidden state. adapter: a second LoRA on the same frozen model, with a head.",
+    )
+    hidden: int = Field(0, ge=0, description="Width of a hidden layer of the head; 0: a linear head.")
+    lr: float | None = Field(None, gt=0, description="null: learner.lr.")
+    loss_coef: float = Field(0.5, gt=0, description="Weight of the value loss.")
+    clip: float | None = Field(
+        0.2, gt=0, description="How far a value may move from the old one, in normalised returns; null: not clipped."
+    )
+    normalize_returns: bool = Field(True, description="Learn returns minus their mean over their standard deviation.")
+    stop_gradient: bool = Field(False, description="Of the head: the value loss does not train the policy's LoRA.")
+    warmup_iterations: int = Field(0, ge=0, description="First iterations, in which the critic learns alone.")
+
+    def problems(self) -> Iterator[str]:
+        """A gradient that is stopped where there is none."""
+        if self.stop_gradient and self.kind == "adapter":
+            yield "critic.stop_gradient has no effect with kind adapter, which never trains the policy's LoRA: remove it"
+
+
+# `algorithm`: which algorithm, and how it learns.
+
+# The losses that need no plugin. Importing their module would import torch.
+BUILTIN_LOSSES = ("clipped", "gspo", "cispo", "sapo")
+BUILTIN_ESTIMATORS = ("group", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gigpo", "gae")
+# Estimators that compare trajectories with each other, so that a critic would learn nothing from them.
+WITHOUT_CRITIC = tuple(name for name in BUILTIN_ESTIMATORS if name != "gae")
+# What a preset sets. A key that is given beside the preset wins over it.
+PRESETS: dict[str, dict[str, Any]] = {
+    # DeepSeekMath, arXiv 2402.03300; without its KL penalty of 0.04, which is kl_coef's.
+    "grpo": {
+        "loss": "clipped", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
+        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
+    },
+    # DAPO, arXiv 2503.14476: clip-higher, mean over all tokens, dynamic sampling. Its penalty for long answers is overlong_buffer's, whose
+    # size depends on the token budget (there a fifth of it).
+    "dapo": {
+        "loss": "clipped", "aggregation": "token_mean", "estimator": "group", "advantage_normalization": "std",
+        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.28, "max_refill": 2.0,
+    },
+    # GSPO, arXiv 2507.18071, section 5.1: one ratio per trajectory, whose mean over the tokens moves far less than a token's.
+    "gspo": {
+        "loss": "gspo", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
+        "advantage_scale": 1.0, "clip_low": 3e-4, "clip_high": 4e-4,
+    },
+    # CISPO, MiniMax-M1, arXiv 2506.13585, which does not publish its bound; 5 is that of ScaleRL, arXiv 2510.13786.
+    "cispo": {
+        "loss": "cispo", "aggregation": "token_mean", "estimator": "group", "advantage_normalization": "std",
+        "advantage_scale": 1.0, "cispo_cap": 5.0,
+    },
+    # SAPO, arXiv 2511.20347.
+    "sapo": {
+        "loss": "sapo", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
+        "advantage_scale": 1.0, "sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05,
+    },
+    # RLOO, arXiv 2402.14740: REINFORCE on whole trajectories, so token losses are added up. With one minibatch nothing is
+    # clipped.
+    "rloo": {
+        "loss": "clipped", "aggregation": "constant", "estimator": "rloo", "advantage_normalization": "none",
+        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
+    },
+    # REINFORCE++, arXiv 2501.03262: no baseline of the group, advantages normalised over the whole batch.
+    "reinforce_pp": {
+        "loss": "clipped", "aggregation": "sequence_mean", "estimator": "reinforce_pp", "advantage_normalization": "std",
+        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
+    },
+    # Dr. GRPO, arXiv 2503.20783: no division by the standard deviation or by the length.
+    "dr_grpo": {
+        "loss": "clipped", "aggregation": "constant", "estimator": "group", "advantage_normalization": "none",
+        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
+    },
+    # PPO, arXiv 1707.06347, with a critic and GAE (arXiv 1506.02438).
+    "ppo": {
+        "name": "ppo", "loss": "clipped", "aggregation": "token_mean", "estimator": "gae",
+        "advantage_normalization": "std", "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
+    },
+}  # fmt: skip
+# Keys that some choices alone read: the keys, the key that chooses, and its values.
+_ONLY_WITH: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
+    (("dual_clip",), "loss", ("clipped", "gspo")),
+    (("cispo_cap",), "loss", ("cispo",)),
+    (("sapo_tau_pos", "sapo_tau_neg"), "loss", ("sapo",)),
+    (("gigpo_gamma", "gigpo_step_weight"), "estimator", ("gigpo",)),
+    (("gae_level", "gamma", "gae_lambda", "turn_gamma", "turn_lambda"), "estimator", ("gae",)),
+    (("gamma", "gae_lambda"), "gae_level", ("token", "bilevel")),
+    (("turn_gamma", "turn_lambda"), "gae_level", ("turn", "bilevel")),
+    (("tis_cap",), "mismatch", ("truncate", "sequence_mask")),
+    (("mismatch_low", "mismatch_high"), "mismatch", ("mask", "sequence_mask")),
+    (("kl_estimator",), "kl_in", ("loss",)),
+)
+# The same for keys that recipes set: choosing otherwise on the command line or in a sweep is noted, and no error.
+_NOTED_WITH: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
+    (("advantage_normalization",), "estimator", ("group", "gigpo", "gae")),
+    (("clip_low", "clip_high"), "loss", ("clipped", "gspo")),
+)
+# exp(old - behaviour) within which a token, or the geometric mean of a trajectory, is kept where the configuration says nothing.
+# Per token: IcePop (Ring-1T, arXiv 2510.18855). Per trajectory: with noise of s nats per token the logarithm of the mean over T
+# tokens has the deviation s / sqrt(T); thousands of tokens want a narrower band, a dozen a wider one.
+_MISMATCH_BOUNDS = {"mask": (0.5, 5.0), "sequence_mask": (0.99, 1.01)}
+
+
+class AlgorithmSection(Section):
+    """GRPO and PPO. Defaults are the published multi-turn geo3k recipe: clip 0.2 / 0.28, no KL, no entropy bonus, std-normalised."""
+
+    name: Literal["grpo", "ppo"] = Field("grpo", description="grpo or ppo; preference_sac is set by `preference`.")
+    iterations: int = Field(100, ge=1)
+    preset: str | None = Field(
+        None,
+        description="Sets loss, aggregation, estimator and their published constants together: grpo (arXiv 2402.03300), dapo "
+        "(2503.14476), gspo (2507.18071), cispo (2506.13585), sapo (2511.20347), rloo (2402.14740), reinforce_pp (2501.03262), "
+        "dr_grpo (2503.20783), ppo (1707.06347).",
+    )
+    loss: str = Field("clipped", description="Per token: clipped, gspo, cispo, sapo, or one that a plugin registers.")
+    aggregation: Literal["sequence_mean", "token_mean", "constant"] = Field(
+        "sequence_mean",
+        description="Of token losses: mean of each sequence's mean, mean over all tokens, sum over a constant.",
+    )
+    estimator: str = Field(
+        "group",
+        description="Of advantages: group, rloo, reinforce_pp, reinforce_pp_baseline, gigpo, gae (PPO), or one that a plugin registers.",
+    )
+    advantage_normalization: Literal["std", "none"] = Field(
+        "std", description="Of the estimators group, gigpo and gae."
+    )
+    advantage_scale: float = Field(1.0, gt=0)
+    gigpo_gamma: float = Field(0.95, ge=0, le=1, description="Discount per turn of gigpo's step rewards.")
+    gigpo_step_weight: float = Field(1.0, ge=0, description="Of gigpo's step-relative beside its episode advantage.")
+    overlong_buffer: int = Field(
+        0,
+        ge=0,
+        description="The last tokens before rollout.max_new_tokens, over which the reward falls linearly by 1 (DAPO); 0: off.",
+    )
+    clip_low: float = Field(0.2, gt=0, lt=1, description="Of the losses clipped and gspo, as is clip_high.")
+    clip_high: float = Field(0.28, gt=0)
+    dual_clip: float | None = Field(
+        None, gt=1, description="Bounds a bad token's loss at this times its advantage (arXiv 1912.09729); null: off."
+    )
+    cispo_cap: float = Field(5.0, ge=1, description="Upper bound of the ratio, which cispo uses as a weight.")
+    sapo_tau_pos: float = Field(1.0, gt=0, description="Temperature of sapo's gate for positive advantages.")
+    sapo_tau_neg: float = Field(1.05, gt=0, description="Temperature of sapo's gate for negative advantages.")
+    mismatch: Literal["truncate", "mask", "sequence_mask", "none"] = Field(
+        "truncate",
+        description="What corrects the mismatch between engine and learner: token weights truncated at tis_cap; tokens outside "
+        "[mismatch_low, mismatch_high] masked; whole trajectories masked by their geometric mean, and the rest truncated; none.",
+    )
+    tis_cap: float | None = Field(2.0, gt=0, description="Cap of the engine-to-learner importance weight; null: off.")
+    mismatch_low: float | None = Field(None, gt=0, lt=1, description="null: 0.5 with mask, 0.99 with sequence_mask.")
+    mismatch_high: float | None = Field(None, gt=1, description="null: 5 with mask, 1.01 with sequence_mask.")
+    kl_coef: float = Field(0.0, ge=0)
+    kl_estimator: Literal["k2", "k3"] = Field("k3", description="Of the KL penalty in the loss.")
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss", description="Where the KL penalty goes: reward subtracts kl_coef (old - reference) from each token's."
+    )
+    kl_target: float | None = Field(
+        None, gt=0, description="KL per token that kl_coef is adapted to (.02 is usual); needs kl_in: reward."
+    )
+    kl_rate: float = Field(1.5, gt=1, description="Factor of kl_coef above twice the target, divisor below half of it.")
+    kl_min: float = Field(1e-5, gt=0, description="Lower bound of an adapted kl_coef.")
+    kl_max: float = Field(0.5, gt=0, description="Upper bound of an adapted kl_coef.")
+    gae_level: Literal["token", "turn", "bilevel"] = Field(
+        "token", description="What one step of GAE is: a token, a turn (one value per turn), or tokens inside turns."
+    )
+    gamma: float = Field(1.0, ge=0, le=1, description="Discount per token.")
+    gae_lambda: float = Field(1.0, ge=0, le=1, description="GAE's lambda per token.")
+    turn_gamma: float = Field(1.0, ge=0, le=1, description="Discount per turn (gae_level turn and bilevel).")
+    turn_lambda: float = Field(1.0, ge=0, le=1, description="GAE's lambda per turn (gae_level turn and bilevel).")
+    entropy_coef: float = Field(0.0, ge=0)
+    epochs: int = Field(1, ge=1)
+    minibatches: int = Field(1, ge=1, description="Optimiser steps per epoch of a rollout.")
+    max_refill: float = Field(
+        0.0,
+        ge=0,
+        description="Groups whose rewards are all equal have no gradient: up to this times prompts_per_iteration of them are "
+        "replaced by further groups in each iteration (dynamic sampling). Rewards are the environment's: what overlong_buffer takes off "
+        "does not count, as in DAPO. 0: off.",
+    )
+    shuffle_rewards: bool = Field(False, description="A control that must fail: rewards are permuted over the batch.")
+
+    @property
+    def learns_without_advantage(self) -> bool:
+        """Whether a KL penalty or an entropy bonus gives samples with zero advantage a gradient."""
+        return bool(self.kl_loss_coef or self.entropy_coef)
+
+    @property
+    def kl_loss_coef(self) -> float:
+        """Weight of the KL penalty in the loss."""
+        return self.kl_coef if self.kl_in == "loss" else 0.0
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether learning compares the policy with the model that it began as."""
+        return bool(self.kl_loss_coef or self.kl_in_reward)
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether tokens pay for their distance from the base model."""
+        return self.kl_in == "reward" and bool(self.kl_coef or self.kl_target)
+
+    @property
+    def mismatch_bounds(self) -> tuple[float, float]:
+        """Where a mask of `mismatch` begins, below and above."""
+        low, high = _MISMATCH_BOUNDS.get(self.mismatch, (0.0, float("inf")))
+        return self.mismatch_low or low, self.mismatch_high or high
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        preset = _preset_of(data.get("preset"), data.get("name"))
+        if preset is None:
+            return data
+        if preset not in PRESETS:
+            raise ValueError(f"algorithm.preset {preset!r} is not one of {', '.join(PRESETS)}")
+        return {**PRESETS[preset], **data}
+
+    @field_validator("loss")
+    @classmethod
+    def _no_preset_as_loss(cls, name: str) -> str:
+        if name in PRESETS and name not in BUILTIN_LOSSES:
+            raise ValueError(f"{name} is a preset, which sets more than the loss: use algorithm.preset={name}")
+        return name
+
+    @field_validator("kl_estimator", mode="before")
+    @classmethod
+    def _no_k1(cls, name: Any) -> Any:
+        if name == "k1":
+            raise ValueError("k1 as a loss has no expected gradient on-policy: use k3 (or k2)")
+        return name
+
+    def problems(self) -> Iterator[str]:
+        """Keys that nothing reads, and bounds that contradict each other."""
+        for key, chooser, readers in self._unread(_ONLY_WITH):
+            yield f"{self._no_effect(key, chooser)}: remove it, or set algorithm.{chooser} to {readers}"
+        for key in self.changed("kl_rate", "kl_min", "kl_max") if self.kl_target is None else ():
+            yield f"algorithm.{key} has no effect without algorithm.kl_target: remove it, or set that"
+        if self.kl_target and self.kl_in != "reward":
+            yield "algorithm.kl_target adapts a penalty in the reward: set algorithm.kl_in to reward"
+        if self.kl_min > self.kl_max:
+            yield f"algorithm.kl_min ({self.kl_min}) exceeds algorithm.kl_max ({self.kl_max})"
+        if self.estimator == "gae" and self.name == "grpo":
+            yield "algorithm.estimator gae needs a critic: set algorithm.name to ppo"
+        if self.estimator in WITHOUT_CRITIC and self.name == "ppo":
+            yield f"algorithm.estimator {self.estimator} needs no critic: use gae, or algorithm.name grpo"
+
+    def notes(self) -> Iterator[str]:
+        """A sentence on each key that is set and read by nothing, where that is accepted."""
+        for key, chooser, readers in self._unread(_NOTED_WITH):
+            yield f"{self._no_effect(key, chooser)}, only with {readers}."
+        if not self.kl_coef and not self.kl_target:  # 0 may be one coefficient of a sweep
+            for key in self.changed("kl_in", "kl_estimator"):
+                yield f"algorithm.{key} has no effect with algorithm.kl_coef 0."
+
+    def _unread(self, rules: Iterable[tuple[tuple[str, ...], str, tuple[str, ...]]]) -> Iterator[tuple[str, str, str]]:
+        """Changed keys that the choice does not read: the key, the key that chooses, and its values that do."""
+        builtin = {"loss": BUILTIN_LOSSES, "estimator": BUILTIN_ESTIMATORS}
+        for keys, chooser, readers in rules:
+            chosen = getattr(self, chooser)
+            # What a plugin's loss or estimator reads is unknown.
+            if chosen not in readers and chosen in builtin.get(chooser, (chosen,)):
+                yield from ((key, chooser, " or ".join(readers)) for key in self.changed(*keys))
+
+    def _no_effect(self, key: str, chooser: str) -> str:
+        return f"algorithm.{key} has no effect with algorithm.{chooser} {getattr(self, chooser)}"
+
+    def changed(self, *keys: str) -> Iterator[str]:
+        """As in the base class. What the preset sets is no change either, nor is null."""
+        preset = PRESETS.get(_preset_of(self.preset, self.name) or "", {})
+        for key in super().changed(*keys):
+            if getattr(self, key) not in (None, preset.get(key)):
+                yield key
+
+
+def _preset_of(preset: str | None, name: str | None) -> str | None:
+    # PPO alone has no use for the defaults, which are GRPO's.
+    return preset or ("ppo" if name == "ppo" else None)
+
+
+def without_preset_keys(algorithm: Mapping[str, Any], preset: Any, replaced: Any = None) -> dict[str, Any]:
+    """The section's data less the keys that `preset` sets: a preset that comes later replaces what came before.
+
+    A resolved configuration also holds what the `replaced` preset set, which goes with it where it was not changed.
+    """
+    new, old = (PRESETS.get(name, {}) if isinstance(name, str) else {} for name in (preset, replaced))
+    return {key: value for key, value in algorithm.items() if key not in new and not (key in old and value == old[key])}

@@ -7,18 +7,18 @@ from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from rl_vlm.config.algorithm import AlgorithmSection
 from rl_vlm.config.common import Actors, CommonConfig
-from rl_vlm.config.critic import CriticSection
-from rl_vlm.config.curriculum import CurriculumSection, StageSection
-from rl_vlm.config.env import EnvSection
-from rl_vlm.config.evaluation import EvaluationSection
-from rl_vlm.config.learner import LearnerSection
-from rl_vlm.config.logging import LoggingSection
-from rl_vlm.config.model import ModelSection
-from rl_vlm.config.rollout import RolloutSection
-from rl_vlm.config.serving import VLLM_TEMPERATURES
-from rl_vlm.config.sight import SightSection
+from rl_vlm.config.learner import AlgorithmSection, CriticSection, LearnerSection
+from rl_vlm.config.rollout import (
+    CurriculumSection,
+    EnvSection,
+    EvaluationSection,
+    RolloutSection,
+    SightSection,
+    StageSection,
+)
+from rl_vlm.config.section import LoggingSection
+from rl_vlm.config.serving import VLLM_TEMPERATURES, ModelSection
 from rl_vlm.types import InFlightUpdates
 
 _COMPARE_IN_GROUP = ("group", "rloo", "reinforce_pp_baseline", "gigpo")

@@ -8,11 +8,72 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rl_vlm.config.common import Actors, CommonConfig
-from rl_vlm.config.evaluation import EvaluationDeadline
 from rl_vlm.config.labels import LabelsSection, names_no_cache
-from rl_vlm.config.reward_model import RewardModelSection
-from rl_vlm.config.sac import SACSection
-from rl_vlm.config.section import Section
+from rl_vlm.config.rollout import EvaluationDeadline
+from rl_vlm.config.section import Beta, Section
+
+# `preference.reward_model`: the reward ensemble.
+#
+# Defaults are RL-VLM-F's, with its option in brackets; where ours differ, the description says so.
+
+Architecture = Literal["cnn", "resnet18", "mlp"]
+Squash = Literal["tanh", "sigmoid", "relu"]
+
+
+class RewardModelSection(Section):
+    """The reward ensemble."""
+
+    architecture: Architecture = Field("cnn", description="[image_reward, resnet]")
+    size: int = Field(3, ge=1, description="[ensemble_size]")
+    lr: float = Field(3e-4, gt=0, description="[reward_lr]")
+    batch: int | None = Field(None, ge=1, description="Pairs per gradient step; by default 64, ResNet 32, MLP 128.")
+    epochs: int = Field(10, ge=1, description="Per session. [reward_update]")
+    stop_accuracy: float = Field(0.97, gt=0, description="Ends a session early. Above 1: never.")
+    # With few pairs the accuracy on them is high long before the reward is right.
+    min_gradient_steps: int = Field(60, ge=0, description="Per session, whatever the accuracy; the original: 0.")
+    soft_labels: bool = Field(False, description="Train on the label's probabilities where they are known.")
+    label_margin: float = Field(0.0, ge=0, lt=0.5, description="m turns a hard label into (1 - m, m).")
+    ties: Literal["skip", "half"] = Field("skip", description="half: train on undecided pairs as (1/2, 1/2).")
+    stride: int = Field(1, ge=1, description="See every stride-th pixel. [resize_factor]")
+    kernels: tuple[int, ...] = Field((5, 3, 3, 3), description="[conv_kernel_sizes]")
+    channels: tuple[int, ...] = Field((16, 32, 64, 128), description="[conv_n_channels]")
+    strides: tuple[int, ...] = Field((3, 2, 2, 2), description="[conv_strides]")
+    hidden: int = Field(256, ge=1, description="Width of the MLP.")
+    layers: int = Field(3, ge=1, description="Hidden layers of the MLP.")
+    squash: Squash = Field("tanh", description="[activation]")
+    weights: str | None = Field(None, description="A local file of ImageNet weights for resnet18.")
+    load: str | None = Field(None, description="A saved reward model to begin with. [reward_model_load_dir]")
+
+    @property
+    def batch_size(self) -> int:
+        """Pairs per gradient step and member."""
+        return self.batch or {"cnn": 64, "resnet18": 32, "mlp": 128}[self.architecture]
+
+
+# `preference.sac`: the agent of the preference loop.
+
+
+class SACSection(Section):
+    """The agent of the preference loop. Defaults are RL-VLM-F's for MetaWorld."""
+
+    lr: float = Field(3e-4, gt=0, description="Of actor and critics.")
+    alpha_lr: float = Field(1e-4, gt=0)
+    init_alpha: float = Field(0.1, gt=0)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    gamma: float = Field(0.99, ge=0, le=1)
+    tau: float = Field(0.005, gt=0, le=1)
+    target_update_every: int = Field(2, ge=1)
+    actor_update_every: int = Field(1, ge=1)
+    batch_size: int = Field(512, ge=1)
+    hidden: int = Field(256, ge=1)
+    depth: int = Field(3, ge=1, description="Hidden layers.")
+    log_std_bounds: tuple[float, float] = (-5.0, 2.0)
+    target_entropy: float | None = Field(None, description="null: minus the number of actions.")
+    updates_per_step: int = Field(1, ge=1)
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="torch.compile, with a fallback. auto: on a GPU, where the run makes enough updates to pay for it.",
+    )
 
 
 class CollectionSection(Section):

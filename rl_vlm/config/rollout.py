@@ -1,14 +1,292 @@
-"""`rollout`: how the policy is sampled."""
+"""`env`, `curriculum`, `rollout`, `evaluation` and `sight`: what is played, how it is sampled, and how it is measured."""
 
 from __future__ import annotations
 
+import json
 import math
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+)
 
+from rl_vlm.config.labels import EndpointSection
 from rl_vlm.config.section import Section
 from rl_vlm.types import InFlightUpdates
+
+JUDGE_TOKEN = "RL_VLM_JUDGE_TOKEN"
+
+
+class JudgeSection(Section):
+    """The part `judge`: a model is shown the episode's images and two texts, in both orders, and says which describes them better."""
+
+    against: Literal["reference", "start"] = Field(
+        "reference",
+        description="reference: the text that the environment gives in `info[key]`. start: what the base model itself answers, "
+        "greedily, to the same prompt.",
+    )
+    key: str = Field("reference", min_length=1, description="Where in the environment's `info` the reference is.")
+    question: str = Field(
+        "Caption 1: {first}\nCaption 2: {second}\nWhich caption describes the image better? Reply with 1 or 2 alone.",
+        description="What is asked after the images; the quoted texts take the places of {first} and {second}.",
+    )
+    probabilities: bool = Field(
+        True,
+        description="Pay the mean probability of the answer's choice where the judge gives it; false: 1, 0.5 or 0.",
+    )
+    guided: bool = Field(
+        True,
+        description="The reply is 1 or 2 by construction. false: the judge may reason first; its last line counts.",
+    )
+    max_chars: int = Field(1000, ge=1, description="A longer answer loses unseen; a longer reference is cut off.")
+    start_tokens: int = Field(
+        256, ge=1, description="At most so many tokens of the base model's answer (against: start)."
+    )
+    answer_tokens: int = Field(16, ge=2, description="At most so many tokens of the judge's reply.")
+    deadline_s: float = Field(60.0, gt=0, description="How long one question may take, retries included.")
+    attempts: int = Field(
+        3, ge=1, description="At one question; those at which the endpoint is busy (429, 503, gone since) do not count."
+    )
+    max_in_flight: int = Field(256, ge=1, description="Questions of an env runner at once.")
+    endpoint: EndpointSection | None = Field(
+        None,
+        description="A judge elsewhere that speaks OpenAI's chat completions, its token in RL_VLM_JUDGE_TOKEN; null: the base "
+        "weights of the replicas that serve the policy.",
+    )
+
+    @field_validator("question")
+    @classmethod
+    def _holds_both(cls, question: str) -> str:
+        if question.count("{first}") != 1 or question.count("{second}") != 1:
+            raise ValueError("env.reward.judge.question must hold {first} and {second} once each")
+        return question
+
+    @field_validator("endpoint", mode="before")
+    @classmethod
+    def _own_token(cls, value: Any) -> Any:
+        # The labeller's token is not sent to a judge.
+        return {"token_env": JUDGE_TOKEN, **value} if isinstance(value, dict) else value
+
+    @field_validator("endpoint")
+    @classmethod
+    def _has_address(cls, endpoint: EndpointSection | None) -> EndpointSection | None:
+        if endpoint is not None and not endpoint.url.startswith(("http://", "https://")):
+            raise ValueError("env.reward.judge.endpoint.url is needed, such as http://host:8000/v1")
+        return endpoint
+
+
+class RewardSection(Section):
+    """The reward as a weighted sum of named parts: the environment's own, built-in ones, and those that plugins register."""
+
+    weights: dict[str, float] = Field(
+        default_factory=dict,
+        description="Part -> weight; `env` is the environment's own reward. Empty: the environment's own reward as it is.",
+    )
+    length_budget: int = Field(
+        0, ge=0, description="Sampled tokens of an episode that the part `length` does not count."
+    )
+    judge: JudgeSection = JudgeSection()
+
+    def notes(self, key: str) -> Iterator[str]:
+        """A sentence on each setting of a part that has no weight; `key` names this section."""
+        for name, part in (("length_budget", "length"), ("judge", "judge")):
+            if part not in self.weights and any(self.changed(name)):
+                yield f"{key}.{name} has no effect without a weight of the part {part} in {key}.weights."
+
+
+# `env`: the environment, or a mixture of several.
+
+
+class EnvPart(Section):
+    """What one environment is made from."""
+
+    id: str = Field(
+        "Shapes-v0",
+        description="A registry id, `package.module:Class`, `path/to/env.py[:Class]`, `verifiers:NAME`, `openenv:URL` or `http://host:port`.",
+    )
+    data: str | dict[str, str] | None = Field(
+        None,
+        description="Folder, file or hub name of the data, or one for each of `train` and `test`; passed on as `data`.",
+    )
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    num_items: int | None = Field(None, ge=1, description="Use only the first items of the training split.")
+    reward: RewardSection = RewardSection()
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _names_sources(cls, value: Any, info: ValidationInfo) -> Any:
+        by_split = isinstance(value, dict) and value.keys() <= {"train", "test"}
+        if value is None or isinstance(value, str) or (by_split and all(isinstance(v, str) for v in value.values())):
+            return value
+        raise ValueError(
+            "env.data is a folder, file or hub name, or a mapping such as {train: a.parquet, test: b.parquet}"
+        )
+
+    def make_kwargs(self, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The arguments that the environment is made with."""
+        data = {"data": self.data} if self.data is not None else {}
+        return {**data, **self.kwargs, **(overrides or {})}
+
+
+class MixtureSection(EnvPart):
+    """One environment of a mixture."""
+
+    id: str = Field(description="A registry id, `package.module:Class`, or `path/to/env.py[:Class]`.")
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$",
+        description="Names its metrics, `reward/<name>` and `accuracy/<name>`.",
+    )
+    weight: float = Field(1.0, ge=0, description="Share of the groups, relative to the other weights.")
+
+
+class EnvSection(EnvPart):
+    """The environment, or a mixture of several in one run."""
+
+    isolation: Literal["thread", "process"] = Field("thread", description="process: a child that can be killed.")
+    step_timeout_s: float = Field(60.0, gt=0)
+    mixture: tuple[MixtureSection, ...] = Field(
+        (), description="Several environments, each with name, id, kwargs, data, weight, num_items and reward."
+    )
+
+    def problems(self) -> Iterator[str]:
+        """A mixture beside a single environment, and one that cannot be drawn from."""
+        if not self.mixture:
+            return
+        for key in EnvPart.model_fields:
+            if key in self.model_fields_set:
+                yield f"env.{key} has no effect with env.mixture: set it for each environment of the mixture"
+        names = [part.name for part in self.mixture]
+        if len(set(names)) < len(names):
+            yield f"env.mixture: the names {', '.join(names)} must differ, because metrics are told apart by them"
+        if not any(part.weight for part in self.mixture):
+            yield "env.mixture: all weights are 0, so that no environment would ever be chosen"
+
+    @model_serializer(mode="wrap")
+    def _without_unread(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """With a mixture, leave out the keys of a single environment, because reading them again would be an error."""
+        data: dict[str, Any] = handler(self)
+        return {key: value for key, value in data.items() if not (self.mixture and key in EnvPart.model_fields)}
+
+    @property
+    def parts(self) -> dict[str, EnvPart]:
+        """The environments by name; a single one is named by the empty string."""
+        return {part.name: part for part in self.mixture} or {"": self}
+
+    @property
+    def title(self) -> str:
+        """What people call it: the id, or the names of a mixture."""
+        return " + ".join(part.name for part in self.mixture) or self.id
+
+
+# `curriculum`: which tasks come when.
+
+
+class StageSection(Section):
+    """One stage."""
+
+    name: str = Field("", pattern=r"^[A-Za-z0-9._-]{0,40}$", description="Default: its number.")
+    start: int | None = Field(
+        None, ge=0, description="Episodes or iterations after which it begins (by episodes, iterations)."
+    )
+    until: float | None = Field(
+        None, description="Value of the metric at which it ends (by metric); the last stage has none."
+    )
+    env: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Environment arguments, laid over env.kwargs; with env.mixture a name -> arguments.",
+    )
+    mixture: dict[str, float] = Field(default_factory=dict, description="Name -> weight, in place of env.mixture's.")
+
+    @field_validator("env")
+    @classmethod
+    def _is_json(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"a stage's arguments must be JSON, and there is something else ({error}): quote dates"
+            ) from error
+        return value
+
+
+class CurriculumSection(Section):
+    """Stages of difficulty, and how tasks are drawn inside a stage."""
+
+    stages: tuple[StageSection, ...] = ()
+    by: Literal["episodes", "iterations", "metric"] = Field(
+        "episodes", description="What moves a run to the next stage."
+    )
+    blend: bool = Field(
+        False,
+        description="Numbers in a stage's arguments and weights move to the next stage's, linearly between the starts.",
+    )
+    blend_levels: int = Field(8, ge=2, le=64, description="Steps in which they move: environments are made for each.")
+    metric: Literal["solve_rate", "reward"] = Field("solve_rate", description="What `until` is compared with.")
+    window: int = Field(256, ge=1, description="Newest episodes of the stage over which the metric is averaged.")
+    min_episodes: int = Field(256, ge=1, description="Episodes in a stage before it may end, either way.")
+    fall_back_margin: float | None = Field(
+        None,
+        gt=0,
+        description="Go back a stage where the metric is this much below the value that ended the stage before; null: never.",
+    )
+    sampling: Literal["uniform", "solve_rate"] = Field(
+        "uniform",
+        description="uniform: each task once per epoch. solve_rate: tasks and environments near a solve rate of one half first.",
+    )
+    prior: float = Field(2.0, gt=0, description="Episodes, half of them solved, that every task is taken to have had.")
+    floor: float = Field(0.1, gt=0, le=1, description="Least weight of a task, as a share of the largest.")
+    half_life: float = Field(64.0, gt=0, description="Episodes of a task after which an older episode counts half.")
+
+    def problems(self) -> Iterator[str]:
+        """Keys that nothing reads, and stages that do not follow each other."""
+        yield from self._unread(("by", "blend"), not self.stages, "curriculum.stages")
+        yield from self._unread(("blend_levels",), not self.blend, "curriculum.blend")
+        yield from self._unread(
+            ("metric", "min_episodes", "fall_back_margin"), self.by != "metric", "curriculum.by metric"
+        )
+        yield from self._unread(
+            ("prior", "floor", "half_life"), self.sampling == "uniform", "curriculum.sampling solve_rate"
+        )
+        if self.stages:
+            if len(set(self.names)) < len(self.stages):
+                yield f"curriculum.stages: the names {', '.join(self.names)} must differ"
+            yield from self._thresholds() if self.by == "metric" else self._starts()
+
+    def _unread(self, keys: tuple[str, ...], unread: bool, needs: str) -> Iterator[str]:
+        for key in self.changed(*keys) if unread else ():
+            yield f"curriculum.{key} has no effect without {needs}"
+
+    def _starts(self) -> Iterator[str]:
+        starts = [stage.start for stage in self.stages]
+        known = [start for start in starts if start is not None]
+        if len(known) < len(starts) or known[0] != 0 or sorted(set(known)) != known:
+            yield (
+                f"curriculum.stages: with by {self.by} each stage has a start, the first 0 and each later than the one before; "
+                f"these are {', '.join(str(start) for start in starts)}"
+            )
+        if any(stage.until is not None for stage in self.stages):
+            yield f"curriculum.stages: until needs curriculum.by metric; this one goes by {self.by}"
+
+    def _thresholds(self) -> Iterator[str]:
+        if any(stage.start is not None for stage in self.stages):
+            yield "curriculum.stages: start has no effect with by metric: give until, or set by to episodes"
+        if any(stage.until is None for stage in self.stages[:-1]) or self.stages[-1].until is not None:
+            yield "curriculum.stages: with by metric each stage but the last has an until, at which it ends"
+        if self.blend:
+            yield "curriculum.blend needs stages by episodes or iterations: a metric does not say how far it is"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The stages' names."""
+        return tuple(stage.name or str(place) for place, stage in enumerate(self.stages))
+
+
+# `rollout`: how the policy is sampled.
 
 
 class RolloutSection(Section):
@@ -80,3 +358,56 @@ class RolloutSection(Section):
         if self.groups_per_runner is not None:
             return self.groups_per_runner
         return math.ceil(self.prompts_per_iteration * max(self.max_policy_lag, 1) / self.num_env_runners)
+
+
+# `evaluation`: held-out evaluation of the policy.
+
+
+class EvaluationDeadline(Section):
+    """How long an evaluation may take."""
+
+    timeout_s: float = Field(1800.0, gt=0)
+
+
+class EvaluationSection(EvaluationDeadline):
+    """Held-out evaluation, greedy; with `samples` above 1 also pass@k at the rollout temperature."""
+
+    every: int = Field(50, ge=0, description="Iterations between evaluations; 0: only before and after.")
+    num_items: int = Field(512, ge=1)
+    samples: int = Field(1, ge=1)
+    weights: Literal["policy", "ema"] = Field(
+        "policy", description="ema: evaluate the average of the weights (learner.ema_decay); needs max_policy_lag 0."
+    )
+    split: Literal["train", "test"] = "test"
+    variants: dict[str, dict[str, Any]] = Field(
+        {"default": {}},
+        min_length=1,
+        description="Name -> environment arguments to change; with env.mixture a name -> environment -> arguments.",
+    )
+    category: str = Field(
+        "category", description="Key of the environment's info by which `rl-vlm eval` makes a table of its own."
+    )
+    at_once: int = Field(
+        64,
+        ge=1,
+        description="Items that `rl-vlm eval` asks at once, as many may have to be asked again after a kill; and that an evaluation "
+        "in training plays at once, all env runners together, with env.isolation process.",
+    )
+
+
+# `sight`: proof that the policy sees its images.
+
+
+class SightSection(Section):
+    """Checks that engine and learner see the same images, and figures of how much answers depend on them."""
+
+    gate: Literal["error", "warn", "off"] = Field(
+        "error",
+        description="What a fault found before training, or while it goes on, does; off: nothing of this section is measured.",
+    )
+    items: int = Field(8, ge=2, description="Held-out items that the gate asks about, each with several images.")
+    every: int = Field(10, ge=0, description="Iterations between the figures sight/kl_blank and sight/gap; 0: none.")
+    samples: int = Field(4, ge=1, description="Trajectories that these figures are computed from.")
+    blank_items: int = Field(
+        32, ge=0, description="Held-out items that evaluations repeat with blank images, for sight/accuracy_gap."
+    )

@@ -55,3 +55,68 @@ def keys_of(section: type[Section], prefix: str = "") -> Iterator[str]:
         inner = section_of(field.annotation)
         if inner is not None:
             yield from keys_of(inner, f"{prefix}{name}.")
+
+
+# `logging`: what is kept of a run.
+
+
+class PlainLogging(Section):
+    """What every run keeps."""
+
+    checkpoint_every: int = Field(25, ge=1)
+    keep_checkpoints: int = Field(3, ge=1)
+    tensorboard: bool = True
+    wandb_project: str = "rl-vlm"
+
+
+class TrainLogging(PlainLogging):
+    """What a run on Ray keeps."""
+
+    ray_metrics: bool | None = Field(
+        None, description="Every figure as a Ray metric `ray_rl_vlm_*` too; null: where the run joins a cluster."
+    )
+    traces: int = Field(0, ge=0, description="Iterations between traces (`traces/*.jsonl`, OpenTelemetry); 0: none.")
+
+
+class LoggingSection(TrainLogging):
+    """What a run that trains the policy keeps."""
+
+    trajectories_every: int = Field(10, ge=0, description="Iterations between dumps of sampled trajectories; 0: none.")
+    trajectories_per_dump: int = Field(64, ge=1)
+
+
+# `resources`: the Ray cluster.
+
+_SHARE = 0.001  # of a node's one unit: a thousand actors fit, and CPUs and GPUs alone say how many there are
+_ResourceName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,62}$")]
+
+
+def claim(resource: str | None) -> dict[str, float]:
+    """The custom resources that an actor asks for to be placed on nodes that offer `resource`."""
+    return {} if resource is None else {resource: _SHARE}
+
+
+class ResourcesSection(Section):
+    """The Ray cluster: a private one unless RAY_ADDRESS (or a Ray job) names another.
+
+    `*_on` name a kind of nodes by the custom Ray resource that they offer (`ray start --resources='{"gpu_learner": 1}'`).
+    An autoscaler starts a node of the kind that offers what an actor waits for.
+    """
+
+    num_cpus: int | None = Field(
+        None, ge=1, description="Logical CPUs of the private cluster; null: what the run needs."
+    )
+    object_store_mib: int | None = Field(
+        None, ge=80, description="Of the private cluster; null: 256, or more where versions of the adapter need it."
+    )
+    dashboard: bool = False
+    replicas_on: _ResourceName | None = Field(None, description="Where replicas of the model run; null: anywhere.")
+    learners_on: _ResourceName | None = Field(
+        None, description="Where learner actors run; one in the driver stays there."
+    )
+    env_runners_on: _ResourceName | None = Field(None, description="Where env runners run.")
+
+    @property
+    def node_kinds(self) -> set[str]:
+        """The kinds of nodes that are named."""
+        return {name for name in (self.replicas_on, self.learners_on, self.env_runners_on) if name is not None}

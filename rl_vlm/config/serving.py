@@ -1,4 +1,4 @@
-"""`serving`: the Serve deployment of the policy and its engine."""
+"""`model`, `serving` and `http`: the vision-language model, and who serves it to whom."""
 
 from __future__ import annotations
 
@@ -9,6 +9,156 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from rl_vlm.config.section import Section
+from rl_vlm.files import resolved
+from rl_vlm.types import PixelLimits
+
+# A token's share of a loss is 1e-5 and less, and float16 has nothing below 6e-8: products with it vanish without a word.
+FLOAT16_UNTRAINABLE = (
+    "model.dtype float16 cannot be trained in, because gradients of single tokens underflow to 0: set it to bfloat16 or float32; "
+    "`rl-vlm eval` and `rl-vlm serve` take float16"
+)
+_SOLD_AS = 0.97  # of the GiB that a card is sold with, it reports at least this: 23.6 of 24, 47.4 of 48, 79.15 of 80
+
+
+class LoraSection(Section):
+    """LoRA on linear layers."""
+
+    rank: int = Field(16, ge=1, le=512)
+    alpha: int = Field(32, ge=1)
+    target_modules: Literal["none", "attn", "mlp", "mlp_attn", "all", "vision"] = Field(
+        "all",
+        description="Of the language model: attn, mlp, or both (mlp_attn, or all, which means the same). vision: both, and the "
+        "vision tower's. none: nothing, for evaluation and serving.",
+    )
+
+
+class PlainModelSection(Section):
+    """The vision-language model: where it is, and how it computes."""
+
+    path: str = Field("tiny", description="`tiny`, a Hugging Face folder, or a hub name that was fetched before.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="float16 is for evaluation and serving alone: gradients underflow in it."
+    )
+    head_dtype: Literal["model", "float32"] = Field(
+        "model",
+        description="Of the products that make logits, in every engine and learner alike. model: rounded to `dtype`, which in bfloat16 is "
+        "most of what engine and learner differ by. float32: not rounded.",
+    )
+    min_pixels: int | None = Field(None, ge=1, description="Smaller images are enlarged; null: the processor's limit.")
+    max_pixels: int | None = Field(None, ge=1, description="Larger images are reduced; null: the processor's limit.")
+    gpu_memory_gib: float | None = Field(
+        None,
+        gt=0,
+        description="The card that this recipe is made for, as it is sold: 24, 48, 80. `doctor`, `plan` and the start of a run compare "
+        "it with the machine; cards report up to 3 % less.",
+    )
+
+    @property
+    def pixels(self) -> PixelLimits:
+        """The limits of an image's size, for everything that counts or shows images."""
+        return PixelLimits(self.min_pixels, self.max_pixels)
+
+    @property
+    def least_gpu_gib(self) -> float | None:
+        """What a card of `gpu_memory_gib` reports at least, in GiB; None where nothing is stated."""
+        return None if self.gpu_memory_gib is None else self.gpu_memory_gib * _SOLD_AS
+
+
+class ServedModelSection(PlainModelSection):
+    """A model that replicas serve."""
+
+    image_cache_mib: int = Field(
+        256,
+        ge=0,
+        description="Memory for features of images, in each learner and each replica of the transformers engine; what was used "
+        "longest ago is dropped; 0: none are kept. Pays where images come again, as rows of a data set do. Of the images' files, which "
+        "are sent to a replica once, it keeps a quarter of that, at least 4 MiB.",
+    )
+
+    @property
+    def image_cache_bytes(self) -> int:
+        """`image_cache_mib` in bytes."""
+        return self.image_cache_mib << 20
+
+
+class TrainedModelSection(PlainModelSection):
+    """A model of which something is trained."""
+
+    train: Literal["lora", "full"] = Field(
+        "lora",
+        description="lora: adapters beside frozen weights, which `lora` describes. full: all weights, the vision tower's too, with "
+        "float32 masters; `lora` is then not read.",
+    )
+    lora: LoraSection = LoraSection()
+    adapter: str | None = Field(
+        None,
+        description="A run folder or peft adapter folder that training starts from, such as one of `rl-vlm sft`; `lora` must "
+        "describe it. The reference of the KL penalty stays the model without any adapter.",
+    )
+
+    @field_validator("adapter")
+    @classmethod
+    def _absolute_path(cls, adapter: str | None) -> str | None:
+        # Other processes have other working directories.
+        return None if adapter is None else str(resolved(adapter))
+
+
+class ModelSection(ServedModelSection, TrainedModelSection):
+    """A model that is served and trained."""
+
+
+# `http`: what `rl-vlm serve` listens on and refuses.
+
+
+class HTTPSection(Section):
+    """`rl-vlm serve`: where it listens and what it refuses."""
+
+    host: str = Field("127.0.0.1", min_length=1, description="Beyond loopback a token is required.")
+    port: int = Field(8000, ge=0, le=65535, description="0: any free port.")
+    model_name: str | None = Field(
+        None, min_length=1, description="What clients call the model; null: as it was given."
+    )
+    max_body_mib: float = Field(32.0, gt=0, description="One request's body, enforced while it is read.")
+    max_images: int = Field(16, ge=0, description="Per request.")
+    max_image_mib: float = Field(10.0, gt=0, description="One image's file.")
+    max_image_pixels: int = Field(16_777_216, ge=1, description="One image; its header is read before it is decoded.")
+    max_request_pixels: int = Field(
+        201_326_592, ge=1, description="All images of a request; 16 photos of 12 megapixels fit."
+    )
+    max_text_chars: int = Field(200_000, ge=1, description="All texts of a request; its tokens: serving.max_context.")
+    max_parts: int = Field(1024, ge=1, description="Messages and their parts in one request.")
+    max_new_tokens: int = Field(2048, ge=1, description="Per sample; also the default where a client names none.")
+    max_samples: int = Field(64, ge=1, description="`n` of one request.")
+    max_reply_values: int = Field(
+        100_000, ge=1, description="Log-probabilities of a reply: n x max_tokens x (1 + top_logprobs)."
+    )
+    max_queue: int = Field(
+        256, ge=1, description="Requests at a time, waiting and running; more are told to come back."
+    )
+    max_connections: int | None = Field(
+        None,
+        ge=1,
+        description="At a time; null: four times max_queue, at least 1024. Fewer where descriptors are short.",
+    )
+    max_connections_per_peer: int | None = Field(
+        None, ge=1, description="Of one address (IPv6: network of 64 bits); null: three quarters of all."
+    )
+    headers_s: float = Field(10.0, gt=0, description="Until the headers of a request are complete, on any connection.")
+    deadline_s: float = Field(300.0, gt=0, description="Of one request, from its first byte to its last token.")
+    drain_s: float = Field(30.0, ge=0, description="How long running requests may go on after SIGTERM.")
+    resize_min_pixels: int | None = Field(
+        None, ge=1, description="Images are enlarged to this; null: as the model does."
+    )
+    resize_max_pixels: int | None = Field(None, ge=1, description="Images are shrunk to this; null: as the model does.")
+
+    def problems(self) -> Iterator[str]:
+        """Images that would be enlarged beyond what they are shrunk to."""
+        low, high = self.resize_min_pixels, self.resize_max_pixels
+        if low and high and low > high:
+            yield f"http.resize_min_pixels ({low}) exceeds http.resize_max_pixels ({high}): change one of them"
+
+
+# `serving`: the Serve deployment of the policy and its engine.
 
 # vLLM silently raises lower temperatures than the first and refuses higher ones than the second.
 VLLM_TEMPERATURES = (0.01, 2.0)

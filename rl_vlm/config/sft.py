@@ -8,9 +8,8 @@ from typing import Literal
 from pydantic import Field
 
 from rl_vlm.config.learner import OptimizerSection
-from rl_vlm.config.logging import PlainLogging
-from rl_vlm.config.model import FLOAT16_UNTRAINABLE, TrainedModelSection
-from rl_vlm.config.section import Section
+from rl_vlm.config.section import PlainLogging, Section
+from rl_vlm.config.serving import FLOAT16_UNTRAINABLE, TrainedModelSection
 
 
 class SFTSection(Section):

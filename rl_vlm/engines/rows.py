@@ -1,15 +1,282 @@
-"""The state of the running samples: arrays with one entry per row, in the order of the key-value cache."""
+"""The running samples of the transformers engine: their state, one entry per row, their keys and values, and how a token is chosen
+for each."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from rl_vlm.engines.choices import ChoiceNode
-from rl_vlm.engines.streams import TokenStream
-from rl_vlm.models.backbone import ImageFeatures
-from rl_vlm.types import GenerationRequest, Sample, StopReason, TopLogprobs
+from rl_vlm.engines.base import BASE_MODEL, TokenSequence, TokenStream
+from rl_vlm.models.memory.shape import KV_BLOCK, KV_ROWS_PER_USED
+from rl_vlm.models.qwen_vl import ImageFeatures, last_token_attention
+from rl_vlm.types import Completion, GenerationRequest, Sample, SamplingParams, StopReason, TopLogprobs
+
+
+@dataclass(slots=True, eq=False)
+class ChoiceNode:
+    """A state of the token trie: the states that tokens lead to, and whether a choice is complete here."""
+
+    following: dict[int, ChoiceNode] = field(default_factory=dict)
+    complete: bool = False
+
+    def allowed(self, end_of_turn_id: int) -> list[int]:
+        """The tokens that may come next."""
+        return [*self.following, end_of_turn_id] if self.complete else [*self.following]
+
+
+def choice_trie(sequences: Sequence[TokenSequence]) -> ChoiceNode:
+    """The root of the trie of these token sequences."""
+    root = ChoiceNode()
+    for sequence in sequences:
+        node = root
+        for token in sequence:
+            node = node.following.setdefault(token, ChoiceNode())
+        node.complete = True
+    return root
+
+
+def restrict_to_choices(logits: Tensor, nodes: Mapping[int, ChoiceNode], end_of_turn_id: int) -> None:
+    """Set everything but the allowed tokens to -inf, in the rows of logits [R, V] that `nodes` (row -> state) names."""
+    for row, node in nodes.items():
+        allowed = torch.tensor(node.allowed(end_of_turn_id), device=logits.device)
+        kept = logits[row, allowed]
+        logits[row] = float("-inf")
+        logits[row, allowed] = kept
+
+
+# Penalties on tokens that occurred before: changes of single rows of logits, before temperature.
+
+
+def penalise(
+    logits: Tensor, row: int, sampling: SamplingParams, prompt_ids: np.ndarray, sampled: Sequence[int] | np.ndarray
+) -> None:
+    """Change one row of logits [R, V] in place, in vLLM's order.
+
+    Repetition (CTRL, arXiv 1909.05858): logits of tokens in the prompt or the sample are divided by it where positive and
+    multiplied where negative. Frequency and presence (OpenAI): `frequency * count + presence` is subtracted from those of
+    the sample's tokens.
+    """
+    ids, counts = np.unique(np.asarray(sampled, dtype=np.int64), return_counts=True)
+    if sampling.repetition_penalty != 1:
+        seen = torch.from_numpy(np.union1d(np.asarray(prompt_ids, dtype=np.int64), ids)).to(logits.device)
+        values = logits[row, seen]
+        penalty = sampling.repetition_penalty
+        logits[row, seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if len(ids) and (sampling.frequency_penalty or sampling.presence_penalty):
+        minus = sampling.frequency_penalty * counts + sampling.presence_penalty
+        logits[row, torch.from_numpy(ids).to(logits.device)] -= torch.from_numpy(minus).to(logits)
+
+
+# Choosing tokens from logits: greedy, temperature, top-k, top-p, by inverse transform sampling.
+
+
+class Chosen(NamedTuple):
+    """One token per row: ids int64 [R], their log-probabilities float32 [R], and the log-distribution [R, V] that they
+    were drawn from."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    distribution: Tensor
+
+
+def choose_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    top_p: Tensor | None,
+    top_k: Tensor | None,
+    uniform: Tensor,
+    min_p: Tensor | None = None,
+) -> Chosen:
+    """Choose one token per row.
+
+    logits float32 [R, V] with forbidden tokens at -inf; temperature float32 [R], 0 = greedy; top_p float32 [R] and
+    top_k int64 [R] (0 = off), min_p float32 [R] (0 = off) or None when no row uses them; uniform float64 [R] in [0, 1).
+    Log-probabilities are those of the distribution that the token was drawn from, min-p, top-k and top-p included; a
+    greedy token's is taken at temperature 1.
+    """
+    greedy = temperature == 0
+    scaled = logits / torch.where(greedy, torch.ones_like(temperature), temperature)[:, None]
+    if min_p is not None:
+        # Before top-p, as vLLM does: tokens that min-p removes do not count towards its mass.
+        floor = scaled.amax(dim=-1, keepdim=True) + min_p.log()[:, None]
+        scaled = scaled.masked_fill((scaled < floor) & ~greedy[:, None], float("-inf"))
+    if top_k is not None or top_p is not None:
+        scaled = _restrict(scaled, top_p, top_k, greedy)
+    logprobs = torch.log_softmax(scaled, dim=-1)
+    num_greedy = int(greedy.sum())
+    # Of a row's running sum in float64, over a large vocabulary, greedy rows need nothing.
+    tokens = scaled.argmax(dim=-1) if num_greedy else _drawn(logprobs, uniform)
+    if 0 < num_greedy < len(greedy):
+        tokens = torch.where(greedy, tokens, _drawn(logprobs, uniform))
+    return Chosen(tokens, logprobs.gather(1, tokens[:, None])[:, 0], logprobs)
+
+
+def _drawn(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """Token ids int64 [R] at which the running sum of the probabilities [R, V] passes uniform [R]."""
+    # float64, so that a tail of many small probabilities is not lost in the running sum.
+    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:].contiguous()
+    drawn = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
+    # Rounding can put u·total on the total itself: stay on the last token that has any probability.
+    last = torch.searchsorted(cumulative, total)[:, 0]
+    return torch.minimum(drawn, last)
+
+
+def most_likely(distribution: Tensor, counts: list[int]) -> list[tuple[tuple[int, float], ...]]:
+    """Per row of a log-distribution [R, V], the `counts[r]` most likely tokens as (id, log-probability), best first.
+
+    Tokens without any probability are left out.
+    """
+    values, ids = distribution.topk(min(max(counts), distribution.shape[1]), dim=-1)
+    rows = zip(ids.tolist(), values.tolist(), counts, strict=True)
+    return [
+        tuple((token, value) for token, value in zip(found[:count], scores[:count], strict=True) if value > -torch.inf)
+        for found, scores, count in rows
+    ]
+
+
+def _restrict(scaled: Tensor, top_p: Tensor | None, top_k: Tensor | None, greedy: Tensor) -> Tensor:
+    """Set what top-k and then top-p (nucleus, arXiv 1904.09751) leave out to -inf."""
+    ordered, order = scaled.sort(dim=-1, descending=True)
+    drop = torch.zeros_like(scaled, dtype=torch.bool)
+    if top_k is not None:
+        rank = torch.arange(scaled.shape[1], device=scaled.device)[None, :]
+        drop |= (top_k[:, None] > 0) & (rank >= top_k[:, None])
+    if top_p is not None:
+        kept = torch.softmax(ordered.masked_fill(drop, float("-inf")), dim=-1)
+        # Keep tokens until the mass before them reaches p: the first token always stays. A row without top-p loses
+        # nothing: rounding can bring its running sum to 1 before the last tokens.
+        drop |= (top_p[:, None] < 1) & ((kept.cumsum(dim=-1) - kept) >= top_p[:, None])
+    drop[:, 0] = False
+    drop &= ~greedy[:, None]
+    return scaled.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), float("-inf"))
+
+
+# Key-value memory of the running rows of the transformers engine.
+
+_ALIGN = 8  # the attended window is a multiple of this, as CUDA's attention kernels require
+
+
+def reserved_tokens(rows: int, length: int) -> int:
+    """The most tokens that a cache has memory for once `rows` samples of up to `length` tokens run in it."""
+    return KV_ROWS_PER_USED * rows * whole_blocks(length)
+
+
+def whole_blocks(length: int) -> int:
+    """`length` rounded up to whole blocks, so that the tensors are rarely reallocated."""
+    return -(-length // KV_BLOCK) * KV_BLOCK
+
+
+class RowCache:
+    """One row of keys and values per running sample, each with its own length.
+
+    Tensors are [rows, heads, capacity, head_dim]; rows [0, num_rows) are in use and stay packed: a finished row's place
+    is taken by the last one. What is taken at a time is at most KV_ROWS_PER_USED rows for each that is in use, of the longest
+    length since there was no row; an empty cache takes what its first rows need, and holds nothing once it is empty again.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self.num_rows = 0
+        self._write_at = torch.empty(0, dtype=torch.long)
+        self._bias: Tensor | None = None
+        self._window = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens that each row has memory for; 0 while the cache is empty."""
+        return self._keys[0].shape[2] if self._keys else 0
+
+    def admit(self, layers: list[tuple[Tensor, Tensor]], source: Tensor, max_length: int) -> None:
+        """Copy prefilled keys and values into new rows.
+
+        layers: per layer keys and values [P, heads, L, head_dim]; source int64 [R]: the prefilled row of each new row;
+        max_length: the longest that any of the new rows can become.
+        """
+        first, length = self.num_rows, layers[0][0].shape[2]
+        self._reserve(layers, first + len(source), max(max_length, length))
+        for k, (keys, values) in enumerate(layers):
+            self._keys[k][first : first + len(source), :, :length] = keys[source]
+            self._values[k][first : first + len(source), :, :length] = values[source]
+        self.num_rows = first + len(source)
+
+    def replace(self, layers: list[tuple[Tensor, Tensor]], rows: Tensor) -> None:
+        """Overwrite the keys and values of rows int64 [B]: per layer [B, heads, L, head_dim], padded where a row holds fewer."""
+        length = layers[0][0].shape[2]
+        for k, (keys, values) in enumerate(layers):
+            self._keys[k][rows, :, :length] = keys
+            self._values[k][rows, :, :length] = values
+
+    def begin_step(self, lengths: Tensor, shortest: int, longest: int) -> None:
+        """Announce a decode step: row r writes its new key and value at position lengths[r]; int64 [rows]."""
+        heads, capacity = self._keys[0].shape[1:3]
+        rows = torch.arange(self.num_rows * heads, device=lengths.device)
+        self._write_at = rows * capacity + lengths.repeat_interleave(heads)  # in keys seen as [rows * heads * capacity]
+        if shortest == longest:
+            self._window, self._bias = longest + 1, None  # every row sees the whole window
+            return
+        self._window = min(-(-(longest + 1) // _ALIGN) * _ALIGN, capacity)
+        seen = torch.arange(self._window, device=lengths.device)[None, :] <= lengths[:, None]
+        bias = torch.zeros(seen.shape, dtype=self._keys[0].dtype, device=lengths.device)
+        self._bias = bias.masked_fill_(~seen, float("-inf"))[:, None, None]
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Store one new key and value per row [rows, heads, head_dim] and attend with queries [rows, query heads,
+        head_dim]; returns [rows, query heads * head_dim]."""
+        rows, _, size = keys.shape
+        for tensor, new in ((self._keys[layer], keys), (self._values[layer], values)):
+            tensor.view(-1, size).index_copy_(0, self._write_at, new.reshape(-1, size))
+        seen = slice(self._window)
+        return last_token_attention(
+            queries, self._keys[layer][:rows, :, seen], self._values[layer][:rows, :, seen], self._bias, scale
+        )
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only these rows, in this order; int64 [K]. Only rows that change place are copied."""
+        place = torch.arange(len(rows), device=rows.device)
+        moved = rows != place
+        if bool(moved.any()):
+            source, target = rows[moved], place[moved]
+            for tensors in (self._keys, self._values):
+                for tensor in tensors:
+                    tensor[target] = tensor[source]
+        self.num_rows = len(rows)
+        if not len(rows):
+            self._keys, self._values = [], []
+
+    def _reserve(self, layers: list[tuple[Tensor, Tensor]], rows: int, length: int) -> None:
+        length = whole_blocks(length)
+        if not self._keys:
+            for keys, values in layers:
+                self._keys.append(keys.new_zeros(rows, keys.shape[1], length, keys.shape[3]))
+                self._values.append(values.new_zeros(rows, values.shape[1], length, values.shape[3]))
+            return
+        have_rows, have_length = self._keys[0].shape[0], self._keys[0].shape[2]
+        if rows <= have_rows and length <= have_length:
+            return
+        # Doubling the rows keeps the copying linear in the number of admissions. Where only the length grows, rows that a larger
+        # batch left behind are given up: they would become longer, too.
+        if rows > have_rows:
+            new_rows = max(rows, KV_ROWS_PER_USED * have_rows)
+        else:
+            new_rows = min(have_rows, KV_ROWS_PER_USED * rows)
+        new_length = max(length, have_length)
+        for tensors in (self._keys, self._values):
+            for k, tensor in enumerate(tensors):
+                grown = tensor.new_zeros(new_rows, tensor.shape[1], new_length, tensor.shape[3])
+                grown[: self.num_rows, :, :have_length] = tensor[: self.num_rows]
+                tensors[k] = grown
+
+
+# The state of the running samples: arrays with one entry per row, in the order of the key-value cache.
 
 _VECTORS = ("length", "position", "produced", "limit", "seeds", "temperature", "top_p", "top_k", "min_p")
 
@@ -137,3 +404,59 @@ class RowTable:
         for name in (*_VECTORS, "tokens", "logprobs"):
             setattr(self, name, getattr(self, name)[keep])
         return keep
+
+
+# Calls of the transformers engine, which pass from the callers' event loops to the engine's thread and back.
+
+
+@dataclass(slots=True, eq=False)
+class EngineCall:
+    """One call of `generate` or `stream`: its requests, its answers as they come, and the future of all answers.
+
+    Compared by identity: two calls may ask the same.
+    """
+
+    requests: list[GenerationRequest]
+    future: asyncio.Future[list[Completion]]
+    loop: asyncio.AbstractEventLoop
+    answers: dict[int, Completion] = field(default_factory=dict)
+    admitted: int = 0
+    prepared: list[PreparedRequest] = field(default_factory=list)
+    over: bool = False  # cancelled or refused: none of its remaining requests is started
+    stream: TokenStream | None = None  # set by `stream`, which does not use the future
+
+    @property
+    def policy(self) -> str:
+        return self.requests[0].policy
+
+    @property
+    def base_model(self) -> bool:
+        return self.requests[0].min_version == BASE_MODEL
+
+
+def end_call(call: EngineCall, error: Exception) -> None:
+    """Raise an error in the caller of a call."""
+    if call.stream is not None:
+        call.stream.fail(error)
+    else:
+        resolve(call.loop, call.future, error=error)
+
+
+def resolve(
+    loop: asyncio.AbstractEventLoop,
+    future: asyncio.Future,  # type: ignore[type-arg]
+    result: object = None,
+    error: Exception | None = None,
+) -> None:
+    """Settle a future of another thread's event loop, unless it is settled or its loop is gone."""
+
+    def settle() -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    with contextlib.suppress(RuntimeError):  # the caller's loop is closed
+        loop.call_soon_threadsafe(settle)

@@ -20,19 +20,23 @@ from typing import Any
 
 import torch
 
-from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats, RequestTooLargeError, check_version
-from rl_vlm.engines.calls import EngineCall, end_call, resolve
+from rl_vlm.engines.base import (
+    BASE_MODEL,
+    EngineError,
+    EngineStats,
+    RequestTooLargeError,
+    TokenStream,
+    check_version,
+    notify,
+)
 from rl_vlm.engines.decoder import Decoder
-from rl_vlm.engines.kv_cache import reserved_tokens, whole_blocks
-from rl_vlm.engines.rows import PreparedRequest
-from rl_vlm.engines.streams import TokenStream, notify
+from rl_vlm.engines.rows import EngineCall, PreparedRequest, end_call, reserved_tokens, resolve, whole_blocks
 from rl_vlm.engines.weights import Formed, FullWeights, MergedWeights, UnmergedWeights, Version, Weights
-from rl_vlm.models.backbone import CACHE_BYTES, Backbone
+from rl_vlm.models.devices import choose_precision, use_fast_products
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import DType, HeadDType, Quantization, load_model, load_text_side, quiet_libraries
-from rl_vlm.models.payload import WeightPayload
-from rl_vlm.models.precision import choose_precision
-from rl_vlm.models.products import use_fast_products
+from rl_vlm.models.qwen_vl import CACHE_BYTES, Backbone
+from rl_vlm.models.weights import WeightPayload
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, InFlightUpdates, SampleChunk, UserInputError
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import torch
 
 from rl_vlm.config import ServingSection
 from rl_vlm.models.loading import HeadDType, TextSide
-from rl_vlm.models.memory.replica import VLLM_RANKS
+from rl_vlm.models.memory.needs import VLLM_RANKS
 from rl_vlm.types import UserInputError
 
 # Bytes for keys and values on a GPU of so many bytes; None: vLLM measures what is free.

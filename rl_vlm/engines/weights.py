@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rl_vlm.models.adapter import PREFIX
-from rl_vlm.models.full_weights import FullPayload, check_fits
 from rl_vlm.models.lora import (
     DOWN,
     LoraFactors,
@@ -26,7 +24,7 @@ from rl_vlm.models.lora import (
     lora_factors,
     merged_weights,
 )
-from rl_vlm.models.payload import WeightPayload
+from rl_vlm.models.weights import PREFIX, FullPayload, WeightPayload, check_fits
 from rl_vlm.types import UserInputError
 
 Formed = Mapping[str, Any]  # prepared: merged weights or LoRA factors by module name, or all weights by their own names

@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
 from rl_vlm.config import PolicyConfig
-from rl_vlm.evaluation.outcomes import label
+from rl_vlm.envs.parts import make_part, part_size
+from rl_vlm.evaluation.outcomes import Side, label
+from rl_vlm.models.digest import hash_model
+from rl_vlm.models.loading import resolve_model
+from rl_vlm.models.weights import tensors_file
 from rl_vlm.rollout.tasks import RolloutTask, View
 from rl_vlm.seeding import derive_seed
+from rl_vlm.types import Message, Split, UserInputError
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationOptions:
+    """Options of `rl-vlm eval`; each is named as its flag.
+
+    `blind`: also with blank images, and with those of other items. `against`: `base`, a run or an adapter that the policy is compared with.
+    `split`: in place of evaluation.split. `benchmark_runs`: repetitions of the throughput measurement, 0 for none. `endpoint`: base URL of an
+    OpenAI-compatible server that is measured in place of a served model.
+    """
+
+    blind: bool = False
+    resume: bool = False
+    against: str | None = None
+    split: tuple[Split, ...] = ()
+    benchmark_runs: int = 0
+    compare_hf: bool = False
+    endpoint: str | None = None
+    endpoint_model: str = "default"
+    endpoint_token_env: str = "RL_VLM_ENDPOINT_TOKEN"
+    endpoint_timeout_s: float = 120.0
+
+    def refuse_any(self, why: str) -> None:
+        """Raise UserInputError for the first option that is set."""
+        for option in fields(self):
+            if getattr(self, option.name) != option.default:
+                raise UserInputError(f"--{option.name.replace('_', '-')}: {why}")
 
 
 def evaluation_tasks(config: PolicyConfig, sizes: Mapping[str, int | None], min_version: int) -> list[RolloutTask]:
@@ -52,3 +87,80 @@ def viewed_tasks(tasks: Sequence[RolloutTask], view: View, limit: int | None = N
         replace(task, group_id=f"{task.group_id}/{view}", view=view, other_index=others[task.env, task.index])
         for task in greedy
     ]
+
+
+# The prompts of an evaluation's items, for measurements that ask them without playing them.
+
+
+class ItemPrompts:
+    """Opens items of the evaluation's split in the order in which they are asked for, those of a mixture's environments in turns.
+
+    Item `number` wraps around at the split's end.
+    """
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self._run = config
+        made = [(make_part(config.env, name), part) for name, part in config.env.parts.items()]
+        self._envs = [(env, part_size(part, env, config.evaluation.split)) for env, part in made]
+
+    def take(self, numbers: Sequence[int]) -> list[tuple[Message, ...]]:
+        """What is shown first in each of these items."""
+        found = []
+        for number in numbers:
+            rank, place = divmod(number, len(self._envs))
+            env, size = self._envs[place]
+            index = rank % (size or 2**31 - 1)
+            options = {"index": index, "split": self._run.evaluation.split}
+            observation, _ = env.reset(seed=derive_seed(self._run.seed, 4, index), options=options)
+            found.append(observation.messages)
+        return found
+
+    def close(self) -> None:
+        """Close the environments."""
+        for env, _ in self._envs:
+            env.close()
+
+
+# What decides the outcomes of an evaluation: names and values by which a resumed one is told from another.
+
+
+def identity_of(
+    config: PolicyConfig,
+    options: EvaluationOptions,
+    adapters: Mapping[Side, Path | None],
+    sizes: Mapping[Split, Mapping[str, int | None]],
+) -> dict[str, Any]:
+    """Dotted names and values. `adapters` by side, `sizes` by split and environment; numbers of items asked and repetitions do not count."""
+    known: dict[str, Any] = {"seed": config.seed, "size of the split": sizes}
+    if options.endpoint is None:
+        known |= {"model": hash_model(resolve_model(config.model.path)), "engine": config.serving.expected_engine}
+        known |= {f"adapter ({side})": _hash_trained(folder) for side, folder in adapters.items()}
+        known |= {
+            "model.dtype": config.model.dtype,
+            "model.head_dtype": config.model.head_dtype,
+            "model.min_pixels": config.model.min_pixels,
+            "model.max_pixels": config.model.max_pixels,
+            "serving.quantization": config.serving.quantization,
+            "serving.max_context": config.serving.max_context,
+        }
+    else:
+        known |= {"endpoint": options.endpoint, "endpoint model": options.endpoint_model}
+    rollout, evaluation = config.rollout, config.evaluation
+    known |= {
+        "rollout.temperature": rollout.temperature if evaluation.samples > 1 else None,
+        "rollout.max_turns": rollout.max_turns,
+        "rollout.max_new_tokens": rollout.max_new_tokens,
+        "rollout.max_new_tokens_per_turn": rollout.max_new_tokens_per_turn,
+        "rollout.require_end_of_turn": rollout.require_end_of_turn,
+        "evaluation.samples": evaluation.samples,
+        "evaluation.variants": evaluation.variants,
+        "evaluation.category": evaluation.category,
+    }
+    return known | {f"env.{key}": value for key, value in config.env.model_dump(mode="json").items()}
+
+
+def _hash_trained(folder: Path | None) -> str:
+    if folder is None:
+        return "base model"
+    with tensors_file(folder).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

@@ -18,10 +18,9 @@ import torch
 
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import PolicyConfig, of_policy, parse_config
-from rl_vlm.evaluation.prompts import ItemPrompts
-from rl_vlm.models.full_weights import put_weights
+from rl_vlm.evaluation.heldout import ItemPrompts
 from rl_vlm.models.loading import from_folder, load_model, load_text_side, quiet_libraries, resolve_model
-from rl_vlm.models.trained import is_full, read_payload
+from rl_vlm.models.weights import is_full, put_weights, read_payload
 from rl_vlm.types import Message
 
 
@@ -44,8 +43,8 @@ class PlainGenerate:
         elif adapter is not None:
             from peft import PeftModel
 
-            from rl_vlm.models.adapter import AdapterPayload
             from rl_vlm.models.export import lora_config
+            from rl_vlm.models.weights import AdapterPayload
 
             lora = lora_config(AdapterPayload.read(Path(adapter), 0))
             self._model = PeftModel.from_pretrained(self._model, adapter, config=lora).merge_and_unload()

@@ -21,9 +21,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from rl_vlm.config import HTTPSection
 from rl_vlm.http import schema
-from rl_vlm.http.deadlines import Deadlines
-from rl_vlm.http.errors import RequestError, error_response
-from rl_vlm.http.gate import DEADLINE, JSON, Gate
+from rl_vlm.http.gate import DEADLINE, JSON, Deadlines, Gate, RequestError, error_response
 from rl_vlm.http.service import Backend, ServedModel, Service, as_request_error, json_bytes
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import RLVLMError, Role

@@ -16,7 +16,7 @@ from ray.serve.exceptions import RayServeException
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.http.service import ServedModel
 from rl_vlm.serving.client import GenerationFailedError, PolicyClient
-from rl_vlm.serving.lifecycle import ReplicaState
+from rl_vlm.serving.follower import ReplicaState
 from rl_vlm.serving.replica import ReplicaUnavailableError
 from rl_vlm.types import Completion, GenerationRequest, RLVLMError, SampleChunk
 

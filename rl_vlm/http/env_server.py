@@ -28,10 +28,7 @@ from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.isolation import ProcessEnv
 from rl_vlm.envs.registry import make
 from rl_vlm.frames import Frame, FrameError, pack_frame, unpack_frame
-from rl_vlm.http.deadlines import Deadlines
-from rl_vlm.http.errors import RequestError, error_response
-from rl_vlm.http.gate import Gate
-from rl_vlm.http.metrics import HTTPMetrics
+from rl_vlm.http.gate import Deadlines, Gate, HTTPMetrics, RequestError, error_response
 from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
 from rl_vlm.hung_threads import note_hung_thread
 

@@ -4,17 +4,141 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 import re
 import time
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl_vlm.config import HTTPSection
-from rl_vlm.http.deadlines import Deadlines
-from rl_vlm.http.errors import RequestError, error_response
-from rl_vlm.http.metrics import HTTPMetrics
+from rl_vlm.types import Completion, RLVLMError
+
+# Errors of requests, and the two JSON shapes in which they are sent.
+
+# HTTP status -> OpenAI's error type.
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_RETRY_AFTER_S = 1  # clients add their own jitter and backoff
+
+
+class RequestError(RLVLMError):
+    """A request that cannot be answered; `status` is HTTP's, `code` and `param` are OpenAI's."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Retry-After for a server that is busy, WWW-Authenticate for a missing token."""
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        return {"Retry-After": str(_RETRY_AFTER_S)} if self.status in (429, 503) else {}
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """OpenAI's shape."""
+    kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
+
+def error_response(path: str, error: RequestError, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """OpenAI's shape under `/v1`, `{"detail"}` elsewhere."""
+    content = error_body(error) if path.startswith("/v1") else {"detail": str(error)}
+    return JSONResponse(content, error.status, {**error.headers, **(headers or {})})
+
+
+# When requests must be answered: each by its own deadline, and all of them soon once the server stops.
+
+
+class Deadlines:
+    """Timeouts of running requests, which `shorten` moves forward when the server stops."""
+
+    def __init__(self) -> None:
+        self._open: set[asyncio.Timeout] = set()
+        self._latest = math.inf
+
+    @asynccontextmanager
+    async def at(self, when: float) -> AsyncIterator[None]:
+        """Raise TimeoutError in the block at `when` (the event loop's time), or earlier if the server stops before."""
+        async with asyncio.timeout_at(min(when, self._latest)) as timeout:
+            self._open.add(timeout)
+            try:
+                yield
+            finally:
+                self._open.discard(timeout)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the server is stopping."""
+        return self._latest < math.inf
+
+    def shorten(self, latest: float) -> None:
+        """Let nothing run longer than `latest`."""
+        self._latest = latest
+        for timeout in self._open:
+            if not timeout.expired():
+                timeout.reschedule(min(timeout.when() or latest, latest))
+
+    def too_late(self, status: int, message: str) -> RequestError:
+        """The error of a request whose time is over; while the server stops, the error says that instead."""
+        if self.stopping:
+            return RequestError(503, "The server is shutting down: try again later.")
+        return RequestError(status, message)
+
+
+# Metrics of the HTTP server, in Prometheus' text format.
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class HTTPMetrics:
+    """Counters of one server, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter("rl_vlm_http_requests", "Answers.", ["route", "status"], registry=registry)
+        self.seconds = Histogram(
+            "rl_vlm_http_request_seconds",
+            "From the first byte to the last.",
+            ["route"],
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self.first_token = Histogram(
+            "rl_vlm_http_first_token_seconds", "Of streams.", registry=registry, buckets=_SECONDS
+        )
+        self.queue = Histogram(
+            "rl_vlm_http_queue_seconds", "In the engine's queue, of whole answers.", registry=registry, buckets=_SECONDS
+        )
+        self.tokens = Counter("rl_vlm_http_tokens", "Prompt and sampled tokens.", ["kind"], registry=registry)
+        self.in_flight = Gauge("rl_vlm_http_in_flight", "Requests that are waiting or running.", registry=registry)
+        self.version = Gauge("rl_vlm_http_policy_version", "The version that answered last.", registry=registry)
+        self.stream_errors = Counter(
+            "rl_vlm_http_stream_errors", "Streams that ended with an error event.", registry=registry
+        )
+
+    def answered(self, num_prompt_tokens: int, num_sampled: int, version: int) -> None:
+        """Count one answer of the model."""
+        self.tokens.labels("prompt").inc(num_prompt_tokens)
+        self.tokens.labels("sampled").inc(num_sampled)
+        self.version.set(version)
+
+    def completed(self, completion: Completion) -> None:
+        """Count one whole answer."""
+        self.queue.observe(completion.queue_s)
+        sampled = sum(len(sample.token_ids) for sample in completion.samples)
+        self.answered(len(completion.prompt_ids), sampled, completion.policy_version)
+
+    def text(self) -> str:
+        """All metrics."""
+        return generate_latest(self._registry).decode()
+
 
 DEADLINE = "rl_vlm.deadline"  # key of the request's scope: when it must be answered, in the event loop's time
 # How long sending an answer may continue after its deadline, for a client that reads slowly or not at all.

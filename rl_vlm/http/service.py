@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import time
 import uuid
@@ -17,16 +18,30 @@ from starlette.responses import StreamingResponse
 
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.base import BASE_MODEL, RequestTooLargeError
-from rl_vlm.http.deadlines import Deadlines
-from rl_vlm.http.errors import RequestError, error_body
-from rl_vlm.http.freed_memory import return_freed_memory
-from rl_vlm.http.metrics import HTTPMetrics
+from rl_vlm.http.gate import Deadlines, HTTPMetrics, RequestError, error_body
 from rl_vlm.http.reader import RequestReader, shows_images
-from rl_vlm.http.replies import ChatReply, fingerprint
+from rl_vlm.http.replies import ChatReply, fingerprint, without_thoughts
 from rl_vlm.http.schema import ChatRequest, GenerateRequest
-from rl_vlm.http.text import without_thoughts
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import Completion, GenerationRequest, RLVLMError, SampleChunk, UserInputError
+
+# Makes glibc return freed image buffers to the system.
+
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_LARGE = 1 << 20  # bytes
+
+
+def return_freed_memory() -> None:
+    """Allocate blocks of a MiB and more with mmap, so that `free` returns them. Holds for the whole process; needs glibc.
+
+    By default glibc raises this threshold to 32 MiB. Pixels then lie in the heaps of the decoding threads between small blocks
+    that stay, and the process keeps their memory (4.6 GiB after 128 images of 8 megapixels on four threads).
+    """
+    try:
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
+    except (AttributeError, OSError):  # another C library
+        return
+
 
 logger = logging.getLogger("rl_vlm.http")
 

@@ -22,8 +22,7 @@ from rl_vlm.envs.images import ImageError, check_header, image_bytes, pixels
 from rl_vlm.envs.rows import refuse_repeated
 from rl_vlm.files import write_atomic
 from rl_vlm.labelling.labeller import VLMLabeller
-from rl_vlm.labelling.query_log import FILE_NAME, log_csv, true_return
-from rl_vlm.labelling.store import LabelStore, StoredSession
+from rl_vlm.labelling.store import FILE_NAME, LabelStore, StoredSession, log_csv, true_return
 from rl_vlm.labelling.types import Label, Labeller, Segment, SegmentPair
 from rl_vlm.types import UserInputError
 

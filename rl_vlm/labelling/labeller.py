@@ -18,13 +18,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, EndpointError, Question
-from rl_vlm.asking.retries import all_of, ask_again
+from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, EndpointError, Question, all_of, ask_again
 from rl_vlm.config import LabelsSection
-from rl_vlm.labelling.answers import read_label, read_score, strip_thoughts
-from rl_vlm.labelling.pictures import encode, picture_of
-from rl_vlm.labelling.prompts import TaskPrompts
-from rl_vlm.labelling.types import IDENTICAL, Label, LabelValue, Score, SegmentPair
+from rl_vlm.labelling.prompts import TaskPrompts, read_label, read_score, strip_thoughts
+from rl_vlm.labelling.types import IDENTICAL, Label, LabelValue, Score, SegmentPair, encode, picture_of
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import EncodedImage, Message
 

@@ -2,18 +2,155 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import csv
+import io
+import itertools
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from rl_vlm.config.labels import names_no_cache
-from rl_vlm.labelling.session_files import SEGMENT, Row, SessionFiles
-from rl_vlm.labelling.types import Label, LabelValue, Score, Segment, SegmentPair
-from rl_vlm.safe_text import redact
+from rl_vlm.envs.images import ImageError, check_header, image_bytes, pixels
+from rl_vlm.envs.parquet_budget import TooLargeError, read_file
+from rl_vlm.files import append_whole, whole_lines, write_atomic
+from rl_vlm.labelling.types import Label, LabelValue, Score, Segment, SegmentPair, encode
+from rl_vlm.safe_text import csv_cell, redact
 from rl_vlm.types import UserInputError
+
+# Sessions on disk: `session-000001.parquet`, ... and the pictures of their segments, as PNG files named by hash.
+#
+# A file is written whole or not at all, and never changed: a process that is killed during a write leaves every
+# earlier session readable.
+
+_FREE_BYTES = 128 * 2**20  # that a session's table may take, whatever its size in the file; a long one takes 10 MiB
+_FREE_PIXEL_BYTES, _PIXEL_RATIO = 2**30, 300  # rendered pictures take 3 to 100 times as much memory as their files
+SEGMENT = pa.struct(
+    [
+        ("steps", pa.int32()),
+        ("observations", pa.list_(pa.float32())),  # [steps × O], row by row
+        ("actions", pa.list_(pa.float32())),  # [steps × A]
+        ("true_rewards", pa.list_(pa.float32())),
+        ("frames", pa.list_(pa.string())),  # SHA-256 of images/<sha256>.png, one per step; empty without pictures
+    ]
+)
+Row = Mapping[str, Any]
+T = TypeVar("T")
+
+
+class SessionFiles:
+    """The sessions in `folder`, numbered from 1. The columns `segments` of their rows hold segments (see SEGMENT)."""
+
+    schema: pa.Schema
+    segments: tuple[str, ...]
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def __len__(self) -> int:
+        """How many sessions there are."""
+        return len(self._files())
+
+    def path(self, number: int) -> Path:
+        """The file of a session."""
+        return self.folder / f"session-{number:06d}.parquet"
+
+    def write_rows(self, rows: Sequence[Row]) -> int:
+        """Write one session; it is on the disk when this returns. Returns its number."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        number = len(self) + 1
+        packed = [{**row, **{name: self._pack(row[name]) for name in self.segments}} for row in rows]
+        table = pa.Table.from_pylist([{"session": number, **row} for row in packed], schema=self.schema)
+        buffer = io.BytesIO()
+        pq.write_table(table, buffer, compression="zstd")
+        write_atomic(self.path(number), buffer.getvalue())
+        return number
+
+    def read_rows(self, number: int, use: Callable[[list[Row]], T], most: int | None = None) -> T:
+        """`use` of the session's first `most` rows. Raises UserInputError if it is damaged or a picture is missing."""
+        path = self.path(number)
+        try:
+            rows = read_file(pq.ParquetFile(path), _FREE_BYTES).slice(0, most).to_pylist()
+            self._check_pictures(rows)
+            return use([{**row, **{name: self._unpack(row[name]) for name in self.segments}} for row in rows])
+        except ImageError as error:
+            raise UserInputError(f"Cannot read the labels in {path}: a picture {error}.") from error
+        except TooLargeError as error:
+            raise UserInputError(f"Cannot read the labels in {path}: the file {error}.") from error
+        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+            raise UserInputError(f"Cannot read the labels in {path} ({error}).") from error
+
+    def rewind(self, sessions: int) -> int:
+        """Keep the first `sessions` sessions only, for a run that is resumed from a checkpoint of that time.
+
+        Later ones are moved to `superseded/`; returns their number.
+        """
+        later = self._files()[sessions:]
+        for path in later:
+            self.supersede(path)
+        return len(later)
+
+    def supersede(self, path: Path) -> None:
+        """Move the file of a session to `superseded/`, under a name that is free there."""
+        superseded = self.folder / "superseded"
+        superseded.mkdir(exist_ok=True)
+        names = (superseded / f"{path.stem}-{number}.parquet" for number in itertools.count(1))
+        os.replace(path, next(name for name in names if not name.exists()))
+
+    def _files(self) -> list[Path]:
+        files = sorted(self.folder.glob("session-*.parquet"))
+        if files and files[-1] != self.path(len(files)):
+            raise UserInputError(f"The label store {self.folder} lacks sessions: it ends with {files[-1].name}.")
+        return files
+
+    def _pack(self, segment: Segment) -> dict[str, Any]:
+        frames = [] if segment.frames is None else [self._write_picture(frame) for frame in segment.frames]
+        return {
+            "steps": len(segment),
+            "observations": segment.observations.astype(np.float32).ravel(),
+            "actions": segment.actions.astype(np.float32).ravel(),
+            "true_rewards": segment.true_rewards.astype(np.float32),
+            "frames": frames,
+        }
+
+    def _write_picture(self, frame: np.ndarray) -> str:
+        image = encode(frame)
+        path = self.folder / "images" / f"{image.sha256}.png"
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            write_atomic(path, image.png)
+        return image.sha256
+
+    def _check_pictures(self, rows: list[dict[str, Any]]) -> None:
+        """Raise ImageError where the session's pictures are much larger than their files, before any is decoded."""
+        times = Counter(sha for row in rows for name in self.segments for sha in row[name]["frames"])
+        pixel_bytes = file_bytes = 0
+        for sha, count in times.items():
+            data = image_bytes(f"images/{sha}.png", self.folder)
+            width, height = check_header(data)
+            pixel_bytes += 3 * width * height * count
+            file_bytes += len(data) * count
+        if pixel_bytes > max(_FREE_PIXEL_BYTES, _PIXEL_RATIO * file_bytes):
+            raise ImageError(f"is much larger than its file: all of them take {pixel_bytes >> 20} MiB")
+
+    def _unpack(self, row: dict[str, Any]) -> Segment:
+        steps = row["steps"]
+        # The names come from a file that others may have written; image_bytes refuses paths that leave the folder.
+        frames = [pixels(image_bytes(f"images/{sha}.png", self.folder)) for sha in row["frames"]]
+        return Segment(
+            np.array(row["observations"], np.float32).reshape(steps, -1),
+            np.array(row["actions"], np.float32).reshape(steps, -1),
+            np.array(row["true_rewards"], np.float32),
+            np.stack(frames) if frames else None,
+        )
+
 
 _SESSION = [("session", pa.int64()), ("step", pa.int64()), ("time", pa.float64())]  # seconds since 1970
 _ANSWER = [("text", pa.string()), ("seconds", pa.float64()), ("error", pa.string())]
@@ -148,3 +285,112 @@ def label_cache(value: str | Path | None) -> Path | None:
     if not len(LabelStore(folder)):
         raise UserInputError(f"The label cache {folder} holds no sessions: give the `labels` folder of a run, or null.")
     return folder
+
+
+# `vlm_query_log.csv`: one line per labelled pair, RL-VLM-F's columns first, ties and errors included.
+
+FILE_NAME = "vlm_query_log.csv"
+COLUMNS = (
+    "ground_truth_score_1",
+    "ground_truth_score_2",
+    "vlm_predicted_label",  # empty where there was no answer
+    "timestamp",  # seconds since 1970
+    "train_iter",
+    # Ours.
+    "order",  # "given", or "both" where the pair was shown in both orders
+    "answers",  # per order, in terms of the pair
+    "probability_first",
+    "probability_second",
+    "probability_neither",
+    "latency_s",
+    "error",
+    "raw_text",
+)
+_ITERATION = COLUMNS.index("train_iter")
+MAX_CELL = 50_000  # characters of an answer that are kept: Python's csv reads cells of up to 131,072
+
+
+class QueryLog:
+    """Appends to the log; each line is written whole or not at all."""
+
+    def __init__(self, path: str | Path, keep_until: int | None = None) -> None:
+        """Continue the file. With `keep_until`, lines of later iterations are removed first: a resumed run repeats them."""
+        self._path = Path(path)
+        if keep_until is None:
+            return
+        lines = whole_lines(self._path)
+        kept = [line for line in lines[1:] if _iteration(line) <= keep_until]
+        if lines:
+            write_atomic(self._path, b"".join(line + b"\n" for line in [lines[0], *kept]))
+
+    def append(self, pairs: Sequence[SegmentPair], labels: Sequence[Label], *, iteration: int, time: float) -> None:
+        """One line per pair; `time` in seconds since 1970."""
+        started = self._path.exists() and self._path.stat().st_size > 0
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        append_whole(self._path, log_csv(pairs, labels, iteration, time, header=not started))
+
+
+def log_csv(
+    pairs: Sequence[SegmentPair],
+    labels: Sequence[Label],
+    iteration: int,
+    time: float,
+    more_columns: Sequence[str] = (),
+    more: Sequence[Sequence[str]] | None = None,
+    header: bool = True,
+) -> bytes:
+    """The lines of the log, with more columns at the end if they are given (one sequence per pair)."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    if header:
+        writer.writerow([*COLUMNS, *more_columns])
+    for pair, label, extra in zip(pairs, labels, more or [()] * len(pairs), strict=True):
+        writer.writerow([*_row(pair, label, time, iteration), *map(csv_cell, extra)])
+    return buffer.getvalue().encode("utf-8", "replace")
+
+
+def true_return(segment: Segment) -> float:
+    """The undiscounted sum of the true rewards."""
+    return float(np.sum(segment.true_rewards, dtype=np.float64))
+
+
+def _row(pair: SegmentPair, label: Label, time: float, iteration: int) -> Sequence[object]:
+    probabilities = ["", "", ""] if label.probabilities is None else [f"{p:.6g}" for p in label.probabilities]
+    return (
+        _known(true_return(pair.first)),
+        _known(true_return(pair.second)),
+        "" if label.error else label.value,
+        time,
+        iteration,
+        "both" if len(label.answers) == 2 else "given",
+        " ".join(map(str, label.answers)),
+        *probabilities,
+        f"{label.seconds:.3f}",
+        text_cell(label.error),
+        text_cell(label.text),
+    )
+
+
+def _known(value: float) -> float | str:
+    """Empty if the true return is not known."""
+    return value if math.isfinite(value) else ""
+
+
+def text_cell(text: str) -> str:
+    """Foreign text as a cell: no secrets, nothing that a terminal or a spreadsheet would run, and of bounded length.
+
+    Line breaks are the two characters \\n, so that every line of the file is one row.
+    """
+    if len(text) > MAX_CELL:
+        text = f"{text[:MAX_CELL]}… ({len(text)} characters)"
+    line = redact(text).replace("\\", "\\\\").replace("\r", "").replace("\n", "\\n").replace("\0", "")
+    return csv_cell(line)
+
+
+def _iteration(line: bytes) -> float:
+    try:
+        return int(
+            line.split(b",", _ITERATION + 1)[_ITERATION]
+        )  # not csv, which refuses long cells; numbers come first
+    except (IndexError, ValueError):
+        return math.inf

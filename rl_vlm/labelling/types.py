@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
+from PIL import Image
+
+from rl_vlm.types import EncodedImage, UserInputError
 
 # 0: the first of a pair is better, 1: the second, -1: equal or undecided.
 LabelValue = Literal[0, 1, -1]
@@ -130,3 +133,23 @@ class RewardModel(Protocol):
     def rewards(self, inputs: np.ndarray) -> np.ndarray:
         """float32 [N], the mean of the ensemble."""
         ...
+
+
+# The pictures of segments: as a labeller sees them, and as PNG.
+
+
+def picture_of(segment: Segment, frames: int = 1) -> np.ndarray:
+    """uint8 [H, frames × W, 3]: `frames` pictures of the segment side by side, evenly spaced, the last of them its last.
+
+    Raises UserInputError if the segment has no pictures.
+    """
+    if segment.frames is None:
+        raise UserInputError("These segments have no pictures: give the environment a camera or a render function.")
+    steps = len(segment)
+    places = [max(steps - 1 - back * (steps // frames), 0) for back in reversed(range(frames))]
+    return np.concatenate([segment.frames[place] for place in places], axis=1)
+
+
+def encode(picture: np.ndarray) -> EncodedImage:
+    """The PNG of a picture uint8 [H, W, 3] and its hash, for a labeller and for the label store."""
+    return EncodedImage.from_pil(Image.fromarray(picture))

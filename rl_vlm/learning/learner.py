@@ -3,30 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 from ray.rllib.core.learner.training_data import TrainingData
+from ray.rllib.core.rl_module.torch import TorchRLModule
 
 from rl_vlm.config import RunConfig
-from rl_vlm.learning.averaging import WeightAverage
-from rl_vlm.learning.counterfactuals import sight_logprobs
-from rl_vlm.learning.device import give_back
-from rl_vlm.learning.messages import ScoreBatch, Scores, UpdateBatch, UpdateResult
-from rl_vlm.learning.optimizer import make_optimizer, scale_lr
-from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.strategies.choose import make_strategy
-from rl_vlm.learning.update import make_updater
-from rl_vlm.models.payload import WeightPayload
+from rl_vlm.learning.plan import ScoreBatch, Scores, UpdateBatch, UpdateResult, UpdateStats
+from rl_vlm.learning.strategies import make_strategy
+from rl_vlm.learning.update import WeightAverage, make_optimizer, make_updater, scale_lr, sight_logprobs
+from rl_vlm.models.devices import give_back, learner_device, limit_memory
+from rl_vlm.models.reference import ModelReference
+from rl_vlm.models.weights import WeightPayload
 from rl_vlm.plugins import load_plugins
+from rl_vlm.serving.registry import fetch_model_files
 from rl_vlm.tracing import continued, span
 from rl_vlm.types import Trajectory
 
-if TYPE_CHECKING:
-    from rl_vlm.learning.module import VLMModule  # with peft and all of transformers, for env runners too
+
+class VLMModule(TorchRLModule):
+    """RLlib's view of the policy: its state is what is trained, the adapter's tensors or all weights."""
+
+    def setup(self) -> None:
+        """Load the model; RLlib calls this once, in the learner's process. `model_config` holds `model`, `run_id` and `run_config`."""
+        from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
+
+        settings: dict[str, Any] = self.model_config  # type: ignore[assignment]
+        run: RunConfig = settings["run_config"]
+        torch.set_num_threads(run.learner.num_threads)
+        # Decided here, because the driver may sit on a machine without a GPU.
+        device = learner_device(run)
+        limit_memory(run, device)
+        model: ModelReference = settings["model"]
+        folder = model.on_this_node(partial(fetch_model_files, settings["run_id"]))
+        self.policy = PolicyModel(
+            folder, run, device, cache_bytes=run.model.image_cache_bytes, image_by_image=run.deterministic
+        )
+        self.vlm = self.policy.model  # registered as a submodule, so that RLlib finds the parameters
+        if self.policy.critic is not None:
+            self.value_head = self.policy.critic.head
+
+    def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """What is trained as float32 numpy arrays, by name."""
+        return {name: tensor.detach().cpu().numpy() for name, tensor in self.policy.weights().items()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Load what `get_state` returned."""
+        self.policy.load_weights({name: torch.as_tensor(array) for name, array in state.items()})
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Not used: the learner computes log-probabilities of packed micro-batches (see update.py)."""
+        raise TypeError("VLMModule samples through Ray Serve; it has no forward pass over RLlib batches.")
 
 
 class VLMLearner(TorchLearner):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_vlm.models.memory.parts import HEAD_TILES
-from rl_vlm.models.products import linear, wide_product
+from rl_vlm.models.devices import linear, wide_product
+from rl_vlm.models.memory.shape import HEAD_TILES
 
 if TYPE_CHECKING:
-    from rl_vlm.models.backbone import Backbone
+    from rl_vlm.models.qwen_vl import Backbone
 
 # What is wanted of the entropies: nothing, their values, or values with a gradient.
 Entropy: TypeAlias = Literal["none", "value", "gradient"]

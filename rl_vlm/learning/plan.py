@@ -2,24 +2,148 @@
 
 The order is: `divide` the groups and let the learners score them where an estimator needs that; `make_experience` of the groups and
 the scores; `estimate_advantages`; `update_batches` for the learners. Where no scores are needed the groups are divided after the
-estimate, so that samples without an advantage are left out.
-"""
+estimate, so that samples without an advantage are left out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-import rl_vlm.learning.gae  # noqa: F401  # registers an estimator
-from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.learning.batching import Minibatch
-from rl_vlm.learning.estimators import ESTIMATORS, Estimate, Experience, PerToken
-from rl_vlm.learning.messages import Scores, UpdateBatch
-from rl_vlm.learning.returns import ReturnScale
+from rl_vlm.learning.estimators import ESTIMATORS, Estimate, Experience, PerToken, Rescaling, ReturnScale
+from rl_vlm.models.weights import WeightPayload
+from rl_vlm.tracing import Span
 from rl_vlm.types import TrajectoryGroup
+
+Metrics = dict[str, float]
+
+
+@dataclass(slots=True)
+class UpdateStats:
+    """Sums over sampled tokens, so that they can be added across micro-batches and learners."""
+
+    tokens: float = 0.0
+    loss: float = 0.0
+    clipped: float = 0.0
+    entropy: float = 0.0  # NaN where it is not measured
+    logprob: float = 0.0
+    value_loss: float = 0.0
+    kl: float = 0.0
+    approx_kl: float = 0.0
+    mismatch_kl: float = 0.0
+    mismatch_prob: float = 0.0
+    masked: float = 0.0  # tokens that a mask of algorithm.mismatch left out
+    ratio_max: float = 0.0
+    grad_norm: float = 0.0
+    steps: int = 0
+    skipped_steps: int = 0  # the gradient was not finite
+    lr: float = 0.0
+    first_ratio_error: float = 0.0  # largest |ratio - 1| on the first minibatch, where it was probed: must be exactly 0
+
+    @classmethod
+    def merge(cls, parts: Sequence[UpdateStats]) -> UpdateStats:
+        """The statistics of all learners together."""
+        merged = cls(grad_norm=parts[0].grad_norm, steps=parts[0].steps, skipped_steps=parts[0].skipped_steps)
+        sums = ("tokens", "loss", "clipped", "entropy", "logprob", "value_loss", "kl", "approx_kl")
+        for name in (*sums, "mismatch_kl", "mismatch_prob", "masked"):
+            setattr(merged, name, sum(getattr(part, name) for part in parts))
+        for name in ("ratio_max", "first_ratio_error"):
+            setattr(merged, name, max(getattr(part, name) for part in parts))
+        return merged
+
+    def metrics(self) -> Metrics:
+        """Averages under the names that are logged."""
+        tokens = max(self.tokens, 1.0)
+        steps = max(self.steps, 1)
+        return {
+            "policy/loss": self.loss / steps,
+            "policy/kl": self.kl / tokens,
+            "policy/approx_kl": self.approx_kl / tokens,
+            "policy/entropy": self.entropy / tokens,
+            "policy/token_logprob_mean": self.logprob / tokens,
+            "policy/clip_fraction": self.clipped / tokens,
+            "policy/ratio_max": self.ratio_max,
+            "policy/grad_norm": self.grad_norm / steps,
+            "policy/lr": self.lr,
+            "policy/optimizer_steps": float(self.steps),
+            "policy/skipped_steps": float(self.skipped_steps),
+            "policy/first_ratio_error": self.first_ratio_error,
+            "mismatch/kl": self.mismatch_kl / tokens,
+            "mismatch/token_mult_prob_error": self.mismatch_prob / tokens if self.tokens else 1.0,
+            "mismatch/masked": self.masked / tokens,
+        }
+
+
+# What the driver and the learners send each other in an update. No torch.
+
+
+@dataclass(slots=True)
+class ScoreBatch:
+    """One learner's minibatches, to be answered with `Scores`. An object of its own, because RLlib takes lists apart."""
+
+    minibatches: list[Minibatch]
+
+
+@dataclass(slots=True)
+class Scores:
+    """What the learners know before an update, by trajectory id and sampled token: float32 [T].
+
+    log_ratio: log-probability minus that of the base model, where a KL penalty needs it. values: the critic's, normalised.
+    """
+
+    log_ratio: dict[str, np.ndarray] = field(default_factory=dict)
+    values: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @classmethod
+    def merge(cls, parts: Sequence[Scores]) -> Scores:
+        """The scores of all learners together."""
+        merged = cls()
+        for part in parts:
+            merged.log_ratio |= part.log_ratio
+            merged.values |= part.values
+        return merged
+
+
+@dataclass(slots=True)
+class UpdateBatch:
+    """One learner's share of one update: its part of every optimiser step, and what all learners agree on.
+
+    `minibatches` is empty where those are meant that the learner has scored last. advantages, returns: float32 [T] by trajectory id;
+    returns are normalised, and empty without a critic. value_weights: of each step, of the loss of a token that has a return.
+    """
+
+    minibatches: list[Minibatch]
+    active: list[bool]  # by step: whether any learner has samples
+    advantages: dict[str, np.ndarray]
+    returns: dict[str, np.ndarray]
+    value_weights: list[float]
+    rescaling: Rescaling | None = None  # of the critic's normalisation
+    epochs: int = 1
+    learn_policy: bool = True
+    lr_factor: float = 1.0  # of the schedule
+    version: int = 1  # of the adapter that the update makes
+    trace: str = ""  # the span that the update belongs to
+
+
+@dataclass(slots=True)
+class UpdateResult:
+    """What a learner answers to an UpdateBatch. Learner 0 adds the new adapter."""
+
+    stats: UpdateStats
+    adapter: WeightPayload | None = None
+    spans: list[Span] = field(default_factory=list)  # of an update that is traced
+
+
+# Plans an update: the advantages of trajectory groups, and each learner's share of each optimiser step. No Ray, no
+# torch.
+#
+# The order is: `divide` the groups and let the learners score them where an estimator needs that; `make_experience` of
+# the groups and the scores; `estimate_advantages`; `update_batches` for the learners. Where no scores are needed the
+# groups are divided after the estimate, so that samples without an advantage are left out.
 
 
 def estimate_advantages(experience: Experience, settings: AlgorithmSection) -> Estimate:

@@ -2,26 +2,265 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from rl_vlm.config import CriticSection, RunConfig, SFTConfig
-from rl_vlm.learning.critic import Critic
-from rl_vlm.learning.trainable import FullTraining, LoraTraining, Trainable
-from rl_vlm.models.backbone import CACHE_BYTES, Backbone
-from rl_vlm.models.initial_adapter import initial_adapter
+from rl_vlm.learning.estimators import Rescaling
+from rl_vlm.models.devices import choose_order, choose_precision, use_fast_products
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
-from rl_vlm.models.lora_layers import ExtraLora, lora_config, seed_lora
-from rl_vlm.models.payload import WeightPayload
-from rl_vlm.models.precision import choose_order, choose_precision
-from rl_vlm.models.products import use_fast_products
+from rl_vlm.models.lora_layers import ExtraLora, inject_lora, load_lora_state, lora_config, lora_state, seed_lora
+from rl_vlm.models.qwen_vl import CACHE_BYTES, Backbone
+from rl_vlm.models.weights import AdapterPayload, FullPayload, WeightPayload, check_fits, initial_adapter
 from rl_vlm.seeding import derive_seed
+from rl_vlm.types import UserInputError
+
+HEAD = "head."  # names of the head's tensors, among those of the critic's adapter
+
+
+class SecondAdapter(Protocol):
+    """Another LoRA adapter in the model's layers."""
+
+    parameters: dict[str, nn.Parameter]
+
+    def active(self) -> AbstractContextManager[None]:
+        """Inside, the model computes with this adapter instead of the policy's."""
+        ...
+
+
+class Critic:
+    """A value head on the hidden states of the policy (`kind: head`) or of a second LoRA adapter (`adapter`).
+
+    Values are of normalised returns. The head's last layer starts at zero: every state is worth the mean return.
+
+    Args:
+        model: the model, with the policy's LoRA layers injected.
+        section: the critic's settings.
+        width: D.
+        adapter: for `kind: adapter`.
+    """
+
+    def __init__(
+        self, model: nn.Module, section: CriticSection, width: int, adapter: SecondAdapter | None = None
+    ) -> None:
+        self.loss_coef, self.clip, self.stop_gradient = section.loss_coef, section.clip, section.stop_gradient
+        device = next(model.parameters()).device
+        self.last = nn.Linear(section.hidden or width, 1, device=device)
+        nn.init.zeros_(self.last.weight)
+        nn.init.zeros_(self.last.bias)
+        before = [nn.Linear(width, section.hidden, device=device), nn.GELU()] if section.hidden else []
+        self.head = nn.Sequential(*before, self.last)
+        self._adapter = adapter
+
+    @property
+    def shares_policy(self) -> bool:
+        """Whether the policy's hidden states are the critic's too, so that one forward pass serves both."""
+        return self._adapter is None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What the critic's optimiser steps change."""
+        return [*(self._adapter.parameters.values() if self._adapter else ()), *self.head.parameters()]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, the model computes with the critic's adapter where it has one."""
+        if self._adapter is None:
+            yield
+        else:
+            with self._adapter.active():
+                yield
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """float32 [N] of hidden states [N, D]."""
+        return self.head(hidden.float())[:, 0]  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def rescale(self, change: Rescaling) -> None:
+        """Keep every value as it is, in returns, while mean and standard deviation of the normalisation change.
+
+        PopArt, arXiv 1602.07714, equation 5.
+        """
+        self.last.weight *= change.factor
+        self.last.bias.copy_(self.last.bias * change.factor + change.shift)
+
+    def state(self) -> dict[str, Tensor]:
+        """All tensors by name, on the CPU."""
+        tensors: dict[str, Tensor] = {HEAD + name: tensor for name, tensor in self.head.state_dict().items()}
+        if self._adapter is not None:
+            tensors |= self._adapter.parameters
+        return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Load what `state` returned. Raises UserInputError for tensors of another critic."""
+        try:
+            self.head.load_state_dict({name: state[HEAD + name] for name in self.head.state_dict()})
+            for name, parameter in (self._adapter.parameters if self._adapter else {}).items():
+                parameter.copy_(state[name])
+        except (KeyError, RuntimeError) as error:
+            raise UserInputError(
+                f"The checkpoint has no critic of this kind ({error}): keep algorithm.name and critic as they were."
+            ) from error
+
+
+def value_loss(new: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """Per token ½ (V - R)², or with `clip` the larger of that and the same with V moved at most `clip` from the old value.
+
+    As PPO's original implementation has it (openai/baselines, ppo2); all float32 [N].
+    """
+    loss = (new - returns) ** 2
+    if clip is not None:
+        bounded = old + (new - old).clamp(-clip, clip)
+        loss = torch.maximum(loss, (bounded - returns) ** 2)
+    return 0.5 * loss
+
+
+class Trainable(Protocol):
+    """The trained part of a model. `parameters` are float32: what the optimiser steps."""
+
+    parameters: list[nn.Parameter]
+
+    def weights(self) -> dict[str, Tensor]:
+        """The trained tensors by the names of their files, float32, not copied."""
+        ...
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Put tensors with these names in place. Raises UserInputError for ones that do not fit."""
+        ...
+
+    def payload(self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None) -> WeightPayload:
+        """Tensors by these names as an immutable version, rounded where `dtype` is given."""
+        ...
+
+    def stepped(self) -> None:
+        """The optimiser has changed `parameters`."""
+        ...
+
+    def base(self) -> AbstractContextManager[None]:
+        """The model computes as before training inside this context."""
+        ...
+
+
+class LoraTraining:
+    """LoRA layers (float32), by peft's names."""
+
+    def __init__(self, model: nn.Module, config: LoraConfig) -> None:
+        self._model, self._config = model, config
+        inject_lora(model, config)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def weights(self) -> dict[str, Tensor]:
+        """See Trainable."""
+        return lora_state(self._model)
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """See Trainable."""
+        load_lora_state(self._model, state)
+
+    def payload(self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None) -> WeightPayload:
+        """See Trainable."""
+        return AdapterPayload.build(version, weights, self._config, dtype)
+
+    def stepped(self) -> None:
+        """Nothing to do: the optimiser steps the layers themselves."""
+
+    @contextmanager
+    def base(self) -> Iterator[None]:
+        """See Trainable; the layers are switched off."""
+        layers = [module for module in self._model.modules() if isinstance(module, LoraLayer)]
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
+
+
+class FullTraining:
+    """All parameters, the vision tower's too. Those of a lower precision get float32 masters, which the optimiser steps.
+
+    The model computes with what the masters round to, as every replica does. Gradients of a backward pass are added to the
+    masters' in float32 as soon as a parameter has its own, which is then freed (mixed precision: arXiv 1710.03740, section 3.1).
+
+    Args:
+        model: the model, whose parameters are float32 or bfloat16.
+        base: the folder that it was loaded from.
+        reload: its parameters by name as that folder has them, in the model's precision.
+        keep_base: keep them in memory, because the reference of a KL penalty needs them in every update; else `base` reads them
+            from the folder each time.
+    """
+
+    def __init__(
+        self, model: nn.Module, base: str, reload: Callable[[], dict[str, Tensor]], keep_base: bool = False
+    ) -> None:
+        self._base_name, self._reload = base, reload
+        self._own = dict(model.named_parameters())  # tied parameters once
+        model.requires_grad_(True)
+        self._kept = {name: own.detach().clone() for name, own in self._own.items()} if keep_base else None
+        self._masters = {name: _master(own) for name, own in self._own.items()}
+        self.parameters = list(self._masters.values())
+
+    def weights(self) -> dict[str, Tensor]:
+        """See Trainable; the masters."""
+        return {name: master.detach() for name, master in self._masters.items()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """See Trainable."""
+        check_fits(state, self._own, 0)
+        for name, master in self._masters.items():
+            master.copy_(state[name])
+        self.stepped()
+
+    def payload(self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None) -> WeightPayload:
+        """See Trainable."""
+        return FullPayload.build(version, weights, self._base_name, dtype)
+
+    @torch.no_grad()
+    def stepped(self) -> None:
+        """See Trainable; the model gets what the masters round to."""
+        for name, own in self._own.items():
+            if own is not self._masters[name]:
+                own.copy_(self._masters[name])
+
+    @contextmanager
+    def base(self) -> Iterator[None]:
+        """See Trainable."""
+        base = self._kept if self._kept is not None else self._reload()
+        trained = {name: own.data for name, own in self._own.items()}
+        try:
+            for name, own in self._own.items():
+                own.data = base[name]
+            yield
+        finally:
+            for name, own in self._own.items():
+                own.data = trained[name]
+
+
+def _master(own: nn.Parameter) -> nn.Parameter:
+    """The parameter itself where it is float32, else a float32 copy that collects its gradients."""
+    if own.dtype == torch.float32:
+        return own
+    master = nn.Parameter(own.detach().float())
+
+    def collect(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.float()
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        parameter.grad = None
+
+    own.register_post_accumulate_grad_hook(collect)
+    return master
 
 
 class PolicyModel:

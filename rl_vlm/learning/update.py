@@ -1,37 +1,130 @@
 """The policy update: old log-probabilities once per rollout, then one optimiser step per minibatch.
 
-Plain torch, without Ray: RLlib's learner and the single-process loop of the benchmarks both run this.
-"""
+Plain torch, without Ray: RLlib's learner and the single-process loop of the benchmarks both run this."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rl_vlm.config import OptimizerSection, RunConfig
-from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.config import OptimizerSection, RunConfig, SFTConfig
+from rl_vlm.config.learner import AlgorithmSection
+from rl_vlm.envs.images import blanked, resized
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
-from rl_vlm.learning.critic import Critic, value_loss
 from rl_vlm.learning.logprobs import Entropy, token_logprobs
-from rl_vlm.learning.losses import LOSSES, TokenBatch, kl_estimate
-from rl_vlm.learning.messages import Scores, UpdateBatch
-from rl_vlm.learning.mismatch import mismatch_weights
-from rl_vlm.learning.optimizer import CRITIC_GROUP
-from rl_vlm.learning.padding import missing_passes, padding_batch
-from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.strategies.base import Strategy
-from rl_vlm.types import RLVLMError, Trajectory
+from rl_vlm.learning.losses import LOSSES, TokenBatch, kl_estimate, mismatch_weights
+from rl_vlm.learning.plan import Scores, UpdateBatch, UpdateStats
+from rl_vlm.learning.policy_model import Critic, value_loss
+from rl_vlm.learning.strategies import CRITIC_GROUP, Strategy
+from rl_vlm.models.loading import TextSide
+from rl_vlm.types import EncodedImage, RLVLMError, Trajectory
 
 if TYPE_CHECKING:
-    # env runners import this module and must not import the model's
-    from rl_vlm.learning.policy_model import PolicyModel
-    from rl_vlm.models.backbone import Backbone
+    from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
+    from rl_vlm.models.qwen_vl import Backbone
+
+
+def missing_passes(counts: Sequence[int], device: torch.device) -> list[int]:
+    """How many micro-batches this learner has fewer than the one with most, for each optimiser step; all learners call this."""
+    own = torch.tensor(counts, dtype=torch.int64, device=device)
+    most: Tensor = own.clone()
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    return (most - own).tolist()  # type: ignore[no-any-return]
+
+
+def padding_batch(token_id: int) -> MicroBatch:
+    """One row of two tokens, the second sampled, with weight and advantage 0. `token_id` is one that the policy may sample."""
+    nothing, first = np.zeros(1, dtype=np.float32), np.zeros(1, dtype=np.int64)
+    return MicroBatch(
+        input_ids=np.full((1, 2), token_id, dtype=np.int64),
+        position_ids=np.broadcast_to(np.arange(2, dtype=np.int64), (3, 1, 2)).copy(),
+        segments=np.array([[0, 1]], dtype=np.int16),
+        images=[],
+        row=first,
+        column=first,
+        target=np.full(1, token_id, dtype=np.int64),
+        behaviour=nothing,
+        sample=first,
+        turn=first,
+        counts=False,
+        weight=nothing,
+        advantage=nothing,
+        returns=np.full(1, np.nan, dtype=np.float32),
+    )
+
+
+class WeightAverage:
+    """average = decay · average + (1 - decay) · weights after each optimiser step; it begins at the given weights.
+
+    A and B of LoRA are averaged each on their own, so the average is not that of their products.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
+        self._decay = decay
+        self._average = {name: tensor.detach().clone() for name, tensor in weights.items()}
+
+    @torch.no_grad()
+    def update(self, weights: Mapping[str, Tensor]) -> None:
+        """After an optimiser step."""
+        for name, average in self._average.items():
+            average.lerp_(weights[name].detach(), 1 - self._decay)
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The average by name, not copied."""
+        return self._average
+
+    def state(self) -> dict[str, Tensor]:
+        """The average by name, on the CPU."""
+        return {name: tensor.cpu().clone() for name, tensor in self._average.items()}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Load what `state` returned."""
+        for name, average in self._average.items():
+            average.copy_(state[name])
+
+
+# The optimiser of the trained weights and of a critic.
+
+
+def make_optimizer(policy: PolicyModel, run: RunConfig | SFTConfig) -> torch.optim.Optimizer:
+    """AdamW (Adam when weight_decay is 0) or Adafactor on the trained weights, and in a second group on the critic.
+
+    Each group keeps its own `base_lr`, which a schedule scales.
+    """
+    learner = run.learner
+    groups: list[dict[str, Any]] = [{"params": policy.parameters, "lr": learner.lr}]
+    if policy.critic is not None and isinstance(run, RunConfig) and run.critic is not None:
+        groups.append({"params": policy.critic.parameters, "lr": run.critic.lr or learner.lr})
+    for group in groups:
+        group["base_lr"] = group["lr"]
+    optimizer: torch.optim.Optimizer
+    if learner.optimizer == "adafactor":
+        optimizer = torch.optim.Adafactor(groups, lr=learner.lr, weight_decay=learner.weight_decay)
+    else:
+        optimizer = torch.optim.AdamW(
+            groups, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay, fused=True
+        )
+    optimizer.register_step_post_hook(lambda *_: policy.trained.stepped())
+    return optimizer
+
+
+def scale_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set every group's learning rate to that share of its base."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * factor
+
+
+# The policy update: old log-probabilities once per rollout, then one optimiser step per minibatch.
+#
+# Plain torch, without Ray: RLlib's learner and the single-process loop of the benchmarks both run this.
 
 
 class LossError(RLVLMError):
@@ -359,3 +452,88 @@ def make_updater(policy: PolicyModel, run: RunConfig) -> PolicyUpdater:
         log_entropy=run.learner.log_entropy,
         padding=padding_batch(policy.text.codec.end_of_turn_id) if run.learner.in_step else None,
     )
+
+
+# Counterfactuals: log-probabilities that a learner computes when it sees other images or positions, or runs without
+# its adapter.
+
+ImagesChange: TypeAlias = Callable[[Sequence[EncodedImage]], tuple[EncodedImage, ...]]
+
+
+class Recompute(Protocol):
+    """`PolicyUpdater.recompute`."""
+
+    def __call__(
+        self, trajectories: Sequence[Trajectory], change: PositionChange | None = None, *, adapter: bool = True
+    ) -> list[np.ndarray]:
+        """Log-probabilities float32 [sampled tokens] of each trajectory."""
+        ...
+
+
+class UnfitImagesError(RLVLMError):
+    """The learner makes another number of tokens of an image than the engine did."""
+
+
+def sight_logprobs(
+    trajectories: Sequence[Trajectory], recompute: Recompute, text: TextSide, counterfactuals: bool = True
+) -> dict[str, list[np.ndarray]]:
+    """Log-probabilities float32 [T] of the sampled tokens of each trajectory, "true", "blank" and by counterfactual.
+
+    The names are those of evaluation/sight_faults.py; one that changes nothing is left out. Raises UnfitImagesError.
+    """
+    _check_tokens(trajectories, text)
+    logprobs = {"true": recompute(trajectories), "blank": recompute(_with_images(trajectories, blanked))}
+    if not counterfactuals:
+        return logprobs
+    if any(len(trajectory.images) > 1 for trajectory in trajectories):
+        logprobs["reversed"] = recompute(_with_images(trajectories, _reversed))
+    if len(trajectories) > 1:
+        logprobs["other"] = recompute(_exchanged(trajectories))
+    for name, change in (("no_rows", _without_rows), ("zero_rows", _zero_rows), ("sequential", _sequential)):
+        logprobs[name] = recompute(trajectories, change)
+    logprobs["base"] = recompute(trajectories, adapter=False)
+    return logprobs
+
+
+def _check_tokens(trajectories: Sequence[Trajectory], text: TextSide) -> None:
+    for trajectory in trajectories:
+        wanted = sum(text.count_image_tokens(image.width, image.height) for image in trajectory.images)
+        there = int((trajectory.token_ids == text.codec.image_token_id).sum())
+        if wanted != there:
+            raise UnfitImagesError(
+                f"{trajectory.trajectory_id} has {there} image tokens, and the learner makes {wanted} of its images."
+            )
+
+
+def _with_images(trajectories: Sequence[Trajectory], change: ImagesChange) -> list[Trajectory]:
+    return [replace(trajectory, images=change(trajectory.images)) for trajectory in trajectories]
+
+
+def _reversed(images: Sequence[EncodedImage]) -> tuple[EncodedImage, ...]:
+    return tuple(resized(there, own.width, own.height) for there, own in zip(reversed(images), images, strict=True))
+
+
+def _exchanged(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Each trajectory with the images of its neighbour: 0 with those of 1 and the other way round, 2 and 3, ..."""
+    changed = []
+    for number, own in enumerate(trajectories):
+        partner = trajectories[number ^ 1] if number ^ 1 < len(trajectories) else trajectories[0]
+        pairs = zip(own.images, partner.images, strict=False)
+        images = [resized(there, here.width, here.height) for here, there in pairs]
+        changed.append(replace(own, images=(*images, *own.images[len(images) :])))
+    return changed
+
+
+def _without_rows(micro: MicroBatch) -> np.ndarray:
+    return np.stack([micro.position_ids[0]] * 3)
+
+
+def _zero_rows(micro: MicroBatch) -> np.ndarray:
+    """Only in the first prompt: engines count on from there by themselves."""
+    rows = np.where(micro.segments == 0, 0, micro.position_ids[1:])
+    return np.concatenate([micro.position_ids[:1], rows])
+
+
+def _sequential(micro: MicroBatch) -> np.ndarray:
+    shape = micro.position_ids.shape
+    return np.broadcast_to(np.arange(shape[-1]), shape).copy()

@@ -15,13 +15,18 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
-from rl_vlm.config.yaml_text import load_yaml
+from rl_vlm.config.loading import load_yaml
 from rl_vlm.files import replace_folder, resolved
-from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.models.full_weights import FullPayload, put_weights
 from rl_vlm.models.loading import from_folder, load_text_side, quiet_libraries, resolve_model, save_model
-from rl_vlm.models.payload import WeightPayload
-from rl_vlm.models.trained import is_full, read_payload, trained_folder
+from rl_vlm.models.weights import (
+    AdapterPayload,
+    FullPayload,
+    WeightPayload,
+    is_full,
+    put_weights,
+    read_payload,
+    trained_folder,
+)
 from rl_vlm.ownership import MODEL_MARKER, files_in, mark_model, model_files
 from rl_vlm.types import RLVLMError, UserInputError
 

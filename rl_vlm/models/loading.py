@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import logging
@@ -10,20 +11,50 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jinja2.exceptions import TemplateError
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.imports import replaced
-from rl_vlm.models.builtin import builtin_models
 from rl_vlm.models.images import DEFAULT_PIXELS, ImageProcessorSpec, PixelLimits
+from rl_vlm.registry import provided
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
-    # Encoding needs neither torch nor the models of transformers, whose imports take eight seconds of CPU.
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+# Built-in models: names that `model.path` takes besides folders and names of the hub.
+#
+# An installed package provides them through the entry-point group `rl_vlm.models`: each entry is a mapping from names
+# to `BuiltinModel`.
+
+ENTRY_POINT_GROUP = "rl_vlm.models"
+
+
+class BuiltinModel(Protocol):
+    """A small model that code builds on the machine that needs it."""
+
+    def folder(self, seed: int = 0) -> Path:
+        """Its Hugging Face folder in the cache, built on first use."""
+        ...
+
+    def config(self) -> dict[str, Any]:
+        """The content of its config.json, without building it."""
+        ...
+
+    def make(self, folder: Path, seed: int = 0) -> Path:
+        """Build it into a folder, which appears complete or not at all."""
+        ...
+
+
+@functools.cache
+def builtin_models() -> dict[str, BuiltinModel]:
+    """The built-in models of all installed packages by name."""
+    return {name: model for point in provided(ENTRY_POINT_GROUP).values() for name, model in point.load().items()}
+
 
 DType = Literal["float32", "bfloat16", "float16"]
 HeadDType = Literal["model", "float32"]  # float32: logits are not rounded to the model's type

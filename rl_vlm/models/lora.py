@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rl_vlm.models.adapter import PREFIX
 from rl_vlm.models.memory.shape import ADAPTED
-from rl_vlm.models.payload import WeightPayload
+from rl_vlm.models.weights import PREFIX, WeightPayload
 from rl_vlm.types import UserInputError
 
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # at the end of a tensor's name

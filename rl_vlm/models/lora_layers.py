@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model,
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from rl_vlm.models.adapter import PREFIX
 from rl_vlm.models.lora import TARGET_MODULES, TOWER_PATTERN
+from rl_vlm.models.weights import PREFIX
 from rl_vlm.types import UserInputError
 
 NOTHING_TO_TRAIN = "model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision."

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_vlm.files import cache_folder, locked
-from rl_vlm.models.builtin import builtin_models
 from rl_vlm.models.digest import WEIGHTS, hash_model, text_files
-from rl_vlm.models.loading import resolve_model
+from rl_vlm.models.loading import builtin_models, resolve_model
 from rl_vlm.types import UserInputError
 
 _SMALL_FILE, _SMALL_FOLDER = 32 << 20, 96 << 20  # bytes of weights that travel at most

@@ -13,8 +13,95 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rl_vlm.monitoring.vitals import MismatchGrowth, MovingAverage
 from rl_vlm.safe_text import printable, safe
+
+# What alerts look at, computed once per iteration: iterations differ in length, so a window of minutes says little.
+
+_SMOOTHING = 0.9
+_FIRST = 5  # iterations that make the start
+_FLOOR = 1e-4  # nats per token: a mismatch below this is nothing
+
+
+class MovingAverage:
+    """An exponential moving average without a bias to zero in its first values."""
+
+    def __init__(self, decay: float = _SMOOTHING) -> None:
+        self._decay = decay
+        self._sum = self._weight = 0.0
+
+    def add(self, value: float) -> None:
+        """Add a value; nan and infinity are ignored."""
+        if math.isfinite(value):
+            self._sum = self._decay * self._sum + (1 - self._decay) * value
+            self._weight = self._decay * self._weight + (1 - self._decay)
+
+    @property
+    def value(self) -> float | None:
+        """The average, or None before the first value."""
+        return self._sum / self._weight if self._weight else None
+
+
+class Start:
+    """The mean of the first values of a figure."""
+
+    def __init__(self) -> None:
+        self._first: list[float] = []
+
+    def add(self, value: float) -> bool:
+        """Take a value; False once the start is complete and the value belongs to what comes after. nan is ignored."""
+        if len(self._first) >= _FIRST:
+            return False
+        if math.isfinite(value):
+            self._first.append(value)
+        return True
+
+    @property
+    def value(self) -> float | None:
+        """The mean, or None before the first value."""
+        return sum(self._first) / len(self._first) if self._first else None
+
+
+class MismatchGrowth:
+    """How many times larger mismatch/kl is than at the start.
+
+    The start is the mean of the first five values, or 1e-4 where that is less: in float32 engine and learner agree to 1e-9 or
+    better, and ten times as much is still nothing.
+    """
+
+    def __init__(self) -> None:
+        self._start = Start()
+
+    @property
+    def start(self) -> float:
+        """The mean of the first values; 0 before them."""
+        return self._start.value or 0.0
+
+    def add(self, kl: float) -> float | None:
+        """The factor, or None while the start is being measured and for nan."""
+        if self._start.add(kl) or not math.isfinite(kl):
+            return None
+        return kl / max(self.start, _FLOOR)
+
+
+class RewardTrend:
+    """The reward's start, moving average, and the best that this average was since the start."""
+
+    def __init__(self) -> None:
+        self._start, self._average = Start(), MovingAverage()
+        self._best = -math.inf
+
+    def add(self, reward: float) -> dict[str, float]:
+        """`reward_start`, `reward_smoothed` and `reward_best`, those that are known."""
+        early = self._start.add(reward)
+        self._average.add(reward)
+        start, smoothed = self._start.value, self._average.value
+        if start is None or smoothed is None:
+            return {}
+        if not early:  # a lucky first iteration is no peak to fall from
+            self._best = max(self._best, smoothed)
+        known = {"reward_start": start, "reward_smoothed": smoothed}
+        return known if self._best == -math.inf else known | {"reward_best": self._best}
+
 
 # Plain lines: one per PLAIN_EVERY iterations, and one when nothing was printed for PLAIN_SECONDS.
 PLAIN_EVERY = 10
@@ -223,3 +310,76 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m {whole % 60:02d}s"
     return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+
+
+# Terminal output of a preference run: steps, returns by the true reward, labels.
+
+
+class PreferenceDisplay(ProgressDisplay):
+    """A ProgressDisplay that counts environment steps and shows the evaluation's true return beside success."""
+
+    unit = "step"
+
+    def evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
+        """Show the evaluation episodes' success rate and mean true return."""
+        super().evaluation(iteration, {})
+        self._success, self._return = float(results["accuracy/success"]), float(results["reward/success"])
+        self.message(
+            f"Step {iteration}: true return {self._return:.4g} ± {results['evaluation/reward_std']:.3g} over "
+            f"{results['items/success']:.0f} episodes, success {self._success:.2f}."
+        )
+
+    _success: float | None = None
+    _return: float | None = None
+
+    def _facts(self) -> list[tuple[str, str]]:
+        known = self._metrics.get
+
+        def shown(form: str, *names: str) -> str:
+            values = [known(name) for name in names]
+            return form.format(*values) if None not in values else ""
+
+        rows = [
+            ("return", shown("{:.4g} true, {:.4g} learned", "reward/mean", "reward/learned")),
+            ("success", shown("{:.2f} in training", "rollout/success")),
+            ("evaluation", f"{self._return:.4g}, success {self._success:.2f}" if self._return is not None else ""),
+            ("labels", shown("{:.0f}", "labels/total")),
+            ("speed", shown("{:.0f} steps/s", "rollout/steps_per_s")),
+            ("policy", shown("alpha {:.3g}, q {:.3g}", "policy/alpha", "critic/q")),
+        ]
+        return [(name, value) for name, value in rows if value]
+
+
+# Terminal output of supervised fine-tuning: steps, losses, greedy answers.
+
+
+class SFTDisplay(ProgressDisplay):
+    """A ProgressDisplay that counts optimiser steps and shows losses in nats per token."""
+
+    unit = "step"
+
+    def evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
+        """Show the held-out loss and, where answers were written, how many were right."""
+        super().evaluation(iteration, {})
+        self._held_out = f"loss {results['eval/loss']:.4f}"
+        if "accuracy/default" in results:
+            self._held_out += f", exact answers {results['accuracy/default']:.3f}"
+        self.message(f"Step {iteration}: held-out {self._held_out}.")
+
+    _held_out = ""
+
+    def _facts(self) -> list[tuple[str, str]]:
+        known = self._metrics.get
+
+        def shown(form: str, name: str) -> str:
+            value = known(name)
+            return form.format(value) if value is not None else ""
+
+        rows = [
+            ("loss", shown("{:.4f}", "sft/loss")),
+            ("held out", self._held_out),
+            ("epoch", shown("{:.2f}", "sft/epoch")),
+            ("speed", shown("{:,.0f} tokens/s", "sft/tokens_per_s")),
+            ("policy", shown("lr {:.2e}", "sft/lr")),
+        ]
+        return [(name, value) for name, value in rows if value]

@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_vlm.monitoring.display import duration
-from rl_vlm.monitoring.overview import Overview, overview
-from rl_vlm.monitoring.samples import Sample
+from rl_vlm.monitoring.overview import Overview, Sample, overview
 from rl_vlm.safe_text import printable, safe
 from rl_vlm.types import RLVLMError
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -11,7 +14,128 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rl_vlm.config import SACSection
-from rl_vlm.preference.networks import SACNetworks
+from rl_vlm.models.devices import FastLinear
+
+# SAC's networks and its policy, a squashed Gaussian. Plain torch.
+
+
+def sample_actions(head: Tensor, noise: Tensor, log_std_bounds: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """Actions [B, A] in (-1, 1) and log-probabilities [B] of the squashed Gaussian (arXiv 1801.01290, appendix C).
+
+    `head` [B, 2 A] holds the mean and the raw log standard deviation, `noise` [B, A] is standard normal.
+    As in the original, log std = low + (high - low) / 2 × (tanh(raw) + 1). log(1 - tanh²) is in its stable form.
+    """
+    low, high = log_std_bounds
+    mean, raw = head.chunk(2, dim=1)
+    log_std = low + 0.5 * (high - low) * (raw.tanh() + 1)
+    before = mean + noise * log_std.exp()
+    log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+    log_slope = 2 * (math.log(2) - before - functional.softplus(-2 * before))
+    return before.tanh(), (log_normal - log_slope).sum(1)
+
+
+class MLP(nn.ModuleList):
+    """Linear layers of these sizes with ReLU between them."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__(FastLinear(*pair) for pair in itertools.pairwise(sizes))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The output of the last layer."""
+        *hidden, last = self
+        for layer in hidden:
+            inputs = layer(inputs).relu_()
+        return last(inputs)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _initialize(networks: nn.Module, generator: torch.Generator) -> None:
+    """Make every matrix orthogonal and every bias zero."""
+    for parameter in networks.parameters():
+        parameter.zero_()
+        if parameter.ndim == 2:
+            parameter.copy_(nn.init.orthogonal_(torch.empty(parameter.shape), generator=generator))
+
+
+class SACNetworks(nn.Module):
+    """The policy `actor`, the pair of `critics`, their `targets`, and `log_alpha` [1]."""
+
+    def __init__(self, observation_size: int, action_size: int, settings: SACSection, seed: int) -> None:
+        super().__init__()
+        self.action_size, self.log_std_bounds = action_size, settings.log_std_bounds
+        hidden = [settings.hidden] * settings.depth
+        critic_sizes = (observation_size + action_size, *hidden, 1)
+        self.actor = MLP((observation_size, *hidden, 2 * action_size))
+        self.critics = nn.ModuleList(MLP(critic_sizes) for _ in range(2))
+        self.targets = nn.ModuleList(MLP(critic_sizes) for _ in range(2)).requires_grad_(False)
+        self.log_alpha = nn.Parameter(torch.tensor([math.log(settings.init_alpha)]))
+        generator = torch.Generator().manual_seed(seed)
+        _initialize(self.actor, generator)
+        self.reset_critics(generator)
+
+    def reset_critics(self, generator: torch.Generator) -> None:
+        """Initialise both critics again, and make the targets equal to them."""
+        _initialize(self.critics, generator)
+        self.targets.load_state_dict(self.critics.state_dict())
+
+    def act(self, observations: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Actions and their log-probabilities for observations [B, O], as `sample_actions`; zero noise gives the mode."""
+        return sample_actions(self.actor(observations), noise, self.log_std_bounds)
+
+    @staticmethod
+    def q_values(critics: nn.ModuleList, observations: Tensor, actions: Tensor) -> list[Tensor]:
+        """The values [B] by each of `critics` or `targets`."""
+        inputs = torch.cat([observations, actions], dim=1)
+        return [critic(inputs)[:, 0] for critic in critics]
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all tensors by name, on the CPU."""
+        return {name: tensor.detach().cpu().clone() for name, tensor in self.state_dict().items()}
+
+
+# Exploration before the first labels by state entropy: PEBBLE, arXiv 2106.05091, section 4.1.
+
+_EXTRA_CANDIDATES = 8  # candidates beyond the k nearest, whose exact distances are computed
+
+
+def state_entropy(states: Tensor, visited: Tensor, k: int) -> Tensor:
+    """float32 [B]: the distance from each of `states` [B, O] to the k-th nearest other one of `visited` [N, O].
+
+    `visited` holds `states` too, so the nearest neighbour is the state itself and is not counted. With N <= k, the farthest
+    one counts. One matrix product ranks the neighbours: |visited|² - 2 state · visited, which leaves out |state|² because it
+    does not change the order. It is inexact for close neighbours, so the distances to the nearest few are computed exactly.
+    """
+    wanted = min(k + 1, len(visited))
+    candidates = min(wanted + _EXTRA_CANDIDATES, len(visited))
+    centre = visited.mean(0)
+    near, far = states - centre, visited - centre
+    squared = torch.addmm(far.square().sum(1)[None, :], near, far.t(), alpha=-2.0)
+    places = squared.topk(candidates, dim=1, largest=False, sorted=False).indices
+    distances = (states[:, None, :] - visited[places]).square().sum(2).sqrt()
+    return distances.kthvalue(wanted, dim=1).values
+
+
+@dataclass(slots=True)
+class RunningStd:
+    """The standard deviation of all values so far, from float64 sums."""
+
+    count: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def update(self, values: Tensor) -> None:
+        """Add values [n]."""
+        exact = values.double()
+        self.count += len(values)
+        self.total += float(exact.sum())
+        self.squares += float(exact.square().sum())
+
+    @property
+    def std(self) -> float:
+        """1 without values, and where all are equal."""
+        variance = self.squares / self.count - (self.total / self.count) ** 2 if self.count else 0.0
+        return variance**0.5 if variance > 0 else 1.0
+
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,7 @@ from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.core.rl_module.torch import TorchRLModule
 from torch import Tensor
 
-from rl_vlm.preference.exploration import RunningStd, state_entropy
-from rl_vlm.preference.networks import SACNetworks
-from rl_vlm.preference.sac import Batch, SACUpdater
+from rl_vlm.preference.sac import Batch, RunningStd, SACNetworks, SACUpdater, state_entropy
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import UserInputError
 

@@ -15,12 +15,136 @@ from enum import StrEnum
 from fractions import Fraction
 from functools import lru_cache
 
-from rl_vlm.rewards.boxed import extract_boxed
 from rl_vlm.rewards.exact import Monomial, parse_monomial
-from rl_vlm.rewards.guard import refusal
 from rl_vlm.rewards.normalize import MAX_CHARS, Answer, is_oversized, normalize_answer, read_answer
 from rl_vlm.rewards.symbolic import TIMEOUT_S, WORKER, GraderError, Verdict
 from rl_vlm.rewards.units import units_clash
+
+# Find the boxed answer in a response: `\boxed{...}`, `\fbox{...}` or the unbraced `\boxed 5`.
+
+# One left-to-right scan over these tokens keeps the cost linear: no token contains another, and none backtracks
+# over more than a few characters. `\\.` comes after the box so that `\{` and `\}` are not counted as braces; a doubled
+# backslash before the box is accepted, because models over-escape.
+_TOKEN = re.compile(
+    r"(?P<box>\\{1,2}(?:boxed|fbox)(?![A-Za-z])(?:\s*(?P<brace>\{))?)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL
+)
+# What may follow an unbraced `\boxed`: only things that start like a number, so that the prose "use \boxed to
+# answer" holds no answer.
+_UNBRACED = re.compile(r"[ \t]*([-+]?(?:\.?[0-9]|\\(?:[dtc]?frac|sqrt|pi)(?![A-Za-z]))[^\s$]{0,200})")
+_TRAILING = ".,;:!?"
+
+
+def extract_boxed(text: str) -> str | None:
+    r"""The content of the last box with balanced braces, or None.
+
+    A box that never closes and a box with nothing in it hold no answer, so an earlier box counts instead. Of nested
+    boxes the inner one is the last. Time and memory are linear in the length of the text.
+    """
+    stack: list[int] = []  # for every open brace: where its box's content starts, or -1 for a plain brace
+    best_start, best_content = -1, ""
+    for token in _TOKEN.finditer(text):
+        if token["close"]:
+            start = stack.pop() if stack else -1
+            if start > best_start and (content := text[start : token.start()].strip()):
+                best_start, best_content = start, content
+        elif token["open"]:
+            stack.append(-1)
+        elif token["brace"]:
+            stack.append(token.end())
+        elif token["box"] and (argument := _UNBRACED.match(text, token.end())):
+            best_start, best_content = token.end(), argument[1].rstrip(_TRAILING)
+    return best_content if best_start >= 0 else None
+
+
+# Decides which normalised answers may be evaluated symbolically: short ones, of known commands, without huge powers.
+#
+# These checks refuse most hostile input at little cost; the time limit of `symbolic` holds for the rest.
+
+MAX_SYMBOLIC_CHARS = 300
+MAX_DIGITS = 50  # in one number
+MAX_EXPONENT = 1000
+MAX_EXPONENT_PRODUCT = 10_000  # over the whole text, against ((9^{99})^{99})^{99}
+MAX_FACTORIAL = 30
+MAX_BINOMIAL = 100
+
+# Commands that state a value. Those that pose a problem (\int, \sum, \lim, \det) are no answers, and cost time.
+_COMMANDS = re.compile(
+    r"frac|sqrt|pi|cdot|pm|sin|cos|tan|sec|csc|cot|arcsin|arccos|arctan|sinh|cosh|tanh|ln|log|exp|infty|cup|cap|"
+    r"alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|le|ge|lt|gt|ne|lfloor|rfloor|lceil|rceil|lvert|rvert|"
+    r"binom|mathbb|emptyset|varnothing|setminus|[{}\\]"
+)
+_COMMAND = re.compile(r"\\([A-Za-z]+|.?)", re.DOTALL)
+_CHARACTERS = re.compile(r"[A-Za-z0-9\\{}()\[\]^_+\-/=<>.,!|&: ]+")
+# No algebra: words, E notation, point names such as ABC (where the order matters), numbers side by side, 1.2.3, 9!!.
+_NOT_ALGEBRA = re.compile(
+    r"[A-Za-z]{4}|[A-Z]{2}|[0-9]_|[0-9]\.?[eE][+-]?[0-9]|[0-9] [0-9]|:.*:|\.[0-9]*\.|!\s*!|[})\]!]!"
+)
+_ENVIRONMENT = re.compile(r"\\(?:begin|end)\{[pb]matrix\}|\\mathbb\{[A-Z]\}")
+_EXPONENT = re.compile(r"\^(\{)?")
+_INTEGER = re.compile(r"[0-9]+")
+_BINOMIAL = re.compile(r"\\binom\{([^{}]*)\}\{([^{}]*)\}")
+_FACTORIAL = re.compile(r"([0-9]+)!")
+
+
+def refusal(text: str) -> str:
+    """Why a normalised text must not be evaluated; "" if it may be."""
+    if len(text) > MAX_SYMBOLIC_CHARS:
+        return f"longer than {MAX_SYMBOLIC_CHARS} characters"
+    if not _CHARACTERS.fullmatch(text):
+        return "empty, or a character that no expression has"
+    bare = _ENVIRONMENT.sub(" ", text)
+    for command in _COMMAND.findall(bare):
+        if not _COMMANDS.fullmatch(command):
+            return f"command \\{command}"
+    if _NOT_ALGEBRA.search(_COMMAND.sub(";", bare)):
+        return "words, point names or numbers side by side"
+    if any(len(digits) > MAX_DIGITS for digits in _INTEGER.findall(text)):
+        return f"a number of more than {MAX_DIGITS} digits"
+    return _large_value(text)
+
+
+def _large_value(text: str) -> str:
+    """Why evaluating a text would take too long; "" if it would not."""
+    product = 1
+    for match in _EXPONENT.finditer(text):
+        exponent = _group(text, match.end()) if match[1] else text[match.end() : match.end() + 1]
+        after = match.end() + len(exponent) + bool(match[1])
+        numbers = [int(digits) for digits in _INTEGER.findall(exponent)]
+        if text.startswith("^", after) or ("^" in exponent and numbers and not _is_variable_power(exponent)):
+            return "a tower of powers"
+        if "!" in exponent or "binom" in exponent:
+            return "a factorial in an exponent"
+        if any(number > MAX_EXPONENT for number in numbers):
+            return f"an exponent above {MAX_EXPONENT}"
+        for number in numbers:
+            product *= max(1, number)
+    if product > MAX_EXPONENT_PRODUCT:
+        return "powers of powers"
+    if any(int(number) > MAX_FACTORIAL for number in _FACTORIAL.findall(text)):
+        return f"a factorial above {MAX_FACTORIAL}"
+    if "\\binom" in text:
+        arguments = [number for pair in _BINOMIAL.findall(text) for number in pair]
+        if len(arguments) != 2 * text.count("\\binom") or any(
+            not number.isdigit() or int(number) > MAX_BINOMIAL for number in arguments
+        ):
+            return f"a binomial beyond {MAX_BINOMIAL}"
+    return ""
+
+
+def _is_variable_power(exponent: str) -> bool:
+    """e^{-x^{2}} is fine, 9^{9^{9}} is not: every inner power has a variable as its base and a number above."""
+    return re.search(r"(?<![A-Za-z])[A-Za-z]\^\{[0-9]\}", exponent) is not None and exponent.count("^") == 1
+
+
+def _group(text: str, start: int) -> str:
+    """The content of a brace group that opened just before `start`."""
+    depth = 1
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start:position]
+    return text[start:]
+
 
 __all__ = [
     "Grade",

@@ -17,7 +17,7 @@ import numpy as np
 
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.plugins import load_plugins
-from rl_vlm.serving.policy_key import OWN, PolicyKey
+from rl_vlm.serving.registry import OWN, PolicyKey
 
 Spaces = tuple[gymnasium.Space[Any], gymnasium.Space[Any]]
 

@@ -1,21 +1,77 @@
-"""Runs environment calls in threads beside the event loop, with deadlines; short calls share one thread switch."""
+"""Environments while they are played: their calls in threads beside the event loop, with deadlines, one pool for each set of
+arguments, and what becomes of those that fail."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from rl_vlm.config import RunConfig
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
-from rl_vlm.envs.errors import EnvTimeoutError, check_reset, check_step
+from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_step
+from rl_vlm.envs.parts import make_part
 from rl_vlm.hung_threads import note_hung_thread
-from rl_vlm.rollout.env_calls import CallBatch, Timed, timed
+from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import Observation, RLVLMError
+
+Timed = tuple[Any, float]  # the result or RLVLMError of a call, and its seconds
+
+
+def timed(call: Callable[[], Any]) -> Timed:
+    """The result of a call; what it raises becomes an RLVLMError in its place."""
+    started = time.perf_counter()
+    try:
+        result = call()
+    except RLVLMError as error:
+        result = error
+    except (Exception, SystemExit) as error:
+        # User code may raise anything, and may even exit; it ends an episode, not the runner.
+        result = EnvError(f"The environment raised {type(error).__name__}: {error}")
+    return result, time.perf_counter() - started
+
+
+class CallBatch:
+    """Calls that one thread makes in their order, until the rest is taken from it.
+
+    done: of the calls so far, in their order. began: when the present call began, on the monotonic clock.
+    """
+
+    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
+        self.calls = calls
+        self.done: list[Timed] = []
+        self.began = 0.0
+        self._begun = 0
+        self._taken = False
+        self._lock = threading.Lock()
+
+    def run(self) -> Timed | None:
+        """What the thread does; returns the last call's result, None if it made none."""
+        for call in self.calls:
+            with self._lock:
+                if self._taken:
+                    break
+                self._begun += 1
+                self.began = time.monotonic()
+            self.done.append(timed(call))
+        return self.done[-1] if self.done else None
+
+    def take_rest(self) -> int:
+        """Let the thread end after its present call; returns how many it has begun."""
+        with self._lock:
+            self._taken = True
+            return self._begun
+
+
+# Runs environment calls in threads beside the event loop, with deadlines; short calls share one thread switch.
 
 logger = logging.getLogger(__name__)
 
@@ -242,3 +298,149 @@ def _close_quietly(env: VisionEnv) -> None:
     except Exception as error:
         # Nothing depends on closing an environment that failed.
         logger.debug("closing an environment failed: %s", error)
+
+
+# EnvPools: one pool of environments for each set of arguments that tasks ask for; pools that were not used for long are closed.
+
+# Threads of slow environments, which mostly wait: one for each episode as far as that goes.
+_MIN_THREADS, _MAX_THREADS = 32, 256
+# Pools without a group that are kept: an evaluation's variants, and what a curriculum set last.
+_MAX_IDLE = 16
+_UNCHANGED = json.dumps({})
+
+
+class EnvPools:
+    """The environments of a worker. A task's environment and its changed arguments name its pool."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self._run = run
+        self._pools: dict[tuple[str, str], EnvPool] = {}  # the least recently used first
+        self._closed_busy_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._pools)
+
+    def of(self, task: RolloutTask) -> EnvPool:
+        """The pool whose environments play a task."""
+        key = self._key(task)
+        pool = self._pools.pop(key, None) or self._new(task)
+        self._pools[key] = pool
+        self._close_old(pool)
+        return pool
+
+    def close_surplus(self, tasks: Iterable[RolloutTask]) -> None:
+        """Of the environments that played these held-out tasks, close those that training has no use for.
+
+        It has none for changed arguments: those of a curriculum's stages come back as they are asked for.
+        """
+        for key in {self._key(task) for task in tasks} & self._pools.keys():
+            self._pools[key].close_surplus(self._episodes if key[1] == _UNCHANGED else 0)
+
+    def _changes(self, task: RolloutTask) -> dict[str, Any]:
+        return {**self._run.variant_arguments(task.variant, task.env), **task.arguments}
+
+    def _key(self, task: RolloutTask) -> tuple[str, str]:
+        return task.env, json.dumps(self._changes(task), sort_keys=True)
+
+    @property
+    def _episodes(self) -> int:
+        """Episodes that training plays at once here."""
+        return self._run.rollout.groups_at_once * self._run.rollout.group_size
+
+    def _new(self, task: RolloutTask) -> EnvPool:
+        run = self._run
+        env, changes = run.env, self._changes(task)
+
+        def build() -> VisionEnv:
+            if env.isolation == "process":
+                from rl_vlm.envs.isolation import ProcessEnv
+
+                part = env.parts[task.env]
+                return ProcessEnv(part.id, part.make_kwargs(changes), step_timeout_s=env.step_timeout_s)
+            return make_part(env, task.env, changes)
+
+        return EnvPool(
+            build,
+            env.step_timeout_s,
+            max_threads=min(max(self._episodes, _MIN_THREADS), _MAX_THREADS),
+            inline=run.deterministic,
+        )
+
+    def _close_old(self, newest: EnvPool) -> None:
+        # A pool whose environment hangs is kept, so that `stuck` shows it.
+        idle = [key for key, pool in self._pools.items() if not pool.lent and not pool.stuck and pool is not newest]
+        for key in idle[: max(len(idle) - _MAX_IDLE, 0)]:
+            pool = self._pools.pop(key)
+            self._closed_busy_s += pool.busy_s
+            pool.close()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that environments worked, all pools together."""
+        return self._closed_busy_s + sum(pool.busy_s for pool in self._pools.values())
+
+    @property
+    def stuck(self) -> bool:
+        """Whether an environment hangs."""
+        return any(pool.stuck for pool in self._pools.values())
+
+    def close(self) -> None:
+        """Close all environments; new ones are made as tasks need them."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools = {}
+        self._closed_busy_s = 0.0
+
+
+# Failures while groups are sampled: each has a name that is counted, and too many in a row stop the run.
+
+
+class GroupFailedError(RLVLMError):
+    """An episode of the group failed; `reason` is the name under which it is counted."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@contextmanager
+def discard_on_failure(pool: EnvPool, envs: list[VisionEnv]) -> Iterator[None]:
+    """Discard the environments on any error; an RLVLMError is raised as GroupFailedError."""
+    try:
+        yield
+    except RLVLMError as error:
+        pool.discard(envs)
+        if isinstance(error, GroupFailedError):
+            raise
+        raise GroupFailedError(reason_of(error), str(error)) from error
+    except BaseException:
+        pool.discard(envs)
+        raise
+
+
+def reason_of(error: Exception) -> str:
+    """The name under which an error is counted: EnvTimeoutError is env_timeout."""
+    name = type(error).__name__.removesuffix("Error")
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
+
+
+class TooManyFailuresError(RLVLMError):
+    """Too many groups in a row were lost."""
+
+
+@dataclass(slots=True)
+class FailureBudget:
+    """Counts groups that were lost in a row."""
+
+    limit: int
+    in_a_row: int = 0
+
+    def record(self, succeeded: int, lost: dict[str, str]) -> None:
+        """Count one round; raises TooManyFailuresError at the limit, naming the last reason."""
+        self.in_a_row = 0 if succeeded else self.in_a_row + len(lost)
+        if self.in_a_row >= self.limit:
+            reason = list(lost.values())[-1]
+            raise TooManyFailuresError(
+                f"{self.in_a_row} groups in a row were lost, the last because of: {reason}. Repair the environment or the "
+                "server, or raise rollout.max_consecutive_failures."
+            )

@@ -1,25 +1,199 @@
-"""VLMEnvRunner: an env runner that drives many vision episodes at once with asyncio.
+"""RolloutWorker: samples groups for an env runner, from its tasks to complete groups. It does not use RLlib.
 
-With a policy lag the actor answers several calls at once, one per group, in threads (`concurrent_calls`); all of them run on one event
-loop, in a thread of its own. Threads and not coroutines: a coroutine anywhere in the class would make it an asynchronous actor,
-whose health checks and calls at lag 0 would then share the loop with user code.
+It is not part of the env runner's class because that must not have coroutines: Ray would make it an asynchronous actor.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from collections.abc import Coroutine
+import time
+from collections import Counter
+from collections.abc import Coroutine, Iterable
+from dataclasses import replace
 from functools import partial
+from itertools import groupby
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_vlm.config import RunConfig
 from rl_vlm.envs.base import ObservationSpace, TextSpace
-from rl_vlm.models.loading import quiet_libraries
+from rl_vlm.models.loading import load_text_side, quiet_libraries
 from rl_vlm.rollout.base_env_runner import RunEnvRunner
+from rl_vlm.rollout.env_pool import EnvPools, GroupFailedError
+from rl_vlm.rollout.episodes import OpenGroup, open_group, run_group
+from rl_vlm.rollout.scoring import score_group
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
-from rl_vlm.rollout.worker import RolloutWorker
-from rl_vlm.serving.registry import fetch_model_files
+from rl_vlm.serving.client import PolicyClient, homes_of
+from rl_vlm.serving.registry import OWN, PolicyKey, fetch_model_files
+from rl_vlm.tracing import continued, span
+from rl_vlm.types import EncodedImage, TrajectoryGroup
+
+logger = logging.getLogger(__name__)
+
+# Up to this many tokens per answer a Serve call costs more than waiting for the slowest answer of a batch.
+_COALESCE_UP_TO_TOKENS = 128
+
+
+class RolloutWorker:
+    """Samples groups of one run: keeps environments, the chat codec and the client between calls.
+
+    `place` numbers the `num_workers` workers of the run. `key` opens the run's policy in the application of `run_id`.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        run_id: str,
+        model: Path,
+        place: int = 0,
+        num_workers: int = 1,
+        key: PolicyKey = OWN,
+    ) -> None:
+        self._run = run
+        self._place, self._num_workers = place, num_workers
+        self._run_id, self._key = run_id, key
+        self._text = load_text_side(model, run.model.pixels)
+        self._client: PolicyClient | None = None
+        self.pools = EnvPools(run)
+        # What results have reported: calls may overlap, and each reports what is new.
+        self._counted_env_s = 0.0  # busy seconds of the pools
+        self._counted_retries = 0
+        self._opened: dict[str, tuple[RolloutTask, OpenGroup]] = {}
+
+    async def open_ahead(self, tasks: list[RolloutTask]) -> None:
+        """Open the episodes of tasks that will be run next, and let the replicas encode their images.
+
+        Neither needs the policy's weights, so it is done while the learner works. `run` repeats what fails here.
+        """
+        for task, opened in self._opened.values():  # of a round that was not run
+            self.pools.of(task).give_back(opened.envs)
+        self._opened = {}
+        outcomes = await asyncio.gather(*(self._open(task) for task in tasks))
+        self._opened = {task.group_id: (task, opened) for task, opened in zip(tasks, outcomes, strict=True) if opened}
+        await self._connect().encode_images([opened.prompt.images for _, opened in self._opened.values()])
+
+    async def _open(self, task: RolloutTask) -> OpenGroup | None:
+        try:
+            return await open_group(task, self.pools.of(task), self._text)
+        except Exception as error:
+            # `run` opens the group anew, and counts what fails then.
+            logger.debug("opening %s ahead failed: %s", task.group_id, error)
+            return None
+
+    async def run(self, tasks: list[RolloutTask], at_once: int | None = None) -> RolloutResult:
+        """Sample all tasks; failures of environments and requests are reported in the result, never raised.
+
+        With `at_once`, for held-out tasks, so many at a time, and environments that training does not need are closed afterwards.
+        """
+        started = time.perf_counter()
+        client = self._connect()
+        dropped: Counter[str] = Counter()
+        with continued(tasks[0].trace if tasks else "", f"env_runner-{self._place}") as spans:
+            if at_once is None:
+                outcomes = await asyncio.gather(*(self._attempt(task, client, dropped) for task in tasks))
+            else:
+                outcomes = await self._attempt_few(tasks, client, dropped, at_once)
+        result = RolloutResult(dropped=dict(dropped), retries=client.retries - self._counted_retries, spans=spans)
+        self._counted_retries = client.retries
+        for task, outcome in zip(tasks, outcomes, strict=True):
+            if isinstance(outcome, TrajectoryGroup):
+                result.groups.append(outcome)
+            else:
+                result.lost[task.group_id] = outcome
+        share_images(result.groups)
+        busy = self.pools.busy_s
+        result.timings = {"sample": time.perf_counter() - started, "env": busy - self._counted_env_s}
+        self._counted_env_s = busy
+        result.needs_restart = self.pools.stuck
+        return result
+
+    def _connect(self) -> PolicyClient:
+        if self._client is None:
+            serving = self._run.serving
+            places = homes_of(self._key, self._place, self._num_workers, serving)
+            self._client = PolicyClient(
+                self._run_id,
+                deadline_s=serving.request_timeout_s,
+                # Lock-step: one call at a time holds all episodes, so that batches repeat exactly.
+                homes=places[:1] if self._run.deterministic else places,
+                key=self._key,
+                coalesce=self._run.deterministic or self._run.rollout.max_new_tokens_per_turn <= _COALESCE_UP_TO_TOKENS,
+            )
+        return self._client
+
+    async def _attempt(self, task: RolloutTask, client: PolicyClient, dropped: Counter[str]) -> TrajectoryGroup | str:
+        """The group, or why it is lost after all its attempts."""
+        rollout, max_context = self._run.rollout, self._run.serving.max_context
+        attempt = 0
+        opened = self._take_opened(task)
+        while True:
+            try:
+                with span("group", group=task.group_id, index=task.index, size=task.size, attempt=attempt):
+                    group = await run_group(task, self.pools.of(task), client, self._text, rollout, max_context, opened)
+                    with span("reward"):
+                        return await score_group(group, self._run.env.parts[task.env].reward, client, self._text)
+            except GroupFailedError as error:
+                dropped[error.reason] += 1
+                if attempt >= rollout.group_retries:
+                    return str(error)
+            except Exception as error:
+                dropped["unexpected"] += 1
+                if attempt >= rollout.group_retries:
+                    return f"{type(error).__name__}: {error}"
+            opened = None
+            attempt += 1
+
+    async def _attempt_few(
+        self, tasks: list[RolloutTask], client: PolicyClient, dropped: Counter[str], at_once: int
+    ) -> list[TrajectoryGroup | str]:
+        """`_attempt` of each task, `at_once` at a time. No variant's environments are left when the next one's are made."""
+        places = asyncio.Semaphore(at_once)
+
+        async def attempt(task: RolloutTask) -> TrajectoryGroup | str:
+            async with places:
+                return await self._attempt(task, client, dropped)
+
+        outcomes: list[TrajectoryGroup | str] = []
+        for _, part in groupby(tasks, key=lambda task: task.variant):
+            of_variant = list(part)
+            outcomes += await asyncio.gather(*map(attempt, of_variant))
+            self.pools.close_surplus(of_variant)
+        return outcomes
+
+    def _take_opened(self, task: RolloutTask) -> OpenGroup | None:
+        """What `open_ahead` opened for this task."""
+        if task.group_id not in self._opened:
+            return None
+        prepared, opened = self._opened.pop(task.group_id)
+        if (
+            replace(prepared, min_version=task.min_version, trace=task.trace) != task
+        ):  # the same id with other parameters
+            self.pools.of(prepared).give_back(opened.envs)
+            return None
+        return opened
+
+    def close_envs(self) -> None:
+        """Forget all environments; new ones are made as tasks need them."""
+        self._opened = {}
+        self._counted_env_s = 0.0
+        self.pools.close()
+
+
+def share_images(groups: Iterable[TrajectoryGroup]) -> None:
+    """Make images with the same bytes one object, which travels to the driver and the learners once, and is held once there."""
+    known: dict[str, EncodedImage] = {}
+    for group in groups:
+        for trajectory in group.trajectories:
+            trajectory.images = tuple(known.setdefault(image.sha256, image) for image in trajectory.images)
+
+
+# VLMEnvRunner: an env runner that drives many vision episodes at once with asyncio.
+#
+# With a policy lag the actor answers several calls at once, one per group, in threads (`concurrent_calls`); all of them run on one event
+# loop, in a thread of its own. Threads and not coroutines: a coroutine anywhere in the class would make it an asynchronous actor,
+# whose health checks and calls at lag 0 would then share the loop with user code.
 
 T = TypeVar("T")
 

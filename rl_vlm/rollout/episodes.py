@@ -1,8 +1,4 @@
-"""Episodes and groups: runs the policy in environments until the episodes end.
-
-A group's first turn is one request with `n = group size`: one prefill and one image encoding for all its samples.
-After that the episodes of a group are independent.
-"""
+"""Conversation: the rules of an episode, whoever answers: budgets, unfinished turns, and what ends it."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -19,26 +16,213 @@ from rl_vlm.chat import EncodedSpan, expand_image_tokens
 from rl_vlm.config import RolloutSection
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.errors import plain_values, reward_parts
+from rl_vlm.envs.images import blanked, replaced
 from rl_vlm.models.loading import TextSide
-from rl_vlm.rollout.conversation import Conversation
-from rl_vlm.rollout.env_pool import EnvPool
-from rl_vlm.rollout.failures import GroupFailedError, discard_on_failure, reason_of
+from rl_vlm.rollout.env_pool import EnvPool, GroupFailedError, discard_on_failure, reason_of
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.rollout.turns import CompletionClient, SampledTurn, sample_turns
-from rl_vlm.rollout.views import viewed, viewed_opening
 from rl_vlm.seeding import derive_seed
 from rl_vlm.types import (
+    Completion,
     EncodedImage,
     GenerationRequest,
     Message,
     Observation,
     RLVLMError,
+    Sample,
     SamplingParams,
     StopReason,
     Trajectory,
     TrajectoryGroup,
+    TrajectoryStatus,
     Turn,
+    as_encoded,
 )
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One episode while it is played. `num_sampled` counts tokens."""
+
+    env: VisionEnv
+    messages: list[Message]
+    info: Info
+    num_turns: int = field(default=0, kw_only=True)
+    num_sampled: int = field(default=0, kw_only=True)
+    status: TrajectoryStatus = field(default=TrajectoryStatus.COMPLETED, kw_only=True)
+
+    def next_budget(self, rollout: RolloutSection, room: int | None = None) -> int:
+        """The tokens that the next turn may have, with `room` left in the context. 0 ends the episode, which is truncated."""
+        left = min(rollout.max_new_tokens_per_turn, rollout.max_new_tokens - self.num_sampled)
+        budget = max(left if room is None else min(left, room), 0)
+        if budget == 0 or self.num_turns >= rollout.max_turns:
+            self.status = TrajectoryStatus.TRUNCATED
+            return 0
+        return budget
+
+    def add_turn(self, rollout: RolloutSection, tokens: int, cut_off: bool) -> bool:
+        """Count a turn; whether it goes to the environment. A turn that is not finished holds no answer to reward."""
+        self.num_turns += 1
+        self.num_sampled += tokens
+        if cut_off and rollout.require_end_of_turn:
+            self.status = TrajectoryStatus.TRUNCATED
+            return False
+        return True
+
+    def receive(self, result: StepResult) -> Observation | None:
+        """Take in what the environment replied; None where that ended the episode."""
+        observation, _, terminated, truncated, info = result
+        self.info.update(info)
+        if truncated and not terminated:
+            self.status = TrajectoryStatus.TRUNCATED
+        return None if terminated or truncated else observation
+
+
+# One sampled turn, in one request or, for partial rollouts, in pieces that may come from several versions of the policy.
+#
+# With in-flight updates one request's answer may consist of several versions, too (`Sample.pieces`).
+#
+# A piece that ends because of its length goes on from what was sampled so far: the next request's prompt is the prompt and these tokens,
+# whose keys and values are computed anew under the weights that the replica has by then. So each token's log-probability is that of the
+# version which sampled it, given everything before it (partial rollouts: Kimi k1.5, arXiv 2501.12599, section 2.6.2).
+
+
+class CompletionClient(Protocol):
+    """Answers generation requests: the Serve client, or an engine in the same process."""
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Answer one request."""
+        ...
+
+
+class ImageAccountingError(RLVLMError):
+    """Engine and client count the tokens of a prompt's images differently."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTurn:
+    """What the policy said: token ids int32 [T], log-probabilities float32 [T], and (tokens, version) of each piece in order."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    stop_reason: StopReason
+    pieces: tuple[tuple[int, int], ...]
+    replica_id: str
+
+
+async def sample_turns(
+    policy: CompletionClient, request: GenerationRequest, expected: np.ndarray, name: str, piece: int | None
+) -> list[SampledTurn]:
+    """The `sampling.n` answers to a request; `piece`: at most this many tokens of a turn in one request, None for all.
+
+    `expected` is the prompt with images expanded. Raises ImageAccountingError where the engine's differs.
+    """
+    first = request if piece is None else _shortened(request, min(piece, request.sampling.max_new_tokens))
+    completion = await policy.generate(first)
+    _check_prompt(completion, expected, name)
+    turns = [_turn([sample], [completion]) for sample in completion.samples]
+    if piece is None:
+        return turns
+    outcomes = await asyncio.gather(
+        *(
+            _go_on(policy, request, expected, name, piece, number, sample, completion)
+            for number, sample in enumerate(completion.samples)
+        ),
+        return_exceptions=True,
+    )
+    whole = []
+    for outcome in outcomes:  # all have ended before an error is raised
+        if isinstance(outcome, BaseException):
+            raise outcome
+        whole.append(outcome)
+    return whole
+
+
+async def _go_on(
+    policy: CompletionClient,
+    request: GenerationRequest,
+    expected: np.ndarray,
+    name: str,
+    piece: int,
+    number: int,
+    sample: Sample,
+    completion: Completion,
+) -> SampledTurn:
+    """The rest of answer `number`, of which `sample` is the first piece."""
+    budget, seeds = request.sampling.max_new_tokens, request.sampling.seeds
+    samples, completions, asked = [sample], [completion], min(piece, budget)
+    # A sample that is shorter than it might be was ended by the engine.
+    while samples[-1].stop_reason is StopReason.LENGTH and len(samples[-1].token_ids) == asked:
+        said = np.concatenate([part.token_ids for part in samples])
+        asked = min(piece, budget - len(said))
+        if not asked:
+            break
+        further = replace(
+            _shortened(request, asked),
+            request_id=f"{request.request_id}+{number}.{len(samples)}",
+            prompt_ids=np.concatenate([request.prompt_ids, said]),
+            preferred_replica=completions[-1].replica_id,
+        )
+        own_seed = None if seeds is None else (derive_seed(seeds[number], len(samples)),)
+        further = replace(further, sampling=replace(further.sampling, n=1, seeds=own_seed))
+        completions.append(await policy.generate(further))
+        _check_prompt(completions[-1], np.concatenate([expected, said]), name)
+        samples.append(completions[-1].samples[0])
+    return _turn(samples, completions)
+
+
+def _shortened(request: GenerationRequest, max_new_tokens: int) -> GenerationRequest:
+    return replace(request, sampling=replace(request.sampling, max_new_tokens=max_new_tokens))
+
+
+def _turn(samples: list[Sample], completions: list[Completion]) -> SampledTurn:
+    pieces: list[tuple[int, int]] = []
+    for sample, completion in zip(samples, completions, strict=True):
+        for count, version in sample.pieces or ((len(sample.token_ids), completion.policy_version),):
+            if pieces and pieces[-1][1] == version:
+                count += pieces.pop()[0]
+            pieces.append((count, version))
+    return SampledTurn(
+        samples[0].token_ids if len(samples) == 1 else np.concatenate([sample.token_ids for sample in samples]),
+        samples[0].logprobs if len(samples) == 1 else np.concatenate([sample.logprobs for sample in samples]),
+        samples[-1].stop_reason,
+        tuple(pieces),
+        completions[-1].replica_id,
+    )
+
+
+def _check_prompt(completion: Completion, expected: np.ndarray, name: str) -> None:
+    if not np.array_equal(completion.prompt_ids, expected):
+        raise ImageAccountingError(
+            f"Group {name}: the engine's prompt has {len(completion.prompt_ids)} tokens where grid / merge² gives "
+            f"{len(expected)}; engine and client disagree about the images."
+        )
+
+
+# What the policy sees in the place of an environment's images, where a task asks whether it needs them.
+
+
+async def viewed_opening(
+    images: tuple[EncodedImage, ...], task: RolloutTask, pool: EnvPool
+) -> tuple[EncodedImage, ...]:
+    """What the policy sees in the place of the first turn's images; sizes stay, so the tokens do too."""
+    if task.view != "swapped":
+        return viewed(images, task)
+    envs = await pool.borrow(1)
+    with discard_on_failure(pool, envs):
+        ((other, _),) = await pool.reset(envs, task.seed, {"index": task.other_index, "split": task.split})
+    pool.give_back(envs)
+    return replaced(images, as_encoded([image for message in other.messages for image in message.images]))
+
+
+def viewed(images: tuple[EncodedImage, ...], task: RolloutTask) -> tuple[EncodedImage, ...]:
+    """What the policy sees in the place of a turn's images."""
+    return blanked(images) if task.view == "blank" else images
+
+
+# Episodes and groups: runs the policy in environments until the episodes end.
+#
+# A group's first turn is one request with `n = group size`: one prefill and one image encoding for all its samples.
+# After that the episodes of a group are independent.
 
 
 @dataclass(slots=True)

@@ -1,14 +1,80 @@
-"""Metrics of the groups that a learner learns from."""
+"""Metrics that environments declare: means and quantiles of numbers in the `info` of their episodes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
-from rl_vlm.rollout.judge_metrics import judge_metrics
 from rl_vlm.types import Trajectory, TrajectoryGroup
+
+Metrics = Mapping[str, tuple[float, ...]]  # VisionEnv.metrics: name of an info key -> its quantiles
+
+
+class HasInfo(Protocol):
+    """An episode, whole or what was kept of it."""
+
+    @property
+    def info(self) -> dict[str, Any]: ...
+
+
+def group_metrics(declared: Mapping[str, Metrics], groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """`declared_metrics` of each environment by name; those of a mixture end in `/<name>`."""
+    metrics: dict[str, float] = {}
+    for env, own in declared.items():
+        values = declared_metrics(own, [one for group in groups if group.env == env for one in group.trajectories])
+        metrics |= {f"{key}/{env}": value for key, value in values.items()} if env else values
+    return metrics
+
+
+def declared_metrics(declared: Metrics, trajectories: Iterable[HasInfo]) -> dict[str, float]:
+    """`env/<name>` for each of `VisionEnv.metrics`, its mean over the episodes that have it, and `env/<name>_p50` per quantile."""
+    infos = [trajectory.info for trajectory in trajectories]
+    metrics: dict[str, float] = {}
+    for name, quantiles in declared.items():
+        values = [float(info[name]) for info in infos if isinstance(info.get(name), (bool, int, float))]
+        if not values:
+            continue
+        metrics[f"env/{name}"] = float(np.mean(values))
+        for quantile in quantiles:
+            metrics[f"env/{name}_p{round(100 * quantile)}"] = float(np.quantile(values, quantile))
+    return metrics
+
+
+# What a judge said and cost: metrics from the notes that the reward part `judge` leaves in each episode's info.
+
+
+def judge_metrics(episodes: Iterable[HasInfo]) -> dict[str, float]:
+    """Empty without a judge. `judge/win_rate`: the mean of 1, 0.5 and 0 for answers that won, contradicted the judge's orders or lost.
+
+    `judge/order_bias`: share of the answers asked about whose orders contradict each other; `judge/first_rate`: share of replies for
+    the text that was shown first, 0.5 without a bias; `judge/unclear`: share of replies that chose neither; `judge/refused`: share of
+    answers that lost without a question; `judge/requests` and `judge/tokens` in all; `judge/seconds`: how long a group waited, the mean.
+    """
+    judged = [one.info for one in episodes if "judge_win" in one.info]
+    if not judged:
+        return {}
+    notes = {key: np.array([float(info[key]) for info in judged]) for key in judged[0] if key.startswith("judge_")}
+    asked = notes["judge_first"] >= 0
+    return {
+        "judge/win_rate": float(notes["judge_win"].mean()),
+        "judge/order_bias": _mean(notes["judge_contradicts"][asked]),
+        "judge/first_rate": _mean(notes["judge_first"][asked]),
+        "judge/unclear": _mean(notes["judge_unclear"][asked]) / 2,
+        "judge/refused": float(notes["judge_refused"].mean()),
+        "judge/requests": float(notes["judge_requests"].sum()),
+        "judge/tokens": float(notes["judge_tokens"].sum()),
+        "judge/seconds": float(notes["judge_seconds"].mean()),
+    }
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else 0.0
+
+
+# Metrics of the groups that a learner learns from.
 
 
 def sampling_metrics(

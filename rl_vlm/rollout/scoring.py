@@ -1,19 +1,281 @@
-"""The reward of a complete group as the weighted sum of its parts."""
+"""Parts of the reward that are computed when a group is complete, from all its answers. Users register more.
+
+    @register_reward_part("brief")
+    def brief(answered):
+        return [-float(len(answers[-1].split())) for answers in answered.answers]
+
+`env.reward.weights: {env: 1.0, brief: 0.01}` then adds the weighted value to each episode's last turn. A function that waits for
+something (the judge of judge.py, say, which asks through `answered.policy`) is `async def`: the groups of a worker wait side by side.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
-from dataclasses import replace
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
-import rl_vlm.rollout.judge  # noqa: F401  registers its part
-from rl_vlm.config import RewardSection
+import numpy as np
+
+from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, Question, ServedEndpoint, all_of, ask_again
+from rl_vlm.config import EndpointSection, JudgeSection, RewardSection
+from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.models.loading import TextSide
-from rl_vlm.rollout.failures import GroupFailedError
-from rl_vlm.rollout.reward_parts import REWARD_PARTS, AnsweredGroup, Noted
-from rl_vlm.rollout.turns import CompletionClient
-from rl_vlm.types import RLVLMError, Trajectory, TrajectoryGroup, TrajectoryStatus
+from rl_vlm.registry import Registry
+from rl_vlm.rewards.text import judged_refusal, quoted, without_thought
+from rl_vlm.rollout.env_pool import GroupFailedError
+from rl_vlm.rollout.episodes import CompletionClient
+from rl_vlm.types import (
+    EncodedImage,
+    GenerationRequest,
+    Message,
+    RLVLMError,
+    SamplingParams,
+    Trajectory,
+    TrajectoryGroup,
+    TrajectoryStatus,
+    UserInputError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredGroup:
+    """What a part sees: a complete group of G trajectories, with the environment's own rewards.
+
+    answers: the text of each turn, per trajectory. policy, text: the served model and its tokenizer; a request with `min_version`
+    -1 is answered by the base model.
+    """
+
+    group: TrajectoryGroup
+    answers: tuple[tuple[str, ...], ...]
+    reward_settings: RewardSection
+    policy: CompletionClient
+    text: TextSide
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """One number per trajectory, and notes that are added to each trajectory's `info`."""
+
+    values: Sequence[float]
+    notes: Sequence[Mapping[str, float]]
+
+
+Paid = Sequence[float] | Noted  # one number per trajectory, perhaps with notes
+RewardPart = Callable[[AnsweredGroup], Paid | Awaitable[Paid]]
+
+REWARD_PARTS: Registry[RewardPart] = Registry("env.reward.weights")
+register_reward_part = REWARD_PARTS.register
+
+
+@register_reward_part("format")
+def format_share(answered: AnsweredGroup) -> list[float]:
+    """The share of an episode's turns that are well-formed: not cut off, and not `well_formed: False` in the environment's info."""
+    return [float(np.mean([turn.well_formed for turn in one.turns])) for one in answered.group.trajectories]
+
+
+@register_reward_part("length")
+def tokens_over_budget(answered: AnsweredGroup) -> list[float]:
+    """Sampled tokens beyond `length_budget`; its weight is negative where long answers cost."""
+    budget = answered.reward_settings.length_budget
+    return [float(max(one.num_sampled - budget, 0)) for one in answered.group.trajectories]
+
+
+@register_reward_part("relative_length")
+def relative_length(answered: AnsweredGroup) -> list[float]:
+    """The length reward of Kimi k1.5 (arXiv 2501.12599, section 2.3.3), from the lengths of the whole group.
+
+    λ = 0.5 - (length - shortest) / (longest - shortest) for a correct answer, min(0, λ) for a wrong one; 0 where all are equally long.
+    """
+    lengths = np.array([one.num_sampled for one in answered.group.trajectories], dtype=np.float64)
+    spread = np.ptp(lengths)
+    if not spread:
+        return [0.0] * len(lengths)
+    values = 0.5 - (lengths - lengths.min()) / spread
+    correct = np.array([one.correct for one in answered.group.trajectories])
+    return [float(value) for value in np.where(correct, values, np.minimum(values, 0))]
+
+
+# The reward part `judge`: a model compares each answer with a reference, in both orders.
+#
+# By default the judge is the base model of the very replicas that serve the policy, so one system is policy and judge. An answer that
+# is preferred in both orders wins (1), one that is preferred in neither loses (0), and where the orders contradict each other the judge
+# has looked at the place and not at the text (0.5). Answers that are malformed or speak to the judge lose without a question.
+
+CHOICES = ("1", "2")
+_DIGIT = re.compile(r"(?<![\w.])[12](?![\w.]*\w)")
+
+
+@dataclass(frozen=True, slots=True)
+class Opinion:
+    """What a judge said about one answer.
+
+    win: 1, 0.5 or 0. value: the mean probability of the answer's choice where the judge gave it, else `win`. first: in how many of
+    the `asked` replies the text that was shown first was preferred. unclear: replies that chose neither. tokens: read and written.
+    asked_besides: 1 with the answer that the group's question for the start is counted with. refused: lost without a question.
+    """
+
+    win: float
+    value: float
+    asked: int = 0
+    asked_besides: int = 0
+    first: int = 0
+    unclear: int = 0
+    tokens: int = 0
+    refused: bool = False
+
+
+class Judge:
+    """Compares answers with a reference through an endpoint; `gate` bounds the questions that are open at once."""
+
+    def __init__(self, ask: Ask, settings: JudgeSection, gate: asyncio.Semaphore) -> None:
+        self._ask, self._settings, self._gate = ask, settings, gate
+
+    async def compare(self, images: Sequence[EncodedImage], answer: str, reference: str) -> Opinion:
+        """Ask in both orders. Raises EndpointError where the judge gives no reply in time."""
+        ours, theirs = (quoted(text, self._settings.max_chars) for text in (answer, reference))
+        if ours == theirs:
+            return Opinion(0.5, 0.5)
+        replies = await all_of([self._reply(images, ours, theirs), self._reply(images, theirs, ours)])
+        shown_first = [_preference(reply.text) for reply in replies]
+        win = {(1.0, 0.0): 1.0, (0.0, 1.0): 0.0}.get((shown_first[0], shown_first[1]), 0.5)
+        given, swapped = (reply.probabilities if self._settings.probabilities else None for reply in replies)
+        return Opinion(
+            win,
+            (given["1"] + swapped["2"]) / 2 if given and swapped else win,
+            asked=2,
+            first=sum(preference == 1 for preference in shown_first),
+            unclear=sum(preference == 0.5 for preference in shown_first),
+            tokens=sum(reply.prompt_tokens + reply.sampled_tokens for reply in replies),
+        )
+
+    async def _reply(self, images: Sequence[EncodedImage], first: str, second: str) -> Answer:
+        settings = self._settings
+        texts = {"{first}": first, "{second}": second}
+        # In one pass: a text that holds a placeholder is left as it is.
+        question = re.sub(r"\{first\}|\{second\}", lambda match: texts[match[0]], settings.question)
+        message = Message("user", (*images, question))
+        choices = CHOICES if settings.guided else ()
+        async with self._gate:
+            return await ask_again(
+                self._ask,
+                lambda attempt: Question((message,), settings.answer_tokens, 0.0, choices, seed=attempt),
+                attempts=settings.attempts,
+                deadline_s=settings.deadline_s,
+                who="judge",
+            )
+
+
+def _preference(text: str) -> float:
+    """1 if the reply's last line names the text that was shown first, 0 for the second, 0.5 where it names neither or both."""
+    named = set(_DIGIT.findall(text.strip().rpartition("\n")[2]))
+    return float(named == {"1"}) if len(named) == 1 else 0.5
+
+
+@register_reward_part("judge")
+async def judge(answered: AnsweredGroup) -> Noted:
+    """See the module. Raises UserInputError without a reference, EndpointError where the judge gives no reply in time."""
+    settings, members = answered.reward_settings.judge, answered.group.trajectories
+    started = time.monotonic()
+    texts = [without_thought(said[-1]) for said in answered.answers]
+    asked = [
+        place
+        for place, (one, text) in enumerate(zip(members, texts, strict=True))
+        if one.turns[-1].well_formed and not judged_refusal(text, settings.max_chars)
+    ]
+    opinions = [Opinion(0.0, 0.0, refused=True)] * len(members)
+    if asked:
+        reference, cost = await _reference(answered)
+        gate = _gate_of(settings, asyncio.get_running_loop())
+        async with _endpoint_of(answered).open() as ask:
+            panel = Judge(ask, settings, gate)
+            found = await all_of([panel.compare(members[place].images, texts[place], reference) for place in asked])
+        for place, opinion in zip(asked, found, strict=True):
+            opinions[place] = opinion
+        # The group's one question for a reference is counted with its first answer.
+        opinions[0] = replace(opinions[0], asked_besides=int(cost > 0), tokens=opinions[0].tokens + cost)
+    seconds = time.monotonic() - started
+    return Noted([one.value for one in opinions], [_notes(one, seconds) for one in opinions])
+
+
+async def _reference(answered: AnsweredGroup) -> tuple[str, int]:
+    """The text that the group's answers are compared with, and how many tokens it cost."""
+    settings, members = answered.reward_settings.judge, answered.group.trajectories
+    if settings.against == "start":
+        return await _start(answered, members[0], settings.start_tokens)
+    # An episode that was cut off never got its reference, and the others of the group have the same.
+    for one in members:
+        if isinstance(text := one.info.get(settings.key), str) and text.strip():
+            return text, 0
+    raise UserInputError(
+        f"The environment's info has no text under {settings.key!r} to compare answers with: name the key that has one in "
+        "env.reward.judge.key, or set env.reward.judge.against to start."
+    )
+
+
+async def _start(answered: AnsweredGroup, one: Trajectory, max_new_tokens: int) -> tuple[str, int]:
+    """The base model's greedy answer to the prompt of an episode, and its tokens."""
+    if len(one.turns) > 1:
+        raise UserInputError(
+            f"env.reward.judge.against: start compares answers to one prompt, and this episode had {len(one.turns)} turns: use "
+            "against: reference."
+        )
+    codec = answered.text.codec
+    expanded = one.token_ids[: one.turns[0].start]
+    is_image = expanded == codec.image_token_id
+    # One placeholder per image, as requests have them; a Qwen template puts other tokens between two images.
+    first = is_image & ~np.concatenate([[False], is_image[:-1]])
+    request = GenerationRequest(
+        f"{one.trajectory_id}:start",
+        expanded[first | ~is_image],
+        SamplingParams(max_new_tokens, temperature=0.0),
+        one.images[: int(first.sum())],
+        BASE_MODEL,
+    )
+    completion = await answered.policy.generate(request)
+    said = completion.samples[0].token_ids
+    return without_thought(codec.decode(said)), len(completion.prompt_ids) + len(said)
+
+
+def _endpoint_of(answered: AnsweredGroup) -> Endpoint:
+    elsewhere = answered.reward_settings.judge.endpoint
+    return ServedEndpoint(answered.policy, answered.text) if elsewhere is None else _http_endpoint(elsewhere)
+
+
+@lru_cache(maxsize=16)
+def _http_endpoint(settings: EndpointSection) -> Endpoint:
+    """One for all groups: it remembers how the server wants choices to be enforced."""
+    from rl_vlm.asking.http_endpoints import OpenAIEndpoint
+
+    return OpenAIEndpoint(settings)
+
+
+@lru_cache(maxsize=16)
+def _gate_of(settings: JudgeSection, loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+    """One for all groups of a worker, whose loop it is."""
+    elsewhere = settings.endpoint.max_in_flight if settings.endpoint is not None else None
+    return asyncio.Semaphore(min(settings.max_in_flight, elsewhere or settings.max_in_flight))
+
+
+def _notes(one: Opinion, seconds: float) -> dict[str, float]:
+    return {
+        "judge_win": one.win,
+        "judge_requests": float(one.asked + one.asked_besides),
+        "judge_first": one.first / one.asked if one.asked else -1.0,  # -1: nobody was asked
+        "judge_contradicts": float(one.asked > 0 and one.win == 0.5),
+        "judge_unclear": float(one.unclear),
+        "judge_refused": float(one.refused),
+        "judge_tokens": float(one.tokens),
+        "judge_seconds": seconds,
+    }
+
+
+# The reward of a complete group as the weighted sum of its parts.
 
 OWN = "env"  # the environment's own reward
 

@@ -1,12 +1,18 @@
-"""The tasks that the driver sends to env runners, and the results that they return."""
+"""Which tasks come next: from one or several environments, by weight and by how often they were solved."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
+from rl_vlm.config import CurriculumSection, RunConfig
+from rl_vlm.seeding import derive_seed
 from rl_vlm.tracing import Span
-from rl_vlm.types import Split, TrajectoryGroup
+from rl_vlm.types import Split, TrajectoryGroup, UserInputError
 
 View = Literal["true", "blank", "swapped"]
 
@@ -53,3 +59,413 @@ class RolloutResult:
     retries: int = 0  # of requests, by the client
     needs_restart: bool = False  # an environment hangs in a thread of this runner
     spans: list[Span] = field(default_factory=list)  # of tasks that are traced
+
+
+# DataCursor: every item of a split once per epoch.
+
+_ENDLESS = 2**31 - 1
+
+
+class DataCursor:
+    """Draws the indices of a split in a new order each epoch.
+
+    Args:
+        num_items: size of the split, or None when items are made without end from their index.
+        seed: of the orders.
+    """
+
+    def __init__(self, num_items: int | None, seed: int) -> None:
+        if num_items is not None and num_items < 1:
+            raise UserInputError("The environment's training split is empty: check env.data.")
+        self._num_items, self._seed = num_items, seed
+        self._epoch = self._position = 0
+        self._order = self._shuffled()
+
+    def _shuffled(self) -> np.ndarray:
+        return np.random.default_rng([self._seed, self._epoch]).permutation(self._num_items or 0)
+
+    def take(self, count: int) -> list[int]:
+        """The next indices."""
+        taken: list[int] = []
+        while len(taken) < count:
+            if self._num_items is None:
+                taken.append(derive_seed(self._seed, self._position) % _ENDLESS)
+            elif self._position < self._num_items:
+                taken.append(int(self._order[self._position]))
+            else:
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._shuffled()
+                continue
+            self._position += 1
+        return taken
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs."""
+        return {"epoch": self._epoch, "position": self._position}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to a saved place. Raises UserInputError when the data have become fewer than that."""
+        if self._num_items is not None and int(state["position"]) > self._num_items:
+            raise UserInputError(
+                f"The checkpoint stopped at item {state['position']} of its epoch and the data have {self._num_items} "
+                "items: resume with the data that the run began with."
+            )
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        self._order = self._shuffled()
+
+
+# Recent solve rates of tasks, and draws of tasks by them: those near one half first, because they have a gradient.
+#
+# With n episodes of a task of which s were solved, and a prior of m episodes of which half were, its rate is
+# p = (s + m / 2) / (n + m) and its weight floor + (1 - floor) · 4 p (1 - p): 1 at one half, `floor` where all or none is solved. The
+# variance p (1 - p) of a 0/1 reward is what a group's advantages are made of (prioritised sampling by it: SPEED-RL, arXiv 2506.09016).
+# Older episodes count less: half after `half_life` further episodes of the same task. A task whose last group was lost has the weight
+# `floor`: nothing can be learned from an item that cannot be played.
+
+MAX_KNOWN = (
+    65_536  # tasks whose episodes are remembered; of more, those without episodes for the longest time are forgotten
+)
+
+
+class SolveRates:
+    """The recent solve rates of tasks by key; a key without episodes has the rate of the prior, one half."""
+
+    def __init__(self, settings: CurriculumSection) -> None:
+        self._prior, self._floor, self._half_life = settings.prior, settings.floor, settings.half_life
+        self._counts: dict[str, tuple[float, float]] = {}  # key -> (episodes, solved), both faded; least recent first
+        self._lost: set[str] = set()  # keys of `_counts` whose last group was lost
+
+    def observe(self, key: str, episodes: int, solved: int) -> None:
+        """Add the episodes of one group."""
+        before, solved_before = self._counts.pop(key, (0.0, 0.0))
+        fade = 0.5 ** (episodes / self._half_life)
+        self._set(key, (before * fade + episodes, solved_before * fade + solved))
+        self._lost.discard(key)
+
+    def lose(self, key: str) -> None:
+        """A group of this task was lost: its weight is `floor` until another one is complete."""
+        self._set(key, self._counts.pop(key, (0.0, 0.0)))
+        self._lost.add(key)
+
+    def _set(self, key: str, counts: tuple[float, float]) -> None:
+        self._counts[key] = counts
+        if len(self._counts) > MAX_KNOWN:
+            oldest = next(iter(self._counts))
+            del self._counts[oldest]
+            self._lost.discard(oldest)
+
+    def known(self) -> list[str]:
+        """The keys that were tried."""
+        return list(self._counts)
+
+    def rate(self, key: str) -> float:
+        """The recent solve rate."""
+        episodes, solved = self._counts.get(key, (0.0, 0.0))
+        return (solved + self._prior / 2) / (episodes + self._prior)
+
+    def weight(self, key: str) -> float:
+        """From `floor` to 1."""
+        if key in self._lost:
+            return self._floor
+        rate = self.rate(key)
+        return self._floor + (1 - self._floor) * 4 * rate * (1 - rate)
+
+    def forget(self) -> None:
+        """Forget all episodes."""
+        self._counts.clear()
+        self._lost.clear()
+
+    def state(self) -> list[list[Any]]:
+        """What `restore` needs, in JSON's types."""
+        return [[key, *counts, key in self._lost] for key, counts in self._counts.items()]
+
+    def restore(self, state: list[list[Any]]) -> None:
+        """Go back to a saved state."""
+        self._counts = {str(key): (float(episodes), float(solved)) for key, episodes, solved, *_ in state}
+        # Earlier checkpoints do not say what was lost.
+        self._lost = {str(key) for key, _, _, *lost in state if any(lost)}
+
+
+class SolveRateItems:
+    """Draws indices of a split by the weights of their solve rates, with replacement.
+
+    An index that was never sampled has the largest weight, so a split that is larger than the run is mostly seen once; nothing
+    starves. Works in the number of known indices, not in the size of the split.
+
+    Args:
+        num_items: size of the split.
+        seed: of the draws.
+        settings: prior, floor and half-life.
+    """
+
+    def __init__(self, num_items: int, seed: int, settings: CurriculumSection) -> None:
+        self.rates = SolveRates(settings)
+        self._num_items, self._seed = num_items, seed
+        self._drawn = 0
+
+    def take(self, count: int) -> list[int]:
+        """The next indices."""
+        known = [int(key) for key in self.rates.known()]
+        weights = np.array([self.rates.weight(str(index)) for index in known])
+        unknown = (self._num_items - len(known)) * self.rates.weight("")
+        return [self._draw(known, set(known), weights.cumsum(), unknown) for _ in range(count)]
+
+    def _draw(self, known: list[int], seen: set[int], cumulative: np.ndarray, unknown: float) -> int:
+        rng = np.random.default_rng([self._seed, self._drawn])
+        self._drawn += 1
+        total = float(cumulative[-1]) if known else 0.0
+        place = rng.random() * (total + unknown)
+        if place < total:
+            return known[int(np.searchsorted(cumulative, place, side="right"))]
+        # The place-th index that is not known: few draws find one while most are unknown, a list where few are.
+        if 2 * len(known) < self._num_items:
+            while (index := int(rng.integers(self._num_items))) in seen:
+                pass
+            return index
+        rest = [index for index in range(self._num_items) if index not in seen] or known
+        return rest[int(rng.integers(len(rest)))]
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs."""
+        return {"drawn": self._drawn, "rates": self.rates.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to a saved state. Raises UserInputError when the data have become fewer than the items that it knows."""
+        last = max((int(key) for key, *_ in state["rates"]), default=-1)
+        if last >= self._num_items:
+            raise UserInputError(
+                f"The checkpoint has the solve rate of item {last} and the data have {self._num_items} items: resume with the data "
+                "that the run began with."
+            )
+        self._drawn = int(state["drawn"])
+        self.rates.restore(state["rates"])
+
+
+# Mixture: the tasks that come next, of one or several environments, by weight and, where asked, by their recent solve rates.
+
+
+@dataclass(frozen=True, slots=True)
+class TaskItem:
+    """One task instance of the training split: its index there, and the seed of its environments, the same whenever it comes.
+
+    `env` is the environment's name in a mixture; `arguments` change its arguments, as the curriculum's `stage` says.
+    """
+
+    index: int
+    seed: int
+    env: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    stage: int = 0
+
+
+class Mixture:
+    """Takes tasks from environments in turn, so that after any number of tasks each has had its share to within one task.
+
+    A run with one environment is a mixture of one. In each turn every environment earns its share of the weights; the one with the largest balance is taken and pays one ("smooth
+    weighted round robin", as in nginx). So a small batch holds all environments, and nothing is drawn that a resume must repeat. With
+    `sampling: solve_rate` an environment's weight is multiplied by that of its recent solve rate, and its items are drawn
+    likewise; items that are made without end are not drawn twice, so they have no rate.
+
+    Args:
+        weights: weight of each environment by name; a single one has the empty name.
+        sizes: size of each training split; None for items without end.
+        seed: of orders, draws and environments.
+        settings: how tasks are drawn.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, float], sizes: Mapping[str, int | None], seed: int, settings: CurriculumSection
+    ) -> None:
+        self.weights = dict(weights)
+        self._by_rate = settings.sampling == "solve_rate"
+        self._balance = dict.fromkeys(weights, 0.0)
+        self._rates = SolveRates(settings)
+        self._items: dict[str, DataCursor | SolveRateItems] = {}
+        self._seeds: dict[str, int] = {}
+        for place, name in enumerate(weights):
+            self._seeds[name] = own = derive_seed(seed, 20, place) if name else seed
+            size = sizes[name]
+            if self._by_rate and size is not None and size > 0:
+                self._items[name] = SolveRateItems(size, own, settings)
+            else:
+                self._items[name] = DataCursor(size, own)
+        self._taken: Counter[str] = Counter()
+
+    def begin(self, iteration: int) -> None:
+        """Tasks that are taken from now on are for the learner after `iteration` steps."""
+
+    def take(self, count: int) -> list[TaskItem]:
+        """The next `count` tasks."""
+        order = [self._next_name() for _ in range(count)]
+        self._taken.update(order)
+        drawn = {name: iter(self._draw(name, number)) for name, number in Counter(order).items()}
+        return [next(drawn[name]) for name in order]
+
+    def _next_name(self) -> str:
+        shares = self._shares()
+        for name, share in shares.items():
+            self._balance[name] += share
+        chosen = max((name for name, share in shares.items() if share), key=lambda name: self._balance[name])
+        self._balance[chosen] -= 1.0
+        return chosen
+
+    def _shares(self) -> dict[str, float]:
+        earned = {
+            name: weight * (self._rates.weight(name) if self._by_rate else 1.0) for name, weight in self.weights.items()
+        }
+        total = sum(earned.values())
+        return {name: value / total for name, value in earned.items()}
+
+    def _draw(self, name: str, count: int) -> list[TaskItem]:
+        indices = self._items[name].take(count)
+        return [TaskItem(index, derive_seed(self._seeds[name], 2, index), name) for index in indices]
+
+    def observe(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Note which tasks were solved. Each group is told once."""
+        for group in groups:
+            solved = sum(trajectory.correct for trajectory in group.trajectories)
+            self._rates.observe(group.env, len(group), solved)
+            items = self._items[group.env]
+            if isinstance(items, SolveRateItems):
+                items.rates.observe(str(group.index), len(group), solved)
+
+    def lose(self, tasks: Sequence[RolloutTask]) -> None:
+        """Note the tasks whose groups were lost after all attempts: they are drawn no more often than those that are always solved."""
+        for task in tasks:
+            items = self._items[task.env]
+            if isinstance(items, SolveRateItems):
+                items.rates.lose(str(task.index))
+
+    def forget_rates(self) -> None:
+        """Forget what was solved: the tasks have changed."""
+        self._rates.forget()
+        for items in self._items.values():
+            if isinstance(items, SolveRateItems):
+                items.rates.forget()
+
+    def metrics(self) -> dict[str, float]:
+        """Of a mixture: tasks handed out, share and recent solve rate of each environment."""
+        if "" in self.weights:
+            return {}
+        shares = self._shares()
+        return {
+            **{f"mixture/taken/{name}": float(self._taken[name]) for name in self.weights},
+            **{f"mixture/share/{name}": share for name, share in shares.items()},
+            **{f"mixture/solve_rate/{name}": self._rates.rate(name) for name in self.weights},
+        }
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs, in JSON's types."""
+        return {
+            "balance": dict(self._balance),
+            "taken": dict(self._taken),
+            "rates": self._rates.state(),
+            "items": {name: items.state() for name, items in self._items.items()},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to a saved state; the weights stay those of the configuration, which may have changed.
+
+        Raises UserInputError where the environments or the sampling are others.
+        """
+        saved = state.get("items", {})
+        kinds = {name: "rates" in inner for name, inner in saved.items()}
+        if kinds != {name: isinstance(items, SolveRateItems) for name, items in self._items.items()}:
+            raise UserInputError(
+                f"The checkpoint has tasks of {', '.join(saved) or 'another kind of run'}, drawn in another way: resume with the "
+                "env.mixture, curriculum.stages and curriculum.sampling that the run began with."
+            )
+        self._balance = {str(name): float(balance) for name, balance in state["balance"].items()}
+        self._taken = Counter({str(name): int(count) for name, count in state["taken"].items()})
+        self._rates.restore(state["rates"])
+        for name, items in self._items.items():
+            items.restore(saved[name])
+
+
+# TaskStream: numbered rollout tasks from a task source; tasks that were not finished are repeated after a resume.
+
+
+class TaskStream:
+    """Makes tasks, `prompts_per_iteration` to a round. A task's round and place form its id and the seed of its sampling.
+
+    Args:
+        source: which instances come.
+        run: group size, temperature, seed and how often conversations are recorded.
+    """
+
+    def __init__(self, source: Mixture, run: RunConfig) -> None:
+        self._source = source
+        self._run = run
+        self._next_round = self._next_place = 0
+        self._open: dict[str, RolloutTask] = {}  # handed out and not finished, in order
+        self._repeated: list[RolloutTask] = []  # handed out before a resume
+
+    def begin(self, iteration: int) -> None:
+        """Tell the source how many steps the learner has taken."""
+        self._source.begin(iteration)
+
+    def take(self, count: int) -> list[RolloutTask]:
+        """The next `count` tasks. The sender sets `min_version`."""
+        tasks, self._repeated = self._repeated[:count], self._repeated[count:]
+        for item in self._source.take(count - len(tasks)):
+            tasks.append(self._task(self._next_round, self._next_place, item))
+            self._next_place += 1
+            if self._next_place >= self._run.rollout.prompts_per_iteration:
+                self._next_round, self._next_place = self._next_round + 1, 0
+        self._open |= {task.group_id: task for task in tasks}
+        return tasks
+
+    def _task(self, number: int, place: int, item: TaskItem) -> RolloutTask:
+        every = self._run.logging.trajectories_every
+        return RolloutTask(
+            group_id=f"{number:06d}:{place:05d}",
+            index=item.index,
+            split="train",
+            seed=item.seed,
+            sampling_seed=derive_seed(self._run.seed, 3, number, place),
+            size=self._run.rollout.group_size,
+            temperature=self._run.rollout.temperature,
+            min_version=0,
+            record=bool(every) and number % every == 0,
+            env=item.env,
+            arguments=item.arguments,
+            stage=item.stage,
+        )
+
+    def done_with(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """These groups were learned from, replaced or dropped: their tasks are not repeated, and the source is told.
+
+        Not earlier: a group that waits for the learner is sampled anew after a resume, and would count twice.
+        """
+        self._source.observe(groups)
+        for group in groups:
+            self._open.pop(group.group_id, None)
+
+    def lose(self, group_ids: Iterable[str]) -> None:
+        """These groups were lost: their tasks are not repeated, and the source is told."""
+        # Sorted: they come in the order in which env runners answered, on which no later draw may depend.
+        self._source.lose([self._open.pop(group_id) for group_id in sorted(group_ids) if group_id in self._open])
+
+    def metrics(self) -> dict[str, float]:
+        """The source's metrics."""
+        return self._source.metrics()
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs: the source's place, and the tasks that are under way."""
+        return {
+            "round": self._next_round,
+            "place": self._next_place,
+            "source": self._source.state(),
+            # A second interruption may come before the tasks of the first are handed out again.
+            "open": [asdict(task) for task in (*self._open.values(), *self._repeated)],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to a saved state; its open tasks are handed out first."""
+        self._source.restore(state["source"])
+        # Earlier checkpoints have no place: they were made between whole rounds.
+        self._next_round, self._next_place = int(state["round"]), int(state.get("place", 0))
+        rollout = self._run.rollout  # which a resume may have changed; the learner computes with this temperature
+        changed = {"size": rollout.group_size, "temperature": rollout.temperature}
+        self._repeated = [RolloutTask(**{**fields, **changed}) for fields in state["open"]]
+        self._open = {}

@@ -2,29 +2,346 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
+import os
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from rl_vlm.asking.http_endpoints import OpenAIEndpoint
 from rl_vlm.config import PolicyConfig
+from rl_vlm.config.labels import EndpointSection
+from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.envs.parts import Survey, survey
-from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
-from rl_vlm.evaluation.identity import identity_of
-from rl_vlm.evaluation.options import EvaluationOptions
-from rl_vlm.evaluation.outcome_log import OutcomeLog, items_path
-from rl_vlm.evaluation.outcomes import Outcome, Side
-from rl_vlm.evaluation.play import EpisodesLostError, losses, play_tasks
-from rl_vlm.evaluation.summary import by_category, compared, info_numbers, summarize
+from rl_vlm.evaluation.heldout import EvaluationOptions, ItemPrompts, evaluation_tasks, identity_of, viewed_tasks
+from rl_vlm.evaluation.outcomes import (
+    Outcome,
+    OutcomeLog,
+    Side,
+    by_category,
+    compared,
+    info_numbers,
+    items_path,
+    outcomes_of,
+    summarize,
+)
+from rl_vlm.evaluation.players import EndpointPlayer, EpisodesLostError, Play, losses, play_tasks
 from rl_vlm.files import to_jsonable, write_atomic
-from rl_vlm.models.trained import find_trained, is_full, trained_folder
+from rl_vlm.models.loading import TextSide, load_text_side, resolve_model
+from rl_vlm.models.weights import find_trained, initial_adapter_folder, is_full, read_payload, trained_folder
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.runs.players import players
-from rl_vlm.runs.served import run_for, starting_adapter
-from rl_vlm.runs.throughput import measure_throughput
-from rl_vlm.types import Split, UserInputError
+from rl_vlm.types import GenerationRequest, Message, RLVLMError, SamplingParams, Split, UserInputError
+
+if TYPE_CHECKING:
+    from rl_vlm.rollout.env_runner import RolloutWorker
+    from rl_vlm.serving.service import PolicyService
+
+
+# The served policy of a command without a learner: `rl-vlm eval` and `rl-vlm rollout`.
+
+
+def starting_adapter(config: PolicyConfig) -> Path | None:
+    """The adapter folder that `model.adapter` names, if it names one."""
+    return initial_adapter_folder(config.model) if config.model.adapter is not None else None
+
+
+def run_for(config: PolicyConfig, trained: Path) -> PolicyConfig:
+    """The run with replicas that can serve what a folder holds: an adapter, or full weights."""
+    kind = "full" if is_full(trained) else "lora"
+    return config.model_copy(update={"model": config.model.model_copy(update={"train": kind})})
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model behind Ray Serve and a rollout worker in this process that asks it."""
+
+    run_id: str
+    worker: RolloutWorker
+    service: PolicyService
+
+    def publish(self, adapter: Path | None, version: int) -> None:
+        """Serve an adapter folder, or one of full weights, as this version; None changes nothing."""
+        if adapter is not None:
+            self.service.publish(read_payload(adapter, version))
+
+
+@contextmanager
+def served_worker(config: PolicyConfig) -> Iterator[Served]:
+    """Start Ray, the replicas and a worker; all end with the context."""
+    from rl_vlm.rollout.env_runner import RolloutWorker
+    from rl_vlm.runs.ray_session import ray_cluster
+    from rl_vlm.serving.service import start_service
+
+    with ray_cluster(config):
+        service = start_service(config)
+        worker = RolloutWorker(config, service.run_id, service.model.folder, key=service.key)
+        try:
+            service.wait_until_ready()
+            yield Served(service.run_id, worker, service)
+        finally:
+            worker.close_envs()
+            service.stop()
+
+
+# Who plays the items of an evaluation: the served model with each side's adapter, or an endpoint.
+
+
+@dataclass(frozen=True, slots=True)
+class Players:
+    """The event loop in which all is played, what plays the tasks of a side, and the served model, if there is one.
+
+    Tasks of one side must be finished before the other is asked for.
+    """
+
+    runner: asyncio.Runner
+    play_as: Callable[[Side], Play]
+    served: Served | None = None
+
+
+@contextmanager
+def players(config: PolicyConfig, options: EvaluationOptions, adapters: dict[Side, Path | None]) -> Iterator[Players]:
+    """Start what the options name; it ends with the context."""
+    if options.endpoint is not None:
+        with asyncio.Runner() as runner, _endpoint_player(config, options, options.endpoint, runner) as player:
+            yield Players(runner, lambda side: player.play)
+        return
+    with served_worker(config) as served, asyncio.Runner() as runner:
+        yield Players(runner, lambda side: _served_player(config, served, adapters, side), served)
+
+
+def _served_player(config: PolicyConfig, served: Served, adapters: dict[Side, Path | None], side: Side) -> Play:
+    version = 1 + list(adapters).index(side)
+    served.publish(adapters[side], version)
+    oldest = version if adapters[side] is not None else BASE_MODEL
+
+    async def play(task: RolloutTask) -> list[Outcome] | str:
+        result = await served.worker.run([replace(task, min_version=oldest)])
+        if not result.groups:
+            return next(iter(result.lost.values()))
+        return outcomes_of(config, task, result.groups[0].trajectories, side)
+
+    return play
+
+
+@contextmanager
+def _endpoint_player(
+    config: PolicyConfig, options: EvaluationOptions, url: str, runner: asyncio.Runner
+) -> Iterator[EndpointPlayer]:
+    settings = EndpointSection(
+        url=url,
+        model=options.endpoint_model,
+        token_env=options.endpoint_token_env,
+        timeout_s=options.endpoint_timeout_s,
+        guidance="none",
+        logprobs=False,
+    )
+    client = AsyncExitStack()
+    ask = runner.run(client.enter_async_context(OpenAIEndpoint(settings).open()))
+    player = EndpointPlayer(config, ask)
+    try:
+        yield player
+    finally:
+        player.close()
+        runner.run(client.aclose())
+
+
+# The throughput block of `rl-vlm eval`: tokens per second of the served model, and of plain transformers on the same
+# prompts.
+
+BATCHES = (1, 8)
+_WARM_UPS = 2
+
+
+class PlainGenerateError(RLVLMError):
+    """The process with plain transformers ended or did not answer."""
+
+
+@dataclass(slots=True)
+class _Figures:
+    """Of one batch size: a value per run. `first_s` and `steady` are of streams."""
+
+    ours: list[float] = field(default_factory=list)  # tokens per second
+    theirs: list[float] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
+    steady: list[float] = field(default_factory=list)
+    equal: list[bool] = field(default_factory=list)  # per item: whether both chose the same tokens
+
+    def summary(self) -> dict[str, float]:
+        """Mean and standard deviation over runs; `ratio` is ours over theirs, the median over runs.
+
+        Both sides of a run follow each other, so what else the machine does falls out of their ratio more than of ratios of means.
+        """
+        result = {
+            "tokens_per_s_mean": float(np.mean(self.ours)),
+            "tokens_per_s_std": float(np.std(self.ours, ddof=1)) if len(self.ours) > 1 else 0.0,
+            "first_token_s": float(np.mean(self.first_s)),
+            "steady_tokens_per_s": float(np.mean(self.steady)),
+        }
+        if self.theirs:
+            result |= {
+                "hf_tokens_per_s_mean": float(np.mean(self.theirs)),
+                "hf_tokens_per_s_std": float(np.std(self.theirs, ddof=1)) if len(self.theirs) > 1 else 0.0,
+                "ratio": float(np.median(np.array(self.ours) / np.array(self.theirs))),
+                "same_answers": float(np.mean(self.equal)),
+            }
+        return result
+
+
+async def measure_throughput(
+    config: PolicyConfig, run_id: str, adapter: Path | None, *, runs: int, compare_hf: bool
+) -> dict[str, Any]:
+    """Ask prompts of the evaluation greedily, with exactly `rollout.max_new_tokens_per_turn` new tokens, at batch 1 and 8.
+
+    All go to one replica, which must have loaded the adapter as version 1. No prompt is asked twice while the split has others, so that no image is
+    in a cache. Times are from messages to tokens. Runs of both sides alternate, and which is first changes from run to run.
+    """
+    new_tokens = config.rollout.max_new_tokens_per_turn
+    served = _ServedModel(config, run_id, 1 if adapter is not None else BASE_MODEL, new_tokens)
+    prompts, numbers = ItemPrompts(config), itertools.count()
+    figures = {batch: _Figures() for batch in BATCHES}
+    async with _plain(config, adapter, new_tokens, compare_hf) as plain:
+        for number in range(-_WARM_UPS, runs):
+            for batch in BATCHES:
+                items = [next(numbers) for _ in range(batch)]
+                streamed = prompts.take([next(numbers) for _ in range(batch)])
+                kept = figures[batch] if number >= 0 else _Figures()
+                theirs = await plain.answer(items) if plain and number % 2 else None
+                seconds, tokens = await served.answer(prompts.take(items))
+                if plain and theirs is None:
+                    theirs = await plain.answer(items)
+                kept.ours.append(batch * new_tokens / seconds)
+                if theirs is not None:
+                    kept.theirs.append(batch * new_tokens / theirs[0])
+                    kept.equal += [ours == other for ours, other in zip(tokens, theirs[1], strict=True)]
+                first, steady = await served.stream(streamed)
+                kept.first_s.append(first)
+                kept.steady.append(steady)
+    prompts.close()
+    return {
+        "runs": runs,
+        "new_tokens": new_tokens,
+        "batches": {str(batch): kept.summary() for batch, kept in figures.items()},
+    }
+
+
+class _ServedModel:
+    """One replica of the served model, asked through Ray Serve as a rollout worker asks it."""
+
+    def __init__(self, config: PolicyConfig, run_id: str, min_version: int, new_tokens: int) -> None:
+        from ray import serve
+
+        from rl_vlm.serving.client import PolicyClient, home_session
+        from rl_vlm.serving.registry import app_name
+
+        self._handle = serve.get_deployment_handle("policy", app_name(run_id))
+        self._client = PolicyClient(
+            run_id, deadline_s=config.serving.request_timeout_s, homes=(), coalesce=False, handle=self._handle
+        )
+        self._session = home_session(0)
+        self._text: TextSide = load_text_side(resolve_model(config.model.path), config.model.pixels)
+        self._min_version = min_version
+        self._sampling = SamplingParams(new_tokens, temperature=0.0, ignore_eos=True)
+        self._names = itertools.count()
+
+    def _requests(self, conversations: Sequence[tuple[Message, ...]]) -> list[GenerationRequest]:
+        spans = [self._text.codec.encode_prompt(messages) for messages in conversations]
+        return [
+            GenerationRequest(
+                f"throughput-{next(self._names)}", span.token_ids, self._sampling, span.images, self._min_version
+            )
+            for span in spans
+        ]
+
+    async def answer(self, conversations: Sequence[tuple[Message, ...]]) -> tuple[float, list[list[int]]]:
+        """Seconds of one call with all conversations, and the new tokens of each."""
+        started = time.perf_counter()
+        completions = await self._client.call(self._requests(conversations), self._session)
+        seconds = time.perf_counter() - started
+        return seconds, [[int(token) for token in found.samples[0].token_ids] for found in completions]
+
+    async def stream(self, conversations: Sequence[tuple[Message, ...]]) -> tuple[float, float]:
+        """Mean seconds to the first token, and tokens per second after it, of streams at the same time."""
+        started = time.perf_counter()
+        requests = self._requests(conversations)
+        found = await asyncio.gather(*(self._one_stream(request) for request in requests))
+        first = float(np.mean([times[0][0] - started for times in found]))
+        begin, end = min(times[0][0] for times in found), max(times[-1][0] for times in found)
+        later = sum(count for times in found for _, count in times[1:])
+        return first, later / max(end - begin, 1e-9)
+
+    async def _one_stream(self, request: GenerationRequest) -> list[tuple[float, int]]:
+        """When each piece came, and of how many tokens it was."""
+        stream = self._handle.options(stream=True, session_id=self._session).stream.remote(request)
+        return [(time.perf_counter(), len(chunk.token_ids)) async for chunk in stream if len(chunk.token_ids)]
+
+
+class _PlainProcess:
+    """The process of plain_generate.py."""
+
+    def __init__(self, process: asyncio.subprocess.Process, errors: Path, deadline_s: float) -> None:
+        self._process, self._errors, self._deadline_s = process, errors, deadline_s
+
+    async def send(self, line: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(line).encode() + b"\n")
+        await self._process.stdin.drain()
+
+    async def receive(self) -> Any:
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                line = await self._process.stdout.readline()
+        except TimeoutError as error:
+            raise PlainGenerateError(f"Plain transformers gave no answer in {self._deadline_s:g} s.") from error
+        if not line:
+            last = self._errors.read_text(errors="replace").strip().splitlines()[-1:] or ["no message"]
+            raise PlainGenerateError(f"Plain transformers ended: {last[0]}")
+        return json.loads(line)
+
+    async def answer(self, items: Sequence[int]) -> tuple[float, list[list[int]]]:
+        """Seconds for these items as one batch, and the new tokens of each."""
+        await self.send(list(items))
+        answer = await self.receive()
+        return answer["seconds"], answer["tokens"]
+
+
+@asynccontextmanager
+async def _plain(
+    config: PolicyConfig, adapter: Path | None, new_tokens: int, wanted: bool
+) -> AsyncIterator[_PlainProcess | None]:
+    if not wanted:
+        yield None
+        return
+    command = [sys.executable, "-m", "rl_vlm.evaluation.plain_generate"]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(config.serving.num_threads), "TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.NamedTemporaryFile(prefix="rl-vlm-plain-", suffix=".log") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+            limit=2**24,
+        )
+        plain = _PlainProcess(process, Path(errors.name), config.serving.startup_timeout_s)
+        try:
+            settings = {"adapter": str(adapter) if adapter is not None else None, "new_tokens": new_tokens}
+            await plain.send({"config": config.model_dump(mode="json"), **settings})
+            await plain.receive()
+            yield plain
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
 
 
 @dataclass(slots=True)
@@ -85,7 +402,7 @@ def evaluate_policy_run(
 
 
 def _write(results: dict[str, Any], out: Path) -> None:
-    from rl_vlm.reporting.evaluation import draw_evaluation, evaluation_page  # matplotlib takes seconds
+    from rl_vlm.plots.evaluation import draw_evaluation, evaluation_page  # matplotlib takes seconds
 
     write_atomic(out.with_suffix(".md"), evaluation_page(results))
     draw_evaluation(results, out.with_suffix(".png"))

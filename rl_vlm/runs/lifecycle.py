@@ -9,22 +9,143 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePath
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from rl_vlm.config import SFTConfig, TrainConfig, save_config
+import psutil
+
+from rl_vlm.config import CommonConfig, SFTConfig, TrainConfig, save_config
+from rl_vlm.evaluation.heldout import EvaluationOptions
 from rl_vlm.files import clean_leftovers, open_own, write_atomic
 from rl_vlm.imports import import_meanwhile, imports_done
-from rl_vlm.models.payload import WeightPayload
+from rl_vlm.models.weights import WeightPayload
 from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.monitoring.recorder import RunRecorder
-from rl_vlm.runs.drain import RUNNING, STOPPING, call_this_process
 from rl_vlm.types import RLVLMError, UserInputError
 
 if TYPE_CHECKING:
-    from rl_vlm.algorithms.config import RunAlgorithmConfig
+    from rl_vlm.algorithms.base import RunAlgorithmConfig
     from rl_vlm.monitoring.ray_metrics import RayFigures
+
+
+# SIGINT and SIGTERM while a command starts something that does not run yet, or ends it: it says so, and leaves.
+
+_caught: list[int] = []
+
+
+@contextmanager
+def leaving_on_signals() -> Iterator[None]:
+    """Inside this context a signal is told on stderr, and the context ends with SystemExit and its exit code, 130 or 143."""
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    _caught.clear()
+    leave_on_signals()
+    try:
+        yield
+    except BaseException:
+        if (
+            _caught
+        ):  # Ray makes an exit code 1 of any that it meets in a call of its own, and what is half started fails
+            raise SystemExit(128 + _caught[0]) from None
+        raise
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def leave_on_signals() -> None:
+    """Put the handlers of `leaving_on_signals` back in place, after somebody else's."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    _caught.append(number)
+    print(f"Interrupted by {signal.Signals(number).name}: ending what was started.", file=sys.stderr, flush=True)
+    sys.exit(128 + number)
+
+
+# Lets runs save their checkpoints before the containers of their driver, and of their actors, are stopped.
+
+_COMMANDS = ("train", "sft", "sweep")  # which save a checkpoint on SIGTERM
+_ACTOR = "ray::"  # how the title of a Ray worker's process begins
+_IDLE = ("IDLE", "DashboardAgent", "RuntimeEnvAgent", "ProxyActor", "ServeController")  # what does no work of a run
+_PAUSE_S = 0.5
+# What a run calls itself in the system's table of processes (15 characters at most): a script's arguments do not tell that it is one, and
+# one that saves its checkpoint already must not be told twice, which ends it at once.
+RUNNING, STOPPING = "rl-vlm:run", "rl-vlm:stopping"
+
+
+def call_this_process(name: str) -> str:
+    """Name this process; returns its name before, or an empty string where the system has no such names."""
+    own = Path("/proc/self/comm")
+    try:
+        before = own.read_text().strip()
+        own.write_text(name)
+    except OSError:
+        return ""
+    return before
+
+
+def is_run(arguments: Sequence[str]) -> bool:
+    """Whether a process's arguments are those of `rl-vlm train`, `sft` or `sweep`."""
+    for place, argument in enumerate(arguments[:4]):
+        if PurePath(argument).name == "rl-vlm" or argument == "rl_vlm.cli":
+            return place + 1 < len(arguments) and arguments[place + 1] in _COMMANDS
+    return False
+
+
+def is_actor(arguments: Sequence[str]) -> bool:
+    """Whether a process's arguments are the title of an actor or task of a run."""
+    title = arguments[0] if arguments else ""
+    return title.startswith(_ACTOR) and not title.removeprefix(_ACTOR).startswith(_IDLE)
+
+
+def drain_runs(timeout_s: float, within: int | None = None) -> list[int]:
+    """Send SIGTERM to this user's runs, but those that stop already, and wait. Returns the process ids of those that are still there.
+
+    `within`: only processes that descend from this one; None: all of this user.
+    """
+    runs = [
+        process for process, arguments in _mine(within) if is_run(arguments) or _name(process) in (RUNNING, STOPPING)
+    ]
+    for process in runs:
+        try:
+            if process.name() != STOPPING:
+                process.terminate()
+        except psutil.NoSuchProcess:
+            continue
+    _, left = psutil.wait_procs(runs, timeout=timeout_s)
+    return [process.pid for process in left]
+
+
+def wait_for_actors(timeout_s: float, within: int | None = None) -> list[int]:
+    """Wait until no actor works on this machine; they end with their run. Returns the process ids of those that still do."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = [process.pid for process, arguments in _mine(within) if is_actor(arguments)]
+        if not left or time.monotonic() >= deadline:
+            return left
+        time.sleep(_PAUSE_S)
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""
+
+
+def _mine(within: int | None) -> Iterator[tuple[psutil.Process, list[str]]]:
+    """This user's processes and their arguments."""
+    found = psutil.Process(within).children(recursive=True) if within is not None else psutil.process_iter()
+    for process in found:
+        try:
+            if process.uids().effective == os.geteuid():
+                yield process, process.cmdline()
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
 
 
 class InterruptedRun(RLVLMError):
@@ -101,7 +222,7 @@ class BaseRun(ABC):
 
     @staticmethod
     def _draw(folder: Path) -> None:
-        from rl_vlm.reporting.curve import draw_curve  # matplotlib is slow to import
+        from rl_vlm.plots.curves import draw_curve  # matplotlib is slow to import
 
         draw_curve(folder)
 
@@ -326,3 +447,38 @@ def stderr_to(path: Path) -> Iterator[None]:
             sys.stderr.flush()
             os.dup2(saved, 2)
             os.close(saved)
+
+
+Config = TypeVar("Config", bound=CommonConfig)
+_Given = TypeVar("_Given", bound=CommonConfig, contravariant=True)
+
+
+class Evaluate(Protocol[_Given]):
+    """Evaluates what a run trained; returns the results, and writes them to `out`."""
+
+    def __call__(
+        self,
+        config: _Given,
+        /,
+        *,
+        adapter: Path | None = None,
+        run_dir: Path | None = None,
+        out: Path | None = None,
+        options: EvaluationOptions | None = None,
+    ) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunKind(Generic[Config]):
+    """One kind of run.
+
+    config: its class of configurations. inspect: checks one without starting Ray, returns what was found, raises
+    UserInputError. run: a run in a folder, new or resumed. evaluate: see `Evaluate`. rllib_config: the class of the RLlib
+    configuration, which takes seconds to import.
+    """
+
+    config: type[Config]
+    inspect: Callable[[Config], dict[str, Any]]
+    run: Callable[[Config, Path, bool], BaseRun]
+    evaluate: Evaluate[Config]
+    rllib_config: Callable[[Config], type[RunAlgorithmConfig]]

@@ -2,40 +2,151 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.algorithms.checkpoint import latest_checkpoint, save_checkpoint
+from rl_vlm.algorithms.sight import Fault, SightError, raise_or_tell
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import PolicyConfig
-from rl_vlm.config.algorithm import BUILTIN_LOSSES
-from rl_vlm.config.model import FLOAT16_UNTRAINABLE
+from rl_vlm.config.learner import BUILTIN_LOSSES
+from rl_vlm.config.serving import FLOAT16_UNTRAINABLE
 from rl_vlm.envs.base import VisionEnv
+from rl_vlm.envs.errors import check_step, reward_parts
 from rl_vlm.envs.parts import make_part, survey, train_size
 from rl_vlm.envs.registry import portable_id
 from rl_vlm.envs.wire import check_plain
-from rl_vlm.evaluation.sight_faults import Fault, SightError, raise_or_tell
+from rl_vlm.evaluation.heldout import evaluation_tasks
 from rl_vlm.files import clean_leftovers
 from rl_vlm.learning.plan import ESTIMATORS
-from rl_vlm.learning.strategies.needs import check_strategy
-from rl_vlm.models.initial_adapter import check_initial_adapter
 from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.weights import check_initial_adapter
 from rl_vlm.monitoring.display import ProgressDisplay
-from rl_vlm.rollout.curriculum import make_task_source
-from rl_vlm.rollout.stages import Stages
-from rl_vlm.runs.env_demand import check_places
-from rl_vlm.runs.lifecycle import RunLifecycle
-from rl_vlm.runs.preflight import memory_needs
-from rl_vlm.runs.reward_names import check_reward_names
-from rl_vlm.runs.run_kind import RunKind
-from rl_vlm.runs.training_warnings import UnpaidStart, blind
+from rl_vlm.rollout.curriculum import Stages, make_task_source
+from rl_vlm.rollout.scoring import OWN, REWARD_PARTS
+from rl_vlm.runs.lifecycle import RunKind, RunLifecycle
+from rl_vlm.runs.memory import memory_needs
 from rl_vlm.types import RLVLMError, Split, UserInputError
 
 if TYPE_CHECKING:
-    from rl_vlm.algorithms.config import RunAlgorithmConfig
+    from rl_vlm.algorithms.base import RunAlgorithmConfig
+
+
+# Sentences about figures that usually mean a mistake in the environment, the prompt or the reward.
+
+_NEEDS_IMAGES = 0.1  # gain in accuracy over blank images, below which people are told
+_UNPAID = 5  # iterations at the start
+
+
+def blind(results: Mapping[str, float]) -> str:
+    """What an evaluation says where answers are as good with blank images; empty where they need them, or where none is right."""
+    if results.get("sight/accuracy_gap_high", 1.0) >= _NEEDS_IMAGES:
+        return ""
+    unseen, gap = results["sight/accuracy_blank"], results["sight/accuracy_gap"]
+    if unseen == 0 and gap == 0:  # nothing is known of images by answers that are all wrong
+        return ""
+    return f"Answers do not need the images: {unseen:.2f} are right with blank ones, {gap:+.2f} with the true ones [sight/accuracy_gap]."
+
+
+class UnpaidStart:
+    """Tells once where no group of a run's first iterations has answers that are paid differently: then nothing is learned from."""
+
+    def __init__(self) -> None:
+        self._unpaid = 0
+
+    def look(self, iteration: int, metrics: Mapping[str, float]) -> str:
+        """The sentence after iteration 1, 2, ... of a run, or an empty one."""
+        if iteration != self._unpaid + 1 or metrics.get("reward/zero_advantage_groups", 0.0) < 1.0:
+            return ""
+        self._unpaid = iteration
+        if iteration != _UNPAID:
+            return ""
+        return (
+            f"Nothing has been learned from: in each group of the first {_UNPAID} iterations all answers were paid alike (mean reward "
+            f"{metrics['reward/mean']:.3f}) [reward/zero_advantage_groups]. `rl-vlm rollout` shows answers and what they are paid."
+        )
+
+
+# Looks for misspelt parts of the reward before a run starts: an environment's own parts show in an episode alone.
+
+logger = logging.getLogger(__name__)
+
+_NEARLY = 0.85  # of difflib: "formt" and "format" are .91 alike
+
+
+def check_reward_names(names: Sequence[str], env: VisionEnv, max_turns: int) -> None:
+    """Names that are no registered part must be given by the episode that was opened, which is answered by nothing until it ends.
+
+    Raises UserInputError for one that is not. An episode that is cut off may not have come to its parts: there only what is spelt nearly as
+    a registered part is refused. One that raises says nothing.
+    """
+    unknown = set(names) - {OWN, *REWARD_PARTS.names()}
+    given: set[str] = set()
+    if not unknown:
+        return
+    for _ in range(max_turns):
+        try:
+            _, _, terminated, truncated, info = check_step(env.step(""))
+            given |= {name for name, _ in reward_parts(info)}
+        except Exception as error:  # whatever the environment raises; the run counts it
+            logger.debug("the parts of the reward are not known: %r", error)
+            return
+        if terminated or truncated:
+            break
+    else:
+        terminated = False
+    missing = sorted(
+        name
+        for name in unknown - given
+        if terminated or difflib.get_close_matches(name, REWARD_PARTS.names(), 1, _NEARLY)
+    )
+    if missing:
+        known = sorted(given | {OWN, *REWARD_PARTS.names()})
+        near = difflib.get_close_matches(missing[0], known, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise UserInputError(
+            f"env.reward.weights names {', '.join(missing)}, and the parts here are {', '.join(known)}: correct the name, or let the "
+            f"environment give it in info['reward_parts'].{hint}"
+        )
+
+
+# How many environments a training run holds at once, which a server of environments must have places for.
+
+
+def held_at_once(config: PolicyConfig, name: str, held_out: int | None) -> tuple[int, int]:
+    """The most environments of one kind at once: in training, and beside them in an evaluation.
+
+    `name` is the environment's in a mixture, which may turn to it alone; `held_out` the items of its held-out split. An evaluation comes
+    on top: its variants have pools of their own, which keep their environments, unless `evaluation.at_once` bounds them all.
+    """
+    rollout = config.rollout
+    groups = (
+        rollout.num_env_runners * rollout.groups_at_once if rollout.max_policy_lag else rollout.prompts_per_iteration
+    )
+    sizes = sorted((task.size for task in evaluation_tasks(config, {name: held_out}, 0)), reverse=True)
+    sizes += [1] * min(config.sight.blank_items, sum(sizes))
+    return groups * rollout.group_size, sum(sizes[: config.held_out_at_once])
+
+
+def check_places(config: PolicyConfig, name: str, held_out: int | None, places: int | None) -> None:
+    """Raise UserInputError where a run needs more than the `places` of its environment's server; None: they have no limit.
+
+    Its groups would each hold a part of the places and wait for the rest until all are lost.
+    """
+    training, evaluation = held_at_once(config, name, held_out)
+    if places is not None and training + evaluation > places:
+        raise UserInputError(
+            f"{config.env.parts[name].id} has places for {places} environments at a time, and the run needs up to "
+            f"{training + evaluation}: {training} in training and {evaluation} in an evaluation. Start `rl-vlm envs serve` with "
+            f"--max-sessions {training + evaluation}, or lower rollout.prompts_per_iteration, rollout.group_size or "
+            "evaluation.num_items."
+        )
 
 
 def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
@@ -47,7 +158,10 @@ def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
         )
     if config.model.dtype == "float16":
         raise UserInputError(f"{FLOAT16_UNTRAINABLE}.")
-    check_strategy(config.learner)
+    if config.learner.zero_stage and importlib.util.find_spec("deepspeed") is None:
+        raise UserInputError(
+            f"learner.strategy {config.learner.strategy} needs the package deepspeed: pip install 'rl-vlm[deepspeed]'."
+        )
     ESTIMATORS.get(config.algorithm.estimator)
     if config.algorithm.loss not in BUILTIN_LOSSES:
         from rl_vlm.learning.losses import LOSSES  # imports torch
@@ -184,7 +298,7 @@ class PolicyRun(RunLifecycle):
 
     def _to_the_end(self) -> None:
         """What is left of the run. Raises LearnerLostError."""
-        from rl_vlm.rollout.failures import TooManyFailuresError
+        from rl_vlm.rollout.env_pool import TooManyFailuresError
         from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
 
         algorithm = self.algorithm

@@ -20,15 +20,12 @@ from rl_vlm.config import LearnerSection, RunConfig, load_policy_config, load_se
 from rl_vlm.http.app import build_http_app
 from rl_vlm.http.backend import ServeBackend
 from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
-from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.models.initial_adapter import initial_adapter_folder
 from rl_vlm.models.loading import check_quantization, load_text_side, quiet_libraries, resolve_model
-from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.models.trained import read_payload, trained_folder
+from rl_vlm.models.weights import AdapterPayload, WeightPayload, initial_adapter_folder, read_payload, trained_folder
+from rl_vlm.runs.evaluate import run_for
+from rl_vlm.runs.lifecycle import leave_on_signals
 from rl_vlm.runs.ray_session import ray_cluster
-from rl_vlm.runs.served import run_for
-from rl_vlm.runs.signals import leave_on_signals
 from rl_vlm.serving.deploy import initial_replicas
 from rl_vlm.serving.registry import app_name, registry_name
 from rl_vlm.serving.service import PolicyService, ServingError

@@ -25,11 +25,10 @@ from rl_vlm.http.gate import Gate
 from rl_vlm.http.server import TOKEN_VARIABLE, check_exposure
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.models.trained import read_payload
+from rl_vlm.models.weights import read_payload
 from rl_vlm.runs.serve import keeps_base_model, plan
 from rl_vlm.serving.deploy import build_app
-from rl_vlm.serving.registry import start_registry
-from rl_vlm.serving.tenants import Published
+from rl_vlm.serving.registry import Published, start_registry
 from rl_vlm.types import POLICY
 
 _NAMESPACE = "rl_vlm"  # of the registry

@@ -17,11 +17,11 @@ from rl_vlm.algorithms.checkpoint import (
 from rl_vlm.config import SFTConfig
 from rl_vlm.files import clean_leftovers
 from rl_vlm.imports import import_meanwhile, imports_done
-from rl_vlm.models.initial_adapter import check_initial_adapter
 from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
-from rl_vlm.monitoring.sft_display import SFTDisplay
+from rl_vlm.models.weights import check_initial_adapter
+from rl_vlm.monitoring.display import SFTDisplay
 from rl_vlm.runs.lifecycle import BaseRun
-from rl_vlm.runs.preflight import count_parameters, weights_size
+from rl_vlm.runs.memory import count_parameters, weights_size
 from rl_vlm.runs.run_folder import RunDir, opened_run_folder
 from rl_vlm.statistics import wilson_interval
 from rl_vlm.supervised.dataset import JobData, Measured, open_job_data
@@ -108,7 +108,7 @@ class SFTRun(BaseRun):
 
     @staticmethod
     def _draw(folder: Path) -> None:
-        from rl_vlm.reporting.sft_curve import draw_sft_curve  # matplotlib is slow to import
+        from rl_vlm.plots.curves import draw_sft_curve  # matplotlib is slow to import
 
         draw_sft_curve(folder)
 

@@ -10,17 +10,304 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any
 
+from ray.util import metrics
+
 from rl_vlm.coroutines import repeat
-from rl_vlm.engines.base import BASE_MODEL, Engine
-from rl_vlm.serving.lifecycle import Lifecycle
-from rl_vlm.serving.metrics import ReplicaTally
-from rl_vlm.serving.registry import POLL_S, Changes, Revision
-from rl_vlm.serving.tenants import Published
-from rl_vlm.types import RLVLMError, UserInputError
+from rl_vlm.engines.base import BASE_MODEL, Engine, EngineStats
+from rl_vlm.serving.registry import POLL_S, Changes, Published, Revision
+from rl_vlm.types import Completion, RLVLMError, UserInputError
+
+# The state machine of a replica, without Ray and without a clock of its own.
+
+
+class ReplicaState(StrEnum):
+    """The state of a replica."""
+
+    STARTING = "starting"  # it has not asked the registry yet, or not loaded what it must have before it serves
+    SERVING = "serving"
+    SUSPECT = "suspect"  # its engine did not answer a probe in time; requests go elsewhere until it does
+    DEAD = "dead"  # it must be replaced
+
+
+class Admission(StrEnum):
+    """The decision about a request."""
+
+    NOW = "now"
+    WAIT = "wait"  # until the replica has started, or its engine is awake
+    ELSEWHERE = "elsewhere"
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """The facts about one replica. Times are seconds of any clock that only goes forward.
+
+    The state is computed from the facts, so the two always agree, whatever the order of events.
+
+    Args:
+        probe_after_s: an engine without progress for this long is probed.
+        load_patience_s: for how long loading versions may fail again and again before the replica is dead.
+        max_failed_probes: failures in a row after which the replica is dead.
+    """
+
+    probe_after_s: float
+    load_patience_s: float = 60.0
+    max_failed_probes: int = 2
+    started: bool = False
+    asleep: bool = False  # its engine has given memory away, and takes no requests until it has it again
+    failed_probes: int = 0
+    load_error: str = ""  # why a version is not loaded, while loads keep failing
+    death: str = ""  # why, once it is dead
+    last_progress: float = float("-inf")
+    _failing_since: float | None = None
+    _progress: int = -1
+
+    @property
+    def state(self) -> ReplicaState:
+        """Dead wins over suspect, suspect over starting."""
+        if self.death:
+            return ReplicaState.DEAD
+        if self.failed_probes:
+            return ReplicaState.SUSPECT
+        return ReplicaState.SERVING if self.started else ReplicaState.STARTING
+
+    @property
+    def admission(self) -> Admission:
+        """What to do with a request. Whether its version is loaded is the follower's affair."""
+        state = self.state
+        if state in (ReplicaState.DEAD, ReplicaState.SUSPECT):
+            return Admission.ELSEWHERE
+        if state is ReplicaState.STARTING:
+            # Where loading fails, another replica may have started already.
+            return Admission.ELSEWHERE if self.load_error else Admission.WAIT
+        return Admission.WAIT if self.asleep else Admission.NOW
+
+    def start(self) -> None:
+        """The replica has asked the registry, and loaded what it must have before it serves."""
+        self.started = True
+
+    def load(self) -> None:
+        """A version was loaded, so loading works."""
+        self.load_error, self._failing_since = "", None
+
+    def fail_load(self, reason: str, now: float, *, curable: bool = True) -> None:
+        """A version could not be loaded. `curable`: a new replica may succeed, so this one dies after `load_patience_s`."""
+        self.load_error = reason
+        if not curable:
+            return
+        if self._failing_since is None:
+            self._failing_since = now
+        if now - self._failing_since >= self.load_patience_s:
+            self.die(reason)
+
+    def observe(self, progress: int, now: float) -> None:
+        """Note the engine's count of what it computed (`EngineStats.progress`): a new value proves that it works."""
+        if progress != self._progress:
+            self._progress = progress
+            self.last_progress = now
+            self.failed_probes = 0
+
+    def probe_due(self, now: float) -> bool:
+        """Whether the engine must generate a token to prove that it can; always while it is suspect, never while it sleeps."""
+        return not (self.death or self.asleep) and (
+            self.failed_probes > 0 or now - self.last_progress >= self.probe_after_s
+        )
+
+    def pass_probe(self, now: float) -> None:
+        """The engine has generated that token, or works on others."""
+        self.failed_probes = 0
+        self.last_progress = now
+
+    def fail_probe(self, reason: str) -> None:
+        """The engine neither generated that token within the deadline nor did anything else."""
+        self.failed_probes += 1
+        if self.failed_probes >= self.max_failed_probes:
+            self.die(f"{reason} ({self.failed_probes} times in a row)")
+
+    def die(self, reason: str) -> None:
+        """The replica is dead. Only the first reason is kept."""
+        self.death = self.death or reason
+
+
+# Counts of a replica, and their way to Ray's metrics.
+#
+# Requests only add to plain numbers; a task of the replica sends them to Ray every few seconds, so that no request
+# waits for a metrics agent. Names begin with `rl_vlm_`; every series is tagged with its run, policy, part (`serving`),
+# Serve application and replica.
+
+_SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300]
+_GAUGES = {
+    "running_samples": "Samples that are being generated",
+    "waiting_samples": "Samples that have not begun",
+    "mean_batch": "Samples per decode step",
+    "image_cache_hit_rate": "Images whose features were cached, since the start",
+    "prefix_cache_hit_rate": "Prompt tokens found in the prefix cache, since the start",
+    "adapter_version": "Adapter version that the replica serves",
+    "adapter_swap_seconds": "From the adapter's arrival to its being served, the last time",
+    "publish_seconds": "From publication to this replica's acknowledgement, the last time",
+}
+_HISTOGRAMS = {
+    "queue_seconds": "From a request's arrival to its first forward pass, of whole answers",
+    "time_to_first_token_seconds": "From a streamed request's arrival to its first token",
+    "request_seconds": "From a request's arrival to its answer",
+}
+_COUNTERS = {
+    "requests_total": "Requests answered",
+    "prompt_tokens_total": "Prompt tokens, image tokens included",
+    "generated_tokens_total": "Sampled tokens",
+    "adapter_swaps_total": "Adapter versions loaded",
+    "replica_starts_total": "Replicas started; more than one per place: they were replaced",
+}
+_POLICY_COUNTERS = {
+    "policy_requests_total": "Requests answered, by policy",
+    "policy_prompt_tokens_total": "Prompt tokens, by policy",
+    "policy_generated_tokens_total": "Sampled tokens, by policy",
+}
+# The histograms leave out observations beyond this number between two reports; the counters hold all.
+_MAX_OBSERVATIONS = 10_000
+
+
+@dataclass(slots=True)
+class PolicyTally:
+    """Counts of one policy on one replica."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    version: int = 0  # the newest that has answered
+
+    def add(self, other: PolicyTally) -> None:
+        """Count what `other` has counted, too."""
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.generated_tokens += other.generated_tokens
+        self.version = max(self.version, other.version)
+
+
+@dataclass(slots=True)
+class ReplicaTally:
+    """Counts of one replica since it started."""
+
+    requests: int = 0
+    by_policy: dict[str, PolicyTally] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)  # by kind: the error's class
+    publish_s: float = 0.0
+    observations: dict[str, deque[float]] = field(
+        default_factory=lambda: {name: deque(maxlen=_MAX_OBSERVATIONS) for name in _HISTOGRAMS}
+    )
+
+    def answered(self, completion: Completion, seconds: float) -> None:
+        """One request got its answer."""
+        self.requests += 1
+        self.observations["queue_seconds"].append(completion.queue_s)
+        self.observations["request_seconds"].append(seconds)
+        sampled = sum(len(sample.token_ids) for sample in completion.samples)
+        counted = PolicyTally(1, len(completion.prompt_ids), sampled, completion.policy_version)
+        self.by_policy.setdefault(completion.policy, PolicyTally()).add(counted)
+
+    def streamed(self, policy: str, counted: PolicyTally, first_token_s: float | None, seconds: float) -> None:
+        """One stream of a policy has ended well."""
+        self.requests += 1
+        self.by_policy.setdefault(policy, PolicyTally()).add(counted)
+        self.observations["request_seconds"].append(seconds)
+        if first_token_s is not None:
+            self.observations["time_to_first_token_seconds"].append(first_token_s)
+
+    def failed(self, error: BaseException) -> None:
+        """One request failed."""
+        self.errors[type(error).__name__] += 1
+
+    def report(self, stats: EngineStats, version: int, state: str) -> dict[str, Any]:
+        """Everything as plain values, for the registry and its readers."""
+        return {
+            "state": state,
+            "version": version,
+            "requests": self.requests,
+            "policies": {name: asdict(tally) for name, tally in self.by_policy.items()},
+            "errors": dict(self.errors),
+            "publish_s": self.publish_s,
+            "engine": asdict(stats),
+        }
+
+
+class RayMetrics:
+    """Sends a replica's counts to `ray.util.metrics`."""
+
+    def __init__(self, run: str, app: str, replica_id: str) -> None:
+        tags = {"run": run, "policy": "policy", "part": "serving", "app": app, "replica": replica_id}
+
+        def make(kind: Any, name: str, description: str, *more: Any, keys: tuple[str, ...] = ()) -> Any:
+            metric = kind(f"rl_vlm_{name}", description, *more, tag_keys=(*tags, *keys))
+            metric.set_default_tags(tags)
+            return metric
+
+        self._gauges = {name: make(metrics.Gauge, name, text) for name, text in _GAUGES.items()}
+        self._counters = {name: make(metrics.Counter, name, text) for name, text in _COUNTERS.items()}
+        self._histograms = {name: make(metrics.Histogram, name, text, _SECONDS) for name, text in _HISTOGRAMS.items()}
+        self._errors = make(metrics.Counter, "errors_total", "Requests that failed, by kind", keys=("kind",))
+        # The tag `policy` of these differs from the default tag.
+        self._of_policy = {name: make(metrics.Counter, name, text) for name, text in _POLICY_COUNTERS.items()}
+        self._policy_version = make(metrics.Gauge, "policy_version", "Newest version that answered")
+        self._sent_of_policy: Counter[tuple[str, str]] = Counter()
+        self._sent: Counter[str] = Counter()
+        self._sent_errors: Counter[str] = Counter()
+
+    def send(self, tally: ReplicaTally, stats: EngineStats, version: int) -> None:
+        """Report what has changed since the last call."""
+        totals = {
+            "requests_total": tally.requests,
+            "prompt_tokens_total": stats.prompt_tokens,
+            "generated_tokens_total": stats.generated_tokens,
+            "adapter_swaps_total": stats.adapter_swaps,
+            "replica_starts_total": 1,
+        }
+        for name, total in totals.items():
+            if total > self._sent[name]:
+                self._counters[name].inc(total - self._sent[name])
+                self._sent[name] = total
+        for kind, total in tally.errors.items():
+            if total > self._sent_errors[kind]:
+                self._errors.inc(total - self._sent_errors[kind], tags={"kind": kind})
+                self._sent_errors[kind] = total
+        self._send_policies(tally)
+        for name, values in tally.observations.items():
+            while values:
+                self._histograms[name].observe(values.popleft())
+        for name, value in gauges(tally, stats, version).items():
+            self._gauges[name].set(value)
+
+    def _send_policies(self, tally: ReplicaTally) -> None:
+        for gone in {policy for policy, _ in self._sent_of_policy} - tally.by_policy.keys():
+            for name in _POLICY_COUNTERS:
+                self._sent_of_policy.pop((gone, name), None)
+        for policy, own in list(tally.by_policy.items()):
+            totals = (own.requests, own.prompt_tokens, own.generated_tokens)
+            for name, total in zip(_POLICY_COUNTERS, totals, strict=True):
+                if total > self._sent_of_policy[policy, name]:
+                    self._of_policy[name].inc(total - self._sent_of_policy[policy, name], tags={"policy": policy})
+                    self._sent_of_policy[policy, name] = total
+            self._policy_version.set(own.version, tags={"policy": policy})
+
+
+def gauges(tally: ReplicaTally, stats: EngineStats, version: int) -> dict[str, float]:
+    """The values of the moment; rates are 0 before anything was looked up."""
+    images = stats.image_cache_hits + stats.image_cache_misses
+    return {
+        "running_samples": stats.running,
+        "waiting_samples": stats.waiting,
+        "mean_batch": stats.mean_batch,
+        "image_cache_hit_rate": stats.image_cache_hits / max(images, 1),
+        "prefix_cache_hit_rate": stats.prefix_cache_hits / max(stats.prefix_cache_queries, 1),
+        "adapter_version": version,
+        "adapter_swap_seconds": stats.last_swap_s,
+        "publish_seconds": tally.publish_s,
+    }
+
 
 logger = logging.getLogger("ray.serve")
 

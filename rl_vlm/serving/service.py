@@ -29,20 +29,19 @@ from ray.serve.exceptions import RayServeException
 from ray.util.placement_group import get_current_placement_group
 
 from rl_vlm.config import CommonConfig
-from rl_vlm.models.payload import WeightPayload
 from rl_vlm.models.reference import ModelReference
+from rl_vlm.models.weights import WeightPayload
 from rl_vlm.serving.deploy import (
+    Requirements,
     ServingError,
     build_app,
     delete_application,
+    find_or_start,
     forget_serve,
     start_serve,
     wait_for_replicas,
 )
-from rl_vlm.serving.policy_key import OWN, PolicyKey
-from rl_vlm.serving.registry import app_name, shared_id, start_registry
-from rl_vlm.serving.shared_registry import Requirements, find_or_start
-from rl_vlm.serving.tenants import Published, PublishReport
+from rl_vlm.serving.registry import OWN, PolicyKey, Published, PublishReport, app_name, shared_id, start_registry
 from rl_vlm.types import UserInputError
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import PreparedRequest
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.models.backbone import Backbone
-from rl_vlm.supervised.encoding import Prompt
+from rl_vlm.models.qwen_vl import Backbone
+from rl_vlm.supervised.conversations import Prompt
 from rl_vlm.types import GenerationRequest, SamplingParams
 
 _ROWS = 64  # at a time

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from rl_vlm.config import AlgorithmSection, SFTConfig
 from rl_vlm.learning.batching import MicroBatch
-from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies.replicated import SingleProcess
-from rl_vlm.learning.update import PolicyUpdater, linear_schedule, make_builder
-from rl_vlm.models.payload import WeightPayload
+from rl_vlm.learning.strategies import SingleProcess
+from rl_vlm.learning.update import PolicyUpdater, linear_schedule, make_builder, make_optimizer
 from rl_vlm.models.supervised import backward_mean_nll
+from rl_vlm.models.weights import WeightPayload
 from rl_vlm.types import RLVLMError, Trajectory
 
 

@@ -16,11 +16,10 @@ import yaml
 from rl_vlm.config import TrainConfig, load_config, save_config
 from rl_vlm.config.sweep import SweepConfig, Values, changed
 from rl_vlm.files import write_atomic
-from rl_vlm.runs.kinds import inspect_run, kind_of
 from rl_vlm.runs.lifecycle import InterruptedRun, StopRequest
 from rl_vlm.runs.ray_session import prepare_environment, quiet_ray, ray_cluster, starts_own_cluster
-from rl_vlm.runs.remote_folder import is_remote
-from rl_vlm.runs.run_folder import check_is_kept, held
+from rl_vlm.runs.run_folder import check_is_kept, held, is_remote
+from rl_vlm.runs.train import inspect_run, kind_of
 from rl_vlm.serving.service import kept_up
 from rl_vlm.sweeps.results import ERRORS, TrialResult, read_results, write_results
 from rl_vlm.types import RLVLMError, UserInputError
@@ -178,8 +177,7 @@ def _run_trials(run: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool
     """`begin` is called when nothing can be refused any more."""
     prepare_environment()
     quiet_ray()
-    from rl_vlm.sweeps.room import SLOT, Room, own_cpus, trials_at_once
-    from rl_vlm.sweeps.trial import trial_class
+    from rl_vlm.sweeps.trial import SLOT, Room, own_cpus, trial_class, trials_at_once
 
     # In a private cluster trials wait for a slot, so that they leave room for each other's replicas: Tune alone decides when
     # those of a population, and of a sweep that is resumed, go on.
@@ -217,7 +215,7 @@ def _tune(
 ) -> ResultGrid:
     from ray import tune
 
-    from rl_vlm.sweeps.progress import SweepProgress
+    from rl_vlm.sweeps.results import SweepProgress
 
     space = {"run_config": run.model_dump(exclude_unset=True), **{key: _domain(v) for key, v in sweep.space.items()}}
     if resume and tune.Tuner.can_restore(str(folder / _TUNE)):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ray.tune import PlacementGroupFactory
@@ -11,7 +14,100 @@ from ray.tune.result import SHOULD_CHECKPOINT
 from rl_vlm.algorithms.base import RunAlgorithm
 from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import TrainConfig
+from rl_vlm.config.sweep import SweepConfig, changed
+from rl_vlm.runs.ray_session import available_cpus
 from rl_vlm.types import UserInputError
+
+# What the trials of a sweep need of a Ray cluster, and how many of them it holds at the same time.
+
+SLOT = "rl_vlm_trial"  # of a private cluster: a place for a trial with its replicas
+# Keys of which more is more; a space may vary them.
+_SIZES = (
+    "serving.num_replicas", "serving.cpus_per_replica", "serving.gpus_per_replica", "rollout.num_env_runners",
+    "rollout.cpus_per_env_runner", "learner.num_learners", "learner.cpus_per_learner", "learner.gpus_per_learner",
+    "preference.collection.num_env_runners",
+)  # fmt: skip
+_MOST = 64  # trials at the same time, unless the sweep says more
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Logical CPUs and GPUs.
+
+    each: of a trial; what Tune reserves for it, and replicas of its own, of which Tune knows nothing.
+    common: of replicas that all trials share.
+    has_replicas: whether a trial starts replicas.
+    """
+
+    each: Mapping[str, float]
+    common: Mapping[str, float]
+    has_replicas: bool
+
+    @classmethod
+    def of(cls, run: TrainConfig, sweep: SweepConfig, trainable: type[RunAlgorithm]) -> Room:
+        """What the largest trials need that the sweep makes of the run."""
+        sizes = {key: max(sweep.space[key].examples) for key in _SIZES if key in sweep.space}
+        run = changed(run, sizes) if sizes else run
+        request = trainable.default_resource_request({"run_config": run.model_dump(exclude_unset=True)})
+        reserved = request.required_resources
+        serving = run.serving
+        count = serving.num_replicas if run.serves else 0
+        replicas = {"CPU": count * serving.cpus_per_replica, "GPU": count * serving.gpus_per_replica}
+        own = {} if serving.shared else replicas
+        each = {kind: reserved.get(kind, 0.0) + own.get(kind, 0.0) for kind in replicas}
+        common = replicas if serving.shared else dict.fromkeys(replicas, 0.0)
+        return cls(each, common, has_replicas=any(own.values()))
+
+    def holds(self, have: Mapping[str, float]) -> int:
+        """How many trials fit into a cluster of such resources at the same time."""
+        shares = [
+            (have.get(kind, 0.0) - self.common[kind]) / needed for kind, needed in self.each.items() if needed > 0
+        ]
+        return max(int(min(shares, default=math.inf) + 1e-6), 0) if shares else _MOST
+
+    def cpus(self, trials: int) -> float:
+        """Logical CPUs for so many trials."""
+        return self.common["CPU"] + trials * self.each["CPU"]
+
+
+def own_cpus(run: TrainConfig, sweep: SweepConfig, room: Room) -> int:
+    """Logical CPUs of a private cluster for the sweep: what the configuration says, or the machine's and enough for its trials.
+
+    They bound how much starts, not what it may use: trials that were asked for side by side share the cores.
+    """
+    wanted = room.cpus(min(sweep.max_concurrent or 1, sweep.num_trials))
+    return run.resources.num_cpus or max(available_cpus(), math.ceil(wanted))
+
+
+def trials_at_once(sweep: SweepConfig, room: Room, have: Mapping[str, float], *, slots: bool = False) -> int:
+    """How many trials may run at the same time on a cluster of such resources; 0: as many as Tune finds room for.
+
+    slots: the cluster has `SLOT`s, which keep trials from taking the room of each other's replicas. Raises UserInputError where
+    not one fits, or where nobody can know.
+    """
+    compares = sweep.stopping.name == "pbt"  # all trials with each other: those that do not fit take turns
+    if os.environ.get("RL_VLM_AUTOSCALING"):
+        if not compares and sweep.max_concurrent is None:
+            raise UserInputError(
+                "An autoscaled cluster does not say how many trials it will hold: set max_concurrent in the sweep's file."
+            )
+        return 0 if compares else sweep.max_concurrent or 1
+    fitting = room.holds(have)
+    if fitting == 0:
+        needs = " and ".join(f"{room.common[k] + n:g} {k}s" for k, n in room.each.items() if n)
+        there = " and ".join(f"{have.get(kind, 0.0):g} {kind}s" for kind, n in room.each.items() if n)
+        raise UserInputError(
+            f"One trial needs {needs}, its replicas included, and the cluster has {there}: ask for less "
+            "(serving.cpus_per_replica, rollout.num_env_runners, ...), raise resources.num_cpus, or add nodes."
+        )
+    if not compares:
+        return min(sweep.max_concurrent or _MOST, fitting)
+    if fitting < sweep.num_trials and room.has_replicas and not slots:
+        raise UserInputError(
+            f"stopping pbt trains its {sweep.num_trials} trials side by side and the cluster holds {fitting} with replicas of "
+            "their own: set shared: true in the sweep's file, lower num_samples, or add nodes."
+        )
+    return 0
 
 
 def trial_class(

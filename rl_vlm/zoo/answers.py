@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_vlm.rewards.plain_text import refusal, without_thought
+from rl_vlm.rewards.text import refusal, without_thought
 
 _MAX_THOUGHT = 100_000  # characters
 

@@ -16,8 +16,8 @@ from runs import QUICKSTART, ROOT
 from safetensors.torch import save
 
 from rl_vlm.config import load_config
-from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import resolve_model
+from rl_vlm.models.weights import AdapterPayload
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(900)]
 

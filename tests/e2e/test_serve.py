@@ -19,8 +19,8 @@ from runs import REPLICA, ServeProcess
 from safetensors.torch import load, save
 
 from rl_vlm.config import parse_config
-from rl_vlm.learning.module import PolicyModel
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.learning.policy_model import PolicyModel
+from rl_vlm.models.weights import AdapterPayload
 
 HI: list[Any] = [{"role": "user", "content": "How many shapes are there?"}]
 # Seconds of work on any machine: hot samples of a random adapter end their turns rarely, and these are many.

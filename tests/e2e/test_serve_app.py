@@ -16,8 +16,8 @@ from runs import REGISTRY, ROOT, CommandProcess
 from safetensors.torch import load, save
 
 from rl_vlm.config import parse_config
-from rl_vlm.learning.module import PolicyModel
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.learning.policy_model import PolicyModel
+from rl_vlm.models.weights import AdapterPayload
 
 pytestmark = pytest.mark.acceptance
 

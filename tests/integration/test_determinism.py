@@ -10,8 +10,8 @@ import pytest
 
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from rl_vlm.config import RunConfig, load_config
-from rl_vlm.runs.kinds import kind_of
 from rl_vlm.runs.ray_session import ray_cluster
+from rl_vlm.runs.train import kind_of
 
 ROOT = Path(__file__).resolve().parents[2]
 HALF = 3

@@ -17,10 +17,8 @@ from serving_support import served
 
 from rl_vlm.config import ServingSection, load_config
 from rl_vlm.engines.base import BASE_MODEL, EngineError
-from rl_vlm.models.full_weights import FullPayload
-from rl_vlm.models.trained import trained_folder
-from rl_vlm.runs.kinds import kind_of
-from rl_vlm.runs.train import train
+from rl_vlm.models.weights import FullPayload, trained_folder
+from rl_vlm.runs.train import kind_of, train
 from rl_vlm.types import Completion
 
 ROOT = Path(__file__).resolve().parents[2]

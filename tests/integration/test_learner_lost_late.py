@@ -13,7 +13,7 @@ import pytest
 from test_determinism import run_config
 
 from rl_vlm.algorithms.learners import on_one_learner
-from rl_vlm.models.payload import WeightPayload
+from rl_vlm.models.weights import WeightPayload
 from rl_vlm.runs.policy import PolicyRun
 
 

@@ -14,8 +14,8 @@ from ray.rllib.core.learner.training_data import TrainingData
 
 from rl_vlm.algorithms.grpo import GRPOConfig
 from rl_vlm.config import RunConfig, apply_overrides, parse_config
-from rl_vlm.config.algorithm import AlgorithmSection
-from rl_vlm.learning.messages import UpdateResult
+from rl_vlm.config.learner import AlgorithmSection
+from rl_vlm.learning.plan import UpdateResult
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.runs.ray_session import ray_cluster

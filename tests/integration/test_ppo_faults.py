@@ -15,7 +15,7 @@ from test_determinism import PPO, build, run_config, same
 
 from rl_vlm.algorithms.checkpoint import save_checkpoint
 from rl_vlm.algorithms.learners import LearnerLostError, on_one_learner
-from rl_vlm.learning.messages import ScoreBatch
+from rl_vlm.learning.plan import ScoreBatch
 from rl_vlm.runs.ray_session import ray_cluster
 
 POINTS = ["sampling", "score", "between score and update", "update", "checkpoint"]

@@ -20,7 +20,7 @@ from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import RunConfig
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
 from rl_vlm.labelling.store import LabelStore
-from rl_vlm.preference.collection.collector import evaluation_seeds
+from rl_vlm.preference.collector import evaluation_seeds
 from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.types import UserInputError
 
@@ -319,7 +319,7 @@ def test_rl_vlm_train_leaves_the_files_that_users_know(
 
 
 def test_an_environment_that_fails_ends_the_run_with_its_message(tmp_path: Path) -> None:
-    from rl_vlm.preference.collection.collector import CollectionError
+    from rl_vlm.preference.collector import CollectionError
 
     run = run_config(env__id=f"{__file__}:Breaking", env__kwargs={})
     algorithm: Any = build(run, tmp_path)

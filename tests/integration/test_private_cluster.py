@@ -13,8 +13,7 @@ from http_support import wait_until
 
 from rl_vlm.config import RunConfig
 from rl_vlm.runs.addresses import is_loopback
-from rl_vlm.runs.private_node import PrivateNode
-from rl_vlm.runs.ray_session import ray_cluster
+from rl_vlm.runs.ray_session import PrivateNode, ray_cluster
 
 # Autoscaler, forwarder of logs, API server.
 OPTIONAL = {"monitor.py", "log_monitor.py", "dashboard.py"}

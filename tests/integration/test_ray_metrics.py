@@ -13,8 +13,8 @@ import ray
 from core_support import run_config
 from prometheus_client.parser import text_string_to_metric_families
 
+from rl_vlm.monitoring.overview import Sample
 from rl_vlm.monitoring.ray_metrics import MAX_SERIES, RayFigures
-from rl_vlm.monitoring.samples import Sample
 from rl_vlm.runs.ray_session import ray_cluster
 
 

@@ -26,10 +26,9 @@ from rl_vlm.engines.base import EngineError
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.runs.addresses import is_loopback
 from rl_vlm.serving import replica as replica_module
-from rl_vlm.serving.client import PolicyClient
+from rl_vlm.serving.client import PolicyClient, home_session
 from rl_vlm.serving.registry import app_name, registry_name
 from rl_vlm.serving.replica import ReplicaUnavailableError
-from rl_vlm.serving.router import home_session
 from rl_vlm.serving.service import PolicyService
 from rl_vlm.types import Completion, SampleChunk
 

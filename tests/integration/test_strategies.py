@@ -11,7 +11,7 @@ import pytest
 from learner_processes import LR, Learned, learn
 
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.zoo.tiny import model as tiny
 
 SHARDING = [

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from rl_vlm.cli.app import run as rl_vlm
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.weights import AdapterPayload
 
 ROOT = Path(__file__).resolve().parents[2]
 

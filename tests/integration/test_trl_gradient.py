@@ -11,11 +11,11 @@ import pytest
 import torch
 from core_support import Sample, batch_of, run_config, train_sample
 
-from rl_vlm.learning.module import PolicyModel
-from rl_vlm.learning.stats import UpdateStats
+from rl_vlm.learning.plan import UpdateStats
+from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.update import make_updater
-from rl_vlm.models.backbone import ImageFeatures
 from rl_vlm.models.loading import resolve_model
+from rl_vlm.models.qwen_vl import ImageFeatures
 from rl_vlm.types import EncodedImage, StopReason, Trajectory, TrajectoryStatus, Turn
 
 

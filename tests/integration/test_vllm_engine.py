@@ -30,12 +30,12 @@ from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import ServingSection, VLLMSection
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.engines.vllm_adapters import AdapterFolders
 from rl_vlm.engines.vllm_engine import VLLMEngine
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.engines.vllm_weights import AdapterFolders
 from rl_vlm.models.images import PixelLimits
 from rl_vlm.models.loading import TextSide, load_model, load_text_side
 from rl_vlm.models.lora_layers import inject_lora, lora_config, lora_state
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import Completion, GenerationRequest, SampleChunk, SamplingParams, StopReason, UserInputError
 
 pytestmark = pytest.mark.timeout(600)

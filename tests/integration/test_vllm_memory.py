@@ -11,7 +11,7 @@ import torch
 from rl_vlm.config import parse_config
 from rl_vlm.engines import vllm_setup
 from rl_vlm.models.loading import load_text_side
-from rl_vlm.models.memory.replica import kv_cache_bytes
+from rl_vlm.models.memory.needs import kv_cache_bytes
 from rl_vlm.models.memory.shape import ModelShape
 
 GIB = 1 << 30

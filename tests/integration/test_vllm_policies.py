@@ -13,8 +13,8 @@ from vllm_support import TeacherForcing, ask, hostile_model, random_adapters
 from rl_vlm.config import ServingSection, VLLMSection
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.vllm_engine import VLLMEngine
-from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide, load_text_side
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import Completion, GenerationRequest
 
 pytestmark = pytest.mark.timeout(600)

@@ -15,13 +15,13 @@ from safetensors.torch import save
 from torch import zeros
 
 from rl_vlm import frames
-from rl_vlm.config.yaml_text import load_yaml
+from rl_vlm.config.loading import load_yaml
 from rl_vlm.envs import images, wire
-from rl_vlm.labelling.answers import read_label, read_score, strip_thoughts
-from rl_vlm.labelling.query_log import text_cell
-from rl_vlm.models.adapter import check_adapter
-from rl_vlm.rewards.judged_text import judged_refusal, quoted
+from rl_vlm.labelling.prompts import read_label, read_score, strip_thoughts
+from rl_vlm.labelling.store import text_cell
+from rl_vlm.models.weights import check_adapter
 from rl_vlm.rewards.math import normalize_answer
+from rl_vlm.rewards.text import judged_refusal, quoted
 from rl_vlm.safe_text import printable, safe
 from rl_vlm.types import EncodedImage, UserInputError
 from rl_vlm.zoo.caption.reward import grade_caption

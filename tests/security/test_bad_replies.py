@@ -18,7 +18,7 @@ from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.labelling import folder as label_folders
 from rl_vlm.labelling.folder import label_folder
-from rl_vlm.labelling.query_log import COLUMNS, QueryLog
+from rl_vlm.labelling.store import COLUMNS, QueryLog
 from rl_vlm.labelling.types import Label, Segment, SegmentPair
 from rl_vlm.types import Message, UserInputError
 

@@ -8,7 +8,7 @@ import sys
 # Large blocks that come and go raise glibc's limit for mappings; those that come then lie in the heap, others between them.
 CODE = """
 import ctypes, os
-from rl_vlm.http.freed_memory import return_freed_memory
+from rl_vlm.http.service import return_freed_memory
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 def resident():

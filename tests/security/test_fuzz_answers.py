@@ -6,8 +6,8 @@ import pytest
 from fuzzing import SECONDS, fuzz
 from hypothesis import strategies as st
 
-from rl_vlm.rewards.judged_text import judged_refusal, quoted
 from rl_vlm.rewards.math import Reason, grade, normalize_answer
+from rl_vlm.rewards.text import judged_refusal, quoted
 from rl_vlm.zoo.caption.reward import grade_caption
 from rl_vlm.zoo.geospot.answer import parse_answer
 from rl_vlm.zoo.geospot.reward import FIELDS, TAUS_KM, score, stage_weights

@@ -7,8 +7,8 @@ from safetensors.torch import save
 from torch import zeros
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import from_folder
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import UserInputError
 
 GOOD = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}

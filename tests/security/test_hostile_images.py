@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 from rl_vlm.config import HTTPSection
 from rl_vlm.envs import image_budget, image_process, images
 from rl_vlm.envs.image_budget import ImageError, check_parts
-from rl_vlm.http.images import ImageReader
+from rl_vlm.http.reader import ImageReader
 from rl_vlm.models.images import ImageProcessorSpec
 from rl_vlm.types import EncodedImage, UserInputError
 

@@ -16,9 +16,8 @@ from image_corpus import encoded
 
 from rl_vlm import child as children
 from rl_vlm import frames
-from rl_vlm.cli.errors import ErrorReport
-from rl_vlm.config.loading import _Dumper, load_config, parse_override
-from rl_vlm.config.yaml_text import load_yaml
+from rl_vlm.cli.output import ErrorReport
+from rl_vlm.config.loading import _Dumper, load_config, load_yaml, parse_override
 from rl_vlm.envs import wire
 from rl_vlm.envs.images import ImageError, image_bytes
 from rl_vlm.envs.isolation import ProcessEnv

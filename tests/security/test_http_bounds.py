@@ -20,8 +20,7 @@ from PIL import Image
 
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.http.images import ImageReader
-from rl_vlm.http.reader import RequestReader
+from rl_vlm.http.reader import ImageReader, RequestReader
 from rl_vlm.http.replies import ChatReply
 from rl_vlm.http.schema import GenerateRequest
 from rl_vlm.http.service import json_bytes

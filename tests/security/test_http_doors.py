@@ -16,7 +16,7 @@ from http_support import PATIENCE_S, EngineBackend, Server, serving, tiny_engine
 
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.http.connections import ConnectionLimits, ConnectionTable, peer_of
+from rl_vlm.http.server import ConnectionLimits, ConnectionTable, peer_of
 
 TOKEN = "s3cret"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from rl_vlm import safe_text
 from rl_vlm.asking.endpoints import EndpointError, Question
 from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint
-from rl_vlm.cli.errors import ErrorReport, _StderrHandler
+from rl_vlm.cli.output import ErrorReport, _StderrHandler
 from rl_vlm.config.labels import EndpointSection
-from rl_vlm.labelling.query_log import log_csv
-from rl_vlm.labelling.store import LabelStore
+from rl_vlm.labelling.store import LabelStore, log_csv
 from rl_vlm.labelling.types import Label, Segment, SegmentPair
 from rl_vlm.safe_text import child_environment, csv_cell, printable, redact
 from rl_vlm.types import Message, RLVLMError, UserInputError

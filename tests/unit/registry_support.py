@@ -6,9 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.serving.registry import Registry
-from rl_vlm.serving.tenants import Published
+from rl_vlm.models.weights import AdapterPayload
+from rl_vlm.serving.registry import Published, Registry
 from rl_vlm.types import POLICY
 
 

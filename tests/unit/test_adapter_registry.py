@@ -7,11 +7,10 @@ import asyncio
 import pytest
 from registry_support import arrived, own_registry, publish
 
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.weights import AdapterPayload
+from rl_vlm.serving import registry
 from rl_vlm.serving import registry as module
-from rl_vlm.serving import tenants
-from rl_vlm.serving.registry import Changes, Registry
-from rl_vlm.serving.tenants import Published, PublishError, PublishReport
+from rl_vlm.serving.registry import Changes, Published, PublishError, PublishReport, Registry
 from rl_vlm.types import POLICY
 
 
@@ -56,7 +55,7 @@ def test_replicas_that_have_not_acknowledged_it_are_missing() -> None:
 
 
 def test_memory_of_versions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tenants, "_REMEMBERED", 3)
+    monkeypatch.setattr(registry, "_REMEMBERED", 3)
 
     async def story() -> list[float]:
         registry = await own_registry()

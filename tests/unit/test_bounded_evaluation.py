@@ -15,9 +15,9 @@ from test_open_ahead import Direct, in_loop
 from rl_vlm.config import RunConfig, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.evaluation.heldout import evaluation_tasks
+from rl_vlm.rollout.env_runner import RolloutWorker
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
-from rl_vlm.rollout.worker import RolloutWorker
-from rl_vlm.runs.env_demand import held_at_once
+from rl_vlm.runs.policy import held_at_once
 from rl_vlm.zoo.shapes.environment import ShapesEnv
 
 ITEMS, AT_ONCE = 5, 2

@@ -26,14 +26,12 @@ from rl_vlm.algorithms.checkpoint import (
 )
 from rl_vlm.files import clean_leftovers
 from rl_vlm.learning.learner import VLMLearner
-from rl_vlm.learning.messages import UpdateBatch
-from rl_vlm.learning.module import PolicyModel
-from rl_vlm.learning.optimizer import make_optimizer
-from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.strategies.replicated import SingleProcess
-from rl_vlm.learning.update import make_updater
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.learning.plan import UpdateBatch, UpdateStats
+from rl_vlm.learning.policy_model import PolicyModel
+from rl_vlm.learning.strategies import SingleProcess
+from rl_vlm.learning.update import make_optimizer, make_updater
 from rl_vlm.models.lora_layers import load_lora_state
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import UserInputError
 
 FILES = ["state.json", "optimizer.safetensors", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"]

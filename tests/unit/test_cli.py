@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rl_vlm.cli import app as cli
-from rl_vlm.evaluation.options import EvaluationOptions
+from rl_vlm.evaluation.heldout import EvaluationOptions
 from rl_vlm.types import RLVLMError, UserInputError
 
 CONFIG = "name: test-run\nlearner:\n  lr: 0.01\n"
@@ -174,7 +174,7 @@ def test_a_run_folder_that_is_resumed_goes_on_itself(config, training, tmp_path)
 
 
 def test_a_dry_run_trains_nothing(config, training, monkeypatch, capsys):
-    monkeypatch.setattr("rl_vlm.runs.kinds.inspect_run", lambda run: {"model": run.model.path})
+    monkeypatch.setattr("rl_vlm.runs.train.inspect_run", lambda run: {"model": run.model.path})
     assert run("train", config, "--dry-run") == 0
     assert training.calls == [] and "model: tiny" in output(capsys)
 

@@ -13,11 +13,10 @@ from preference_loop import run_config
 from ray._private import utils as ray_utils
 from ray.exceptions import AuthenticationError
 
-from rl_vlm.cli.errors import log_to_stderr
+from rl_vlm.cli.output import log_to_stderr
 from rl_vlm.config import parse_config
 from rl_vlm.runs import ray_session
-from rl_vlm.runs.drain import RUNNING, STOPPING
-from rl_vlm.runs.lifecycle import StopRequest
+from rl_vlm.runs.lifecycle import RUNNING, STOPPING, StopRequest
 from rl_vlm.runs.ray_session import check_resources, ray_cluster
 from rl_vlm.types import UserInputError
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
-from rl_vlm.preference.collection.collector import Collector, Evaluator, NumpyActor
-from rl_vlm.preference.replay.buffer import StepBatch
+from rl_vlm.preference.collector import Collector, Evaluator, NumpyActor
+from rl_vlm.preference.replay import StepBatch
 
 
 def actor(seed: int = 0) -> NumpyActor:

@@ -31,7 +31,7 @@ from rl_vlm.config import (
     parse_config,
     save_config,
 )
-from rl_vlm.config.errors import _COUNTERPARTS, _KINDS, _SYNONYMS
+from rl_vlm.config.loading import _COUNTERPARTS, _KINDS, _SYNONYMS
 from rl_vlm.config.section import keys_of, section_of
 from rl_vlm.types import UserInputError
 

@@ -12,8 +12,7 @@ from task_support import solved_group
 
 from rl_vlm.config import parse_config
 from rl_vlm.rollout.curriculum import Curriculum, make_task_source
-from rl_vlm.rollout.cursor import DataCursor
-from rl_vlm.rollout.task_stream import TaskStream
+from rl_vlm.rollout.tasks import DataCursor, TaskStream
 from rl_vlm.types import UserInputError
 
 SIZES = [{"start": 0, "env": {"size": 3}}, {"start": 8, "env": {"size": 4}}, {"start": 20, "env": {"size": 5}}]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_vlm.rollout.cursor import DataCursor
+from rl_vlm.rollout.tasks import DataCursor
 from rl_vlm.types import UserInputError
 
 

@@ -25,8 +25,8 @@ from peft import PeftModel
 from transformers import Qwen3VLForConditionalGeneration
 
 from rl_vlm.engines.decoder import Decoder
-from rl_vlm.models.backbone import Backbone
 from rl_vlm.models.loading import TextSide
+from rl_vlm.models.qwen_vl import Backbone
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, StopReason
 
 Parts = list[str | EncodedImage]

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from rl_vlm.cli import doctor, doctor_machine
-from rl_vlm.cli.doctor import Check, as_json, diagnose, worst
-from rl_vlm.cli.doctor_machine import GIB
+from rl_vlm.cli import doctor
+from rl_vlm.cli.doctor import GIB, Check, as_json, diagnose, worst
 from rl_vlm.config import RunConfig
 
 GPU = {"name": "NVIDIA H200", "total": 140 * GIB, "free": 139 * GIB}
@@ -30,7 +29,7 @@ def found(checks) -> dict[str, Check]:
 def versions(monkeypatch, **installed: str | None) -> None:
     """Pretend that packages have other versions, or None."""
     known = {name.replace("_", "-"): version for name, version in installed.items()}
-    real = doctor_machine.version_of
+    real = doctor.version_of
 
     def version_of(package):
         if package in known:
@@ -38,7 +37,7 @@ def versions(monkeypatch, **installed: str | None) -> None:
         return real(package)
 
     monkeypatch.setattr(doctor, "version_of", version_of)
-    monkeypatch.setattr(doctor_machine, "version_of", version_of)
+    monkeypatch.setattr(doctor, "version_of", version_of)
 
 
 @pytest.fixture(scope="module")
@@ -201,38 +200,38 @@ def test_a_port_in_use_is_a_warning(monkeypatch):
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = server.getsockname()[1]
-        monkeypatch.setattr(doctor_machine, "_PORTS", {port: ("a test", "Stop it.")})
-        assert found(doctor_machine._ports())[f"port {port}"].status == "warn"
-    assert found(doctor_machine._ports())[f"port {port}"].status == "ok"
+        monkeypatch.setattr(doctor, "_PORTS", {port: ("a test", "Stop it.")})
+        assert found(doctor._ports())[f"port {port}"].status == "warn"
+    assert found(doctor._ports())[f"port {port}"].status == "ok"
 
 
 def test_rendering_is_only_ever_a_warning(monkeypatch):
     versions(monkeypatch, mujoco="3.3.0")
-    monkeypatch.setattr(doctor_machine.ctypes.util, "find_library", lambda name: None)
+    monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: None)
     for chosen in ("", "egl", "osmesa", "nonsense"):
         monkeypatch.setenv("MUJOCO_GL", chosen)
-        assert found(doctor_machine._rendering())["rendering"].status == "warn"
-    monkeypatch.setattr(doctor_machine.ctypes.util, "find_library", lambda name: "libEGL.so" if name == "EGL" else None)
+        assert found(doctor._rendering())["rendering"].status == "warn"
+    monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: "libEGL.so" if name == "EGL" else None)
     for chosen, status in (("egl", "ok"), ("osmesa", "warn"), ("", "warn")):
         monkeypatch.setenv("MUJOCO_GL", chosen)
-        assert found(doctor_machine._rendering())["rendering"].status == status
+        assert found(doctor._rendering())["rendering"].status == status
 
 
 def test_little_space_is_told(monkeypatch):
-    usage = doctor_machine.shutil.disk_usage("/")
+    usage = doctor.shutil.disk_usage("/")
     for free, status in ((GIB // 4, "fail"), (3 * GIB, "warn"), (50 * GIB, "ok")):
-        monkeypatch.setattr(doctor_machine.shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
-        assert found(doctor_machine._storage())["disk, working folder"].status == status
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
+        assert found(doctor._storage())["disk, working folder"].status == status
 
 
 def test_the_hub_cache_follows_its_variables(monkeypatch, tmp_path):
     for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    assert doctor_machine.hub_cache() == Path.home() / ".cache/huggingface/hub"
+    assert doctor.hub_cache() == Path.home() / ".cache/huggingface/hub"
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "hub" / "models--a--b").mkdir(parents=True)
-    detail = found(doctor_machine._storage())["hub cache"].detail
+    detail = found(doctor._storage())["hub cache"].detail
     assert str(tmp_path / "hub") in detail and "1 models" in detail and "HF_HUB_OFFLINE set" in detail
 
 
@@ -240,9 +239,9 @@ def test_the_hub_cache_follows_its_variables(monkeypatch, tmp_path):
 def test_a_cache_that_is_a_file_is_told(variable, check, monkeypatch, tmp_path):
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv(variable, str(tmp_path / "new" / "cache"))
-    assert found(doctor_machine._storage())[check].status == "ok"
+    assert found(doctor._storage())[check].status == "ok"
     (tmp_path / "new").touch()
-    told = found(doctor_machine._storage())[check]
+    told = found(doctor._storage())[check]
     assert told.status != "ok" and variable in told.remedy
 
 
@@ -250,13 +249,13 @@ def test_a_wandb_key_without_the_package_is_a_warning(monkeypatch):
     versions(monkeypatch, wandb=None)
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    checks = found(doctor_machine._services())
+    checks = found(doctor._services())
     assert checks["wandb"].status == "warn" and checks["ray cluster"].detail == "RAY_ADDRESS is auto"
 
 
 def test_cores_and_memory_are_within_the_machine():
-    assert 0 < doctor_machine.available_cores() <= os.cpu_count()
-    total, free = doctor_machine.available_memory()
+    assert 0 < doctor.available_cores() <= os.cpu_count()
+    total, free = doctor.available_memory()
     assert 0 < free <= total
 
 
@@ -267,5 +266,5 @@ def test_it_does_not_import_torch_itself():
 
 def test_the_parts_without_torch_take_no_time():
     started = time.process_time()
-    list(doctor._packages()), list(doctor_machine.machine_checks())
+    list(doctor._packages()), list(doctor.machine_checks())
     assert time.process_time() - started < 1.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm.runs.drain import drain_runs, is_actor, is_run, wait_for_actors
+from rl_vlm.runs.lifecycle import drain_runs, is_actor, is_run, wait_for_actors
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_draining_waits_until_runs_have_saved(tmp_path: Path) -> None:
 
 SCRIPT = """
 import pathlib, signal, sys, time
-from rl_vlm.runs.drain import RUNNING, STOPPING, call_this_process
+from rl_vlm.runs.lifecycle import RUNNING, STOPPING, call_this_process
 told = []
 def stop(*_):
     told.append(1)

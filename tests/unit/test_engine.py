@@ -19,13 +19,12 @@ from core_support import adapted_policy, picture, request, text_side
 from engine_support import endless, until
 from safetensors.torch import load, save
 
-from rl_vlm.engines import calls
 from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.decoder import Decoder
-from rl_vlm.engines.kv_cache import RowCache
+from rl_vlm.engines.rows import RowCache, resolve
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError, StopReason, UserInputError
 
 CONTEXT = 1024
@@ -372,7 +371,7 @@ def test_an_event_loop_that_closed_meanwhile_does_not_disturb_others(
         def call_soon_threadsafe(self, *_: Any) -> None:
             raise RuntimeError("Event loop is closed")
 
-    calls.resolve(Closing(), asyncio.Future(loop=asyncio.new_event_loop()), "x")  # type: ignore[arg-type]
+    resolve(Closing(), asyncio.Future(loop=asyncio.new_event_loop()), "x")  # type: ignore[arg-type]
 
 
 # --- adapters

@@ -14,12 +14,12 @@ from engine_support import endless, until
 
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.learning.module import PolicyModel
-from rl_vlm.models.backbone import _VISION_PATCHES, Backbone
+from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.images import PixelLimits
 from rl_vlm.models.loading import TextSide, load_text_side
-from rl_vlm.rollout.worker import RolloutWorker
-from rl_vlm.runs.kinds import inspect_run
+from rl_vlm.models.qwen_vl import _VISION_PATCHES, Backbone
+from rl_vlm.rollout.env_runner import RolloutWorker
+from rl_vlm.runs.train import inspect_run
 from rl_vlm.serving.replica import build_engine
 from rl_vlm.types import UserInputError
 

@@ -11,12 +11,11 @@ import pytest
 import torch
 from core_support import plain_model, reference_logits, request, text_side
 
-from rl_vlm.engines.base import EngineError
-from rl_vlm.engines.choice_texts import encode_choices
-from rl_vlm.engines.choices import choice_trie
+from rl_vlm.engines.base import EngineError, encode_choices
 from rl_vlm.engines.decoder import Decoder
-from rl_vlm.models.backbone import Backbone
+from rl_vlm.engines.rows import choice_trie
 from rl_vlm.models.loading import TextSide
+from rl_vlm.models.qwen_vl import Backbone
 from rl_vlm.types import Completion, GenerationRequest, StopReason
 
 PREFIXES = ("red", "red square", "redder", "0", "1", "-1")

@@ -14,7 +14,7 @@ import torch
 from core_support import request, text_side
 
 from rl_vlm.engines.base import RequestTooLargeError
-from rl_vlm.engines.kv_cache import RowCache, reserved_tokens
+from rl_vlm.engines.rows import RowCache, reserved_tokens
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import GenerationRequest

@@ -19,9 +19,9 @@ from version_support import model_of
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.weights import Factors, MergedWeights
-from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide
 from rl_vlm.models.lora import language_linears
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import Completion, GenerationRequest, UserInputError
 
 POLICIES = ("a", "b", "c")

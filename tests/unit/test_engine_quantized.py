@@ -17,10 +17,10 @@ from peft import PeftModel
 from rl_vlm.config import apply_overrides, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models import loading
-from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.lora import language_linears
-from rl_vlm.runs.kinds import inspect_run
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs.serve import plan
+from rl_vlm.runs.train import inspect_run
 from rl_vlm.serving.replica import build_engine
 from rl_vlm.types import UserInputError
 

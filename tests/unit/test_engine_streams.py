@@ -14,8 +14,7 @@ import torch
 from core_support import picture, plain_model, reference_logits, request, text_side
 from engine_support import endless, until
 
-from rl_vlm.engines.base import BASE_MODEL, EngineError
-from rl_vlm.engines.streams import TokenStream, notify
+from rl_vlm.engines.base import BASE_MODEL, EngineError, TokenStream, notify
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import GenerationRequest, SampleChunk, StopReason

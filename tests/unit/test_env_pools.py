@@ -11,8 +11,7 @@ from rl_vlm.config import RunConfig, parse_config
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.isolation import ProcessEnv
 from rl_vlm.envs.parts import survey
-from rl_vlm.rollout.env_pool import EnvPool
-from rl_vlm.rollout.env_pools import _MAX_IDLE, EnvPools
+from rl_vlm.rollout.env_pool import _MAX_IDLE, EnvPool, EnvPools
 from rl_vlm.rollout.tasks import RolloutTask
 
 MIXTURE = [

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_vlm.config.algorithm import WITHOUT_CRITIC, AlgorithmSection
-from rl_vlm.learning.estimators import ESTIMATORS, Estimate, Experience
-from rl_vlm.learning.gigpo import step_returns
+from rl_vlm.config.learner import WITHOUT_CRITIC, AlgorithmSection
+from rl_vlm.learning.estimators import ESTIMATORS, Estimate, Experience, step_returns
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
 TurnSpec = tuple[int, float, str]  # tokens, reward, state

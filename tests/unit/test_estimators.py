@@ -9,7 +9,7 @@ from core_support import plan_update
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.learning.estimators import ESTIMATORS, Estimate, EstimatorError, group_advantages, register_estimator
 from rl_vlm.learning.plan import make_experience
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn

@@ -21,10 +21,8 @@ from PIL import Image
 from rl_vlm.asking.endpoints import Answer, Question
 from rl_vlm.asking.http_endpoints import without_tool_role
 from rl_vlm.config import ModelSection, RunConfig, parse_config
-from rl_vlm.evaluation.endpoint_player import EndpointPlayer
-from rl_vlm.evaluation.heldout import evaluation_tasks
-from rl_vlm.evaluation.options import EvaluationOptions
-from rl_vlm.evaluation.play import EpisodesLostError
+from rl_vlm.evaluation.heldout import EvaluationOptions, evaluation_tasks
+from rl_vlm.evaluation.players import EndpointPlayer, EpisodesLostError
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.runs.evaluate import evaluate_policy_run
 from rl_vlm.types import Message, UserInputError, as_encoded

@@ -12,12 +12,20 @@ from scipy import stats
 
 from rl_vlm.config import parse_config
 from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
-from rl_vlm.evaluation.outcome_log import OutcomeLog
-from rl_vlm.evaluation.outcomes import Outcome, Side, kept_info, read_outcome
+from rl_vlm.evaluation.outcomes import (
+    Outcome,
+    OutcomeLog,
+    Side,
+    by_category,
+    compared,
+    info_numbers,
+    kept_info,
+    read_outcome,
+    summarize,
+)
 from rl_vlm.evaluation.outcomes import outcome as made
-from rl_vlm.evaluation.summary import by_category, compared, info_numbers, summarize
 from rl_vlm.files import to_jsonable
-from rl_vlm.reporting.evaluation import draw_evaluation, evaluation_page
+from rl_vlm.plots.evaluation import draw_evaluation, evaluation_page
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.statistics import bootstrap_interval, mcnemar_p_value, wilson_interval
 from rl_vlm.types import UserInputError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy.spatial import cKDTree
 
-from rl_vlm.preference.exploration import RunningStd, state_entropy
+from rl_vlm.preference.sac import RunningStd, state_entropy
 
 
 @pytest.mark.parametrize(("visited", "size", "k"), [(500, 3, 5), (2000, 39, 5), (60, 4, 1), (40, 2, 30)])

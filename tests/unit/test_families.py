@@ -32,7 +32,7 @@ from transformers import (
 from rl_vlm.chat import mrope_positions
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.learning.update import make_updater
-from rl_vlm.models.backbone import Backbone
+from rl_vlm.models.qwen_vl import Backbone
 from rl_vlm.types import Message
 from rl_vlm.zoo.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
 

@@ -20,11 +20,9 @@ from rl_vlm.labelling.session import LabellerDownError
 from rl_vlm.labelling.store import LabelStore
 from rl_vlm.labelling.teachers import CoinFlips, ScriptedTeacher
 from rl_vlm.labelling.types import Label, Labeller, Score, Segment, SegmentPair
-from rl_vlm.preference.feedback.pairs import PairFeedback, label_accuracy
-from rl_vlm.preference.feedback.scores import ScoreFeedback
-from rl_vlm.preference.replay.buffer import ReplayBuffer
-from rl_vlm.preference.reward_model.ensemble import RewardEnsemble
-from rl_vlm.preference.reward_model.training import RewardTrainer
+from rl_vlm.preference.feedback import PairFeedback, ScoreFeedback, label_accuracy
+from rl_vlm.preference.replay import ReplayBuffer
+from rl_vlm.preference.reward_model import RewardEnsemble, RewardTrainer
 from rl_vlm.types import UserInputError
 
 HORIZON = 7
@@ -116,7 +114,7 @@ def test_a_labeller_that_is_down_stops_the_session_without_a_label(tmp_path: Pat
 def test_a_session_waits_for_the_labeller_and_asks_the_same_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rl_vlm.preference.feedback.patience.time.sleep", lambda _: None)
+    monkeypatch.setattr("rl_vlm.preference.feedback.time.sleep", lambda _: None)
     labeller = Flaky(down=2)
     with caplog.at_level(logging.WARNING):
         report = run(feedback(tmp_path, labeller, labeller_patience_s=60.0))
@@ -127,9 +125,7 @@ def test_a_session_waits_for_the_labeller_and_asks_the_same_again(
 
 def test_waiting_ends_when_the_user_wants_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = feedback(tmp_path, Flaky(down=99), labeller_patience_s=60.0)
-    monkeypatch.setattr(
-        "rl_vlm.preference.feedback.patience.time.sleep", lambda _: setattr(one, "stop_requested", lambda: True)
-    )
+    monkeypatch.setattr("rl_vlm.preference.feedback.time.sleep", lambda _: setattr(one, "stop_requested", lambda: True))
     assert run(one) is None and one.sessions == 0
 
 
@@ -153,7 +149,7 @@ class NeverAnswers(Flaky):
 def test_a_session_that_does_not_end_does_not_keep_a_run_from_stopping(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rl_vlm.preference.feedback.patience._STOP_GRACE_S", 0.1)
+    monkeypatch.setattr("rl_vlm.preference.feedback._STOP_GRACE_S", 0.1)
     one = feedback(tmp_path, NeverAnswers(down=0))
     rng = np.random.default_rng(0)
     assert one.session(replay(), 10, 140, rng, mean_return=0.0, horizon=HORIZON) is not None

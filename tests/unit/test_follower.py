@@ -17,12 +17,9 @@ from registry_support import Direct, arrived
 
 from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.serving.follower import Follower
-from rl_vlm.serving.lifecycle import Lifecycle, ReplicaState
-from rl_vlm.serving.metrics import ReplicaTally
-from rl_vlm.serving.registry import Registry
-from rl_vlm.serving.tenants import Published
+from rl_vlm.models.weights import AdapterPayload
+from rl_vlm.serving.follower import Follower, Lifecycle, ReplicaState, ReplicaTally
+from rl_vlm.serving.registry import Published, Registry
 from rl_vlm.types import POLICY, UserInputError
 
 

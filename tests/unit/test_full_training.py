@@ -30,15 +30,13 @@ from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, save_check
 from rl_vlm.config import RunConfig, load_config
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.learning.optimizer import make_optimizer
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies.replicated import SingleProcess
-from rl_vlm.learning.update import make_updater
-from rl_vlm.models import tensor_bytes
+from rl_vlm.learning.strategies import SingleProcess
+from rl_vlm.learning.update import make_optimizer, make_updater
+from rl_vlm.models import weights
 from rl_vlm.models.export import export_model
-from rl_vlm.models.full_weights import FullPayload
 from rl_vlm.models.loading import load_model
-from rl_vlm.models.trained import find_trained, read_payload
+from rl_vlm.models.weights import FullPayload, find_trained, read_payload
 from rl_vlm.types import Trajectory, UserInputError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -189,7 +187,7 @@ def test_full_weights_of_several_pieces_have_a_digest_of_the_pieces(
     small = FullWeightsOf(tiny_folder).payload(7)
     assert small.sha256 == hashlib.sha256(small.tensors).hexdigest()
     old = save_checkpoint(tmp_path / "checkpoints", 3, Checkpoint(small, {}, {}), keep=1)
-    monkeypatch.setattr(tensor_bytes, "PIECE", 100_000)
+    monkeypatch.setattr(weights, "PIECE", 100_000)
     payload = FullWeightsOf(tiny_folder).payload(7)
     content = bytes(payload.tensors)
     digests = [hashlib.sha256(content[start : start + 100_000]).digest() for start in range(0, len(content), 100_000)]

@@ -11,13 +11,19 @@ import torch
 from stable_baselines3.common.buffers import RolloutBuffer
 
 from rl_vlm.algorithms.policy import adapted_kl_coef
-from rl_vlm.config.algorithm import AlgorithmSection
-from rl_vlm.learning.critic import value_loss
-from rl_vlm.learning.estimators import EstimatorError, Experience
-from rl_vlm.learning.gae import gae, generalized_advantages, trajectory_gae
-from rl_vlm.learning.messages import Scores
-from rl_vlm.learning.plan import make_experience
-from rl_vlm.learning.returns import Rescaling, ReturnScale, explained_variance
+from rl_vlm.config.learner import AlgorithmSection
+from rl_vlm.learning.estimators import (
+    EstimatorError,
+    Experience,
+    Rescaling,
+    ReturnScale,
+    explained_variance,
+    gae,
+    generalized_advantages,
+    trajectory_gae,
+)
+from rl_vlm.learning.plan import Scores, make_experience
+from rl_vlm.learning.policy_model import value_loss
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
 

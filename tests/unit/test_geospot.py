@@ -8,7 +8,7 @@ import pytest
 
 from rl_vlm.envs.errors import check_reset, check_step
 from rl_vlm.envs.registry import make
-from rl_vlm.rollout.env_metrics import declared_metrics
+from rl_vlm.rollout.metrics import declared_metrics
 from rl_vlm.types import EncodedImage, Trajectory, TrajectoryStatus
 from rl_vlm.zoo.geospot.environment import BRIEF, GeoSpotEnv
 from rl_vlm.zoo.geospot.reward import FARTHEST_KM, haversine_km

@@ -20,10 +20,11 @@ from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
 from rl_vlm.cli import doctor
 from rl_vlm.config import RunConfig, load_config, parse_config
 from rl_vlm.engines import transformers_engine
-from rl_vlm.learning import device, policy_model
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.learning import policy_model
+from rl_vlm.models import devices
+from rl_vlm.models.devices import choose_order, choose_precision
 from rl_vlm.models.lora_layers import lora_config
-from rl_vlm.models.precision import choose_order, choose_precision
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs import ray_session
 from rl_vlm.types import UserInputError
 
@@ -144,19 +145,19 @@ def test_vllm_without_a_gpu_on_a_machine_that_has_one(monkeypatch: pytest.Monkey
 def test_a_learner_in_the_driver_takes_a_gpu_that_no_replica_has(monkeypatch: pytest.MonkeyPatch) -> None:
     a_machine(monkeypatch, 80, count=2)
     two = load_config(CONFIGS / "rl_vlm_f" / "sweep_into.yaml")
-    assert device.learner_device(two) == device.driver_device(two) == "cuda:1"
+    assert devices.learner_device(two) == devices.driver_device(two) == "cuda:1"
     config = PreferenceSACConfig.from_run_config(two)
     assert (config.num_gpus_per_learner, config.local_gpu_idx) == (1.0, 1)
     a_machine(monkeypatch, 80, count=1)
     one = load_config(
         CONFIGS / "rl_vlm_f" / "sweep_into.yaml", ["serving.gpus_per_replica=0.7", "learner.gpus_per_learner=0.3"]
     )
-    assert device.learner_device(one) == "cuda:0" and PreferenceSACConfig.from_run_config(one).local_gpu_idx == 0
+    assert devices.learner_device(one) == "cuda:0" and PreferenceSACConfig.from_run_config(one).local_gpu_idx == 0
     # An actor sees its own GPU alone; what is beside it in the driver goes to the learner's GPU.
     a_machine(monkeypatch, 80, count=2)
     actor = run({"num_replicas": 1, "gpus_per_replica": 1}, {"num_learners": 1, "gpus_per_learner": 1})
-    assert (device.learner_device(actor), device.driver_device(actor)) == ("cuda", "cuda:1")
-    assert device.learner_device(run()) == "cpu" and GRPOConfig.from_run_config(run()).local_gpu_idx == 0
+    assert (devices.learner_device(actor), devices.driver_device(actor)) == ("cuda", "cuda:1")
+    assert devices.learner_device(run()) == "cpu" and GRPOConfig.from_run_config(run()).local_gpu_idx == 0
 
 
 def test_on_a_cluster_that_was_joined_ray_places_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,11 +187,11 @@ def test_a_learner_that_shares_a_gpu_is_limited(monkeypatch: pytest.MonkeyPatch)
         limits.append((fraction, _get_device_index(at)))  # torch's own, which refuses a GPU without a number
 
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limited)
-    device.limit_memory(run({"gpus_per_replica": 1}, {"num_learners": 1, "gpus_per_learner": 1}), "cuda")
-    device.limit_memory(run(), "cpu")
+    devices.limit_memory(run({"gpus_per_replica": 1}, {"num_learners": 1, "gpus_per_learner": 1}), "cuda")
+    devices.limit_memory(run(), "cpu")
     assert not limits
-    device.limit_memory(load_config(CONFIGS / "geo3k_qwen3vl_4b.yaml"), "cuda")
-    device.limit_memory(load_config(CONFIGS / "geo3k_qwen3vl_4b.yaml"), "cuda:1")
+    devices.limit_memory(load_config(CONFIGS / "geo3k_qwen3vl_4b.yaml"), "cuda")
+    devices.limit_memory(load_config(CONFIGS / "geo3k_qwen3vl_4b.yaml"), "cuda:1")
     assert limits == [(pytest.approx(0.58 - 0.6 / 47.4, abs=1e-6), number) for number in (0, 1)]
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_vlm.models import grouped_heads
-from rl_vlm.models.grouped_heads import causal_attention, last_token_attention, masked_attention, needs_own_keys
+from rl_vlm.models import qwen_vl
+from rl_vlm.models.qwen_vl import causal_attention, last_token_attention, masked_attention, needs_own_keys
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: floa
 @pytest.mark.parametrize("own_keys", [True, False])
 @pytest.mark.parametrize("length", [1, 7])
 def test_causal_attention_and_its_gradient(monkeypatch: pytest.MonkeyPatch, own_keys: bool, length: int) -> None:
-    monkeypatch.setattr(grouped_heads, "needs_own_keys", lambda query: own_keys)
+    monkeypatch.setattr(qwen_vl, "needs_own_keys", lambda query: own_keys)
     given = sides(length, length)
     ours = causal_attention(*given, scale=0.3)
     expected = by_hand(*given, torch.ones(length, length, dtype=torch.bool).tril(), 0.3)

@@ -18,7 +18,7 @@ from http_support import PATIENCE_S, EngineBackend, Server, serving, tiny_engine
 from prometheus_client.parser import text_string_to_metric_families
 
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.http import connections, gate
+from rl_vlm.http import gate
 from rl_vlm.http.server import bind, check_exposure
 from rl_vlm.types import UserInputError
 
@@ -193,7 +193,7 @@ def test_answers_that_nobody_takes_do_not_keep_a_connection(
     engine: TransformersEngine, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a token, and though the connection was never closed by us."""
-    monkeypatch.setattr(connections, "_UNREAD_S", 0.5)
+    monkeypatch.setattr("rl_vlm.http.server._UNREAD_S", 0.5)
     with serving(EngineBackend(engine), tiny_folder, token="secret") as server, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))

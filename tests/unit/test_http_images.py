@@ -17,7 +17,7 @@ from http_support import data_uri
 from PIL import Image
 
 from rl_vlm.config import HTTPSection
-from rl_vlm.http.images import ImageReader
+from rl_vlm.http.reader import ImageReader
 from rl_vlm.models.images import ImageProcessorSpec
 from rl_vlm.types import EncodedImage, UserInputError
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_vlm.chat import ChatCodec
-from rl_vlm.http.text import ReplyText, without_thoughts
+from rl_vlm.http.replies import ReplyText, without_thoughts
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import PreparedRequest
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.rollout.turns import SampledTurn, sample_turns
+from rl_vlm.models.weights import AdapterPayload
+from rl_vlm.rollout.episodes import SampledTurn, sample_turns
 from rl_vlm.serving.replica import build_engine
 from rl_vlm.types import Completion, GenerationRequest, InFlightUpdates, SampleChunk, UserInputError
 

@@ -22,12 +22,11 @@ from rl_vlm.config import EndpointSection, RewardSection, RunConfig, parse_confi
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import TextSide, load_text_side
-from rl_vlm.rewards.judged_text import judged_refusal, quoted
-from rl_vlm.rollout import judge as judge_module
-from rl_vlm.rollout.failures import GroupFailedError
-from rl_vlm.rollout.judge import Judge, _gate_of
+from rl_vlm.rewards.text import judged_refusal, quoted
+from rl_vlm.rollout import scoring as judge_module
+from rl_vlm.rollout.env_pool import GroupFailedError
 from rl_vlm.rollout.metrics import sampling_metrics
-from rl_vlm.rollout.scoring import score_group
+from rl_vlm.rollout.scoring import Judge, _gate_of, score_group
 from rl_vlm.types import (
     Completion,
     EncodedImage,

@@ -18,8 +18,8 @@ import pytest
 from hub_server import Hub
 from PIL import Image
 
-from rl_vlm.cli import known_data
-from rl_vlm.cli.known_data import KNOWN
+from rl_vlm.cli import fetch
+from rl_vlm.cli.fetch import KNOWN
 from rl_vlm.envs.registry import make
 from rl_vlm.types import UserInputError
 
@@ -195,7 +195,7 @@ def test_a_download_that_breaks_off_says_so_and_goes_on(hub: Hub, tmp_path: Path
 def test_a_file_that_a_crash_of_the_machine_cut_short_is_fetched_again(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "train.parquet"
     file.write_bytes(content)
-    assert not known_data._is_complete(file)
+    assert not fetch._is_complete(file)
 
 
 def test_wrong_names_and_numbers_are_told(commands: Commands) -> None:
@@ -211,7 +211,7 @@ def test_wrong_names_and_numbers_are_told(commands: Commands) -> None:
 
 def test_other_columns_are_one_sentence() -> None:
     with pytest.raises(UserInputError, match="has the columns text and none for images, problem, answer"):
-        known_data._columns(KNOWN["geo3k"], ["text"])
+        fetch._columns(KNOWN["geo3k"], ["text"])
 
 
 def test_a_hub_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_failures_that_may_pass_are_errors_after_all_attempts(reply: Any) -> Non
 
 @pytest.mark.parametrize("busy", [(503, b"busy"), (429, b"slow down")])
 def test_a_busy_server_is_asked_until_the_deadline(busy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_vlm.asking.retries._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("rl_vlm.asking.endpoints._FIRST_PAUSE_S", 0.001)
     patient = LabelsSection(steps=1, both_orders=False, attempts=1)
     label, labeller = asked(endpoint(Server(*[busy] * 6, completion("1"))), patient)
     assert label.value == 1 and labeller.stats.retries == 6
@@ -210,7 +210,7 @@ def test_a_busy_server_is_asked_until_the_deadline(busy: Any, monkeypatch: pytes
 def test_a_server_that_goes_away_is_waited_for_and_one_that_never_was_there_is_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rl_vlm.asking.retries._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("rl_vlm.asking.endpoints._FIRST_PAUSE_S", 0.001)
     there = [True, False, False, False, True]
 
     def reply(request: httpx.Request) -> httpx.Response:

@@ -13,12 +13,12 @@ from PIL import Image, ImageSequence
 from scipy.stats import t as student_t
 from test_cli import output, run
 
-from rl_vlm.preference.collection.collector import EpisodeResult
-from rl_vlm.preference.collection.episode_log import EVAL_COLUMNS, StepCsv, evaluation_row
-from rl_vlm.reporting.label_accuracy import Labelled, draw_label_accuracy, histogram, read_labels, summarise
-from rl_vlm.reporting.learning_curve import Curve, combine, draw_learning_curve, read_curve, trailing_mean
-from rl_vlm.reporting.sweep import Setting, draw_settings
-from rl_vlm.reporting.video import write_video
+from rl_vlm.plots.curves import Curve, combine, draw_learning_curve, read_curve, trailing_mean
+from rl_vlm.plots.label_accuracy import Labelled, draw_label_accuracy, histogram, read_labels, summarise
+from rl_vlm.plots.sweep import Setting, draw_settings
+from rl_vlm.plots.video import write_video
+from rl_vlm.preference.collector import EpisodeResult
+from rl_vlm.preference.sampling import EVAL_COLUMNS, StepCsv, evaluation_row
 from rl_vlm.types import UserInputError
 
 

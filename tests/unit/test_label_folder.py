@@ -20,7 +20,7 @@ from rl_vlm.labelling.folder import find_pairs, label_folder
 from rl_vlm.labelling.store import LabelStore
 from rl_vlm.labelling.teachers import ScriptedTeacher
 from rl_vlm.labelling.types import Label, SegmentPair
-from rl_vlm.reporting.label_accuracy import read_labels
+from rl_vlm.plots.label_accuracy import read_labels
 from rl_vlm.types import UserInputError
 
 

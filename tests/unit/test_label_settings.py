@@ -15,12 +15,11 @@ from label_support import pair
 from pydantic import ValidationError
 
 from rl_vlm.config import LabelsSection, PreferenceSection, parse_config
-from rl_vlm.labelling.build import FlippedLabels, build_labeller, prompts_of
 from rl_vlm.labelling.labeller import VLMLabeller
-from rl_vlm.labelling.teachers import CoinFlips, ScriptedTeacher
+from rl_vlm.labelling.teachers import CoinFlips, FlippedLabels, ScriptedTeacher, build_labeller, prompts_of
 from rl_vlm.labelling.types import HasState, KnowsMargin, Label, Score
-from rl_vlm.preference.agent_reward import AgentReward
-from rl_vlm.preference.feedback.build import build_feedback
+from rl_vlm.preference.build_feedback import build_feedback
+from rl_vlm.preference.reward_model import AgentReward
 from rl_vlm.types import UserInputError
 
 
@@ -119,7 +118,7 @@ def test_models_of_picture_and_text_compute_where_the_run_says(
     source: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[str] = []
-    monkeypatch.setattr(f"rl_vlm.labelling.build.{name}", lambda model, text, device: found.append(device))
+    monkeypatch.setattr(f"rl_vlm.labelling.teachers.{name}", lambda model, text, device: found.append(device))
     build_labeller(LabelsSection(source=source), env_id="soccer", device="cuda:1")  # type: ignore[arg-type]
     reward = {"clip": "clip_image_text_matching", "itm": "blip2_image_text_matching"}[source]
     AgentReward(PreferenceSection(reward=reward), "soccer", None, "cuda:1")  # type: ignore[arg-type]
@@ -128,13 +127,13 @@ def test_models_of_picture_and_text_compute_where_the_run_says(
 
 def test_a_run_gives_the_labeller_the_device_of_its_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
-    monkeypatch.setattr("rl_vlm.preference.feedback.build.driver_device", lambda run: "meta")
+    monkeypatch.setattr("rl_vlm.preference.build_feedback.driver_device", lambda run: "meta")
     monkeypatch.setattr(
-        "rl_vlm.preference.feedback.build.RewardEnsemble", lambda *_, device, **__: found.append(device)
+        "rl_vlm.preference.build_feedback.RewardEnsemble", lambda *_, device, **__: found.append(device)
     )
-    monkeypatch.setattr("rl_vlm.preference.feedback.build.RewardTrainer", lambda *_: None)
-    monkeypatch.setattr("rl_vlm.preference.feedback.build.PairFeedback", lambda *_: None)
-    monkeypatch.setattr("rl_vlm.labelling.build.build_labeller", lambda *_, device, **__: found.append(device))
+    monkeypatch.setattr("rl_vlm.preference.build_feedback.RewardTrainer", lambda *_: None)
+    monkeypatch.setattr("rl_vlm.preference.build_feedback.PairFeedback", lambda *_: None)
+    monkeypatch.setattr("rl_vlm.labelling.teachers.build_labeller", lambda *_, device, **__: found.append(device))
     preference = {"reward": "learn_from_preference", "labels": {"source": "clip"}}
     run = parse_config(
         {"algorithm": {"name": "preference_sac"}, "env": {"id": "ContinuousCartPole-v0"}, "preference": preference}

@@ -19,10 +19,9 @@ from label_support import pair, random_pairs, segment
 from PIL import Image
 
 from rl_vlm.config import PreferenceSection, parse_config
-from rl_vlm.labelling.query_log import COLUMNS, QueryLog
-from rl_vlm.labelling.store import LabelStore, label_cache
+from rl_vlm.labelling.store import COLUMNS, LabelStore, QueryLog, label_cache
 from rl_vlm.labelling.types import SKIPPED, Label, Segment, SegmentPair
-from rl_vlm.preference.feedback.cached_labels import check_cache
+from rl_vlm.preference.feedback import check_cache
 from rl_vlm.runs.preference import inspect_preference_run
 from rl_vlm.types import UserInputError
 
@@ -171,7 +170,7 @@ import sys
 sys.path.insert(0, sys.argv[2])
 from label_support import random_pairs
 from rl_vlm.labelling.store import LabelStore
-from rl_vlm.labelling.query_log import QueryLog
+from rl_vlm.labelling.store import QueryLog
 from rl_vlm.labelling.types import Label
 store, log = LabelStore(sys.argv[1]), QueryLog(sys.argv[1] + "/log.csv")
 pairs = random_pairs(8)

@@ -34,12 +34,12 @@ from rl_vlm.algorithms.learners import (
 )
 from rl_vlm.algorithms.policy import PolicyAlgorithm
 from rl_vlm.algorithms.preference_sac import PreferenceSAC
-from rl_vlm.algorithms.sight_probe import SightProbe
+from rl_vlm.algorithms.sight import SightProbe
 from rl_vlm.config import LearnerSection, RunConfig
-from rl_vlm.learning.counterfactuals import UnfitImagesError
-from rl_vlm.learning.messages import UpdateBatch
-from rl_vlm.learning.returns import ReturnScale
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.learning.estimators import ReturnScale
+from rl_vlm.learning.plan import UpdateBatch
+from rl_vlm.learning.update import UnfitImagesError
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.rollout.sampler import RoundAbandonedError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl_vlm.serving.lifecycle import Admission, Lifecycle, ReplicaState
+from rl_vlm.serving.follower import Admission, Lifecycle, ReplicaState
 
 
 def serving() -> Lifecycle:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_vlm.learning.logprobs import Tile, token_logprobs
-from rl_vlm.models import products
-from rl_vlm.models.backbone import Backbone
+from rl_vlm.models import devices
+from rl_vlm.models.qwen_vl import Backbone
 
 VOCABULARY, WIDTH, COUNT = 50, 16, 23
 SUPPRESSED = [0, 7, 8, 49]
@@ -77,8 +77,8 @@ def test_values_and_gradients_equal_the_direct_computation(temperature: float, t
 def test_tiles_equal_the_direct_computation_in_float32(
     use_onednn: bool, entropy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "USE_ONEDNN", use_onednn)
-    monkeypatch.setattr(products, "_SMALL", 0)
+    monkeypatch.setattr(devices, "USE_ONEDNN", use_onednn)
+    monkeypatch.setattr(devices, "_SMALL", 0)
     head: Any = Head()
     head.lm_head.weight.requires_grad_(False)
     hidden, targets = inputs()
@@ -135,7 +135,7 @@ def test_logits_of_all_positions_are_never_kept(monkeypatch: pytest.MonkeyPatch)
 
     def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         sizes.append(max(len(x) * len(weight), x.numel()))
-        return products.linear(x, weight, bias)
+        return devices.linear(x, weight, bias)
 
     monkeypatch.setattr("rl_vlm.learning.logprobs.linear", counted)
     saved: list[int] = []

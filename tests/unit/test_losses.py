@@ -16,11 +16,10 @@ import torch
 from core_support import Sample, plan_update
 from torch import Tensor
 
-from rl_vlm.config.algorithm import BUILTIN_LOSSES, AlgorithmSection
+from rl_vlm.config.learner import BUILTIN_LOSSES, AlgorithmSection
 from rl_vlm.learning.batching import MicroBatch
-from rl_vlm.learning.losses import LOSSES, TokenBatch, clipped_surrogate, kl_estimate
-from rl_vlm.learning.mismatch import truncated_importance_weights
-from rl_vlm.learning.stats import UpdateStats
+from rl_vlm.learning.losses import LOSSES, TokenBatch, clipped_surrogate, kl_estimate, truncated_importance_weights
+from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 

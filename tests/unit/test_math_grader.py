@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_vlm.rewards.boxed import extract_boxed
 from rl_vlm.rewards.math import (
     Grade,
     Reason,
     compare,
+    extract_boxed,
     grade,
     grade_turns,
     is_equal,

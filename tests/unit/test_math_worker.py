@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm.rewards.guard import refusal
-from rl_vlm.rewards.math import compare, is_equal
+from rl_vlm.rewards.math import compare, is_equal, refusal
 from rl_vlm.rewards.symbolic import WORKER, GraderError, SymbolicWorker, Verdict
 
 TOWER = "9^{9^{9^{9}}}"  # the guard stops it; handed straight to the child, it runs for ever

@@ -16,11 +16,11 @@ from rl_vlm import cli
 from rl_vlm.config import ModelSection, RunConfig, load_config, parse_config
 from rl_vlm.engines import decoder
 from rl_vlm.learning import logprobs
-from rl_vlm.models import backbone
+from rl_vlm.models import qwen_vl
 from rl_vlm.models.lora_layers import inject_lora, lora_config
-from rl_vlm.models.memory import learner, parts, replica
+from rl_vlm.models.memory import needs
 from rl_vlm.models.memory.cards import driver_gpu, gib, learner_fraction, place, plan_memory, shares_gpu
-from rl_vlm.models.memory.shape import ModelShape
+from rl_vlm.models.memory.shape import CUDA_CONTEXT, ELEMENT, GIB, PATCHES_AT_ONCE, PATCHES_ON_CPU, ModelShape
 from rl_vlm.runs.memory import adapters_mib, make_plan, object_store_mib, shape_of
 from rl_vlm.types import UserInputError
 
@@ -89,21 +89,21 @@ def test_a_layer_keeps_what_autograd_keeps(size: str, dtype: str, target: str) -
     tokens, torch_dtype = 64, getattr(torch, dtype)
     counted = kept_bytes(size, 3, torch_dtype, target, tokens) - kept_bytes(size, 2, torch_dtype, target, tokens)
     shape = ModelShape.from_config(PUBLISHED[size])
-    assert learner.layer_bytes_per_token(shape, parts.ELEMENT[dtype], 32, target) * tokens == counted
+    assert needs.layer_bytes_per_token(shape, ELEMENT[dtype], 32, target) * tokens == counted
 
 
 def test_constants_are_those_of_the_code_that_allocates() -> None:
-    assert backbone._VISION_PATCHES == {"cuda": parts.PATCHES_AT_ONCE, "cpu": parts.PATCHES_ON_CPU}
-    assert ModelSection().image_cache_bytes == backbone.CACHE_BYTES
+    assert qwen_vl._VISION_PATCHES == {"cuda": PATCHES_AT_ONCE, "cpu": PATCHES_ON_CPU}
+    assert ModelSection().image_cache_bytes == qwen_vl.CACHE_BYTES
     wide, narrow = RunConfig(), parse_config({"model": {"image_cache_mib": 16}})
     shape = ModelShape.from_config(PUBLISHED["2b"])
     for images in (
-        lambda run: learner._images(run, shape, 4).bytes,
-        lambda run: next(part.bytes for part in replica._transformers(run, shape) if part.name == "images"),
+        lambda run: needs._images(run, shape, 4).bytes,
+        lambda run: next(part.bytes for part in needs._transformers(run, shape) if part.name == "images"),
     ):
         assert images(wide) - images(narrow) == 240 << 20
-    assert decoder._PREFILL_TOKENS == replica.PREFILL_TOKENS
-    assert logprobs._TILES == learner.HEAD_TILES
+    assert decoder._PREFILL_TOKENS == needs.PREFILL_TOKENS
+    assert logprobs._TILES == needs.HEAD_TILES
 
 
 def recipe(name: str, *overrides: str) -> RunConfig:
@@ -130,7 +130,7 @@ def test_every_recipe_fits_the_card_that_it_names(path: Path) -> None:
     reported = CARDS[int(run.model.gpu_memory_gib or 0)]
     assert run.model.least_gpu_gib is not None and run.model.least_gpu_gib <= reported
     plan = make_plan(run, reported)
-    kv = sizes(plan)["replica", replica.KV]
+    kv = sizes(plan)["replica", needs.KV]
     assert plan.fits and plan.gpus == 1 and len(plan.cards) == 1
     assert kv > 4 * run.serving.max_context * plan.shape.kv_bytes_per_token(2)  # samples at once
 
@@ -139,7 +139,7 @@ def test_every_recipe_fits_the_card_that_it_names(path: Path) -> None:
 def test_a_large_model_needs_several_cards(size: str) -> None:
     run = recipe("geo3k_qwen3vl_8b")
     plan = plan_memory(run, ModelShape.from_config(PUBLISHED[size]), gib(79.15))
-    weights = sizes(plan)["learner", "weights"] / parts.GIB
+    weights = sizes(plan)["learner", "weights"] / GIB
     assert 57 < weights < 63 and not plan.fits
     alone = recipe("geo3k_qwen3vl_8b", "serving.gpus_per_replica=4", "serving.vllm.tensor_parallel_size=4",
                    "serving.vllm.gpu_memory_utilization=0.85", "learner.gpus_per_learner=1")  # fmt: skip
@@ -149,7 +149,7 @@ def test_a_large_model_needs_several_cards(size: str) -> None:
         (4, ["replica"]),
         (1, ["learner"]),
     ]
-    assert sizes(plan)["replica", "weights"] == pytest.approx(weights * parts.GIB / 4)
+    assert sizes(plan)["replica", "weights"] == pytest.approx(weights * GIB / 4)
 
 
 @pytest.mark.parametrize(("strategy", "offload"), [("fsdp2", False), ("zero3", False), ("fsdp2", True)])
@@ -177,7 +177,7 @@ def test_checkpointing_saves_all_layers_but_one() -> None:
         ]
         for on in ("true", "false")
     }
-    layer = 8192 * learner.layer_bytes_per_token(shape, 2, 32, "all")
+    layer = 8192 * needs.layer_bytes_per_token(shape, 2, 32, "all")
     assert kept["false"] - kept["true"] == 35 * layer - 36 * 8192 * 2560 * 2
 
 
@@ -201,7 +201,7 @@ def test_actors_are_placed_as_ray_places_them(run: RunConfig, placed: list[list[
 
 def test_a_learner_beside_vllm_gets_what_vllm_leaves() -> None:
     card = gib(47.4)
-    context = parts.CUDA_CONTEXT / card
+    context = CUDA_CONTEXT / card
     assert learner_fraction(recipe("geo3k_qwen3vl_4b"), card) == pytest.approx(0.58 - context)
     # By default vLLM takes 0.85 of its share.
     assert learner_fraction(gpus(1, 0.5, 1, 0.5), card) == pytest.approx(1 - 0.425 - context)
@@ -212,13 +212,13 @@ def test_a_learner_beside_vllm_gets_what_vllm_leaves() -> None:
 def test_keys_and_values_are_sized_where_the_gpu_is_shared() -> None:
     shape, card = ModelShape.from_config(PUBLISHED["4b"]), gib(47.4)
     run = recipe("geo3k_qwen3vl_4b")
-    planned = sizes(plan_memory(run, shape, card))["replica", replica.KV]
-    assert replica.kv_cache_bytes(run, shape, card) == planned > 5 * parts.GIB
-    assert replica.kv_cache_bytes(gpus(1, 1, 1, 1), shape, card) is None  # vLLM measures a GPU of its own
+    planned = sizes(plan_memory(run, shape, card))["replica", needs.KV]
+    assert needs.kv_cache_bytes(run, shape, card) == planned > 5 * GIB
+    assert needs.kv_cache_bytes(gpus(1, 1, 1, 1), shape, card) is None  # vLLM measures a GPU of its own
     own = recipe("geo3k_qwen3vl_4b", "serving.vllm.gpu_kv_cache_gib=3")
-    assert replica.kv_cache_bytes(own, shape, card) == 3 * parts.GIB
+    assert needs.kv_cache_bytes(own, shape, card) == 3 * GIB
     # Where nothing is left vLLM is given one token, which it refuses with a sentence.
-    assert replica.kv_cache_bytes(run, shape, gib(16)) == shape.kv_bytes_per_token(2)
+    assert needs.kv_cache_bytes(run, shape, gib(16)) == shape.kv_bytes_per_token(2)
 
 
 def test_the_transformers_engine_holds_adapters_beside_16_bit_weights() -> None:
@@ -237,8 +237,8 @@ def test_a_key_head_is_not_cut_over_gpus(parallel: int, heads: int) -> None:
     """30B-A3B has four: eight GPUs hold each twice. 48 layers, 128 numbers of two bytes, keys and values."""
     run = gpus(1, parallel, 1, 1, vllm={"tensor_parallel_size": parallel, "gpu_kv_cache_gib": 1})
     shape = ModelShape.from_config(PUBLISHED["30b-a3b"])
-    (part,) = [part for part in replica.replica_parts(run, shape, gib(79.15)) if part.name == replica.KV]
-    assert f"{parts.GIB // (2 * 48 * heads * 128 * 2)} tokens" in part.detail
+    (part,) = [part for part in needs.replica_parts(run, shape, gib(79.15)) if part.name == needs.KV]
+    assert f"{GIB // (2 * 48 * heads * 128 * 2)} tokens" in part.detail
 
 
 def test_the_object_store_holds_the_versions_of_an_adapter() -> None:

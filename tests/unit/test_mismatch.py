@@ -10,8 +10,8 @@ import torch
 from test_losses import Numbers, ours, settings_of
 from torch import Tensor
 
-from rl_vlm.config.algorithm import AlgorithmSection
-from rl_vlm.learning.mismatch import mismatch_weights, sample_means
+from rl_vlm.config.learner import AlgorithmSection
+from rl_vlm.learning.losses import mismatch_weights, sample_means
 
 RATIOS = [0.2, 0.5, 0.9, 1.0, 1.8, 3.0, 6.0]
 

@@ -14,11 +14,9 @@ from task_support import solved_group
 
 from rl_vlm.config import CurriculumSection, parse_config
 from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
-from rl_vlm.evaluation.outcomes import outcomes_of_groups
-from rl_vlm.evaluation.summary import summarize
+from rl_vlm.evaluation.outcomes import outcomes_of_groups, summarize
 from rl_vlm.rollout.metrics import sampling_metrics
-from rl_vlm.rollout.mixture import Mixture
-from rl_vlm.rollout.solve_rate import MAX_KNOWN, SolveRateItems, SolveRates
+from rl_vlm.rollout.tasks import MAX_KNOWN, Mixture, SolveRateItems, SolveRates
 from rl_vlm.types import UserInputError
 
 UNIFORM, BY_RATE = CurriculumSection(), CurriculumSection(sampling="solve_rate")
@@ -94,7 +92,7 @@ def test_old_episodes_fade_and_the_floor_holds() -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_vlm.rollout.solve_rate.MAX_KNOWN", 3)
+    monkeypatch.setattr("rl_vlm.rollout.tasks.MAX_KNOWN", 3)
     rates = SolveRates(BY_RATE)
     for key in "abcad":
         rates.observe(key, 1, 1)

@@ -13,9 +13,8 @@ from test_open_ahead import Direct, in_loop
 from rl_vlm.config import RunConfig, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.rollout.curriculum import make_task_source
-from rl_vlm.rollout.task_stream import TaskStream
-from rl_vlm.rollout.tasks import RolloutResult
-from rl_vlm.rollout.worker import RolloutWorker
+from rl_vlm.rollout.env_runner import RolloutWorker
+from rl_vlm.rollout.tasks import RolloutResult, TaskStream
 from rl_vlm.zoo.drawing import IMAGE_SIZE
 
 MIXTURE: list[dict[str, Any]] = [

@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 import yaml
 
-from rl_vlm.monitoring.figure_names import STATE, all_metrics, series_of
-from rl_vlm.serving import metrics as serving
+from rl_vlm.monitoring.ray_metrics import STATE, all_metrics, series_of
+from rl_vlm.serving import follower as serving
 
 FOLDER = Path(__file__).resolve().parents[2] / "cluster" / "monitoring"
 DOCS = FOLDER.parents[1] / "docs" / "monitoring.md"

@@ -17,8 +17,8 @@ from test_client import Handle, client_of
 from rl_vlm.config import RunConfig
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.errors import EnvError
+from rl_vlm.rollout.env_runner import RolloutWorker
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
-from rl_vlm.rollout.worker import RolloutWorker
 from rl_vlm.serving.client import GenerationFailedError
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest
 from rl_vlm.zoo.shapes.environment import ShapesEnv

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.ownership import RUN_MARKER, files_in, run_files
 from rl_vlm.runs.run_folder import prepare_run_dir
 from rl_vlm.types import UserInputError

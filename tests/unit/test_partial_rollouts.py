@@ -13,7 +13,7 @@ from version_support import PIECE, ROLLOUT, TURN, NewWeightsMeanwhile, check_nam
 
 from rl_vlm.config import parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.rollout.group_buffer import GroupBuffer
+from rl_vlm.rollout.rollouts import GroupBuffer
 from rl_vlm.types import StopReason, Trajectory, TrajectoryError, TrajectoryGroup, UserInputError
 
 

@@ -12,10 +12,10 @@ from safetensors.torch import load, save
 
 from rl_vlm.config import parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.evaluation.heldout import ItemPrompts
 from rl_vlm.evaluation.plain_generate import PlainGenerate
-from rl_vlm.evaluation.prompts import ItemPrompts
-from rl_vlm.learning.module import PolicyModel
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.learning.policy_model import PolicyModel
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import GenerationRequest, Message, SamplingParams
 
 NEW_TOKENS = 12

@@ -12,14 +12,12 @@ import pytest
 import torch
 from core_support import Plan, Sample, adapted_policy, conversation, picture, plan_update, text_side
 
-from rl_vlm.config.algorithm import PRESETS, AlgorithmSection
+from rl_vlm.config.learner import PRESETS, AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder
 from rl_vlm.learning.estimators import group_advantages
-from rl_vlm.learning.messages import UpdateBatch
-from rl_vlm.learning.module import PolicyModel
-from rl_vlm.learning.plan import make_experience, overlong_penalty
-from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.strategies.replicated import SingleProcess, gradient_vector
+from rl_vlm.learning.plan import UpdateBatch, UpdateStats, make_experience, overlong_penalty
+from rl_vlm.learning.policy_model import PolicyModel
+from rl_vlm.learning.strategies import SingleProcess, gradient_vector
 from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn

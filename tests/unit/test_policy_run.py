@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from rl_vlm.algorithms.learners import LearnerDiedError
+from rl_vlm.algorithms.sight import Fault, SightError
 from rl_vlm.config import parse_config
 from rl_vlm.envs.parts import survey
-from rl_vlm.evaluation.sight_faults import Fault, SightError
 from rl_vlm.rollout.curriculum import make_task_source
-from rl_vlm.rollout.failures import TooManyFailuresError
+from rl_vlm.rollout.env_pool import TooManyFailuresError
 from rl_vlm.rollout.sampler import SamplingError
 from rl_vlm.runs.policy import PolicyRun, _check_tasks
 from rl_vlm.types import RLVLMError, UserInputError

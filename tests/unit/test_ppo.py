@@ -14,16 +14,20 @@ from core_support import conversation, picture, plan_update, randomize, run_conf
 
 from rl_vlm.algorithms.ppo import PPO
 from rl_vlm.config import RunConfig, parse_config
-from rl_vlm.learning.averaging import WeightAverage
+from rl_vlm.learning.estimators import ReturnScale
 from rl_vlm.learning.learner import VLMLearner
-from rl_vlm.learning.messages import Scores, UpdateBatch
-from rl_vlm.learning.optimizer import make_optimizer
-from rl_vlm.learning.plan import divide, estimate_advantages, make_experience, update_batches
+from rl_vlm.learning.plan import (
+    Scores,
+    UpdateBatch,
+    UpdateStats,
+    divide,
+    estimate_advantages,
+    make_experience,
+    update_batches,
+)
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.returns import ReturnScale
-from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.strategies.replicated import SingleProcess, gradient_vector
-from rl_vlm.learning.update import PolicyUpdater, make_updater
+from rl_vlm.learning.strategies import SingleProcess, gradient_vector
+from rl_vlm.learning.update import PolicyUpdater, WeightAverage, make_optimizer, make_updater
 from rl_vlm.models.lora_layers import load_lora_state
 from rl_vlm.types import TrajectoryGroup
 

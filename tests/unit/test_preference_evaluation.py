@@ -16,8 +16,8 @@ from rl_vlm.algorithms.preference_checkpoint import write_state
 from rl_vlm.cli import run as rl_vlm
 from rl_vlm.config import SACSection, save_config
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
-from rl_vlm.preference.collection.collector import Evaluator, NumpyActor, evaluation_seeds
-from rl_vlm.preference.networks import SACNetworks
+from rl_vlm.preference.collector import Evaluator, NumpyActor, evaluation_seeds
+from rl_vlm.preference.sac import SACNetworks
 
 
 def save_agent(checkpoint: Path, seed: int = 0, observations: int = 4) -> NumpyActor:

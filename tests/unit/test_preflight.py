@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from rl_vlm.config import load_config, load_sft_config
 from rl_vlm.models.loading import load_model
-from rl_vlm.runs.kinds import inspect_run
-from rl_vlm.runs.preflight import count_parameters
+from rl_vlm.runs.memory import count_parameters
 from rl_vlm.runs.serve import plan
+from rl_vlm.runs.train import inspect_run
 from rl_vlm.types import UserInputError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rl_vlm.cli.app import app
 from rl_vlm.config import load_config, parse_config, save_config
-from rl_vlm.config.algorithm import BUILTIN_ESTIMATORS, PRESETS, AlgorithmSection
+from rl_vlm.config.learner import BUILTIN_ESTIMATORS, PRESETS, AlgorithmSection
 from rl_vlm.config.loading import apply_overrides
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.runs.lifecycle import RunLifecycle

@@ -20,22 +20,14 @@ from rl_vlm.config import RewardModelSection, RunConfig, SACSection, SFTConfig
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.labelling.types import Label
-from rl_vlm.learning.averaging import WeightAverage
-from rl_vlm.learning.counterfactuals import sight_logprobs
-from rl_vlm.learning.messages import Scores
-from rl_vlm.learning.optimizer import make_optimizer
-from rl_vlm.learning.plan import divide, estimate_advantages, make_experience, update_batches
+from rl_vlm.learning.estimators import ReturnScale
+from rl_vlm.learning.plan import Scores, UpdateStats, divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.returns import ReturnScale
-from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.strategies.replicated import SingleProcess
-from rl_vlm.learning.update import make_updater
-from rl_vlm.models.payload import WeightPayload
-from rl_vlm.preference.networks import SACNetworks
-from rl_vlm.preference.reward_model.ensemble import RewardEnsemble
-from rl_vlm.preference.reward_model.examples import Examples, add_pairs
-from rl_vlm.preference.reward_model.training import RewardTrainer
-from rl_vlm.preference.sac import Batch, SACUpdater
+from rl_vlm.learning.strategies import SingleProcess
+from rl_vlm.learning.update import WeightAverage, make_optimizer, make_updater, sight_logprobs
+from rl_vlm.models.weights import WeightPayload
+from rl_vlm.preference.reward_model import Examples, RewardEnsemble, RewardTrainer, add_pairs
+from rl_vlm.preference.sac import Batch, SACNetworks, SACUpdater
 from rl_vlm.supervised.trainer import SFTTrainer
 from rl_vlm.types import Completion, TrajectoryGroup
 

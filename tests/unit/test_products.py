@@ -13,8 +13,8 @@ from core_support import adapted_policy
 from torch import nn
 
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.models import products
-from rl_vlm.models.products import FastLinear, linear, use_fast_products
+from rl_vlm.models import devices
+from rl_vlm.models.devices import FastLinear, linear, use_fast_products
 from rl_vlm.types import GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -22,33 +22,33 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 
 @pytest.fixture(autouse=True)
 def onednn_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "USE_ONEDNN", True)
-    monkeypatch.setattr(products, "_SMALL", 1)
+    monkeypatch.setattr(devices, "USE_ONEDNN", True)
+    monkeypatch.setattr(devices, "_SMALL", 1)
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes of x that oneDNN multiplies."""
     shapes: list[torch.Size] = []
-    plain = products._onednn
+    plain = devices._onednn
 
     def counted(x: torch.Tensor, *rest: Any) -> Any:
         shapes.append(x.shape)
         return plain(x, *rest)
 
-    monkeypatch.setattr(products, "_onednn", counted)
+    monkeypatch.setattr(devices, "_onednn", counted)
     return shapes
 
 
 def test_small_products_and_other_types_are_torchs(monkeypatch: pytest.MonkeyPatch, calls: list[torch.Size]) -> None:
-    monkeypatch.setattr(products, "_SMALL", 2**23)
+    monkeypatch.setattr(devices, "_SMALL", 2**23)
     weight = torch.randn(256, 128)
     for rows in (4, 256):  # 2**17 and 2**23 multiplications
         assert linear(torch.randn(rows, 128), weight).shape == (rows, 256)
     linear(torch.randn(256, 128, dtype=torch.bfloat16), weight.bfloat16())
     linear(torch.randn(256, 128, dtype=torch.float64), weight.double())
     assert calls == [(256, 128)]
-    monkeypatch.setattr(products, "USE_ONEDNN", False)
+    monkeypatch.setattr(devices, "USE_ONEDNN", False)
     linear(torch.randn(256, 128), weight)
     assert len(calls) == 1
 
@@ -104,7 +104,7 @@ def test_the_engine_samples_the_same_by_either_product(
     prompt = np.arange(40, dtype=np.int32)
     found = []
     for use_onednn in (False, True):
-        monkeypatch.setattr(products, "USE_ONEDNN", use_onednn)
+        monkeypatch.setattr(devices, "USE_ONEDNN", use_onednn)
         calls.clear()
         engine = TransformersEngine(tiny_folder, max_context=128, lockstep=True)
         asyncio.run(engine.load_adapter(payload))
@@ -122,7 +122,7 @@ def test_a_policys_frozen_layers_use_it_under_the_same_names(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = adapted_policy(tiny_folder)
-    monkeypatch.setattr(products, "USE_ONEDNN", False)
+    monkeypatch.setattr(devices, "USE_ONEDNN", False)
     plain = adapted_policy(tiny_folder)
     layers = [[type(m) is FastLinear for m in policy.model.modules()] for policy in (chosen, plain)]
     assert sum(layers[0]) > 10 and not any(layers[1])

@@ -12,10 +12,9 @@ import pytest
 from core_support import picture, pictures
 from policy_loop import Loop
 
-from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.models import read_ahead
-from rl_vlm.models.images import ImageError, ImageProcessorSpec, frame_patches
-from rl_vlm.models.read_ahead import ReadAhead
+from rl_vlm.learning.plan import UpdateStats
+from rl_vlm.models import images
+from rl_vlm.models.images import ImageError, ImageProcessorSpec, ReadAhead, frame_patches
 from rl_vlm.types import EncodedImage
 
 SPEC = ImageProcessorSpec(min_pixels=1024)
@@ -39,7 +38,7 @@ class Decoder:
 @pytest.fixture
 def decoder(monkeypatch: pytest.MonkeyPatch) -> Decoder:
     decoder = Decoder()
-    monkeypatch.setattr(read_ahead, "frame_patches", decoder)
+    monkeypatch.setattr(images, "frame_patches", decoder)
     return decoder
 
 

@@ -8,7 +8,7 @@ from recorder_support import QUIET, evaluations, group, leftovers, rows, scalars
 
 from rl_vlm.config import RunConfig
 from rl_vlm.monitoring.recorder import RunRecorder
-from rl_vlm.reporting.curve import draw_curve
+from rl_vlm.plots.curves import draw_curve
 
 
 @pytest.fixture(autouse=True)

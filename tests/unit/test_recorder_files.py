@@ -15,9 +15,9 @@ from recorder_support import leftovers
 
 from rl_vlm import files
 from rl_vlm.files import append_whole, to_jsonable, whole_lines, write_atomic
-from rl_vlm.monitoring import sinks
-from rl_vlm.monitoring.sinks import ProgressCsv
-from rl_vlm.reporting.learning_curve import read_curve
+from rl_vlm.monitoring import recorder
+from rl_vlm.monitoring.recorder import ProgressCsv
+from rl_vlm.plots.curves import read_curve
 from rl_vlm.types import UserInputError
 
 
@@ -88,9 +88,9 @@ def test_event_files_of_a_resumed_run_come_last_whatever_the_clock_says(
         1_699_990_000.0,
         1_699_980_000.0,
     ):  # each machine's clock is behind that of the one before
-        monkeypatch.setattr(sinks, "time", SimpleNamespace(time=lambda now=now: now))
+        monkeypatch.setattr(recorder, "time", SimpleNamespace(time=lambda now=now: now))
         known = set(tmp_path.iterdir())
-        file = sinks.TensorBoardFile(tmp_path)
+        file = recorder.TensorBoardFile(tmp_path)
         file.add(1, {"reward/mean": 0.5})
         (new,) = set(tmp_path.iterdir()) - known
         assert sorted(tmp_path.iterdir())[-1] == new

@@ -64,7 +64,7 @@ from recorder_support import group, leftovers, picture, rows, scalars, words, ev
 from rl_vlm.config import RunConfig
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.monitoring.trajectories import read_trajectories
-from rl_vlm.reporting.curve import draw_curve
+from rl_vlm.plots.curves import draw_curve
 
 folder, how = Path(sys.argv[1]), sys.argv[2]
 ballast = folder / "ballast"

@@ -26,7 +26,7 @@ from rl_vlm.envs.isolation import ProcessEnv
 from rl_vlm.envs.parts import survey
 from rl_vlm.http import env_server
 from rl_vlm.http.env_server import EnvServer, build_env_app
-from rl_vlm.http.errors import RequestError
+from rl_vlm.http.gate import RequestError
 from rl_vlm.http.server import HTTPServer, bind
 from rl_vlm.types import Observation, UserInputError
 

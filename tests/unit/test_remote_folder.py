@@ -12,9 +12,8 @@ import fsspec
 import pytest
 
 from rl_vlm.ownership import mark_run
-from rl_vlm.runs import remote_folder
-from rl_vlm.runs.remote_folder import RemoteFolder, RemoteStorageError, remote_run_folder
-from rl_vlm.runs.run_folder import opened_run_folder
+from rl_vlm.runs import run_folder
+from rl_vlm.runs.run_folder import RemoteFolder, RemoteStorageError, opened_run_folder, remote_run_folder
 from rl_vlm.types import UserInputError
 
 URL = "memory://bucket/run"
@@ -240,7 +239,7 @@ def test_files_that_never_stay_the_same_are_an_error(tmp_path: Path, monkeypatch
 def test_it_is_copied_while_the_run_goes_on(storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
-    monkeypatch.setattr(remote_folder, "PUSH_EVERY_S", 0.05)
+    monkeypatch.setattr(run_folder, "PUSH_EVERY_S", 0.05)
     with opened_run_folder(URL, resume=False, overwrite=False) as folder:
         write(folder, "progress.csv", "1\n")
         deadline = time.monotonic() + 30

@@ -11,8 +11,7 @@ from control_support import number_of, picture, steps
 from safetensors.numpy import load_file, save_file
 
 from rl_vlm.labelling.types import SegmentPair
-from rl_vlm.preference.replay.buffer import NotFiniteError, ReplayBuffer, StepBatch
-from rl_vlm.preference.replay.frames import FrameRing
+from rl_vlm.preference.replay import FrameRing, NotFiniteError, ReplayBuffer, StepBatch
 from rl_vlm.types import UserInputError
 
 

@@ -16,13 +16,13 @@ from ray import serve
 from registry_support import Direct, arrived
 
 from rl_vlm.engines.base import BASE_MODEL, EngineError
-from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.loading import TextSide
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.serving import deploy, shared_registry
+from rl_vlm.models.weights import AdapterPayload
+from rl_vlm.serving import deploy
+from rl_vlm.serving.deploy import SharedRegistry
+from rl_vlm.serving.registry import Published
 from rl_vlm.serving.replica import VLMServer
-from rl_vlm.serving.shared_registry import SharedRegistry
-from rl_vlm.serving.tenants import Published
 from rl_vlm.types import Completion, GenerationRequest
 
 
@@ -56,7 +56,7 @@ def make(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="here"))
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(deploy, "deploy_shared", lambda *_: None)
-    monkeypatch.setattr(shared_registry, "_was_restarted", lambda: False)
+    monkeypatch.setattr(deploy, "_was_restarted", lambda: False)
     yield lambda **dotted: Place(tiny_folder, **dotted)
 
 

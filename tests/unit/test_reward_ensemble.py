@@ -15,10 +15,21 @@ from scipy.stats import spearmanr
 
 from rl_vlm.config import RewardModelSection
 from rl_vlm.labelling.types import SKIPPED, Label, Score, Segment, SegmentPair
-from rl_vlm.preference.reward_model.ensemble import RewardEnsemble
-from rl_vlm.preference.reward_model.examples import Examples, add_pairs, add_scores, target_of_label
-from rl_vlm.preference.reward_model.networks import ImageCNN, ImageMembers, MLPMembers, resnet18
-from rl_vlm.preference.reward_model.training import FitReport, RewardTrainer, preference_loss, score_loss
+from rl_vlm.preference.reward_model import (
+    Examples,
+    FitReport,
+    ImageCNN,
+    ImageMembers,
+    MLPMembers,
+    RewardEnsemble,
+    RewardTrainer,
+    add_pairs,
+    add_scores,
+    preference_loss,
+    resnet18,
+    score_loss,
+    target_of_label,
+)
 from rl_vlm.types import UserInputError
 
 SMALL = {"channels": (4, 8, 8, 8), "size": 2}
@@ -296,7 +307,7 @@ def test_resnet_takes_local_weights(tmp_path: Path) -> None:
 def test_pictures_are_packed_without_loss_and_old_pairs_make_room(
     unpacked_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rl_vlm.preference.reward_model.examples._UNPACKED_BYTES", unpacked_bytes)
+    monkeypatch.setattr("rl_vlm.preference.reward_model._UNPACKED_BYTES", unpacked_bytes)
     examples, pairs = Examples(2, capacity=3), random_pairs(5, size=200)
     assert add_pairs(examples, image_ensemble(size=200), pairs, [Label(0)] * 5) == 5 and len(examples) == 3
     found = examples.batch(np.array([2, 0]))

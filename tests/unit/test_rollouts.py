@@ -15,13 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_vlm.config import RolloutSection, RunConfig, parse_config
-from rl_vlm.rollout.failures import TooManyFailuresError
-from rl_vlm.rollout.group_buffer import GroupBuffer, Refill
-from rl_vlm.rollout.mixture import Mixture
-from rl_vlm.rollout.rollouts import ContinuousRollouts, RoundRollouts
+from rl_vlm.rollout.env_pool import TooManyFailuresError
+from rl_vlm.rollout.rollouts import ContinuousRollouts, GroupBuffer, Refill, RoundRollouts
 from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
-from rl_vlm.rollout.task_stream import TaskStream
-from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
+from rl_vlm.rollout.tasks import Mixture, RolloutResult, RolloutTask, TaskStream
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rl_vlm.config import AutoscalingSection, ServingSection
-from rl_vlm.serving.router import AffinityRouter, home_session, homes, most_replicas
+from rl_vlm.serving.client import AffinityRouter, home_session, homes, most_replicas
 
 
 @pytest.mark.parametrize("callers", range(1, 9))

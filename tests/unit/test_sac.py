@@ -14,10 +14,9 @@ from stable_baselines3.common.distributions import SquashedDiagGaussianDistribut
 from stable_baselines3.sac.policies import SACPolicy
 
 from rl_vlm.config import SACSection
-from rl_vlm.models import products
-from rl_vlm.preference.collection.collector import NumpyActor
-from rl_vlm.preference.networks import SACNetworks, sample_actions
-from rl_vlm.preference.sac import Batch, SACUpdater
+from rl_vlm.models import devices
+from rl_vlm.preference.collector import NumpyActor
+from rl_vlm.preference.sac import Batch, SACNetworks, SACUpdater, sample_actions
 
 O, A, B = 5, 2, 40  # noqa: E741  (observation, action and batch size, as in the shapes)
 SETTINGS = SACSection(hidden=16, depth=2, batch_size=B, target_update_every=1, compile="off")
@@ -44,10 +43,10 @@ def batch(seed: int = 0) -> Batch:
 
 
 def test_updates_by_either_product_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_SMALL", 0)
+    monkeypatch.setattr(devices, "_SMALL", 0)
     after = []
     for use_onednn in (False, True):
-        monkeypatch.setattr(products, "USE_ONEDNN", use_onednn)
+        monkeypatch.setattr(devices, "USE_ONEDNN", use_onednn)
         nets = networks()
         updater = SACUpdater(nets, SETTINGS, seed=3)
         for number in range(3):

@@ -11,11 +11,10 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from rl_vlm.config import RunConfig
-from rl_vlm.rollout import runners as runners_module
 from rl_vlm.rollout import sampler as module
+from rl_vlm.rollout import sampler as runners_module
 from rl_vlm.rollout.rollouts import make_rollouts
-from rl_vlm.rollout.runners import EnvRunners
-from rl_vlm.rollout.sampler import Sampler
+from rl_vlm.rollout.sampler import EnvRunners, Sampler
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 
 TASKS = [RolloutTask(f"g{k}", k, "train", k, k, 1, 1.0, 0) for k in range(4)]

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_vlm.config.algorithm import AlgorithmSection
+from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder
-from rl_vlm.learning.module import PolicyModel
-from rl_vlm.learning.strategies.replicated import gradient_vector
+from rl_vlm.learning.policy_model import PolicyModel
+from rl_vlm.learning.strategies import gradient_vector
 from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.loading import TextSide
-from rl_vlm.models.segments import SegmentLayout, dense_mask, segment_attention
+from rl_vlm.models.qwen_vl import SegmentLayout, dense_mask, segment_attention
 from rl_vlm.types import UserInputError
 
 

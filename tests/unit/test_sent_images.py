@@ -13,7 +13,7 @@ import pytest
 from core_support import picture
 from test_client import Handle, answer, client_of, run, task_error
 
-from rl_vlm.serving.sent_images import ImageCache, ImagesMissingError, SentImages
+from rl_vlm.serving.replica import ImageCache, ImagesMissingError, SentImages
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError, SamplingParams
 
 PICTURES = [picture(np.random.default_rng(k), 32, 32) for k in range(12)]

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from rl_vlm.config import load_config
-from rl_vlm.models.memory.parts import GIB
-from rl_vlm.models.memory.replica import max_kv_tokens
-from rl_vlm.models.memory.shape import ModelShape
+from rl_vlm.models.memory.needs import max_kv_tokens
+from rl_vlm.models.memory.shape import GIB, ModelShape
 from rl_vlm.runs import serve as module
 from rl_vlm.serving.deploy import _replicas
 

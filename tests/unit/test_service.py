@@ -14,12 +14,12 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectStoreFullError
 from ray.serve.schema import ApplicationStatus
 
 from rl_vlm.config import RunConfig
-from rl_vlm.models.adapter import AdapterPayload
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.serving import deploy, registry
 from rl_vlm.serving import service as module
 from rl_vlm.serving.deploy import ServingError, deploy_shared
+from rl_vlm.serving.registry import Published
 from rl_vlm.serving.service import PolicyService
-from rl_vlm.serving.tenants import Published
 
 PAYLOAD = AdapterPayload(3, b"weights", "{}", "hash")
 

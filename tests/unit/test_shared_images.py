@@ -9,7 +9,7 @@ import numpy as np
 from core_support import conversation, text_side
 from PIL import Image
 
-from rl_vlm.rollout.worker import share_images
+from rl_vlm.rollout.env_runner import share_images
 from rl_vlm.types import EncodedImage, TrajectoryGroup
 
 

@@ -22,14 +22,12 @@ from safetensors.numpy import save
 
 from rl_vlm.config import RunConfig
 from rl_vlm.engines.base import EngineStats
-from rl_vlm.models.adapter import AdapterPayload
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.serving import deploy, follower, registry, shared_registry
-from rl_vlm.serving.follower import Follower, NotLoadedError
-from rl_vlm.serving.lifecycle import Lifecycle
-from rl_vlm.serving.metrics import ReplicaTally
-from rl_vlm.serving.shared_registry import Requirements, SharedRegistry
-from rl_vlm.serving.tenants import Published
+from rl_vlm.models.weights import AdapterPayload
+from rl_vlm.serving import deploy, follower, registry
+from rl_vlm.serving.deploy import Requirements, SharedRegistry
+from rl_vlm.serving.follower import Follower, Lifecycle, NotLoadedError, ReplicaTally
+from rl_vlm.serving.registry import Published
 from rl_vlm.types import UserInputError
 
 
@@ -87,7 +85,7 @@ class World:
         self.how: list[str] = []  # what was to become of an application that is there
         self.restarted = False  # the actor, by Ray
         self.gone: list[str] = []
-        for module in (registry, shared_registry):  # put back by the fixture
+        for module in (registry, deploy):  # put back by the fixture
             module.time = SimpleNamespace(monotonic=self.now)  # type: ignore[attr-defined]
         self.registry = self._registry()
         self.replicas: list[Replica] = []
@@ -145,24 +143,24 @@ def world(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     @asynccontextmanager
     async def make(replicas: int = 2, **dotted: Any) -> AsyncIterator[World]:
         run = run_config(tiny_folder, serving__shared="test", **dotted)
-        for module in (registry, shared_registry):
+        for module in (registry, deploy):
             monkeypatch.setattr(module, "time", time)
         found = World(run, tiny_folder)
         monkeypatch.setattr(deploy, "deploy_shared", lambda m, r, name, count, how: found.deploy(count, how))
-        monkeypatch.setattr(shared_registry, "_was_restarted", lambda: found.restarted)
+        monkeypatch.setattr(deploy, "_was_restarted", lambda: found.restarted)
         monkeypatch.setattr(deploy, "delete_shared", found.gone.append)
         context = SimpleNamespace(current_actor="itself")
         ended = SimpleNamespace(
             kill=lambda actor, no_restart: found.gone.append(actor), get_runtime_context=lambda: context
         )
-        monkeypatch.setattr(shared_registry, "ray", ended)
+        monkeypatch.setattr(deploy, "ray", ended)
         for name, seconds in {
             "_TICK_S": 0.01,
             "_LINGER_S": 0.05,
             "_FEWER_AFTER_S": 0.05,
             "_TELL_S": 0.05,
         }.items():
-            monkeypatch.setattr(shared_registry, name, seconds)
+            monkeypatch.setattr(deploy, name, seconds)
         monkeypatch.setattr(registry, "POLL_S", 0.2)
         for _ in range(replicas):
             found.add_replica()
@@ -461,7 +459,7 @@ def test_a_registry_that_was_stopped_blames_nobody_for_its_own_silence(
 ) -> None:
     async def story() -> None:
         async with world(replicas=0) as place:
-            monkeypatch.setattr(shared_registry, "_STALL_S", 0.2)
+            monkeypatch.setattr(deploy, "_STALL_S", 0.2)
             place.registry._tenants._lease_s = 1.0
             await place.join("a")
             await asyncio.sleep(0.05)

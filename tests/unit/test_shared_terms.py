@@ -11,9 +11,9 @@ from core_support import run_config
 
 from rl_vlm.config.sweep import SweepConfig
 from rl_vlm.models.digest import hash_model
-from rl_vlm.serving.policy_key import PolicyKey
-from rl_vlm.serving.router import homes_of
-from rl_vlm.serving.shared_registry import Requirements, wanted_replicas
+from rl_vlm.serving.client import homes_of
+from rl_vlm.serving.deploy import Requirements, wanted_replicas
+from rl_vlm.serving.registry import PolicyKey
 from rl_vlm.types import UserInputError
 
 

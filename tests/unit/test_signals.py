@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from rl_vlm.runs.signals import leaving_on_signals
+from rl_vlm.runs.lifecycle import leaving_on_signals
 
 SERVE_THAT_IMPORTS_FOR_LONG = """
 import sys, time

@@ -15,16 +15,14 @@ from registry_support import Direct, own_registry, publish
 
 from rl_vlm.config import load_config, parse_config
 from rl_vlm.engines.base import EngineError, EngineStats
-from rl_vlm.models.adapter import AdapterPayload
-from rl_vlm.models.memory import replica
+from rl_vlm.models.memory import needs
 from rl_vlm.models.memory.cards import gib, learner_fraction, plan_memory
-from rl_vlm.models.memory.learner import kept_between_updates
+from rl_vlm.models.memory.needs import kept_between_updates
 from rl_vlm.models.memory.shape import ModelShape
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs.memory import describe
 from rl_vlm.serving import registry as module
-from rl_vlm.serving.follower import Follower
-from rl_vlm.serving.lifecycle import Admission, Lifecycle
-from rl_vlm.serving.metrics import ReplicaTally
+from rl_vlm.serving.follower import Admission, Follower, Lifecycle, ReplicaTally
 from rl_vlm.serving.registry import Registry
 from rl_vlm.types import POLICY, UserInputError
 
@@ -189,10 +187,10 @@ def test_turns_leave_more_for_keys_and_values(size: str, reported: float) -> Non
         for rests in ("false", "true")
     )
     kept = kept_between_updates(turns, shape)
-    fixed = sum(part.bytes for part in replica._vllm_fixed(turns, shape))
-    keys = replica.kv_cache_bytes(turns, shape, card)
+    fixed = sum(part.bytes for part in needs._vllm_fixed(turns, shape))
+    keys = needs.kv_cache_bytes(turns, shape, card)
     assert keys is not None and keys == int(card * 0.92) - kept - fixed
-    before = replica.kv_cache_bytes(plain, shape, card)
+    before = needs.kv_cache_bytes(plain, shape, card)
     assert before is not None and keys > 2 * before
     plan = plan_memory(turns, shape, card)
     (one,) = plan.cards

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_vlm.config import parse_config
-from rl_vlm.rollout.stages import Stages, blend, numbers_in
+from rl_vlm.rollout.curriculum import Stages, blend, numbers_in
 from rl_vlm.types import UserInputError
 
 # vlm-gym's stages for GeoSpot: weights of country, region and city, and kernels that tighten.

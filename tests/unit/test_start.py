@@ -14,14 +14,14 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.env import INPUT_ENV_SPACES
 from ray.rllib.utils.actor_manager import FaultAwareApply
 
-from rl_vlm.algorithms.runner_group import RunnerGroup, light_env_runners
+from rl_vlm.algorithms.learners import RunnerGroup, light_env_runners
 from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.rollout.base_env_runner import ENV_SPACES, MODULE_ID, RunEnvRunner
 from rl_vlm.serving import deploy
 from rl_vlm.serving.deploy import ServingError, start_serve
 
 
-@pytest.mark.parametrize("module", ["rl_vlm.rollout.env_runner", "rl_vlm.preference.collection.env_runner"])
+@pytest.mark.parametrize("module", ["rl_vlm.rollout.env_runner", "rl_vlm.preference.collector"])
 def test_env_runner_processes_import_neither_torch_nor_rllib(module: str) -> None:
     code = f"import sys, {module}; print({{'torch', 'ray.rllib', 'ray.tune'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900, check=True)

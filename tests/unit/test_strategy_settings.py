@@ -13,14 +13,10 @@ import torch
 from core_support import adapted_policy, batch_of, conversation, run_config, text_side, train_sample
 
 from rl_vlm.config import LearnerSection, parse_config
-from rl_vlm.learning.messages import UpdateBatch
-from rl_vlm.learning.optimizer import make_optimizer
-from rl_vlm.learning.padding import padding_batch
-from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.strategies.choose import make_strategy
-from rl_vlm.learning.strategies.fsdp import FSDP2
-from rl_vlm.learning.strategies.replicated import AllReduce, SingleProcess, gradient_vector
-from rl_vlm.learning.update import make_updater
+from rl_vlm.learning.plan import UpdateBatch, UpdateStats
+from rl_vlm.learning.sharded import FSDP2
+from rl_vlm.learning.strategies import AllReduce, SingleProcess, gradient_vector, make_strategy
+from rl_vlm.learning.update import make_optimizer, make_updater, padding_batch
 from rl_vlm.types import UserInputError
 
 

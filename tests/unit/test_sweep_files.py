@@ -19,11 +19,9 @@ from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import load_config
 from rl_vlm.config.sweep import SweepConfig, load_sweep
 from rl_vlm.runs import run_folder
-from rl_vlm.runs.kinds import kind_of
 from rl_vlm.runs.lifecycle import InterruptedRun
-from rl_vlm.sweeps.progress import SweepProgress
-from rl_vlm.sweeps.results import group_by_setting, read_results, setting_name, write_results
-from rl_vlm.sweeps.room import Room, own_cpus, trials_at_once
+from rl_vlm.runs.train import kind_of
+from rl_vlm.sweeps.results import SweepProgress, group_by_setting, read_results, setting_name, write_results
 from rl_vlm.sweeps.sweep import (
     _MARKER,
     _forget_survived,
@@ -34,7 +32,7 @@ from rl_vlm.sweeps.sweep import (
     sweep_folder,
     write_settings,
 )
-from rl_vlm.sweeps.trial import trial_class
+from rl_vlm.sweeps.trial import Room, own_cpus, trial_class, trials_at_once
 from rl_vlm.types import UserInputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -236,7 +234,7 @@ def test_failures_before_a_resume_do_not_count(monkeypatch: pytest.MonkeyPatch) 
     trials = [SimpleNamespace(run_metadata=SimpleNamespace(num_failures=3))]
     progress.on_step_begin(0, trials)
     assert trials[0].run_metadata.num_failures == 3
-    monkeypatch.setattr("rl_vlm.sweeps.progress._PROCESS", "another")
+    monkeypatch.setattr("rl_vlm.sweeps.results._PROCESS", "another")
     progress.on_step_begin(0, trials)
     assert trials[0].run_metadata.num_failures == 0
     trials[0].run_metadata.num_failures = 1
@@ -376,7 +374,7 @@ def test_a_space_that_varies_sizes_needs_room_for_the_largest() -> None:
 
 
 def test_a_private_cluster_has_room_for_the_trials_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_vlm.sweeps.room.available_cpus", lambda: 2)
+    monkeypatch.setattr("rl_vlm.sweeps.trial.available_cpus", lambda: 2)
     assert own_cpus(RUN, sweep(), ROOM) == 3  # for one, on two cores
     assert own_cpus(RUN, sweep(max_concurrent=2), ROOM) == 5
     assert own_cpus(RUN, sweep(max_concurrent=20), ROOM) == 10  # there are four

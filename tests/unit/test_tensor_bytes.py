@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load, load_file, save
 from torch import Tensor
 
-from rl_vlm.models import tensor_bytes
-from rl_vlm.models.tensor_bytes import file_digest, pack, tree_digest, write_tensors
+from rl_vlm.models import weights
+from rl_vlm.models.weights import file_digest, pack, tree_digest, write_tensors
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool]
 SHAPES = st.lists(st.integers(0, 4), max_size=3)
@@ -60,7 +60,7 @@ def test_a_written_file_holds_the_same_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 999, 1000, 1001, 3000, 3500])
 def test_the_digest_is_that_of_the_pieces(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_bytes, "PIECE", 1000)
+    monkeypatch.setattr(weights, "PIECE", 1000)
     content = bytes(range(256)) * 14
     content = content[:size]
     wanted = hashlib.sha256(content)

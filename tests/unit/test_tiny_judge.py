@@ -10,7 +10,7 @@ from random import Random
 from rl_vlm.chat import ChatCodec
 from rl_vlm.config import load_config
 from rl_vlm.models.supervised import DialogueEncoder
-from rl_vlm.rewards.judged_text import quoted
+from rl_vlm.rewards.text import quoted
 from rl_vlm.types import EncodedImage, Message
 from rl_vlm.zoo.caption.lesson import QUESTION, confused, draw_lesson, judge_lesson, random_comparison
 from rl_vlm.zoo.caption.reward import grade_caption

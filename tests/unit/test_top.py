@@ -15,8 +15,7 @@ import pytest
 from rich.console import Console
 
 from rl_vlm.cli.app import run as rl_vlm
-from rl_vlm.monitoring.overview import overview
-from rl_vlm.monitoring.samples import MetricsUnavailableError, default_dashboard, parse, read_cluster
+from rl_vlm.monitoring.overview import MetricsUnavailableError, default_dashboard, overview, parse, read_cluster
 from rl_vlm.monitoring.top import as_json, show, table
 
 RUN = 'Component="core_worker",NodeAddress="10.0.0.1",WorkerId="w1",policy="policy",run="quick"'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl_vlm.runs.training_warnings import UnpaidStart, blind
+from rl_vlm.runs.policy import UnpaidStart, blind
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from transformers import AutoProcessor
 
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import parse_config
-from rl_vlm.learning.module import PolicyModel
+from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.types import Message, UserInputError
 from rl_vlm.zoo.shapes.environment import shapes_item

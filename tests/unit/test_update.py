@@ -23,12 +23,10 @@ from policy_loop import Loop, check_agreement
 from torch import Tensor
 
 from rl_vlm.learning.batching import MicroBatch
-from rl_vlm.learning.messages import UpdateBatch
-from rl_vlm.learning.module import PolicyModel
-from rl_vlm.learning.optimizer import make_optimizer
-from rl_vlm.learning.stats import UpdateStats
-from rl_vlm.learning.strategies.replicated import SingleProcess, gradient_vector, set_gradients
-from rl_vlm.learning.update import linear_schedule, make_updater
+from rl_vlm.learning.plan import UpdateBatch, UpdateStats
+from rl_vlm.learning.policy_model import PolicyModel
+from rl_vlm.learning.strategies import SingleProcess, gradient_vector, set_gradients
+from rl_vlm.learning.update import linear_schedule, make_optimizer, make_updater
 from rl_vlm.types import StopReason
 
 # --- engine and learner

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm.monitoring.figure_names import FAMILIES, PREFIX, all_metrics, series_of
-from rl_vlm.monitoring.vitals import MismatchGrowth, MovingAverage, RewardTrend
+from rl_vlm.monitoring.display import MismatchGrowth, MovingAverage, RewardTrend
+from rl_vlm.monitoring.ray_metrics import FAMILIES, PREFIX, all_metrics, series_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

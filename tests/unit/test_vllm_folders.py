@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from rl_vlm.engines.base import EngineError
-from rl_vlm.engines.vllm_adapters import claim_root, release_root
-from rl_vlm.engines.vllm_full import FullVersions
-from rl_vlm.models.full_weights import FullPayload
+from rl_vlm.engines.vllm_weights import FullVersions, claim_root, release_root
+from rl_vlm.models.weights import FullPayload
 
 
 @pytest.mark.parametrize("mebibytes", [64, 1024])

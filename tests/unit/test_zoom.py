@@ -21,7 +21,7 @@ import rl_vlm
 from rl_vlm.envs.base import StepResult, VisionEnv
 from rl_vlm.envs.rows import BadRowError
 from rl_vlm.envs.tools import ToolCallError
-from rl_vlm.rollout.env_metrics import declared_metrics
+from rl_vlm.rollout.metrics import declared_metrics
 from rl_vlm.types import EncodedImage, Message, UserInputError
 from rl_vlm.zoo.drawing import COLOURS, CORNERS
 from rl_vlm.zoo.zoom.crops import QUADRANTS, Crop, cut, overview, read_crop

@@ -7,10 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_vlm.config import CommonConfig, PolicyConfig
-from rl_vlm.models.memory.learner import OF_UPDATES, learner_parts, preference_learner_parts
-from rl_vlm.models.memory.parts import CUDA_CONTEXT, ELEMENT, GIB, Part
-from rl_vlm.models.memory.replica import KV, replica_parts, starved_replica
-from rl_vlm.models.memory.shape import ModelShape
+from rl_vlm.models.memory.needs import (
+    KV,
+    OF_UPDATES,
+    learner_parts,
+    preference_learner_parts,
+    replica_parts,
+    starved_replica,
+)
+from rl_vlm.models.memory.shape import CUDA_CONTEXT, ELEMENT, GIB, ModelShape, Part
 
 _NEVER_LEFT = 0.02  # of a card: what the caching allocator of torch cannot hand out, an estimate
 

@@ -73,8 +73,8 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: 
         raise UserInputError(f"{folder} exists already: remove it or choose another folder.")
     # Imported here: the path of a cached model must not need torch and the environments of the warm start.
     from rl_vlm.models.loading import save_model
+    from rl_vlm.models.qwen_vl import fast_vision
     from rl_vlm.models.supervised import DialogueEncoder
-    from rl_vlm.models.vision import fast_vision
     from rl_vlm.zoo.tiny.teach import teach
 
     steps = known.steps if steps is None else steps

@@ -1,0 +1,168 @@
+"""Who plays the items of an evaluation, a bounded number at once: any policy, or an OpenAI-compatible server without Ray or a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_vlm.asking.endpoints import Answer, Ask, Question, ask_again
+from rl_vlm.config import PolicyConfig
+from rl_vlm.envs.base import VisionEnv
+from rl_vlm.evaluation.outcomes import Outcome, outcomes_of
+from rl_vlm.rollout.env_pool import EnvPool, EnvPools, discard_on_failure
+from rl_vlm.rollout.episodes import Conversation, viewed, viewed_opening
+from rl_vlm.rollout.tasks import RolloutTask
+from rl_vlm.seeding import derive_seed
+from rl_vlm.types import EncodedImage, Message, RLVLMError, as_encoded, judged_correct
+
+# Plays one task: its outcomes, or why it is lost.
+Play = Callable[[RolloutTask], Awaitable[list[Outcome] | str]]
+
+
+class EpisodesLostError(RLVLMError):
+    """No episode could be finished, or too many in a row were lost."""
+
+
+async def play_tasks(
+    tasks: Sequence[RolloutTask],
+    play: Play,
+    keep: Callable[[list[Outcome]], None],
+    *,
+    at_once: int,
+    max_losses: int,
+) -> dict[str, str]:
+    """Play all tasks, `at_once` at a time; returns why which task was lost.
+
+    Raises EpisodesLostError after `max_losses` losses in a row; what was finished before is kept.
+    """
+    waiting = iter(tasks)
+    lost: dict[str, str] = {}
+    in_a_row = 0
+
+    async def work() -> None:
+        nonlocal in_a_row
+        for task in waiting:
+            played = await play(task)
+            if isinstance(played, str):
+                lost[task.group_id] = played
+                in_a_row += 1
+                if in_a_row >= max_losses:
+                    raise EpisodesLostError(f"{in_a_row} episodes in a row were lost, the last because of: {played}")
+            else:
+                in_a_row = 0
+                keep(played)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(at_once, len(tasks))):
+                group.create_task(work())
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None
+    return lost
+
+
+def losses(lost: Mapping[str, str]) -> dict[str, Any]:
+    """What results say of lost tasks: how many and, where there are any, the commonest reasons with their counts."""
+    if not lost:
+        return {"lost": 0}
+    return {"lost": len(lost), "lost_because": dict(Counter(lost.values()).most_common(5))}
+
+
+# Longer replies are cut off: a token is rarely more than a word.
+_CHARACTERS_PER_TOKEN = 64
+
+
+@dataclass(slots=True)
+class _Episode(Conversation):
+    reward: float = 0.0
+
+    @property
+    def correct(self) -> bool:
+        """Whether the environment judged it right."""
+        return judged_correct(self.info, self.reward)
+
+
+class EndpointPlayer:
+    """Plays a run's environments with the answers of `ask`.
+
+    Rewards are the environments' own: parts that `env.reward` adds need the served model. Budgets of turns and tokens are the run's; the
+    server reports how many tokens it sampled. A question is asked `1 + rollout.group_retries` times at most, not counting those where the
+    server is busy, and has serving.request_timeout_s in all.
+    """
+
+    def __init__(self, config: PolicyConfig, ask: Ask) -> None:
+        self._config, self._ask = config, ask
+        self._pools = EnvPools(config)
+
+    async def play(self, task: RolloutTask) -> list[Outcome] | str:
+        """The outcomes of all samples, or why the item is lost."""
+        pool = self._pools.of(task)
+        envs: list[VisionEnv] = []
+        try:
+            with discard_on_failure(pool, envs):
+                envs += await pool.borrow(task.size)
+                openings = await pool.reset(envs, task.seed, {"index": task.index, "split": task.split})
+                first = openings[0][0].messages
+                shown = _with_images(first, await viewed_opening(_images(first), task, pool))
+                episodes = [
+                    _Episode(env, list(shown), dict(info)) for env, (_, info) in zip(envs, openings, strict=True)
+                ]
+                playing = [self._play_out(task, sample, one, pool) for sample, one in enumerate(episodes)]
+                # All episodes end before an error is raised, so that no environment is stepped after it was discarded.
+                for ended in await asyncio.gather(*playing, return_exceptions=True):
+                    if isinstance(ended, BaseException):
+                        raise ended
+        except RLVLMError as error:
+            return str(error)
+        pool.give_back(envs)
+        return outcomes_of(self._config, task, episodes)
+
+    async def _play_out(self, task: RolloutTask, sample: int, episode: _Episode, pool: EnvPool) -> None:
+        rollout = self._config.rollout
+        while budget := episode.next_budget(rollout):
+            answer = await self._answer(task, sample, episode, budget)
+            episode.messages.append(Message.of("assistant", answer.text))
+            if not episode.add_turn(rollout, answer.sampled_tokens, answer.cut_off):
+                return
+            (result,) = await pool.step([episode.env], [answer.text])
+            if isinstance(result, RLVLMError):
+                raise result
+            episode.reward += result[1]
+            observation = episode.receive(result)
+            if observation is None:
+                return
+            episode.messages += _with_images(observation.messages, viewed(_images(observation.messages), task))
+
+    async def _answer(self, task: RolloutTask, sample: int, episode: _Episode, budget: int) -> Answer:
+        messages, turn = tuple(episode.messages), episode.num_turns
+
+        def question(attempt: int) -> Question:
+            seed = derive_seed(task.sampling_seed, sample, turn, attempt)
+            return Question(messages, budget, task.temperature, seed=seed)
+
+        attempts, deadline_s = 1 + self._config.rollout.group_retries, self._config.serving.request_timeout_s
+        answer = await ask_again(self._ask, question, attempts=attempts, deadline_s=deadline_s, who="endpoint")
+        longest = _CHARACTERS_PER_TOKEN * budget
+        if len(answer.text) <= longest:
+            return answer
+        return Answer(answer.text[:longest], answer.prompt_tokens, answer.sampled_tokens, cut_off=True)
+
+    def close(self) -> None:
+        """Close all environments."""
+        self._pools.close()
+
+
+def _images(messages: Sequence[Message]) -> tuple[EncodedImage, ...]:
+    return as_encoded([image for message in messages for image in message.images])
+
+
+def _with_images(messages: Sequence[Message], images: Iterable[EncodedImage]) -> list[Message]:
+    """The messages with other images in the places of their own, in order."""
+    left: Iterator[EncodedImage] = iter(images)
+    return [
+        Message(message.role, tuple(part if isinstance(part, str) else next(left) for part in message.parts))
+        for message in messages
+    ]

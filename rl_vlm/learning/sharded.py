@@ -1,0 +1,235 @@
+"""Strategies in which each learner holds a shard of the model or of the optimiser's state: FSDP2 and DeepSpeed's ZeRO."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+from rl_vlm.learning.strategies import AllReduce
+from rl_vlm.models.weights import WeightPayload
+
+if TYPE_CHECKING:
+    from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
+
+
+class FSDP2(AllReduce):
+    """`torch.distributed.fsdp.fully_shard` over the layers of the language model.
+
+    What is trained (LoRA, a critic) is whole in every learner, in float32 beside frozen weights of any type, and its gradients
+    are added once per step. So is what a pass may leave out, because a learner that gathers alone would wait for ever: the
+    vision tower (images are cached) and the embedding with the head (tied in small models; the head is read tile by tile).
+
+    Args:
+        offload: keep the shards in host memory.
+    """
+
+    def __init__(self, offload: bool = False) -> None:
+        self._offload = offload
+
+    def prepare(self, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
+        """See Strategy."""
+        super().prepare(policy, optimizer)
+        decoder = policy.model.model.language_model
+        device = policy.backbone.device.type
+        mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
+        offload = CPUOffloadPolicy(pin_memory=device == "cuda") if self._offload else OffloadPolicy()
+        whole = {parameter for parameter in policy.model.parameters() if parameter.requires_grad}
+        for layer in decoder.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=whole, offload_policy=offload)
+        # The root owns no parameter; it lets the layers share streams and gather ahead of each other.
+        whole.update(parameter for parameter in decoder.parameters() if not _is_shard(parameter))
+        fully_shard(decoder, mesh=mesh, ignored_params=whole)
+
+
+def _is_shard(parameter: torch.nn.Parameter) -> bool:
+    return isinstance(parameter, torch.distributed.tensor.DTensor)
+
+
+# DeepSpeed's ZeRO: the optimiser's state (1), gradients (2) and the frozen layers (3) are sharded over the learners.
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_BUCKET = 50_000_000  # elements that are sent at once; DeepSpeed allocates as many
+
+
+class Zero:
+    """ZeRO of stage 1, 2 or 3.
+
+    One engine trains the LoRA weights, which stay whole, in float32; at stage 3 another one, without an optimiser, holds the
+    frozen layers of the language model, in their own type. The vision tower, the embedding and the head stay whole for the
+    reasons that FSDP2 names.
+
+    Args:
+        stage: 1, 2 or 3.
+        offload_optimizer: moments and masters in host memory, where the step is made.
+        offload_params: the shards of the frozen layers in host memory.
+    """
+
+    def __init__(self, stage: int, offload_optimizer: bool = False, offload_params: bool = False) -> None:
+        self._stage, self._offload_optimizer, self._offload_params = stage, offload_optimizer, offload_params
+        self._frozen: Any = None
+
+    def prepare(self, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
+        """See Strategy. The optimiser steps shards from now on; its groups, with their learning rates, stay."""
+        device = policy.backbone.device.type
+        initialize = _initialize(device)
+        self._policy, self._optimizer, self._parameters = policy, optimizer, list(policy.parameters)
+        offload = {"device": "cpu", "pin_memory": device == "cuda"}
+        count = sum(parameter.numel() for parameter in self._parameters)
+        zero: dict[str, Any] = {
+            "stage": min(self._stage, 2),
+            "overlap_comm": False,
+            "reduce_bucket_size": min(count, _BUCKET),
+            "allgather_bucket_size": min(count, _BUCKET),
+        }
+        if self._offload_optimizer:
+            zero["offload_optimizer"] = offload
+        # torch's AdamW everywhere: DeepSpeed's own are compiled on first use, which needs nvcc.
+        trained = {
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            # Weights of losses are normalised over all learners, and each decides when its step is.
+            "gradient_allreduce_op": "sum",
+            "managed_gradient_accumulation": False,
+            "gradient_clipping": 1.0,  # see step
+        }
+        self._engine = initialize(nn.ParameterList(self._parameters), optimizer, trained)
+        if self._stage == 3:
+            decoder = policy.model.model.language_model
+            # Its layers are in host memory until they are sharded.
+            on_gpu = policy.backbone.device.type == "cuda"
+            settings = _layers_config(decoder, offload if self._offload_params else None, on_gpu)
+            with _without(decoder, self._parameters):
+                self._frozen = initialize(decoder, None, settings, sharded_first=True)
+
+    def backward(self, loss: Tensor) -> None:
+        """See Strategy."""
+        self._engine.backward(loss)
+        if self._frozen is not None:
+            # Layers whose input has no gradient, such as the first one's, are not released by the backward pass.
+            self._frozen.optimizer.release_backward_leftovers()
+
+    def step(self, max_grad_norm: float, groups: Sequence[int] | None = None) -> float | None:
+        """See Strategy; there is one group."""
+        self._engine.optimizer.clip_grad = max_grad_norm
+        self._engine.step()
+        norm = float(self._engine.get_global_grad_norm())
+        return norm if self._engine.was_step_applied() and math.isfinite(norm) else None
+
+    def state(self) -> dict[str, Tensor]:
+        """See Strategy."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        steps = [fields["step"] for fields in self._optimizer.state.values()]
+        if not steps:
+            return {}
+        found: dict[str, Tensor] = {}
+        for k, parameter in enumerate(self._parameters):
+            found[f"step.{k}"] = steps[0].detach().cpu().clone()
+            for name in _MOMENTS:
+                whole = safe_get_full_optimizer_state(parameter, name)
+                found[f"{name}.{k}"] = whole.detach().cpu().clone()
+        return found
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """See Strategy."""
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        sharded = self._engine.optimizer
+        sharded.refresh_fp32_params()  # the adapter was loaded before
+        if not state:
+            self._optimizer.state.clear()
+            sharded._hp_optimizer_states_linked = False
+            return
+        for group in self._optimizer.param_groups:
+            for shard in group["params"]:
+                fields = self._optimizer.state[shard]
+                for name in _MOMENTS:
+                    fields.setdefault(name, torch.zeros_like(shard))
+                fields["step"] = state["step.0"].to(shard.device, copy=True)
+        sharded._lazy_init_hp_params_optimizer_state()
+        for k, parameter in enumerate(self._parameters):
+            for name in _MOMENTS:
+                safe_set_full_optimizer_state(parameter, state[f"{name}.{k}"].to(parameter.device), name)
+
+    def gather_adapter(self, version: int, dtype: str | None = None) -> WeightPayload:
+        """See Strategy."""
+        return self._policy.payload(version, dtype=dtype)
+
+
+def _initialize(device: str) -> Any:
+    """DeepSpeed's `initialize` for that kind of device, as a function of module, optimiser and settings."""
+    os.environ["DS_ACCELERATOR"] = device
+    os.environ["LOCAL_RANK"] = "0"  # Ray shows a learner its own GPU alone
+    import deepspeed
+    from deepspeed.utils import logger
+
+    # Compiled on first use, behind a lock that a killed process leaves closed for ever; torch.distributed does the same.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    logger.setLevel(logging.WARNING)
+
+    def initialize(
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        settings: dict[str, Any],
+        sharded_first: bool = False,
+    ) -> Any:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "steps_per_print": None,
+            **settings,
+        }
+        if sharded_first:  # weight by weight; the engine would bring the whole module to the device before
+            deepspeed.zero.Init(module=module, config_dict_or_path=config)
+        return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+
+    return initialize
+
+
+def _layers_config(decoder: Any, offload: dict[str, Any] | None, on_gpu: bool) -> dict[str, Any]:
+    """Settings of the engine of the frozen layers: two of them are whole at a time, and vectors always."""
+    parameters = list(decoder.layers.parameters())
+    layer = sum(parameter.numel() for parameter in decoder.layers[0].parameters())
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "overlap_comm": on_gpu,
+        "stage3_param_persistence_threshold": max(p.numel() for p in parameters if p.dim() == 1),
+        "stage3_prefetch_bucket_size": layer,
+        "stage3_max_live_parameters": 2 * layer,
+        "stage3_max_reuse_distance": 0,
+    }
+    if offload is not None:
+        zero["offload_param"] = offload
+    return {"zero_optimization": zero, "bf16": {"enabled": parameters[0].dtype == torch.bfloat16}}
+
+
+@contextmanager
+def _without(decoder: nn.Module, trained: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Inside, the decoder has neither the modules of trained parameters nor, beside its layers, any with parameters."""
+    mine = {id(parameter) for parameter in trained}
+    removed: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
+    for module in decoder.modules():
+        kept = dict(module._modules)
+        for name, child in kept.items():
+            parameters = [] if child is None else list(child.parameters())
+            outside = module is decoder and name != "layers"
+            if parameters and (outside or all(id(parameter) in mine for parameter in parameters)):
+                del module._modules[name]
+        if len(module._modules) < len(kept):
+            removed.append((module, kept))
+    try:
+        yield
+    finally:
+        for module, kept in removed:
+            module._modules.clear()
+            module._modules.update(kept)

@@ -1,1 +1,0 @@
-"""How the learners of a group share one optimiser step: one file per strategy."""

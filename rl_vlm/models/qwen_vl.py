@@ -1,0 +1,481 @@
+"""One forward pass of a VLM, shared by the transformers engine and the learner.
+
+Both must compute the same log-probabilities, so both go through here: the same image features, the same token mask
+and the same positions. Image features are computed once per image and kept by hash while the vision tower stays as it is:
+an engine forgets them when an adapter changes the tower, and a tower that is trained is computed anew every time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from rl_vlm.models.devices import wide_product
+from rl_vlm.models.images import ImageProcessorSpec, ReadAhead
+from rl_vlm.models.loading import HeadDType
+from rl_vlm.models.memory.shape import PATCHES_AT_ONCE, PATCHES_ON_CPU
+from rl_vlm.types import EncodedImage, UserInputError
+
+
+def rolled_sin(sin: Tensor) -> Tensor:
+    """The sine table [..., head_dim] for `rotate`: rotate_half maps (x1, x2) to (-x2, x1), a roll by half whose minus sign
+    stands in the table."""
+    half = sin.shape[-1] // 2
+    return torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., head_dim] turned by the angles of cos and `rolled_sin`."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+# Attention in which several query heads share a key head, by a kernel that does not write out all scores.
+
+
+def needs_own_keys(query: Tensor) -> bool:
+    """Whether every query head must be given keys and values of its own.
+
+    Of a GPU's kernels only those for 16 bits know groups of heads. For float32 torch would take the one called math, whose scores
+    take gigabytes at a length of thousands.
+    """
+    return query.device.type == "cuda" and query.dtype == torch.float32
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+    """[B, heads, L, head_dim] of query [B, heads, L, head_dim], key and value [B, key heads, L, head_dim]; with a gradient."""
+    if needs_own_keys(query):
+        groups = query.shape[1] // key.shape[1]
+        key, value = (side.repeat_interleave(groups, dim=1) for side in (key, value))
+    return functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+    """As `causal_attention`, for key and value [B, key heads, K, head_dim] of which a mask bool [L, K] says what is seen.
+
+    Query heads that share a key head are passed as further queries. Keys repeated for each of them would be kept for the backward
+    pass: those of a prompt as often as it has continuations. Of a long sequence the repeated mask would be larger than they are.
+    """
+    rows, heads, length, size = query.shape
+    groups = heads // key.shape[1]
+    if length > 2 * key.shape[1] * size:
+        key, value = (side.repeat_interleave(groups, dim=1) for side in (key, value))
+        groups = 1
+    mixed = functional.scaled_dot_product_attention(
+        query.reshape(rows, heads // groups, groups * length, size),
+        key,
+        value,
+        attn_mask=mask.repeat(groups, 1)[None, None],
+        scale=scale,
+    )
+    return mixed.reshape(rows, heads, length, size)
+
+
+def last_token_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """[B, heads * head_dim] of one query per row [B, heads, head_dim], key and value [B, key heads, L, head_dim].
+
+    mask: bool (what is seen) or a bias [B, 1, 1, L]; None where all is seen. Query heads that share a key head are passed as the query
+    dimension: keys are not repeated, and kernels that take a mask know no groups.
+    """
+    rows, key_heads, _, size = key.shape
+    mixed = functional.scaled_dot_product_attention(
+        query.reshape(rows, key_heads, -1, size), key, value, attn_mask=mask, scale=scale
+    )
+    return mixed.reshape(rows, -1)
+
+
+# Attention over packed rows without a mask [B, 1, L, L]: each continuation sees the shared prompt and itself.
+#
+# A row's tokens are its prompt (segment 0), continuations (1, 2, ...) one after the other, and padding (-1). Prompt
+# and first continuation are plain causal attention, of all rows in one call; each further continuation is a call of
+# its own, whose keys are the prompt's and its own. So a packed row pays for what is seen, not for its squared length.
+# The calls are torch's scaled_dot_product_attention on every device. (Flex attention takes such segments as its mask,
+# but refuses gradients on a CPU.)
+
+NAME = "rl_vlm_segments"  # as transformers knows it
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A later continuation [start, stop) of a row whose prompt has `prompt` tokens."""
+
+    row: int
+    prompt: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLayout:
+    """Where the continuations after the first stand, in the order of rows, and a mask that all of them share.
+
+    mask: bool [longest, longest prompt + longest]; the last columns are causal, those before are the prompt's.
+    """
+
+    later: tuple[Continuation, ...]
+    longest_prompt: int
+    mask: Tensor
+
+    @classmethod
+    def of(cls, segments: np.ndarray, device: torch.device | str = "cpu") -> SegmentLayout:
+        """From segments int [B, L]. Raises UserInputError where they are not in the order that the module's docstring gives."""
+        later: list[Continuation] = []
+        for number, row in enumerate(segments):
+            real = row[: int((row >= 0).sum())]
+            if (np.diff(real) < 0).any() or (real < 0).any():
+                raise UserInputError(
+                    f"Row {number} is not packed as prompt, continuations, padding: sort its tokens by segment."
+                )
+            kinds, starts = np.unique(real, return_index=True)
+            ends = [*starts[1:].tolist(), len(real)]
+            prompt = ends[0] if len(kinds) and kinds[0] == 0 else 0
+            first = 2 if prompt else 1
+            for start, stop in list(zip(starts.tolist(), ends, strict=True))[first:]:
+                later.append(Continuation(number, prompt, start, stop))
+        longest = max((one.stop - one.start for one in later), default=0)
+        longest_prompt = max((one.prompt for one in later), default=0)
+        mask = torch.ones(longest, longest_prompt + longest, dtype=torch.bool, device=device)
+        return cls(tuple(later), longest_prompt, mask.tril(longest_prompt))
+
+    def pays(self, length: int, call_cost: int) -> bool:
+        """Whether this is cheaper than a dense mask over rows of `length` tokens.
+
+        call_cost: how many query-key pairs are computed in the time that one more call takes.
+        """
+        saved = 0
+        for members in _by_row(self.later).values():
+            spent = sum((one.stop - one.start) * (one.prompt + one.stop - one.start) for one in members)
+            saved += length**2 - members[0].start ** 2 - spent
+        return saved >= call_cost * len(self.later)
+
+    def mask_of(self, one: Continuation) -> Tensor:
+        """bool [queries, prompt + queries]: a view."""
+        length = one.stop - one.start
+        return self.mask[:length, self.longest_prompt - one.prompt : self.longest_prompt + length]
+
+
+def dense_mask(segments: Tensor) -> Tensor:
+    """The same as a mask bool [B, 1, L, L] of segments [B, L]: the reference."""
+    length = segments.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    key, query = segments[:, None, None, :], segments[:, None, :, None]
+    return causal & ((key == 0) | (key == query))
+
+
+def segment_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    segments: SegmentLayout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: [B, L, heads, head_dim] of query [B, heads, L, head_dim], key and value.
+
+    Without `segments` it is transformers' own `sdpa`. Outputs of padding are unspecified, and finite.
+    """
+    if segments is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
+
+    def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return causal_attention(query, key, value, scaling).transpose(1, 2).contiguous()
+
+    packed = _by_row(segments.later)
+    if not packed:
+        return causal(query, key, value), None
+    found: dict[int, Tensor] = {}
+    plain = [number for number in range(len(query)) if number not in packed]
+    if plain:
+        found |= dict(zip(plain, causal(query[plain], key[plain], value[plain]), strict=True))
+    for number, members in packed.items():
+        query_row, key_row, value_row = query[number, None], key[number, None], value[number, None]
+        first = members[0].start
+        pieces = [causal(query_row[:, :, :first], key_row[:, :, :first], value_row[:, :, :first])[0]]
+        for one in members:
+            own = slice(one.start, one.stop)
+            keys, values = (
+                torch.cat([side[:, :, : one.prompt], side[:, :, own]], dim=2) for side in (key_row, value_row)
+            )
+            attended = masked_attention(query_row[:, :, own], keys, values, segments.mask_of(one), scaling)
+            pieces.append(attended[0].transpose(0, 1))
+        padding = query.shape[2] - members[-1].stop
+        pieces.append(pieces[0].new_zeros(padding, *pieces[0].shape[1:]))
+        found[number] = torch.cat(pieces)
+    return torch.stack([found[number] for number in range(len(query))]), None
+
+
+def _by_row(later: Sequence[Continuation]) -> dict[int, list[Continuation]]:
+    found: dict[int, list[Continuation]] = {}
+    for one in later:
+        found.setdefault(one.row, []).append(one)
+    return found
+
+
+def use_segments(model: Any) -> None:
+    """Let the language model of `model` attend by `segment_attention`; its vision tower stays as it is."""
+    AttentionInterface.register(NAME, segment_attention)
+    model.set_attn_implementation({"text_config": NAME})
+
+
+# The vision towers of Qwen2.5-VL and Qwen3-VL, computed with fewer and larger operations than transformers does.
+
+
+@contextlib.contextmanager
+def fast_vision(model: Any, attention: bool = True) -> Iterator[None]:
+    """Within this context the model's vision tower computes the same faster; without `attention` its layers as they are.
+
+    The patch embedding is a 3-D convolution whose kernel is as large as its input, so it is a matrix product; for a still
+    image one frame is enough (`frame_patches`), because its frames are equal. transformers computes attention image by
+    image; for images of equal size one call computes all.
+    """
+    embed = model.model.visual.patch_embed
+    attentions = [block.attn for block in model.model.visual.blocks] if attention else []
+
+    def patches(pixels: Tensor) -> Tensor:
+        weight = embed.proj.weight  # [D, channels, frames, height, width]
+        one_frame = pixels.shape[1] * weight.shape[2] == weight[0].numel()
+        kernel = (weight.sum(2) if one_frame else weight).flatten(1)
+        return functional.linear(pixels.to(weight.dtype), kernel, embed.proj.bias)
+
+    def attend(attention: Any, hidden: Tensor, cu_seqlens: Tensor, position_embeddings: Any, **kwargs: Any) -> Tensor:
+        lengths = cu_seqlens.diff()
+        if not bool((lengths == lengths[0]).all()):
+            return type(attention).forward(attention, hidden, cu_seqlens, position_embeddings, **kwargs)  # type: ignore[no-any-return]
+        queries, keys, values = attention.qkv(hidden).reshape(len(hidden), 3, attention.num_heads, -1).unbind(1)
+        cos, sin = position_embeddings[0][:, None].float(), rolled_sin(position_embeddings[1])[:, None].float()
+        queries, keys = (rotate(part.float(), cos, sin).to(part.dtype) for part in (queries, keys))
+        shape = (len(lengths), -1, attention.num_heads, attention.head_dim)  # [images, patches, heads, head_dim]
+        queries, keys, values = (part.reshape(shape).transpose(1, 2) for part in (queries, keys, values))
+        mixed = functional.scaled_dot_product_attention(queries, keys, values, scale=attention.scaling)
+        return attention.proj(mixed.transpose(1, 2).reshape(len(hidden), -1))  # type: ignore[no-any-return]
+
+    embed.forward = patches
+    for one in attentions:
+        one.forward = partial(attend, one)
+    try:
+        yield
+    finally:
+        for module in (embed, *attentions):
+            del module.forward
+
+
+# One forward pass of a VLM, shared by the transformers engine and the learner.
+#
+# Both must compute the same log-probabilities, so both go through here: the same image features, the same token mask
+# and the same positions. Image features are computed once per image and kept by hash while the vision tower stays as
+# it is: an engine forgets them when an adapter changes the tower, and a tower that is trained is computed anew every
+# time.
+
+CACHE_BYTES = 256 << 20
+_VISION_PATCHES = {"cuda": PATCHES_AT_ONCE, "cpu": PATCHES_ON_CPU}
+# Query-key pairs that are computed in the time of one more call of attention, forward and backward. By arithmetic: 0.2 ms at
+# 100 GFLOP/s on a CPU, 0.05 ms at 200 TFLOP/s on a GPU.
+_CALL_COST = {"cpu": 1 << 15, "cuda": 1 << 19}
+
+Attention: TypeAlias = Literal["auto", "segments", "dense"]
+
+
+@dataclass(slots=True)
+class ImageFeatures:
+    """Inputs of the language model for one image of N placeholder tokens: `merged` [N, D] and [N, D] per deep-stack layer."""
+
+    merged: Tensor
+    deepstack: list[Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the features take."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self.merged, *self.deepstack))
+
+
+class Backbone:
+    """Wraps a Qwen2.5-VL or Qwen3-VL model (plain, or with LoRA layers injected).
+
+    Args:
+        model: the model for conditional generation.
+        images: its image geometry.
+        suppressed_ids: int64 token ids whose logits are always -inf.
+        cache_bytes: how much memory image features may take before the least recently used are dropped.
+        head_dtype: float32 does not round logits to the model's type.
+        image_by_image: no two images go through the vision tower together, so that features do not depend, in their last bits,
+            on what else was wanted or is cached.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        images: ImageProcessorSpec,
+        suppressed_ids: np.ndarray,
+        cache_bytes: int = CACHE_BYTES,
+        head_dtype: HeadDType = "model",
+        image_by_image: bool = False,
+    ) -> None:
+        self.model: Any = model
+        self.images = images
+        self.device = next(model.parameters()).device
+        vocab_size = self.lm_head.weight.shape[0]
+        bias = torch.zeros(vocab_size, dtype=torch.float32)
+        bias[torch.from_numpy(suppressed_ids)] = float("-inf")
+        self.token_bias = bias.to(self.device)  # [V]: 0 where allowed, -inf where suppressed
+        self.head_dtype: HeadDType = head_dtype
+        self.wide_head = head_dtype == "float32" and self.lm_head.weight.dtype != torch.float32
+        self._attention: Attention = "dense"
+        # A learner's tower that is trained: its features need a gradient, and are other ones after every step.
+        self.trains_tower = any(
+            parameter.requires_grad for name, parameter in model.named_parameters() if ".visual." in name
+        )
+        self.checkpoints_tower = (
+            False  # its layers are computed again in the backward pass, where fast_vision has ended
+        )
+        self._read_ahead = ReadAhead(images)
+        self._cache: OrderedDict[str, ImageFeatures] = OrderedDict()
+        self._cache_bytes = cache_bytes
+        self._cached_bytes = 0
+        self._most_patches = 0 if image_by_image else _VISION_PATCHES[self.device.type]
+        self.cache_hits = 0
+        self.cache_misses = 0
+        self.vision_passes = 0
+
+    @property
+    def width(self) -> int:
+        """D: how wide the language model's hidden states are."""
+        return int(self.lm_head.weight.shape[1])
+
+    @property
+    def lm_head(self) -> nn.Linear:
+        """The output projection [V, D]."""
+        return self.model.lm_head  # type: ignore[no-any-return]
+
+    def image_features(self, images: Sequence[EncodedImage]) -> list[ImageFeatures]:
+        """Features of each image, in order; images that are not cached go through the vision tower in large batches.
+
+        With a gradient and never cached where the tower is trained.
+        """
+        if not self.trains_tower:
+            return self._cached_features(images)
+        computed: dict[str, ImageFeatures] = {}
+        for batch in self._vision_batches(list({image.sha256: image for image in images}.values())):
+            computed |= self._encode(batch)
+            self.vision_passes += 1
+        return [computed[image.sha256] for image in images]
+
+    def announce_images(self, images: Sequence[EncodedImage]) -> None:
+        """`image_features` is asked for these next: a thread decodes those that are not cached."""
+        self._read_ahead.announce(image for image in images if image.sha256 not in self._cache)
+
+    def forget_images(self) -> None:
+        """Drop the cached features: the vision tower's weights are other ones from now on."""
+        self._cache.clear()
+        self._cached_bytes = 0
+
+    @torch.no_grad()
+    def _cached_features(self, images: Sequence[EncodedImage]) -> list[ImageFeatures]:
+        wanted = {image.sha256: image for image in images}
+        missing = [image for key, image in wanted.items() if key not in self._cache]
+        self.cache_misses += len(missing)
+        self.cache_hits += len(images) - len(missing)
+        fresh: dict[str, ImageFeatures] = {}
+        for batch in self._vision_batches(missing):
+            fresh |= self._encode(batch)
+            self.vision_passes += 1
+        found = {key: fresh[key] if key in fresh else self._cache[key] for key in wanted}
+        for key, features in fresh.items():
+            self._cache[key] = features
+            self._cached_bytes += features.num_bytes
+        for key in wanted:
+            self._cache.move_to_end(key)
+        while self._cached_bytes > self._cache_bytes and self._cache:
+            self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
+        return [found[image.sha256] for image in images]
+
+    def _vision_batches(self, images: Sequence[EncodedImage]) -> Iterator[list[EncodedImage]]:
+        """The images in batches of bounded size: the memory of a forward pass grows with its patches."""
+        batch: list[EncodedImage] = []
+        patches = 0
+        for image in images:
+            _, rows, columns = self.images.grid_thw(image.width, image.height, image.sha256[:12])
+            if batch and patches + rows * columns > self._most_patches:
+                yield batch
+                batch, patches = [], 0
+            batch.append(image)
+            patches += rows * columns
+        if batch:
+            yield batch
+
+    def _encode(self, images: Sequence[EncodedImage]) -> dict[str, ImageFeatures]:
+        pixels, grids = zip(*self._read_ahead.read(images), strict=True)
+        pixel_values = torch.from_numpy(np.concatenate(pixels)).to(self.device)
+        grid_thw = torch.tensor(grids, dtype=torch.long, device=self.device)
+        with fast_vision(self.model, attention=not self.checkpoints_tower):
+            out = self.model.model.get_image_features(pixel_values, grid_thw, return_dict=True)
+        deepstack = getattr(out, "deepstack_features", None) or []
+        return {
+            image.sha256: ImageFeatures(out.pooler_output[k].clone(), [layer[k].clone() for layer in deepstack])
+            for k, image in enumerate(images)
+        }
+
+    def choose_attention(self, attention: Attention) -> None:
+        """How packed rows are computed from now on; calls with a mask are computed as before."""
+        self._attention = attention
+        if attention != "dense":
+            use_segments(self.model)
+
+    def attention(self, segments: np.ndarray) -> Tensor | SegmentLayout:
+        """What `hidden_states` takes for packed rows: a token sees the prompt (segment 0) and its own continuation.
+
+        segments int [B, L]: 0 prompt, 1.. the continuations, -1 padding.
+        """
+        if self._attention != "dense":
+            layout = SegmentLayout.of(segments, self.device)
+            if self._attention == "segments" or layout.pays(segments.shape[1], _CALL_COST[self.device.type]):
+                return layout
+        return dense_mask(torch.from_numpy(segments).to(self.device))
+
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention: Tensor | SegmentLayout,
+        features: Sequence[ImageFeatures] = (),
+    ) -> Tensor:
+        """Last hidden states [B, L, D].
+
+        input_ids int64 [B, L]; position_ids int64 [3, B, L]; attention a mask bool [B, 1, L, K], or the segments of the rows
+        for a model that attends by them (`use_segments`); features of the images in the row-major order of their
+        placeholders.
+        """
+        dense = isinstance(attention, Tensor)
+        extra: dict[str, Any] = {} if dense else {"segments": attention}
+        if features:
+            encoder = BaseModelOutputWithPooling(pooler_output=[f.merged for f in features])  # type: ignore[arg-type]
+            layers = range(len(features[0].deepstack))
+            encoder.deepstack_features = [[f.deepstack[k] for f in features] for k in layers]  # type: ignore[attr-defined]
+            extra["mm_encoder_outputs"] = {"image": encoder}
+        out = self.model.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention if dense else None,
+            use_cache=False,
+            **extra,
+        )
+        return out.last_hidden_state  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits [N, V] of hidden states [N, D], suppressed tokens at -inf."""
+        if self.wide_head:
+            return wide_product(hidden, self.lm_head.weight) + self.token_bias
+        return self.lm_head(hidden).float() + self.token_bias

@@ -1,0 +1,142 @@
+"""Draws the accuracy of labels by the difference of the true returns, from vlm_query_log.csv, ours and the fork's."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rl_vlm.plots.curves import INK, MUTED, check_outputs, new_figure, save_figure, style_panel
+from rl_vlm.statistics import wilson_interval
+from rl_vlm.types import UserInputError
+
+DEFAULT_FILE = "figure6_query_accuracy.png"
+DEFAULT_BINS = 10
+CATEGORIES = ("correct", "incorrect", "no preference")
+_COLORS = ("#3f9c5a", "#d1495b", "#9aa5b1")
+_NEEDED = ("ground_truth_score_1", "ground_truth_score_2", "vlm_predicted_label")
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """One label and the true returns of its pair."""
+
+    first: float
+    second: float
+    label: int
+
+    @property
+    def category(self) -> str:
+        """Of `CATEGORIES`. Where the returns are equal, no preference is the right answer, and any other a wrong one."""
+        if self.first == self.second:
+            return "correct" if self.label == -1 else "incorrect"
+        if self.label == -1:
+            return "no preference"
+        return "correct" if self.label == int(self.first < self.second) else "incorrect"
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """edges float64 [bins + 1] of |difference of returns|; counts int64 [bins, 3], in the order of `CATEGORIES`."""
+
+    edges: np.ndarray
+    counts: np.ndarray
+
+
+def read_labels(path: str | Path) -> list[Labelled]:
+    """Read a query log, or that of a run folder; lines without a label (errors) or returns are left out."""
+    file = Path(path)
+    file = file / "vlm_query_log.csv" if file.is_dir() else file
+    found = []
+    try:
+        with file.open(newline="", encoding="utf-8", errors="replace") as stream:
+            reader = csv.DictReader(stream)
+            missing = [name for name in _NEEDED if name not in (reader.fieldnames or ())]
+            if missing:
+                raise UserInputError(f"{file} lacks the columns {', '.join(missing)}.")
+            for row in reader:
+                try:
+                    first, second, label = (float(row[name]) for name in _NEEDED)
+                except (TypeError, ValueError):
+                    continue
+                if math.isfinite(first) and math.isfinite(second) and label in (0, 1, -1):
+                    found.append(Labelled(first, second, int(label)))
+    except (OSError, csv.Error) as error:
+        raise UserInputError(f"Cannot read {file}: {getattr(error, 'strerror', None) or error}.") from error
+    if not found:
+        raise UserInputError(f"{file} holds no line with two returns and a label.")
+    return found
+
+
+def histogram(labels: Sequence[Labelled], bins: int = DEFAULT_BINS) -> Histogram:
+    """Equal bins from 0 to the largest difference, which belongs to the last bin."""
+    differences = np.array([abs(entry.first - entry.second) for entry in labels])
+    edges = np.linspace(0.0, differences.max() or 1.0, bins + 1)
+    places = np.clip(np.searchsorted(edges, differences, side="right") - 1, 0, bins - 1)
+    counts = np.zeros((bins, len(CATEGORIES)), dtype=np.int64)
+    for place, entry in zip(places, labels, strict=True):
+        counts[place, CATEGORIES.index(entry.category)] += 1
+    return Histogram(edges, counts)
+
+
+def summarise(labels: Sequence[Labelled]) -> dict[str, float | int]:
+    """Counts, and the accuracy over pairs with different returns that got a preference, with its 95 % interval."""
+    clear = [entry for entry in labels if entry.first != entry.second]
+    decided = [entry for entry in clear if entry.label != -1]
+    right = sum(entry.category == "correct" for entry in decided)
+    low, high = wilson_interval(right, len(decided))
+    return {
+        "labels": len(labels),
+        "true_ties": len(labels) - len(clear),
+        "no_preference": sum(entry.label == -1 for entry in labels),
+        "decided": len(decided),
+        "accuracy": right / len(decided) if decided else math.nan,
+        "accuracy_low": low,
+        "accuracy_high": high,
+    }
+
+
+def draw_label_accuracy(
+    logs: Sequence[str | Path], outputs: Sequence[Path], *, bins: int = DEFAULT_BINS, title: str = ""
+) -> dict[str, float | int]:
+    """Draw the stacked histogram of all logs together, with 95 % intervals of the correct share; returns `summarise`."""
+    if bins < 1:
+        raise UserInputError(f"The number of bins ({bins}) must be at least 1.")
+    check_outputs(outputs)
+    labels = [entry for path in logs for entry in read_labels(path)]
+    found = histogram(labels, bins)
+    totals = found.counts.sum(1)
+    filled = totals > 0
+    shares = 100 * found.counts / np.maximum(totals, 1)[:, None]
+    centres, width = (found.edges[:-1] + found.edges[1:]) / 2, found.edges[1] - found.edges[0]
+    figure = new_figure()
+    panel = figure.subplots()
+    style_panel(panel)
+    bottom = np.zeros(bins)
+    for place, (name, color) in enumerate(zip(CATEGORIES, _COLORS, strict=True)):
+        panel.bar(centres, shares[:, place], 0.9 * width, bottom, label=name, color=color)
+        bottom += shares[:, place]
+    intervals = np.array(
+        [wilson_interval(int(count), int(total)) for count, total in zip(found.counts[:, 0], totals, strict=True)]
+    )
+    for centre, (low, high) in zip(centres[filled], intervals[filled], strict=True):
+        panel.plot([centre, centre], [100 * low, 100 * high], color=INK, linewidth=1.2, alpha=0.7)
+    for centre, total in zip(centres[filled], totals[filled], strict=True):
+        panel.annotate(str(total), (centre, 101), ha="center", va="bottom", fontsize=9, color=MUTED)
+    panel.set_ylim(0, 107)
+    panel.set_yticks(range(0, 101, 20))
+    panel.set_xlabel("|difference of true returns| (left: hard, right: easy)")
+    panel.set_ylabel("share of labels (%)")
+    summary = summarise(labels)
+    heading = title or "Labels against the true returns"
+    figure.text(0.1, 0.955, heading, fontsize=15, fontweight="bold", color=INK, va="center", parse_math=False)
+    accuracy = f"accuracy where decided {summary['accuracy']:.2f} ({summary['decided']} of {summary['labels']} pairs)"
+    figure.text(0.975, 0.955, accuracy, fontsize=10, color=MUTED, va="center", ha="right")
+    panel.legend(frameon=False, fontsize=10, labelcolor=INK, ncols=3, loc="upper left", bbox_to_anchor=(-0.01, 1.09))
+    figure.subplots_adjust(left=0.1, right=0.975, top=0.86, bottom=0.125)
+    save_figure(figure, outputs)
+    return summary

@@ -1,1 +1,0 @@
-"""Stepping control environments: collection, evaluation episodes, and the log of finished episodes."""

@@ -1,1 +1,0 @@
-"""The replay buffer: steps, and the pictures of the newest of them."""
