@@ -127,15 +127,12 @@ def measure(
     report = Report(f"{config.stem}: held-out {of} after training")
     for name, runs in outcomes.items():
         report.add(
-            name,
-            [run.score[-1] for run in runs],
-            unit="",
-            before=statistics.mean(run.score[0] for run in runs),
+            name, [run.score[-1] for run in runs], unit="", before=statistics.mean(run.score[0] for run in runs),
             turns=statistics.mean(run.turns[-1] for run in runs),
             train_s=statistics.median(run.seconds for run in runs),
             episodes=statistics.median(run.episodes[-1] for run in runs),
             episodes_to_goal=statistics.median(run.episodes_to(goal) for run in runs),
-        )
+        )  # fmt: skip
     if figure is not None:
         draw(outcomes, of, figure)
     return report

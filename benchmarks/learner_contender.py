@@ -104,13 +104,11 @@ def trl(folder: Path, rows: int, length: int, threads: int) -> tuple[Callable[[]
     run = run_config(folder, rows, length, threads)
     lora = run.model.lora
     trainer = GRPOTrainer(
-        load_model(folder),
-        lambda completions, **_: [0.0] * len(completions),
-        grpo_arguments(run, tempfile.mkdtemp(prefix="rl-vlm-trl-"), []),
-        Dataset.from_dict({"prompt": ["text"] * rows}),
+        load_model(folder), lambda completions, **_: [0.0] * len(completions),
+        grpo_arguments(run, tempfile.mkdtemp(prefix="rl-vlm-trl-"), []), Dataset.from_dict({"prompt": ["text"] * rows}),
         processing_class=AutoProcessor.from_pretrained(folder, padding_side="left"),
         peft_config=lora_config(lora.rank, lora.alpha, lora.target_modules),
-    )
+    )  # fmt: skip
     trainer.current_gradient_accumulation_steps = 1  # as `train` sets it
     model = trainer.model.train()
     vocabulary = model.config.get_text_config().vocab_size

@@ -78,14 +78,11 @@ class Ours:
         metrics = self._algorithm.last_metrics
         seconds = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
         return {
-            **seconds,
-            "total": total,
-            "engine": self._engine_s() - cpu_s,
+            **seconds, "total": total, "engine": self._engine_s() - cpu_s,
             "trajectories": metrics.get("rollout/groups", 0.0) * self._algorithm.run.rollout.group_size,
-            "lag_max": metrics.get("rollout/lag_max", 0.0),
-            "utilisation": metrics.get("rollout/utilisation", 0.0),
+            "lag_max": metrics.get("rollout/lag_max", 0.0), "utilisation": metrics.get("rollout/utilisation", 0.0),
             "too_old": metrics.get("dropped/too_old", 0.0),
-        }
+        }  # fmt: skip
 
     def _engine_s(self) -> float:
         times = [process.cpu_times() for process in self._replicas]

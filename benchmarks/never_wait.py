@@ -46,15 +46,11 @@ def measure(quick: bool) -> Report:
             taken = contender.steps[PROMPTS]
             total = sum(contender.totals(PROMPTS))
             report.add(
-                contender.label,
-                rates[contender.label],
-                "1/s",
-                learner=sum(step["learn"] for step in taken) / total,
+                contender.label, rates[contender.label], "1/s", learner=sum(step["learn"] for step in taken) / total,
                 engine=sum(step["engine"] for step in taken) / total,
                 utilisation=statistics.mean(step["utilisation"] for step in taken),
-                oldest=max(step["lag_max"] for step in taken),
-                dropped=taken[-1]["too_old"],
-            )
+                oldest=max(step["lag_max"] for step in taken), dropped=taken[-1]["too_old"],
+            )  # fmt: skip
         ratio = statistics.median(rates[NEVER_WAIT]) / statistics.median(rates[LAG_0])
         report.ratios[f"{NEVER_WAIT} / {LAG_0}"] = ratio
     finally:

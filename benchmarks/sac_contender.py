@@ -73,15 +73,9 @@ class Peer:
             from sbx import SAC
         self._batch = batch
         self._model: Any = SAC(
-            "MlpPolicy",
-            ENVIRONMENT,
-            policy_kwargs={"net_arch": [hidden] * depth},
-            batch_size=batch,
-            buffer_size=ROWS,
-            learning_starts=ROWS + 1,
-            seed=0,
-            **({"device": "cpu"} if kind == "sb3" else {}),
-        )
+            "MlpPolicy", ENVIRONMENT, policy_kwargs={"net_arch": [hidden] * depth}, batch_size=batch, buffer_size=ROWS,
+            learning_starts=ROWS + 1, seed=0, **({"device": "cpu"} if kind == "sb3" else {}),
+        )  # fmt: skip
         self._model.learn(ROWS)
 
     def update(self, count: int) -> None:

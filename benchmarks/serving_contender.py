@@ -88,17 +88,12 @@ class Generate:
         pixels = self._processor(images=images, return_tensors="pt").to(self._device)
         with torch.inference_mode():
             out = self._model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
+                input_ids=ids, attention_mask=torch.ones_like(ids),
                 mm_token_type_ids=(ids == codec.image_token_id).int(),
-                pixel_values=pixels["pixel_values"].to(self._model.dtype),
-                image_grid_thw=pixels["image_grid_thw"],
-                do_sample=False,
-                max_new_tokens=NEW_TOKENS,
-                suppress_tokens=self._suppressed,
-                eos_token_id=codec.end_of_turn_id,
-                pad_token_id=codec.pad_token_id,
-            )
+                pixel_values=pixels["pixel_values"].to(self._model.dtype), image_grid_thw=pixels["image_grid_thw"],
+                do_sample=False, max_new_tokens=NEW_TOKENS, suppress_tokens=self._suppressed,
+                eos_token_id=codec.end_of_turn_id, pad_token_id=codec.pad_token_id,
+            )  # fmt: skip
         return int(out[:, ids.shape[1] :].numel())
 
     async def first_token(self, request: GenerationRequest) -> float | None:

@@ -78,14 +78,10 @@ class TRLLoop:
         self._gate = _Gate(run.algorithm.minibatches * run.algorithm.epochs)
         lora = run.model.lora
         self.trainer = _TimedTrainer(
-            load_model(folder),
-            self._grade,
-            grpo_arguments(run, self._scratch.name, self._suppressed),
-            self._dataset("train"),
-            processing_class=self._processor,
-            callbacks=[self._gate],
+            load_model(folder), self._grade, grpo_arguments(run, self._scratch.name, self._suppressed),
+            self._dataset("train"), processing_class=self._processor, callbacks=[self._gate],
             peft_config=lora_config(lora.rank, lora.alpha, lora.target_modules),
-        )
+        )  # fmt: skip
         # A daemon: it waits at the gate for a next step that may never come.
         threading.Thread(target=self._train, name="trl", daemon=True).start()
 

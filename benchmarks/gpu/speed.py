@@ -122,15 +122,11 @@ class Speed:
             )
             planned = sum(part.bytes for part in learner.parts if part.name != "CUDA context")
             self.report.add(
-                f"{self.size} {name}",
-                seconds=taken,
-                tokens_per_s=update.tokens / taken,
+                f"{self.size} {name}", seconds=taken, tokens_per_s=update.tokens / taken,
                 tflops=update.flops(self.shape) / taken / 1e12,
-                mfu=update.flops(self.shape) / taken / best if best else None,
-                peak_gib=peak / 2**30 if peak else None,
-                planned_gib=planned / 2**30,
-                tokens=update.tokens,
-            )
+                mfu=update.flops(self.shape) / taken / best if best else None, peak_gib=peak / 2**30 if peak else None,
+                planned_gib=planned / 2**30, tokens=update.tokens,
+            )  # fmt: skip
 
     def updates(self) -> None:
         """The update as it is, and with one thing changed at a time."""
