@@ -100,13 +100,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kinds", nargs="*", choices=KINDS[:-1], default=KINDS[:-1], help="beside TRL (default: all)")
     parser.add_argument("--factors", nargs="*", type=int, default=[1, 2, 4], help="of the rows, for the system alone")
-    parser.add_argument("--model", type=Path, help="keep the model in this folder; one that is there is used")
     args = parser.parse_args()
     rows, length, shape, rounds = (2, 80, QUICK, 1) if args.quick else (8, 1024, SHAPE, args.rounds)
     report = Report(f"A policy update's passes: {rows} x {length} tokens, vocabulary {shape['vocab_size']:,}")
     with tempfile.TemporaryDirectory(prefix="rl-vlm-learner-") as name, contextlib.ExitStack() as processes:
         scratch = Path(name)
-        folder = random_model((args.model or scratch / "model").absolute(), **shape)
+        folder = random_model(scratch / "model", **shape)
 
         def start(kind: str, factor: int = 1) -> Learner:
             return Learner(kind, folder, factor * rows, length, args.threads, scratch)

@@ -9,21 +9,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 from turns import HERE, serve
 
 from rl_vlm.config import RunConfig, load_config
 from rl_vlm.models.loading import resolve_model
-
-
-class Loop(Protocol):
-    """Whatever can do a GRPO step."""
-
-    def step(self, prompts: int) -> dict[str, float]:
-        """One step with that many prompts: seconds by activity, `total` among them."""
-        ...
 
 
 class OneProcess:
@@ -36,6 +28,7 @@ class OneProcess:
         self._loop = OneProcess(run, threads)
 
     def step(self, prompts: int) -> dict[str, float]:
+        """One step with that many prompts: seconds by activity, `total` among them."""
         loop = self._loop
         loop.run = _with_prompts(loop.run, prompts)
         rollout = loop.run.rollout
@@ -127,12 +120,7 @@ def main() -> None:
     def prepare() -> Callable[[str, str], list[dict[str, float]]]:
         run = load_config(args.config, args.overrides)
         assert isinstance(run, RunConfig)
-        loops: dict[str, Callable[[], Loop]] = {
-            "one": lambda: OneProcess(run, args.threads),
-            "ours": lambda: Ours(run),
-            "trl": lambda: TRL(run, args.threads),
-        }
-        loop = loops[args.kind]()
+        loop = Ours(run) if args.kind == "ours" else {"one": OneProcess, "trl": TRL}[args.kind](run, args.threads)
         return lambda steps, prompts: [loop.step(int(prompts)) for _ in range(int(steps))]
 
     serve(prepare)

@@ -5,20 +5,15 @@
 Equal networks and batches on Pendulum-v1, one core for all: each contender lives in a process of its own, pinned to the
 same core, and only one updates at a time. An update is: sample a batch from the replay buffer, one step of both critics,
 of the actor and of alpha, and of the targets. Ours goes through RLlib's learner. Rates are per second of CPU time, so that
-another process on the core does not count. The full benchmark also prints the share of a preference run's time that updates take.
+another process on the core does not count.
 """
 
 from __future__ import annotations
 
-import csv
 import statistics
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 from report import Report, command_line
-from turns import HERE, Contender
+from turns import Contender
 
 SIZES = ((256, 2, 256), (256, 3, 512))
 CONTENDERS = ("eager", "compiled", "sb3", "sbx")
@@ -39,17 +34,6 @@ class Updater(Contender):
         spent = self.ask(str(updates))
         if keep:
             self.rates.append(updates / spent)
-
-
-def share_of_updates() -> tuple[float, float]:
-    """Seconds of updates, and of everything, in the offline preference run: the tiny model labels pictures of CartPole."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["train", str(HERE.parent / "configs/rl_vlm_f/cartpole_tiny.yaml"), "--run-dir", f"{folder}/run"]
-        subprocess.run([sys.executable, "-m", "rl_vlm.cli", *command, "preference.total_steps=2000"], check=True)
-        with Path(folder, "run/progress.csv").open() as file:
-            rows = list(csv.DictReader(file))
-    updates, everything = (sum(float(row[name] or 0) for row in rows) for name in ("time/learn", "time/step"))
-    return updates, everything
 
 
 def measure(quick: bool) -> Report:
@@ -79,11 +63,6 @@ def measure(quick: bool) -> Report:
             for peer in ("sb3", "sbx"):
                 if kind in medians:
                     report.ratios[f"{LABELS[kind]} / {LABELS[peer]} at {name}"] = medians[kind] / medians[peer]
-    if not quick:
-        updates, everything = share_of_updates()
-        report.add("updates of an offline preference run", [updates])
-        report.add("the whole of it", [everything])
-        report.notes.append(f"Updates take {updates / everything:.0%} of the time of an offline preference run.")
     return report
 
 

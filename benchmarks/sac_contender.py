@@ -6,20 +6,12 @@ import argparse
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from turns import serve
 
 ENVIRONMENT = "Pendulum-v1"
 ROWS = 5000  # in every replay buffer
-
-
-class Agent(Protocol):
-    """Whatever can make SAC updates from a replay buffer."""
-
-    def update(self, count: int) -> None:
-        """Sample and learn, `count` times."""
-        ...
 
 
 class Ours:
@@ -94,11 +86,8 @@ def main() -> None:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # before any library counts the cores
 
     def prepare() -> Callable[[str], float]:
-        agent: Agent
-        if args.kind in ("sb3", "sbx"):
-            agent = Peer(args.kind, args.hidden, args.depth, args.batch)
-        else:
-            agent = Ours(args.hidden, args.depth, args.batch, args.kind == "compiled")
+        size = (args.hidden, args.depth, args.batch)
+        agent = Peer(args.kind, *size) if args.kind in ("sb3", "sbx") else Ours(*size, args.kind == "compiled")
 
         def update(count: str) -> float:
             started = time.process_time()

@@ -10,11 +10,8 @@ Set for speed: float32 without autocast; no gradient checkpointing; fused AdamW 
 no logging, checkpoints, reference model or data workers. TRL reads the rows of a rollout once per optimiser step, so
 the dataset hands out rows that were made beforehand, with images as uint8 tensors.
 
-Tried on the quickstart, 16 x 8 rows, one thread, in processor time of interleaved steps, and left out: gradient
-checkpointing (TRL's default) + 7 %; a plain dataset, which decodes its images at every read, + 7 %; eager attention
-+ 2 to 7 %; PIL images instead of tensors + 4 %. Without a difference: a static cache for generation, LoRA injected
-without peft's wrapper, AdamW that is not fused, no filter for infinite losses. `torch_compile` breaks its graphs in the
-vision code, compiles for minutes and was no faster afterwards.
+Tried on the quickstart, and left out because it was slower or no faster: gradient checkpointing (TRL's default), a plain
+dataset, eager attention, PIL images instead of tensors, a static cache, LoRA without peft's wrapper, `torch_compile`.
 
 What TRL does that no setting changes: it prepares and encodes the image of every row, in generation, in the pass for
 the old log-probabilities and in the loss; that pass covers the first optimiser step too, whose ratio is 1 anyway; rows

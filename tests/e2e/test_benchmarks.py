@@ -111,7 +111,7 @@ def test_the_scale_benchmark_drives_registry_router_and_samplers(tmp_path: Path)
     report = report_of("scale", tmp_path, 880, "--quick")
     medians = {row["label"]: row["median"] for row in report["rows"]}
     assert medians["router, 20 replicas, new work"] > 0
-    assert 0 < medians["registry, 20 replicas, in process"] < medians["registry, 20 replicas, over Ray"]
+    assert medians["registry, 20 replicas"] > 0
     assert medians["rounds, 100 runners"] > 0 and medians["groups, 100 runners"] > 0
     assert not [note for note in report["notes"] if "acknowledged" in note]  # all replicas were reached
 
