@@ -1,10 +1,10 @@
-"""What a version of all weights costs between learner and replica, beside the arithmetic limit, a copy of its bytes.
+"""What a version of all weights costs between learner and replica, beside a plain copy of its bytes.
 
     python benchmarks/full_weights.py [--quick] [--gib N] [--out FILE]
 
-Tensors of the shapes of a 4B model's layers in bfloat16, as many as asked for. Packing is what the learner does (`FullPayload.build`:
-the bytes and their SHA-256), checking what a replica does before it loads; next to them what safetensors' `save` with hashlib takes.
-They take turns.
+The tensors have the shapes of a 4B model's layers, in bfloat16. Packing is what the learner does
+(`FullPayload.build`: the bytes and their SHA-256), and checking is what a replica does before it loads. The peers are
+safetensors' `save` and hashlib. All take turns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from torch import Tensor
 
 from rl_vlm.models.weights import FullPayload
 
-SHAPES = {"q": (4096, 2560), "k": (1024, 2560), "v": (1024, 2560), "o": (2560, 4096), "gate": (9728, 2560), "up": (9728, 2560), "down": (2560, 9728)}  # fmt: skip
+SHAPES = {
+    "q": (4096, 2560), "k": (1024, 2560), "v": (1024, 2560), "o": (2560, 4096), "gate": (9728, 2560),
+    "up": (9728, 2560), "down": (2560, 9728),
+}  # fmt: skip
 
 
 def weights(gib: float) -> dict[str, Tensor]:

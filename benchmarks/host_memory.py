@@ -1,14 +1,15 @@
-"""Host memory of a run over its iterations: driver, learner, env runners, replicas and object store, on episodes full of images.
+"""Host memory of a run over its iterations: processes and object store, on episodes full of images.
 
     python benchmarks/host_memory.py [--iterations 50] [--turns 8] [--image-cache-mib 16] [--quick] [--out FILE]
 
-GridWalk-v0: each turn shows a new picture, so an episode of eight turns carries eight. Whoever keeps what it has been sent grows with
-every iteration. When an iteration is written down, the proportional set sizes (PSS: pages that several processes share count once) of the
-run's processes are added up: memory of their own by kind of process, and shared memory, which is Ray's object store. Mapped files
-(libraries, weights) are not counted: the kernel drops and shares them as it likes. `growth` compares the median of the last five iterations with that of
-the sixth to the tenth, when every process has done everything once; `MB per 1,000 trajectories` is the slope of a line through all after
-the fifth. Each picture is new here, so features that learner and replica keep of old ones (`model.image_cache_mib`, 256 by default) are of
-no use and fill their cache for as long as it is larger than the run: the default here is small, so that what grows is a leak.
+Each turn of GridWalk-v0 shows a new picture, so a process that keeps what it receives grows with every iteration.
+After each iteration the proportional set sizes of the run's processes are added up (PSS counts pages that several
+processes share once): own memory by kind of process, and shared memory, which is Ray's object store. Mapped files are
+not counted, because the kernel drops and shares them as it likes.
+
+`growth` compares the median of the last five iterations with that of the sixth to the tenth, when every process has
+done everything once. `MB per 1,000 trajectories` is the slope of a line through all iterations after the fifth. The
+cache of image features is small by default, so that only a leak can grow.
 """
 
 from __future__ import annotations
@@ -64,11 +65,12 @@ class History:
 def measure(iterations: int, turns: int, image_cache_mib: int, folder: Path) -> History:
     """Train in a process of its own. Raises SystemExit with its output where it fails."""
     command = [
-        sys.executable, "-m", "rl_vlm.cli", "train", str(ROOT / "configs/gridwalk_tiny.yaml"), f"algorithm.iterations={iterations}",
-        f"env.kwargs.max_turns={turns}", f"rollout.max_turns={turns}", f"rollout.prompts_per_iteration={GROUPS}",
-        f"rollout.group_size={GROUP_SIZE}", "learner.num_learners=1", "learner.cpus_per_learner=0.25", "serving.num_replicas=1",
-        f"evaluation.every={iterations}", "evaluation.num_items=32", f"logging.checkpoint_every={iterations}",
-        "sight.every=0", f"model.image_cache_mib={image_cache_mib}", "--run-dir", str(folder / "run"),
+        sys.executable, "-m", "rl_vlm.cli", "train", str(ROOT / "configs/gridwalk_tiny.yaml"),
+        f"algorithm.iterations={iterations}", f"env.kwargs.max_turns={turns}", f"rollout.max_turns={turns}",
+        f"rollout.prompts_per_iteration={GROUPS}", f"rollout.group_size={GROUP_SIZE}", "learner.num_learners=1",
+        "learner.cpus_per_learner=0.25", "serving.num_replicas=1", f"evaluation.every={iterations}",
+        "evaluation.num_items=32", f"logging.checkpoint_every={iterations}", "sight.every=0",
+        f"model.image_cache_mib={image_cache_mib}", "--run-dir", str(folder / "run"),
     ]  # fmt: skip
     history, rows = History(), folder / "run" / "progress.csv"
     with (folder / "output.txt").open("w+") as output:
@@ -132,8 +134,8 @@ def main() -> None:
     report.ratios["growth after the fifth iteration (goal: at most 0.02)"] = history.growth
     report.ratios["MB per 1,000 trajectories"] = history.per_thousand / 1e6
     report.notes.append(
-        f"{len(history.samples)} iterations of {GROUPS} x {GROUP_SIZE} episodes, {np.mean(history.turns):.1f} turns each on average; "
-        f"{args.image_cache_mib} MiB of image features each in learner and replica."
+        f"{len(history.samples)} iterations of {GROUPS} x {GROUP_SIZE} episodes, {np.mean(history.turns):.1f} turns "
+        f"each on average; {args.image_cache_mib} MiB of image features each in learner and replica."
     )
     report.finish(args.out)
 

@@ -1,12 +1,12 @@
-"""Forward and backward of one GRPO update with a large vocabulary: the system against TRL's GRPOTrainer, interleaved.
+"""Forward and backward of one GRPO update with a large vocabulary: the system against TRL's GRPOTrainer, in turns.
 
     python benchmarks/learner.py [--rounds N] [--threads N] [--kinds KIND ...] [--factors N ...] [--quick] [--out FILE]
 
-Vocabulary 151,936, hidden 256, 2 layers, LoRA, 8 rows of 1024 tokens, float32. Every contender is a process of its own with the
-same weights and batch; they take turns, one computes at a time. Peak memory is that of the whole process. Loss and gradient
-must agree. `lean` measures no entropies, which TRL always does. Then the
-system alone with 1, 2 and 4 times the rows: MiB above the process before the step, which only activations may raise. `--kinds`
-and `--factors` without values leave out either part.
+Vocabulary 151,936, hidden 256, 2 layers, LoRA, 8 rows of 1024 tokens, float32. Every contender is a process with the
+same weights and batch, and one computes at a time. Peak memory is that of the whole process. Loss and gradient must
+agree. `lean` measures no entropies, which TRL always does. Then the system alone gets 1, 2 and 4 times the rows: only
+activations may raise the MiB above the process before the step. `--kinds` and `--factors` without values leave out
+either part.
 
 CPU seconds tell more than wall time where others use the machine.
 """
@@ -29,8 +29,8 @@ from turns import Contender
 KINDS = ("ours", "lean", "trl")  # the peer is the last
 LABELS = {"ours": "rl_vlm", "lean": "rl_vlm, no entropies", "trl": "TRL"}
 SHAPE = {
-    "vocab_size": 151_936, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 32, "intermediate_size": 704,
+    "vocab_size": 151_936, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 704,
 }  # fmt: skip
 QUICK = {**SHAPE, "vocab_size": 6_000, "hidden_size": 64, "intermediate_size": 128}
 _LOSS_TOLERANCE, _GRADIENT_TOLERANCE = 1e-5, 1e-3

@@ -1,6 +1,6 @@
 """One contender of `learner.py` in a process of its own: it makes a step for each line.
 
-All contenders have the same model, LoRA weights and batch: rows of 16 prompt tokens and a completion, which no two share.
+All contenders have the same model, LoRA weights and batch: rows of 16 prompt tokens and a completion of their own.
 """
 
 from __future__ import annotations

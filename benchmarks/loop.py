@@ -3,9 +3,9 @@
     python benchmarks/loop.py [--quick] [--out FILE]
 
 All contenders train the same tiny model on the same items with the same LoRA, group size 8 and 4 optimiser steps per
-rollout. Each lives in a process of its own and only one steps at a time. The floor is the loop of `examples/one_process.py` with
-the better of 1 and 2 torch threads; the system runs at policy lag 0 (sample, then learn) and, for comparison, at lags 1 and 2
-(both at once) and as PPO with either critic.
+rollout. Each lives in a process of its own and only one steps at a time. The floor is the loop of
+`examples/one_process.py` with the better of 1 and 2 torch threads. The system runs at policy lag 0 (sample, then
+learn), at lags 1 and 2 (both at once), and as PPO with either critic.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One contender of `loop.py` or `never_wait.py`: each line holds the number of steps, and the number of prompts of a step."""
+"""One contender of `loop.py` or `never_wait.py`: a line holds the numbers of steps and of prompts."""
 
 from __future__ import annotations
 

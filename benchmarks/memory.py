@@ -11,8 +11,8 @@ import psutil
 def memory_of(root: psutil.Process, kinds: Mapping[str, str], field: str, other: str) -> list[tuple[str, int]]:
     """The kind and the bytes of `root` and of each process below it.
 
-    `kinds` names the kind by a part of the command line. `field` is one of `/proc/PID/smaps_rollup`; its `Pss` fields count
-    pages that several processes share once.
+    `kinds` names the kind by a part of the command line. `field` is one of `/proc/PID/smaps_rollup`; its `Pss` fields
+    count pages that several processes share once.
     """
     found = []
     try:

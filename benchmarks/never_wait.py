@@ -2,11 +2,11 @@
 
     python benchmarks/never_wait.py [--quick] [--out FILE]
 
-The environment (`slow_steps.py`) sleeps, so the engine is not what limits; the model is the tiny one, group size 4. All contenders
-run the same code but for how rollouts are collected: sample then learn (lag 0), or groups as they become complete (lag 2), where the
-learner waits for late groups, or drops them. Each lives in a process of its own and one steps at a time. Before each measured stretch
-come unmeasured steps, so that nothing counts that was sampled while others had their turn. `engine` is the replicas' CPU seconds per
-second, `learner` the share of time in which it learns.
+The environment (`slow_steps.py`) sleeps, so the engine is not the limit. All contenders train the tiny model with
+group size 4. At lag 0 they sample, then learn. At lag 2 they learn from groups as these become complete, and wait for
+late groups or drop them. Each lives in a process of its own and one steps at a time. Unmeasured steps come before
+each measured stretch, so that nothing counts that was sampled during another's turn. `engine` is the replicas' CPU
+seconds per second, `learner` the share of time in which it learns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from turns import HERE
 PROMPTS, SIZE = 16, 4
 SETTINGS = (
     f"env.id={HERE / 'slow_steps.py'}", "env.kwargs={task: count}", f"rollout.prompts_per_iteration={PROMPTS}",
-    f"rollout.group_size={SIZE}", "rollout.require_end_of_turn=false", "algorithm.iterations=100000", "learner.num_learners=0",
+    f"rollout.group_size={SIZE}", "rollout.require_end_of_turn=false", "algorithm.iterations=100000",
+    "learner.num_learners=0",
 )  # fmt: skip
 LAG_0, NEVER_WAIT, DROP = "lag 0", "lag 2", "lag 2, late groups dropped"
 

@@ -2,9 +2,9 @@
 
     python benchmarks/sac.py [--quick] [--out FILE]
 
-Equal networks and batches on Pendulum-v1, one core for all: each contender lives in a process of its own, pinned to the
-same core, and only one updates at a time. An update is: sample a batch from the replay buffer, one step of both critics,
-of the actor and of alpha, and of the targets. Ours goes through RLlib's learner. Rates are per second of CPU time, so that
+Equal networks and batches on Pendulum-v1. Each contender lives in a process of its own, pinned to the same core, and
+one updates at a time. An update samples a batch from the replay buffer and makes one step of both critics, of the
+actor, of alpha and of the targets. Ours goes through RLlib's learner. Rates are per second of CPU time, so that
 another process on the core does not count.
 """
 

@@ -3,11 +3,11 @@
     python benchmarks/scale.py [--quick] [--out FILE]
 
 - router: decisions per second of `AffinityRouter` over N replicas, of new work and of conversations (one process).
-- registry: seconds from a publication until N replicas have acknowledged it. Replicas load in no time; the payload's bytes travel by Ray's
-  object store and are not counted.
-- rounds, groups: CPU seconds of the driver per group, and groups per second, of `Sampler` with shards and with single tasks, with `GroupBuffer`,
-  with N env runners whose groups take 2 s (log-normal). Groups have 8 episodes of 512 tokens. The driver only receives here: its
-  limit in groups per second is 1 / CPU seconds.
+- registry: seconds from a publication until N replicas have acknowledged it. Loading takes no time, and the payload's
+  bytes, which travel by Ray's object store, are not counted.
+- rounds, groups: the driver's CPU seconds per group, and groups per second, of `Sampler` with shards and with single
+  tasks, and of `GroupBuffer`, with N env runners. A group has 8 episodes of 512 tokens and takes 2 s (log-normal).
+  The driver only receives here: its limit in groups per second is 1 / CPU seconds.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def rounds(report: Report, count: int, repeats: int) -> None:
 
 
 def continuous(report: Report, count: int, repeats: int) -> None:
-    """Groups as they come, at lag 2: every runner has one under way, the learner takes batches of a sixteenth of them."""
+    """Groups as they come, at lag 2: every runner has one under way, and a sixteenth of them makes a batch."""
     env_runners, hosts = runners(count, GROUP_S)
     sampler, buffer = Sampler(env_runners, sharded=False), GroupBuffer(LAG)
     batch = max(count // 16, 1)

@@ -1,11 +1,11 @@
-"""Tokens per second of one served model: transformers' own generate, a one-request-at-a-time server, our engines, Serve, HTTP.
+"""Tokens per second of one served model: transformers' generate, one request at a time, our engines, Serve, HTTP.
 
     python benchmarks/serving.py [--quick] [--size 2b] [--engine vllm] [--out FILE]
 
-A random Qwen3-VL of 6 M parameters, prompts of 116 tokens with one new 224² image, 64 new tokens, greedy; 1, 8, 32 and 64
-requests at a time. Each contender lives in a process of its own with one torch thread, only one works at a time, and they
-take turns in every round. With `--size 2b` or `4b` they share one GPU, in bfloat16; vLLM takes a fifth of its memory for each,
-which must be 16 GiB at 4B.
+A random Qwen3-VL of 6 M parameters answers prompts of 116 tokens with one new 224² image by 64 new tokens, greedy; 1,
+8, 32 and 64 requests at a time. Each contender lives in a process of its own with one torch thread, and they take
+turns in every round. With `--size 2b` or `4b` they share one GPU, in bfloat16; vLLM takes a fifth of its memory for
+each contender, which must be 16 GiB at 4B.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Trials of a sweep that share one set of replicas (`serving.shared`) beside trials that start their own: memory, time, learning.
+"""Trials of a sweep that share one set of replicas (`serving.shared`), and trials with their own: memory and time.
 
     python benchmarks/shared_serving.py [--quick] [--trials 2 4 8] [--iterations 20] [--out FILE]
 
-Both sides are `rl-vlm sweep` of the quickstart with the tiny model, seeds 0, 1, ... as the trials, all at the same time, in a process of its own.
-Seconds are those of the command, from its start to its end, so they hold the starting of Ray, replicas and trials. Memory is the highest
-sum of the processes' proportional set sizes (PSS: pages that several processes share count once), sampled twice a second; `serving` is that of
-replicas and registries alone. Accuracy is that of the held-out split after the last iteration, the mean of the trials.
+Each side is `rl-vlm sweep` of the quickstart in a process of its own. The seeds 0, 1, ... are the trials, which run
+at the same time. Seconds are those of the whole command. Memory is the highest sum of the processes' proportional set
+sizes (PSS counts pages that several processes share once), sampled twice a second; `serving` is that of replicas and
+registries. Accuracy is that of the held-out split after the last iteration, the mean of the trials.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from report import Report, command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = {
-    "ServeReplica": "serving", "Registry": "serving", "RunnerGroup": "runners", "EnvRunner": "runners", "GRPO": "trials",
+    "ServeReplica": "serving", "Registry": "serving", "RunnerGroup": "runners", "EnvRunner": "runners",
+    "GRPO": "trials",
 }  # fmt: skip
 GIB = 2**30
 
@@ -78,8 +79,9 @@ def run_sweep(trials: int, iterations: int, folder: Path, shared: bool, replicas
         yaml.safe_dump({"space": {"seed": {"grid": list(range(trials))}}, "max_concurrent": trials, "shared": shared})
     )
     command = [
-        sys.executable, "-m", "rl_vlm.cli", "sweep", str(ROOT / "configs/quickstart.yaml"), f"algorithm.iterations={iterations}",
-        f"serving.num_replicas={replicas}", "rollout.num_env_runners=1", f"evaluation.every={iterations}",
+        sys.executable, "-m", "rl_vlm.cli", "sweep", str(ROOT / "configs/quickstart.yaml"),
+        f"algorithm.iterations={iterations}", f"serving.num_replicas={replicas}", "rollout.num_env_runners=1",
+        f"evaluation.every={iterations}",
         "evaluation.num_items=128", "resources.num_cpus=64", "--space", str(space), "--run-dir", str(folder / "sweep"),
     ]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_JOB_ID")}

@@ -10,8 +10,8 @@ Set for speed: float32 without autocast; no gradient checkpointing; fused AdamW 
 no logging, checkpoints, reference model or data workers. TRL reads the rows of a rollout once per optimiser step, so
 the dataset hands out rows that were made beforehand, with images as uint8 tensors.
 
-Tried on the quickstart, and left out because it was slower or no faster: gradient checkpointing (TRL's default), a plain
-dataset, eager attention, PIL images instead of tensors, a static cache, LoRA without peft's wrapper, `torch_compile`.
+Tried and left out, because none was faster: gradient checkpointing (TRL's default), a plain dataset, eager attention,
+PIL images instead of tensors, a static cache, LoRA without peft's wrapper, `torch_compile`.
 
 What TRL does that no setting changes: it prepares and encodes the image of every row, in generation, in the pass for
 the old log-probabilities and in the loss; that pass covers the first optimiser step too, whose ratio is 1 anyway; rows

@@ -1,4 +1,4 @@
-"""Contenders that take turns, each in a process of its own. `Contender` asks, `serve` answers: a line of words, a line of JSON."""
+"""Contenders that take turns, each in a process of its own. `Contender` asks in words, `serve` answers in JSON."""
 
 from __future__ import annotations
 

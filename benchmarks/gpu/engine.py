@@ -2,9 +2,10 @@
 
     python benchmarks/gpu/engine.py [--size 2b] [--out FILE]
 
-Random weights of the published shapes, bfloat16, LoRA of rank 32. The gap is |log-probability of the engine minus that of the
-learner| per sampled token, before the first and after ten optimiser steps; the adapter of 8b has 349 MB. `--size tiny` tries the
-same code on a CPU in seconds; there the learner beside the engine is a thread instead of a process.
+Random weights of the published shapes, bfloat16, LoRA of rank 32. The gap is |log-probability of the engine minus
+that of the learner| per sampled token, before the first and after ten optimiser steps. The adapter of 8b has 349 MB.
+`--size tiny` tries the same code on a CPU in seconds; there the learner beside the engine is a thread instead of a
+process.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ def learn_until(stop: Any, steps: Any, folder: Path, tokens: int, side: int, dev
 
 @contextmanager
 def _learning(bench: Bench) -> Iterator[Any]:
-    """Inside, another process learns on the same device (a thread at the tiny size); gives a function that counts its steps."""
+    """While another process (or thread, at the tiny size) learns on the device: a function that counts its steps."""
     context = multiprocessing.get_context("spawn")
     stop, steps = context.Event(), context.Value("q", 0)
     given = (stop, steps, bench.folder, bench.tokens, bench.side, bench.device)

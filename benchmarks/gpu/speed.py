@@ -1,11 +1,11 @@
-"""How fast is the learner on this GPU, and what does it hold? Random weights of the published shapes, bfloat16, LoRA of rank 32.
+"""How fast is the learner on this GPU, and what does it hold? Random weights, bfloat16, LoRA of rank 32.
 
     python benchmarks/gpu/speed.py [--size 4b] [--out FILE]
 
-An update is one optimiser step over a micro-batch of 8,192 packed tokens with images. MFU counts what an update with frozen
-weights needs: two products forward and two backward for every weight and token (no gradient of the weights, no second
-forward pass of checkpointing), the head at sampled positions alone, and attention between tokens that see each other. Without --size: 2b, 4b, 8b.
-`--size tiny` tries the same code on a CPU in seconds.
+An update is one optimiser step over a micro-batch of 8,192 packed tokens with images. MFU counts what an update with
+frozen weights needs: two products forward and two backward for every weight and token, the head at sampled positions
+alone, and attention between tokens that see each other. Without --size: 2b, 4b, 8b, in the published shapes. `--size
+tiny` tries the same code on a CPU in seconds.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class Update:
         for micro in self.packed:
             lengths = (micro.segments >= 0).sum(1).astype(float)
             total += 4 * active * lengths.sum() + 4 * text.embedding * len(micro.target)
-            # Scores and their product with the values for every pair that sees each other, once forward and twice backward.
+            # Scores and their product with the values for each seen pair, once forward and twice backward.
             pairs = sum(_seen_pairs(row) for row in micro.segments)
             total += 12 * text.layers * text.heads * text.head_dim * pairs
         return total
 
 
 def _seen_pairs(segments: np.ndarray) -> float:
-    """Queries and keys of a packed row that see each other: the prompt, and each continuation with the prompt and itself."""
+    """Pairs of a packed row that see each other: within the prompt, and each continuation with prompt and itself."""
     lengths = np.bincount(segments[segments >= 0]).astype(float)
     return float((lengths**2).sum() / 2 + lengths[0] * lengths[1:].sum())
 
