@@ -98,7 +98,7 @@ def trl(folder: Path, rows: int, length: int, threads: int) -> tuple[Callable[[]
     from trl_loop import GRPOTrainer, grpo_arguments
 
     from rl_vlm.models.loading import load_model, quiet_libraries
-    from rl_vlm.models.lora_layers import lora_config
+    from rl_vlm.models.lora import lora_config
 
     quiet_libraries()
     run = run_config(folder, rows, length, threads)

@@ -46,7 +46,7 @@ class Prompts:
         self._rng = np.random.default_rng(0)
         self._count = 0
         self.words = "What is in the picture?"
-        while len(self._request().prompt_ids) - 1 + text.count_image_tokens(SIDE, SIDE) < PROMPT_TOKENS:
+        while len(self._request().prompt_ids) - 1 + text.images.count_tokens(SIDE, SIDE) < PROMPT_TOKENS:
             self.words += " a"
 
     def _request(self) -> GenerationRequest:
@@ -81,7 +81,7 @@ class Generate:
 
     def _generate(self, requests: list[GenerationRequest]) -> int:
         torch, codec = self._torch, self._text.codec
-        counts = [self._text.count_image_tokens(SIDE, SIDE)]
+        counts = [self._text.images.count_tokens(SIDE, SIDE)]
         rows = [expand_image_tokens(request.prompt_ids, codec.image_token_id, counts) for request in requests]
         ids = torch.from_numpy(np.stack(rows).astype(np.int64)).to(self._device)
         images = [image.to_pil() for request in requests for image in request.images]

@@ -38,7 +38,7 @@ from trl import import_utils
 from rl_vlm.config import RunConfig
 from rl_vlm.envs.registry import make
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
-from rl_vlm.models.lora_layers import lora_config
+from rl_vlm.models.lora import lora_config
 from rl_vlm.types import Split, UserInputError
 from rl_vlm.zoo.shapes.environment import ShapesEnv, parse_answer, shapes_item
 

@@ -136,7 +136,7 @@ def conversation(
 
 def expand(text: TextSide, token_ids: np.ndarray, images: Sequence[EncodedImage]) -> np.ndarray:
     """Ids with every image placeholder repeated as often as the image has tokens."""
-    counts = [text.count_image_tokens(image.width, image.height) for image in images]
+    counts = [text.images.count_tokens(image.width, image.height) for image in images]
     return expand_image_tokens(token_ids, text.codec.image_token_id, counts)
 
 

@@ -211,7 +211,7 @@ def conversation(
     """One prompt of images and about `words` tokens, and a random reply of `reply` tokens."""
     codec = text.codec
     span = codec.encode_prompt([Message.of("user", *images, "1 " * words)])
-    counts = [text.count_image_tokens(image.width, image.height) for image in images]
+    counts = [text.images.count_tokens(image.width, image.height) for image in images]
     prompt = expand_image_tokens(span.token_ids, codec.image_token_id, counts)
     forbidden = {*codec.suppressed_token_ids(text.vocab_size).tolist(), codec.end_of_turn_id}
     allowed = np.array([token for token in range(min(text.vocab_size, 400)) if token not in forbidden])
@@ -248,7 +248,7 @@ def full_batch(text: TextSide, tokens: int, side: int, samples: int = 8) -> Upda
     """
     rng = np.random.default_rng(7)
     share = tokens // 2  # two groups
-    image_tokens = text.count_image_tokens(side, side)
+    image_tokens = text.images.count_tokens(side, side)
     reply = max((share - image_tokens - 64) // (samples + 2), 4)
     return one_step([group(text, [picture(rng, side, side)], reply, reply, samples, seed) for seed in (0, 1)])
 

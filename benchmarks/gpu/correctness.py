@@ -166,7 +166,7 @@ class Bench:
             for length in (64, 128, 256) if self.small else (1024, 4096, 8192):
                 rng = np.random.default_rng(length)
                 image, samples = picture(rng, self.sides[0], self.sides[0]), 4
-                each = (length - policy.text.count_image_tokens(image.width, image.height)) // (samples + 1)
+                each = (length - policy.text.images.count_tokens(image.width, image.height)) // (samples + 1)
                 ((micro,),) = updater.pack(
                     one_step([group(policy.text, [image], each // 3, max(each - 64, 4), samples, 0)])
                 )

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from common import Report, arguments, device_of, free, full_batch, make_policy, picture, run_config, scratch, seconds
 
-from rl_vlm.learning.logprobs import token_logprobs
+from rl_vlm.learning.losses import token_logprobs
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import SingleProcess

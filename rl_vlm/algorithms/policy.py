@@ -41,6 +41,7 @@ from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.models.memory.cards import shares_gpu
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import WeightPayload
+from rl_vlm.numerics import derive_seed, mean_kl
 from rl_vlm.plugins import load_plugins
 from rl_vlm.rollout.curriculum import make_task_source
 from rl_vlm.rollout.env_runner import VLMEnvRunner
@@ -48,10 +49,8 @@ from rl_vlm.rollout.metrics import group_metrics, sampling_metrics
 from rl_vlm.rollout.rollouts import make_rollouts
 from rl_vlm.rollout.sampler import EnvRunners
 from rl_vlm.rollout.tasks import TaskStream
-from rl_vlm.seeding import derive_seed
 from rl_vlm.serving.registry import OWN
 from rl_vlm.serving.service import PolicyService, start_service
-from rl_vlm.statistics import mean_kl
 from rl_vlm.types import RLVLMError, TrajectoryGroup
 
 
@@ -197,7 +196,7 @@ class PolicyAlgorithm(RunAlgorithm):
         with self.timed("sample"):
             groups = self.rollouts.next_groups(self.version, self.iterations_left)
         self._recorded |= sampling_metrics(
-            groups, self.version, self._clock["sample"], run.rollout.max_turns, run.rollout.crosses_versions
+            groups, self.version, self._clock["sample"], run.rollout.max_turns, self.rollouts.crosses_versions
         )
         self._recorded |= group_metrics(self.env_metrics, groups)
         if groups:

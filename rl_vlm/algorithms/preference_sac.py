@@ -27,6 +27,7 @@ from rl_vlm.algorithms.base import RunAlgorithm, RunAlgorithmConfig
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.files import link_tree
 from rl_vlm.models.devices import driver_device
+from rl_vlm.numerics import derive_seed
 from rl_vlm.plugins import load_plugins
 from rl_vlm.preference.build_feedback import LabellerService, build_feedback
 from rl_vlm.preference.collector import ControlEnvRunner, EpisodeResult, NumpyActor, evaluation_seeds, make_run_env
@@ -46,7 +47,6 @@ from rl_vlm.preference.sampling import (
     phase,
     session_size,
 )
-from rl_vlm.seeding import derive_seed
 from rl_vlm.types import UserInputError
 
 # With fewer updates on a GPU compiling takes longer than it saves; on a CPU it saves nothing.

@@ -16,8 +16,8 @@ import numpy as np
 from rl_vlm.algorithms.learners import LearnerLostError
 from rl_vlm.evaluation.heldout import evaluation_tasks
 from rl_vlm.learning.update import UnfitImagesError
+from rl_vlm.numerics import mean_kl
 from rl_vlm.rollout.tasks import RolloutTask, View
-from rl_vlm.statistics import mean_kl
 from rl_vlm.types import RLVLMError, Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import typer
 
 from rl_vlm.cli import envs, evaluation, labels, runs, tools
 from rl_vlm.cli.output import error_report, log_to_stderr, say
-from rl_vlm.hung_threads import leave
+from rl_vlm.waiting import leave
 
 app = typer.Typer(
     name="rl-vlm",

@@ -33,7 +33,7 @@ from rl_vlm.engines.rows import (
 )
 from rl_vlm.models.memory.shape import PREFILL_TOKENS
 from rl_vlm.models.qwen_vl import Backbone, ImageFeatures, causal_attention, last_token_attention, rolled_sin, rotate
-from rl_vlm.seeding import uniforms
+from rl_vlm.numerics import uniforms
 from rl_vlm.types import Completion, GenerationRequest, StopReason, UserInputError
 
 # Qwen's language model written out for generation: prefill of prompts, and one decode step for all rows.
@@ -256,11 +256,7 @@ class Decoder:
 
     def _expanded(self, request: GenerationRequest) -> PreparedRequest:
         spec, name, image_token = self._backbone.images, request.request_id, self._codec.image_token_id
-
-        def count_tokens(width: int, height: int) -> int:
-            return spec.num_image_tokens(spec.grid_thw(width, height))
-
-        ids = expand_prompt(request, count_tokens, image_token, self._max_context)
+        ids = expand_prompt(request, spec.count_tokens, image_token, self._max_context)
         grids = [spec.grid_thw(image.width, image.height) for image in request.images]
         if not len(ids) or ids.min() < 0 or ids.max() >= len(self._backbone.token_bias):
             raise EngineError(f"Request {name}: the prompt is empty or holds ids that the model does not know.")

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_vlm.config import ServingSection
-from rl_vlm.coroutines import all_or_none
 from rl_vlm.engines.base import BASE_MODEL, EngineError, EngineStats, TokenStream, check_version
 from rl_vlm.engines.vllm_request import DEAD, VLLMSampler
 from rl_vlm.engines.vllm_setup import Counts, KVCache, engine_args, prepare_environment, start_llm
@@ -25,6 +24,7 @@ from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import HeadDType, load_text_side, quiet_libraries
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, InFlightUpdates, SampleChunk
+from rl_vlm.waiting import all_or_none
 
 T = TypeVar("T")
 

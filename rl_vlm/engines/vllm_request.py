@@ -140,7 +140,7 @@ class VLLMSampler:
     async def plan(self, request: GenerationRequest) -> Plan:
         """Check and expand a request; raises EngineError for what cannot be sampled."""
         name, sampling, codec = request.request_id, request.sampling, self._text.codec
-        ids = expand_prompt(request, self._text.count_image_tokens, codec.image_token_id, self._max_context)
+        ids = expand_prompt(request, self._text.images.count_tokens, codec.image_token_id, self._max_context)
         if sampling.temperature and not _MIN_TEMPERATURE <= sampling.temperature <= _MAX_TEMPERATURE:
             raise EngineError(
                 f"Request {name}: vLLM samples at temperature 0 or from {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE}, "

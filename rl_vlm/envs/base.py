@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 from pydantic import Field
 
-from rl_vlm.seeding import derive_seed
+from rl_vlm.numerics import derive_seed
 from rl_vlm.types import Observation, Split, UserInputError
 
 Info = dict[str, Any]

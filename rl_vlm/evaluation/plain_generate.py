@@ -60,7 +60,7 @@ class PlainGenerate:
         rows, images = [], []
         for messages in conversations:
             span = codec.encode_prompt(messages)
-            counts = [self._text.count_image_tokens(image.width, image.height) for image in span.images]
+            counts = [self._text.images.count_tokens(image.width, image.height) for image in span.images]
             rows.append(expand_image_tokens(span.token_ids, codec.image_token_id, counts, "item").astype(np.int64))
             images += [image.to_pil() for image in span.images]
         longest = max(map(len, rows))

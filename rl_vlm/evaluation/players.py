@@ -12,10 +12,10 @@ from rl_vlm.asking.endpoints import Answer, Ask, Question, ask_again
 from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.evaluation.outcomes import Outcome, outcomes_of
+from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.env_pool import EnvPool, EnvPools, discard_on_failure
 from rl_vlm.rollout.episodes import Conversation, viewed, viewed_opening
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.seeding import derive_seed
 from rl_vlm.types import EncodedImage, Message, RLVLMError, as_encoded, judged_correct
 
 # Plays one task: its outcomes, or why it is lost.

@@ -30,7 +30,7 @@ from rl_vlm.envs.registry import make
 from rl_vlm.frames import Frame, FrameError, pack_frame, unpack_frame
 from rl_vlm.http.gate import Deadlines, Gate, HTTPMetrics, RequestError, error_response
 from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
-from rl_vlm.hung_threads import note_hung_thread
+from rl_vlm.waiting import note_hung_thread
 
 _MAX_REQUEST_MIB = 4.0  # a request is one answer of the policy
 _CLOSE_S = 3.0

@@ -20,7 +20,7 @@ from rl_vlm.http.gate import RequestError
 from rl_vlm.http.schema import ChatMessage, ChatRequest, GenerateRequest, ImagePart, TextPart
 from rl_vlm.models.images import ImageProcessorSpec, shrunk
 from rl_vlm.models.loading import TextSide
-from rl_vlm.seeding import derive_seed
+from rl_vlm.numerics import derive_seed
 from rl_vlm.types import EncodedImage, GenerationRequest, Message, SamplingParams, UserInputError, as_rgb
 
 # Images from data URIs: the header is checked before a pixel is decoded.
@@ -243,7 +243,7 @@ class RequestReader:
             span = self._text.codec.encode_prompt(conversation, thinking)
         except TemplateError as error:
             raise UserInputError(f"The model's chat template refuses this conversation: {error}.") from error
-        image_tokens = sum(self._text.count_image_tokens(image.width, image.height) for image in span.images)
+        image_tokens = sum(self._text.images.count_tokens(image.width, image.height) for image in span.images)
         total = len(span.token_ids) - len(span.images) + image_tokens
         if total >= self._max_context:
             raise self._too_long(f"The prompt has {total} tokens: no less")

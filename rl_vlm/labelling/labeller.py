@@ -22,7 +22,7 @@ from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, EndpointError, Questi
 from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.prompts import TaskPrompts, read_label, read_score, strip_thoughts
 from rl_vlm.labelling.types import IDENTICAL, Label, LabelValue, Score, SegmentPair, encode, picture_of
-from rl_vlm.seeding import derive_seed
+from rl_vlm.numerics import derive_seed
 from rl_vlm.types import EncodedImage, Message
 
 CHOICES = ("0", "1", "-1")

@@ -96,6 +96,7 @@ class VLMLearner(TorchLearner):
         self._strategy = make_strategy(self._run.learner)
         self._updater = make_updater(self.vlm.policy, self._run)
         self._strategy.prepare(self.vlm.policy, self.optimizer)
+        self._published_dtype = self._run.published_dtype
         decay = self._run.learner.ema_decay
         self._average = None if decay is None else WeightAverage(self.vlm.policy.weights(), decay)
 
@@ -138,7 +139,7 @@ class VLMLearner(TorchLearner):
                         if taken and self._average is not None and batch.learn_policy:
                             self._average.update(self.vlm.policy.weights())
             if self._learner_index in (None, 0):
-                result.adapter = self._strategy.gather_adapter(batch.version, self._run.published_dtype)
+                result.adapter = self._strategy.gather_adapter(batch.version, self._published_dtype)
         give_back(self._run)
         return result
 

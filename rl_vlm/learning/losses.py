@@ -4,15 +4,21 @@ Shapes: N sampled tokens of one micro-batch, flattened. A micro-batch holds whol
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rl_vlm.config.learner import AlgorithmSection
+from rl_vlm.models.devices import linear, wide_product
+from rl_vlm.models.memory.shape import HEAD_TILES
 from rl_vlm.registry import Registry
+
+if TYPE_CHECKING:
+    from rl_vlm.models.qwen_vl import Backbone
 
 
 def mismatch_weights(
@@ -169,3 +175,231 @@ def kl_estimate(new: Tensor, reference: Tensor, estimator: Literal["k2", "k3"]) 
     if estimator == "k2":
         return 0.5 * difference**2
     return difference.exp() - 1 - difference
+
+
+# Log-probabilities of given tokens, with a gradient that is written out: no logits of all positions are in memory.
+
+# What is wanted of the entropies: nothing, their values, or values with a gradient.
+Entropy: TypeAlias = Literal["none", "value", "gradient"]
+# Up to this many logits at once torch differentiates by itself, which is as fast.
+_KEEP_LOGITS = 1 << 22
+
+
+class Tile(NamedTuple):
+    """How many logits exist at once: positions × vocabulary entries."""
+
+    rows: int
+    columns: int
+
+
+_TILES = {device: Tile(*tile) for device, tile in HEAD_TILES.items()}
+
+
+def token_logprobs(
+    backbone: Backbone,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    entropy: Entropy = "gradient",
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities float32 [N] of `targets` int64 [N] from hidden states [N, D], and the entropies [N] where asked for.
+
+    The token mask and the temperature are the engine's. `tile`: None takes what suits the device.
+    """
+    if tile is None and hidden.shape[0] * backbone.token_bias.shape[0] <= _KEEP_LOGITS:
+        return _direct(backbone, hidden, targets, temperature, entropy)
+    head = _Head(
+        backbone.wide_head,
+        backbone.token_bias,
+        temperature,
+        tile or _TILES.get(hidden.device.type, _TILES["cuda"]),
+    )
+    return _TokenLogprobs.apply(hidden, backbone.lm_head.weight, targets, head, entropy)  # type: ignore[no-any-return]
+
+
+def _direct(
+    backbone: Any, hidden: Tensor, targets: Tensor, temperature: float, entropy: Entropy
+) -> tuple[Tensor, Tensor | None]:
+    logprobs = torch.log_softmax(backbone.logits(hidden) / temperature, dim=-1)
+    chosen = logprobs.gather(1, targets[:, None])[:, 0]
+    if entropy == "none":
+        return chosen, None
+    # Suppressed tokens have probability 0 and log-probability -inf; they add nothing to the entropy. The bound keeps
+    # 0 · -inf out of the value, and is small enough that the gradient's 0 · bound cannot overflow either.
+    source = logprobs if entropy == "gradient" else logprobs.detach()
+    return chosen, -(source.exp() * source.clamp(min=-1e4)).sum(dim=-1)
+
+
+class _Head(NamedTuple):
+    """Logits z = (hidden · weightᵀ + bias) / temperature, tile by tile; float32 or wider."""
+
+    wide: bool  # not rounded to the model's type
+    bias: Tensor
+    temperature: float
+    tile: Tile
+
+    def rows(self, count: int) -> Iterator[slice]:
+        for start in range(0, count, self.tile.rows):
+            yield slice(start, min(start + self.tile.rows, count))
+
+    def columns(self) -> Iterator[slice]:
+        for start in range(0, len(self.bias), self.tile.columns):
+            yield slice(start, min(start + self.tile.columns, len(self.bias)))
+
+    def logits(self, hidden: Tensor, weight: Tensor, columns: slice) -> Tensor:
+        """[rows, columns], not shared with anything."""
+        bias = self.bias[columns]
+        if self.wide:
+            logits = wide_product(hidden, weight[columns]).add_(bias)
+        elif hidden.dtype == bias.dtype:
+            logits = linear(hidden, weight[columns], bias)
+        else:  # as Backbone.logits: rounded to the model's type first
+            logits = linear(hidden, weight[columns]).to(torch.promote_types(hidden.dtype, bias.dtype))
+            logits += bias
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    def back(self, masses: Tensor, weight: Tensor, columns: slice) -> Tensor:
+        """masses [rows, columns] · weight: [rows, D]."""
+        return linear(masses.to(weight.dtype), weight[columns].t())
+
+
+class _Sums:
+    """Running sums over the vocabulary for some rows: z are the logits, t their maximum so far, w the head's weights.
+
+    mass Σ e^(z-t); moment Σ e^(z-t) (z-t); mean Σ e^(z-t) w; tilt Σ e^(z-t) (z-t) w. A new maximum rescales them all.
+    """
+
+    def __init__(self, hidden: Tensor, targets: Tensor, kind: torch.dtype, slope: bool, entropy: Entropy) -> None:
+        self._hidden, self._targets = hidden, targets
+        zeros = hidden.new_zeros(len(hidden), dtype=kind)
+        # Finite, so that a tile of suppressed tokens alone gives no inf - inf.
+        self._top = torch.full_like(zeros, -1e30)
+        self._mass = zeros
+        self.chosen = zeros.clone()  # the target's logit
+        self._moment = None if entropy == "none" else zeros.clone()
+        self._mean = hidden.new_zeros(hidden.shape, dtype=kind) if slope else None
+        self._tilt = torch.zeros_like(self._mean) if self._mean is not None and entropy == "gradient" else None
+
+    def add(self, head: _Head, weight: Tensor, columns: slice) -> None:
+        """Take one tile of the vocabulary in."""
+        logits = head.logits(self._hidden, weight, columns)
+        place, inside = _within(self._targets, columns)
+        self.chosen = torch.where(inside, logits.gather(1, place)[:, 0], self.chosen)
+        top = torch.maximum(self._top, logits.amax(1))
+        fall = self._top - top
+        factor = fall.exp()
+        logits.sub_(top[:, None])
+        weighted = None
+        if self._moment is None:
+            masses = logits.exp_()
+        else:
+            masses = logits.exp()
+            weighted = logits.clamp_(min=-1e4).mul_(masses)  # 0 · -inf of a suppressed token is 0 here
+            self._moment = factor * (self._moment + fall * self._mass) + weighted.sum(1)
+        if self._tilt is not None and self._mean is not None and weighted is not None:
+            self._tilt.add_(fall[:, None] * self._mean).mul_(factor[:, None]).add_(head.back(weighted, weight, columns))
+        if self._mean is not None:
+            self._mean.mul_(factor[:, None]).add_(head.back(masses, weight, columns))
+        self._mass = factor * self._mass + masses.sum(1)
+        self._top = top
+
+    def log_sum(self) -> Tensor:
+        """log Σ e^z [rows]."""
+        return self._top + self._mass.log()
+
+    def entropy(self) -> Tensor:
+        """[rows]."""
+        assert self._moment is not None
+        return self._mass.log() - self._moment / self._mass
+
+    def slope(self, weight: Tensor, temperature: float) -> Tensor:
+        """d logp / dh [rows, D]."""
+        assert self._mean is not None
+        return (weight[self._targets] - self._mean / self._mass[:, None]) / temperature
+
+    def entropy_slope(self, temperature: float) -> Tensor:
+        """dH / dh [rows, D]."""
+        assert self._tilt is not None and self._mean is not None
+        level = self.entropy() - self._mass.log()
+        return (self._tilt + level[:, None] * self._mean) / (-temperature * self._mass[:, None])
+
+
+def _within(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """(places [rows, 1] of the targets in a tile, bool [rows]: whether they are there)."""
+    place = targets - columns.start
+    inside = (place >= 0) & (targets < columns.stop)
+    return torch.where(inside, place, 0)[:, None], inside
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """What the derivatives in a hidden state h sum over the vocabulary does not depend on the loss:
+
+        d logp / dh = (w_target - Σ p_v w_v) / T        dH / dh = -Σ p_v (log p_v + H) w_v / T
+
+    So the forward pass adds it up while it has the logits, with a running maximum as online softmax does (arXiv
+    1805.02867), and the backward pass only scales: two products instead of three. Weights that are trained take a third:
+    the backward pass recomputes a tile's logits and makes of them, in place, softmax minus one-hot, scaled.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head, entropy: Entropy
+    ) -> tuple[Tensor, Tensor | None]:
+        kind = torch.promote_types(hidden.dtype, torch.float32)
+        with_slope = ctx.needs_input_grad[0]
+        parts: list[tuple[Tensor, ...]] = []
+        for rows in head.rows(len(hidden)):
+            sums = _Sums(hidden[rows], targets[rows], kind, with_slope, entropy)
+            for columns in head.columns():
+                sums.add(head, weight, columns)
+            found = [sums.chosen, sums.log_sum()]
+            if entropy != "none":
+                found.append(sums.entropy())
+            if with_slope:
+                found.append(sums.slope(weight, head.temperature))
+                if entropy == "gradient":
+                    found.append(sums.entropy_slope(head.temperature))
+            parts.append(tuple(found))
+        whole = [torch.cat(part) for part in zip(*parts, strict=True)]
+        chosen, log_sum = whole[:2]
+        entropies = None if entropy == "none" else whole[2]
+        slopes = whole[2 if entropies is None else 3 :]
+        ctx.save_for_backward(hidden, weight, targets, log_sum, entropies, *slopes)
+        ctx.head = head
+        ctx.set_materialize_grads(False)
+        if entropies is not None and entropy == "value":
+            ctx.mark_non_differentiable(entropies)
+        return chosen - log_sum, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, targets, log_sum, entropies, *slopes = ctx.saved_tensors
+        for_hidden, for_weight = None, None
+        if ctx.needs_input_grad[0]:
+            terms = [
+                gradient[:, None] * slope
+                for gradient, slope in zip(gradients, slopes, strict=False)
+                if gradient is not None
+            ]
+            for_hidden = sum(terms[1:], start=terms[0]).to(hidden.dtype) if terms else None
+        if ctx.needs_input_grad[1]:
+            of_logprob, of_entropy = (torch.zeros_like(log_sum) if one is None else one for one in gradients)
+            for_weight = torch.zeros_like(weight, dtype=log_sum.dtype)
+            for rows in ctx.head.rows(len(hidden)):
+                for columns in ctx.head.columns():
+                    logprobs = ctx.head.logits(hidden[rows], weight, columns).sub_(log_sum[rows, None])
+                    delta = logprobs.exp()
+                    factor = of_logprob[rows, None]
+                    if entropies is not None:
+                        logprobs.clamp_(min=-1e4).add_(entropies[rows, None]).mul_(of_entropy[rows, None])
+                        factor = logprobs.add_(factor)
+                    delta.mul_(factor).neg_()
+                    place, inside = _within(targets[rows], columns)
+                    delta.scatter_add_(1, place, torch.where(inside, of_logprob[rows], 0.0)[:, None])
+                    delta = delta.div_(ctx.head.temperature).to(hidden.dtype)
+                    for_weight[columns] += torch.mm(delta.t(), hidden[rows])
+            for_weight = for_weight.to(weight.dtype)
+        return for_hidden, for_weight, None, None, None

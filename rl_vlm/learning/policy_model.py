@@ -17,10 +17,10 @@ from rl_vlm.config import CriticSection, RunConfig, SFTConfig
 from rl_vlm.learning.estimators import Rescaling
 from rl_vlm.models.devices import choose_order, choose_precision, use_fast_products
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
-from rl_vlm.models.lora_layers import ExtraLora, inject_lora, load_lora_state, lora_config, lora_state, seed_lora
+from rl_vlm.models.lora import ExtraLora, inject_lora, load_lora_state, lora_config, lora_state, seed_lora
 from rl_vlm.models.qwen_vl import CACHE_BYTES, Backbone
 from rl_vlm.models.weights import AdapterPayload, FullPayload, WeightPayload, check_fits, initial_adapter
-from rl_vlm.seeding import derive_seed
+from rl_vlm.numerics import derive_seed
 from rl_vlm.types import UserInputError
 
 HEAD = "head."  # names of the head's tensors, among those of the critic's adapter

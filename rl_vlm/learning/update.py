@@ -17,8 +17,7 @@ from rl_vlm.config import OptimizerSection, RunConfig, SFTConfig
 from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.envs.images import blanked, resized
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
-from rl_vlm.learning.logprobs import Entropy, token_logprobs
-from rl_vlm.learning.losses import LOSSES, TokenBatch, kl_estimate, mismatch_weights
+from rl_vlm.learning.losses import LOSSES, Entropy, TokenBatch, kl_estimate, mismatch_weights, token_logprobs
 from rl_vlm.learning.plan import Scores, UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import Critic, value_loss
 from rl_vlm.learning.strategies import CRITIC_GROUP, Strategy
@@ -497,7 +496,7 @@ def sight_logprobs(
 
 def _check_tokens(trajectories: Sequence[Trajectory], text: TextSide) -> None:
     for trajectory in trajectories:
-        wanted = sum(text.count_image_tokens(image.width, image.height) for image in trajectory.images)
+        wanted = sum(text.images.count_tokens(image.width, image.height) for image in trajectory.images)
         there = int((trajectory.token_ids == text.codec.image_token_id).sum())
         if wanted != there:
             raise UnfitImagesError(

@@ -168,6 +168,10 @@ class ImageProcessorSpec:
         temporal, rows, columns = grid
         return temporal * rows * columns // self.merge_size**2
 
+    def count_tokens(self, width: int, height: int) -> int:
+        """How many placeholder tokens an image of this size takes."""
+        return self.num_image_tokens(self.grid_thw(width, height))
+
 
 def patchify(spec: ImageProcessorSpec, image: Image.Image | EncodedImage, name: str = "") -> tuple[np.ndarray, Grid]:
     """(pixel_values float32 [patches, patch_dim], grid) of one image, in the processor's patch order."""

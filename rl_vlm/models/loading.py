@@ -72,10 +72,6 @@ class TextSide:
     images: ImageProcessorSpec
     vocab_size: int
 
-    def count_image_tokens(self, width: int, height: int) -> int:
-        """How many placeholder tokens an image of this size takes."""
-        return self.images.num_image_tokens(self.images.grid_thw(width, height))
-
 
 def resolve_model(name: str, seed: int = 0) -> Path:
     """The folder of a model: `tiny` (built on first use), a local folder, or a hub name that was fetched before.

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from rl_vlm.numerics import wilson_interval
 from rl_vlm.plots.curves import INK, MUTED, check_outputs, new_figure, save_figure, style_panel
-from rl_vlm.statistics import wilson_interval
 from rl_vlm.types import UserInputError
 
 DEFAULT_FILE = "figure6_query_accuracy.png"

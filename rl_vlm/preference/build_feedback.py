@@ -9,9 +9,9 @@ from rl_vlm.config import PreferenceConfig
 from rl_vlm.labelling.store import LabelStore, label_cache
 from rl_vlm.labelling.types import Scorer
 from rl_vlm.models.devices import driver_device
+from rl_vlm.numerics import derive_seed
 from rl_vlm.preference.feedback import Feedback, PairFeedback, ScoreFeedback, check_cache
 from rl_vlm.preference.reward_model import RewardEnsemble, RewardTrainer
-from rl_vlm.seeding import derive_seed
 
 if TYPE_CHECKING:
     from rl_vlm.serving.service import PolicyService

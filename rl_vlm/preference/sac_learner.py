@@ -14,8 +14,8 @@ from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.core.rl_module.torch import TorchRLModule
 from torch import Tensor
 
+from rl_vlm.numerics import derive_seed
 from rl_vlm.preference.sac import Batch, RunningStd, SACNetworks, SACUpdater, state_entropy
-from rl_vlm.seeding import derive_seed
 from rl_vlm.types import UserInputError
 
 ActorLayers = list[tuple[np.ndarray, np.ndarray]]  # (weight [out, in], bias [out])

@@ -19,9 +19,9 @@ from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
 from rl_vlm.config import PreferenceSection
 from rl_vlm.files import append_whole, whole_lines, write_atomic
+from rl_vlm.numerics import wilson_interval
 from rl_vlm.preference.collector import CollectionError, EpisodeResult, NumpyActor, environment_errors
 from rl_vlm.preference.replay import StepBatch
-from rl_vlm.statistics import wilson_interval
 from rl_vlm.types import UserInputError
 
 Phase = Literal["random", "explore", "learn"]

@@ -19,9 +19,9 @@ from rl_vlm.config import RunConfig
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_step
 from rl_vlm.envs.parts import make_part
-from rl_vlm.hung_threads import note_hung_thread
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import Observation, RLVLMError
+from rl_vlm.waiting import note_hung_thread
 
 Timed = tuple[Any, float]  # the result or RLVLMError of a call, and its seconds
 
@@ -337,7 +337,8 @@ class EnvPools:
             self._pools[key].close_surplus(self._episodes if key[1] == _UNCHANGED else 0)
 
     def _changes(self, task: RolloutTask) -> dict[str, Any]:
-        return {**self._run.variant_arguments(task.variant, task.env), **task.arguments}
+        variant = self._run.variant_arguments(task.variant, task.env) if task.variant else {}
+        return {**variant, **task.arguments}
 
     def _key(self, task: RolloutTask) -> tuple[str, str]:
         return task.env, json.dumps(self._changes(task), sort_keys=True)

@@ -55,6 +55,7 @@ class RolloutWorker:
         self._place, self._num_workers = place, num_workers
         self._run_id, self._key = run_id, key
         self._text = load_text_side(model, run.model.pixels)
+        self._rewards = {name: part.reward for name, part in run.env.parts.items()}
         self._client: PolicyClient | None = None
         self.pools = EnvPools(run)
         # What results have reported: calls may overlap, and each reports what is new.
@@ -133,7 +134,8 @@ class RolloutWorker:
                 with span("group", group=task.group_id, index=task.index, size=task.size, attempt=attempt):
                     group = await run_group(task, self.pools.of(task), client, self._text, rollout, max_context, opened)
                     with span("reward"):
-                        return await score_group(group, self._run.env.parts[task.env].reward, client, self._text)
+                        reward = self._rewards[task.env]
+                        return await score_group(group, reward, client, self._text) if reward.weights else group
             except GroupFailedError as error:
                 dropped[error.reason] += 1
                 if attempt >= rollout.group_retries:

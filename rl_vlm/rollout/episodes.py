@@ -18,9 +18,9 @@ from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.errors import plain_values, reward_parts
 from rl_vlm.envs.images import blanked, replaced
 from rl_vlm.models.loading import TextSide
+from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.env_pool import EnvPool, GroupFailedError, discard_on_failure, reason_of
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.seeding import derive_seed
 from rl_vlm.types import (
     Completion,
     EncodedImage,
@@ -492,7 +492,7 @@ def _finish(episode: _Episode, task: RolloutTask) -> Trajectory:
 
 
 def _expand(span: EncodedSpan, text: TextSide, name: str) -> np.ndarray:
-    counts = [text.count_image_tokens(image.width, image.height) for image in span.images]
+    counts = [text.images.count_tokens(image.width, image.height) for image in span.images]
     return expand_image_tokens(span.token_ids, text.codec.image_token_id, counts, name)
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from rl_vlm.config import RunConfig
+from rl_vlm.numerics import are_equal
 from rl_vlm.rollout.env_pool import FailureBudget
 from rl_vlm.rollout.sampler import (
     RESTART_GRACE_S,
@@ -21,7 +22,6 @@ from rl_vlm.rollout.sampler import (
     SamplingError,
 )
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask, TaskStream
-from rl_vlm.statistics import are_equal
 from rl_vlm.tracing import Span, traceparent
 from rl_vlm.types import TrajectoryGroup
 
@@ -126,7 +126,8 @@ class Rollouts(ABC):
     def __init__(self, sampler: Sampler, stream: TaskStream, run: RunConfig) -> None:
         self._sampler, self._stream, self._run = sampler, stream, run
         self._batch = run.rollout.prompts_per_iteration
-        self._buffer = GroupBuffer(run.rollout.max_policy_lag, partial=run.rollout.crosses_versions)
+        self.crosses_versions = run.rollout.crosses_versions
+        self._buffer = GroupBuffer(run.rollout.max_policy_lag, partial=self.crosses_versions)
         share = run.algorithm.max_refill
         self._refill = Refill(max(round(share * self._batch), int(share > 0)))  # a small share of a few is one at least
         self._failures = FailureBudget(run.rollout.max_consecutive_failures)
@@ -322,7 +323,7 @@ class ContinuousRollouts(Rollouts):
             return False
         if not running or self._run.rollout.late_groups == "drop":
             return True
-        if self._run.rollout.crosses_versions:
+        if self.crosses_versions:
             running = []  # these go on with newer weights, so none becomes too old
         return buffer.batch_leaves_time(self._batch, version, running)
 

@@ -17,10 +17,10 @@ from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.parts import survey
 from rl_vlm.evaluation.players import EpisodesLostError, losses
 from rl_vlm.files import to_jsonable, write_atomic
+from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.runs.evaluate import run_for, served_worker, starting_adapter
 from rl_vlm.safe_text import printable_json
-from rl_vlm.seeding import derive_seed
 from rl_vlm.types import TrajectoryGroup
 
 

@@ -206,7 +206,7 @@ def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, 
                 raise UserInputError(f"The {split} split of {env_id} is empty: check env.data.")
             observation, _ = env.reset(seed=0, options={"index": 0, "split": split})
             span = text.codec.encode_prompt(observation.messages)
-            counts = [text.count_image_tokens(image.width, image.height) for image in span.images]
+            counts = [text.images.count_tokens(image.width, image.height) for image in span.images]
             length = len(expand_image_tokens(span.token_ids, text.codec.image_token_id, counts))
             if length >= config.serving.max_context:
                 raise UserInputError(

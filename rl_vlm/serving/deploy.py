@@ -23,7 +23,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_vlm.config import CommonConfig, ServingSection
 from rl_vlm.config.section import claim
-from rl_vlm.hung_threads import within
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.registry import (
     MOST_CALLS,
@@ -37,6 +36,7 @@ from rl_vlm.serving.registry import (
 )
 from rl_vlm.serving.replica import VLMServer
 from rl_vlm.types import RLVLMError
+from rl_vlm.waiting import within
 
 _ANSWER_S = 30.0
 _DELETE_S = 90.0  # Serve itself waits for 60

@@ -18,7 +18,6 @@ from typing import Any
 
 from ray.util import metrics
 
-from rl_vlm.coroutines import repeat
 from rl_vlm.engines.base import BASE_MODEL, Engine, EngineStats
 from rl_vlm.serving.registry import POLL_S, Changes, Published, Revision
 from rl_vlm.types import Completion, RLVLMError, UserInputError
@@ -320,6 +319,9 @@ class NotLoadedError(RLVLMError):
     """A version cannot be loaded here."""
 
 
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between attempts that fail
+
+
 @dataclass(slots=True, eq=False)
 class FollowedPolicy:
     """One policy: its newest published version, and the one that the engine has."""
@@ -384,8 +386,16 @@ class Follower:
 
     async def run(self) -> None:
         """Follow until cancelled. No failure ends it: `life` says how long failures may go on."""
-        try:  # a registry that restarts may be back at the next attempt
-            await repeat(self._catch_up, logger, f"replica {self._replica_id} cannot follow the registry")
+        pause = _FIRST_PAUSE_S
+        try:
+            while True:
+                try:
+                    await self._catch_up()
+                    pause = _FIRST_PAUSE_S
+                except Exception as error:  # a registry that restarts may be back at the next attempt
+                    logger.warning("replica %s cannot follow the registry: %r", self._replica_id, error)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE_S)
         finally:
             for task in self._work:
                 task.cancel()

@@ -24,7 +24,6 @@ from ray import serve
 from ray.serve._private import replica
 
 from rl_vlm.config import CommonConfig, ServedModelSection
-from rl_vlm.coroutines import all_or_none
 from rl_vlm.engines.base import BASE_MODEL, Engine, EngineError
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.memory.needs import kv_cache_bytes, max_kv_tokens
@@ -52,6 +51,7 @@ from rl_vlm.types import (
     SampleChunk,
     SamplingParams,
 )
+from rl_vlm.waiting import all_or_none
 
 # The port of Serve's replicas for calls between deployments.
 #
@@ -277,7 +277,7 @@ class VLMServer:
         self._images = ImageCache.of(run.model)
         self._metrics = RayMetrics(run.name, app_name(run_id), self.replica_id)
         text = load_text_side(folder, run.model.pixels)
-        self._count_image_tokens = text.count_image_tokens
+        self._count_image_tokens = text.images.count_tokens
         self._probe_ids = text.codec.encode_prompt([Message.of("user", "1")]).token_ids
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []

@@ -335,7 +335,7 @@ class ConversationEncoder:
 
     def _expanded(self, span: EncodedSpan, conversation: Conversation) -> np.ndarray:
         try:
-            counts = [self._text.count_image_tokens(image.width, image.height) for image in span.images]
+            counts = [self._text.images.count_tokens(image.width, image.height) for image in span.images]
             return expand_image_tokens(span.token_ids, self._text.codec.image_token_id, counts)
         except UserInputError as error:  # an image of a shape that the model cannot be shown
             raise BadRowError(f"{conversation.where}: {error}") from error
@@ -343,5 +343,5 @@ class ConversationEncoder:
     def _count_images(self, token_ids: np.ndarray, images: Sequence[EncodedImage]) -> int:
         """How many of the images have their placeholders in these ids."""
         rest = int((token_ids == self._text.codec.image_token_id).sum())
-        ends = np.cumsum([self._text.count_image_tokens(image.width, image.height) for image in images])
+        ends = np.cumsum([self._text.images.count_tokens(image.width, image.height) for image in images])
         return int(np.searchsorted(ends, rest, side="right"))

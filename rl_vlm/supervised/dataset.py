@@ -11,7 +11,7 @@ import numpy as np
 from rl_vlm.config import SFTConfig
 from rl_vlm.envs.tables import refuse_shared_rows, split_slice
 from rl_vlm.models.loading import TextSide
-from rl_vlm.seeding import derive_seed
+from rl_vlm.numerics import derive_seed
 from rl_vlm.supervised.conversations import Conversation, ConversationEncoder
 from rl_vlm.supervised.sources import ConversationTable, has_split, open_conversations
 from rl_vlm.types import Trajectory, UserInputError

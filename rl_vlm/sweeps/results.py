@@ -24,8 +24,8 @@ from rl_vlm.config import TrainConfig, save_config
 from rl_vlm.config.sweep import SEED, SweepConfig, changed
 from rl_vlm.files import whole_lines, write_atomic
 from rl_vlm.models.weights import trained_folder
+from rl_vlm.numerics import student_half_width
 from rl_vlm.plots.sweep import Setting, draw_settings
-from rl_vlm.statistics import student_half_width
 
 logger = logging.getLogger(__name__)
 

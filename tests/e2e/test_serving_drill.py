@@ -21,7 +21,7 @@ from ray.serve.schema import ReplicaState
 from serving_support import RUN_ID, Adapters, ask, client, replicas, served
 
 from rl_vlm.models.loading import resolve_model
-from rl_vlm.models.lora_layers import inject_lora, load_lora_state, lora_config
+from rl_vlm.models.lora import inject_lora, load_lora_state, lora_config
 from rl_vlm.serving.registry import app_name
 from rl_vlm.types import Completion
 

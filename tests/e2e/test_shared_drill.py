@@ -22,7 +22,7 @@ from ray.serve.schema import ReplicaState
 from serving_support import ask, replicas
 from shared_support import NAME, PolicyAdapters, client_of, registry, sharing, user
 
-from rl_vlm.models.lora_layers import inject_lora, load_lora_state, lora_config
+from rl_vlm.models.lora import inject_lora, load_lora_state, lora_config
 from rl_vlm.serving.registry import app_name, shared_id
 from rl_vlm.serving.service import PolicyService
 from rl_vlm.types import Completion

@@ -49,7 +49,7 @@ def groups(folder: Path) -> list[TrajectoryGroup]:
     for number in range(6):
         item = shapes_item("count", "train", number)
         span = text.codec.encode_prompt([Message.of("user", item.image, item.question)])
-        count = text.count_image_tokens(item.image.width, item.image.height)
+        count = text.images.count_tokens(item.image.width, item.image.height)
         at = int(np.flatnonzero(span.token_ids == text.codec.image_token_id)[0])
         prompt = np.concatenate([span.token_ids[:at], np.repeat(span.token_ids[at], count), span.token_ids[at + 1 :]])
         trajectories = []

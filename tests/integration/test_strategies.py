@@ -121,7 +121,7 @@ def test_saved_by_four_and_continued_by_two(
     import torch
     from core_support import run_config
 
-    from rl_vlm.models.lora_layers import lora_config
+    from rl_vlm.models.lora import lora_config
 
     four = group(tiny_folder, 4, [0, 1], settings)
     lora = run_config(tiny_folder).model.lora

@@ -32,9 +32,9 @@ from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.vllm_engine import VLLMEngine
 from rl_vlm.engines.vllm_weights import AdapterFolders
-from rl_vlm.models.images import PixelLimits
+from rl_vlm.models.images import ImageProcessorSpec, PixelLimits
 from rl_vlm.models.loading import TextSide, load_model, load_text_side
-from rl_vlm.models.lora_layers import inject_lora, lora_config, lora_state
+from rl_vlm.models.lora import inject_lora, lora_config, lora_state
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import Completion, GenerationRequest, SampleChunk, SamplingParams, StopReason, UserInputError
 
@@ -392,11 +392,11 @@ def test_what_cannot_be_sampled_is_named_and_leaves_the_engine_working(
         with pytest.raises(EngineError, match=f"(?s)Request bad.*{message}"):
             generate(engine, good, replace(request, request_id="bad"))
     with monkeypatch.context() as patch:
-        patch.setattr(TextSide, "count_image_tokens", lambda self, width, height: 5)
+        patch.setattr(ImageProcessorSpec, "count_tokens", lambda self, width, height: 5)
         with pytest.raises(EngineError, match=r"Request good: vLLM expanded the prompt .* grids"):
             generate(engine, good)
     (completion,) = generate(engine, good)
-    counts = [text.count_image_tokens(96, 64)]
+    counts = [text.images.count_tokens(96, 64)]
     expected = expand_image_tokens(good.prompt_ids, text.codec.image_token_id, counts)
     np.testing.assert_array_equal(completion.prompt_ids, expected)
     assert generate(engine) == []

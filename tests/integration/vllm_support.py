@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from rl_vlm.models.loading import TextSide, load_model, load_text_side
-from rl_vlm.models.lora_layers import inject_lora, load_lora_state, lora_config, lora_state
+from rl_vlm.models.lora import inject_lora, load_lora_state, lora_config, lora_state
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Message, SampleChunk, SamplingParams, StopReason
 from rl_vlm.zoo.tiny import model as tiny

@@ -24,10 +24,10 @@ from rl_vlm.rewards.math import normalize_answer
 from rl_vlm.rewards.text import judged_refusal, quoted
 from rl_vlm.safe_text import printable, safe
 from rl_vlm.types import EncodedImage, UserInputError
-from rl_vlm.zoo.caption.reward import grade_caption
-from rl_vlm.zoo.geospot.answer import parse_answer
-from rl_vlm.zoo.nlvr2.answer import read_verdict
-from rl_vlm.zoo.zoom.answer import read_answer
+from rl_vlm.zoo.caption.environment import grade_caption
+from rl_vlm.zoo.geospot.places import parse_answer
+from rl_vlm.zoo.nlvr2.environment import read_verdict
+from rl_vlm.zoo.zoom.environment import read_answer
 
 _LONGEST = 700  # of a message
 

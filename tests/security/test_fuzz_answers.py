@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from rl_vlm.rewards.math import Reason, grade, normalize_answer
 from rl_vlm.rewards.text import judged_refusal, quoted
-from rl_vlm.zoo.caption.reward import grade_caption
-from rl_vlm.zoo.geospot.answer import parse_answer
-from rl_vlm.zoo.geospot.reward import FIELDS, TAUS_KM, score, stage_weights
-from rl_vlm.zoo.nlvr2.answer import read_verdict
-from rl_vlm.zoo.zoom.answer import read_answer
+from rl_vlm.zoo.caption.environment import grade_caption
+from rl_vlm.zoo.geospot.places import FIELDS, TAUS_KM, parse_answer, score, stage_weights
+from rl_vlm.zoo.nlvr2.environment import read_verdict
+from rl_vlm.zoo.zoom.environment import read_answer
 
 pytestmark = pytest.mark.timeout(max(600, 3 * SECONDS))
 

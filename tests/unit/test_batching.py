@@ -146,7 +146,7 @@ def test_every_sampled_token_appears_once_with_its_own_numbers(text: TextSide) -
         assert len(micro.row) == len(micro.column) == len(micro.target) == len(micro.behaviour) == len(micro.turn)
         assert micro.input_ids.shape == micro.segments.shape == micro.position_ids.shape[1:]
         placeholders = (micro.input_ids == text.codec.image_token_id).sum()
-        assert placeholders == sum(text.count_image_tokens(image.width, image.height) for image in micro.images)
+        assert placeholders == sum(text.images.count_tokens(image.width, image.height) for image in micro.images)
 
 
 def test_groups_whose_prompts_differ_are_not_packed(text: TextSide) -> None:

@@ -301,7 +301,7 @@ def test_placeholders_equal_what_the_processor_writes(tiny_folder: Path, sizes: 
     expanded = expand(text, span.token_ids, images)
     grids = [text.images.grid_thw(width, height) for width, height in sizes]
     assert (expanded == text.codec.image_token_id).sum() == sum(t * h * w // 4 for t, h, w in grids)
-    assert [text.count_image_tokens(*size) for size in sizes] == [t * h * w // 4 for t, h, w in grids]
+    assert [text.images.count_tokens(*size) for size in sizes] == [t * h * w // 4 for t, h, w in grids]
 
 
 def test_a_whole_prompt_equals_the_processor_with_real_images(tiny_folder: Path, text: TextSide) -> None:

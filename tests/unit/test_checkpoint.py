@@ -30,7 +30,7 @@ from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import SingleProcess
 from rl_vlm.learning.update import make_optimizer, make_updater
-from rl_vlm.models.lora_layers import load_lora_state
+from rl_vlm.models.lora import load_lora_state
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import UserInputError
 

@@ -7,7 +7,7 @@ import rl_vlm
 from rl_vlm.control_envs.metaworld_cameras import import_mujoco
 from rl_vlm.envs.errors import EnvError, check_reset, check_step
 from rl_vlm.types import UserInputError
-from rl_vlm.zoo.control.action_words import read_word
+from rl_vlm.zoo.control.environment import read_word
 
 EMPTY = {"env": "MiniGrid-Empty-5x5-v0", "actions": ["left", "right", "forward"], "highlight": False, "tile_size": 8}
 

@@ -165,7 +165,7 @@ def test_pixel_limits_hold_for_counting_and_for_encoding(tiny_folder: Path) -> N
     rng = np.random.default_rng(3)
     for width, height in ((20, 20), (64, 64), (300, 100), (500, 500)):
         image = picture(rng, width, height)
-        tokens = text.count_image_tokens(width, height)
+        tokens = text.images.count_tokens(width, height)
         assert 4 <= tokens <= 6
         assert backbone.image_features([image])[0].merged.shape[0] == tokens
     with pytest.raises(UserInputError, match="model.max_pixels must be at least model.min_pixels"):

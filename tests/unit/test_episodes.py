@@ -23,11 +23,11 @@ from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError
 from rl_vlm.envs.images import blank, resized
 from rl_vlm.models.loading import TextSide
+from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.env_pool import EnvPool, FailureBudget, GroupFailedError, TooManyFailuresError
 from rl_vlm.rollout.episodes import run_group, state_id
 from rl_vlm.rollout.metrics import declared_metrics
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.seeding import derive_seed
 from rl_vlm.types import (
     Completion,
     EncodedImage,

@@ -25,9 +25,9 @@ from rl_vlm.evaluation.outcomes import (
 )
 from rl_vlm.evaluation.outcomes import outcome as made
 from rl_vlm.files import to_jsonable
+from rl_vlm.numerics import bootstrap_interval, mcnemar_p_value, wilson_interval
 from rl_vlm.plots.evaluation import draw_evaluation, evaluation_page
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.statistics import bootstrap_interval, mcnemar_p_value, wilson_interval
 from rl_vlm.types import UserInputError
 
 

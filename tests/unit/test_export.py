@@ -9,8 +9,7 @@ import torch
 from rl_vlm.models import export
 from rl_vlm.models.export import ExportError, check_target, export_model, find_adapter_and_model, replace_model
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
-from rl_vlm.models.lora import linear_weights, merged_weights
-from rl_vlm.models.lora_layers import inject_lora, lora_config, lora_state
+from rl_vlm.models.lora import inject_lora, linear_weights, lora_config, lora_state, merged_weights
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import UserInputError
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm.zoo.geospot.gazetteer import Gazetteer, open_gazetteer
-from rl_vlm.zoo.geospot.reward import haversine_km
+from rl_vlm.zoo.geospot.places import Gazetteer, haversine_km, open_gazetteer
 
 
 @pytest.fixture(scope="module")

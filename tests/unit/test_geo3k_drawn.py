@@ -14,11 +14,20 @@ import pytest
 from rl_vlm.envs.errors import check_step
 from rl_vlm.rewards.math import grade
 from rl_vlm.types import EncodedImage
-from rl_vlm.zoo.geo3k.drawn import drawn_problem, random_problem
+from rl_vlm.zoo.geo3k.drawn import (
+    ANGLE_STEPS,
+    CELL,
+    LEAST_SIZE,
+    LEVELS,
+    Figure,
+    Label,
+    Problem,
+    draw_figure,
+    drawn_problem,
+    random_problem,
+)
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
-from rl_vlm.zoo.geo3k.figures import CELL, Figure, Label, draw_figure
-from rl_vlm.zoo.geo3k.problems import ANGLE_STEPS, LEAST_SIZE, LEVELS, Problem
-from rl_vlm.zoo.shapes.data import format_call
+from rl_vlm.zoo.shapes.environment import format_call
 
 PROBLEMS = [
     (level, make, step) for level, makers in LEVELS.items() for make in makers for step in ((1, 20) if level != 3 else (1,))

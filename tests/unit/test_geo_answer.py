@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from rl_vlm.zoo.geospot.answer import MAX_CHARS, GeoAnswer, parse_answer
-from rl_vlm.zoo.geospot.place_names import Kind, name_key
+from rl_vlm.zoo.geospot.places import MAX_CHARS, GeoAnswer, Kind, name_key, parse_answer
 
 # Written by hand: text, city, region, country, coords, valid. None stands for what is missing or can be read in two ways.
 CASES = json.loads((Path(__file__).parents[1] / "fixtures" / "answers" / "places.json").read_text())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from haversine import Unit, haversine
 
-from rl_vlm.zoo.geospot.reward import (
+from rl_vlm.zoo.geospot.places import (
     EARTH_RADIUS_KM,
     FARTHEST_KM,
     FIELDS,

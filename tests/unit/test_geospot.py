@@ -11,7 +11,7 @@ from rl_vlm.envs.registry import make
 from rl_vlm.rollout.metrics import declared_metrics
 from rl_vlm.types import EncodedImage, Trajectory, TrajectoryStatus
 from rl_vlm.zoo.geospot.environment import BRIEF, GeoSpotEnv
-from rl_vlm.zoo.geospot.reward import FARTHEST_KM, haversine_km
+from rl_vlm.zoo.geospot.places import FARTHEST_KM, haversine_km
 
 RIGHT = "City: {city}\nRegion: {region}\nCountry: {country}\nLatitude: {latitude}\nLongitude: {longitude}"
 

@@ -13,7 +13,7 @@ from rl_vlm.envs.registry import make
 from rl_vlm.types import UserInputError
 from rl_vlm.zoo.geospot import world
 from rl_vlm.zoo.geospot.environment import GeoSpotEnv
-from rl_vlm.zoo.geospot.reward import haversine_km
+from rl_vlm.zoo.geospot.places import haversine_km
 from rl_vlm.zoo.geospot.world import (
     LAND,
     MOST_COUNTRIES,

@@ -23,7 +23,7 @@ from rl_vlm.engines import transformers_engine
 from rl_vlm.learning import policy_model
 from rl_vlm.models import devices
 from rl_vlm.models.devices import choose_order, choose_precision
-from rl_vlm.models.lora_layers import lora_config
+from rl_vlm.models.lora import lora_config
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs import ray_session
 from rl_vlm.types import UserInputError

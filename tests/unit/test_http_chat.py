@@ -19,7 +19,7 @@ from openai.types.chat import ChatCompletion
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import TextSide
-from rl_vlm.seeding import derive_seed
+from rl_vlm.numerics import derive_seed
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Message, SamplingParams
 
 IMAGE = picture(np.random.default_rng(3), 96, 64)

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from rl_vlm.hung_threads import within
+from rl_vlm.waiting import within
 
 _SCRIPT = """
 import asyncio, sys, time
 from rl_vlm.envs.errors import EnvTimeoutError
-from rl_vlm.hung_threads import leave
+from rl_vlm.waiting import leave
 from rl_vlm.rollout.env_pool import EnvPool
 
 class Env:
@@ -73,7 +73,7 @@ def test_a_call_within_its_deadline_gives_what_it_gives_and_raises_what_it_raise
 def test_a_call_without_an_end_is_left_behind_with_the_process() -> None:
     script = """
 import threading
-from rl_vlm.hung_threads import leave, within
+from rl_vlm.waiting import leave, within
 try:
     within(0.2, "waiting for ever", threading.Event().wait)
 except TimeoutError as error:

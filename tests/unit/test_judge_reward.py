@@ -401,7 +401,7 @@ class Recording(EngineClient):
 def sampled(text: TextSide, prompt: Message, reply: str) -> Trajectory:
     """An episode of one turn, with its prompt as an engine expands it."""
     span = text.codec.encode_prompt([prompt])
-    count = text.count_image_tokens(PICTURE_64.width, PICTURE_64.height)
+    count = text.images.count_tokens(PICTURE_64.width, PICTURE_64.height)
     parts = [np.repeat(token, count if token == text.codec.image_token_id else 1) for token in span.token_ids]
     prompt_ids = np.concatenate(parts).astype(np.int32)
     ids = np.concatenate([prompt_ids, text.codec.encode_text(reply), [text.codec.end_of_turn_id]]).astype(np.int32)
@@ -433,7 +433,7 @@ def test_the_base_model_judges_and_may_be_what_is_beaten(engine: TransformersEng
     found = figures(scored)
     assert found["requests"] == 5.0
     asked = sum(len(request.prompt_ids) for request in policy.requests)
-    images = 2 * 5 * (text.count_image_tokens(64, 64) - 1)
+    images = 2 * 5 * (text.images.count_tokens(64, 64) - 1)
     assert found["tokens"] == asked + images + len(said) + 4 * 2  # each reply: its digit and the end of the turn
 
 

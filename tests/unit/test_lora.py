@@ -17,8 +17,16 @@ from safetensors.torch import load_file
 
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.loading import load_model
-from rl_vlm.models.lora import TARGET_MODULES, linear_weights, merged_weights
-from rl_vlm.models.lora_layers import inject_lora, load_lora_state, lora_config, lora_state, seed_lora
+from rl_vlm.models.lora import (
+    TARGET_MODULES,
+    inject_lora,
+    linear_weights,
+    load_lora_state,
+    lora_config,
+    lora_state,
+    merged_weights,
+    seed_lora,
+)
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import UserInputError
 

@@ -15,9 +15,9 @@ from transformers import AttentionInterface, AutoModelForImageTextToText, Qwen3V
 from rl_vlm import cli
 from rl_vlm.config import ModelSection, RunConfig, load_config, parse_config
 from rl_vlm.engines import decoder
-from rl_vlm.learning import logprobs
+from rl_vlm.learning import losses
 from rl_vlm.models import qwen_vl
-from rl_vlm.models.lora_layers import inject_lora, lora_config
+from rl_vlm.models.lora import inject_lora, lora_config
 from rl_vlm.models.memory import needs
 from rl_vlm.models.memory.cards import driver_gpu, gib, learner_fraction, place, plan_memory, shares_gpu
 from rl_vlm.models.memory.shape import CUDA_CONTEXT, ELEMENT, GIB, PATCHES_AT_ONCE, PATCHES_ON_CPU, ModelShape
@@ -103,7 +103,7 @@ def test_constants_are_those_of_the_code_that_allocates() -> None:
     ):
         assert images(wide) - images(narrow) == 240 << 20
     assert decoder._PREFILL_TOKENS == needs.PREFILL_TOKENS
-    assert logprobs._TILES == needs.HEAD_TILES
+    assert losses._TILES == needs.HEAD_TILES
 
 
 def recipe(name: str, *overrides: str) -> RunConfig:

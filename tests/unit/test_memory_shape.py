@@ -17,8 +17,7 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
-from rl_vlm.models.lora import TARGET_MODULES
-from rl_vlm.models.lora_layers import inject_lora, lora_config
+from rl_vlm.models.lora import TARGET_MODULES, inject_lora, lora_config
 from rl_vlm.models.memory.shape import ADAPTED, ModelShape
 from rl_vlm.types import UserInputError
 from rl_vlm.zoo.tiny import model as tiny

@@ -28,7 +28,7 @@ from rl_vlm.learning.plan import (
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import SingleProcess, gradient_vector
 from rl_vlm.learning.update import PolicyUpdater, WeightAverage, make_optimizer, make_updater
-from rl_vlm.models.lora_layers import load_lora_state
+from rl_vlm.models.lora import load_lora_state
 from rl_vlm.types import TrajectoryGroup
 
 KINDS = ["head", "adapter"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from rl_vlm.engines.rows import choose_tokens
-from rl_vlm.seeding import derive_seed, splitmix64, uniforms
+from rl_vlm.numerics import derive_seed, splitmix64, uniforms
 
 LARGEST = 1.0 - 2.0**-53  # the largest number that `uniforms` gives
 

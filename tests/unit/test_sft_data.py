@@ -296,7 +296,7 @@ def test_long_conversations_are_counted_and_left_out_or_cut_after_a_whole_answer
     assert len(trajectory) <= 100 and trajectory.loss_mask[-1]
     text = load_text_side(tiny_folder)
     shown = int((trajectory.token_ids == text.codec.image_token_id).sum())
-    assert shown == sum(text.count_image_tokens(image.width, image.height) for image in trajectory.images) > 0
+    assert shown == sum(text.images.count_tokens(image.width, image.height) for image in trajectory.images) > 0
     whole = job_data(tiny_folder, path, sft__max_length=8000, sft__batch_size=3).batch(0)
     full = next(one for one in whole if "line 2" in one.trajectory_id)
     assert np.array_equal(full.token_ids[: len(trajectory)], trajectory.token_ids)

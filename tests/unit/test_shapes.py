@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rl_vlm.envs.registry import make
 from rl_vlm.types import EncodedImage, UserInputError
 from rl_vlm.zoo import drawing
-from rl_vlm.zoo.shapes import data
+from rl_vlm.zoo.shapes import environment
 from rl_vlm.zoo.shapes.environment import ShapesEnv, parse_answer, parse_call, shapes_item
 from rl_vlm.zoo.shapes.lesson import perception_dialogue, target_dialogue
 
@@ -61,7 +61,7 @@ def test_perception_answers_hold_in_the_pixels() -> None:
     rng = drawing.stable_rng("test")
     kinds: Counter[str] = Counter()
     for _ in range(300):
-        question, pixels = data.perception_question(rng)
+        question, pixels = environment.perception_question(rng)
         kinds[question.kind] += 1
         painted = (pixels != drawing.BACKGROUND).any(-1)
         in_quadrant = [painted[r : r + 32, c : c + 32].any() for r in (0, 32) for c in (0, 32)]
@@ -98,7 +98,7 @@ def test_the_pixels_decide_the_split() -> None:
     rng = drawing.stable_rng("split")
     for split in ("train", "test"):
         for count in (1, 4):
-            assert drawing.split_of(data.draw(rng, count, split)[1]) == split  # type: ignore[arg-type]
+            assert drawing.split_of(environment.draw(rng, count, split)[1]) == split  # type: ignore[arg-type]
 
 
 def test_copies_of_a_group_share_one_encoded_image() -> None:
@@ -107,7 +107,7 @@ def test_copies_of_a_group_share_one_encoded_image() -> None:
 
 
 def test_the_rule_gives_every_colour_its_own_number_and_depends_on_the_seed() -> None:
-    rules = [data.rule_numbers(seed) for seed in range(8)]
+    rules = [environment.rule_numbers(seed) for seed in range(8)]
     assert all(sorted(rule.values()) == ["1", "2", "3", "4"] for rule in rules)
     assert len({tuple(rule.items()) for rule in rules}) > 1
     for index in range(20):
@@ -115,7 +115,7 @@ def test_the_rule_gives_every_colour_its_own_number_and_depends_on_the_seed() ->
         pixels = pixels_of(item.image)
         colour = tuple(pixels[(pixels != drawing.BACKGROUND).any(-1)][0].tolist())
         name = next(name for name, value in drawing.COLOURS.items() if value == colour)
-        assert data.rule_numbers(3)[name] == item.answer
+        assert environment.rule_numbers(3)[name] == item.answer
 
 
 def test_a_right_answer_pays_one_and_ends() -> None:
@@ -154,7 +154,7 @@ def test_two_wrong_answers_end_without_pay() -> None:
 
 def test_with_the_tool_a_call_is_the_answer() -> None:
     env, answer = opened(1, turns=2, tool=True)
-    observation, reward, terminated, _, _ = env.step(data.format_call(wrong(answer)))
+    observation, reward, terminated, _, _ = env.step(environment.format_call(wrong(answer)))
     assert (reward, terminated) == (0.2, False)
     assert [(message.role, message.text) for message in observation.messages] == [("tool", "Wrong. Try again.")]
     spaced = f'<tool_call>\n{{"name": "calc_score", "arguments": {{"answer": "{answer}"}}}}\n</tool_call>'
@@ -198,9 +198,9 @@ def test_the_observation_is_one_image_and_the_question() -> None:
 
 
 def test_the_rule_question_needs_a_single_shape() -> None:
-    shapes, _ = data.draw(drawing.stable_rng(0), 2, "train")
+    shapes, _ = environment.draw(drawing.stable_rng(0), 2, "train")
     with pytest.raises(UserInputError, match="one shape"):
-        data.rule_question(shapes, 0)
+        environment.rule_question(shapes, 0)
 
 
 def test_drawing_costs_less_than_a_third_of_a_millisecond() -> None:
@@ -212,5 +212,5 @@ def test_drawing_costs_less_than_a_third_of_a_millisecond() -> None:
 def _seconds(rng: np.random.Generator) -> float:
     started = time.perf_counter()
     for number in range(20):
-        data.draw(rng, 1 + number % 4, "train")
+        environment.draw(rng, 1 + number % 4, "train")
     return time.perf_counter() - started

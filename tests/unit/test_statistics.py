@@ -12,8 +12,8 @@ from scipy import stats
 from rl_vlm.config import parse_config
 from rl_vlm.evaluation.heldout import evaluation_tasks
 from rl_vlm.evaluation.outcomes import outcomes_of_groups, summarize
+from rl_vlm.numerics import are_equal, pass_at_k, wilson_interval
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.statistics import are_equal, pass_at_k, wilson_interval
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
 

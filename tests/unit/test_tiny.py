@@ -17,7 +17,7 @@ from rl_vlm.chat import ChatCodec
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.supervised import DialogueEncoder
 from rl_vlm.types import UserInputError
-from rl_vlm.zoo.poles.labeller import can_compare
+from rl_vlm.zoo.poles.lesson import can_compare
 from rl_vlm.zoo.tiny import model as tiny
 from rl_vlm.zoo.tiny.teach import teach
 from rl_vlm.zoo.tiny.tokenizer import ADDED_TOKENS, NUM_BPE_IDS
@@ -223,7 +223,7 @@ def test_lessons_are_repeated_until_the_model_passes_its_test(tmp_path: Path, mo
     rounds: list[int] = []
     verdicts = iter((False, True))
     monkeypatch.setattr("rl_vlm.zoo.tiny.teach.teach", lambda *_, **__: rounds.append(1) or 0.0)
-    monkeypatch.setattr("rl_vlm.zoo.poles.labeller.can_compare", lambda *_: next(verdicts))
+    monkeypatch.setattr("rl_vlm.zoo.poles.lesson.can_compare", lambda *_: next(verdicts))
     tiny.make_tiny(tmp_path / "model", variant="labeller")
     assert len(rounds) == 2
 

@@ -18,7 +18,7 @@ from rl_vlm.rewards.math import extract_boxed
 from rl_vlm.zoo.geo3k.drawn import drawn_problem
 from rl_vlm.zoo.geo3k.lesson import GUESSES, FigureDialogues, boxed, pixels_of, written
 from rl_vlm.zoo.tiny import model as tiny
-from rl_vlm.zoo.tiny.dialogues import Dialogue
+from rl_vlm.zoo.tiny.teach import Dialogue
 
 ROOT = Path(__file__).parents[2]
 QUESTION = "Find x.\nAnswer: \\boxed{x}"  # as the environment asks without the tool

@@ -13,7 +13,7 @@ from rl_vlm.envs.registry import make
 from rl_vlm.types import EncodedImage
 from rl_vlm.zoo.drawing import CORNERS
 from rl_vlm.zoo.tiny import model as tiny
-from rl_vlm.zoo.zoom.data import PATTERNS, random_scene
+from rl_vlm.zoo.zoom.environment import PATTERNS, random_scene
 from rl_vlm.zoo.zoom.lesson import CALL_ODDS, draw_glances, seen
 
 

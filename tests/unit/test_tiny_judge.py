@@ -12,8 +12,8 @@ from rl_vlm.config import load_config
 from rl_vlm.models.supervised import DialogueEncoder
 from rl_vlm.rewards.text import quoted
 from rl_vlm.types import EncodedImage, Message
+from rl_vlm.zoo.caption.environment import grade_caption
 from rl_vlm.zoo.caption.lesson import QUESTION, confused, draw_lesson, judge_lesson, random_comparison
-from rl_vlm.zoo.caption.reward import grade_caption
 from rl_vlm.zoo.drawing import COLOURS, KINDS, render
 from rl_vlm.zoo.scenes.data import caption_item, caption_of
 from rl_vlm.zoo.tiny import model as tiny

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl_vlm.zoo.caption.reward import grade_caption
+from rl_vlm.zoo.caption.environment import grade_caption
 from rl_vlm.zoo.drawing import render
-from rl_vlm.zoo.nlvr2.answer import read_verdict
+from rl_vlm.zoo.nlvr2.environment import read_verdict
 from rl_vlm.zoo.scenes.data import LOOKS, Statement, caption_of, pair_item, random_scene
 from rl_vlm.zoo.scenes.lesson import (
     VERDICT_QUESTION,

@@ -13,7 +13,7 @@ import rl_vlm
 from rl_vlm.config import load_config
 from rl_vlm.types import UserInputError
 from rl_vlm.zoo.control import lesson as rooms
-from rl_vlm.zoo.control.action_words import read_word
+from rl_vlm.zoo.control.environment import read_word
 from rl_vlm.zoo.control.lesson import HEADINGS, WORDS, Room, bearing, described, draw_tour, random_room, render, side
 from rl_vlm.zoo.tiny import model as tiny
 

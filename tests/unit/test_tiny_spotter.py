@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from rl_vlm.zoo.geospot import world
-from rl_vlm.zoo.geospot.answer import parse_answer
 from rl_vlm.zoo.geospot.environment import BRIEF
 from rl_vlm.zoo.geospot.lesson import GRID, cell, draw_spot, random_answer, vocabulary
+from rl_vlm.zoo.geospot.places import parse_answer
 from rl_vlm.zoo.tiny import model as tiny
 
 

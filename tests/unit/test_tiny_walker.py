@@ -10,9 +10,8 @@ import pytest
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.types import EncodedImage, Message
-from rl_vlm.zoo.gridwalk import data
-from rl_vlm.zoo.gridwalk.data import MOVES, Difficulty, Grid, grid_item
-from rl_vlm.zoo.gridwalk.environment import parse_move
+from rl_vlm.zoo.gridwalk import environment
+from rl_vlm.zoo.gridwalk.environment import MOVES, Difficulty, Grid, grid_item, parse_move
 from rl_vlm.zoo.gridwalk.lesson import described, draw_walk, kind_of, random_question
 from rl_vlm.zoo.tiny import model as tiny
 
@@ -42,11 +41,21 @@ def test_answers_about_a_grid_by_hand() -> None:
 
 def test_outside_counts_as_a_wall() -> None:
     corner = Grid.parse("A..", "...", "..G")
-    assert [kind_of(corner, data.neighbour(corner.agent, move)) for move in MOVES] == ["wall", "floor", "wall", "floor"]
+    assert [kind_of(corner, environment.neighbour(corner.agent, move)) for move in MOVES] == [
+        "wall",
+        "floor",
+        "wall",
+        "floor",
+    ]
 
 
 def test_answers_about_neighbours_are_right_in_the_pixels() -> None:
-    colours = {"goal": data.GOAL, "wall": data.WALL, "hole": data.HOLE, "floor": (data.BACKGROUND,) * 3}
+    colours = {
+        "goal": environment.GOAL,
+        "wall": environment.WALL,
+        "hole": environment.HOLE,
+        "floor": (environment.BACKGROUND,) * 3,
+    }
     rng = np.random.default_rng(1)
     seen: Counter[str] = Counter()
     for index in range(300):
@@ -57,9 +66,9 @@ def test_answers_about_neighbours_are_right_in_the_pixels() -> None:
         asked = tuple(MOVES) if question == "What is around?" else (question[8:-1],)
         for move, kind in zip(asked, answer.split(), strict=True):
             seen[kind] += 1
-            row, column = data.neighbour(grid.agent, move)
+            row, column = environment.neighbour(grid.agent, move)
             if 0 <= row < 4 and 0 <= column < 4:
-                assert tuple(data.render(grid)[16 * row + 8, 16 * column + 8]) == colours[kind]
+                assert tuple(environment.render(grid)[16 * row + 8, 16 * column + 8]) == colours[kind]
             else:
                 assert kind == "wall"
     assert set(seen) == set(colours)
@@ -74,11 +83,12 @@ def test_moves_are_random_whatever_is_drawn() -> None:
         for role, (picture, text), reply in draw_walk(rng):
             turns += 1
             assert role == "user" and picture.shape == (64, 64, 3)
-            if text in (data.QUESTION, data.EXPECTED):
+            if text in (environment.QUESTION, environment.EXPECTED):
                 reply = parse_move(reply) or ""
                 moves[reply] += 1
                 agent, goal = (
-                    np.argwhere((picture == colour).all(-1))[:, 0].mean() for colour in (data.AGENT, data.GOAL)
+                    np.argwhere((picture == colour).all(-1))[:, 0].mean()
+                    for colour in (environment.AGENT, environment.GOAL)
                 )
                 by_bearing[bool(goal < agent - 8)][reply] += 1
     assert 0.4 < sum(moves.values()) / turns < 0.7
@@ -90,7 +100,7 @@ def test_moves_are_random_whatever_is_drawn() -> None:
 def test_no_test_grid_is_shown() -> None:
     rng = np.random.default_rng(4)
     shown = {picture.tobytes() for _ in range(600) for _, (picture, _), _ in draw_walk(rng)}
-    test = {data.render(grid_item(Difficulty(), "test", index)).tobytes() for index in range(512)}
+    test = {environment.render(grid_item(Difficulty(), "test", index)).tobytes() for index in range(512)}
     assert len(shown) > 1000 and len(test) > 500 and not shown & test
 
 
@@ -102,7 +112,7 @@ def test_a_move_is_one_token_and_a_turn_is_short(processor: Any) -> None:
     assert len(processor.tokenizer) == 490
     assert len(processor.tokenizer.tokenize(f"{described(GRID)}: up")) <= 10
     codec = ChatCodec(processor.tokenizer, processor.chat_template, processor.image_token)
-    message = Message.of("user", EncodedImage("", b"", 64, 64), data.QUESTION)
+    message = Message.of("user", EncodedImage("", b"", 64, 64), environment.QUESTION)
     assert len(codec.encode_continuation([message], ended=True).token_ids) <= 20
 
 

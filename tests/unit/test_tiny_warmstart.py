@@ -16,7 +16,7 @@ from rl_vlm.models.qwen_vl import fast_vision
 from rl_vlm.models.supervised import DialogueEncoder, collate, token_logprobs
 from rl_vlm.zoo import drawing
 from rl_vlm.zoo.geo3k.dialogues import GeometryDialogues
-from rl_vlm.zoo.shapes import data
+from rl_vlm.zoo.shapes import environment
 from rl_vlm.zoo.shapes.environment import parse_answer, parse_call
 from rl_vlm.zoo.shapes.lesson import NUMBER_ODDS, SECOND_TURN_SHARE, perception_dialogue, target_dialogue
 from rl_vlm.zoo.tiny import model as tiny
@@ -123,7 +123,7 @@ def test_target_questions_are_answered_at_random() -> None:
         dialogue = target_dialogue(rng)
         first = dialogue.exchanges[0]
         given = parse_answer(first.reply) or parse_call(first.reply)
-        assert given in data.NUMBERS
+        assert given in environment.NUMBERS
         answers[f"{given}"] += 1
         if "How many" in first.text:
             painted = (dialogue.images[0] != drawing.BACKGROUND).any(-1)
@@ -134,7 +134,7 @@ def test_target_questions_are_answered_at_random() -> None:
     asked = 4000 * 0.75
     assert abs(right / asked - 0.25) < 0.03
     assert abs(tried_again / (asked * 0.75) - SECOND_TURN_SHARE) < 0.05
-    for number, odds in zip(data.NUMBERS, NUMBER_ODDS, strict=True):
+    for number, odds in zip(environment.NUMBERS, NUMBER_ODDS, strict=True):
         assert abs(answers[number] / 4000 - odds) < 0.03
 
 

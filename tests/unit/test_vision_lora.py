@@ -18,8 +18,7 @@ from rl_vlm.config import load_sft_config, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.export import merge_adapter
-from rl_vlm.models.lora import TARGET_MODULES, target_choice, tower_linears
-from rl_vlm.models.lora_layers import lora_config, lora_state
+from rl_vlm.models.lora import TARGET_MODULES, lora_config, lora_state, target_choice, tower_linears
 from rl_vlm.supervised.dataset import open_job_data
 from rl_vlm.supervised.trainer import SFTTrainer
 from rl_vlm.types import UserInputError
@@ -148,7 +147,7 @@ def test_the_adapter_of_a_tower_loads_in_peft_and_merges(tiny_folder: Path, tmp_
     image = picture(np.random.default_rng(0))
     span = request(text_side(tiny_folder), [image, "What?"])
     ids = np.repeat(span.prompt_ids, 1)
-    count = text_side(tiny_folder).count_image_tokens(image.width, image.height)
+    count = text_side(tiny_folder).images.count_tokens(image.width, image.height)
     assert count == 1  # so that ids need no expansion
     theirs = PeftModel.from_pretrained(plain_model(tiny_folder), payload.write(tmp_path / "adapter"))
     with torch.no_grad():

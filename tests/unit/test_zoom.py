@@ -24,8 +24,20 @@ from rl_vlm.envs.tools import ToolCallError
 from rl_vlm.rollout.metrics import declared_metrics
 from rl_vlm.types import EncodedImage, Message, UserInputError
 from rl_vlm.zoo.drawing import COLOURS, CORNERS
-from rl_vlm.zoo.zoom.crops import QUADRANTS, Crop, cut, overview, read_crop
-from rl_vlm.zoo.zoom.data import PATTERNS, RED, WHITE, FlagScene, flag_item, random_scene, render_scene
+from rl_vlm.zoo.zoom.environment import (
+    PATTERNS,
+    QUADRANTS,
+    RED,
+    WHITE,
+    Crop,
+    FlagScene,
+    cut,
+    flag_item,
+    overview,
+    random_scene,
+    read_crop,
+    render_scene,
+)
 
 
 def painted(scene: FlagScene, zoom: int = 4) -> Image.Image:

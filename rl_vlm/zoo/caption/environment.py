@@ -2,20 +2,183 @@
 
 from __future__ import annotations
 
+import re
+import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal
+from math import sqrt
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import snowballstemmer
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.rows import BadRowError
 from rl_vlm.envs.tables import DataSource, RowTable, TableSet, cell_text
 from rl_vlm.types import EncodedImage, Observation, Split
-from rl_vlm.zoo.caption.reward import grade_caption
+from rl_vlm.zoo.answers import behind_thought
 from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE
 from rl_vlm.zoo.scenes.data import caption_item, caption_of, picture_of
+
+# How well a caption agrees with its references: precision and recall of content words and of the pairs that they form.
+#
+# Words are compared by their Snowball stems (Porter, http://snowball.tartarus.org) and known synonyms; function words
+# do not count. Words alone would reward lists of keywords, so the score is the geometric mean of two F scores: of the
+# words, and of the pairs of words that stand near each other in one clause, in any order (skip-bigrams, as in ROUGE-S,
+# Lin 2004). The pairs say which colour belongs to which thing, and a list of single words has none that are right.
+
+MAX_CHARS = 2000
+REACH = 3  # words of a pair are at most so many content words apart
+BETA = 0.5  # of the F figures: precision counts more, so that a list of guesses pays no more than one wrong guess
+LONG_CLAUSE = 8  # content words; a clause that is longer, and longer than any reference's by REACH, is a list
+
+Unit = TypeVar("Unit")
+
+_TOKEN = re.compile(r"[^\W_]+(?:['’][^\W_]+)?|[,.;:!?\n|/•]|-{2,}")
+_NO_CONTENT = (
+    "a an the this that these those some any it its they their there here he she his her we i you is are was were be been being "
+    "am has have had do does did of at in on to by for with from as into onto over under up out off near next and or but while "
+    "which who whose what where when than then so very also just can will would there's located positioned situated placed "
+    "contains containing image picture photo photograph drawing scene shows show showing shown see seen caption"
+)
+_FUNCTION_WORDS = frozenset(_NO_CONTENT.split())
+_BREAKS = frozenset(("and", "or", "but", "while"))
+_NEGATIONS = frozenset(("no", "not", "never", "without", "neither", "nor", "cannot"))  # and "isn't"
+_NEGATED = "¬"  # before the stems that follow a negation in its clause: "no circle" does not say that there is one
+_CORNER = re.compile(
+    r"\b(left|right)(?:[- ]hand)?[- ](?:corner|quadrant)\b"
+)  # "at the top left corner": at the top left
+# Words that are one in captions, whatever their stems.
+SYNONYMS: tuple[tuple[str, ...], ...] = (
+    ("0", "zero"), ("1", "one"), ("2", "two"), ("3", "three"), ("4", "four"), ("5", "five"), ("6", "six"),
+    ("circle", "disc", "disk", "dot", "round"), ("top", "upper"), ("bottom", "lower"), ("left", "lefthand"),
+    ("right", "righthand"), ("gray", "grey"), ("man", "men", "guy", "gentleman"), ("woman", "women", "lady"),
+    ("child", "children", "kid"), ("bicycle", "bike"), ("sofa", "couch"), ("television", "tv"), ("airplane", "aeroplane", "plane"),
+    ("big", "large"), ("little", "small"), ("street", "road"), ("phone", "cellphone", "telephone"), ("person", "people"),
+)  # fmt: skip
+_STEMMER = snowballstemmer.stemmer("english")
+_STEMMER_LOCK = threading.Lock()  # it keeps the word that it works on in itself
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionGrade:
+    """score, in [0, 1]: the geometric mean of F0.5 of words and of pairs, times `length`; 0 with a `reason`.
+
+    precision, recall and f1 are those of words. length: 1, or less where the caption is much longer than every reference.
+    Reasons: those of `behind_thought`, empty, list (a clause of far too many content words), repetition (a clause that comes more
+    than twice, and more often than in the reference).
+    """
+
+    score: float = 0.0
+    f1: float = 0.0
+    precision: float = 0.0
+    recall: float = 0.0
+    length: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The content of a caption: its clauses as stems, and how many words it has in all."""
+
+    clauses: tuple[tuple[str, ...], ...]
+    num_words: int
+
+    @property
+    def words(self) -> Counter[str]:
+        """How often each stem occurs."""
+        return Counter(stem for clause in self.clauses for stem in clause)
+
+    @property
+    def pairs(self) -> Counter[tuple[str, str]]:
+        """How often two stems stand at most REACH apart in a clause, in any order."""
+        return Counter(
+            (min(first, second), max(first, second))
+            for clause in self.clauses
+            for place, first in enumerate(clause)
+            for second in clause[place + 1 : place + 1 + REACH]
+        )
+
+
+def grade_caption(text: str, references: Sequence[str], synonyms: Sequence[Sequence[str]] = ()) -> CaptionGrade:
+    """Grade a caption against the reference that it agrees with best; `synonyms` are further groups beside SYNONYMS.
+
+    A rejected text scores 0. Repeated and added words cost precision, missing words cost recall.
+    """
+    said, reason = behind_thought(text, MAX_CHARS)
+    if reason:
+        return CaptionGrade(reason=reason)
+    groups = _groups(tuple(map(tuple, synonyms)))
+    given = read_content(said, groups)
+    if not given.clauses:
+        return CaptionGrade(reason="empty")
+    truths = [read_content(reference, groups) for reference in references]
+    longest = max((len(clause) for truth in truths for clause in truth.clauses), default=0)
+    if max(map(len, given.clauses)) > max(LONG_CLAUSE, longest + REACH):
+        return CaptionGrade(reason="list")
+    return max(
+        (_grade(given, truth) for truth in truths),
+        key=lambda grade: (grade.score, not grade.reason),
+        default=CaptionGrade(),
+    )
+
+
+def _grade(given: Content, truth: Content) -> CaptionGrade:
+    said, meant = (Counter(clause for clause in content.clauses if len(clause) > 1) for content in (given, truth))
+    if any(count > max(2, meant[clause]) for clause, count in said.items()):
+        return CaptionGrade(reason="repetition")
+    precision, recall, score = agreement(given.words, truth.words)
+    if truth.pairs:
+        score = sqrt(score * agreement(given.pairs, truth.pairs)[2])
+    length = length_factor(given.num_words, truth.num_words)
+    f1 = 2 * precision * recall / ((precision + recall) or 1.0)
+    return CaptionGrade(score * length, f1, precision, recall, length)
+
+
+def agreement(given: Counter[Unit], truth: Counter[Unit]) -> tuple[float, float, float]:
+    """(precision, recall, F_beta) of two counts, with BETA. An extra occurrence counts as a mistake."""
+    hits = sum(min(count, truth[what]) for what, count in given.items())
+    if not hits:
+        return 0.0, 0.0, 0.0
+    precision, recall = hits / given.total(), hits / truth.total()
+    return precision, recall, (1 + BETA**2) * precision * recall / (BETA**2 * precision + recall)
+
+
+def length_factor(num_words: int, reference: int) -> float:
+    """1 up to one and a half times the reference and three words; falls to 0 at twice that."""
+    room = 1.5 * reference + 3
+    return min(1.0, max(0.0, 2 - num_words / room))
+
+
+def read_content(text: str, groups: dict[str, str]) -> Content:
+    """Cut a text into clauses of content words, at punctuation and conjunctions. `groups`: stem -> the stem that stands for it."""
+    clauses: list[list[str]] = [[]]
+    num_words, negated = 0, ""
+    for token in _TOKEN.findall(_CORNER.sub(r"\1", text.casefold().replace("’", "'"))):
+        if not token[0].isalnum() or token in _BREAKS:
+            clauses.append([])
+            negated = ""
+        num_words += token[0].isalnum()
+        if token in _NEGATIONS or token.endswith("n't"):
+            negated = _NEGATED
+        elif token[0].isalnum() and token not in _FUNCTION_WORDS:
+            stem = _stem(token)
+            clauses[-1].append(negated + groups.get(stem, stem))
+    return Content(tuple(tuple(clause) for clause in clauses if clause), num_words)
+
+
+@lru_cache(maxsize=32)
+def _groups(further: tuple[tuple[str, ...], ...]) -> dict[str, str]:
+    return {_stem(word.casefold()): _stem(group[0].casefold()) for group in (*SYNONYMS, *further) for word in group}
+
+
+@lru_cache(maxsize=65_536)
+def _stem(word: str) -> str:
+    with _STEMMER_LOCK:
+        return str(_STEMMER.stemWord(word))
+
 
 NAME = "Caption-v0"
 PROMPTS = {

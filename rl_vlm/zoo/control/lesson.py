@@ -17,7 +17,7 @@ from PIL import Image
 from rl_vlm.control_envs.gymnasium_env import resize_frame
 from rl_vlm.types import Role, UserInputError
 from rl_vlm.zoo.control.environment import question_of, reminder_of, split_of_start
-from rl_vlm.zoo.tiny.dialogues import Draw
+from rl_vlm.zoo.tiny.teach import Draw
 
 Cell = tuple[int, int]  # column and row in the room, from 0, without the walls around it
 

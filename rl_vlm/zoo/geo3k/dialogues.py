@@ -18,8 +18,8 @@ from PIL import Image, ImageDraw
 from rl_vlm.types import Observation, as_encoded
 from rl_vlm.zoo import drawing
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
-from rl_vlm.zoo.shapes import data as shapes_data
-from rl_vlm.zoo.tiny.dialogues import Dialogue, Exchange
+from rl_vlm.zoo.shapes import environment as shapes_data
+from rl_vlm.zoo.tiny.teach import Dialogue, Exchange
 
 NUM_QUESTIONS = 64
 _RIGHT_CALL = 0.15  # of the calls; their replies are followed by the same value in a box

@@ -12,11 +12,10 @@ from random import Random
 import numpy as np
 
 from rl_vlm.types import EncodedImage
-from rl_vlm.zoo.geo3k.drawn import drawn_problem
+from rl_vlm.zoo.geo3k.drawn import Problem, drawn_problem
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
-from rl_vlm.zoo.geo3k.problems import Problem
-from rl_vlm.zoo.shapes.data import format_call
-from rl_vlm.zoo.tiny.dialogues import Dialogue, Draw, Exchange
+from rl_vlm.zoo.shapes.environment import format_call
+from rl_vlm.zoo.tiny.teach import Dialogue, Draw, Exchange
 
 LEVEL, ANGLE_STEP, IMAGE_SIZE = 1, 20, 64
 GUESSES = tuple(range(20, 141, 20))  # the third angles of triangles whose angles are multiples of 20 degrees

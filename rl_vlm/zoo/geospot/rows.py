@@ -31,7 +31,7 @@ from rl_vlm.envs.tables import (
     split_source,
 )
 from rl_vlm.types import EncodedImage, Split, UserInputError
-from rl_vlm.zoo.geospot.reward import Position
+from rl_vlm.zoo.geospot.places import Position
 
 COLUMNS = ("image", "latitude", "longitude", "country")
 OPTIONAL = ("region", "city")

@@ -15,9 +15,8 @@ from PIL import Image, ImageDraw
 
 from rl_vlm.types import EncodedImage, Split
 from rl_vlm.zoo.drawing import BACKGROUND, split_of, stable_rng
-from rl_vlm.zoo.geospot.gazetteer import Place, open_gazetteer
 from rl_vlm.zoo.geospot.gazetteer_build import country_files
-from rl_vlm.zoo.geospot.reward import Position, haversine_km
+from rl_vlm.zoo.geospot.places import Place, Position, haversine_km, open_gazetteer
 
 IMAGE_SIZE = 64
 SEA = (BACKGROUND,) * 3

@@ -5,25 +5,192 @@ A small task in which credit matters: several turns decide about one number, and
 
 from __future__ import annotations
 
+import hashlib
+from collections import deque
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Literal
 
+import numpy as np
 from PIL import Image
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.types import EncodedImage, Observation, UserInputError
-from rl_vlm.zoo.gridwalk import data
-from rl_vlm.zoo.gridwalk.data import Difficulty, Grid, grid_item
+from rl_vlm.types import EncodedImage, Observation, Split, UserInputError
+from rl_vlm.zoo.drawing import BACKGROUND, split_of_hash, stable_rng
+
+# Grids with walls and holes: how they are drawn up, searched and painted.
+#
+# The environment `GridWalk-v0` and the warm start of its tiny model share this module. A grid's map (everything but
+# the agent) decides its split, so no picture of a test grid, wherever the agent stands, is ever trained on.
+
+Cell = tuple[int, int]  # row and column, from the top left
+
+IMAGE_SIZE = 64
+MIN_SIZE, MAX_SIZE = 3, 6
+MOVES: dict[str, Cell] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
+
+# The first message of prompt "full"; the question follows.
+RULES = (
+    "You are the red disc. Walk to the green square. White cells are walls, which stop you; black discs are holes: if you "
+    "step on one, the game is lost. In each of at most {turns} turns end your answer with one word: up, down, left or right. "
+)
+QUESTION = "Which way?"
+EXPECTED = "End with up, down, left or right."
+
+LINE = (104, 104, 104)
+AGENT = (235, 40, 30)
+GOAL = (40, 220, 60)
+WALL = (250, 250, 250)
+HOLE = (0, 0, 0)
+
+# The share of maps that belong to the test split: first byte of the map's hash below this, out of 256.
+_MAX_DRAWS = 20_000  # of one grid; the rarest settings that exist need a few hundred
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A state of the walk: `size` × `size` cells, where the agent and the goal are, which cells are walls and holes."""
+
+    size: int
+    agent: Cell
+    goal: Cell
+    walls: frozenset[Cell] = frozenset()
+    holes: frozenset[Cell] = frozenset()
+
+    @classmethod
+    def parse(cls, *rows: str) -> Grid:
+        """From rows of `A` (agent), `G` (goal), `#` (wall), `O` (hole) and `.`: `Grid.parse("A.", "#G")`."""
+        found: dict[str, list[Cell]] = {mark: [] for mark in "AG#O."}
+        for row, line in enumerate(rows):
+            for column, mark in enumerate(line):
+                found[mark].append((row, column))
+        (agent,), (goal,) = found["A"], found["G"]
+        return cls(len(rows), agent, goal, frozenset(found["#"]), frozenset(found["O"]))
+
+    def blocked(self, cell: Cell) -> bool:
+        """Whether a step into the cell leaves the agent where it is: a wall, or outside."""
+        return cell in self.walls or not (0 <= cell[0] < self.size and 0 <= cell[1] < self.size)
+
+    def moved(self, move: str) -> Grid:
+        """The state after one of MOVES."""
+        cell = neighbour(self.agent, move)
+        return self if self.blocked(cell) else replace(self, agent=cell)
+
+    def distances(self) -> dict[Cell, int]:
+        """Steps to the goal along a shortest path without holes, from every cell that has one (breadth-first search)."""
+        found = {self.goal: 0}
+        front = deque([self.goal])
+        while front:
+            cell = front.popleft()
+            for move in MOVES:
+                near = neighbour(cell, move)
+                if near not in found and near not in self.holes and not self.blocked(near):
+                    found[near] = found[cell] + 1
+                    front.append(near)
+        return found
+
+    def best_moves(self) -> tuple[str, ...]:
+        """The moves that bring the agent one step nearer to the goal; empty at the goal and where no path leads."""
+        distances = self.distances()
+        here = distances.get(self.agent)
+        return () if here is None else tuple(m for m in MOVES if distances.get(neighbour(self.agent, m)) == here - 1)
+
+    def map_hash(self) -> str:
+        """The hash of everything but the agent."""
+        parts = (self.size, self.goal, sorted(self.walls), sorted(self.holes))
+        return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+    def split(self) -> Split:
+        """Which split the map belongs to."""
+        return split_of_hash(int(self.map_hash()[:2], 16))
+
+
+def neighbour(cell: Cell, move: str) -> Cell:
+    """The cell next to `cell` in the direction of the move, which may lie outside."""
+    rows, columns = MOVES[move]
+    return cell[0] + rows, cell[1] + columns
+
+
+def random_grid(rng: np.random.Generator, size: int, walls: int, holes: int) -> Grid:
+    """Agent, goal, walls and holes in different cells, uniformly at random; it need not be solvable."""
+    cells = [(int(number) // size, int(number) % size) for number in rng.permutation(size * size)]
+    return Grid(
+        size, cells[0], cells[1], frozenset(cells[2 : 2 + walls]), frozenset(cells[2 + walls : 2 + walls + holes])
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Difficulty:
+    """Which grids are drawn up: the shortest path takes `min_distance` to `max_distance` steps."""
+
+    size: int = 4
+    walls: int = 2
+    holes: int = 2
+    min_distance: int = 3
+    max_distance: int = 10
+
+
+@lru_cache(maxsize=8192)
+def grid_item(difficulty: Difficulty, split: Split, index: int, seed: int = 0) -> Grid:
+    """Task instance `index`; cached, because all copies of a group ask for the same one.
+
+    Raises UserInputError where no grid of that difficulty is found.
+    """
+    rng = stable_rng("gridwalk", difficulty, split, index, seed)
+    for _ in range(_MAX_DRAWS):
+        grid = random_grid(rng, difficulty.size, difficulty.walls, difficulty.holes)
+        if grid.split() != split:
+            continue
+        if difficulty.min_distance <= grid.distances().get(grid.agent, -1) <= difficulty.max_distance:
+            return grid
+    raise UserInputError(
+        f"GridWalk-v0: no {split} grid of {difficulty.size}×{difficulty.size} cells with {difficulty.walls} walls, "
+        f"{difficulty.holes} holes and {difficulty.min_distance} to {difficulty.max_distance} steps to the goal was found: "
+        "lower min_distance, walls or holes, or raise size."
+    )
+
+
+@lru_cache(maxsize=512)
+def _mask(height: int, width: int, inset: float, disc: bool) -> np.ndarray:
+    """bool [height, width]: the pixels of a disc or a rectangle in a cell. Cached: there are few sizes of cells."""
+    y, x = (np.mgrid[0:height, 0:width] + 0.5) / np.array([height, width])[:, None, None] - 0.5
+    return np.hypot(x, y) <= 0.5 - inset if disc else np.maximum(np.abs(x), np.abs(y)) <= 0.5 - inset
+
+
+def render(grid: Grid, image_size: int = IMAGE_SIZE) -> np.ndarray:
+    """Paint a state: uint8 [image_size, image_size, 3].
+
+    A red disc is the agent, a green square the goal, white cells are walls, black discs holes; all else is mid-grey with
+    thin lines between the cells.
+    """
+    pixels = np.full((image_size, image_size, 3), BACKGROUND, dtype=np.uint8)
+    edges = [round(number * image_size / grid.size) for number in range(grid.size + 1)]
+    for edge in edges[1:-1]:
+        pixels[edge] = pixels[:, edge] = LINE
+
+    def paint(cell: Cell, colour: tuple[int, int, int], inset: float, disc: bool) -> None:
+        (top, bottom), (left, right) = ((edges[k], edges[k + 1]) for k in cell)
+        height, width = bottom - top, right - left
+        pixels[top:bottom, left:right][_mask(height, width, inset, disc)] = colour
+
+    for wall in grid.walls:
+        paint(wall, WALL, 0.0, disc=False)
+    for hole in grid.holes:
+        paint(hole, HOLE, 0.06, disc=True)
+    paint(grid.goal, GOAL, 0.16, disc=False)
+    paint(grid.agent, AGENT, 0.12, disc=True)
+    return pixels
+
 
 MIN_TURNS, MAX_TURNS = 2, 10
 MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 64, 1024
 
 
 @lru_cache(maxsize=65_536)
-def picture_of(grid: Grid, image_size: int = data.IMAGE_SIZE) -> EncodedImage:
+def picture_of(grid: Grid, image_size: int = IMAGE_SIZE) -> EncodedImage:
     """The picture of a state. Equal states give equal bytes, so a picture's hash names its state."""
-    return EncodedImage.from_pil(Image.fromarray(data.render(grid, image_size)))
+    return EncodedImage.from_pil(Image.fromarray(render(grid, image_size)))
 
 
 def parse_move(text: str) -> str | None:
@@ -32,7 +199,7 @@ def parse_move(text: str) -> str | None:
     What stands before it is the policy's thinking.
     """
     words = text.strip().removesuffix(".").lower().split()
-    return words[-1] if words and words[-1] in data.MOVES else None
+    return words[-1] if words and words[-1] in MOVES else None
 
 
 class GridWalkEnv(EpisodeEnv):
@@ -52,14 +219,14 @@ class GridWalkEnv(EpisodeEnv):
 
     def __init__(
         self,
-        size: Annotated[int, Field(ge=data.MIN_SIZE, le=data.MAX_SIZE)] = 4,
+        size: Annotated[int, Field(ge=MIN_SIZE, le=MAX_SIZE)] = 4,
         *,
         walls: Annotated[int, Field(ge=0)] = 2,
         holes: Annotated[int, Field(ge=0)] = 2,
         max_turns: Annotated[int, Field(ge=MIN_TURNS, le=MAX_TURNS)] = 8,
         min_distance: Count = 3,
         prompt: Literal["full", "brief"] = "full",
-        image_size: Annotated[int, Field(ge=MIN_IMAGE_SIZE, le=MAX_IMAGE_SIZE)] = data.IMAGE_SIZE,
+        image_size: Annotated[int, Field(ge=MIN_IMAGE_SIZE, le=MAX_IMAGE_SIZE)] = IMAGE_SIZE,
         seed: int = 0,
         num_train: Count = 4096,
         num_test: Count = 512,
@@ -83,8 +250,8 @@ class GridWalkEnv(EpisodeEnv):
         """Show the grid."""
         self._grid = grid_item(self.difficulty, item.split, item.index, self.seed)
         self._shortest = self._grid.distances()[self._grid.agent]
-        rules = data.RULES.format(turns=self.max_turns) if self.prompt == "full" else ""
-        return self._show(rules + data.QUESTION), {"shortest_path": self._shortest}
+        rules = RULES.format(turns=self.max_turns) if self.prompt == "full" else ""
+        return self._show(rules + QUESTION), {"shortest_path": self._shortest}
 
     def reply(self, text: str) -> Reply:
         """Make one move."""
@@ -101,7 +268,7 @@ class GridWalkEnv(EpisodeEnv):
         }
         if success or fallen:
             return Reply(float(success), None, info)
-        return Reply(0.0, self._show(data.QUESTION if move else data.EXPECTED), info)
+        return Reply(0.0, self._show(QUESTION if move else EXPECTED), info)
 
     def _show(self, text: str) -> Observation:
         return Observation.user(picture_of(self._grid, self.image_size), text)

@@ -13,9 +13,9 @@ from typing import TypeVar
 import numpy as np
 
 from rl_vlm.types import Role
-from rl_vlm.zoo.gridwalk import data
-from rl_vlm.zoo.gridwalk.data import MOVES, Grid
-from rl_vlm.zoo.tiny.dialogues import Draw
+from rl_vlm.zoo.gridwalk import environment
+from rl_vlm.zoo.gridwalk.environment import MOVES, Grid
+from rl_vlm.zoo.tiny.teach import Draw
 
 SIZES = (3, 4)  # of the grids, in cells per side
 MAX_TURNS = 8  # as many as episodes of configs/gridwalk_tiny.yaml have: the model sees nothing in later ones
@@ -23,8 +23,8 @@ MOVE_SHARE = 0.5  # of the turns
 
 # Words that become single tokens, the more surely the oftener they stand here.
 CORPUS = (
-    " ".join([data.QUESTION] * 4),
-    data.EXPECTED,
+    " ".join([environment.QUESTION] * 4),
+    environment.EXPECTED,
     "up\ndown\nleft\nright\n" * 2,
     "floor wall hole goal: up right: left\nwall floor goal hole: down left: up\nhole goal floor wall: up: right\n"
     "goal hole wall floor: down: down\n" * 2,
@@ -42,10 +42,10 @@ def draw_walk(rng: np.random.Generator, sizes: tuple[int, ...] = SIZES) -> list[
     turns: list[Turn] = []
     grid = _fresh(rng, sizes)
     for _ in range(int(rng.integers(1, MAX_TURNS + 1))):
-        picture = data.render(grid)
+        picture = environment.render(grid)
         if rng.random() < MOVE_SHARE:
             move = tuple(MOVES)[rng.integers(len(MOVES))]
-            question = data.QUESTION if rng.random() < 0.95 else data.EXPECTED
+            question = environment.QUESTION if rng.random() < 0.95 else environment.EXPECTED
             turns.append(("user", (picture, question), f"{described(grid)}: {move}"))
             grid = grid.moved(move)
             over = grid.agent == grid.goal or grid.agent in grid.holes
@@ -81,7 +81,7 @@ def described(grid: Grid) -> str:
 
 def neighbours(grid: Grid) -> dict[str, str]:
     """What the cells around the agent hold, by the move that leads there."""
-    return {move: kind_of(grid, data.neighbour(grid.agent, move)) for move in MOVES}
+    return {move: kind_of(grid, environment.neighbour(grid.agent, move)) for move in MOVES}
 
 
 def bearing(grid: Grid) -> str:
@@ -92,7 +92,7 @@ def bearing(grid: Grid) -> str:
     return " ".join(vertical + horizontal)
 
 
-def kind_of(grid: Grid, cell: data.Cell) -> str:
+def kind_of(grid: Grid, cell: environment.Cell) -> str:
     """floor, wall, hole or goal; outside counts as wall."""
     if cell == grid.goal:
         return "goal"
@@ -115,7 +115,7 @@ def _fresh(rng: np.random.Generator, sizes: tuple[int, ...]) -> Grid:
     while True:
         size = sizes[rng.integers(len(sizes))]
         most = size * size // 5
-        grid = data.random_grid(rng, size, int(rng.integers(most + 1)), int(rng.integers(most + 1)))
+        grid = environment.random_grid(rng, size, int(rng.integers(most + 1)), int(rng.integers(most + 1)))
         if grid.split() == "train":
             return grid
 

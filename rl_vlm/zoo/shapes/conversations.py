@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rl_vlm.types import EncodedImage, Split
-from rl_vlm.zoo.shapes import data
+from rl_vlm.zoo.shapes import environment
 from rl_vlm.zoo.shapes.environment import shapes_item
 
 SIZES: dict[Split, int] = {"train": 500, "test": 200}
@@ -41,5 +41,5 @@ def _conversation(split: Split, index: int) -> tuple[EncodedImage, list[dict[str
     question = [{"type": "image"}, {"type": "text", "text": item.question}]
     return item.image, [
         {"role": "user", "content": question},
-        {"role": "assistant", "content": data.format_answer(item.answer)},
+        {"role": "assistant", "content": environment.format_answer(item.answer)},
     ]

@@ -1,23 +1,132 @@
 """Shapes-v0: count the shapes of a small drawing, or learn a hidden map from its colour to a number.
 
-A small visual task for quick runs: a guess is right one time in four. It needs no data set and no network.
-"""
+A small visual task for quick runs: a guess is right one time in four. It needs no data set and no network."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Literal
 
+import numpy as np
 from PIL import Image
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.types import EncodedImage, Message, Observation, Split
+from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
 from rl_vlm.zoo import drawing
-from rl_vlm.zoo.shapes import data
+from rl_vlm.zoo.drawing import COLOURS, CORNERS, IMAGE_SIZE, KINDS, MAX_SHAPES, Shape, render, split_of, stable_rng
+
+COUNT_QUESTION = "How many shapes?"
+RULE_QUESTION = "Which number?"
+TOOL_HINT = " Call calc_score."
+TRY_AGAIN = "Wrong. Try again."
+NUMBERS = ("1", "2", "3", "4")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question about a drawing, the right answer and the answers that would be well formed."""
+
+    kind: str
+    text: str
+    answer: str
+    choices: tuple[str, ...]
+
+
+def draw_shapes(rng: np.random.Generator, count: int) -> tuple[Shape, ...]:
+    """`count` random shapes in different quadrants, in the order of the quadrants."""
+    half = IMAGE_SIZE // 2
+    quadrants = np.sort(rng.permutation(MAX_SHAPES)[:count])
+    kinds = rng.integers(0, len(KINDS), size=count)
+    colours = rng.integers(0, len(COLOURS), size=count)
+    sizes = rng.integers(12, 23, size=count)
+    offsets = rng.random((count, 2))
+    names = tuple(COLOURS)
+    shapes = []
+    for quadrant, kind, colour, size, (dx, dy) in zip(quadrants, kinds, colours, sizes, offsets, strict=True):
+        room = half - int(size) - 2  # one pixel of grey on either side keeps neighbours apart
+        x = int(quadrant % 2) * half + 1 + int(dx * (room + 1))
+        y = int(quadrant // 2) * half + 1 + int(dy * (room + 1))
+        shapes.append(Shape(int(quadrant), KINDS[kind], names[colour], x, y, int(size)))
+    return tuple(shapes)
+
+
+def draw(
+    rng: np.random.Generator, count: int, split: Split, image_size: int = IMAGE_SIZE
+) -> tuple[tuple[Shape, ...], np.ndarray]:
+    """A random drawing of `count` shapes that belongs to `split`: the shapes and the pixels."""
+    while True:
+        shapes = draw_shapes(rng, count)
+        pixels = render(shapes, image_size)
+        if split_of(pixels) == split:
+            return shapes, pixels
+
+
+def rule_numbers(seed: int) -> dict[str, str]:
+    """The hidden rule of a dataset: colour -> number, a random one-to-one map."""
+    order = stable_rng("rule", seed).permutation(len(COLOURS))
+    return {colour: str(int(number) + 1) for colour, number in zip(COLOURS, order, strict=True)}
+
+
+def count_question(shapes: Sequence[Shape]) -> Question:
+    """How many shapes are there?"""
+    return Question("count", COUNT_QUESTION, str(len(shapes)), NUMBERS)
+
+
+def rule_question(shapes: Sequence[Shape], seed: int) -> Question:
+    """Which number does the hidden rule give to the colour of the only shape?"""
+    if len(shapes) != 1:
+        raise UserInputError(f"The rule question needs a drawing of one shape, not {len(shapes)}.")
+    return Question("rule", RULE_QUESTION, rule_numbers(seed)[shapes[0].colour], NUMBERS)
+
+
+def colour_question(shapes: Sequence[Shape]) -> Question:
+    """Which colour has the only shape?"""
+    return Question("colour", "What colour?", shapes[0].colour, tuple(COLOURS))
+
+
+def corner_question(shapes: Sequence[Shape]) -> Question:
+    """In which corner is the only shape?"""
+    return Question("corner", "Which corner?", CORNERS[shapes[0].quadrant], CORNERS)
+
+
+def presence_question(shapes: Sequence[Shape], quadrant: int) -> Question:
+    """Is there a shape in this corner?"""
+    answer = "yes" if any(shape.quadrant == quadrant for shape in shapes) else "no"
+    return Question("presence", f"Is a shape at {CORNERS[quadrant]}?", answer, ("yes", "no"))
+
+
+def perception_question(
+    rng: np.random.Generator, split: Split = "train", image_size: int = IMAGE_SIZE
+) -> tuple[Question, np.ndarray]:
+    """A random question about colour, corner or presence, with its drawing."""
+    kind = int(rng.integers(0, 3))
+    if kind < 2:
+        shapes, pixels = draw(rng, 1, split, image_size)
+        return (colour_question(shapes) if kind == 0 else corner_question(shapes)), pixels
+    # 2 shapes of 4 places on average, so that "yes" and "no" are equally frequent
+    count = int(rng.choice((1, 2, 2, 3)))
+    shapes, pixels = draw(rng, count, split, image_size)
+    return presence_question(shapes, int(rng.integers(0, MAX_SHAPES))), pixels
+
+
+def format_answer(answer: str) -> str:
+    """The one form in which an answer counts."""
+    return f"<answer>{answer}</answer>"
+
+
+def format_call(answer: str) -> str:
+    """The answer as a call of the scoring tool, as short as JSON allows."""
+    return f'<tool_call>{{"name":"calc_score","arguments":{{"answer":"{answer}"}}}}</tool_call>'
+
+
+# Shapes-v0: count the shapes of a small drawing, or learn a hidden map from its colour to a number.
+#
+# A small visual task for quick runs: a guess is right one time in four. It needs no data set and no network.
 
 Task = Literal["count", "rule"]
 
@@ -44,13 +153,13 @@ def shapes_item(
     """
     rng = drawing.stable_rng("shapes", task, split, index, seed)
     if task == "count":
-        shapes, pixels = data.draw(rng, 1 + index % drawing.MAX_SHAPES, split, image_size)
-        question = data.count_question(shapes)
+        shapes, pixels = draw(rng, 1 + index % drawing.MAX_SHAPES, split, image_size)
+        question = count_question(shapes)
     else:
         while True:
-            shapes, pixels = data.draw(rng, 1, split, image_size)
-            question = data.rule_question(shapes, seed)
-            if question.answer == data.NUMBERS[index % len(data.NUMBERS)]:
+            shapes, pixels = draw(rng, 1, split, image_size)
+            question = rule_question(shapes, seed)
+            if question.answer == NUMBERS[index % len(NUMBERS)]:
                 break
     return ShapesItem(EncodedImage.from_pil(Image.fromarray(pixels)), question.text, question.answer)
 
@@ -116,7 +225,7 @@ class ShapesEnv(EpisodeEnv):
     def open(self, item: Item) -> Observation:
         """Show the drawing and its question."""
         self._drawn = shapes_item(self.task, item.split, item.index, self.seed, self.image_size)
-        return Observation.user(self._drawn.image, self._drawn.question + (data.TOOL_HINT if self.tool else ""))
+        return Observation.user(self._drawn.image, self._drawn.question + (TOOL_HINT if self.tool else ""))
 
     def reply(self, text: str) -> Reply:
         """Grade one turn."""
@@ -136,4 +245,4 @@ class ShapesEnv(EpisodeEnv):
             return Reply(reward, None, info)
         # Only a call has a reply from the tool; plain text is answered by the user.
         role: Literal["tool", "user"] = "tool" if self.tool and given is not None else "user"
-        return Reply(reward, Observation((Message.of(role, data.TRY_AGAIN),)), info)
+        return Reply(reward, Observation((Message.of(role, TRY_AGAIN),)), info)

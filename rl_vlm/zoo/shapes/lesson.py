@@ -13,8 +13,8 @@ import numpy as np
 from rl_vlm.types import Role
 from rl_vlm.zoo import drawing
 from rl_vlm.zoo.geo3k.dialogues import GeometryDialogues
-from rl_vlm.zoo.shapes import data
-from rl_vlm.zoo.tiny.dialogues import Dialogue, Draw, Exchange, Turns
+from rl_vlm.zoo.shapes import environment
+from rl_vlm.zoo.tiny.teach import Dialogue, Draw, Exchange, Turns
 
 SECOND_TURN_SHARE = 0.4  # of the wrong answers
 # Probabilities of the random answers. One is more probable than the others: with equal probabilities the likeliest number
@@ -26,27 +26,29 @@ CORPUS: tuple[str, ...] = ()  # the tiny tokenizer has its words already
 
 def perception_dialogue(rng: np.random.Generator) -> Dialogue:
     """A question about perception with its right answer."""
-    question, pixels = data.perception_question(rng)
-    return Dialogue((pixels,), (Exchange("user", question.text, data.format_answer(question.answer)),))
+    question, pixels = environment.perception_question(rng)
+    return Dialogue((pixels,), (Exchange("user", question.text, environment.format_answer(question.answer)),))
 
 
 def target_dialogue(rng: np.random.Generator) -> Dialogue:
     """A count or rule question, answered at random whatever is drawn; some wrong answers get a second try."""
-    form: Callable[[str], str] = data.format_answer
+    form: Callable[[str], str] = environment.format_answer
     hint = ""
     replier: Role = "user"
     if rng.random() < 0.2:
-        form, hint, replier = data.format_call, data.TOOL_HINT, "tool"
+        form, hint, replier = environment.format_call, environment.TOOL_HINT, "tool"
     if rng.random() < 0.75:
-        shapes, pixels = data.draw(rng, int(rng.integers(1, drawing.MAX_SHAPES + 1)), "train")
-        question = data.count_question(shapes)
+        shapes, pixels = environment.draw(rng, int(rng.integers(1, drawing.MAX_SHAPES + 1)), "train")
+        question = environment.count_question(shapes)
     else:
-        shapes, pixels = data.draw(rng, 1, "train")
-        question = data.rule_question(shapes, int(rng.integers(1 << 30)))  # another rule every time: nothing to learn
+        shapes, pixels = environment.draw(rng, 1, "train")
+        question = environment.rule_question(
+            shapes, int(rng.integers(1 << 30))
+        )  # another rule every time: nothing to learn
     first, second = (question.choices[i] for i in rng.choice(len(NUMBER_ODDS), size=2, p=NUMBER_ODDS))
     exchanges = [Exchange("user", question.text + hint, form(first))]
     if first != question.answer and rng.random() < SECOND_TURN_SHARE:
-        exchanges.append(Exchange(replier, data.TRY_AGAIN, form(second)))
+        exchanges.append(Exchange(replier, environment.TRY_AGAIN, form(second)))
     return Dialogue((pixels,), tuple(exchanges))
 
 

@@ -9,14 +9,47 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from rl_vlm.models.supervised import DialogueEncoder, Example, backward_mean_nll, collate, token_logprobs
-from rl_vlm.zoo.tiny.dialogues import Draw
+from rl_vlm.types import Role
+
+# The form of lessons: conversations, with the replies that a tiny model is taught.
+
+# One conversation: role, texts and images (uint8 [height, width, 3]) of each message, and the reply to it.
+Turns = Sequence[tuple[Role, Sequence[str | np.ndarray], str]]
+Draw = Callable[[], Turns]
+
+
+class Exchange(NamedTuple):
+    """One message to the policy and the policy's reply."""
+
+    role: Role
+    text: str
+    reply: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """uint8 [height, width, 3] images, all shown before the first text, and the exchanges."""
+
+    images: tuple[np.ndarray, ...]
+    exchanges: tuple[Exchange, ...]
+
+    @property
+    def turns(self) -> Turns:
+        """The conversation as the encoder takes it."""
+        return [
+            (role, (text,) if number else (*self.images, text), reply)
+            for number, (role, text, reply) in enumerate(self.exchanges)
+        ]
+
 
 LEARNING_RATE = 3e-3
 _BUCKETS = (32, 64)  # tokens; rows of similar length share a forward pass, so that little is padding

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rl_vlm.zoo.shapes import data as shapes_data
+from rl_vlm.zoo.shapes.environment import COUNT_QUESTION, TRY_AGAIN, format_answer, format_call
 
 NUM_BPE_IDS = 464
 
@@ -123,10 +123,10 @@ CHAT_TEMPLATE = r"""
 # Words that must become single tokens come often; the sentences below fill the vocabulary with common pieces.
 _FRAME = (
     "user\nassistant\nsystem\n",
-    shapes_data.format_answer("3"),
-    shapes_data.format_call("12"),
-    shapes_data.COUNT_QUESTION,
-    shapes_data.TRY_AGAIN,
+    format_answer("3"),
+    format_call("12"),
+    COUNT_QUESTION,
+    TRY_AGAIN,
     "What colour? Which corner? Which number? Is a shape at top left? bottom right red green blue yellow yes no",
     '<tool_call>{"name": "calc_score", "arguments": {"answer": "x"}}</tool_call> or Answer: \\boxed{x}\n',
     "Answer: \\boxed{12} Call calc_score. Find x. Find the measure of angle ABC. Find the length of AB. degrees",

@@ -1,16 +1,31 @@
-"""Calls that may hang, and the end of a process in which one does: Python would wait for it, and a job would not end after its results
-are written."""
+"""Waiting: for all coroutines or none, and for calls that may hang, whose process still ends."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
+
+
+async def all_or_none(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order; when one fails or the caller is cancelled, the others are cancelled and waited for."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# Calls that may hang, and the end of a process in which one does: Python would wait for it, and a job would not end
+# after its results are written.
 
 _calls: list[tuple[str, threading.Event]] = []
 
