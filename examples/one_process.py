@@ -22,10 +22,10 @@ from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import SingleProcess
 from rl_vlm.learning.update import linear_schedule, make_optimizer, make_updater, scale_lr
 from rl_vlm.models.loading import resolve_model
+from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.seeding import derive_seed
 from rl_vlm.types import Split, TrajectoryGroup
 
 
